@@ -1,0 +1,103 @@
+"""Which implementation serves a call: one table, one reason per refusal."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, *HALF)
+
+
+@functools.cache
+def load_library(name: str) -> str | None:
+    """Load the compiled library ``attnfast/<name>.so`` once; return why it cannot be, or None."""
+    path = Path(__file__).with_name(f"{name}.so")
+    if not path.exists():
+        return f"{path.name} was not built: install attnfast again with a C++ compiler present"
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        return f"{path.name} does not load into torch {torch.__version__}: {reason}"
+    return None
+
+
+def _cpu(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return f"it runs on CPU tensors, not on {device.type}"
+    return load_library("_C_cpu")
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _triton_missing() -> bool:
+    return importlib.util.find_spec("triton") is None
+
+
+def _triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if _triton_missing():
+        return "the package triton is not installed"
+    if triton_interpreted():
+        if dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly"
+        return None if device.type == "cpu" else "TRITON_INTERPRET=1 asks for CPU tensors"
+    return None if device.type == "cuda" else f"it runs on CUDA tensors, not on {device.type}"
+
+
+def _cuda(device: torch.device, dtype: torch.dtype) -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if device.type != "cuda":
+        return f"it runs on CUDA tensors, not on {device.type}"
+    return load_library("_C_cuda")
+
+
+def _reference(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+#: Every backend with the function that says why it cannot run a call, in order of preference.
+BACKENDS: dict[str, Callable[[torch.device, torch.dtype], str | None]] = {
+    "triton": _triton,
+    "cuda": _cuda,
+    "cpu": _cpu,
+    "reference": _reference,
+}
+
+
+@functools.cache
+def why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why ``backend`` cannot run tensors of this device and dtype, or None if it can."""
+    return BACKENDS[backend](device, dtype)
+
+
+@functools.cache
+def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
+    if backend is None:
+        order = [name for name in BACKENDS if name != "triton" or not triton_interpreted()]
+        chosen = next(name for name in order if why_not(name, device, dtype) is None)
+        if chosen == "reference":
+            reasons = "; ".join(f"{name}: {why_not(name, device, dtype)}" for name in order[:-1])
+            warnings.warn(
+                f"attnfast runs on its reference implementation, right but slow ({reasons})",
+                stacklevel=4,
+            )
+        return chosen
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+    reason = why_not(backend, device, dtype)
+    if reason is not None:
+        raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
+    return backend

@@ -1,0 +1,1 @@
+"""The operators: one file each, holding the formula, the checks, the oracle and the gradient."""

@@ -1,0 +1,353 @@
+r"""Attention without history: every query row weighs the keys it may see, rows are independent.
+
+    e_ij    = scale · score(q_i, k_j) + bias_ij
+    α_ij    = exp(e_ij − log_sum_exp_i)  over the keys j that row i may see, 0 elsewhere
+    c_i     = Σ_j α_ij v_j
+
+with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a tanh(q_a + k_a)`` (additive) when a weight is given.
+
+This file is the contract. A backend implements the two operators of :data:`SCHEMAS`, under its own
+namespace ``attnfast_<backend>``, and nothing else; the reference is the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnfast.backends import FLOATS, choose
+
+#: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
+#: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the full shape of the scores
+#: (stride 0 where broadcast). The backward takes the saved weights, which are exactly 0 where a
+#: row may not see a key, and returns tensors of size [0] for the gradients that are not needed.
+SCHEMAS = {
+    "attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
+        "Tensor? lengths, float scale, bool need_weights) "
+        "-> (Tensor context, Tensor weights, Tensor log_sum_exp)"
+    ),
+    "attention_backward": (
+        "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_log_sum_exp, Tensor query, "
+        "Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor weights, float scale, "
+        "bool need_grad_bias) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
+        "Tensor grad_bias)"
+    ),
+}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are taken in: float64 for float64, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute context, weights and log-sum-exp in plain PyTorch: the oracle of every backend."""
+    dtype = accumulation_dtype(query.dtype)
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
+    if lengths is not None:
+        positions = torch.arange(key.shape[-2], device=query.device)
+        visible = visible & (positions < lengths.view(-1, *[1] * (visible.dim() - 1)))
+    if mask is not None:
+        visible = visible & mask
+    unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: what no row may see must not leak NaN
+    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+
+    if weight is None:
+        score = q @ k.transpose(-1, -2)
+    else:
+        w = weight.to(dtype)
+        w = w[:, None, None, :] if w.dim() == 2 else w  # [H, A]: a weight for every head
+        score = (w * torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3))).sum(-1)
+    score = scale * score
+    if bias is not None:
+        score = score + bias.to(dtype)
+
+    empty = ~visible.any(-1, keepdim=True)
+    score = score.masked_fill(~visible, -math.inf).masked_fill(empty, 0)
+    if key.shape[-2] == 0:
+        log_sum_exp = score.new_full(score.shape[:-1], -math.inf)
+    else:
+        log_sum_exp = score.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+    weights = score.softmax(-1).masked_fill(~visible, 0)
+    return (weights @ v).to(query.dtype), weights, log_sum_exp
+
+
+def _fake(query, key, value, weight, bias, mask, lengths, scale, need_weights):
+    dtype = accumulation_dtype(query.dtype)
+    rows = query.shape[:-1]
+    weights = query.new_empty((*rows, key.shape[-2]) if need_weights else (0,), dtype=dtype)
+    context = query.new_empty((*rows, value.shape[-1]))
+    return context, weights, query.new_empty(rows, dtype=dtype)
+
+
+def _fake_backward(
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, weights,
+    scale, need_grad_bias,
+):  # fmt: skip
+    grads = [x.new_empty(x.shape) for x in (query, key, value)]
+    grads.append(query.new_empty((0,) if weight is None else weight.shape))
+    grads.append(weights.new_empty(weights.shape if need_grad_bias else (0,)))
+    return tuple(grads)
+
+
+_library = {name: torch.library.Library(f"attnfast_{name}", "DEF") for name in ("cpu", "triton", "cuda")}
+for _name, _lib in _library.items():
+    for _op, _schema in SCHEMAS.items():
+        _lib.define(_op + _schema)
+    torch.library.register_fake(f"attnfast_{_name}::attention", _fake, lib=_lib)
+    torch.library.register_fake(f"attnfast_{_name}::attention_backward", _fake_backward, lib=_lib)
+
+
+@torch.library.impl("attnfast_triton::attention", "default", lib=_library["triton"])
+def _triton(*args):
+    from attnfast.kernels import attention  # Triton stays unimported until it is used
+
+    return attention.forward(*args)
+
+
+@torch.library.impl("attnfast_triton::attention_backward", "default", lib=_library["triton"])
+def _triton_backward(*args):
+    from attnfast.kernels import attention
+
+    return attention.backward(*args)
+
+
+class _Attention(torch.autograd.Function):
+    """The gradient shared by all backends but the reference, which PyTorch differentiates."""
+
+    @staticmethod
+    def forward(backend, query, key, value, weight, bias, mask, lengths, scale, need_weights):
+        op = getattr(torch.ops, f"attnfast_{backend}").attention
+        return op(query, key, value, weight, bias, mask, lengths, scale, need_weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        backend, query, key, value, weight, bias, _, lengths, scale, _ = inputs
+        _, weights, _ = output
+        ctx.save_for_backward(query, key, value, weight, lengths, weights)
+        ctx.backend, ctx.scale = backend, scale
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
+        query, key, value, weight, lengths, weights = ctx.saved_tensors
+        if grad_context is None:
+            grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+        op = getattr(torch.ops, f"attnfast_{ctx.backend}").attention_backward
+        *grads, grad_weight, grad_bias = op(
+            grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths,
+            weights, ctx.scale, ctx.needs_input_grad[5],
+        )  # fmt: skip
+        return (
+            None,
+            *grads,
+            grad_weight if weight is not None else None,
+            grad_bias.to(query.dtype) if ctx.needs_input_grad[5] else None,
+            *[None] * 4,
+        )
+
+
+def _refuse(argument: str, expected: str, got: object) -> None:
+    raise ValueError(f"{argument} must be {expected}, got {got}")
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+) -> None:
+    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    named = {"query": query, "key": key, "value": value, "weight": weight, "bias": bias}
+    for name, x in {**named, "mask": mask, "lengths": lengths}.items():
+        if x is None and name not in ("query", "key", "value"):
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != query.device:
+            _refuse(name, f"on the query's device {query.device}", x.device)
+        if name in named and x.dtype != query.dtype:
+            _refuse(name, f"of the query's dtype {query.dtype}", x.dtype)
+    if query.dtype not in FLOATS:
+        _refuse("query", "float32, float64, bfloat16 or float16", query.dtype)
+    if query.dim() not in (3, 4):
+        _refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(query.shape))
+    *batch, _, features = query.shape
+    if key.dim() != query.dim() or key.shape[:-2] != query.shape[:-2] or key.shape[-1] != features:
+        _refuse("key", f"{[*batch, 'Tk', features]} to fit the query", list(key.shape))
+    if value.dim() != key.dim() or value.shape[:-1] != key.shape[:-1]:
+        _refuse("value", f"{[*key.shape[:-1], 'Dv']} to fit the key", list(value.shape))
+    if weight is not None and weight.shape not in ((features,), (*batch[1:], features)):
+        shapes = f"[{features}]" + (f" or {[batch[1], features]}" if len(batch) == 2 else "")
+        _refuse("weight", f"{shapes} to fit the query", list(weight.shape))
+    scores = (*query.shape[:-1], key.shape[-2])
+    if mask is not None and mask.dtype != torch.bool:
+        _refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
+    for name, x in (("mask", mask), ("bias", bias)):
+        if x is not None and (
+            x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
+        ):
+            _refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
+    if lengths is not None:
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != query.shape[:1]:
+            got = f"{lengths.dtype} {list(lengths.shape)}"
+            _refuse("lengths", f"int64 or int32 of shape [{query.shape[0]}]", got)
+        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            for length in lengths.tolist():
+                if not 0 <= length <= key.shape[-2]:
+                    _refuse("lengths", f"between 0 and {key.shape[-2]}, the number of keys", length)
+
+
+def _attention(
+    query, key, value, weight, scale, lengths, mask, bias, temperature, need_weights,
+    need_log_sum_exp, backend,
+):  # fmt: skip
+    """Check, choose a backend and run: what both public functions share."""
+    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value, weight, bias = (
+            x.to(dtype) if isinstance(x, Tensor) else x for x in (query, key, value, weight, bias)
+        )
+    check(query, key, value, weight, bias, mask, lengths)
+    if not temperature > 0:
+        _refuse("temperature", "a positive number", temperature)
+    scale = scale / temperature
+    scores = (*query.shape[:-1], key.shape[-2])
+    if bias is not None:
+        bias = (bias / temperature if temperature != 1 else bias).expand(scores)
+    if mask is not None:
+        mask = mask.expand(scores)
+    backend = choose(backend, query.device, query.dtype)
+    if backend == "reference":
+        context, weights, log_sum_exp = reference(
+            query, key, value, weight, bias, mask, lengths, scale
+        )
+    else:
+        inputs = (query, key, value, weight, bias)
+        differentiable = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in inputs
+        )
+        context, weights, log_sum_exp = _Attention.apply(
+            backend, *inputs, mask, lengths, scale, need_weights or differentiable
+        )
+    result = (context, weights.to(query.dtype) if need_weights else None)
+    return (*result, log_sum_exp) if need_log_sum_exp else result
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool = False,
+    need_log_sum_exp: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    r"""Attend with Bahdanau's additive score.
+
+    .. math:: e_{ij} = (\sum_a w_a \tanh(q_{ia} + k_{ja}) + b_{ij}) / T, \quad
+              \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
+
+    ``query`` and ``key`` are the projected decoder states and encoder states. Luong's "concat"
+    score is the same thing with the weight matrix split in two. No tensor of size Tq·Tk·A exists
+    at any time, forward or backward.
+
+    Args:
+        query: ``[B, Tq, A]``, or ``[B, H, Tq, A]`` with heads; float32, float64, bfloat16 or
+            float16. Half types accumulate in float32.
+        key: ``[B, Tk, A]`` (or with heads), dtype and device of the query, as ``value``.
+        value: ``[B, Tk, Dv]`` (or with heads).
+        weight: ``[A]``; with heads also ``[H, A]``.
+        lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are not seen. On the
+            CPU a length outside 0…Tk is refused; on a GPU it is clamped, for checking would wait.
+        mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
+            a key may be attended to.
+        bias: added to the score, shaped like ``mask``, differentiable.
+        temperature: T > 0 divides score and bias.
+        need_weights: return the weights; otherwise they are None.
+        need_log_sum_exp: return log Σ_j exp(e_ij) as a third result, float32 (float64 for float64).
+        backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
+            ``"reference"``.
+
+    Returns:
+        ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype, then
+        ``log_sum_exp [B, Tq]`` if asked for. A row that may see no key has context 0, weights 0,
+        log-sum-exp −inf and gradients 0.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
+            of a backend other than ``"reference"``.
+
+    Paper: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", ICLR 2015, arXiv:1409.0473.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+    return _attention(
+        query, key, value, weight, 1.0, lengths, mask, bias, temperature, need_weights,
+        need_log_sum_exp, backend,
+    )  # fmt: skip
+
+
+def dot_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool = False,
+    need_log_sum_exp: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    r"""Attend with the dot-product score.
+
+    .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
+              \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
+
+    Luong's "general" score is this with projected keys; his "dot" is this with ``scale=1``.
+
+    Args:
+        scale: s; None means 1/√A, as in ``scaled_dot_product_attention``.
+
+    The other arguments, the results and the errors are those of :func:`additive_attention`.
+
+    Papers: Luong, Pham and Manning, "Effective Approaches to Attention-based Neural Machine
+    Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",
+    NeurIPS 2017, arXiv:1706.03762.
+    """
+    if scale is None:
+        scale = 1 / math.sqrt(max(query.shape[-1], 1)) if isinstance(query, Tensor) else 1.0
+    return _attention(
+        query, key, value, None, scale, lengths, mask, bias, temperature, need_weights,
+        need_log_sum_exp, backend,
+    )  # fmt: skip
