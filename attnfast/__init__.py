@@ -5,6 +5,6 @@ Functions: :func:`additive_attention`, :func:`dot_attention`. Modules: :mod:`att
 
 from attnfast import nn
 from attnfast.ops.attention import additive_attention, dot_attention
+from attnfast.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["additive_attention", "dot_attention", "nn"]
+__all__ = ["__version__", "additive_attention", "dot_attention", "nn"]

@@ -24,7 +24,7 @@ def load_library(name: str) -> str | None:
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error.__cause__ or error).splitlines()[0]
         return f"{path.name} does not load into torch {torch.__version__}: {reason}"
     return None
 
@@ -83,8 +83,7 @@ def why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 @functools.cache
-def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
+def _choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
     if backend is None:
         order = [name for name in BACKENDS if name != "triton" or not triton_interpreted()]
         chosen = next(name for name in order if why_not(name, device, dtype) is None)
@@ -92,7 +91,7 @@ def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str
             reasons = "; ".join(f"{name}: {why_not(name, device, dtype)}" for name in order[:-1])
             warnings.warn(
                 f"attnfast runs on its reference implementation, right but slow ({reasons})",
-                stacklevel=4,
+                stacklevel=5,
             )
         return chosen
     if backend not in BACKENDS:
@@ -101,3 +100,12 @@ def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
+
+
+def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
+    return _choose(backend, device, dtype)
+
+
+# What torch.compiler.assume_constant_result sets, without its import of all of dynamo.
+choose._dynamo_marked_constant = True  # type: ignore[attr-defined]

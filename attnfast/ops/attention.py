@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnfast.backends import FLOATS, choose
 
@@ -80,10 +79,8 @@ def reference(
 
     empty = ~visible.any(-1, keepdim=True)
     score = score.masked_fill(~visible, -math.inf).masked_fill(empty, 0)
-    if key.shape[-2] == 0:
-        log_sum_exp = score.new_full(score.shape[:-1], -math.inf)
-    else:
-        log_sum_exp = score.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+    log_sum_exp = score.logsumexp(-1) if key.shape[-2] else score.sum(-1)
+    log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)
     weights = score.softmax(-1).masked_fill(~visible, 0)
     return (weights @ v).to(query.dtype), weights, log_sum_exp
 
@@ -129,38 +126,59 @@ def _triton_backward(*args):
 
 
 class _Attention(torch.autograd.Function):
-    """The gradient shared by all backends but the reference, which PyTorch differentiates."""
+    """The derivative of every backend but the reference, which PyTorch differentiates."""
 
     @staticmethod
     def forward(backend, query, key, value, weight, bias, mask, lengths, scale, need_weights):
+        if bias is not None:
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
         op = getattr(torch.ops, f"attnfast_{backend}").attention
         return op(query, key, value, weight, bias, mask, lengths, scale, need_weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
         backend, query, key, value, weight, bias, _, lengths, scale, _ = inputs
-        _, weights, _ = output
-        ctx.save_for_backward(query, key, value, weight, lengths, weights)
+        ctx.save_for_backward(query, key, value, weight, lengths, output[1])
         ctx.backend, ctx.scale = backend, scale
+        ctx.bias_shape = None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
         query, key, value, weight, lengths, weights = ctx.saved_tensors
         if grad_context is None:
             grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
-        op = getattr(torch.ops, f"attnfast_{ctx.backend}").attention_backward
-        *grads, grad_weight, grad_bias = op(
-            grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths,
-            weights, ctx.scale, ctx.needs_input_grad[5],
+        need_grad_bias = ctx.needs_input_grad[5]
+        *grads, grad_weight, grad_bias = _AttentionBackward.apply(
+            ctx.backend, grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight,
+            lengths, weights, ctx.scale, need_grad_bias,
         )  # fmt: skip
+        if need_grad_bias:
+            grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
         return (
             None,
             *grads,
-            grad_weight if weight is not None else None,
-            grad_bias.to(query.dtype) if ctx.needs_input_grad[5] else None,
+            None if weight is None else grad_weight,
+            grad_bias if need_grad_bias else None,
             *[None] * 4,
+        )
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward operator, with an error where a second derivative would be silently zero."""
+
+    @staticmethod
+    def forward(backend, *args):
+        return getattr(torch.ops, f"attnfast_{backend}").attention_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        raise RuntimeError(
+            "attention has no second derivative on the compiled backends; backend='reference' has"
         )
 
 
@@ -232,11 +250,10 @@ def _attention(
     if not temperature > 0:
         _refuse("temperature", "a positive number", temperature)
     scale = scale / temperature
-    scores = (*query.shape[:-1], key.shape[-2])
     if bias is not None:
-        bias = (bias / temperature if temperature != 1 else bias).expand(scores)
+        bias = bias / temperature if temperature != 1 else bias
     if mask is not None:
-        mask = mask.expand(scores)
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
     backend = choose(backend, query.device, query.dtype)
     if backend == "reference":
         context, weights, log_sum_exp = reference(

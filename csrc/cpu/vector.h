@@ -1,0 +1,179 @@
+// Vectors of floats or doubles, exp and reciprocal, for the instruction set that VARIANT names.
+//
+// Every unit that includes this file is compiled once per instruction set, so it may include no
+// header with ordinary inline functions (the linker would keep one copy for all), and all it
+// defines lies in a namespace of the variant's own.
+#pragma once
+#include <stdint.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+extern "C" double exp(double);
+extern "C" double tanh(double);
+extern "C" double log(double);
+extern "C" float logf(float);
+
+namespace attnfast {
+namespace VARIANT {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class C>
+struct Vector {
+  typedef C type __attribute__((vector_size(kVectorBytes)));
+  static constexpr int width = kVectorBytes / sizeof(C);
+};
+template <class C>
+using Vec = typename Vector<C>::type;
+typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+
+template <class C>
+static inline Vec<C> load(const C* p) {
+  Vec<C> x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+
+template <class C>
+static inline void store(C* p, Vec<C> x) {
+  __builtin_memcpy(p, &x, sizeof x);
+}
+
+template <class C>
+static inline void add(C* p, Vec<C> x) {
+  store(p, load(p) + x);
+}
+
+template <class C>
+static inline Vec<C> splat(C x) {
+  return Vec<C>{} + x;
+}
+
+template <class C>
+static inline C sum(Vec<C> x) {
+  C s[Vector<C>::width];
+  __builtin_memcpy(s, &x, sizeof x);
+  for (int n = Vector<C>::width / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) s[i] += s[i + n];
+  return s[0];
+}
+
+// exp(x), within 2 ulp; x outside ±87 counts as ±87. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
+static inline Vec<float> exp(Vec<float> x) {
+  x = x > 87.f ? splat(87.f) : x;
+  x = x < -87.f ? splat(-87.f) : x;
+  const Vec<float> shifted = x * 1.44269504088896341f + 12582912.f;  // the integer in the low bits
+  const Vec<float> n = shifted - 12582912.f;
+  const Vec<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  Ints power;
+  __builtin_memcpy(&power, &shifted, sizeof power);
+  power = (power + 127) << 23;
+  Vec<float> scale;
+  __builtin_memcpy(&scale, &power, sizeof scale);
+  return p * scale;
+}
+
+static inline Vec<double> exp(Vec<double> x) {
+  for (int i = 0; i < Vector<double>::width; ++i) x[i] = ::exp(x[i]);
+  return x;
+}
+
+// 1 / x within 2 ulp, for 1 <= x < 2^126. (With 8 lanes the division unit keeps up.)
+static inline Vec<float> reciprocal(Vec<float> x) {
+#if defined(__AVX512F__)
+  const Vec<float> r = (Vec<float>)_mm512_rcp14_ps((__m512)x);
+  return r * (2.f - x * r);
+#else
+  return 1.f / x;
+#endif
+}
+
+// r = 1 / (1 + e^{2x}), so that tanh x = 1 - 2r and its derivative is 4r(1 - r).
+static inline Vec<float> logistic(Vec<float> x) { return reciprocal(1.f + exp(2.f * x)); }
+
+static inline Vec<double> logistic(Vec<double> x) {
+  for (int i = 0; i < Vector<double>::width; ++i) x[i] = 0.5 * (1 - ::tanh(x[i]));
+  return x;
+}
+
+// The element types of tensors.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+static inline float as_float(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+static inline uint32_t as_bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float widen(float x) { return x; }
+static inline double widen(double x) { return x; }
+static inline float widen(BFloat x) { return as_float((uint32_t)x.bits << 16); }
+static inline float widen(Half x) {
+  const uint32_t magnitude = (uint32_t)(x.bits & 0x7fff) << 13;
+  // 2^112 moves the exponent's bias from 15 to 127 and makes subnormal numbers normal.
+  float y = as_float(magnitude) * as_float((254u - 15) << 23);
+  y = magnitude >= 0x0f800000u ? as_float(magnitude | 0x7f800000u) : y;  // infinity and NaN
+  return as_float(as_bits(y) | (uint32_t)(x.bits & 0x8000) << 16);
+}
+
+// Round to nearest even.
+static inline void narrow(float x, float& out) { out = x; }
+static inline void narrow(double x, double& out) { out = x; }
+static inline void narrow(float x, BFloat& out) {
+  const uint32_t bits = as_bits(x);
+  out.bits = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+static inline void narrow(float x, Half& out) {
+  const uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude >= 0x7f800000u) {
+    half = 0x7c00 | (magnitude > 0x7f800000u ? 0x200 : 0);
+  } else if (magnitude >= 0x477ff000u) {  // rounds past 65504
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000u) {  // subnormal: let the adder round
+    half = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+  } else {
+    half = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  }
+  out.bits = (uint16_t)(half | (bits >> 16 & 0x8000));
+}
+
+template <class T>
+struct Accumulate {
+  typedef float type;
+};
+template <>
+struct Accumulate<double> {
+  typedef double type;
+};
+
+static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t round_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace VARIANT
+}  // namespace attnfast

@@ -1,0 +1,27 @@
+"""Before Triton is imported: on a machine without a GPU its kernels run in the interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from attnfast.backends import BACKENDS, why_not
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=[name for name in BACKENDS])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend; those that cannot run float32 on this machine are skipped with the reason."""
+    from table import DEVICE
+
+    reason = why_not(request.param, DEVICE[request.param], torch.float32)
+    if reason:
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param

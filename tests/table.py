@@ -1,0 +1,262 @@
+"""The table that tests and benchmarks share: cases, inputs, eager code, and what "correct" means."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import attnfast
+from attnfast.backends import BACKENDS, why_not
+from attnfast.ops.attention import reference
+
+CPU = torch.device("cpu")
+DEVICE = {name: torch.device("cuda" if torch.cuda.is_available() else "cpu") for name in BACKENDS}
+DEVICE["cpu"] = CPU
+
+#: Error allowed whatever the eager code loses: absolute, or in units of eps · max|oracle|.
+FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5}
+FLOOR_ULPS = {torch.bfloat16: 1.0, torch.float16: 1.0}
+#: Times the eager code's own error, and root-mean-square error over root-mean-square oracle.
+FACTOR = 2.0
+RMS = 5e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention; ``terms`` are among lengths, mask, bias."""
+
+    score: str
+    B: int
+    Tq: int
+    Tk: int
+    A: int
+    Dv: int
+    H: int | None = None
+    dtype: torch.dtype = torch.float32
+    terms: tuple[str, ...] = ()
+    layout: str = "contiguous"
+    seed: int = 0
+    scale: float = 1.0  # of queries and keys
+    weight_per_head: bool = False
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        return () if self.H is None else (self.H,)
+
+    @property
+    def elements(self) -> int:
+        return self.B * (self.H or 1) * self.Tq * self.Tk * max(self.A, self.Dv)
+
+
+LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 97, 127, 128, 129, 203, 257, 1023)
+FEATURES = (1, 7, 8, 33, 59, 64, 72, 96, 111, 128, 203, 256, 512)
+TERMS = [(), ("lengths",), ("mask",), ("bias",), ("lengths", "mask", "bias")]
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+
+
+def cases() -> list[Case]:
+    """Return every length and feature count, both scores, all terms, layouts and dtypes."""
+    draw = random.Random(0)
+    terms, layouts = itertools.cycle(TERMS), itertools.cycle(LAYOUTS)
+    table = []
+    for score in ("dot", "additive"):
+        for Tq, Tk in zip(LENGTHS, draw.sample(LENGTHS, len(LENGTHS))):
+            A, Dv = draw.choice(FEATURES), draw.choice(FEATURES)
+            while Tq * Tk * max(A, Dv) > 4e6:
+                A, Dv = draw.choice(FEATURES), draw.choice(FEATURES)
+            table.append(Case(score, 2, Tq, Tk, A, Dv, None, terms=next(terms), layout=next(layouts)))
+        for A in FEATURES:
+            H = draw.choice((None, 1, 3))
+            table.append(Case(score, 2, 5, 17, A, draw.choice(FEATURES), H, terms=next(terms)))
+        table += [
+            Case(score, 0, 3, 5, 8, 8),
+            Case(score, 2, 0, 5, 8, 8),
+            Case(score, 2, 3, 0, 8, 8),
+            Case(score, 2, 3, 5, 8, 0),
+            Case(score, 2, 3, 5, 8, 8, 4, weight_per_head=True),
+            Case(score, 1, 1, 300, 64, 64, terms=("lengths",)),
+        ]
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            for shape in ((2, 17, 33, 59, 64, 2), (3, 5, 97, 128, 33, None)):
+                table.append(Case(score, *shape, dtype=dtype, terms=("lengths", "mask", "bias")))
+    return table
+
+
+def fuzz(seed: int, count: int, most: float) -> list[Case]:
+    """Return ``count`` seeded random cases of at most ``most`` elements."""
+    draw = random.Random(seed)
+    table = []
+    while len(table) < count:
+        case = Case(
+            score=draw.choice(("dot", "additive")),
+            B=draw.randint(1, 4),
+            Tq=draw.choice((1, 2, 3, draw.randint(1, 40), draw.randint(1, 150))),
+            Tk=draw.choice((1, 2, draw.randint(1, 40), draw.randint(1, 300))),
+            A=draw.randint(1, 130),
+            Dv=draw.randint(1, 130),
+            H=draw.choice((None, None, 1, 2, 5)),
+            dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+            terms=draw.choice(TERMS),
+            layout=draw.choice(LAYOUTS),
+            seed=draw.randint(0, 2**31),
+            scale=draw.choice((0.1, 1.0, 1.0, 4.0)),
+        )
+        if case.elements <= most:
+            table.append(replace(case, weight_per_head=case.H is not None and draw.random() < 0.5))
+    return table
+
+
+def runnable(backend: str, case: Case) -> bool:
+    """Whether ``backend`` can run the case; Triton's interpreter only if it is small."""
+    if why_not(backend, DEVICE[backend], case.dtype) is not None:
+        return False
+    return backend != "triton" or DEVICE["triton"].type == "cuda" or case.elements <= 60_000
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    """Return the same numbers in memory laid out otherwise."""
+    if layout == "transposed":  # features outside of time
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "sliced":  # a part of something larger, NaN around it
+        room = x.new_full((*x.shape[:-2], x.shape[-2] + 3, x.shape[-1] + 5), math.nan)
+        view = room[..., 1 : 1 + x.shape[-2], 2 : 2 + x.shape[-1]]
+        return view.copy_(x)
+    return x
+
+
+def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
+    """Return the arguments of the case, leaves that require gradients where they can."""
+    g = torch.Generator().manual_seed(case.seed)
+    lead = (case.B, *case.heads)
+
+    def floats(*shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(shape, generator=g, dtype=torch.float64) * scale
+        return x.to(device, case.dtype)
+
+    args: dict[str, Tensor | None] = {
+        "query": floats(*lead, case.Tq, case.A, scale=case.scale),
+        "key": floats(*lead, case.Tk, case.A, scale=case.scale),
+        "value": floats(*lead, case.Tk, case.Dv),
+        "weight": None,
+        "bias": None,
+        "mask": None,
+        "lengths": None,
+    }
+    if case.layout == "expanded":  # one memory for the whole batch
+        args["key"] = args["key"][:1].expand(*lead, case.Tk, case.A)
+        args["value"] = args["value"][:1].expand(*lead, case.Tk, case.Dv)
+    else:
+        for name in ("query", "key", "value"):
+            args[name] = _laid_out(args[name], case.layout)
+    if case.score == "additive":
+        shape = (*case.heads, case.A) if case.weight_per_head else (case.A,)
+        args["weight"] = floats(*shape, scale=2 / max(case.A, 1) ** 0.5)
+    if "bias" in case.terms:
+        rows = case.Tq if case.seed % 2 else 1
+        args["bias"] = floats(case.B, *([1] * len(case.heads)), rows, case.Tk)
+    if "mask" in case.terms:
+        shape = (*lead, case.Tq if case.Tq < 100 else 1, case.Tk)
+        args["mask"] = (torch.rand(shape, generator=g) > 0.3).to(device)
+    if "lengths" in case.terms:
+        args["lengths"] = torch.randint(0, case.Tk + 1, (case.B,), generator=g).to(device)
+    return {k: _leaf(v) for k, v in args.items()}
+
+
+def _leaf(x: Tensor | None) -> Tensor | None:
+    return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+
+
+def attend(args: dict[str, Tensor | None], **options):
+    """Call the public function that the arguments belong to."""
+    args = {**args, **options}
+    weight = args.pop("weight")
+    query, key, value = args.pop("query"), args.pop("key"), args.pop("value")
+    if weight is None:
+        return attnfast.dot_attention(query, key, value, scale=1.0, **args)
+    return attnfast.additive_attention(query, key, value, weight, **args)
+
+
+def eager(query, key, value, weight=None, bias=None, mask=None, lengths=None):
+    """Attend as people write it, in the tensors' own dtype: context, weights, log-sum-exp."""
+    if weight is None:
+        score = query @ key.transpose(-1, -2)
+    else:
+        features = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3))
+        score = (
+            features @ weight
+            if weight.dim() == 1
+            else (features @ weight[:, None, :, None]).squeeze(-1)
+        )
+    if bias is not None:
+        score = score + bias
+    if lengths is not None:
+        seen = torch.arange(key.shape[-2], device=key.device) < lengths.unsqueeze(-1)
+        seen = seen.view(-1, *[1] * (score.dim() - 2), key.shape[-2])
+        mask = seen if mask is None else seen & mask
+    if mask is None:
+        weights = score.softmax(-1)
+        return weights @ value, weights, score.logsumexp(-1)
+    empty = ~mask.expand_as(score).any(-1, keepdim=True)
+    score = score.masked_fill(~mask, -math.inf).masked_fill(empty, 0)
+    weights = score.softmax(-1).masked_fill(~mask, 0)
+    return weights @ value, weights, score.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+
+
+NAMES = ("context", "weights", "log_sum_exp")
+
+
+def results(case: Case, args: dict[str, Tensor | None], how) -> dict[str, Tensor]:
+    """Return the outputs of ``how(**args)`` and the gradients of a random sum of them."""
+    outputs = dict(zip(NAMES, how(**args)))
+    g = torch.Generator().manual_seed(case.seed + 1)
+    leaves = {k: v for k, v in args.items() if v is not None and v.requires_grad}
+    upstream = []
+    for name, x in outputs.items():
+        noise = torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.device)
+        if x.dim() > 2:  # non-contiguous
+            noise = noise.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if name == "log_sum_exp":
+            noise = noise.masked_fill(x == -math.inf, 0)
+        upstream.append(noise.to(x.dtype))
+    grads = torch.autograd.grad(
+        list(outputs.values()), list(leaves.values()), upstream, allow_unused=True
+    )
+    for (name, leaf), grad in zip(leaves.items(), grads):
+        outputs[f"grad of {name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return {k: v.detach() for k, v in outputs.items()}
+
+
+def oracle(case: Case) -> dict[str, Tensor]:
+    """Return the reference's results in float64 on the CPU, from the case's own numbers."""
+    args = {
+        k: _leaf(v.detach().double() if v is not None and v.is_floating_point() else v)
+        for k, v in inputs(case).items()
+    }
+    return results(case, args, lambda **a: reference(**a, scale=1.0))
+
+
+def check(case: Case, got: dict[str, Tensor], wanted: dict[str, Tensor], plain: dict[str, Tensor]):
+    """Assert the project's one rule for numbers (see the constants above)."""
+    for name, want in wanted.items():
+        result = got[name].double().cpu()
+        assert result.shape == want.shape, f"{name} has shape {result.shape} in {case}"
+        if want.numel() == 0:
+            continue
+        same = result == want  # infinities
+        assert not (result.isnan() & ~want.isnan()).any(), f"{name} has NaN in {case}"
+        error = (result - want).masked_fill(same, 0).abs()
+        base = (plain[name].double().cpu() - want).masked_fill(same, 0).abs().nan_to_num(0).max()
+        finite = want.masked_fill(want.isinf(), 0)
+        floor = FLOOR.get(case.dtype) or (
+            FLOOR_ULPS[case.dtype] * torch.finfo(case.dtype).eps * finite.abs().max()
+        )
+        allowed = max(float(floor), FACTOR * float(base))
+        assert error.max() <= allowed, f"{name} is off by {error.max():.2e} > {allowed:.2e} in {case}"
+        size = finite.square().mean().sqrt()
+        rms = error.square().mean().sqrt()
+        assert rms <= RMS * size + float(floor), f"{name}: rms {rms:.2e} of {size:.2e} in {case}"

@@ -1,0 +1,406 @@
+"""attention on every backend: the project's rule for numbers, and the ways kernels go wrong."""
+
+import math
+
+import pytest
+import torch
+from table import (
+    DEVICE,
+    Case,
+    attend,
+    cases,
+    check,
+    eager,
+    fuzz,
+    inputs,
+    oracle,
+    results,
+    runnable,
+)
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+import attnfast
+from attnfast.ops.attention import SCHEMAS
+
+OUTPUTS = {"need_weights": True, "need_log_sum_exp": True}
+
+
+def run(case, backend, **changes):
+    args = {**inputs(case, DEVICE[backend]), **changes}
+    return results(case, args, lambda **a: attend(a, backend=backend, **OUTPUTS))
+
+
+def judge(case, backend):
+    check(case, run(case, backend), oracle(case), results(case, inputs(case), eager))
+
+
+def name(case):
+    return (
+        f"{case.score}-{'x'.join(map(str, (case.B, *case.heads, case.Tq, case.Tk, case.A, case.Dv)))}"
+        f"-{str(case.dtype)[6:]}-{'+'.join(case.terms)}-{case.layout}"
+    )
+
+
+@pytest.mark.parametrize("case", cases(), ids=name)
+def test_table(case, backend):
+    if not runnable(backend, case):
+        pytest.skip(f"{backend} does not run this case here")
+    judge(case, backend)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fuzz(seed, backend):
+    table = fuzz(seed, 32, 20_000 if backend == "triton" else 400_000)
+    for case in table[:4] if backend == "triton" and seed > 1 else table:
+        if runnable(backend, case):
+            judge(case, backend)  # a failure prints the case: paste it into judge()
+
+
+def test_textbook_softmax(backend):
+    """softmax(0.5, 2.0, −1.0), as the bias of a query that sees three keys alike."""
+    zeros = torch.zeros(1, 3, 4, device=DEVICE[backend])
+    for scores, expected in (
+        ((0.5, 2.0, -1.0), (0.175, 0.786, 0.039)),
+        ((0.8, 0.54, 0.74, 0.12, 0.36), (0.259, 0.200, 0.244, 0.131, 0.167)),
+    ):
+        n = len(scores)
+        zeros = torch.zeros(1, n, 4, device=DEVICE[backend])
+        bias = torch.tensor(scores, device=DEVICE[backend]).view(1, 1, n)
+        value = torch.eye(n, device=DEVICE[backend]).unsqueeze(0)
+        context, weights = attnfast.dot_attention(
+            zeros[:, :1], zeros, value, bias=bias, need_weights=True, backend=backend
+        )
+        for got in (context, weights):
+            assert torch.equal(got.cpu().flatten().round(decimals=3), torch.tensor(expected))
+
+
+def test_temperature_divides_score_and_bias(backend):
+    args = inputs(Case("additive", 2, 3, 5, 8, 8, terms=("bias",)), DEVICE[backend])
+    warm = attend(args, temperature=2.0, backend=backend, **OUTPUTS)
+    halved = {k: v / 2 if k in ("weight", "bias") else v for k, v in args.items() if v is not None}
+    half = attend({**args, **halved}, backend=backend, **OUTPUTS)
+    for a, b in zip(warm, half):
+        torch.testing.assert_close(a, b)
+
+
+def test_results_do_not_depend_on_what_is_asked(backend):
+    args = inputs(Case("additive", 2, 5, 17, 8, 8, terms=("lengths",)), DEVICE[backend])
+    with torch.no_grad():
+        full = attend(args, backend=backend, **OUTPUTS)
+        context, weights = attend(args, backend=backend)
+    assert weights is None
+    assert torch.equal(context, full[0])
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_empty_rows(score, backend):
+    case = Case(score, 3, 4, 70, 8, 8, terms=("bias",))
+    device = DEVICE[backend]
+    mask = torch.ones(3, 4, 70, dtype=torch.bool, device=device)
+    mask[0, 1] = False  # one row
+    mask[1, :, :66] = False  # the first block of every row
+    lengths = torch.tensor([70, 70, 0], device=device)
+    got = run(case, backend, mask=mask, lengths=lengths)
+    assert all(not x.isnan().any() for x in got.values())
+    for index in ((0, 1), (2,)):
+        for x in ("context", "weights", "grad of query"):
+            assert (got[x][index] == 0).all()
+        assert (got["log_sum_exp"][index] == -math.inf).all()
+    for x in ("grad of key", "grad of value", "grad of bias"):
+        assert (got[x][2] == 0).all()
+    torch.testing.assert_close(got["weights"][1].sum(-1), torch.ones(4, device=device))
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_what_is_not_seen_changes_nothing(score, backend):
+    """NaN beyond a length, under a mask for all rows or for one, in keys and values."""
+    case = Case(score, 2, 5, 40, 16, 8)
+    device = DEVICE[backend]
+    mask = torch.ones(2, 5, 40, dtype=torch.bool, device=device)
+    mask[:, :, 3] = False
+    lengths = torch.tensor([40, 31], device=device)
+    hidden = torch.zeros(2, 40, 1, dtype=torch.bool, device=device)
+    hidden[:, 3], hidden[1, 31:] = True, True
+    clean = inputs(case, device)
+    dirty = {
+        k: clean[k].detach().masked_fill(hidden, math.nan).requires_grad_() for k in ("key", "value")
+    }
+    a = run(case, backend, mask=mask, lengths=lengths)
+    b = run(case, backend, mask=mask, lengths=lengths, **dirty)
+    for key, value in a.items():
+        assert torch.equal(value, b[key]), key
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_a_row_is_not_touched_by_what_others_see(score, backend):
+    """Row 0 may not see the one key and value that are NaN; its results stay the same."""
+    if backend == "reference":
+        pytest.skip("the oracle is plain PyTorch, where 0 · NaN is NaN")
+    case = Case(score, 1, 3, 20, 16, 8)
+    device = DEVICE[backend]
+    mask = torch.ones(1, 3, 20, dtype=torch.bool, device=device)
+    mask[0, 0, 7] = False
+    clean = inputs(case, device)
+    dirty = {k: clean[k].detach().clone() for k in ("key", "value")}
+    for x in dirty.values():
+        x[0, 7] = math.nan
+        x.requires_grad_()
+    a, b = run(case, backend, mask=mask), run(case, backend, mask=mask, **dirty)
+    for key in ("context", "weights", "log_sum_exp", "grad of query"):
+        assert torch.equal(a[key][0, 0], b[key][0, 0]), key
+        if key != "grad of query" or score == "dot":
+            assert b[key][0, 1].isnan().any(), key
+
+
+@pytest.mark.parametrize("factor", [1e4, -5e4])
+def test_large_scores(factor, backend):
+    case = Case("additive", 2, 3, 33, 16, 8)
+    args = inputs(case, DEVICE[backend])
+    weight = args["weight"].detach() * factor
+    wanted_args = {**inputs(case), "weight": weight.cpu()}
+    double = {k: v.detach().double() for k, v in wanted_args.items() if v is not None}
+    wanted = eager(**double)
+    with torch.no_grad():
+        plain = eager(**wanted_args)
+        got = attend({**args, "weight": weight}, backend=backend, **OUTPUTS)
+    for x, want, base in zip(got, wanted, plain):
+        allowed = max(1e-5, 2 * float((base.double() - want).abs().max()))
+        assert (x.double().cpu() - want).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [(10.89, 10.89), (10.91, 10.91), (21.7, -21.7), (30.0, -29.0), (-300.0, 299.5), (1e30, 1.0)],
+)
+def test_factored_domain(q, k, backend):
+    """At the edge of the factored tanh and beyond it, one enormous feature among small ones."""
+    case = Case("additive", 2, 5, 19, 24, 8)
+    args = {x: v.detach() for x, v in inputs(case).items() if v is not None}
+    args["query"][:, :, 5] += q
+    args["key"][:, ::2, 5] += k
+    leaves = {x: v.clone().requires_grad_() for x, v in args.items()}
+    double = {x: v.double().requires_grad_() for x, v in args.items()}
+    device = DEVICE[backend]
+    got = results(
+        case,
+        {x: v.detach().to(device).requires_grad_() for x, v in leaves.items()},
+        lambda **a: attend(a, backend=backend, **OUTPUTS),
+    )
+    check(case, got, results(case, double, eager), results(case, leaves, eager))
+
+
+def test_half_inputs_of_256(backend):
+    """Scores past 65504: float16 in, float32 inside."""
+    case = Case("dot", 1, 2, 5, 8, 8, dtype=torch.float16)
+    args = {k: v for k, v in inputs(case, DEVICE[backend]).items()}
+    args["query"] = torch.full_like(args["query"], 256.0)
+    args["key"] = torch.full_like(args["key"], 256.0)
+    _, weights, log_sum_exp = attend(args, backend=backend, **OUTPUTS)
+    assert torch.allclose(weights.float(), torch.full_like(weights, 0.2).float(), atol=1e-3)
+    assert torch.allclose(log_sum_exp, torch.full_like(log_sum_exp, 8 * 256.0**2 + math.log(5)))
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_offsets_past_two_to_the_31(score, backend):
+    """The second sequence lies 2³¹ elements after the first; only the pages touched exist."""
+    args = inputs(Case(score, 2, 3, 5, 8, 8, terms=("mask", "bias")), DEVICE[backend])
+    far = dict(args)
+    for key in ("query", "key", "value", "mask", "bias"):
+        x = args[key].detach()
+        room = torch.empty(2**31 + 4096, dtype=x.dtype, device=x.device)
+        strides = (2**31, *x.stride()[1:])
+        far[key] = room.as_strided(x.shape, strides).copy_(x)
+        if x.is_floating_point():
+            far[key].requires_grad_()
+        want = attend(args, backend=backend, **OUTPUTS)
+        got = attend(far, backend=backend, **OUTPUTS)
+        assert all(torch.equal(a, b) for a, b in zip(want, got)), key
+        far[key] = args[key]
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_deterministic(score, backend):
+    repeats = (250, 50) if backend == "cpu" else (3, 2)
+    case = Case(score, 3, 33, 65, 64, 40, terms=("lengths",))
+    if backend == "triton" and DEVICE["triton"].type == "cpu":
+        case = Case(score, 2, 3, 17, 8, 8, terms=("lengths",))
+    args = inputs(case, DEVICE[backend])
+    with torch.no_grad():
+        first = attend(args, backend=backend, **OUTPUTS)
+        for _ in range(repeats[0]):
+            again = attend(args, backend=backend, **OUTPUTS)
+            assert all(torch.equal(a, b) for a, b in zip(first, again))
+    grads = run(case, backend)
+    for _ in range(repeats[1]):
+        assert all(torch.equal(a, b) for a, b in zip(grads.values(), run(case, backend).values()))
+
+
+def test_threads_and_batch_do_not_change_a_row():
+    case = Case("additive", 6, 33, 65, 64, 40)
+    args = {k: v.detach() for k, v in inputs(case).items() if v is not None}
+    whole = attnfast.additive_attention(**args)[0]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(whole, attnfast.additive_attention(**args)[0])
+    finally:
+        torch.set_num_threads(threads)
+    one = {k: v if k == "weight" else v[:1] for k, v in args.items()}
+    torch.testing.assert_close(whole[:1], attnfast.additive_attention(**one)[0])
+
+
+def _double(case):
+    args = inputs(case)
+    names = [k for k, v in args.items() if v is not None and v.requires_grad]
+
+    def call(*leaves, backend):
+        return attend({**args, **dict(zip(names, leaves))}, backend=backend, **OUTPUTS)
+
+    return call, [args[k] for k in names]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_gradcheck(score, layout, backend):
+    if backend == "triton":
+        pytest.skip("hundreds of calls; the table checks Triton's gradients against the oracle")
+    case = Case(score, 2, 3, 4, 5, 3, None, torch.float64, ("mask", "bias"), layout)
+    call, leaves = _double(case)
+    assert gradcheck(lambda *x: call(*x, backend=backend), leaves)
+
+
+def test_second_derivatives(backend):
+    call, leaves = _double(Case("additive", 1, 2, 3, 4, 3, None, torch.float64))
+    if backend == "reference":
+        assert gradgradcheck(lambda *x: call(*x, backend=backend)[:2], leaves)
+        return
+    leaves = [x.to(DEVICE[backend]) for x in leaves]
+    context = call(*leaves, backend=backend)[0]
+    (grad,) = torch.autograd.grad(context.sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (grad.sum() + context.sum()).backward()  # a gradient penalty
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit")
+def test_forward_mode_raises(backend):
+    if backend == "reference":
+        pytest.skip("PyTorch differentiates it")
+    args = inputs(Case("dot", 1, 2, 3, 4, 3), DEVICE[backend])
+    with forward_ad.dual_level():
+        query = args["query"].detach()
+        args["query"] = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(RuntimeError, match="forward AD|forward mode|jvp"):
+            attend(args, backend=backend)
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_opcheck(score, backend):
+    if backend == "reference":
+        pytest.skip("not a registered op")
+    args = inputs(Case(score, 2, 3, 5, 8, 7, terms=("lengths", "mask", "bias")), DEVICE[backend])
+    args = {k: None if v is None else v.detach() for k, v in args.items()}
+    ops = getattr(torch.ops, f"attnfast_{backend}")
+    scores = (2, 3, 5)
+    call = (
+        *(args[k] for k in ("query", "key", "value", "weight")),
+        args["bias"].expand(scores), args["mask"].expand(scores), args["lengths"], 0.5, True,
+    )  # fmt: skip
+    torch.library.opcheck(ops.attention.default, call)
+    context, weights, log_sum_exp = ops.attention(*call)
+    backward = (
+        torch.randn_like(context), torch.randn_like(weights), torch.randn_like(log_sum_exp),
+        *call[:4], args["lengths"], weights, 0.5, True,
+    )  # fmt: skip
+    torch.library.opcheck(ops.attention_backward.default, backward)
+    assert set(SCHEMAS) == {"attention", "attention_backward"}
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_compile(score):
+    def loss(args):
+        context, weights, log_sum_exp = attend(args, **OUTPUTS)
+        return context.sum() + weights.square().sum() + log_sum_exp.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for Tk in (5, 9, 17):
+        args = inputs(Case(score, 2, 3, Tk, 8, 8, terms=("lengths",)))
+        leaves = [v for v in args.values() if v is not None and v.requires_grad]
+        want = torch.autograd.grad(loss(args), leaves)
+        got = torch.autograd.grad(compiled(args), leaves)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b)
+
+
+def test_export():
+    class Attend(torch.nn.Module):
+        def forward(self, query, key, value, weight):
+            return attnfast.additive_attention(query, key, value, weight)[0]
+
+    args = [v.detach() for v in inputs(Case("additive", 2, 3, 5, 8, 8)).values() if v is not None]
+    program = torch.export.export(Attend(), tuple(args))
+    torch.testing.assert_close(program.module()(*args), Attend()(*args))
+
+
+def test_autocast_takes_mixed_dtypes():
+    args = inputs(Case("additive", 2, 3, 5, 8, 8))
+    args["query"] = args["query"].detach().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        context, _ = attend(args)
+    assert context.dtype == torch.bfloat16
+
+
+GOOD = Case("additive", 2, 3, 5, 8, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(3, 8)}, r"query must be \[B, Tq, A\] or \[B, H, Tq, A\], got \[3, 8\]"),
+        ({"query": [1.0]}, "query must be a torch.Tensor, got list"),
+        ({"query": torch.zeros(2, 3, 8, dtype=torch.int64)}, "key must be of the query's dtype"),
+        ({"key": torch.zeros(2, 5, 9)}, r"key must be \[2, 'Tk', 8\].*got \[2, 5, 9\]"),
+        ({"key": torch.zeros(3, 5, 8)}, "key must be"),
+        ({"key": torch.zeros(2, 5, 8).double()}, "key must be of the query's dtype torch.float32"),
+        ({"value": torch.zeros(2, 6, 7)}, r"value must be \[2, 5, 'Dv'\].*got \[2, 6, 7\]"),
+        ({"weight": torch.zeros(7)}, r"weight must be \[8\] to fit the query, got \[7\]"),
+        ({"weight": torch.zeros(8, device="meta")}, "weight must be on the query's device cpu"),
+        ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
+        ({"mask": torch.zeros(2, 3, 5)}, "mask must be boolean"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask must be \[2, 3, 5\].*got \[2, 5\]"),
+        ({"bias": torch.zeros(2, 3, 4)}, r"bias must be \[2, 3, 5\]"),
+        ({"lengths": torch.tensor([5.0, 5.0])}, "lengths must be int64 or int32 of shape"),
+        ({"lengths": torch.tensor([5])}, r"lengths must be int64 or int32 of shape \[2\]"),
+        ({"lengths": torch.tensor([5, 6])}, "lengths must be between 0 and 5.*got 6"),
+        ({"lengths": torch.tensor([5, -1])}, "lengths must be between 0 and 5.*got -1"),
+        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
+        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
+        ({"backend": "cudnn"}, "backend must be None or one of .*got 'cudnn'"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(change, message):
+    args = {k: v for k, v in inputs(GOOD).items() if v is not None}
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        attnfast.additive_attention(**{**args, **change})
+    assert "\n" not in str(error.value)
+
+
+def test_a_backend_asked_for_is_never_replaced():
+    args = inputs(GOOD)
+    with pytest.raises(RuntimeError, match="backend 'cuda' cannot run this call: torch sees no CUDA"):
+        attend(args, backend="cuda")
+
+
+def test_graph_is_freed():
+    """No output is kept alive by the autograd context of its own graph."""
+    import gc
+    import weakref
+
+    args = inputs(GOOD)
+    context = attend(args)[0]
+    node = weakref.ref(context)
+    gc.disable()
+    try:
+        del context
+        assert node() is None
+    finally:
+        gc.enable()
