@@ -242,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--resume", action="store_true", help="go on with the training in --out")
     sub.add_argument("--attention", choices=ATTENTIONS, default=Config.attention, help="mechanism")
     sub.add_argument("--input-feeding", action="store_true", help="Luong: feed the output back")
-    sub.add_argument("--vocab-size", type=int, default=8000, help="subwords of both languages")
+    sub.add_argument("--vocab-size", type=int, default=4000, help="subwords of both languages")
     sub.add_argument("--max-length", type=int, default=100, help="leave out longer pairs, tokens")
     for name, kind in (("embed_dim", int), ("hidden_dim", int), ("dropout", float)):
         default = getattr(Config, name)

@@ -104,7 +104,7 @@ def beam_search(
             hypothesis = words[origin[i, rank], 1:].tolist()
             finished[going[i]].append((scores[i, rank].item() / penalty, hypothesis))
 
-        alive = ends.int().sort(1, stable=True).indices[:, :beam]  # the best K that go on
+        alive = ends.int().sort(dim=1, stable=True).indices[:, :beam]  # the best K that go on
         keep = [i for i, j in enumerate(going) if len(finished[j]) < beam and not last[i]]
         going = [going[i] for i in keep]
         alive = alive[keep]
