@@ -160,14 +160,8 @@ def translate(args: argparse.Namespace) -> None:
     text = "".join(line + "\n" for line in _translate(args, lines, name)).encode()
     if args.output is not None:
         write_atomically(Path(args.output), text)
-        return
-    try:
+    else:
         sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        raise InputError(f"cannot write the standard output: {reason(error)}") from error
 
 
 def score(args: argparse.Namespace) -> None:
@@ -283,17 +277,25 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
-    warnings.showwarning = lambda message, *_, **__: _say(str(message))
     args = _parser().parse_args(argv)
-    try:
-        args.function(args)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        if not isinstance(error, InputError) and type(error) not in (ValueError,):
-            _say("out of memory: expected less with a smaller --batch-size")
-        else:
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: _say(str(message))
+        try:
+            args.function(args)
+            sys.stdout.flush()
+        except InputError as error:
             _say(str(error))
-        return 2
-    except KeyboardInterrupt as interrupt:
-        _say(str(interrupt) or "interrupted, nothing was written")
-        return 130
+            return 2
+        except torch.OutOfMemoryError:
+            _say("the device has too little memory: a smaller --batch-size or --hidden-dim may fit")
+            return 2
+        except OSError as error:  # files are refused where they are opened: this is a pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(error, BrokenPipeError):
+                return 0
+            _say(f"cannot write the standard output: {reason(error)}")
+            return 2
+        except KeyboardInterrupt as interrupt:
+            _say(str(interrupt) or "interrupted, nothing was written")
+            return 130
     return 0

@@ -131,7 +131,7 @@ class SubwordTokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            detail = str(error).strip().splitlines()[-1]
+            detail = str(error).strip().splitlines()[-1].rpartition("] ")[2]
             raise InputError(
                 f"the training text does not yield a vocabulary of {vocab_size} subwords: {detail}"
             ) from error

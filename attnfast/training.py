@@ -6,6 +6,7 @@ import contextlib
 import math
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class Options:
         epochs: passes over the training pairs; the learning rate reaches 0 at their end.
         batch_size: sentences in a batch.
         learning_rate: the highest.
-        warmup: steps in which the learning rate rises to it.
+        warmup: share of all steps in which the learning rate rises to it.
         label_smoothing: share of the target distribution spread over the whole vocabulary.
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
@@ -43,7 +44,7 @@ class Options:
     epochs: int = 10
     batch_size: int = 64
     learning_rate: float = 1e-3
-    warmup: int = 200
+    warmup: float = 0.05
     label_smoothing: float = 0.1
     weight_decay: float = 1e-4
     clip: float = 1.0
@@ -52,13 +53,13 @@ class Options:
     def __post_init__(self):
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be a positive number, got {self.learning_rate}")
+            raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
-        rise = min(1.0, (step + 1) / max(self.warmup, 1))
+        rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
@@ -164,12 +165,15 @@ class Trainer:
         if not self.train or not self.valid:
             raise InputError("expected training and validation pairs, got none that can be used")
 
+    def _fingerprint(self) -> int:
+        return zlib.crc32(repr(self.train).encode())
+
     def _progress(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("epoch", "step", "loss_sum", "seconds", "history")
         }
-        state["options"] = asdict(self.options)
+        state["options"], state["pairs"] = asdict(self.options), self._fingerprint()
         state["optimizer"] = self.optimizer.state_dict()
         state["random"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -196,6 +200,10 @@ class Trainer:
                     f"{name}: expected {option} {training['options'][option]}, as this training "
                     f"began, got {value}"
                 )
+        if training["pairs"] != self._fingerprint():
+            raise InputError(
+                f"{name}: expected the training pairs that this training began with, got others"
+            )
         self.optimizer.load_state_dict(training["optimizer"])
         for attribute in ("epoch", "step", "loss_sum", "seconds", "history"):
             setattr(self, attribute, training[attribute])

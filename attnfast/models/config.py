@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attnfast.errors import InputError
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.seq2seq import Encoder, Seq2Seq
 from attnfast.nn import BahdanauAttention, LuongAttention
@@ -41,14 +42,14 @@ class Config:
         for name, choices in (("attention", ATTENTIONS), ("cell", tuple(CELLS))):
             if getattr(self, name) not in choices:
                 got = getattr(self, name)
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {got!r}")
+                raise InputError(f"{name} must be one of {', '.join(choices)}, got {got!r}")
         for name in ("vocab_size", "embed_dim", "hidden_dim", "layers"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+            raise InputError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.input_feeding and self.attention in ("none", "bahdanau"):
-            raise ValueError(
+            raise InputError(
                 f"input_feeding must be False for attention {self.attention!r}, got True"
             )
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from attnfast.errors import InputError
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Seq2Seq
 
 
@@ -74,7 +75,7 @@ def beam_search(
         The words of each sentence's best translation, without the end.
     """
     if beam < 1:
-        raise ValueError(f"beam must be at least 1, got {beam}")
+        raise InputError(f"beam must be at least 1, got {beam}")
     batch, device = source.shape[0], source.device
     memory, state = model.encode(source, lengths)
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
