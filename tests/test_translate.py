@@ -326,13 +326,13 @@ def test_an_unwritable_folder_is_refused(corpus, tmp_path, capsys):
 
 
 def test_translate_keeps_every_line(trained, tmp_path, capsys):
-    (tmp_path / "in").write_text("eins zwei\n\ndrei 漢\n" + "vier " * 300 + "\n")
+    (tmp_path / "in").write_text("eins zwei drei\n\ndrei 漢\n" + "vier " * 300 + "\n")
     checkpoint_path = str(trained / "best.pt")
     arguments = ["translate", checkpoint_path, "--backend", "reference", "--device", "cpu"]
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     assert main([*arguments, *files]) == 0
     lines = (tmp_path / "out").read_text().splitlines()
-    assert len(lines) == 4 and lines[0] == "one two" and lines[1] == ""
+    assert len(lines) == 4 and lines[0] == "one two three" and lines[1] == ""
     said = capsys.readouterr().err
     assert "in, line 3: 1 of its tokens are unknown to the model" in said
     assert "in, line 4: cut from " in said and "to the limit of 256" in said
@@ -347,8 +347,8 @@ def test_translate_keeps_every_line(trained, tmp_path, capsys):
 def test_translate_reads_and_writes_pipes(trained):
     arguments = ["translate", str(trained / "last.pt"), "--backend", "reference"]
     program = [sys.executable, "-m", "attnfast", *arguments]
-    done = subprocess.run(program, input=b"eins zwei\n\n", capture_output=True)
-    assert (done.returncode, done.stdout) == (0, b"one two\n\n")
+    done = subprocess.run(program, input=b"eins zwei drei\n\n", capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"one two three\n\n")
     with open("/dev/full", "w") as full:
         done = subprocess.run(program, input=b"eins\n", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2
