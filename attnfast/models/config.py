@@ -36,7 +36,7 @@ class Config:
     embed_dim: int = 256
     hidden_dim: int = 256
     layers: int = 1
-    dropout: float = 0.4
+    dropout: float = 0.3
 
     def __post_init__(self):
         for name, choices in (("attention", ATTENTIONS), ("cell", tuple(CELLS))):
