@@ -1,0 +1,92 @@
+"""Checkpoints: written whole or not at all, read without running code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnfast.data import Tokenizer, load_tokenizer
+from attnfast.errors import InputError, reason
+from attnfast.models import Config, Seq2Seq, build
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file beside its place and then move it there: what was there survives a failure.
+
+    Raises:
+        InputError: the folder cannot be written to, or the disk is full.
+    """
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {reason(error)}") from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def save(path: Path, config: Config, model: Seq2Seq, tokenizer: Tokenizer, **state: Any) -> None:
+    """Write a checkpoint: the model, all that is needed to use it, and the state of its training.
+
+    Args:
+        state: tensors, numbers, strings, and dictionaries and lists of them.
+    """
+    content = io.BytesIO()
+    proto = torch.frombuffer(bytearray(tokenizer.content()), dtype=torch.uint8)
+    torch.save(
+        {
+            "format": 1,
+            "config": asdict(config),
+            "model": model.state_dict(),
+            "tokenizer": {"kind": tokenizer.kind, "content": proto},
+            **state,
+        },
+        content,
+    )
+    write_atomically(path, content.getvalue())
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint's dictionary onto the CPU.
+
+    Raises:
+        InputError: there is no such file, it is truncated, or it is something else.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise InputError(f"cannot read checkpoint {path}: {reason(error)}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise InputError(
+            f"{path}: expected a checkpoint, got a truncated or foreign file"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != 1:
+        raise InputError(f"{path}: expected a checkpoint of attnfast, got a file of something else")
+    return state
+
+
+def restore(state: dict[str, Any], backend: str | None = None) -> tuple[Config, Seq2Seq, Tokenizer]:
+    """Make the model, in evaluation mode, and the tokenizer of what :func:`load` read."""
+    config = Config(**state["config"])
+    model = build(config, backend)
+    model.load_state_dict(state["model"])
+    content = bytes(state["tokenizer"]["content"].numpy())
+    return config, model.eval(), load_tokenizer(state["tokenizer"]["kind"], content)

@@ -1,0 +1,264 @@
+"""Parallel text: files to lines, lines to word ids, word ids to batches."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attnfast.errors import InputError, optional, reason
+from attnfast.models import BOS, EOS, PAD, UNK
+
+
+def decode_lines(content: bytes, name: str) -> list[str]:
+    r"""Split UTF-8 text at ``\n`` and nowhere else, so that aligned files stay aligned.
+
+    Raises:
+        InputError: bytes that are not UTF-8; it names the line.
+    """
+    lines = []
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
+        try:
+            lines.append(line.decode().strip())
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{name}, line {number}: expected UTF-8 text, "
+                f"got byte 0x{line[error.start]:02x} at position {error.start + 1}"
+            ) from error
+    return lines if content else []
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """Read a text file, gzipped or not, one sentence per line.
+
+    Raises:
+        InputError: the file is missing, is a broken gzip file, or is not UTF-8.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {reason(error)}") from error
+    if content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise InputError(
+                f"{path}: expected a whole gzip file, got a broken one ({error})"
+            ) from error
+    return decode_lines(content, str(path))
+
+
+def read_pairs(source: str | Path, target: str | Path) -> list[tuple[str, str]]:
+    """Read two files of which line n of one is the translation of line n of the other.
+
+    Raises:
+        InputError: as :func:`read_lines`; or the files differ in length, or are empty.
+    """
+    sources, targets = read_lines(source), read_lines(target)
+    if len(sources) != len(targets):
+        raise InputError(
+            f"{target}: expected {len(sources)} lines, as in {source}, got {len(targets)}"
+        )
+    if not sources:
+        raise InputError(f"{source}: expected at least one line, got an empty file")
+    return list(zip(sources, targets))
+
+
+class Tokenizer(Protocol):
+    """Text to word ids and back; ids 0 to 3 are padding, unknown, start and end."""
+
+    kind: str
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def content(self) -> bytes:
+        """Return all there is to it, for a checkpoint."""
+        ...
+
+
+class SubwordTokenizer:
+    """A sentencepiece model, held as its serialized bytes.
+
+    Paper: Kudo and Richardson, "SentencePiece", EMNLP 2018, arXiv:1808.06226.
+    """
+
+    kind = "sentencepiece"
+
+    def __init__(self, proto: bytes):
+        sentencepiece = optional("sentencepiece", "subword tokenization")
+        self._proto = proto
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        self.vocab_size = self._processor.vocab_size()
+
+    @classmethod
+    def train(
+        cls, sentences: Iterable[str], vocab_size: int, model_type: str = "bpe"
+    ) -> SubwordTokenizer:
+        """Learn ``vocab_size`` subwords from the sentences of both languages.
+
+        Args:
+            sentences: text; the same text gives the same subwords.
+            vocab_size: V, the four special ids included.
+            model_type: ``"bpe"`` or ``"unigram"``.
+
+        Raises:
+            InputError: the text has too few or too many distinct characters for that size.
+        """
+        sentencepiece = optional("sentencepiece", "subword tokenization")
+        proto = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(sentences),
+                model_writer=proto,
+                vocab_size=vocab_size,
+                model_type=model_type,
+                character_coverage=1.0,
+                num_threads=1,
+                pad_id=PAD,
+                unk_id=UNK,
+                bos_id=BOS,
+                eos_id=EOS,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            detail = str(error).strip().splitlines()[-1].rpartition("] ")[2]
+            raise InputError(
+                f"the training text does not yield a vocabulary of {vocab_size} subwords: {detail}"
+            ) from error
+        return cls(proto.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(list(ids))
+
+    def content(self) -> bytes:
+        return self._proto
+
+
+class WordTokenizer:
+    """A list of words split at blanks, for text whose vocabulary is small."""
+
+    kind = "words"
+
+    def __init__(self, words: Sequence[str]):
+        self._words = list(words)
+        self._ids = {word: i for i, word in enumerate(self._words, 4)}
+        self.vocab_size = 4 + len(self._words)
+
+    @classmethod
+    def train(cls, sentences: Iterable[str]) -> WordTokenizer:
+        """Take all words of the sentences, in alphabetical order."""
+        return cls(sorted({word for sentence in sentences for word in sentence.split()}))
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids.get(word, UNK) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(self._words[i - 4] for i in ids)
+
+    def content(self) -> bytes:
+        return "\n".join(self._words).encode()
+
+
+def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
+    """Make a tokenizer of what a checkpoint holds."""
+    if kind == SubwordTokenizer.kind:
+        return SubwordTokenizer(content)
+    return WordTokenizer(content.decode().split("\n"))
+
+
+class Example(NamedTuple):
+    """A sentence pair as word ids, without start and end."""
+
+    source: list[int]
+    target: list[int]
+
+
+class Batch(NamedTuple):
+    """Padded word ids.
+
+    ``source [B, Tk]``, each sentence with its end; ``lengths [B]`` on the CPU;
+    ``target_in [B, T]``, the target after the start; ``target_out [B, T]``, the target with its
+    end: what is to be predicted after each word of ``target_in``.
+    """
+
+    source: Tensor
+    lengths: Tensor
+    target_in: Tensor
+    target_out: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Move all but the lengths."""
+        source, lengths, *target = self
+        return Batch(source.to(device), lengths, *(x.to(device) for x in target))
+
+
+def encode_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], max_length: int
+) -> tuple[list[Example], str]:
+    """Turn text into examples, leaving out what cannot be learnt from.
+
+    Returns:
+        The examples, and a sentence on the pairs left out: those with an empty side and those
+        with more than ``max_length`` words on one. It is empty when none was.
+    """
+    examples, empty, long = [], 0, 0
+    for pair in pairs:
+        example = Example(*map(tokenizer.encode, pair))
+        shorter, longer = sorted(map(len, example))
+        if shorter == 0:
+            empty += 1
+        elif longer > max_length:
+            long += 1
+        else:
+            examples.append(example)
+    if not (empty or long):
+        return examples, ""
+    return examples, (
+        f"left out {empty + long} of {len(pairs)} pairs: {empty} with an empty side, "
+        f"{long} longer than {max_length} tokens"
+    )
+
+
+def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
+    """Put sentences into one tensor ``[B, T]``, padded at the end."""
+    rows = [torch.tensor(sentence, dtype=torch.long) for sentence in sentences]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+def pad_sources(sources: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Return ``source [B, Tk]``, each sentence with its end, and ``lengths [B]``."""
+    return pad([ids + [EOS] for ids in sources]), torch.tensor([len(ids) + 1 for ids in sources])
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Make a batch of examples."""
+    target_in = pad([[BOS, *example.target] for example in examples])
+    target_out = pad([[*example.target, EOS] for example in examples])
+    return Batch(*pad_sources([example.source for example in examples]), target_in, target_out)
+
+
+def batches(examples: Sequence[Example], size: int, seed: int, epoch: int) -> list[list[Example]]:
+    """Split examples into batches of ``size`` sentences of like length, in random order.
+
+    The result is a function of the arguments alone, so that a run can be resumed anywhere.
+    """
+    shuffle = random.Random(f"{seed} {epoch}").shuffle
+    order = list(examples)
+    shuffle(order)
+    order.sort(key=lambda example: (len(example.target), len(example.source)))
+    groups = [order[i : i + size] for i in range(0, len(order), size)]
+    shuffle(groups)
+    return groups

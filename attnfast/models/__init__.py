@@ -1,0 +1,29 @@
+"""Reference sequence-to-sequence models: written once, the attention passed in.
+
+``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
+:class:`Encoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and :class:`Seq2Seq`;
+:func:`greedy_search` and :func:`beam_search` decode with it.
+"""
+
+from attnfast.models.config import ATTENTIONS, Config, build
+from attnfast.models.decoders import BahdanauDecoder, DecoderState, FixedContext, LuongDecoder
+from attnfast.models.search import beam_search, greedy_search
+from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq
+
+__all__ = [
+    "ATTENTIONS",
+    "BOS",
+    "EOS",
+    "PAD",
+    "UNK",
+    "BahdanauDecoder",
+    "Config",
+    "DecoderState",
+    "Encoder",
+    "FixedContext",
+    "LuongDecoder",
+    "Seq2Seq",
+    "beam_search",
+    "build",
+    "greedy_search",
+]

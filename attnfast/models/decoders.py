@@ -1,0 +1,207 @@
+"""Recurrent decoders: each takes an attention and knows only where its context goes.
+
+A decoder has one call for both uses::
+
+    output, state, weights = decoder(embedded, state, memory)
+
+with ``embedded [B, T, E]``: the whole target in teacher forcing, T = 1 at each step of a search.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.nn import Memory
+
+CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
+
+
+class DecoderState(NamedTuple):
+    """What a decoder passes from one step to the next; a search reorders it.
+
+    ``hidden [B, D]``; ``cell [B, D]`` of an LSTM or None; ``feed [B, E]``, the previous
+    attentional vector when it is fed back, or None.
+    """
+
+    hidden: Tensor
+    cell: Tensor | None = None
+    feed: Tensor | None = None
+
+    def index_select(self, index: Tensor) -> DecoderState:
+        """Return the state of the sequences ``index``."""
+        return DecoderState(*(None if x is None else x.index_select(0, index) for x in self))
+
+
+def summary(states: Tensor, lengths: Tensor) -> Tensor:
+    """Return the last state of each direction of a bidirectional encoder.
+
+    Args:
+        states: ``[B, Tk, 2H]``, forward and backward states side by side.
+        lengths: ``[B]``, each at least 1.
+
+    Returns:
+        ``[B, 2H]``: the forward state of the last word beside the backward state of the first.
+    """
+    forward, backward = states.chunk(2, -1)
+    last = (lengths - 1).to(states.device).view(-1, 1, 1).expand(-1, 1, forward.shape[-1])
+    return torch.cat([forward.gather(1, last).squeeze(1), backward[:, 0]], -1)
+
+
+class FixedContext(nn.Module):
+    """No attention: every decoder state gets the same context, the encoder's last states.
+
+    It has the two calls of an attention, so that a decoder need not know.
+
+    Paper: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", EMNLP 2014,
+    arXiv:1406.1078.
+    """
+
+    def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
+        """Keep the :func:`summary` of the source as its only value ``[B, 1, 2H]``."""
+        value = summary(states, lengths).unsqueeze(1)
+        return Memory(value, value)
+
+    def forward(
+        self, state: Tensor, memory: Memory, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
+        """Return that value, whatever the state ``[B, D]`` or ``[B, Tq, D]``; no weights."""
+        if state.dim() == 2:
+            return memory.value.squeeze(1), None
+        return memory.value.expand(-1, state.shape[1], -1), None
+
+
+class _Decoder(nn.Module):
+    """What both decoders share: the initial state, and a call of the RNN."""
+
+    def __init__(self, attention: nn.Module, cell: str, input_dim: int, hidden_dim: int):
+        super().__init__()
+        self.attention = attention
+        self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
+
+    def _run(self, inputs: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
+        hidden = state.hidden.unsqueeze(0)
+        if state.cell is None:
+            states, hidden = self.rnn(inputs, hidden)
+            return states, state._replace(hidden=hidden[0])
+        states, (hidden, cell) = self.rnn(inputs, (hidden, state.cell.unsqueeze(0)))
+        return states, state._replace(hidden=hidden[0], cell=cell[0])
+
+    def initial(self, hidden: Tensor) -> DecoderState:
+        """Return the state before the first word, given ``hidden [B, D]``."""
+        lstm = isinstance(self.rnn, nn.LSTM)
+        return DecoderState(hidden, torch.zeros_like(hidden) if lstm else None)
+
+
+class BahdanauDecoder(_Decoder):
+    r"""The decoder of Bahdanau: it attends first, and the RNN reads the context.
+
+    .. math:: c_t = \mathrm{attention}(s_{t-1}), \quad s_t = \mathrm{RNN}(s_{t-1}, [y_{t-1}; c_t]),
+              \quad o_t = \tanh(W_o [s_t; c_t; y_{t-1}])
+
+    Args:
+        embed_dim, context_dim, hidden_dim: features of words and outputs, of contexts, of states.
+        attention: a module of :mod:`attnfast.nn`, or :class:`FixedContext`.
+        cell: ``"gru"`` or ``"lstm"``.
+
+    Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; tanh takes the place of maxout.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        context_dim: int,
+        hidden_dim: int,
+        attention: nn.Module,
+        cell: str = "gru",
+    ):
+        super().__init__(attention, cell, embed_dim + context_dim, hidden_dim)
+        self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
+
+    def forward(
+        self, embedded: Tensor, state: DecoderState, memory: Memory, need_weights: bool = False
+    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        """Decode the words ``embedded [B, T, E]``, one after the other.
+
+        Returns:
+            ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
+        """
+        states, contexts, weights = [], [], []
+        for word in embedded.unbind(1):
+            context, weight = self.attention(state.hidden, memory, need_weights)
+            _, state = self._run(torch.cat([word, context], -1).unsqueeze(1), state)
+            states.append(state.hidden)
+            contexts.append(context)
+            weights.append(weight)
+        joined = torch.cat([torch.stack(states, 1), torch.stack(contexts, 1), embedded], -1)
+        output = torch.tanh(self.readout(joined))
+        return output, state, None if weights[0] is None else torch.stack(weights, 1)
+
+
+class LuongDecoder(_Decoder):
+    r"""The decoder of Luong: the RNN moves first, then its state attends.
+
+    .. math:: s_t = \mathrm{RNN}(s_{t-1}, y_{t-1}), \quad c_t = \mathrm{attention}(s_t), \quad
+              \tilde s_t = \tanh(W_c [c_t; s_t])
+
+    No state depends on an attention, so the whole target is one call of the RNN and one of the
+    attention. With input feeding the RNN reads :math:`[y_{t-1}; \tilde s_{t-1}]`, so that
+    alignments know of past ones, and the target is decoded word by word.
+
+    Args:
+        embed_dim, context_dim, hidden_dim: features of words and outputs, of contexts, of states.
+        attention: a module of :mod:`attnfast.nn`, or :class:`FixedContext`.
+        cell: ``"gru"`` or ``"lstm"``.
+        input_feeding: feed the attentional vector back.
+
+    Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        context_dim: int,
+        hidden_dim: int,
+        attention: nn.Module,
+        cell: str = "gru",
+        input_feeding: bool = False,
+    ):
+        super().__init__(attention, cell, embed_dim * (1 + input_feeding), hidden_dim)
+        self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
+        self.input_feeding = input_feeding
+
+    def initial(self, hidden: Tensor) -> DecoderState:
+        state = super().initial(hidden)
+        if not self.input_feeding:
+            return state
+        return state._replace(feed=hidden.new_zeros(hidden.shape[0], self.readout.out_features))
+
+    def _attend(
+        self, inputs: Tensor, state: DecoderState, memory: Memory, need_weights: bool
+    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        states, state = self._run(inputs, state)
+        context, weights = self.attention(states, memory, need_weights)
+        return torch.tanh(self.readout(torch.cat([context, states], -1))), state, weights
+
+    def forward(
+        self, embedded: Tensor, state: DecoderState, memory: Memory, need_weights: bool = False
+    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        """Decode the words ``embedded [B, T, E]``, all at once unless the input is fed.
+
+        Returns:
+            ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
+        """
+        if not self.input_feeding:
+            return self._attend(embedded, state, memory, need_weights)
+        outputs, weights = [], []
+        for word in embedded.split(1, 1):
+            inputs = torch.cat([word, state.feed.unsqueeze(1)], -1)
+            output, state, weight = self._attend(inputs, state, memory, need_weights)
+            state = state._replace(feed=output.squeeze(1))
+            outputs.append(output)
+            weights.append(weight)
+        output = torch.cat(outputs, 1)
+        return output, state, None if weights[0] is None else torch.cat(weights, 1)

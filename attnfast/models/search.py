@@ -1,0 +1,118 @@
+"""Decoding: greedy, and beam search over a batch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnfast.errors import InputError
+from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Seq2Seq
+
+
+def output_limit(lengths: Tensor) -> Tensor:
+    """Return how many words, the end included, a translation of ``lengths [B]`` words may have."""
+    return 2 * lengths.cpu() + 10
+
+
+def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
+    """Turn ``logits [B, V]`` into log-probabilities of words that may come next.
+
+    Padding, the unknown word and the start of a sentence may not; rows of ``must_end [B]`` end.
+    """
+    logits = logits.float()
+    logits[:, [PAD, UNK, BOS]] = -math.inf
+    log_probs = logits.log_softmax(-1)
+    other = torch.arange(logits.shape[-1], device=logits.device) != EOS
+    return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
+
+
+@torch.no_grad()
+def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[int]]:
+    """Take the most probable word at every step.
+
+    Args:
+        model: in evaluation mode.
+        source: word ids ``[B, Tk]``.
+        lengths: ``[B]``.
+
+    Returns:
+        The words of each translation, without the end.
+    """
+    memory, state = model.encode(source, lengths)
+    limits = output_limit(lengths)
+    words = source.new_full((source.shape[0], 1), BOS)
+    ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
+    outputs = []
+    while not ended.all():
+        logits, state, _ = model.decode(words, state, memory)
+        words = _log_probs(logits[:, -1], limits <= len(outputs) + 1).argmax(-1, keepdim=True)
+        outputs.append(words)
+        ended |= words.squeeze(1) == EOS
+    rows = torch.cat(outputs, 1).tolist() if outputs else []
+    return [row[: row.index(EOS)] for row in rows]
+
+
+@torch.no_grad()
+def beam_search(
+    model: Seq2Seq, source: Tensor, lengths: Tensor, beam: int = 5, length_penalty: float = 1.0
+) -> list[list[int]]:
+    r"""Keep the best ``beam`` partial translations of each sentence at every step.
+
+    A finished translation y of n words, its end included, scores
+    :math:`\log P(y) / ((5 + n) / 6)^\alpha`, the normalisation of GNMT (Wu et al., 2016,
+    arXiv:1609.08144). A sentence is done when ``beam`` of its translations have finished.
+
+    Args:
+        model: in evaluation mode.
+        source: word ids ``[B, Tk]``.
+        lengths: ``[B]``.
+        beam: K; 1 is greedy search.
+        length_penalty: α; 0 does not normalise and so favours short translations.
+
+    Returns:
+        The words of each sentence's best translation, without the end.
+    """
+    if beam < 1:
+        raise InputError(f"beam must be at least 1, got {beam}")
+    batch, device = source.shape[0], source.device
+    memory, state = model.encode(source, lengths)
+    rows = torch.arange(batch, device=device).repeat_interleave(beam)
+    memory, state = memory.index_select(rows), state.index_select(rows)
+    limits = output_limit(lengths)
+    words = source.new_full((batch * beam, 1), BOS)
+    scores = torch.full((batch, beam), -math.inf, device=device)
+    scores[:, 0] = 0  # all hypotheses are the same at first: only one may continue
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
+    going = list(range(batch))  # the sentences that the rows of ``scores`` belong to
+
+    while going:
+        step = words.shape[1]
+        last = limits[going] <= step
+        logits, state, _ = model.decode(words[:, -1:], state, memory)
+        log_probs = _log_probs(logits[:, -1], last.repeat_interleave(beam))
+        vocab = log_probs.shape[-1]
+        total = scores.unsqueeze(-1) + log_probs.view(len(going), beam, vocab)
+        # No more than K of the best 2K end here, so at least K go on.
+        scores, index = total.flatten(1).topk(2 * beam)
+        offset = torch.arange(len(going), device=device).unsqueeze(1) * beam
+        origin, word = index // vocab + offset, index % vocab  # [sentences, 2K]
+
+        ends = word == EOS
+        penalty = ((5 + step) / 6) ** length_penalty
+        for i, rank in (ends[:, :beam] & scores[:, :beam].isfinite()).nonzero().tolist():
+            hypothesis = words[origin[i, rank], 1:].tolist()
+            finished[going[i]].append((scores[i, rank].item() / penalty, hypothesis))
+
+        alive = ends.int().sort(dim=1, stable=True).indices[:, :beam]  # the best K that go on
+        keep = [i for i, j in enumerate(going) if len(finished[j]) < beam and not last[i]]
+        going = [going[i] for i in keep]
+        alive = alive[keep]
+        scores, origin, word = (x[keep].gather(1, alive) for x in (scores, origin, word))
+        rows = origin.flatten()
+        words = torch.cat([words[rows], word.view(-1, 1)], 1)
+        state = state.index_select(rows)
+        if len(rows) < len(memory.value):  # hypotheses of one sentence share its memory
+            memory = memory.index_select(rows)
+    return [max(hypotheses)[1] for hypotheses in finished]

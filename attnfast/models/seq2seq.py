@@ -1,0 +1,122 @@
+"""The encoder, and the model that joins it to a decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from attnfast.models.decoders import CELLS, DecoderState, summary
+from attnfast.nn import Memory
+
+#: The ids that every vocabulary starts with.
+PAD, UNK, BOS, EOS = range(4)
+
+
+class Encoder(nn.Module):
+    """A bidirectional RNN over the source.
+
+    Args:
+        embed_dim: E, features of the words.
+        hidden_dim: H, features of each direction.
+        cell: ``"gru"`` or ``"lstm"``.
+        layers: how many RNNs on top of each other.
+        dropout: between the layers.
+
+    Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        cell: str = "gru",
+        layers: int = 1,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.rnn = CELLS[cell](
+            embed_dim,
+            hidden_dim,
+            layers,
+            batch_first=True,
+            bidirectional=True,
+            dropout=dropout if layers > 1 else 0.0,
+        )
+
+    def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
+        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
+        packed = pack_padded_sequence(
+            embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        states, _ = self.rnn(packed)
+        return pad_packed_sequence(states, batch_first=True, total_length=embedded.shape[1])[0]
+
+
+class Seq2Seq(nn.Module):
+    """Encoder, decoder, and one embedding for source words, target words and the output layer.
+
+    Args:
+        encoder: words ``[B, Tk, E]`` and lengths to states ``[B, Tk, 2H]``.
+        decoder: :class:`BahdanauDecoder` or :class:`LuongDecoder`; its outputs are ``[B, T, E]``.
+        vocab_size, embed_dim: V and E.
+        dropout: on words, on encoder states and on decoder outputs.
+
+    Paper: Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017,
+    arXiv:1608.05859, for the shared embedding.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        decoder: nn.Module,
+        vocab_size: int,
+        embed_dim: int,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.dropout = nn.Dropout(dropout)
+        hidden_dim = decoder.rnn.hidden_size
+        self.bridge = nn.Linear(encoder.rnn.hidden_size * 2, hidden_dim)
+        nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)
+        with torch.no_grad():
+            self.embedding.weight[PAD] = 0
+
+    def _embed(self, words: Tensor) -> Tensor:
+        return self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)
+
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Memory, DecoderState]:
+        """Read the source and project its keys, once.
+
+        Args:
+            source: word ids ``[B, Tk]``.
+            lengths: ``[B]``, each at least 1.
+
+        Returns:
+            What the decoder attends to, and its state before the first word.
+        """
+        states = self.dropout(self.encoder(self._embed(source), lengths))
+        memory = self.decoder.attention.prepare(states, lengths)
+        return memory, self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
+
+    def decode(
+        self, words: Tensor, state: DecoderState, memory: Memory, need_weights: bool = False
+    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        """Read the target words ``[B, T]`` from ``state`` on.
+
+        Returns:
+            ``logits [B, T, V]`` of the word after each, the state after the last, and
+            ``weights [B, T, Tk]`` if asked for.
+        """
+        output, state, weights = self.decoder(self._embed(words), state, memory, need_weights)
+        logits = nn.functional.linear(self.dropout(output), self.embedding.weight, self.bias)
+        return logits, state, weights
+
+    def forward(self, source: Tensor, lengths: Tensor, target_in: Tensor) -> Tensor:
+        """Return ``logits [B, T, V]`` given the true previous words ``target_in [B, T]``."""
+        memory, state = self.encode(source, lengths)
+        return self.decode(target_in, state, memory)[0]

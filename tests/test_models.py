@@ -1,0 +1,187 @@
+"""The reference models: one computation for training and for decoding, and sound searches."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
+
+VOCAB = 23
+VARIANTS = [
+    *itertools.product(("none", "bahdanau", "dot", "scaled_dot", "general", "concat"), [False]),
+    ("general", True),
+    ("concat", True),
+]
+
+
+def make(attention="bahdanau", input_feeding=False, cell="gru", vocab_size=VOCAB, seed=0):
+    torch.manual_seed(seed)
+    config = Config(
+        vocab_size, attention, input_feeding, cell, embed_dim=12, hidden_dim=9, layers=2
+    )
+    model = build(config, backend="reference").eval()
+    with torch.no_grad():  # words far apart, or an untrained model repeats one word for ever
+        model.embedding.weight.mul_(4)
+    return model
+
+
+def make_source(batch=4, longest=7):
+    torch.manual_seed(1)
+    lengths = torch.tensor([longest, 1, 5, 3][:batch])
+    source = torch.randint(4, VOCAB, (batch, longest))
+    source[torch.arange(longest) >= lengths.unsqueeze(1)] = 0
+    return source, lengths
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
+def test_stepping_is_teacher_forcing(attention, input_feeding, cell):
+    model = make(attention, input_feeding, cell)
+    source, lengths = make_source()
+    target = torch.randint(4, VOCAB, (4, 6))
+    expected = model(source, lengths, target)
+
+    memory, state = model.encode(source, lengths)
+    whole, _, whole_weights = model.decode(target, state, memory, need_weights=True)
+    steps, weights = [], []
+    for word in target.split(1, 1):
+        logits, state, step_weights = model.decode(word, state, memory, need_weights=True)
+        steps.append(logits)
+        weights.append(step_weights)
+    torch.testing.assert_close(whole, expected)
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+    if attention != "none":
+        torch.testing.assert_close(torch.cat(weights, 1), whole_weights)
+        torch.testing.assert_close(whole_weights.sum(-1), torch.ones(4, 6))
+        assert whole_weights[1, :, 1:].eq(0).all()
+
+
+@pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
+def test_padding_and_batch_mates_change_nothing(attention, input_feeding):
+    model = make(attention, input_feeding)
+    source, lengths = make_source()
+    target = torch.randint(4, VOCAB, (4, 6))
+    expected = model(source, lengths, target)
+    for i, length in enumerate(lengths.tolist()):
+        alone = model(source[i : i + 1, :length], lengths[i : i + 1], target[i : i + 1])
+        torch.testing.assert_close(alone[0], expected[i])
+
+
+@pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
+def test_every_parameter_learns(attention, input_feeding):
+    model = make(attention, input_feeding).train()
+    source, lengths = make_source()
+    model(source, lengths, torch.randint(4, VOCAB, (4, 6))).logsumexp(-1).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("attention", ["bahdanau", "general"])
+def test_keys_are_projected_once_per_sentence(attention):
+    model = make(attention)
+    calls = []
+    model.decoder.attention.key_proj.register_forward_hook(lambda *_: calls.append(1))
+    beam_search(model, *make_source(), beam=3)
+    assert len(calls) == 1
+
+
+def test_cells_of_an_lstm_are_used():
+    model = make("general", cell="lstm")
+    memory, state = model.encode(*make_source())
+    words = torch.full((4, 1), BOS)
+    first, _, _ = model.decode(words, state, memory)
+    second, _, _ = model.decode(words, state._replace(cell=state.cell + 1), memory)
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
+def test_beam_of_one_is_greedy(attention, input_feeding):
+    model = make(attention, input_feeding, seed=3)
+    source, lengths = make_source()
+    greedy = greedy_search(model, source, lengths)
+    assert greedy == beam_search(model, source, lengths, beam=1)
+    assert len({tuple(words) for words in greedy}) > 1
+
+
+@pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_beam_search_of_a_batch_is_that_of_each_sentence(attention, input_feeding, seed):
+    model = make(attention, input_feeding, cell="lstm", seed=seed)
+    source, lengths = make_source()
+    together = beam_search(model, source, lengths, beam=4)
+    alone = [
+        beam_search(model, source[i : i + 1, :length], lengths[i : i + 1], beam=4)[0]
+        for i, length in enumerate(lengths.tolist())
+    ]
+    assert together == alone
+
+
+def score(model, source, lengths, words, length_penalty):
+    target = torch.tensor([[BOS, *words, EOS]])
+    logits = model(source, lengths, target[:, :-1])
+    logits[..., :3] = -math.inf
+    total = logits.log_softmax(-1).gather(-1, target[:, 1:, None]).sum().item()
+    return total / ((5 + len(words) + 1) / 6) ** length_penalty
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
+def test_wide_beam_finds_the_best_of_all_translations(length_penalty, monkeypatch):
+    monkeypatch.setattr(search, "output_limit", lambda lengths: torch.full_like(lengths, 4))
+    source, lengths = torch.tensor([[4, 5, 6, 3]]), torch.tensor([4])
+    best = set()
+    for seed in range(8):
+        model = make("bahdanau", vocab_size=7, seed=seed)
+        every = [words for n in range(4) for words in itertools.product((4, 5, 6), repeat=n)]
+        expected = max(every, key=lambda w: score(model, source, lengths, w, length_penalty))
+        found = beam_search(model, source, lengths, 40, length_penalty)
+        assert tuple(found[0]) == expected
+        best.add(expected)
+    assert len(best) > 2
+
+
+def test_searches_end_and_never_emit_special_words():
+    model = make("general")
+    with torch.no_grad():
+        model.bias[:3] = 50  # padding, unknown and start would win
+        model.bias[EOS] = -50  # the end never comes by itself
+    source, lengths = make_source()
+    for found in (greedy_search(model, source, lengths), beam_search(model, source, lengths, 3)):
+        assert [len(words) for words in found] == (2 * lengths + 9).tolist()
+        assert min(min(words) for words in found) > 3
+
+
+def test_search_of_no_sentence():
+    source, lengths = torch.zeros(2, 3, dtype=torch.long), torch.tensor([3, 3])
+    model = make()
+    assert len(beam_search(model, source, lengths)) == 2
+    with pytest.raises(ValueError, match="beam must be at least 1, got 0"):
+        beam_search(model, source, lengths, beam=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "bahdanow"}, "attention must be one of none, bahdanau,"),
+        ({"cell": "rnn"}, "cell must be one of gru, lstm, got 'rnn'"),
+        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+        ({"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),
+    ],
+)
+def test_config_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        Config(VOCAB, **options)
+
+
+def test_importing_attnfast_is_cheap():
+    program = (
+        "import sys, attnfast; "
+        "print([m for m in ('attnfast.models', 'sentencepiece', 'sacrebleu', 'matplotlib') "
+        "if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "[]\n"

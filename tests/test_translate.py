@@ -1,0 +1,428 @@
+"""Data, training and the command line, on a language small enough to train on in a second."""
+
+import errno
+import gzip
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from attnfast import checkpoint, training
+from attnfast.cli import main
+from attnfast.data import (
+    SubwordTokenizer,
+    WordTokenizer,
+    batches,
+    collate,
+    encode_pairs,
+    load_tokenizer,
+    read_pairs,
+)
+from attnfast.errors import InputError
+from attnfast.models import BOS, EOS, UNK
+from attnfast.translation import bleu_by_length, translate
+
+pytest.importorskip("sentencepiece")
+pytest.importorskip("sacrebleu")
+pytest.importorskip("tqdm")
+
+WORDS = dict(zip("eins zwei drei vier fünf".split(), "one two three four five".split()))
+
+
+def write_pairs(folder, name, count, seed):
+    draw = random.Random(seed)
+    pairs = [[draw.choice(list(WORDS)) for _ in range(draw.randint(3, 7))] for _ in range(count)]
+    source = "".join(" ".join(words) + "\n" for words in pairs)
+    target = "".join(" ".join(WORDS[word] for word in words) + "\n" for words in pairs)
+    (folder / f"{name}.de").write_text(source)
+    (folder / f"{name}.en").write_text(target)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    write_pairs(folder, "train", 240, 1)
+    write_pairs(folder, "valid", 20, 2)
+    return folder
+
+
+def command(corpus, out, *more):
+    files = {"source": "train.de", "target": "train.en"}
+    files |= {"valid-source": "valid.de", "valid-target": "valid.en"}
+    arguments = ["train", "--out", str(out), "--backend", "reference"]
+    arguments += [
+        part for name, file in files.items() for part in (f"--{name}", str(corpus / file))
+    ]
+    arguments += "--vocab-size 55 --embed-dim 24 --hidden-dim 16 --epochs 2 --batch-size 16 --dropout 0.1".split()
+    return [*arguments, "--device", "cpu", *more]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    assert main(command(corpus, out, "--epochs", "9", "--learning-rate", "0.02")) == 0
+    return out
+
+
+def sentence(capsys):
+    """Return what the command had to say at its end: one line."""
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.replace("\r", "\n").strip().splitlines()[-1]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b
+
+
+# Data
+
+
+def test_pairs_are_read_plain_and_gzipped(tmp_path):
+    (tmp_path / "a").write_bytes("eins\u2028zwei\r\n\ndrei".encode())
+    (tmp_path / "b").write_bytes(gzip.compress(b"one two\nnothing\nthree\n"))
+    pairs = read_pairs(tmp_path / "a", tmp_path / "b")
+    assert pairs == [("eins\u2028zwei", "one two"), ("", "nothing"), ("drei", "three")]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (b"x\ny\n", b"x\n", "b: expected 2 lines, as in .*a, got 1"),
+        (b"x\ny\xff\n", b"x\ny\n", "a, line 2: expected UTF-8 text, got byte 0xff at position 2"),
+        (b"", b"", "a: expected at least one line, got an empty file"),
+        (
+            b"x\n",
+            gzip.compress(b"x\n" * 99)[:-9],
+            "b: expected a whole gzip file, got a broken one",
+        ),
+        (None, b"x\n", "cannot read .*a: No such file or directory"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, a, b, message):
+    for name, content in (("a", a), ("b", b)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_pairs(tmp_path / "a", tmp_path / "b")
+
+
+def test_pairs_that_teach_nothing_are_left_out_and_counted():
+    tokenizer = WordTokenizer.train(["a b c"])
+    pairs = [("a", "b"), ("", "b"), ("a", ""), ("a b c", "a"), ("c z", "c")]
+    examples, said = encode_pairs(tokenizer, pairs, max_length=2)
+    assert examples == [([4], [5]), ([6, UNK], [6])]
+    assert said == "left out 3 of 5 pairs: 2 with an empty side, 1 longer than 2 tokens"
+    assert encode_pairs(tokenizer, pairs[:1], max_length=2)[1] == ""
+
+
+def test_tokenizers_come_back_from_their_bytes(corpus):
+    lines = (corpus / "train.de").read_text().splitlines()
+    for tokenizer in (
+        SubwordTokenizer.train(lines, 40),
+        SubwordTokenizer.train(lines, 21, "unigram"),
+        WordTokenizer.train(lines),
+    ):
+        again = load_tokenizer(tokenizer.kind, tokenizer.content())
+        assert again.vocab_size == tokenizer.vocab_size
+        assert again.encode("fünf drei") == tokenizer.encode("fünf drei")
+        assert again.decode(again.encode("fünf drei")) == "fünf drei"
+        assert min(again.encode("fünf drei")) > 3
+        assert UNK in again.encode("fünf 漢")
+    assert (
+        SubwordTokenizer.train(lines, 40).content() == SubwordTokenizer.train(lines, 40).content()
+    )
+    with pytest.raises(InputError, match="does not yield a vocabulary of 9999 subwords"):
+        SubwordTokenizer.train(lines, 9999)
+
+
+def test_batches_hold_every_pair_once_in_an_order_of_their_own():
+    draw = random.Random(0)
+    sizes = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(100)]
+    examples, _ = encode_pairs(
+        WordTokenizer(["a"]), [("a " * n, "a " * m) for n, m in sizes], max_length=20
+    )
+    first = batches(examples, 8, seed=1, epoch=0)
+    assert sorted(sum(first, [])) == sorted(examples)
+    assert first == batches(examples, 8, seed=1, epoch=0)
+    for other in (batches(examples, 8, 1, 1), batches(examples, 8, 2, 0)):
+        assert other != first
+    spread = [max(len(e.target) for e in g) - min(len(e.target) for e in g) for g in first]
+    assert max(spread) <= 4
+
+
+def test_a_batch_is_padded_between_start_and_end():
+    batch = collate(encode_pairs(WordTokenizer(["a", "b"]), [("a b", "b"), ("a", "b a")], 9)[0])
+    assert batch.source.tolist() == [[4, 5, EOS], [4, EOS, 0]]
+    assert batch.lengths.tolist() == [3, 2]
+    assert batch.target_in.tolist() == [[BOS, 5, 0], [BOS, 5, 4]]
+    assert batch.target_out.tolist() == [[5, EOS, 0], [5, 4, EOS]]
+
+
+# Training
+
+
+def test_loss_ignores_padding_and_the_rate_rises_and_falls():
+    logits, target = torch.randn(2, 3, 7), torch.tensor([[4, 3, 0], [5, 6, 3]])
+    loss = training.sequence_loss(logits, target)
+    logits[0, 2] = 9e4
+    assert loss == training.sequence_loss(logits, target)
+    options = training.Options(warmup=0.1, learning_rate=2.0)
+    rates = [options.rate(step, 100) for step in range(101)]
+    assert rates[0] == pytest.approx(0.2) and max(rates) == rates[9] > 1.9
+    assert rates[100] == pytest.approx(0) and sorted(rates[9:], reverse=True) == rates[9:]
+
+
+def test_training_learns_and_logs(trained):
+    rows = (trained / "log.csv").read_text().splitlines()
+    assert rows[0] == "epoch,loss,valid_loss,bleu,step_ms,seconds" and len(rows) == 10
+    first, last = (dict(zip(rows[0].split(","), map(float, row.split(",")))) for row in rows[1::8])
+    assert last["valid_loss"] < 0.5 * first["valid_loss"]
+    assert last["bleu"] > first["bleu"] + 20
+    assert sorted(path.name for path in trained.iterdir()) == ["best.pt", "last.pt", "log.csv"]
+
+
+@pytest.mark.parametrize("attention", ["bahdanau", "general"])
+def test_a_resumed_training_ends_with_the_same_bits(
+    corpus, tmp_path, attention, monkeypatch, capsys
+):
+    assert main(command(corpus, tmp_path / "whole", "--attention", attention)) == 0
+    original, calls = training.train_step, []
+
+    def interrupted_step(*args):
+        calls.append(1)
+        if len(calls) in (5, 19):
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(training, "train_step", interrupted_step)
+    parts = command(corpus, tmp_path / "parts", "--attention", attention)
+    assert main(parts) == 130
+    assert "after step 5 of epoch 1; the same command with --resume goes on" in sentence(capsys)
+    assert main([*parts, "--resume"]) == 130
+    assert "after step 4 of epoch 2" in sentence(capsys)
+    assert main([*parts, "--resume"]) == 0
+
+    whole, resumed = (checkpoint.load(tmp_path / name / "last.pt") for name in ("whole", "parts"))
+    assert len(calls) == 30
+    assert same(whole["model"], resumed["model"])
+    assert same(whole["training"]["optimizer"], resumed["training"]["optimizer"])
+    for a, b in zip(whole["training"]["history"], resumed["training"]["history"], strict=True):
+        assert all(a[name] == b[name] for name in ("epoch", "loss", "valid_loss", "bleu"))
+
+
+def test_ctrl_c_ends_in_one_sentence(corpus, tmp_path):
+    arguments = command(corpus, tmp_path, "--epochs", "1000000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attnfast", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "last.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == ""
+    last = error.replace("\r", "\n").strip().splitlines()[-1]
+    assert last.startswith("attnfast: stopped after step ") and "--resume" in last
+    assert "Traceback" not in error
+    assert checkpoint.load(tmp_path / "last.pt")["training"]["epoch"] >= 1
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    arguments = command(corpus, tmp_path / "out", "--epochs", "1")
+    assert main(arguments) == 0
+    arguments = command(corpus, tmp_path / "copy", "--epochs", "2")
+    original, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(1)
+        if len(calls) > 4:  # the empty log, then two checkpoints and the log of epoch 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(arguments) == 2
+    said = sentence(capsys)
+    assert "cannot write " in said and said.endswith(".pt: No space left on device")
+    assert checkpoint.load(tmp_path / "copy" / "last.pt")["training"]["epoch"] == 1
+    names = sorted(path.name for path in (tmp_path / "copy").iterdir())
+    assert names == ["best.pt", "last.pt", "log.csv"]
+    monkeypatch.undo()
+    assert main([*arguments, "--resume"]) == 0
+
+
+def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tmp_path, capsys):
+    before = (trained / "last.pt").read_bytes()
+    for more, message in [
+        ([], "holds an earlier training: add --resume"),
+        (["--resume"], "expected epochs 9, as this training began, got 2"),
+        (
+            ["--resume", "--hidden-dim", "8"],
+            "expected hidden_dim 16, as this training began, got 8",
+        ),
+    ]:
+        assert main(command(corpus, trained, *more)) == 2
+        assert message in sentence(capsys)
+    assert (trained / "last.pt").read_bytes() == before
+    shutil.copy(trained / "best.pt", tmp_path / "last.pt")
+    assert main(command(corpus, tmp_path, "--resume")) == 2
+    assert "expected the training's last checkpoint, got a model alone" in sentence(capsys)
+    shorter = tmp_path / "shorter"
+    shutil.copytree(corpus, shorter)
+    write_pairs(shorter, "train", 199, 1)
+    more = ["--resume", "--epochs", "9", "--learning-rate", "0.02"]
+    assert main(command(shorter, trained, *more)) == 2
+    assert "expected the training pairs that this training began with" in sentence(capsys)
+
+
+# Commands
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--source": "missing.de"}, "cannot read missing.de: No such file or directory"),
+        ({"--out": "{corpus}/train.de/out"}, "cannot make the folder .*: Not a directory"),
+        ({"--hidden-dim": "0"}, "hidden_dim must be at least 1, got 0"),
+        ({"--epochs": "0"}, "epochs must be at least 1, got 0"),
+        ({"--learning-rate": "-1"}, "learning_rate must be a positive number, got -1"),
+        ({"--backend": "cuda"}, "--backend cuda cannot run on cpu"),
+        ({"--device": "abacus"}, "--device: expected a device of this machine, got abacus"),
+        ({"--vocab-size": "5"}, "does not yield a vocabulary of 5 subwords"),
+        ({"--max-length": "0"}, "expected training and validation pairs, got none"),
+        ({"--learning-rate": "1e30"}, "the loss of step . of epoch 1 is (nan|inf): expected"),
+    ],
+)
+def test_train_refuses_in_one_sentence(corpus, tmp_path, change, message, capsys):
+    arguments = command(corpus, tmp_path / "out")
+    for name, value in change.items():
+        if name in arguments:
+            arguments[arguments.index(name) + 1] = value.format(corpus=corpus)
+        else:
+            arguments += [name, value]
+    assert main(arguments) == 2
+    assert re.search(message, sentence(capsys))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_folder_is_refused(corpus, tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    assert main(command(corpus, tmp_path)) == 2
+    assert "Permission denied" in sentence(capsys)
+
+
+def test_translate_keeps_every_line(trained, tmp_path, capsys):
+    (tmp_path / "in").write_text("eins zwei drei\n\ndrei 漢\n" + "vier " * 300 + "\n")
+    checkpoint_path = str(trained / "best.pt")
+    arguments = ["translate", checkpoint_path, "--backend", "reference", "--device", "cpu"]
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert main([*arguments, *files]) == 0
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert len(lines) == 4 and all(lines[i] for i in (0, 2, 3)) and lines[1] == ""
+    said = capsys.readouterr().err
+    assert "in, line 3: 1 of its tokens are unknown to the model" in said
+    assert "in, line 4: cut from " in said and "to the limit of 256" in said
+
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(checkpoint_path), "reference")
+    sources = (tmp_path / "in").read_text().splitlines()
+    assert translate(model, tokenizer, sources[:3]) == lines[:3]
+    assert [translate(model, tokenizer, [line])[0] for line in sources] == lines
+    assert translate(model, tokenizer, []) == []
+
+
+def test_translate_reads_and_writes_pipes(trained):
+    arguments = ["translate", str(trained / "last.pt"), "--backend", "reference"]
+    program = [sys.executable, "-m", "attnfast", *arguments]
+    done = subprocess.run(program, input=b"eins zwei drei\n\n", capture_output=True)
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(arguments[1]), "reference")
+    (expected,) = translate(model, tokenizer, ["eins zwei drei"])
+    assert (done.returncode, done.stdout.decode()) == (0, f"{expected}\n\n")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, input=b"eins\n", stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr == b"attnfast: cannot write the standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda good: good[: len(good) // 2], "expected a checkpoint, got a truncated or foreign"),
+        (lambda good: b"", "expected a checkpoint, got a truncated or foreign"),
+        (lambda good: b"hello\n" * 99, "expected a checkpoint, got a truncated or foreign"),
+        (None, "cannot read checkpoint .*bad.pt: No such file or directory"),
+    ],
+)
+def test_bad_checkpoints_are_refused(corpus, trained, tmp_path, content, message, capsys):
+    bad = tmp_path / "bad.pt"
+    if content is not None:
+        bad.write_bytes(content((trained / "best.pt").read_bytes()))
+    for name in ("translate", "score"):
+        files = ["--input"] if name == "translate" else ["--target", "x", "--source"]
+        if name == "score":
+            files[1] = str(corpus / "valid.en")
+        assert main([name, str(bad), *files, str(corpus / "valid.de")]) == 2
+        assert re.search(message, sentence(capsys))
+
+
+def test_a_checkpoint_runs_no_code(tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "made"),))
+
+    torch.save({"format": 1, "config": Evil()}, tmp_path / "evil.pt")
+    assert main(["translate", str(tmp_path / "evil.pt"), "--input", os.devnull]) == 2
+    assert "expected a checkpoint" in sentence(capsys)
+    assert not (tmp_path / "made").exists()
+
+
+def test_score_prints_bleu_signature_and_table(corpus, trained, capsys):
+    files = ["--source", str(corpus / "valid.de"), "--target", str(corpus / "valid.en")]
+    arguments = [str(trained / "best.pt"), "--backend", "reference", "--device", "cpu"]
+    assert main(["score", *arguments, *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("BLEU ") and lines[0].endswith("on 20 sentences, beam 5")
+    assert "|version:" in lines[1]
+    assert sum(int(line.split()[1]) for line in lines[4:]) == 20
+
+
+def test_bleu_by_length_counts_each_sentence_once():
+    sources = ["a", "a b c d e", "a b c d e f", ""]
+    outputs = ["a b c d"] * 4
+    rows = bleu_by_length(sources, outputs, ["a b c d", "a b c d", "e f g h", "a b c d"])
+    assert [row[:2] for row in rows] == [("1–5", 3), ("6–10", 1)]
+    assert rows[0][2] == pytest.approx(100) and rows[1][2] < 30
+
+
+def test_info_runs_without_optional_packages():
+    program = (
+        "import sys\n"
+        "for name in ('sentencepiece', 'sacrebleu', 'tqdm', 'matplotlib', 'triton'):\n"
+        "    sys.modules[name] = None\n"
+        "from attnfast.cli import main\n"
+        "code = main(['info'])\n"
+        "sys.exit(code or main(['train', *sys.argv[1:]]))\n"
+    )
+    files = [f"--{name}" for name in ("source", "target", "valid-source", "valid-target", "out")]
+    arguments = [part for name in files for part in (name, "x")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    for name in ("attnfast", "python", "torch", "triton", "threads", "cuda", "cpu", "reference"):
+        assert any(line.startswith(name) for line in done.stdout.splitlines()), name
+    assert "reference  on" in done.stdout
+    assert "attnfast train needs the package sentencepiece" in done.stderr
