@@ -32,7 +32,8 @@ class Memory(NamedTuple):
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
-        return Memory(*(None if x is None else x.index_select(0, index) for x in self))
+        kept = {name: x for name, x in self._asdict().items() if x is not None}
+        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
 
 class _Attention(nn.Module):

@@ -19,7 +19,7 @@ def translate(
     max_length: int = 256,
     batch_size: int = 64,
     warn: Callable[[str], None] = lambda sentence: None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> list[str]:
     """Translate lines; every line in gives a line out, an empty one an empty one.
 
@@ -75,7 +75,9 @@ def alignment(model: Seq2Seq, tokenizer: Tokenizer, source: str, target: str) ->
     device = next(model.parameters()).device
     batch = batch.to(device)
     memory, state = model.encode(batch.source, batch.lengths)
-    return model.decode(batch.target_in, state, memory, need_weights=True)[2][0].cpu()
+    weights = model.decode(batch.target_in, state, memory, need_weights=True)[2]
+    assert weights is not None, "the model has no attention"
+    return weights[0].cpu()
 
 
 def bleu(outputs: Sequence[str], references: Sequence[str]) -> tuple[float, str]:

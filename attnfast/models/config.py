@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from attnfast.errors import InputError
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.seq2seq import Encoder, Seq2Seq
@@ -58,6 +60,8 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
     """Make the model of a config; ``backend`` is that of :func:`attnfast.additive_attention`."""
     key_dim = state_dim = 2 * config.hidden_dim
     sizes = (config.embed_dim, key_dim, state_dim)
+    attention: nn.Module
+    decoder: BahdanauDecoder | LuongDecoder
     if config.attention == "none":
         decoder = BahdanauDecoder(*sizes, FixedContext(), config.cell)
     elif config.attention == "bahdanau":

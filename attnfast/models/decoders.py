@@ -9,7 +9,7 @@ with ``embedded [B, T, E]``: the whole target in teacher forcing, T = 1 at each 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ class DecoderState(NamedTuple):
 
     def index_select(self, index: Tensor) -> DecoderState:
         """Return the state of the sequences ``index``."""
-        return DecoderState(*(None if x is None else x.index_select(0, index) for x in self))
+        kept = {name: x for name, x in self._asdict().items() if x is not None}
+        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
 
 def summary(states: Tensor, lengths: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class _Decoder(nn.Module):
 
     def __init__(self, attention: nn.Module, cell: str, input_dim: int, hidden_dim: int):
         super().__init__()
-        self.attention = attention
+        self.attention: Any = attention  # it has the two calls of those of attnfast.nn
         self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
 
     def _run(self, inputs: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
@@ -196,8 +197,10 @@ class LuongDecoder(_Decoder):
         """
         if not self.input_feeding:
             return self._attend(embedded, state, memory, need_weights)
-        outputs, weights = [], []
+        outputs: list[Tensor] = []
+        weights: list[Any] = []
         for word in embedded.split(1, 1):
+            assert state.feed is not None
             inputs = torch.cat([word, state.feed.unsqueeze(1)], -1)
             output, state, weight = self._attend(inputs, state, memory, need_weights)
             state = state._replace(feed=output.squeeze(1))

@@ -44,7 +44,7 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
     limits = output_limit(lengths)
     words = source.new_full((source.shape[0], 1), BOS)
     ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
-    outputs = []
+    outputs: list[Tensor] = []
     while not ended.all():
         logits, state, _ = model.decode(words, state, memory)
         words = _log_probs(logits[:, -1], limits <= len(outputs) + 1).argmax(-1, keepdim=True)

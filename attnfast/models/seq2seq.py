@@ -6,7 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast.models.decoders import CELLS, DecoderState, summary
+from attnfast.models.decoders import (
+    CELLS,
+    BahdanauDecoder,
+    DecoderState,
+    LuongDecoder,
+    summary,
+)
 from attnfast.nn import Memory
 
 #: The ids that every vocabulary starts with.
@@ -68,8 +74,8 @@ class Seq2Seq(nn.Module):
 
     def __init__(
         self,
-        encoder: nn.Module,
-        decoder: nn.Module,
+        encoder: Encoder,
+        decoder: BahdanauDecoder | LuongDecoder,
         vocab_size: int,
         embed_dim: int,
         dropout: float = 0.0,
