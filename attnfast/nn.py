@@ -41,15 +41,16 @@ class _Attention(nn.Module):
 
     query_proj: nn.Module
     key_proj: nn.Module
+    weight: nn.Parameter | None
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
         super().__init__()
         self.scale = scale
         self.backend = backend
-        self.weight = None if weight_shape is None else nn.Parameter(torch.empty(weight_shape))
+        self.weight = None
         if weight_shape is not None:
             bound = weight_shape[-1] ** -0.5
-            nn.init.uniform_(self.weight, -bound, bound)
+            self.weight = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
 
     def prepare(
         self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None

@@ -69,7 +69,9 @@ def cases() -> list[Case]:
             A, Dv = draw.choice(FEATURES), draw.choice(FEATURES)
             while Tq * Tk * max(A, Dv) > 4e6:
                 A, Dv = draw.choice(FEATURES), draw.choice(FEATURES)
-            table.append(Case(score, 2, Tq, Tk, A, Dv, None, terms=next(terms), layout=next(layouts)))
+            table.append(
+                Case(score, 2, Tq, Tk, A, Dv, None, terms=next(terms), layout=next(layouts))
+            )
         for A in FEATURES:
             H = draw.choice((None, 1, 3))
             table.append(Case(score, 2, 5, 17, A, draw.choice(FEATURES), H, terms=next(terms)))
@@ -256,7 +258,9 @@ def check(case: Case, got: dict[str, Tensor], wanted: dict[str, Tensor], plain: 
             FLOOR_ULPS[case.dtype] * torch.finfo(case.dtype).eps * finite.abs().max()
         )
         allowed = max(float(floor), FACTOR * float(base))
-        assert error.max() <= allowed, f"{name} is off by {error.max():.2e} > {allowed:.2e} in {case}"
+        assert error.max() <= allowed, (
+            f"{name} is off by {error.max():.2e} > {allowed:.2e} in {case}"
+        )
         size = finite.square().mean().sqrt()
         rms = error.square().mean().sqrt()
         assert rms <= RMS * size + float(floor), f"{name}: rms {rms:.2e} of {size:.2e} in {case}"

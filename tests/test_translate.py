@@ -33,7 +33,7 @@ pytest.importorskip("sentencepiece")
 pytest.importorskip("sacrebleu")
 pytest.importorskip("tqdm")
 
-WORDS = dict(zip("eins zwei drei vier fünf".split(), "one two three four five".split()))
+WORDS = dict(zip(["eins", "zwei", "drei", "vier", "fünf"], ["one", "two", "three", "four", "five"]))
 
 
 def write_pairs(folder, name, count, seed):
@@ -60,7 +60,20 @@ def command(corpus, out, *more):
     arguments += [
         part for name, file in files.items() for part in (f"--{name}", str(corpus / file))
     ]
-    arguments += "--vocab-size 55 --embed-dim 24 --hidden-dim 16 --epochs 2 --batch-size 16 --dropout 0.1".split()
+    arguments += [
+        "--vocab-size",
+        "55",
+        "--embed-dim",
+        "24",
+        "--hidden-dim",
+        "16",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "16",
+        "--dropout",
+        "0.1",
+    ]
     return [*arguments, "--device", "cpu", *more]
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnfast.backends import FLOATS, choose
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
-#: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the full shape of the scores
-#: (stride 0 where broadcast). The backward takes the saved weights, which are exactly 0 where a
+#: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
+#: in place of a size. The backward takes the saved weights, which are exactly 0 where a
 #: row may not see a key, and returns tensors of size [0] for the gradients that are not needed.
 SCHEMAS = {
     "attention": (
@@ -103,83 +104,74 @@ def _fake_backward(
     return tuple(grads)
 
 
-_library = {name: torch.library.Library(f"attnfast_{name}", "DEF") for name in ("cpu", "triton", "cuda")}
-for _name, _lib in _library.items():
-    for _op, _schema in SCHEMAS.items():
-        _lib.define(_op + _schema)
-    torch.library.register_fake(f"attnfast_{_name}::attention", _fake, lib=_lib)
-    torch.library.register_fake(f"attnfast_{_name}::attention_backward", _fake_backward, lib=_lib)
+def _setup_context(ctx: Any, inputs, output):
+    query, key, value, weight, bias, _, lengths, scale, _ = inputs
+    ctx.save_for_backward(query, key, value, weight, lengths, output[1])
+    ctx.scale = scale
+    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.set_materialize_grads(False)
 
 
-@torch.library.impl("attnfast_triton::attention", "default", lib=_library["triton"])
-def _triton(*args):
-    from attnfast.kernels import attention  # Triton stays unimported until it is used
+def _differentiate(backward_op):
+    """Return the derivative of a backend's operator, made of its backward operator."""
 
-    return attention.forward(*args)
-
-
-@torch.library.impl("attnfast_triton::attention_backward", "default", lib=_library["triton"])
-def _triton_backward(*args):
-    from attnfast.kernels import attention
-
-    return attention.backward(*args)
-
-
-class _Attention(torch.autograd.Function):
-    """The derivative of every backend but the reference, which PyTorch differentiates."""
-
-    @staticmethod
-    def forward(backend, query, key, value, weight, bias, mask, lengths, scale, need_weights):
-        if bias is not None:
-            bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        op = getattr(torch.ops, f"attnfast_{backend}").attention
-        return op(query, key, value, weight, bias, mask, lengths, scale, need_weights)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        backend, query, key, value, weight, bias, _, lengths, scale, _ = inputs
-        ctx.save_for_backward(query, key, value, weight, lengths, output[1])
-        ctx.backend, ctx.scale = backend, scale
-        ctx.bias_shape = None if bias is None else bias.shape
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     def backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
         query, key, value, weight, lengths, weights = ctx.saved_tensors
         if grad_context is None:
             grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
-        need_grad_bias = ctx.needs_input_grad[5]
-        *grads, grad_weight, grad_bias = _AttentionBackward.apply(
-            ctx.backend, grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight,
-            lengths, weights, ctx.scale, need_grad_bias,
+        need_grad_bias = ctx.needs_input_grad[4]
+        *grads, grad_weight, grad_bias = backward_op(
+            grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths,
+            weights, ctx.scale, need_grad_bias,
         )  # fmt: skip
         if need_grad_bias:
             grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
         return (
-            None,
             *grads,
             None if weight is None else grad_weight,
             grad_bias if need_grad_bias else None,
             *[None] * 4,
         )
 
+    return backward
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward operator, with an error where a second derivative would be silently zero."""
 
-    @staticmethod
-    def forward(backend, *args):
-        return getattr(torch.ops, f"attnfast_{backend}").attention_backward(*args)
+def _no_second_derivative(ctx: Any, *grads):
+    raise RuntimeError(
+        "attention has no second derivative on the compiled backends; backend='reference' has"
+    )
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs, output):
-        pass
 
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        raise RuntimeError(
-            "attention has no second derivative on the compiled backends; backend='reference' has"
-        )
+def _register(backend: str) -> torch.library.Library:
+    """Define both operators of a backend: schemas, shapes and derivatives are the same for all."""
+    library = torch.library.Library(f"attnfast_{backend}", "DEF")
+    forward, backward = (f"attnfast_{backend}::{name}" for name in SCHEMAS)
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+    torch.library.register_fake(forward, _fake, lib=library)
+    torch.library.register_fake(backward, _fake_backward, lib=library)
+    operators = getattr(torch.ops, f"attnfast_{backend}")
+    derivative = _differentiate(operators.attention_backward.default)
+    torch.library.register_autograd(forward, derivative, setup_context=_setup_context, lib=library)
+    torch.library.register_autograd(backward, _no_second_derivative, lib=library)
+    return library
+
+
+_libraries = {backend: _register(backend) for backend in ("cpu", "triton", "cuda")}
+
+
+@torch.library.impl("attnfast_triton::attention", "default", lib=_libraries["triton"])
+def _triton(*args):
+    from attnfast.kernels import attention  # Triton stays unimported until it is used
+
+    return attention.forward(*args)
+
+
+@torch.library.impl("attnfast_triton::attention_backward", "default", lib=_libraries["triton"])
+def _triton_backward(*args):
+    from attnfast.kernels import attention
+
+    return attention.backward(*args)
 
 
 def _refuse(argument: str, expected: str, got: object) -> None:
@@ -236,6 +228,17 @@ def check(
                     _refuse("lengths", f"between 0 and {key.shape[-2]}, the number of keys", length)
 
 
+def _refuse_tangents(inputs) -> None:
+    """Raise in forward-mode differentiation, where a registered operator gives silent zeros."""
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    ):
+        raise RuntimeError(
+            "attention has no forward-mode derivative on the compiled backends; "
+            "backend='reference' has"
+        )
+
+
 def _attention(
     query, key, value, weight, scale, lengths, mask, bias, temperature, need_weights,
     need_log_sum_exp, backend,
@@ -252,8 +255,6 @@ def _attention(
     scale = scale / temperature
     if bias is not None:
         bias = bias / temperature if temperature != 1 else bias
-    if mask is not None:
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])
     backend = choose(backend, query.device, query.dtype)
     if backend == "reference":
         context, weights, log_sum_exp = reference(
@@ -261,11 +262,13 @@ def _attention(
         )
     else:
         inputs = (query, key, value, weight, bias)
+        _refuse_tangents(inputs)
         differentiable = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in inputs
         )
-        context, weights, log_sum_exp = _Attention.apply(
-            backend, *inputs, mask, lengths, scale, need_weights or differentiable
+        operator = getattr(torch.ops, f"attnfast_{backend}").attention.default
+        context, weights, log_sum_exp = operator(
+            *inputs, mask, lengths, scale, need_weights or differentiable
         )
     result = (context, weights.to(query.dtype) if need_weights else None)
     return (*result, log_sum_exp) if need_log_sum_exp else result

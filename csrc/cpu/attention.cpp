@@ -81,6 +81,17 @@ View view(const Tensor& x, bool columns = true) {
   return v;
 }
 
+// The same, sizes of 1 broadcast.
+View broadcast_view(const Tensor& x) {
+  const int64_t n = x.dim();
+  View v = view(x);
+  if (x.size(0) == 1) v.batch = 0;
+  if (x.size(1) == 1) v.head = 0;
+  if (x.size(n - 2) == 1) v.row = 0;
+  if (x.size(n - 1) == 1) v.column = 0;
+  return v;
+}
+
 // The same with unit column stride; `keep` holds the copy if one is needed.
 View view_of_rows(const Tensor& x, std::vector<Tensor>& keep) {
   if (x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1) return view(x);
@@ -146,8 +157,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
   std::vector<int64_t> rows = shape(query, 0);
   rows.pop_back();
   Tensor log_sum_exp = torch::stable::new_empty(query, rows, sums);
-  if (bias) a.bias = view(*bias);
-  if (mask) a.mask = view(*mask);
+  if (bias) a.bias = broadcast_view(*bias);
+  if (mask) a.mask = broadcast_view(*mask);
   a.context = view(context);
   if (need_weights) a.weights = view(weights);
   a.log_sum_exp = view(log_sum_exp, false);

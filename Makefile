@@ -1,0 +1,53 @@
+# make demo, make test: each makes .venv, installs what it needs, builds the libraries and goes.
+PYTHON ?= python3
+TORCH ?= 2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+
+.PHONY: demo test lint bench check-machine
+.DELETE_ON_ERROR:
+
+demo: .venv/installed
+	$(BIN)/attnfast demo
+
+# The second run takes the oldest Triton that pyproject.toml claims.
+test: .venv/installed .venv/oldest-triton
+	$(BIN)/pytest -q
+	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q tests -k triton
+
+lint: .venv/linters
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/pytest bench --benchmark-json=bench.json
+	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)
+
+check-machine:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	  || { echo "attnfast needs Python 3.10 or later: set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "attnfast needs Python's venv module (Debian: apt install python3-venv)"; exit 1; }
+	@for c in $$CXX g++ clang++ c++; do command -v $$c >/dev/null && exit 0; done; \
+	  echo "no C++ compiler (Debian: apt install g++): attnfast will run on its slow reference"
+
+# A CPU build where pip finds one, else what pip finds: as installed, it is kept.
+.venv/torch: | check-machine
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import torch' 2>/dev/null \
+	  || $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) 'torch==$(TORCH)'
+	$(PIP) 'setuptools>=77' wheel
+	touch $@
+
+.venv/installed: .venv/torch $(SOURCES)
+	$(PIP) --no-build-isolation -e '.[translate,test,triton]'
+	touch $@
+
+.venv/linters: .venv/installed
+	$(PIP) -e '.[lint]' --no-build-isolation
+	touch $@
+
+.venv/oldest-triton: .venv/installed
+	rm -rf $@ && $(PIP) --no-deps --target $@ "$$(sed -n 's/^triton = \["triton>=\([0-9.]*\).*/triton==\1.0/p' pyproject.toml)"

@@ -1,0 +1,126 @@
+"""Turns the JSON of a benchmark run into a Markdown table and a chart.
+
+    python bench/report.py bench.json --out bench/results/NAME
+
+writes NAME.md and NAME.png. Ratios are medians of interleaved rounds of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+
+def rows(report: dict) -> list[dict]:
+    """Return one row a benchmark: what was timed, its median in seconds, peers and memory."""
+    return [
+        {**b["extra_info"], "median": b["stats"]["median"], "rounds": b["stats"]["rounds"]}
+        for b in report["benchmarks"]
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def size(memory: float) -> str:
+    return f"{memory / 2**20:.3g} MiB" if memory >= 2**20 else f"{memory / 2**10:.3g} KiB"
+
+
+def markdown(report: dict) -> str:
+    """Return the report: the machine, then a table for each score and direction."""
+    table = rows(report)
+    cpu, first = report["machine_info"]["cpu"], table[0]
+    commit = report["commit_info"]
+    text = [
+        "# Attention benchmark\n",
+        f"- processor: {cpu.get('brand_raw', 'unknown')}, {first['threads']} threads; "
+        f"device: {first['device']}",
+        f"- Python {report['machine_info']['python_version']}, "
+        + ", ".join(f"{k} {v}" for k, v in first["versions"].items()),
+        f"- commit {commit['id']}{' with local changes' if commit['dirty'] else ''}, "
+        f"{report['datetime'][:10]}",
+        "- medians of interleaved rounds; × is the peer's time over attnfast's; peak memory is what "
+        "one call allocates at most, over its inputs\n",
+    ]
+    for group in dict.fromkeys((r["score"], r["direction"]) for r in table):
+        members = [r for r in table if (r["score"], r["direction"]) == group]
+        peers = list(members[0]["peers"])
+        text.append(f"## {group[0]}, {group[1]}\n")
+        head = ["shape", "B, Tq, Tk, A, Dv", members[0]["ours"], *peers, "peak memory", "eager's"]
+        text.append("| " + " | ".join(head) + " |")
+        text.append("|---|---|" + "--:|" * (len(head) - 2))
+        for r in members:
+            ratios = [f"{r['peers'][p] / r['median']:.1f}×" for p in peers]
+            memory = [size(r["memory"][r["ours"]]), size(r["memory"]["eager"])]
+            sizes = ", ".join(map(str, r["sizes"]))
+            cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
+            text.append("| " + " | ".join(cells) + " |")
+        for p in peers:
+            mean = statistics.geometric_mean(r["peers"][p] / r["median"] for r in members)
+            text.append(
+                f"\nGeometric mean over {p}: {mean:.1f}×"
+                if p == peers[0]
+                else f"; over {p}: {mean:.1f}×"
+            )
+        text.append("")
+    return "\n".join(text)
+
+
+def chart(report: dict, path: Path) -> None:
+    """Draw how many times faster attnfast is than each peer, by shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    table = rows(report)
+    groups = list(dict.fromkeys((r["score"], r["direction"]) for r in table))
+    figure, axes = plt.subplots(
+        1,
+        len(groups),
+        figsize=(4.2 * len(groups), 4.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, group in zip(axes[0], groups):
+        members = [r for r in table if (r["score"], r["direction"]) == group]
+        peers = list(dict.fromkeys(p for r in members for p in r["peers"]))
+        for i, peer in enumerate(peers):
+            heights = [r["peers"].get(peer, float("nan")) / r["median"] for r in members]
+            y = [j + (i - (len(peers) - 1) / 2) * 0.8 / len(peers) for j in range(len(members))]
+            axis.barh(y, heights, 0.8 / len(peers), label=peer)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_xscale("log")
+        axis.set_yticks(range(len(members)), [r["shape"] for r in members])
+        axis.invert_yaxis()
+        axis.set_title(f"{group[0]}, {group[1]}", fontsize=10)
+        axis.set_xlabel("times slower than attnfast")
+        axis.legend(fontsize=8, frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=Path, help="written by pytest --benchmark-json")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/report"))
+    args = parser.parse_args()
+    try:
+        report = json.loads(args.json.read_text())
+        text = markdown(report)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise SystemExit(
+            f"{args.json}: expected the JSON of a benchmark run, got {error!r}"
+        ) from None
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".md").write_text(text)
+    chart(report, args.out.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

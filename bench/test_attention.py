@@ -1,0 +1,148 @@
+"""Times attention against its peers: ``pytest bench --benchmark-json=bench.json``.
+
+One benchmark is one shape in one direction. Its rounds are interleaved: before each timed call of
+attnfast every peer is timed once, so that noise falls on all alike; the report takes medians.
+A result is compared with the float64 oracle first, and a wrong one is not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+import table
+import torch
+from table import Case, attend, eager, inputs
+
+import attnfast
+from attnfast.backends import BACKENDS, choose, why_not
+from attnfast.diagnostics import peak_memory
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+SHAPES = {  # B, Tq, Tk, A, Dv
+    "translation": (32, 50, 50, 512, 512),
+    "speech": (16, 100, 400, 256, 512),
+    "one step": (32, 1, 400, 512, 512),
+    "one step, in cache": (32, 1, 50, 256, 256),
+    "one step, one sentence": (1, 1, 50, 256, 256),
+    "one sentence": (1, 50, 50, 512, 512),
+    "long": (1, 1000, 1000, 128, 128),
+    "short, many": (256, 20, 20, 128, 128),
+    "few features": (64, 30, 30, 32, 32),
+    "many features": (4, 64, 64, 1024, 1024),
+}
+DIRECTIONS = ("forward", "forward + backward")
+
+
+def scaled_dot_product(query, key, value, **_):
+    """PyTorch's own fused attention; it takes four dimensions and returns no weights."""
+    query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=1.0)
+    return out.squeeze(1), None
+
+
+def contenders(score: str) -> dict:
+    """Return what can be timed here; the first is attnfast's own choice."""
+    chosen = choose(None, DEVICE, torch.float32)
+    ways = {f"attnfast ({chosen})": lambda **a: attend(a, need_weights=True)}
+    for name in BACKENDS:
+        if name not in (chosen, "reference") and why_not(name, DEVICE, torch.float32) is None:
+            ways[f"attnfast ({name})"] = lambda name=name, **a: attend(
+                a, need_weights=True, backend=name
+            )
+    ways["eager"] = eager
+    ways["torch.compile"] = torch.compile(eager, dynamic=False)
+    if score == "dot":
+        ways["SDPA (no weights)"] = scaled_dot_product
+    return ways
+
+
+def call(way, args: dict, grad: torch.Tensor | None):
+    """Return a function that runs one direction and waits for the device."""
+    leaves = [x for x in args.values() if x is not None and x.requires_grad]
+
+    def run():
+        with torch.set_grad_enabled(grad is not None):
+            context = way(**args)[0]
+            result = (context,)
+            if grad is not None:
+                result += torch.autograd.grad(context, leaves, grad)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    return run
+
+
+def refuse_wrong_result(case: Case, args: dict, way, grad: torch.Tensor) -> None:
+    """Compare the first sequence with the oracle: rows of other sequences do not touch it."""
+    first = replace(case, B=1)
+    names = [k for k in ("query", "key", "value") if args[k] is not None]
+
+    def run(way, tensors, grad):
+        with torch.enable_grad():
+            context = way(**tensors)[0]
+            grads = torch.autograd.grad(context, [tensors[k] for k in names], grad)
+        return dict(zip(["context", *names], (context.detach()[:1], *(g[:1] for g in grads))))
+
+    def part(dtype):
+        return {
+            k: None if v is None else (v if k == "weight" else v[:1]).detach().to("cpu", dtype)
+            for k, v in args.items()
+        }
+
+    small, exact = (
+        {k: table._leaf(v) for k, v in part(d).items()} for d in (torch.float32, torch.float64)
+    )
+    cut = grad[:1].cpu()
+    table.check(
+        first, run(way, args, grad), run(eager, exact, cut.double()), run(eager, small, cut)
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_attention(benchmark, score, shape, direction):
+    B, Tq, Tk, A, Dv = SHAPES[shape]
+    case = Case(score, B, Tq, Tk, A, Dv, scale=A**-0.25 if score == "dot" else 1.0)
+    args = inputs(case, DEVICE)
+    grad = torch.randn(B, Tq, Dv, device=DEVICE)
+    ways = contenders(score)
+    ours, *peers = ways
+    refuse_wrong_result(case, args, ways[ours], grad)
+
+    upstream = grad if direction != "forward" else None
+    calls = {name: call(way, args, upstream) for name, way in ways.items()}
+    start = time.perf_counter()
+    for run in calls.values():  # compile, fill caches
+        run()
+        run()
+    memory = {name: peak_memory(run) for name, run in calls.items()}
+    once = max((time.perf_counter() - start) / 3 / len(calls), 1e-4)
+    rounds = max(5, min(100, int(8 / once)))
+    times: dict[str, list[float]] = {name: [] for name in peers}
+
+    def time_peers():
+        for name in peers:
+            begin = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - begin)
+
+    benchmark.group = f"{score}, {direction}"
+    benchmark.pedantic(calls[ours], setup=time_peers, rounds=rounds, warmup_rounds=1)
+    benchmark.extra_info.update(
+        score=score,
+        shape=shape,
+        sizes=SHAPES[shape],
+        direction=direction,
+        ours=ours,
+        peers={name: statistics.median(t) for name, t in times.items() if t},
+        memory=memory,
+        versions={"attnfast": attnfast.__version__, "torch": torch.__version__},
+        device=torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,204 @@
+"""The modules: their formulas, one step against many, and what models do to modules."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from attnfast.nn import BahdanauAttention, LuongAttention, Memory, MultiHeadAttention
+
+B, TQ, TK, Q, K, A, H = 3, 4, 7, 10, 12, 8, 2
+LENGTHS = torch.tensor([7, 4, 1])
+
+
+def modules():
+    return {
+        "bahdanau": BahdanauAttention(Q, K, A, bias=True),
+        "dot": LuongAttention(K, K, "dot"),
+        "scaled_dot": LuongAttention(K, K, "scaled_dot"),
+        "general": LuongAttention(Q, K, "general"),
+        "concat": LuongAttention(Q, K, "concat", A),
+        "heads, dot": MultiHeadAttention(Q, K, A, H),
+        "heads, additive": MultiHeadAttention(Q, K, A, H, "additive"),
+    }
+
+
+@pytest.fixture(params=list(modules()))
+def module(request):
+    torch.manual_seed(0)
+    return modules()[request.param]
+
+
+def states(module):
+    torch.manual_seed(1)
+    query_dim = Q if any(True for _ in module.query_proj.parameters()) else K
+    if isinstance(module, LuongAttention) and module.weight is None:
+        query_dim = module.key_proj.out_features if hasattr(module.key_proj, "weight") else K
+    return torch.randn(B, TQ, query_dim), torch.randn(B, TK, K)
+
+
+def by_hand(module, query, source):
+    """Weights ``[B, (H,) Tq, Tk]`` and context from the parameters alone."""
+    visible = torch.arange(TK) < LENGTHS[:, None, None]
+    if isinstance(module, MultiHeadAttention):
+        q, k, v = (
+            p(x).view(B, -1, H, A // H).transpose(1, 2)
+            for p, x in (
+                (module.query_proj, query),
+                (module.key_proj, source),
+                (module.value_proj, source),
+            )
+        )
+        visible = visible.unsqueeze(1)
+    else:
+        q, k, v = module.query_proj(query), module.key_proj(source), source
+    if module.weight is not None:
+        w = module.weight if module.weight.dim() == 1 else module.weight[:, None, None]
+        score = (torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3)) * w).sum(-1)
+    else:
+        score = q @ k.transpose(-1, -2) * (module.scale or q.shape[-1] ** -0.5)
+    weights = score.masked_fill(~visible, -torch.inf).softmax(-1)
+    context = weights @ v
+    if isinstance(module, MultiHeadAttention):
+        context = module.out_proj(context.transpose(1, 2).reshape(B, TQ, A))
+    return context, weights
+
+
+def test_formula(module):
+    query, source = states(module)
+    memory = module.prepare(source, LENGTHS)
+    context, weights = module(query, memory, need_weights=True)
+    expected = by_hand(module, query, source)
+    torch.testing.assert_close(context, expected[0])
+    torch.testing.assert_close(weights, expected[1])
+    assert module(query, memory)[1] is None
+
+
+def test_gradients_reach_every_parameter(module):
+    query, source = states(module)
+    source.requires_grad_()
+    leaves = [source, *module.parameters()]
+    noise = torch.randn(module(query, module.prepare(source, LENGTHS))[0].shape)
+    got = torch.autograd.grad(
+        (module(query, module.prepare(source, LENGTHS))[0] * noise).sum(), leaves
+    )
+    want = torch.autograd.grad((by_hand(module, query, source)[0] * noise).sum(), leaves)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_is_a_row(module):
+    query, source = states(module)
+    memory = module.prepare(source, LENGTHS)
+    context, weights = module(query, memory, need_weights=True)
+    for t in range(TQ):
+        step = module(query[:, t], memory, need_weights=True)
+        torch.testing.assert_close(step[0], context[:, t])
+        torch.testing.assert_close(step[1], weights[..., t, :])
+
+
+def test_a_mask_says_the_same_as_lengths(module):
+    query, source = states(module)
+    mask = torch.arange(TK) < LENGTHS[:, None]
+    a = module(query, module.prepare(source, LENGTHS))[0]
+    b = module(query, module.prepare(source, mask=mask))[0]
+    torch.testing.assert_close(a, b)
+
+
+def test_memory_follows_a_reordered_batch(module):
+    query, source = states(module)
+    order = torch.tensor([2, 0, 0, 1])
+    memory = module.prepare(source, LENGTHS, torch.arange(TK) < LENGTHS[:, None])
+    assert isinstance(memory, Memory)
+    a = module(query[order], memory.index_select(order))[0]
+    torch.testing.assert_close(a, module(query, memory)[0][order])
+
+
+def test_pickle_deepcopy_and_plain_state_dict(module):
+    query, source = states(module)
+    want = module(query, module.prepare(source))[0]
+    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert torch.equal(other(query, other.prepare(source))[0], want)
+    assert all("_" != name[0] for name in module.state_dict())
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    fresh = copy.deepcopy(module)
+    for p in fresh.parameters():
+        nn.init.zeros_(p)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(fresh(query, fresh.prepare(source))[0], want)
+
+
+def test_compile(module):
+    query, source = states(module)
+
+    def run(query, source):
+        return module(query, module.prepare(source, LENGTHS))[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    leaves = list(module.parameters()) or [source.requires_grad_()]
+    got, want = compiled(query, source), run(query, source)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves)
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast(module):
+    query, source = states(module)
+    want = module(query, module.prepare(source, LENGTHS))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got, weights = module(query, module.prepare(source, LENGTHS), need_weights=True)
+    assert got.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.05)
+    if module.weight is not None:
+        got.float().sum().backward()
+        assert module.weight.grad.dtype == torch.float32
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="score must be one of dot, .*got 'cosine'"):
+        LuongAttention(4, 4, "cosine")
+    with pytest.raises(
+        ValueError, match="query_dim must equal key_dim for score 'dot', got 4 and 5"
+    ):
+        LuongAttention(4, 5, "dot")
+    with pytest.raises(ValueError, match="num_heads must divide attn_dim 8, got 3"):
+        MultiHeadAttention(4, 4, 8, 3)
+    with pytest.raises(ValueError, match="score must be 'dot' or 'additive', got 'general'"):
+        MultiHeadAttention(4, 4, 8, 2, "general")
+
+
+def test_distributed_data_parallel():
+    """Two processes see one sequence each; the gradient is the mean of both."""
+    import socket
+
+    import torch.multiprocessing as mp
+    from distributed_worker import gradients
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.manual_seed(0)
+    module = BahdanauAttention(Q, K, A)
+    data = (*states(module), LENGTHS)
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    workers = [context.Process(target=gradients, args=(r, port, module, *data, queue)) for r in range(2)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(120)
+        assert w.exitcode == 0
+    got = [torch.tensor(g) for g in queue.get()]
+    query, source, _ = data
+    out = module(query[:2], module.prepare(source[:2], LENGTHS[:2]))[0]
+    want = torch.autograd.grad(out.sum() / 2, list(module.parameters()))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)

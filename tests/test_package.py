@@ -1,0 +1,183 @@
+"""The package as installed: what it imports, what it names, what it does without its parts."""
+
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnfast
+from attnfast.backends import load_library, why_not
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+
+
+def test_import_is_light():
+    """Importing adds no heavy module to torch, and little time."""
+    code = (
+        "import sys, time, torch; before = set(sys.modules); t = time.process_time();"
+        "import attnfast; t = time.process_time() - t;"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before};"
+        "print(t, sorted(new & {'triton', 'matplotlib', 'sentencepiece', 'sacrebleu', 'tqdm'}),"
+        "'torch._dynamo' in set(sys.modules) - before)"
+    )
+    runs = [python(code) for _ in range(3)]
+    assert all(r.returncode == 0 for r in runs), runs[0].stderr
+    seconds = min(float(r.stdout.split()[0]) for r in runs)
+    assert runs[0].stdout.split(maxsplit=1)[1].strip() == "[] False"
+    assert seconds < 0.3
+
+
+def test_the_cpu_library_loads_where_it_was_built():
+    """A library that is there but does not load would only skip the tests of its backend."""
+    if not Path(attnfast.__file__).with_name("_C_cpu.so").exists():
+        pytest.skip("_C_cpu.so was not built")
+    assert load_library("_C_cpu") is None
+    assert why_not("cpu", torch.device("cpu"), torch.float32) is None
+
+
+@pytest.mark.parametrize("name", ["_C_cpu", "_C_cuda"])
+def test_libraries_need_only_the_stable_abi(name):
+    library = Path(attnfast.__file__).with_name(f"{name}.so")
+    if not library.exists() or shutil.which("nm") is None:
+        pytest.skip(f"{name}.so was not built, or there is no nm")
+    symbols = subprocess.run(
+        ["nm", "-DC", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    assert "torch_call_dispatcher" in symbols
+    assert not re.search(r"\b(at|c10)::", symbols)
+
+
+def test_works_without_the_compiled_library():
+    """The oracle runs instead, and says so once."""
+    code = (
+        "import pathlib, torch, warnings; exists = pathlib.Path.exists;"
+        "pathlib.Path.exists = lambda p: not p.name.startswith('_C_') and exists(p);"
+        "import attnfast; x = torch.randn(2, 3, 4);"
+        "warnings.simplefilter('always');"
+        "print(attnfast.dot_attention(x, x, x)[0].shape, attnfast.dot_attention(x, x, x)[1])"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([2, 3, 4]) None" in done.stdout
+    assert done.stderr.count("attnfast runs on its reference implementation") == 1
+    assert "install attnfast again with a C++ compiler" in done.stderr
+
+
+def test_info_needs_no_optional_package():
+    blocked = "('sentencepiece', 'sacrebleu', 'tqdm', 'matplotlib', 'triton', 'numpy')"
+    code = (
+        f"import sys; sys.modules.update({{m: None for m in {blocked}}});"
+        "from attnfast.cli import main; main(['info'])"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^reference +on$", done.stdout, re.MULTILINE)
+    assert re.search(r"^triton +off: ", done.stdout, re.MULTILINE)
+
+
+def test_kernels_shadow_no_other_package():
+    done = subprocess.run(
+        [sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "importable as attnfast.kernels only" in done.stderr
+
+
+def public():
+    """Yield every public function, class and method of the modules meant for users."""
+    for info in pkgutil.walk_packages(attnfast.__path__, "attnfast."):
+        if re.search(r"__main__|kernels|_C_", info.name):
+            continue
+        module = importlib.import_module(info.name)
+        for name, thing in vars(module).items():
+            if name.startswith("_") or getattr(thing, "__module__", None) != info.name:
+                continue
+            if inspect.isfunction(thing) or inspect.isclass(thing):
+                yield f"{info.name}.{name}", thing
+
+
+def test_every_public_name_is_documented():
+    missing = [name for name, thing in public() if not inspect.getdoc(thing)]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["additive_attention", "dot_attention"])
+def test_operators_document_formula_and_paper(name):
+    doc = inspect.getdoc(getattr(attnfast, name))
+    for word in (".. math::", "Args:", "arXiv:"):
+        assert word in doc
+
+
+BUILD = [sys.executable, "setup.py", "-q", "build_ext"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of the source to build in."""
+    for part in ("attnfast", "kernels", "csrc"):
+        shutil.copytree(
+            ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "kernels", "__pyc*")
+        )
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path)
+    return tmp_path
+
+
+def build(source, **environment):
+    return subprocess.run(
+        [*BUILD, "--build-lib", "out"],
+        cwd=source,
+        env={**os.environ, "ATTNFAST_CUDA": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_build_without_a_compiler(source):
+    done = build(source, PATH="/nonexistent", CXX="")
+    assert done.returncode == 0, done.stderr
+    assert "_C_cpu not built: there is no C++ compiler" in done.stdout
+    assert not list(source.glob("out/**/*.so"))
+
+
+def test_build_failure_is_one_sentence(source):
+    (source / "csrc/cpu/attention.h").write_text("#error this header is broken\n")
+    done = build(source)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line]
+    assert len(said) == 1, done.stderr
+    assert "failed" in said[0]
+    assert "this header is broken" in said[0]
+    log = Path(re.search(r"all it said is in (\S+);", said[0])[1])
+    assert "this header is broken" in log.read_text()
+
+
+@pytest.mark.parametrize(("version", "found"), [("2.9.1", "found 2.9.1"), (None, "found none")])
+def test_build_against_the_wrong_torch(source, version, found):
+    text = "raise ImportError" if version is None else f"__version__ = {version!r}"
+    (source / "fake").mkdir()
+    (source / "fake/torch.py").write_text(text + "\n")
+    done = build(source, PYTHONPATH=str(source / "fake"))
+    assert done.returncode != 0
+    said = done.stderr.strip()
+    assert "\n" not in said
+    assert "attnfast needs torch >= 2.10 to build against" in said
+    assert found in said
