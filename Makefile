@@ -16,7 +16,7 @@ test: .venv/installed .venv/oldest-triton
 	$(BIN)/pytest -q
 	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q tests -k triton
 
-lint: .venv/linters
+lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -42,11 +42,7 @@ check-machine:
 	touch $@
 
 .venv/installed: .venv/torch $(SOURCES)
-	$(PIP) --no-build-isolation -e '.[translate,test,triton]'
-	touch $@
-
-.venv/linters: .venv/installed
-	$(PIP) -e '.[lint]' --no-build-isolation
+	$(PIP) --no-build-isolation -e '.[translate,test,triton,lint]'
 	touch $@
 
 .venv/oldest-triton: .venv/installed

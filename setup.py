@@ -3,11 +3,10 @@
 They are plain shared libraries on PyTorch's stable ABI, not Python modules: one wheel serves every
 Python from 3.10 and every torch from 2.10. Without a compiler the package installs without them.
 
-ATTNFAST_CPU=0 / ATTNFAST_CUDA=0   leave a library out
-ATTNFAST_CUDA=1                    insist on the CUDA one
-TORCH_CUDA_ARCH_LIST="8.0 9.0"     the architectures it is built for
-ATTNFAST_CXXFLAGS="-g"             more flags for the C++ compiler and its linker
-CXX, CUDA_HOME, MAX_JOBS           as usual
+ATTNFAST_BUILD_CPU, ATTNFAST_BUILD_CUDA   0 leaves a library out, 1 insists on it
+TORCH_CUDA_ARCH_LIST="8.0 9.0"            the architectures of the CUDA library
+ATTNFAST_CXXFLAGS="-g"                    more flags for the C++ compiler and its linker
+CXX, CUDA_HOME, MAX_JOBS                  as usual
 """
 
 import os
@@ -62,7 +61,7 @@ def nvcc() -> str | None:
 
 
 class BuildLibraries(build_ext):
-    """Compiles each library's units side by side and links them; says in one line what was built."""
+    """Compiles the units of a library side by side, links them, says in one line what it built."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
@@ -70,7 +69,7 @@ class BuildLibraries(build_ext):
     def build_extension(self, ext: Extension) -> None:
         name = ext.name.rpartition(".")[2]
         build = {"_C_cpu": self.cpu_commands, "_C_cuda": self.cuda_commands}[name]
-        wish = os.environ.get(f"ATTNFAST_{name[3:].upper()}", "")
+        wish = os.environ.get(f"ATTNFAST_BUILD_{name[3:].upper()}", "")
         out = Path(self.get_ext_fullpath(ext.name))
         missing = "left out by the environment" if wish == "0" else None
         if missing is None and compiler() is None:
@@ -104,7 +103,7 @@ class BuildLibraries(build_ext):
             first = next((x for x in done.stdout.splitlines() if "error" in x), "no message")
             raise SystemExit(
                 f"attnfast: {command[0]} failed ({first.strip()}); all it said is in {log}; "
-                "ATTNFAST_CPU=0 or ATTNFAST_CUDA=0 installs without the library that fails"
+                f"ATTNFAST_BUILD_{temp.name[3:].upper()}=0 installs without {temp.name}"
             )
 
     def cpu_commands(self, torch: Path, temp: Path):

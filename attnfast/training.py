@@ -41,7 +41,7 @@ class Options:
         seed: of the weights, of the order of the data and of dropout.
     """
 
-    epochs: int = 9
+    epochs: int = 6
     batch_size: int = 64
     learning_rate: float = 1e-3
     warmup: float = 0.05

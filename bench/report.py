@@ -40,10 +40,10 @@ def markdown(report: dict) -> str:
         f"device: {first['device']}",
         f"- Python {report['machine_info']['python_version']}, "
         + ", ".join(f"{k} {v}" for k, v in first["versions"].items()),
-        f"- commit {commit['id']}{' with local changes' if commit['dirty'] else ''}, "
-        f"{report['datetime'][:10]}",
-        "- medians of interleaved rounds; × is the peer's time over attnfast's; peak memory is what "
-        "one call allocates at most, over its inputs\n",
+        f"- commit {commit['id']}{' with local changes' if commit['dirty'] else ''}",
+        f"- {report['datetime'][:10]}",
+        "- medians of interleaved rounds; × is the peer's time over attnfast's",
+        "- peak memory is the most that one call has allocated at any time, inputs left out\n",
     ]
     for group in dict.fromkeys((r["score"], r["direction"]) for r in table):
         members = [r for r in table if (r["score"], r["direction"]) == group]

@@ -1,4 +1,4 @@
-"""The table that tests and benchmarks share: cases, inputs, eager code, and what "correct" means."""
+"""What tests and benchmarks share: cases, inputs, eager code, and what "correct" means."""
 
 from __future__ import annotations
 

@@ -35,10 +35,8 @@ def judge(case, backend):
 
 
 def name(case):
-    return (
-        f"{case.score}-{'x'.join(map(str, (case.B, *case.heads, case.Tq, case.Tk, case.A, case.Dv)))}"
-        f"-{str(case.dtype)[6:]}-{'+'.join(case.terms)}-{case.layout}"
-    )
+    sizes = "x".join(map(str, (case.B, *case.heads, case.Tq, case.Tk, case.A, case.Dv)))
+    return f"{case.score}-{sizes}-{str(case.dtype)[6:]}-{'+'.join(case.terms)}-{case.layout}"
 
 
 @pytest.mark.parametrize("case", cases(), ids=name)

@@ -122,7 +122,7 @@ def test_pickle_deepcopy_and_plain_state_dict(module):
     want = module(query, module.prepare(source))[0]
     for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
         assert torch.equal(other(query, other.prepare(source))[0], want)
-    assert all("_" != name[0] for name in module.state_dict())
+    assert not any(name.startswith("_") for name in module.state_dict())
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -163,7 +163,7 @@ def test_autocast(module):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="score must be one of dot, .*got 'cosine'"):
+    with pytest.raises(ValueError, match=r"score must be one of dot, .*got 'cosine'"):
         LuongAttention(4, 4, "cosine")
     with pytest.raises(
         ValueError, match="query_dim must equal key_dim for score 'dot', got 4 and 5"
@@ -190,7 +190,8 @@ def test_distributed_data_parallel():
     data = (*states(module), LENGTHS)
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    workers = [context.Process(target=gradients, args=(r, port, module, *data, queue)) for r in range(2)]
+    shared = (port, module, *data, queue)
+    workers = [context.Process(target=gradients, args=(rank, *shared)) for rank in range(2)]
     for w in workers:
         w.start()
     for w in workers:

@@ -23,7 +23,7 @@ using Optional = std::optional<Tensor>;
 
 const AttentionKernels& kernels() {
   static const AttentionKernels& chosen = []() -> const AttentionKernels& {
-    const char* forced = std::getenv("ATTNFAST_CPU");
+    const char* forced = std::getenv("ATTNFAST_CPU_ISA");
     const std::string name = forced ? forced : "";
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -34,7 +34,7 @@ const AttentionKernels& kernels() {
     if (avx2 && (name == "avx2" || name.empty())) return avx2::attention;
 #endif
     if (name == "portable" || name.empty()) return portable::attention;
-    throw std::runtime_error("ATTNFAST_CPU must be portable, avx2 or avx512, one that this processor "
+    throw std::runtime_error("ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this processor "
                              "has, got " + name);
   }();
   return chosen;

@@ -414,6 +414,17 @@ C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, C* out) {
   return largest(Rows<C>{out, 2 * W}, n, 2 * W);
 }
 
+// The way back, each feature times its factor.
+template <class T, class C>
+void unpack_slice(const C* x, const C* factor, int64_t n, int64_t width, T* out, int64_t stride) {
+  constexpr int W = Vector<C>::width;
+  const Vec<C> f0 = load(factor), f1 = load(factor + W);
+  for (int64_t r = 0; r < n; ++r) {
+    put<T, C>(out + r * stride, load(x + r * 2 * W) * f0, width);
+    put<T, C>(out + r * stride + W, load(x + r * 2 * W + W) * f1, width - W);
+  }
+}
+
 // For I queries and n keys, two vectors of features: with g = grad_score and
 // s = 1/(1 + e^{2(q+k)}) - 1/2 = -tanh(q + k)/2
 //   grad_q_i += sum_j g (1/4 - s^2),  grad_k_j += sum_i g (1/4 - s^2),  grad_w += sum_ij g s
@@ -515,14 +526,13 @@ void grad_additive(const Attention& a, const Item& item, int64_t c, int64_t n, C
 
   const C scale = a.scale;
   C* out_w = at<C>(a.grad_weight, item, 0) + c;
+  C factor[W2] = {};
   for (int64_t x = 0; x < width; ++x) {
-    const C factor = 4 * scale * widen(weight[x]);
+    factor[x] = 4 * scale * widen(weight[x]);
     out_w[x] = -2 * scale * grad_w[x];
-    for (int64_t i = 0; i < a.Tq; ++i)
-      narrow(factor * grad_q[i * W2 + x], at<T>(a.grad_query, item, i)[c + x]);
-    for (int64_t j = 0; j < n; ++j)
-      narrow(factor * grad_k[j * W2 + x], at<T>(a.grad_key, item, j)[c + x]);
   }
+  unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c, a.A);
+  unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, 0) + c, a.A);
 }
 
 template <class T>
