@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import itertools
 import os
 import random
 import re
