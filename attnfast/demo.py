@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     test_pairs: int = 300
     steps: int = 600
     batch_size: int = 32
-    learning_rate: float = 1e-2
+    learning_rate: float = 3e-3
     dim: int = 64
     lengths: Sequence[int] = (10, 20, 40, 80)
     repeats: int = 3
