@@ -1,0 +1,599 @@
+"""Attention without history in Triton: five kernels serve both scores, forward and backward.
+
+The additive score never takes a tanh per (query, key, feature). With E(x) = e^{2x},
+
+    tanh(q + k) = 1 − 2r,    r = 1 / (1 + E(q)·E(k)),    1 − tanh² = 4r(1 − r),
+
+so exponentials are taken once per query element and once per key element, and two terms share a
+reciprocal: w0/d0 + w1/d1 = (w0·d1 + w1·d0) / (d0·d1). The product d0·d1 stays in float32's range
+where max|q| + max|k| ≤ 21.8. Tiles beyond that, a weight of extreme norm, and float64 take a direct
+path: one exponential per element, right for every finite input.
+
+Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
+``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnfast.backends import HALF, triton_interpreted
+from attnfast.ops.attention import accumulation_dtype
+
+# The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
+NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
+FACTORED_LIMIT = tl.constexpr(21.8)  # (1 + e^{2·21.8})² < 2^126: the reciprocal stays normal
+# r is right to a few ulp of 1 where tanh saturates exactly: beyond this norm of w, which no trained
+# model comes near, the direct path keeps scores as accurate as eager code does.
+WEIGHT_LIMIT = tl.constexpr(16.0)
+CHUNK = tl.constexpr(8)  # features summed on their own: rounding adds up in one long sum
+
+
+@triton.jit
+def _reciprocal(b_x):
+    if NVIDIA and b_x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1 / b_x
+
+
+@triton.jit
+def _exp_twice(b_x):
+    """e^{2x} = 2^n e^r with |r| ≤ ln(2)/2: the hardware's exponential alone loses |x| ulp."""
+    b_n = tl.floor(b_x * 2.8853900817779268 + 0.5)
+    b_r = b_x * 2 - b_n * 0.693145751953125 - b_n * 1.4286068203094172e-06  # ln 2 in two parts
+    return tl.exp(b_r) * tl.exp2(b_n)
+
+
+@triton.jit
+def _finite(b_x):
+    return tl.where(tl.abs(b_x) < float("inf"), b_x, 0)
+
+
+@triton.jit
+def _scalar(pair, dtype: tl.constexpr):
+    """Put a Python float together again: a float argument alone arrives as float32."""
+    return tl.cast(pair[0], dtype) + tl.cast(pair[1], dtype)
+
+
+@triton.jit
+def _seen_keys(p_lengths, i_b, Tk):
+    """The number of keys that the rows of sequence ``i_b`` may see."""
+    if p_lengths is None:
+        n = Tk
+    else:
+        n = tl.minimum(tl.maximum(tl.load(p_lengths + i_b), 0), Tk).to(tl.int32)
+    return n
+
+
+@triton.jit
+def _exponentials(
+    p_x, p_weight, p_lengths, p_e, p_range, s_x, s_weight, s_e, H, T, A, AP,
+    CLEAN: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block."""
+    NT = tl.cdiv(T, BT)
+    i_bh, i_t = tl.program_id(0) // NT, tl.program_id(0) % NT
+    i_b, i_h = i_bh // H, i_bh % H
+    n = _seen_keys(p_lengths, i_b, T)
+    o_t = i_t * BT + tl.arange(0, BT)
+    p_x += i_b.to(tl.int64) * s_x[0] + i_h.to(tl.int64) * s_x[1]
+    p_x += o_t.to(tl.int64)[:, None] * s_x[2]
+    p_e += tl.program_id(0).to(tl.int64) * BT * AP + tl.arange(0, BT)[:, None] * s_e[0]
+    b_range = tl.zeros([BT], tl.float32)
+    b_norm = 0.0
+    for a in range(0, A, BA):
+        o_a = a + tl.arange(0, BA)
+        # [BT, BA]
+        m_x = (o_t < n)[:, None] & (o_a < A)[None, :]
+        b_x = tl.load(p_x + o_a.to(tl.int64)[None, :] * s_x[3], mask=m_x, other=0).to(tl.float32)
+        b_number = tl.where(tl.abs(b_x) >= 0, b_x, 0)  # a NaN may be one that no row sees
+        b_range = tl.maximum(b_range, tl.max(tl.abs(b_number), 1))
+        # [BA]
+        b_w = tl.load(p_weight + i_h * s_weight[0] + o_a * s_weight[1], mask=o_a < A, other=0)
+        b_w = b_w.to(tl.float32)
+        b_norm += tl.sum(b_w * b_w, 0)
+        b_x = b_number if CLEAN else b_x
+        b_e = _exp_twice(tl.where(tl.abs(b_x) > FACTORED_LIMIT, 0, b_x))  # not read beyond it
+        tl.store(p_e + o_a[None, :] * s_e[1], b_e, mask=(o_a < AP)[None, :])
+    b_range = tl.where(b_norm <= WEIGHT_LIMIT * WEIGHT_LIMIT, tl.max(b_range, 0), float("inf"))
+    tl.store(p_range + tl.program_id(0), b_range)
+
+
+@triton.jit
+def _scores(
+    p_q, p_k, p_weight, p_eq, p_ek, s_qa, s_ka, s_wa, near, m_q, m_k, A,
+    ADDITIVE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, acc: tl.constexpr,
+):  # fmt: skip
+    """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
+
+    ``p_eq [BQ]`` and ``p_ek [BK]`` point into panels ``[A, BQ]`` and ``[A, BK]``.
+    """
+    b_s = tl.zeros([BQ, BK], acc)
+    if not ADDITIVE:
+        for a in range(0, A, BA):
+            o_a = a + tl.arange(0, BA)
+            m_a = o_a < A
+            # [BQ, BA]
+            p_qa = p_q[:, None] + o_a.to(tl.int64)[None, :] * s_qa
+            b_q = tl.load(p_qa, mask=m_q[:, None] & m_a[None, :], other=0)
+            # [BA, BK]
+            p_ka = p_k[None, :] + o_a.to(tl.int64)[:, None] * s_ka
+            b_k = tl.load(p_ka, mask=m_a[:, None] & m_k[None, :], other=0)
+            b_s = tl.dot(b_q, b_k, b_s, input_precision="ieee", out_dtype=acc)
+    elif near:
+        # Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)), two features at a time
+        for chunk in range(0, A, CHUNK):
+            b_sum = 0.0
+            b_part = tl.zeros([BQ, BK], acc)
+            for i in tl.static_range(0, CHUNK, 2):
+                a = chunk + i
+                b_w0 = tl.load(p_weight + a * s_wa, mask=a < A, other=0).to(acc)
+                b_w1 = tl.load(p_weight + (a + 1) * s_wa, mask=a + 1 < A, other=0).to(acc)
+                # [BQ] and [BK]
+                b_eq0, b_eq1 = tl.load(p_eq + i * BQ), tl.load(p_eq + (i + 1) * BQ)
+                b_ek0, b_ek1 = tl.load(p_ek + i * BK), tl.load(p_ek + (i + 1) * BK)
+                b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
+                b_d1 = 1 + b_eq1[:, None] * b_ek1[None, :]
+                b_part += (b_w0 * b_d1 + b_w1 * b_d0) * _reciprocal(b_d0 * b_d1)
+                b_sum += b_w0 + b_w1
+            b_s += b_sum - 2 * b_part
+            p_eq += CHUNK * BQ
+            p_ek += CHUNK * BK
+    else:
+        # tanh|x| = 1 − 2t / (1 + t) with t = e^{−2|x|} ≤ 1
+        for chunk in range(0, A, CHUNK):
+            b_part = tl.zeros([BQ, BK], acc)
+            for a in range(chunk, tl.minimum(chunk + CHUNK, A)):
+                b_w = tl.load(p_weight + a * s_wa).to(acc)
+                b_q = tl.load(p_q + tl.cast(a, tl.int64) * s_qa, mask=m_q, other=0).to(acc)
+                b_k = tl.load(p_k + tl.cast(a, tl.int64) * s_ka, mask=m_k, other=0).to(acc)
+                b_x = b_q[:, None] + b_k[None, :]
+                b_t = tl.exp(-2 * tl.abs(b_x))
+                b_tanh = 1 - 2 * b_t * _reciprocal(1 + b_t)
+                b_part += b_w * tl.where(b_x < 0, -b_tanh, b_tanh)
+            b_s += b_part
+    return b_s
+
+
+@triton.jit
+def _forward(
+    p_q, p_k, p_v, p_weight, p_eq, p_ek, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
+    p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, scale,
+    H, Tq, Tk, A, AP, Dv,
+    BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
+
+    With m the largest score so far: l = Σ e^{s − m}, c = Σ e^{s − m} v, both rescaled as m grows.
+    The weights need the last m and l. So the sweep stores the scores in their place, and a second
+    sweep turns them into e^{s − m} / l: a read and a write each, next to nothing beside the
+    features that the score itself reads.
+    """
+    acc: tl.constexpr = p_lse.dtype.element_ty
+    NQ, NK = tl.cdiv(Tq, BQ), tl.cdiv(Tk, BK)
+    i_bh, i_q, i_v = tl.program_id(0) // NQ, tl.program_id(0) % NQ, tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_bh = i_bh.to(tl.int64)
+    scale = _scalar(scale, acc)
+    n = _seen_keys(p_lengths, i_b, Tk)
+    o_q = i_q * BQ + tl.arange(0, BQ)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_q, m_v = o_q < Tq, o_v < Dv
+    o_row = i_bh * Tq + o_q
+    p_q += i_b * s_q[0] + i_h * s_q[1] + o_q.to(tl.int64) * s_q[2]
+    p_k += i_b * s_k[0] + i_h * s_k[1]
+    p_v += i_b * s_v[0] + i_h * s_v[1] + o_v.to(tl.int64)[None, :] * s_v[3]
+    s_wa = 0
+    if p_weight is not None:
+        p_weight += i_h * s_weight[0]
+        s_wa = s_weight[1]
+
+    b_m = tl.full([BQ], -float("inf"), acc)
+    b_l = tl.zeros([BQ], acc)
+    b_c = tl.zeros([BQ, BV], acc)
+    for i_k in range(tl.cdiv(n, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_k = o_k < n
+        m_s = m_q[:, None] & m_k[None, :]
+        # [BQ, BK]
+        if p_eq is not None:
+            i_eq, i_ek = i_bh * NQ + i_q, i_bh * NK + i_k
+            near = tl.load(p_range_q + i_eq) + tl.load(p_range_k + i_ek) <= FACTORED_LIMIT
+            p_eq_tile = p_eq + i_eq * AP * BQ + tl.arange(0, BQ)
+            p_ek_tile = p_ek + i_ek * AP * BK + tl.arange(0, BK)
+        else:
+            near: tl.constexpr = False
+            p_eq_tile, p_ek_tile = p_eq, p_ek
+        b_s = scale * _scores(
+            p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile,
+            s_q[3], s_k[3], s_wa, near, m_q, m_k, A,
+            p_weight is not None, BQ, BK, BA, acc,
+        )  # fmt: skip
+        o_s = o_q.to(tl.int64)[:, None], o_k.to(tl.int64)[None, :]
+        if p_mask is not None:
+            p_m = p_mask + i_b * s_mask[0] + i_h * s_mask[1]
+            p_m += o_s[0] * s_mask[2] + o_s[1] * s_mask[3]
+            m_s = m_s & (tl.load(p_m, mask=m_s, other=0) != 0)
+        if p_bias is not None:
+            p_b = p_bias + i_b * s_bias[0] + i_h * s_bias[1]
+            p_b += o_s[0] * s_bias[2] + o_s[1] * s_bias[3]
+            b_s += tl.load(p_b, mask=m_s, other=0).to(acc)
+        b_s = tl.where(m_s, b_s, -float("inf"))
+        if p_weights is not None and i_v == 0:
+            p_s = p_weights + o_row[:, None] * Tk + o_k[None, :]
+            tl.store(p_s, b_s, mask=m_q[:, None] & (o_k < Tk)[None, :])
+
+        b_max = tl.maximum(b_m, tl.max(b_s, 1))
+        b_shift = tl.where(b_max == -float("inf"), 0, b_max)
+        b_p = tl.exp(b_s - b_shift[:, None])
+        b_rescale = tl.exp(b_m - b_shift)
+        b_l = b_l * b_rescale + tl.sum(b_p, 1)
+        b_m = b_max
+        if p_context is not None:
+            b_c = b_c * b_rescale[:, None]
+            if p_mask is not None:  # a NaN that no row here sees stays out: 0·NaN = NaN
+                m_k = tl.max(m_s.to(tl.int32), 0) > 0
+            # [BK, BV]
+            p_vk = p_v + o_k.to(tl.int64)[:, None] * s_v[2]
+            b_v = tl.load(p_vk, mask=m_k[:, None] & m_v[None, :], other=0)
+            b_c = tl.dot(b_p.to(b_v.dtype), b_v, b_c, input_precision="ieee", out_dtype=acc)
+
+    m_empty = b_l == 0
+    b_shift = tl.where(m_empty, 0, b_m)
+    b_inverse = 1 / tl.where(m_empty, 1, b_l)
+    if p_context is not None:
+        p_c = p_context + o_row[:, None] * Dv + o_v[None, :]
+        tl.store(p_c, b_c * b_inverse[:, None], mask=m_q[:, None] & m_v[None, :])
+    if i_v == 0:
+        b_lse = tl.where(m_empty, -float("inf"), b_shift + tl.log(tl.where(m_empty, 1, b_l)))
+        tl.store(p_lse + o_row, b_lse, mask=m_q)
+        if p_weights is not None:
+            tl.debug_barrier()  # the scores may come back to another thread than stored them
+            for i_k in range(NK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                p_s = p_weights + o_row[:, None] * Tk + o_k[None, :]
+                m_s = m_q[:, None] & (o_k < n)[None, :]
+                b_s = tl.load(p_s, mask=m_s, other=-float("inf"))
+                b_p = tl.exp(b_s - b_shift[:, None]) * b_inverse[:, None]
+                b_p = tl.where(b_s == -float("inf"), 0, b_p)
+                tl.store(p_s, b_p, mask=m_q[:, None] & (o_k < Tk)[None, :])
+
+
+@triton.jit
+def _product(
+    p_m, p_x, p_lengths, p_out, s_m, s_x, scale, H, Tk, M, K, N,
+    OVER_KEYS: tl.constexpr, CLEAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out = scale · m x, for weights or score gradients m.
+
+    The sum runs over the keys, or over the queries where m stands transposed. As 0·NaN = NaN, a row
+    of x that meets only zeros is not loaded; with ``CLEAN`` what is not finite in x counts as 0, for
+    then m already is NaN wherever that element was seen.
+    """
+    acc: tl.constexpr = p_m.dtype.element_ty
+    NM = tl.cdiv(M, BM)
+    i_bh, i_m = tl.program_id(0) // NM, tl.program_id(0) % NM
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_bh = i_bh.to(tl.int64)
+    n = _seen_keys(p_lengths, i_b, Tk)
+    if OVER_KEYS:
+        stop = n
+    else:
+        stop = tl.where(i_m * BM < n, K, 0)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m_m, m_n = o_m < M, o_n < N
+    p_m += i_bh * M * K + o_m.to(tl.int64)[:, None] * s_m[0]
+    p_x += i_b * s_x[0] + i_h * s_x[1] + o_n.to(tl.int64)[None, :] * s_x[3]
+    b_out = tl.zeros([BM, BN], acc)
+    for k in range(0, stop, BK):
+        o_k = (k + tl.arange(0, BK)).to(tl.int64)
+        m_k = o_k < stop
+        # [BM, BK] and [BK, BN]
+        b_m = tl.load(p_m + o_k[None, :] * s_m[1], mask=m_m[:, None] & m_k[None, :], other=0)
+        if not CLEAN:
+            m_k = tl.max((b_m != 0).to(tl.int32), 0) > 0
+        b_x = tl.load(p_x + o_k[:, None] * s_x[2], mask=m_k[:, None] & m_n[None, :], other=0)
+        if CLEAN:
+            b_x = _finite(b_x)
+        b_out = tl.dot(b_m.to(b_x.dtype), b_x, b_out, input_precision="ieee", out_dtype=acc)
+    p_out += (i_bh * M + o_m)[:, None] * N + o_n[None, :]
+    tl.store(p_out, b_out * _scalar(scale, acc), mask=m_m[:, None] & m_n[None, :])
+
+
+@triton.jit
+def _score_gradient(
+    p_grad_context, p_grad_weights, p_grad_lse, p_v, p_weights, p_lengths, p_ds,
+    s_grad_context, s_grad_weights, s_v, H, Tq, Tk, Dv,
+    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """ds = P (g − Σ P g + dlse) with g = dc vᵀ + dP, of BQ rows; exactly 0 where P is 0.
+
+    The first sweep leaves g in the place of ds, the second finishes it.
+    """
+    acc: tl.constexpr = p_ds.dtype.element_ty
+    NQ = tl.cdiv(Tq, BQ)
+    i_bh, i_q = tl.program_id(0) // NQ, tl.program_id(0) % NQ
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    n = _seen_keys(p_lengths, i_b, Tk)
+    o_q = i_q * BQ + tl.arange(0, BQ)
+    m_q = o_q < Tq
+    o_row = i_bh.to(tl.int64) * Tq + o_q
+    p_v += i_b * s_v[0] + i_h * s_v[1]
+    p_grad_context += i_b * s_grad_context[0] + i_h * s_grad_context[1]
+    p_grad_context += o_q.to(tl.int64)[:, None] * s_grad_context[2]
+    if p_grad_weights is not None:
+        p_grad_weights += i_b * s_grad_weights[0] + i_h * s_grad_weights[1]
+        p_grad_weights += o_q.to(tl.int64)[:, None] * s_grad_weights[2]
+    b_delta = tl.zeros([BQ], acc)
+    if p_grad_lse is not None:
+        b_delta -= tl.load(p_grad_lse + o_row, mask=m_q, other=0)
+    for k in range(0, n, BK):
+        o_k = (k + tl.arange(0, BK)).to(tl.int64)
+        m_k = o_k < n
+        m_s = m_q[:, None] & m_k[None, :]
+        b_g = tl.zeros([BQ, BK], acc)
+        for v in range(0, Dv, BV):
+            o_v = (v + tl.arange(0, BV)).to(tl.int64)
+            m_v = o_v < Dv
+            # [BQ, BV]
+            p_dc = p_grad_context + o_v[None, :] * s_grad_context[3]
+            b_dc = tl.load(p_dc, mask=m_q[:, None] & m_v[None, :], other=0)
+            # [BV, BK]
+            p_vk = p_v + o_v[:, None] * s_v[3] + o_k[None, :] * s_v[2]
+            b_v = tl.load(p_vk, mask=m_v[:, None] & m_k[None, :], other=0)
+            b_g = tl.dot(b_dc, b_v, b_g, input_precision="ieee", out_dtype=acc)
+        # [BQ, BK]
+        if p_grad_weights is not None:
+            b_g += tl.load(p_grad_weights + o_k[None, :] * s_grad_weights[3], mask=m_s, other=0)
+        o_s = o_row[:, None] * Tk + o_k[None, :]
+        b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
+        b_g = tl.where(b_p != 0, b_g, 0)
+        b_delta += tl.sum(b_p * b_g, 1)
+        tl.store(p_ds + o_s, b_g, mask=m_s)
+    tl.debug_barrier()
+    for k in range(0, Tk, BK):
+        o_k = k + tl.arange(0, BK)
+        m_s = m_q[:, None] & (o_k < n)[None, :]
+        o_s = o_row[:, None] * Tk + o_k[None, :]
+        b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
+        b_g = tl.load(p_ds + o_s, mask=m_s, other=0)
+        b_ds = tl.where(b_p != 0, b_p * (b_g - b_delta[:, None]), 0)
+        tl.store(p_ds + o_s, b_ds, mask=m_q[:, None] & (o_k < Tk)[None, :])
+
+
+@triton.jit
+def _additive_gradient(
+    p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_dx, p_dw,
+    s_x, s_y, s_weight, s_ds, scale, H, Tk, Tx, Ty, A,
+    OVER_KEYS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """dx = scale · w Σ_y ds 4r(1 − r) of BX rows and BA features, and dw = scale · Σ ds (1 − 2r).
+
+    The score is symmetric: x are the queries and y the keys, or the other way round. Every
+    thread keeps its elements of x in registers while y passes, so nothing is reduced between
+    threads until the end.
+    """
+    acc: tl.constexpr = p_ds.dtype.element_ty
+    NX, NY = tl.cdiv(Tx, BX), tl.cdiv(Ty, BY)
+    i_bh, i_x = tl.program_id(0) // NX, tl.program_id(0) % NX
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_bh = i_bh.to(tl.int64)
+    n = _seen_keys(p_lengths, i_b, Tk)
+    if OVER_KEYS:
+        stop = n
+    else:
+        stop = tl.where(i_x * BX < n, Ty, 0)
+    o_x = (i_x * BX + tl.arange(0, BX)).to(tl.int64)
+    o_a = (tl.program_id(1) * BA + tl.arange(0, BA)).to(tl.int64)
+    m_x, m_a = o_x < Tx, o_a < A
+    m_xa = m_x[:, None] & m_a[None, :]
+    p_ds += i_bh * Tx * Ty + o_x * s_ds[0]
+    p_x += i_b * s_x[0] + i_h * s_x[1] + o_x[:, None] * s_x[2] + o_a[None, :] * s_x[3]
+    p_y += i_b * s_y[0] + i_h * s_y[1] + o_a * s_y[3]
+    # [BX, BA]: Σ_y ds r(1 − r) and Σ_y ds r; [BX]: Σ_y ds
+    b_dx = tl.zeros([BX, BA], acc)
+    b_dw = tl.zeros([BX, BA], acc)
+    b_sum = tl.zeros([BX], acc)
+    for i_y in range(tl.cdiv(stop, BY)):
+        end = tl.minimum(stop, i_y * BY + BY)
+        if p_ex is not None:
+            near = tl.load(p_range_x + i_bh * NX + i_x) + tl.load(p_range_y + i_bh * NY + i_y)
+            near = near <= FACTORED_LIMIT
+        else:
+            near: tl.constexpr = False
+        if near:
+            p_tile = p_ex + (i_bh * NX * BX + o_x)[:, None] * A + o_a[None, :]
+            b_ex = tl.load(p_tile, mask=m_xa, other=0)
+            for y in range(i_y * BY, end, 2):
+                # [BX] and [BA]; a row of y beyond the end is 1 and meets ds = 0
+                p_dsy = p_ds + tl.cast(y, tl.int64) * s_ds[1]
+                b_ds0 = tl.load(p_dsy, mask=m_x, other=0)
+                b_ds1 = tl.load(p_dsy + s_ds[1], mask=o_x < tl.where(y + 1 < end, Tx, 0), other=0)
+                p_eyy = p_ey + (i_bh * NY * BY + y) * A + o_a
+                b_d0 = 1 + b_ex * tl.load(p_eyy, mask=m_a, other=0)[None, :]
+                b_d1 = 1 + b_ex * tl.load(p_eyy + A, mask=m_a, other=0)[None, :]
+                b_inverse = _reciprocal(b_d0 * b_d1)
+                b_r0, b_r1 = b_d1 * b_inverse, b_d0 * b_inverse
+                # r(1 − r) = r²d − r²: r's own error stays relative, also where r is almost 1
+                b_rr0, b_rr1 = b_r0 * b_r0, b_r1 * b_r1
+                b_dx += b_ds0[:, None] * (b_rr0 * b_d0 - b_rr0)
+                b_dx += b_ds1[:, None] * (b_rr1 * b_d1 - b_rr1)
+                if p_dw is not None:
+                    b_dw += b_ds0[:, None] * b_r0 + b_ds1[:, None] * b_r1
+                    b_sum += b_ds0 + b_ds1
+        else:
+            # t = e^{−2|x + y|}: r(1 − r) = t / (1 + t)², r = t / (1 + t) or 1 / (1 + t)
+            b_x = _finite(tl.load(p_x, mask=m_xa, other=0).to(acc))
+            for y in range(i_y * BY, end):
+                b_ds = tl.load(p_ds + tl.cast(y, tl.int64) * s_ds[1], mask=m_x, other=0)
+                b_y = tl.load(p_y + tl.cast(y, tl.int64) * s_y[2], mask=m_a, other=0).to(acc)
+                b_z = b_x + _finite(b_y)[None, :]
+                b_t = tl.exp(-2 * tl.abs(b_z))
+                b_inverse = _reciprocal(1 + b_t)
+                b_dx += b_ds[:, None] * (b_t * b_inverse * b_inverse)
+                if p_dw is not None:
+                    b_dw += b_ds[:, None] * (tl.where(b_z > 0, b_t, 1) * b_inverse)
+                    b_sum += b_ds
+    # [BA]
+    scale = _scalar(scale, acc)
+    p_weight += i_h * s_weight[0] + o_a * s_weight[1]
+    b_weight = tl.load(p_weight, mask=m_a, other=0).to(acc)
+    b_dx *= (4 * scale * b_weight)[None, :]
+    tl.store(p_dx + (i_bh * Tx + o_x)[:, None] * A + o_a[None, :], b_dx, mask=m_xa)
+    if p_dw is not None:
+        b_dw = scale * (tl.sum(b_sum, 0) - 2 * tl.sum(b_dw, 0))
+        tl.store(p_dw + (i_bh * NX + i_x) * A + o_a, b_dw, mask=m_a)
+
+
+def _heads(x: Tensor | None) -> Tensor | None:
+    """View ``[B, T, ·]`` as ``[B, 1, T, ·]``."""
+    return x.unsqueeze(1) if x is not None and x.dim() == 3 else x
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return (0,) * 4 if x is None else x.stride()
+
+
+def _pair(scale: float) -> tuple[float, float]:
+    """Split a float64 into two float32, the only floats that a kernel takes."""
+    high = ctypes.c_float(scale).value
+    return high, scale - high
+
+
+def _block(size: int, largest: int, smallest: int = 16) -> int:
+    """Return the power of two that covers ``size``, within limits; no dot takes less than 16."""
+    return min(max(triton.next_power_of_2(size), smallest), largest)
+
+
+def _depth(dtype: torch.dtype) -> int:
+    """Return how much of a dot's sum one step takes: without tensor cores it sits in registers."""
+    return 32 if dtype in HALF else 16
+
+
+def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool):
+    """Launch :func:`_exponentials`: ``[B·H, blocks, block, A]`` and the range of every block.
+
+    ``transposed`` makes it panels ``[…, A, block]``, A rounded up to CHUNK, for the forward.
+    """
+    (B, H, T, A), blocks = x.shape, triton.cdiv(x.shape[2], block)
+    columns = triton.cdiv(A, CHUNK.value) * CHUNK.value if transposed else A
+    e = x.new_empty(B * H * blocks * block * columns, dtype=torch.float32)
+    ranges = x.new_empty(B * H * blocks, dtype=torch.float32)
+    _exponentials[(B * H * blocks,)](
+        x, weight, lengths, e, ranges, x.stride(), weight.stride(),
+        (1, block) if transposed else (columns, 1), H, T, A, columns,
+        CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return e, ranges
+
+
+def _prepare(query, key, value, weight, lengths):
+    """Bring every input to one form: a head axis, and a row of ``weight`` for each head."""
+    query, key, value = _heads(query), _heads(key), _heads(value)
+    if weight is not None:
+        weight = weight.expand(query.shape[1], query.shape[3])
+    return query, key, value, weight, None if lengths is None else lengths.contiguous()
+
+
+def _multiply(m, x, lengths, out, scale: float, *, over_keys: bool, clean: bool) -> None:
+    """Launch :func:`_product`: ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``."""
+    (B, H, K, N), M = x.shape, m.shape[-2 if over_keys else -1]
+    BM, BK, BN = _block(M, 64), _block(K, _depth(x.dtype)), _block(N, 64)
+    strides = (K, 1) if over_keys else (1, M)
+    _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
+        m, x, lengths, out, strides, x.stride(), _pair(scale), H, m.shape[-1], M, K, N,
+        OVER_KEYS=over_keys, CLEAN=clean, BM=BM, BK=BK, BN=BN,
+        num_warps=4 if x.dtype in HALF else 8, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def forward(query, key, value, weight, bias, mask, lengths, scale: float, need_weights: bool):
+    """Run the operator ``attention`` of :data:`attnfast.ops.attention.SCHEMAS`."""
+    acc, rows, Tk, Dv = accumulation_dtype(query.dtype), query.shape[:-1], *value.shape[-2:]
+    context = query.new_empty((*rows, Dv))
+    weights = query.new_empty((*rows, Tk) if need_weights else (0,), dtype=acc)
+    lse = query.new_empty(rows, dtype=acc)
+    query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
+    (B, H, Tq, A), bias, mask = query.shape, _heads(bias), _heads(mask)
+    BQ, BV, BA = _block(Tq, 64, 1), _block(Dv, 128), _block(A, _depth(query.dtype))
+    factored = weight is not None and acc == torch.float32
+    BK = _block(Tk, 32 if factored else _depth(query.dtype))
+    # The weights, if they are there, save taking the scores again for values wider than a block,
+    # and save registers where a dot has no tensor cores.
+    separate = need_weights and (Dv > BV or query.dtype not in HALF)
+    e_q = e_k = range_q = range_k = None
+    with torch.cuda.device_of(query):
+        if factored:
+            e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True)
+            e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
+        grid = (B * H * triton.cdiv(Tq, BQ), 1 if separate else max(triton.cdiv(Dv, BV), 1))
+        _forward[grid](
+            query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
+            None if separate else context, weights if need_weights else None, lse,
+            query.stride(), key.stride(), value.stride(),
+            (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
+            _pair(scale), H, Tq, Tk, A, triton.cdiv(A, CHUNK.value) * CHUNK.value, Dv,
+            BQ=BQ, BK=BK, BA=BA, BV=BV, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+        if separate:
+            _multiply(weights, value, lengths, context, 1.0, over_keys=True, clean=False)
+    return context, weights, lse
+
+
+def backward(
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, weights,
+    scale: float, need_grad_bias: bool,
+):  # fmt: skip
+    """Run the operator ``attention_backward`` of :data:`attnfast.ops.attention.SCHEMAS`."""
+    grads = [x.new_empty(x.shape) for x in (query, key, value)]
+    grad_query, grad_key, grad_value = grads
+    grad_weight = query.new_empty(0)
+    ds = torch.empty_like(weights)
+    shape = None if weight is None else weight.shape
+    query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
+    grad_context, grad_weights = _heads(grad_context), _heads(grad_weights)
+    (B, H, Tq, A), (Tk, Dv) = query.shape, value.shape[2:]
+    BQ, BK, BV = _block(Tq, 64), _block(Tk, 32), _block(Dv, _depth(query.dtype))
+    with torch.cuda.device_of(query):
+        _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
+            grad_context, grad_weights,
+            None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
+            value, weights, lengths, ds, grad_context.stride(), _strides(grad_weights),
+            value.stride(), H, Tq, Tk, Dv,
+            BQ=BQ, BK=BK, BV=BV, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+        _multiply(weights, grad_context, lengths, grad_value, 1.0, over_keys=False, clean=False)
+        if weight is None:
+            _multiply(ds, key, lengths, grad_query, scale, over_keys=True, clean=True)
+            _multiply(ds, query, lengths, grad_key, scale, over_keys=False, clean=True)
+        else:
+            factored = ds.dtype == torch.float32
+            BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
+            e_q = e_k = (None, None)
+            if factored:
+                e_q = _exponentials_of(query, weight, None, BQ, transposed=False)
+                e_k = _exponentials_of(key, weight, lengths, BK, transposed=False)
+            parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
+            _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
+                query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths, grad_query, parts,
+                query.stride(), key.stride(), weight.stride(), (Tk, 1), _pair(scale),
+                H, Tk, Tq, Tk, A,
+                OVER_KEYS=True, BX=BQ, BY=BK, BA=BA, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+            _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
+                key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, grad_key, None,
+                key.stride(), query.stride(), weight.stride(), (1, Tk), _pair(scale),
+                H, Tk, Tk, Tq, A,
+                OVER_KEYS=False, BX=BK, BY=BQ, BA=BA, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+            grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
+    return *grads, grad_weight, ds if need_grad_bias else ds.new_empty(0)

@@ -1,0 +1,243 @@
+"""Compile every Triton kernel ahead of time, as it would be launched, and hold it to a budget.
+
+No GPU is needed. A subprocess runs the backend on CPU tensors with its launches recorded instead of
+made, compiles each for a target, and reads registers, spills and instructions from machine code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+#: The arguments of GPUTarget.
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+CASES = list(itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("plain", "all")))
+KERNELS = ("_exponentials", "_forward", "_product", "_score_gradient", "_additive_gradient")
+
+#: Bytes of stack at most: a few predicates may go there, no loop's values. A thread has 255 registers.
+STACK = 32
+#: Registers per thread at most on sm_90, by kernel.
+REGISTERS = {
+    "_exponentials": 96,
+    "_forward": 255,
+    "_product": 168,
+    "_score_gradient": 192,
+    "_additive_gradient": 176,
+}
+#: In the inner loop on sm_90 in float32, per (query, key, feature): special functions, float32
+#: instructions and all instructions at most.
+INNER_LOOP = {"_forward": (0.5, 3.5, 6.0), "_additive_gradient": (0.5, 7.1, 9.6)}
+
+
+def record(cases: list[tuple]) -> list[tuple]:
+    """Run the backend with launches recorded: case, kernel, arguments and options of each."""
+    import torch
+    import triton
+
+    from attnfast.kernels import attention
+
+    launches = []
+
+    def run(kernel, *args, grid, warmup, **options):
+        launches.append((case, kernel, args, options))
+
+    triton.runtime.jit.JITFunction.run = run
+    B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 128
+    for case in cases:
+        dtype, score, extras = case
+        query, key, value = (
+            torch.zeros(B, H, *size, dtype=getattr(torch, dtype))
+            for size in ((Tq, A), (Tk, A), (Tk, Dv))
+        )
+        weight = query.new_zeros(A) if score == "additive" else None
+        bias = mask = lengths = grad_weights = grad_lse = None
+        weights = query.new_zeros((B, H, Tq, Tk), dtype=torch.float32)
+        if extras == "all":
+            bias = query.new_zeros(H, 1, Tk).expand(B, H, Tq, Tk)
+            mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, Tk)
+            lengths = torch.tensor([Tk, 17])
+            grad_weights, grad_lse = weights, weights[..., 0]
+        context, *_ = attention.forward(
+            query, key, value, weight, bias, mask, lengths, 1.0, extras == "all"
+        )
+        attention.backward(
+            context, grad_weights, grad_lse, query, key, value, weight, lengths, weights, 1.0,
+            bias is not None,
+        )  # fmt: skip
+    return launches
+
+
+def describe(value, path, constants, attributes):
+    """Return an argument's type as a launch would: 1 and None are constants, 16 may divide."""
+    if isinstance(value, tuple):
+        return tuple(describe(x, (*path, i), constants, attributes) for i, x in enumerate(value))
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    if not isinstance(value, int) or value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    if isinstance(value, int):
+        return "i32"
+    types = {"float32": "fp32", "bfloat16": "bf16", "int64": "i64", "bool": "i1"}
+    return "*" + types[str(value.dtype).removeprefix("torch.")]
+
+
+def compile_for(target: str) -> list[dict]:
+    """Compile every recorded launch, each form once, and return the figures of its code."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from attnfast.kernels import attention
+
+    backend = TARGETS[target][0]
+    cases = CASES if target == "sm_90" else [case for case in CASES if case[2] == "all"]
+    attention.NVIDIA = tl.constexpr(backend == "cuda")
+    figures, done = [], set()
+    for case, kernel, args, options in record(cases):
+        names = kernel.arg_names
+        values = dict(zip(names, args)) | {k: v for k, v in options.items() if k in names}
+        launch = {k: v for k, v in options.items() if k not in names}
+        constants, attributes, signature = {}, {}, {}
+        for i, name in enumerate(names):
+            if i in kernel.constexprs:
+                constants[(i,)], signature[name] = values[name], "constexpr"
+            else:
+                signature[name] = describe(values[name], (i,), constants, attributes)
+        form = str((kernel.fn.__name__, signature, constants, attributes, launch))
+        if form in done:
+            continue
+        done.add(form)
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, GPUTarget(*TARGETS[target]), launch)
+        figure = {"kernel": kernel.fn.__name__, "case": "-".join(case), "target": target}
+        if backend == "hip":
+            spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
+            figures.append(figure | {"spills": sum(map(int, spills))})
+            continue
+        # The largest tile's two sides: what one thread holds of it.
+        sides = ("BQ", "BK") if kernel.fn.__name__ == "_forward" else ("BX", "BA")
+        if all(side in values for side in sides):
+            threads = 32 * launch["num_warps"]
+            figure["tile"] = values[sides[0]] * values[sides[1]] / threads
+        figures.append(figure | machine_code(compiled.asm["cubin"], compiled.asm["ptx"]))
+    return figures
+
+
+def machine_code(cubin: bytes, ptx: str) -> dict:
+    """Read registers, spills and the inner loops' instructions."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [tool.path, *flags, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, flags in (
+                (knobs.nvidia.cuobjdump, ["-res-usage"]),
+                (knobs.nvidia.nvdisasm, ["-c"]),
+            )
+        )
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups()
+    lines, labels, loops = sass.splitlines(), {}, []
+    for i, line in enumerate(lines):
+        if label := re.match(r"\s*\.(L_x_\d+):", line):
+            labels[label[1]] = i
+        jump = re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)
+        if jump and jump[1] in labels:  # backwards: the body of a loop
+            body = "\n".join(lines[labels[jump[1]] : i + 1])
+            codes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
+            count = Counter(code.split(".")[0] for code in codes)
+            loops.append(
+                {
+                    "reciprocals": codes.count("MUFU.RCP"),
+                    "special": count["MUFU"],
+                    "float32": count["FFMA"] + count["FMUL"] + count["FADD"],
+                    "all": len(codes),
+                }
+            )
+    return {"registers": int(registers), "spills": int(stack) + int(local), "loops": loops}
+
+
+@pytest.fixture(scope="module")
+def figures() -> list[dict]:
+    # A subprocess for each target: this process may have Triton's interpreter switched on.
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+
+    def run(target):
+        command = [sys.executable, __file__, target]
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(run, TARGETS))
+    for process in done:
+        assert process.returncode == 0, process.stderr[-4000:]
+    return [figure for process in done for figure in json.loads(process.stdout)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_without_spilling(figures, target):
+    mine = [x for x in figures if x["target"] == target]
+    assert {x["kernel"] for x in mine} == set(KERNELS)
+    assert not [x for x in mine if x["spills"] > STACK]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_registers(figures, kernel):
+    mine = {
+        x["case"]: x["registers"]
+        for x in figures
+        if x["kernel"] == kernel and x["target"] == "sm_90"
+    }
+    assert mine
+    assert max(mine.values()) <= REGISTERS[kernel], mine
+
+
+@pytest.mark.parametrize("kernel", INNER_LOOP)
+def test_instructions_of_the_factored_loop(figures, kernel):
+    checked = 0
+    for figure in figures:
+        if (figure["kernel"], figure["target"]) != (kernel, "sm_90"):
+            continue
+        if not figure["case"].startswith("float32-additive"):
+            continue
+        # The factored loop takes reciprocals and no exponential, one reciprocal for two elements.
+        loop = min(
+            (x for x in figure["loops"] if x["special"] == x["reciprocals"] > 0),
+            key=lambda x: x["all"],
+        )
+        elements = 2 * loop["reciprocals"]
+        assert elements % figure["tile"] == 0, "not the loop over the tile's features"
+        mix = tuple(loop[x] / elements for x in ("special", "float32", "all"))
+        assert all(a <= b for a, b in zip(mix, INNER_LOOP[kernel])), mix
+        checked += 1
+    assert checked
+
+
+if __name__ == "__main__":
+    json.dump(compile_for(sys.argv[1]), sys.stdout)
