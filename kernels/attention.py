@@ -334,8 +334,9 @@ def _score_gradient(
         p_grad_weights += i_b * s_grad_weights[0] + i_h * s_grad_weights[1]
         p_grad_weights += o_q.to(tl.int64)[:, None] * s_grad_weights[2]
     b_delta = tl.zeros([BQ], acc)
+    b_dlse = tl.zeros([BQ], acc)  # not a part of delta: g − delta is often exactly 0
     if p_grad_lse is not None:
-        b_delta -= tl.load(p_grad_lse + o_row, mask=m_q, other=0)
+        b_dlse = tl.load(p_grad_lse + o_row, mask=m_q, other=0)
     for k in range(0, n, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
         m_k = o_k < n
@@ -366,7 +367,7 @@ def _score_gradient(
         o_s = o_row[:, None] * Tk + o_k[None, :]
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
         b_g = tl.load(p_ds + o_s, mask=m_s, other=0)
-        b_ds = tl.where(b_p != 0, b_p * (b_g - b_delta[:, None]), 0)
+        b_ds = tl.where(b_p != 0, b_p * (b_g - b_delta[:, None] + b_dlse[:, None]), 0)
         tl.store(p_ds + o_s, b_ds, mask=m_q[:, None] & (o_k < Tk)[None, :])
 
 
@@ -523,7 +524,8 @@ def forward(query, key, value, weight, bias, mask, lengths, scale: float, need_w
     weights = query.new_empty((*rows, Tk) if need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
     query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
-    (B, H, Tq, A), bias, mask = query.shape, _heads(bias), _heads(mask)
+    B, H, Tq, A = query.shape
+    bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
     BQ, BV, BA = _block(Tq, 64, 1), _block(Dv, 128), _block(A, _depth(query.dtype))
     factored = weight is not None and acc == torch.float32
     BK = _block(Tk, 32 if factored else _depth(query.dtype))

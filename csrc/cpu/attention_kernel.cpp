@@ -391,11 +391,12 @@ void grad_score(const Attention& a, int64_t index, void* memory) {
       const Vec<C> pj = load_part(p + j, n - j, (C)0);
       products += pj == 0 ? pj : pj * load_part(x + j, n - j, (C)0);
     }
-    C shift = sum<C>(products);
-    if (a.grad_log_sum_exp.data) shift -= *at<C>(a.grad_log_sum_exp, item, i0 + i);
+    const C mean = sum<C>(products);  // x - mean is often exactly 0: the rest comes after
+    const C rest = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, item, i0 + i) : 0;
     for (int64_t j = 0; j < n; j += W) {
       const Vec<C> pj = load_part(p + j, n - j, (C)0);
-      put<C, C>(x + j, pj == 0 ? pj : pj * (load_part(x + j, n - j, (C)0) - shift), n - j);
+      const Vec<C> xj = load_part(x + j, n - j, (C)0);
+      put<C, C>(x + j, pj == 0 ? pj : pj * (xj - mean + rest), n - j);
     }
     for (int64_t j = n; j < a.Tk; ++j) x[j] = 0;
   }
