@@ -270,13 +270,14 @@ def _forward(
 @triton.jit
 def _product(
     p_m, p_x, p_lengths, p_out, s_m, s_x, scale, H, Tk, M, K, N,
-    OVER_KEYS: tl.constexpr, CLEAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    OVER_KEYS: tl.constexpr, CLEAN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out = scale · m x, for weights or score gradients m.
 
-    The sum runs over the keys, or over the queries where m stands transposed. As 0·NaN = NaN, a row
-    of x that meets only zeros is not loaded; with ``CLEAN`` what is not finite in x counts as 0, for
-    then m already is NaN wherever that element was seen.
+    The sum runs over the keys, or over the queries where m stands transposed. As 0·NaN = NaN, a
+    row of x that meets only zeros is not loaded; with ``CLEAN`` what is not finite in x counts as
+    0, for then m already is NaN wherever that element was seen.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
     NM = tl.cdiv(M, BM)

@@ -33,7 +33,7 @@ TARGETS = {
 CASES = list(itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("plain", "all")))
 KERNELS = ("_exponentials", "_forward", "_product", "_score_gradient", "_additive_gradient")
 
-#: Bytes of stack at most: a few predicates may go there, no loop's values. A thread has 255 registers.
+#: Bytes of stack at most: room for a few predicates, for no loop's values.
 STACK = 32
 #: Registers per thread at most on sm_90, by kernel.
 REGISTERS = {
@@ -52,7 +52,6 @@ def record(cases: list[tuple]) -> list[tuple]:
     """Run the backend with launches recorded: case, kernel, arguments and options of each."""
     import torch
     import triton
-
     from attnfast.kernels import attention
 
     launches = []
@@ -107,10 +106,9 @@ def compile_for(target: str) -> list[dict]:
     """Compile every recorded launch, each form once, and return the figures of its code."""
     import triton
     import triton.language as tl
+    from attnfast.kernels import attention
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    from attnfast.kernels import attention
 
     backend = TARGETS[target][0]
     cases = CASES if target == "sm_90" else [case for case in CASES if case[2] == "all"]
