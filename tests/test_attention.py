@@ -349,6 +349,19 @@ def test_export():
     torch.testing.assert_close(program.module()(*args), Attend()(*args))
 
 
+def test_fake_tensors():
+    """Shapes without numbers, as tracing uses them."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        args = {k: v for k, v in inputs(Case("additive", 2, 3, 5, 8, 7)).items() if v is not None}
+        args["lengths"] = torch.tensor([5, 2])
+        context = attnfast.additive_attention(**args)[0]
+        assert context.shape == (2, 3, 7)
+        context.sum().backward()
+        assert args["key"].grad.shape == (2, 5, 8)
+
+
 def test_autocast_takes_mixed_dtypes():
     args = inputs(Case("additive", 2, 3, 5, 8, 8))
     args["query"] = args["query"].detach().bfloat16()

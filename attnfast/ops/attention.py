@@ -222,7 +222,8 @@ def check(
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != query.shape[:1]:
             got = f"{lengths.dtype} {list(lengths.shape)}"
             _refuse("lengths", f"int64 or int32 of shape [{query.shape[0]}]", got)
-        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        readable = type(lengths) is Tensor and lengths.device.type == "cpu"  # not a fake one
+        if readable and not torch.compiler.is_compiling():
             for length in lengths.tolist():
                 if not 0 <= length <= key.shape[-2]:
                     _refuse("lengths", f"between 0 and {key.shape[-2]}, the number of keys", length)
@@ -244,8 +245,9 @@ def _attention(
     need_log_sum_exp, backend,
 ):  # fmt: skip
     """Check, choose a backend and run: what both public functions share."""
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = query.device.type if isinstance(query, Tensor) else None
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         query, key, value, weight, bias = (
             x.to(dtype) if isinstance(x, Tensor) else x for x in (query, key, value, weight, bias)
         )
