@@ -3,137 +3,158 @@
 On a GPU the backend ``cuda`` takes part in test_attention.py like every other.
 """
 
-import ctypes
-import dataclasses
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import table
+import test_attention
 import torch
-from table import Case, check, eager, inputs, oracle, results
-from torch import Tensor
+from table import Case, cases, fuzz
 
-from attnfast.ops.attention import accumulation_dtype
+import attnfast.ops.attention
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-TILE = 32  # query rows that share a row of grad_weight
+FMA = "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in (
+    torch.backends.cpu.get_cpu_capability()
+)
+
+#: Registers of a thread and bytes of shared memory of a block, at most, on every architecture.
+BUDGETS = {
+    "forward<float": (168, 16 << 10),
+    "forward<double": (168, 32 << 10),
+    "forward<__half": (168, 16 << 10),
+    "forward<__nv_bfloat16": (168, 16 << 10),
+    "grad_score<float": (168, 12 << 10),
+    "grad_score<double": (168, 24 << 10),
+    "grad_score<__half": (168, 12 << 10),
+    "grad_score<__nv_bfloat16": (168, 12 << 10),
+    "grad_rows<float": (128, 14 << 10),
+    "grad_rows<double": (168, 28 << 10),
+    "grad_rows<__half": (128, 14 << 10),
+    "grad_rows<__nv_bfloat16": (128, 14 << 10),
+}
 
 
-# ---- the kernels on the host ----------------------------------------------------------------------
-
-
-class View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p)] + [
-        (x, ctypes.c_int64) for x in ("batch", "head", "row", "column")
-    ]
-
-
-class Attention(ctypes.Structure):
-    """The struct of csrc/attention.h."""
-
-    _fields_ = [
-        ("dtype", ctypes.c_int),
-        *[(x, ctypes.c_int64) for x in ("B", "H", "Tq", "Tk", "A", "Dv")],
-        ("scale", ctypes.c_double),
-        *[(x, View) for x in ("query", "key", "value", "weight", "bias", "mask")],
-        ("lengths", ctypes.c_void_p),
-        *[(x, View) for x in ("context", "weights", "log_sum_exp", "grad_context", "grad_weights")],
-        *[(x, View) for x in ("grad_log_sum_exp", "grad_score", "grad_query", "grad_key")],
-        *[(x, View) for x in ("grad_value", "grad_weight")],
-        ("rows", ctypes.c_int64),
-    ]
-
-
-def view(x: Tensor | None) -> View:
-    """Describe [B, H, rows, columns], [B, H, rows] or [H, A]."""
-    if x is None:
-        return View()
-    strides = [*x.stride(), 0] if x.dim() == 3 else x.stride()
-    return View(x.data_ptr(), *((0, strides[0], 0, 1) if x.dim() == 2 else strides))
-
-
-def build(folder: Path, *flags: str) -> Path:
+def compile_on_host(source: str, out: Path, *flags: str) -> Path:
+    """Compile with g++ against the shim that stands in for CUDA's headers."""
     cxx = os.environ.get("CXX") or "g++"
     if not shutil.which(cxx):
         pytest.skip(f"there is no C++ compiler {cxx}")
-    out = folder / "cuda_host.so"
-    command = [cxx, "-std=c++20", "-O1", "-g", "-shared", "-fPIC", "-pthread", *flags]
-    subprocess.run([*command, f"-I{HOST}", str(HOST / "attention.cpp"), "-o", str(out)], check=True)
+    command = [cxx, "-std=c++20", "-O2", "-pthread", f"-I{HOST}", str(HOST / source)]
+    command += ["-ffp-contract=fast", *(["-mfma"] if FMA else [])]  # as nvcc contracts
+    subprocess.run([*command, *flags, "-o", str(out)], check=True)
     return out
 
 
-class Host:
-    """What the launcher does, for the library built by :func:`build`."""
-
-    def __init__(self, library: Path):
-        self.run = ctypes.CDLL(str(library)).run
-
-    def call(self, backward: bool, scale: float, lengths: Tensor | None, **views: Tensor | None):
-        query, key, value = (views[x] for x in ("query", "key", "value"))
-        B, H, Tq, A = query.shape
-        lengths = None if lengths is None else lengths.long()
-        a = Attention(
-            DTYPES.index(query.dtype), B, H, Tq, key.shape[-2], A, value.shape[-1], scale,
-            lengths=None if lengths is None else lengths.data_ptr(),
-            **{k: view(v) for k, v in views.items()},
-        )  # fmt: skip
-        self.run(ctypes.byref(a), ctypes.c_bool(backward))
-
-    def attend(self, **args: Tensor | None):
-        """Run forward and return context, weights and log-sum-exp, differentiable."""
-        return HostAttention.apply(self, *(args[k] for k in INPUTS))
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Register the kernels for CPU tensors under the name that they have on a GPU."""
+    torch_folder = Path(torch.__file__).parent
+    out = compile_on_host(
+        "library.cpp", tmp_path_factory.mktemp("cuda") / "library.so", "-shared", "-fPIC",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{torch_folder}/include",
+        f"-L{torch_folder}/lib", "-ltorch_cpu",
+    )  # fmt: skip
+    torch.ops.load_library(str(out))
 
 
-INPUTS = ("query", "key", "value", "weight", "bias", "mask", "lengths")
+@pytest.fixture
+def host(library, monkeypatch):
+    """Let backend="cuda" run on CPU tensors; return its name."""
+    monkeypatch.setattr(attnfast.ops.attention, "choose", lambda *_: "cuda")
+    monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
+    return "cuda"
 
 
-def rows(x: Tensor | None, dims: int = 4) -> Tensor | None:
-    """Add the head axis that is missing, and make the last axis dense."""
-    if x is None or x.dim() == dims:
-        return x if x is None or x.stride(-1) == 1 else x.contiguous()
-    return rows(x.unsqueeze(1), dims)
+def tiles(case: Case) -> float:
+    """Blocks of threads that a case takes, about."""
+    return case.B * (case.H or 1) * (1 + case.Tq / 16) * (1 + case.Tk / 32)
 
 
-class HostAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, host, query, key, value, weight, bias, mask, lengths):
-        shape = (*query.shape[:-1], key.shape[-2])
-        sums = accumulation_dtype(query.dtype)
-        out = {
-            "context": query.new_full((*shape[:-1], value.shape[-1]), torch.nan),
-            "weights": query.new_full(shape, torch.nan, dtype=sums),
-            "log_sum_exp": query.new_full(shape[:-1], torch.nan, dtype=sums),
-        }
-        weight = None if weight is None else weight.expand(-1 if weight.dim() == 2 else 1, -1)
-        fixed = {k: rows(v.detach()) for k, v in zip(INPUTS, (query, key, value))}
-        fixed["weight"] = weight
-        extra = {k: None if v is None else v.expand(shape) for k, v in (("bias", bias), ("mask", mask))}
-        extra = {k: None if v is None else v.view(v.shape) for k, v in extra.items()}
-        four = {k: v if v is None or v.dim() == 4 else v.unsqueeze(1) for k, v in extra.items()}
-        views = {k: rows(v, 3 if k == "log_sum_exp" else 4) for k, v in out.items()}
-        host.call(False, 1.0, lengths, **fixed, **four, **views)
-        ctx.host, ctx.fixed, ctx.lengths, ctx.views = host, fixed, lengths, views
-        ctx.shapes = [None if x is None else x.shape for x in (query, key, value, weight, bias)]
-        return tuple(out.values())
+SMALL = [case for case in cases() if tiles(case) < 45 and case.elements < 1e6]
+WIDE = Case("additive", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced")
 
-    @staticmethod
-    def backward(ctx, grad_context, grad_weights, grad_log_sum_exp):
-        query, weight, weights = ctx.fixed["query"], ctx.fixed["weight"], ctx.views["weights"]
-        B, H, Tq, A = query.shape
-        grads = {f"grad_{k}": torch.full_like(ctx.fixed[k], torch.nan) for k in INPUTS[:3]}
-        grads = {k: v.contiguous() for k, v in grads.items()}
-        grads["grad_weight"] = weights.new_full((B, H, -(-Tq // TILE), A), torch.nan)
-        grads["grad_score"] = torch.full_like(weights, torch.nan)
-        ctx.host.call(
-            True, 1.0, ctx.lengths, **ctx.fixed, **grads, weights=weights,
-            grad_context=rows(grad_context), grad_weights=rows(grad_weights),
-            grad_log_sum_exp=rows(grad_log_sum_exp.contiguous(), 3),
-        )  # fmt: skip
-        *result, grad_weight, grad_bias = [x for x in grads.values()]
-        return None, *result, grad_weight, grad_bias, None, None
+
+@pytest.mark.parametrize("case", [*SMALL, WIDE], ids=test_attention.name)
+def test_table(case, host):
+    test_attention.judge(case, host)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_fuzz(seed, host):
+    for case in [case for case in fuzz(seed, 32, 100_000) if tiles(case) < 20][:8]:
+        test_attention.judge(case, host)
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_what_every_backend_owes(score, host):
+    """The properties that test_attention.py asks of every backend, by name."""
+    test_attention.test_empty_rows(score, host)
+    test_attention.test_what_is_not_seen_changes_nothing(score, host)
+    test_attention.test_a_row_is_not_touched_by_what_others_see(score, host)
+    test_attention.test_offsets_past_two_to_the_31(score, host)
+    test_attention.test_results_do_not_depend_on_what_is_asked(host)
+    test_attention.test_half_inputs_of_256(host)
+
+
+@pytest.mark.parametrize("factor", [1e4, -5e4])
+def test_large_scores(factor, host):
+    test_attention.test_large_scores(factor, host)
+
+
+@pytest.mark.parametrize(
+    ("q", "k"), [(10.89, 10.89), (10.91, 10.91), (21.7, -21.7), (-300.0, 299.5), (1e30, 1.0)]
+)
+def test_factored_domain(q, k, host):
+    test_attention.test_factored_domain(q, k, host)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_sanitizers(sanitizer, tmp_path):
+    """No race, no access outside a tensor, no undefined behaviour; two tiles of everything."""
+    program = compile_on_host("sanitize.cpp", tmp_path / "sanitize", "-g", f"-fsanitize={sanitizer}")
+    options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
+    for sizes in ("1 1 33 66 66 33", "2 2 3 5 1 1", "1 1 3 0 4 4", "1 1 2 3 0 0"):
+        done = subprocess.run(
+            [program, *sizes.split()], env={**os.environ, **options}, text=True, capture_output=True
+        )
+        assert done.returncode == 0, f"B H Tq Tk A Dv = {sizes}\n{done.stdout}{done.stderr[:4000]}"
+
+
+# ---- the compiler ---------------------------------------------------------------------------------
+
+
+def test_registers_and_shared_memory(tmp_path):
+    nvcc = shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "") + "/bin") or shutil.which("nvcc")
+    if not nvcc:
+        pytest.skip("there is no nvcc")
+    archs = ("80", "90", "100")
+    done = subprocess.run(
+        [
+            nvcc, "-std=c++20", "-O3", "-ftz=true", "-fatbin", "--threads", "3", "-Xptxas", "-v",
+            *[f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs],
+            str(HOST / "kernels.cu"), "-o", str(tmp_path / "kernels.fatbin"),
+        ],
+        text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = subprocess.run(["c++filt"], input=done.stderr, text=True, capture_output=True).stdout
+    said = said.replace("attnfast::(anonymous namespace)::", "")
+    seen = set()
+    for kernel in said.split("Compiling entry function ")[1:]:
+        name, arch = re.match(r"'(?:void )?(\w+<\w+).*?' for '(\w+)'", kernel).groups()
+        registers, shared, stack = (
+            int(re.search(x, kernel).group(1))
+            for x in (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes stack frame")
+        )
+        most = BUDGETS[name]
+        where = f"{name}> on {arch}: {registers} registers, {shared} bytes shared, {stack} of stack"
+        assert "0 bytes spill stores, 0 bytes spill loads" in kernel, where
+        assert registers <= most[0] and shared <= most[1], f"{where}; at most {most}"
+        seen.add((name, arch))
+    assert seen == {(name, f"sm_{arch}") for name in BUDGETS for arch in archs}

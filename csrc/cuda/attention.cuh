@@ -3,201 +3,13 @@
 //   e_ij = scale * score(q_i, k_j) + bias_ij,  P = softmax(e) over visible keys,  c_i = sum P_ij v_j
 //
 // A block takes a tile of query rows and runs along the keys with a running softmax: no score is
-// stored unless weights are asked for. The additive score is the factored one: with Eq = e^{2q} and
-// Ek = e^{2k} taken once per staged element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and two features
-// share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1).
-//
-// What a row may not see is left out by selection, never multiplied by 0, for it may be NaN.
+// stored unless weights are asked for. What a row may not see is left out by selection, never
+// multiplied by 0, for it may be NaN.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <math.h>
-#include <stdint.h>
-
-#include "../attention.h"
+#include "tile.cuh"
 
 namespace attnfast {
 namespace {
-
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr unsigned kAll = 0xffffffff;  // lanes
-// While both sides stay within this, d0 d1 <= (1 + e^{4 * 10.9})^2 < 2^126. Beyond, a staged tile
-// takes the direct path, e^{2(q+k)}.
-constexpr float kFactoredLimit = 10.9f;
-
-enum class Score { dot, additive };
-
-// ---- numbers ----------------------------------------------------------------------------------
-
-template <class T>
-struct Accumulate {
-  using type = float;
-};
-template <>
-struct Accumulate<double> {
-  using type = double;
-};
-
-__device__ inline float widen(float x) { return x; }
-__device__ inline double widen(double x) { return x; }
-__device__ inline float widen(__half x) { return __half2float(x); }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline void narrow(float x, float& out) { out = x; }
-__device__ inline void narrow(double x, double& out) { out = x; }
-__device__ inline void narrow(float x, __half& out) { out = __float2half_rn(x); }
-__device__ inline void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-
-// 1 / x for 1 <= x <= 2^126: one special function, with -ftz=true.
-__device__ inline float reciprocal(float x) { return __fdividef(1.f, x); }
-
-// r = 1 / (1 + e^{2x}), so that tanh x = 1 - 2r and its derivative is 4r(1 - r).
-__device__ inline float logistic(float x) { return 1 / (1 + expf(2 * x)); }
-__device__ inline double logistic(double x) { return 0.5 * (1 - tanh(x)); }
-
-template <class C>
-__device__ C warp_sum(C x) {
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
-  return x;
-}
-
-template <class C>
-__device__ C warp_max(C x) {
-  for (int step = 16; step > 0; step /= 2) x = fmax(x, __shfl_xor_sync(kAll, x, step));
-  return x;
-}
-
-// ---- where ------------------------------------------------------------------------------------
-
-// Which rows of which [B, H] this block takes; blockIdx.x counts tiles within B * H.
-struct Tile {
-  int64_t b, h, part, row;
-};
-
-__device__ inline Tile locate(const Attention& a, int64_t rows, int height) {
-  const int64_t parts = (rows + height - 1) / height, bh = blockIdx.x / parts;
-  const int64_t part = blockIdx.x % parts;
-  return {bh / a.H, bh % a.H, part, part * height};
-}
-
-__device__ inline int64_t keys_seen(const Attention& a, int64_t b) {
-  return a.lengths ? max(int64_t{0}, min(a.lengths[b], a.Tk)) : a.Tk;
-}
-
-template <class T>
-__device__ T* at(const View& v, const Tile& tile, int64_t row) {
-  return static_cast<T*>(v.data) + tile.b * v.batch + tile.h * v.head + row * v.row;
-}
-
-template <class T>
-struct Rows {
-  const T* data;
-  int64_t stride, count;
-};
-
-// Rows warp, warp + kWarps, ... of a tile at feature c, zeros past the end.
-template <class T, class C, int N>
-__device__ void load(const Rows<T>& x, int64_t c, int64_t width, C (&out)[N]) {
-  const int64_t count = c < width ? x.count : 0;
-  int64_t row = threadIdx.x / 32;
-  const T* from = x.data + row * x.stride + c;
-#pragma unroll
-  for (int n = 0; n < N; ++n, row += kWarps, from += kWarps * x.stride)
-    out[n] = row < count ? widen(*from) : 0;
-}
-
-// Whether the factored path cannot hold these. Passes over NaN: one in a key that is not seen must
-// not choose the path.
-template <class C, int N>
-__device__ bool beyond(const C (&x)[N]) {
-  bool far = false;
-#pragma unroll
-  for (int n = 0; n < N; ++n) far |= fabs(x[n]) > kFactoredLimit;
-  return far;
-}
-
-// ---- scores -----------------------------------------------------------------------------------
-
-constexpr int kRows = 4;                  // query rows of a warp
-constexpr int kQueries = kWarps * kRows;  // of a block
-constexpr int kKeys = 64;                 // at a time, two for each lane
-constexpr int kFeatures = 32;             // staged at a time
-constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows meet all banks
-
-template <class C>
-struct Staged {
-  alignas(16) C q[kQueries][kPitch], k[kKeys][kPitch], w[kFeatures];
-};
-
-// s[r][x] += sum over the staged features of q k (dot) or of w / (1 + e^{2(q + k)}), for query row
-// r of this warp and key lane + 32 x.
-template <Score S, bool direct, class C>
-__device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll(S == Score::additive && direct ? 1 : 2)  // pairs: 16 bytes of a float row
-  for (int c = 0; c < kFeatures; c += 2) {
-    const C w0 = staged.w[c], w1 = staged.w[c + 1];
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const C *k = &staged.k[lane + 32 * x][c];
-      const C k0 = k[0], k1 = k[1];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const C* q = &staged.q[warp * kRows + r][c];
-        const C q0 = q[0], q1 = q[1];
-        if constexpr (S == Score::dot) {
-          s[r][x] += q0 * k0;
-          s[r][x] += q1 * k1;
-        } else if constexpr (direct) {
-          s[r][x] += w0 * logistic(q0 + k0);
-          s[r][x] += w1 * logistic(q1 + k1);
-        } else {
-          const C d0 = q0 * k0 + 1, d1 = q1 * k1 + 1;
-          s[r][x] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1);
-        }
-      }
-    }
-  }
-}
-
-// The same over all features; every thread of the block takes part.
-template <Score S, class T, class C>
-__device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64_t width,
-                           Staged<C>& staged, C (&s)[kRows][2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) s[r][0] = s[r][1] = 0;
-  for (int64_t c = lane; c - lane < width; c += kFeatures) {
-    C part_q[kQueries / kWarps], part_k[kKeys / kWarps];
-    load(q, c, width, part_q);
-    load(k, c, width, part_k);
-    bool direct = true;
-    if constexpr (S == Score::additive && sizeof(C) == 4) {
-      direct = __syncthreads_or(beyond(part_q) || beyond(part_k));
-      if (!direct) {
-#pragma unroll
-        for (C& x : part_q) x = expf(2 * x);
-#pragma unroll
-        for (C& x : part_k) x = expf(2 * x);
-      }
-    } else {
-      __syncthreads();  // the features staged before are used up
-    }
-#pragma unroll
-    for (int n = 0; n < kQueries / kWarps; ++n) staged.q[warp + n * kWarps][lane] = part_q[n];
-#pragma unroll
-    for (int n = 0; n < kKeys / kWarps; ++n) staged.k[warp + n * kWarps][lane] = part_k[n];
-    if (S == Score::additive && warp == 0) staged.w[lane] = c < width ? widen(w[c]) : 0;
-    __syncthreads();
-    if (warp * kRows >= q.count) continue;  // a warp without rows only helps to stage
-    if constexpr (S == Score::additive && sizeof(C) == 4) {
-      if (!direct) {
-        score_features<S, false>(staged, s);
-        continue;
-      }
-    }
-    score_features<S, true>(staged, s);
-  }
-}
 
 // ---- forward ----------------------------------------------------------------------------------
 
@@ -216,7 +28,8 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
   const Tile tile = locate(a, a.Tq, kQueries);
   const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
   const int64_t first = blockIdx.y * int64_t{32 * kColumns<C>};
-  const Rows<T> q = {at<T>(a.query, tile, tile.row), a.query.row, min(a.Tq - tile.row, int64_t{kQueries})};
+  const Rows<T> q = {at<T>(a.query, tile, tile.row), a.query.row,
+                     min(a.Tq - tile.row, int64_t{kQueries})};
   const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
 
   C base = 0, factor = a.scale;  // of what score_tile returns
@@ -238,24 +51,22 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t i = i0 + r;
-#pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int64_t j = j0 + lane + 32 * x;
-        bool seen = j < n && i < a.Tq;
-        if (seen && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[j * a.mask.column];
+        const bool exists = i < a.Tq && j < n;
+        bool seen = exists;
+        if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[j * a.mask.column];
         s[r][x] = base + factor * s[r][x];
-        if (seen && a.bias.data) s[r][x] += widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
+        if (exists && a.bias.data) s[r][x] += widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
         if (!seen) s[r][x] = -INFINITY;
-        if (a.weights.data && first == 0 && j < n && i < a.Tq) at<C>(a.weights, tile, i)[j] = s[r][x];
+        if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[j] = s[r][x];
       }
       const C top = fmax(highest[r], warp_max(fmax(s[r][0], s[r][1])));
       const C shift = top == -INFINITY ? 0 : top;
       const C fade = exp(highest[r] - shift);
       highest[r] = top;
       mass[r] *= fade;
-#pragma unroll
       for (int x = 0; x < kColumns<C>; ++x) context[r][x] *= fade;
-#pragma unroll
       for (int x = 0; x < 2; ++x) {
         const C p = exp(s[r][x] - shift);
         mass[r] += p;
@@ -268,15 +79,12 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
       const int64_t c = first + 32 * g + lane;
       if (c - lane >= a.Dv) break;
       const T* value = at<T>(a.value, tile, j0) + c;
-#pragma unroll 2
+#pragma unroll 1
       for (int j = 0; j < keys; ++j, value += a.value.row) {
         C v[kGroup];
-#pragma unroll
         for (int x = 0; x < kGroup; ++x) v[x] = c + 32 * x < a.Dv ? widen(value[32 * x]) : 0;
-#pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const C p = mixing[warp][j][r];
-#pragma unroll
           for (int x = 0; x < kGroup; ++x)
             if (p != 0) context[r][g + x] += p * v[x];
         }
@@ -291,13 +99,13 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
     const C total = warp_sum(mass[r]), share = total == 0 ? 0 : 1 / total;
     if (i >= a.Tq) break;
     T* out = at<T>(a.context, tile, i);
-#pragma unroll
     for (int x = 0; x < kColumns<C>; ++x) {
       const int64_t c = first + 32 * x + lane;
       if (c < a.Dv) narrow(context[r][x] * share, out[c]);
     }
     if (first != 0) continue;
-    if (lane == 0) *at<C>(a.log_sum_exp, tile, i) = total == 0 ? -INFINITY : highest[r] + log(total);
+    const C log_sum_exp = total == 0 ? -INFINITY : highest[r] + log(total);
+    if (lane == 0) *at<C>(a.log_sum_exp, tile, i) = log_sum_exp;
     if (!a.weights.data) continue;
     C* weights = at<C>(a.weights, tile, i);  // a lane finds the scores that it wrote
     for (int64_t j = lane; j < a.Tk; j += 32) {
@@ -312,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
 // grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
 // x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4) grad_score(const Attention a) {
+__global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -325,9 +133,7 @@ __global__ void __launch_bounds__(kThreads, 4) grad_score(const Attention a) {
     const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, min(n - j0, int64_t{kKeys})};
     C s[kRows][2];
     score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, s);
-#pragma unroll
     for (int r = 0; r < kRows; ++r) {
-#pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int64_t i = i0 + r, j = j0 + lane + 32 * x;
         if (i >= a.Tq || j >= n) continue;
@@ -338,7 +144,6 @@ __global__ void __launch_bounds__(kThreads, 4) grad_score(const Attention a) {
       }
     }
   }
-#pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = i0 + r;
     C shift = warp_sum(products[r]);
@@ -381,7 +186,6 @@ struct StagedSum {
 // it must not exist.
 template <class C, int N>
 __device__ void drop_nan(C (&x)[N]) {
-#pragma unroll
   for (C& v : x) v = v == v ? v : 0;
 }
 
@@ -394,7 +198,6 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
 #pragma unroll(S == Score::additive && direct ? 1 : 2)
   for (int c = 0; c < columns; ++c) {
     const C y0 = staged.y[c][lane], y1 = staged.y[c][lane + 32];
-#pragma unroll
     for (int r = 0; r < kHeight; ++r) {
       const C g = staged.g[c][warp * kHeight + r];
       if constexpr (S == Score::dot) {
@@ -432,13 +235,11 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
   bool far = false;
   if constexpr (S == Score::additive) {
     const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
       C part[kHeight];
       load(from, lane + 32 * half, width, part);
       drop_nan(part);
       far |= beyond(part);
-#pragma unroll
       for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
     }
   }
@@ -446,7 +247,6 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     const int count = min(columns - c0, int64_t{kSumColumns});
     const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
     C y[2][kSumColumns / kWarps];
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
       load(from, lane + 32 * half, width, y[half]);
       if constexpr (S == Score::additive) drop_nan(y[half]);
@@ -456,9 +256,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
       direct = __syncthreads_or(far || beyond(y[0]) || beyond(y[1]));
     else
       __syncthreads();  // the columns staged before are used up
-#pragma unroll
     for (int half = 0; half < 2; ++half)
-#pragma unroll
       for (int m = 0; m < kSumColumns / kWarps; ++m)
         staged.y[warp + m * kWarps][lane + 32 * half] = direct ? y[half][m] : expf(2 * y[half][m]);
     for (int index = threadIdx.x; index < kSumRows * kSumColumns; index += kThreads) {
@@ -478,12 +276,10 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     sum_columns<S, true>(staged, count, x, out, grad_weight);
   }
 
-#pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t c = lane + 32 * half;
     C factor = sum.scale;
     if (S == Score::additive && c < width) factor *= 4 * widen(at<T>(a.weight, tile, 0)[slice + c]);
-#pragma unroll
     for (int r = 0; r < kHeight; ++r) {
       const int64_t row = warp + r * kWarps;
       if (row < rows && c < width)
@@ -500,7 +296,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
   }
 }
 
-// ---- launches: each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments) --------
+// ---- launches: each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments) -----
 
 inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 
