@@ -131,7 +131,8 @@ class BuildLibraries(build_ext):
         if wanted.endswith("+PTX"):
             code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET]
-        flags += ["-DUSE_CUDA", "-ftz=true", "--threads", "2"]  # -ftz: a reciprocal of one instruction
+        # Flushing denormal numbers makes a reciprocal one instruction.
+        flags += ["-DUSE_CUDA", "-ftz=true", "--threads", "2"]
         units = []
         for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
             out = temp / f"{source.stem}.o"

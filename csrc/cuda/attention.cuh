@@ -16,12 +16,12 @@ namespace {
 // Columns of the context that a lane sums up; a wider context takes more blocks, on grid.y, which
 // compute the scores again.
 template <class C>
-constexpr int kColumns = sizeof(C) == 4 ? 16 : 4;
+constexpr int kColumns = sizeof(C) == 4 ? 16 : 2;
 
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
+__global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(const Attention a) {
   using C = typename Accumulate<T>::type;
-  constexpr int kGroup = 4;
+  constexpr int kGroup = sizeof(C) == 4 ? 4 : 2;  // columns at a time
   __shared__ Staged<C> staged;
   alignas(16) __shared__ C mixing[kWarps][kKeys][kRows];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -31,13 +31,6 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
   const Rows<T> q = {at<T>(a.query, tile, tile.row), a.query.row,
                      min(a.Tq - tile.row, int64_t{kQueries})};
   const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
-
-  C base = 0, factor = a.scale;  // of what score_tile returns
-  if constexpr (S == Score::additive) {
-    for (int64_t c = lane; c < a.A; c += 32) base += widen(w[c]);
-    base = warp_sum(base) * factor;
-    factor *= -2;
-  }
 
   C highest[kRows], mass[kRows], context[kRows][kColumns<C>] = {};  // mass: this lane's share
 #pragma unroll
@@ -56,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward(const Attention a) {
         const bool exists = i < a.Tq && j < n;
         bool seen = exists;
         if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[j * a.mask.column];
-        s[r][x] = base + factor * s[r][x];
+        s[r][x] *= C(a.scale);
         if (exists && a.bias.data) s[r][x] += widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
         if (!seen) s[r][x] = -INFINITY;
         if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[j] = s[r][x];
@@ -146,14 +139,14 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
   }
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = i0 + r;
-    C shift = warp_sum(products[r]);
+    const C mean = warp_sum(products[r]);
     if (i >= a.Tq) break;
-    if (a.grad_log_sum_exp.data) shift -= *at<C>(a.grad_log_sum_exp, tile, i);
+    const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, i) : 0;
     const C* weights = at<C>(a.weights, tile, i);
     C* out = at<C>(a.grad_score, tile, i);  // a lane finds what it wrote
     for (int64_t j = lane; j < a.Tk; j += 32) {
       const C p = j < n ? weights[j] : 0;
-      out[j] = p == 0 ? 0 : p * (out[j] - shift);
+      out[j] = p == 0 ? 0 : p * (out[j] - mean + extra);  // one key: x - mean is exactly 0
     }
   }
 }

@@ -9,6 +9,8 @@
 #include <math.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "../attention.h"
 
 namespace attnfast {
@@ -17,7 +19,8 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 // While both sides stay within this, d0 d1 <= (1 + e^{4 * 10.9})^2 < 2^126. Beyond, a staged tile
-// takes the direct path, e^{2(q+k)}.
+// takes the direct path, tanh(q + k); so it does where the weights would magnify the 3 ulp that the
+// factored path loses.
 constexpr float kFactoredLimit = 10.9f;
 
 enum class Score { dot, additive };
@@ -119,14 +122,17 @@ constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their r
 template <class C>
 struct Staged {
   alignas(16) C q[kQueries][kPitch], k[kKeys][kPitch], w[kFeatures];
+  C total;  // of w
 };
 
-// s[r][x] += sum over the staged features of q k (dot) or of w / (1 + e^{2(q + k)}), for query row
-// r of this warp and key lane + 32 x. Sums of sums lose less than one long sum.
+// s[r][x] += sum over the staged features of q k (dot) or of w tanh(q + k), for query row r of this
+// warp and key lane + 32 x. `lost` is what s has rounded away (Kahan), for a long sum in order would
+// lose more than the eager code's.
 template <Score S, bool direct, class C>
-__device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2]) {
+__device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2], C (&lost)[kRows][2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  C sum[kRows][2] = {};
+  using Wide = std::conditional_t<S == Score::additive && direct, double, C>;  // rare, so exact
+  Wide sum[kRows][2] = {};
 #pragma unroll(direct ? 1 : 2)  // two pairs are 16 bytes of a row
   for (int c = 0; c < kFeatures; c += 2) {
     const C w0 = staged.w[c], w1 = staged.w[c + 1];
@@ -138,8 +144,8 @@ __device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2]) {
           const C first = q0 * k0;
           sum[r][x] += first + q1 * k1;
         } else if constexpr (direct) {
-          sum[r][x] += w0 * logistic(q0 + k0);
-          sum[r][x] += w1 * logistic(q1 + k1);
+          sum[r][x] += Wide(w0) * tanh(q0 + k0);
+          sum[r][x] += Wide(w1) * tanh(q1 + k1);
         } else {
           const C d0 = q0 * k0 + 1, d1 = q1 * k1 + 1;
           sum[r][x] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1);
@@ -148,7 +154,12 @@ __device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2]) {
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int x = 0; x < 2; ++x) s[r][x] += sum[r][x];
+    for (int x = 0; x < 2; ++x) {
+      const C part = direct ? C(sum[r][x]) : staged.total - 2 * C(sum[r][x]);
+      const C more = part - lost[r][x], total = s[r][x] + more;
+      lost[r][x] = (total - s[r][x]) - more;
+      s[r][x] = total;
+    }
 }
 
 // The same over all features; every thread of the block takes part.
@@ -156,14 +167,16 @@ template <Score S, class T, class C>
 __device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64_t width,
                            Staged<C>& staged, C (&s)[kRows][2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  C lost[kRows][2] = {};
   for (int r = 0; r < kRows; ++r) s[r][0] = s[r][1] = 0;
   for (int64_t c = lane; c - lane < width; c += kFeatures) {
     C part_q[kQueries / kWarps], part_k[kKeys / kWarps];
     load(q, c, width, part_q);
     load(k, c, width, part_k);
+    C part_w[1] = {S == Score::additive && c < width ? widen(w[c]) : C(0)};
     bool direct = true;
     if constexpr (S == Score::additive && sizeof(C) == 4) {
-      direct = __syncthreads_or(beyond(part_q) || beyond(part_k));
+      direct = __syncthreads_or(beyond(part_q) || beyond(part_k) || beyond(part_w));
       if (!direct) {
         for (C& x : part_q) x = expf(2 * x);
         for (C& x : part_k) x = expf(2 * x);
@@ -173,16 +186,20 @@ __device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64
     }
     for (int n = 0; n < kQueries / kWarps; ++n) staged.q[warp + n * kWarps][lane] = part_q[n];
     for (int n = 0; n < kKeys / kWarps; ++n) staged.k[warp + n * kWarps][lane] = part_k[n];
-    if (S == Score::additive && warp == 0) staged.w[lane] = c < width ? widen(w[c]) : 0;
+    if (S == Score::additive && warp == 0) {
+      staged.w[lane] = part_w[0];
+      const C total = warp_sum(part_w[0]);
+      if (lane == 0) staged.total = total;
+    }
     __syncthreads();
     if (warp * kRows >= q.count) continue;  // a warp without rows only helps to stage
     if constexpr (S == Score::additive && sizeof(C) == 4) {
       if (!direct) {
-        score_features<S, false>(staged, s);
+        score_features<S, false>(staged, s, lost);
         continue;
       }
     }
-    score_features<S, true>(staged, s);
+    score_features<S, true>(staged, s, lost);
   }
 }
 
