@@ -115,7 +115,7 @@ def test_sanitizers(sanitizer, tmp_path):
     flags = ("-O1", "-g", f"-fsanitize={sanitizer}")
     program = compile_on_host("sanitize.cpp", tmp_path / "sanitize", *flags)
     options = {"TSAN_OPTIONS": "halt_on_error=1"}
-    for sizes in ("1 1 33 66 66 33", "2 2 3 5 1 1", "1 1 3 0 4 4", "1 1 2 3 0 0"):
+    for sizes in ("1 1 17 66 66 33", "2 2 3 5 1 1", "1 1 3 0 4 4", "1 1 2 3 0 0"):
         done = subprocess.run(
             [program, *sizes.split()], env={**os.environ, **options}, text=True, capture_output=True
         )

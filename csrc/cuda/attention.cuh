@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
         }
       }
     }
-    __syncwarp();
+    __syncwarp();  // without features, no other wait comes before the next block of keys
   }
 
 #pragma unroll
