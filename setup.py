@@ -129,7 +129,9 @@ class BuildLibraries(build_ext):
         code = [f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs]
         if wanted.endswith("+PTX"):
             code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-        flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC", TARGET, "-DUSE_CUDA", "--threads", "2"]
+        flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET]
+        # Flushing denormal numbers makes a reciprocal one instruction.
+        flags += ["-DUSE_CUDA", "-ftz=true", "--threads", "2"]
         units = []
         for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
             out = temp / f"{source.stem}.o"

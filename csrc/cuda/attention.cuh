@@ -1,0 +1,346 @@
+// attention on the GPU: device code on raw pointers; the launcher is attention.cu.
+//
+//   e_ij = scale * score(q_i, k_j) + bias_ij,  P = softmax(e) over visible keys,  c_i = sum P_ij v_j
+//
+// A block takes a tile of query rows and runs along the keys with a running softmax: no score is
+// stored unless weights are asked for. What a row may not see is left out by selection, never
+// multiplied by 0, for it may be NaN.
+#pragma once
+#include "tile.cuh"
+
+namespace attnfast {
+namespace {
+
+// ---- forward ----------------------------------------------------------------------------------
+
+// Columns of the context that a lane sums up; a wider context takes more blocks, on grid.y, which
+// compute the scores again.
+template <class C>
+constexpr int kColumns = sizeof(C) == 4 ? 16 : 2;
+
+template <class T, Score S>
+__global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(const Attention a) {
+  using C = typename Accumulate<T>::type;
+  constexpr int kGroup = sizeof(C) == 4 ? 4 : 2;  // columns at a time
+  __shared__ Staged<C> staged;
+  alignas(16) __shared__ C mixing[kWarps][kKeys][kRows];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, a.Tq, kQueries);
+  const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
+  const int64_t first = blockIdx.y * int64_t{32 * kColumns<C>};
+  const Rows<T> q = {at<T>(a.query, tile, tile.row), a.query.row,
+                     min(a.Tq - tile.row, int64_t{kQueries})};
+  const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
+
+  C highest[kRows], mass[kRows], context[kRows][kColumns<C>] = {};  // mass: this lane's share
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) highest[r] = -INFINITY, mass[r] = 0;
+
+  for (int64_t j0 = 0; j0 < n; j0 += kKeys) {
+    const int keys = min(n - j0, int64_t{kKeys});
+    C s[kRows][2];
+    score_tile<S>(q, Rows<T>{at<T>(a.key, tile, j0), a.key.row, keys}, w, a.A, staged, s);
+    if (i0 >= a.Tq) continue;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t i = i0 + r;
+      for (int x = 0; x < 2; ++x) {
+        const int64_t j = j0 + lane + 32 * x;
+        const bool exists = i < a.Tq && j < n;
+        bool seen = exists;
+        if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[j * a.mask.column];
+        s[r][x] *= C(a.scale);
+        if (exists && a.bias.data) s[r][x] += widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
+        if (!seen) s[r][x] = -INFINITY;
+        if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[j] = s[r][x];
+      }
+      const C top = fmax(highest[r], warp_max(fmax(s[r][0], s[r][1])));
+      const C shift = top == -INFINITY ? 0 : top;
+      const C fade = exp(highest[r] - shift);
+      highest[r] = top;
+      mass[r] *= fade;
+      for (int x = 0; x < kColumns<C>; ++x) context[r][x] *= fade;
+      for (int x = 0; x < 2; ++x) {
+        const C p = exp(s[r][x] - shift);
+        mass[r] += p;
+        mixing[warp][lane + 32 * x][r] = p;
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int g = 0; g < kColumns<C>; g += kGroup) {
+      const int64_t c = first + 32 * g + lane;
+      if (c - lane >= a.Dv) break;
+      const T* value = at<T>(a.value, tile, j0) + c;
+#pragma unroll 1
+      for (int j = 0; j < keys; ++j, value += a.value.row) {
+        C v[kGroup];
+        for (int x = 0; x < kGroup; ++x) v[x] = c + 32 * x < a.Dv ? widen(value[32 * x]) : 0;
+        for (int r = 0; r < kRows; ++r) {
+          const C p = mixing[warp][j][r];
+          for (int x = 0; x < kGroup; ++x)
+            if (p != 0) context[r][g + x] += p * v[x];
+        }
+      }
+    }
+    __syncwarp();  // without features, no other wait comes before the next block of keys
+  }
+
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t i = i0 + r;
+    const C total = warp_sum(mass[r]), share = total == 0 ? 0 : 1 / total;
+    if (i >= a.Tq) break;
+    T* out = at<T>(a.context, tile, i);
+    for (int x = 0; x < kColumns<C>; ++x) {
+      const int64_t c = first + 32 * x + lane;
+      if (c < a.Dv) narrow(context[r][x] * share, out[c]);
+    }
+    if (first != 0) continue;
+    const C log_sum_exp = total == 0 ? -INFINITY : highest[r] + log(total);
+    if (lane == 0) *at<C>(a.log_sum_exp, tile, i) = log_sum_exp;
+    if (!a.weights.data) continue;
+    C* weights = at<C>(a.weights, tile, i);  // a lane finds the scores that it wrote
+    for (int64_t j = lane; j < a.Tk; j += 32) {
+      const C p = j < n && total != 0 ? exp(weights[j] - highest[r]) : 0;
+      weights[j] = p == 0 ? 0 : p * share;
+    }
+  }
+}
+
+// ---- backward ---------------------------------------------------------------------------------
+
+// grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
+// x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
+  using C = typename Accumulate<T>::type;
+  __shared__ Staged<C> staged;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, a.Tq, kQueries);
+  const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
+  const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
+                     min(a.Tq - tile.row, int64_t{kQueries})};
+  C products[kRows] = {};
+  for (int64_t j0 = 0; j0 < n; j0 += kKeys) {
+    const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, min(n - j0, int64_t{kKeys})};
+    C s[kRows][2];
+    score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, s);
+    for (int r = 0; r < kRows; ++r) {
+      for (int x = 0; x < 2; ++x) {
+        const int64_t i = i0 + r, j = j0 + lane + 32 * x;
+        if (i >= a.Tq || j >= n) continue;
+        if (a.grad_weights.data) s[r][x] += at<C>(a.grad_weights, tile, i)[j];
+        const C p = at<C>(a.weights, tile, i)[j];
+        if (p != 0) products[r] += p * s[r][x];
+        at<C>(a.grad_score, tile, i)[j] = s[r][x];
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t i = i0 + r;
+    const C mean = warp_sum(products[r]);
+    if (i >= a.Tq) break;
+    const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, i) : 0;
+    const C* weights = at<C>(a.weights, tile, i);
+    C* out = at<C>(a.grad_score, tile, i);  // a lane finds what it wrote
+    for (int64_t j = lane; j < a.Tk; j += 32) {
+      const C p = j < n ? weights[j] : 0;
+      out[j] = p == 0 ? 0 : p * (out[j] - mean + extra);  // one key: x - mean is exactly 0
+    }
+  }
+}
+
+// A gradient is a sum over the other side, for every row and feature; queries and keys take turns
+// in the part of the rows, so that no two blocks add to the same number:
+//   dot       out_r = scale * sum_c g_rc y_c
+//   additive  out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
+// and, on the way, grad_weight = -2 scale * sum_rc g_rc s.
+struct Sum {
+  View g;          // [rows, columns] of the accumulation dtype: grad_score, weights, or a transpose
+  View x, y, out;  // [rows, width], [columns, width], [rows, width]
+  int64_t rows, columns, width;
+  double scale;
+  bool keys_are_rows;
+  View grad_weight;  // [tiles of rows, width] for each [B, H], or absent
+};
+
+constexpr int kHeight = 8;               // rows of a warp
+constexpr int kSumRows = kWarps * kHeight;  // of a block
+constexpr int kSumColumns = 32;          // staged at a time
+constexpr int kSlice = 64;               // features of a block, two for each lane
+
+template <class C>
+struct StagedSum {
+  alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], weight[kWarps][kSlice];
+};
+
+// NaN counts as 0 under tanh: a row that may see it has NaN weights and so a NaN g; for the others
+// it must not exist.
+template <class C, int N>
+__device__ void drop_nan(C (&x)[N]) {
+  for (C& v : x) v = v == v ? v : 0;
+}
+
+// Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice; rows and
+// columns hold e^{2x} unless direct.
+template <Score S, bool direct, class C>
+__device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x)[kHeight][2],
+                            C (&out)[kHeight][2], C (&grad_weight)[2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll(S == Score::additive && direct ? 1 : 2)
+  for (int c = 0; c < columns; ++c) {
+    const C y0 = staged.y[c][lane], y1 = staged.y[c][lane + 32];
+    for (int r = 0; r < kHeight; ++r) {
+      const C g = staged.g[c][warp * kHeight + r];
+      if constexpr (S == Score::dot) {
+        if (g != 0) out[r][0] += g * y0, out[r][1] += g * y1;
+      } else {
+        C s0, s1;
+        if constexpr (direct) {
+          s0 = logistic(x[r][0] + y0) - C(0.5);
+          s1 = logistic(x[r][1] + y1) - C(0.5);
+        } else {
+          const C d0 = x[r][0] * y0 + 1, d1 = x[r][1] * y1 + 1, both = reciprocal(d0 * d1);
+          s0 = both * d1 - C(0.5);
+          s1 = both * d0 - C(0.5);
+        }
+        const C t0 = g * s0, t1 = g * s1, quarter = g * C(0.25);
+        grad_weight[0] += t0, grad_weight[1] += t1;
+        out[r][0] += quarter - t0 * s0, out[r][1] += quarter - t1 * s1;
+      }
+    }
+  }
+}
+
+template <class T, Score S>
+__global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const Sum sum) {
+  using C = typename Accumulate<T>::type;
+  constexpr bool factorable = S == Score::additive && sizeof(C) == 4;
+  __shared__ StagedSum<C> staged;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, sum.rows, kSumRows);
+  const int64_t rows = min(sum.rows - tile.row, int64_t{kSumRows}), n = keys_seen(a, tile.b);
+  const int64_t columns = !sum.keys_are_rows ? n : tile.row < n ? sum.columns : 0;
+  const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
+
+  C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
+  bool far = false;
+  if constexpr (S == Score::additive) {
+    const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
+    for (int half = 0; half < 2; ++half) {
+      C part[kHeight];
+      load(from, lane + 32 * half, width, part);
+      drop_nan(part);
+      far |= beyond(part);
+      for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
+    }
+  }
+  for (int64_t c0 = 0; c0 < columns; c0 += kSumColumns) {
+    const int count = min(columns - c0, int64_t{kSumColumns});
+    const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
+    C y[2][kSumColumns / kWarps];
+    for (int half = 0; half < 2; ++half) {
+      load(from, lane + 32 * half, width, y[half]);
+      if constexpr (S == Score::additive) drop_nan(y[half]);
+    }
+    bool direct = true;
+    if constexpr (factorable)
+      direct = __syncthreads_or(far || beyond(y[0]) || beyond(y[1]));
+    else
+      __syncthreads();  // the columns staged before are used up
+    for (int half = 0; half < 2; ++half)
+      for (int m = 0; m < kSumColumns / kWarps; ++m)
+        staged.y[warp + m * kWarps][lane + 32 * half] = direct ? y[half][m] : expf(2 * y[half][m]);
+    for (int index = threadIdx.x; index < kSumRows * kSumColumns; index += kThreads) {
+      const bool along = sum.g.row == 1;  // neighbouring lanes read neighbouring numbers
+      const int r = along ? index % kSumRows : index / kSumColumns;
+      const int c = along ? index / kSumRows : index % kSumColumns;
+      staged.g[c][r % kWarps * kHeight + r / kWarps] =
+          r < rows && c < count ? at<C>(sum.g, tile, tile.row + r)[(c0 + c) * sum.g.column] : 0;
+    }
+    __syncthreads();
+    if constexpr (factorable) {
+      if (!direct) {
+        sum_columns<S, false>(staged, count, e, out, grad_weight);
+        continue;
+      }
+    }
+    sum_columns<S, true>(staged, count, x, out, grad_weight);
+  }
+
+  for (int half = 0; half < 2; ++half) {
+    const int64_t c = lane + 32 * half;
+    C factor = sum.scale;
+    if (S == Score::additive && c < width) factor *= 4 * widen(at<T>(a.weight, tile, 0)[slice + c]);
+    for (int r = 0; r < kHeight; ++r) {
+      const int64_t row = warp + r * kWarps;
+      if (row < rows && c < width)
+        narrow(factor * out[r][half], at<T>(sum.out, tile, tile.row + row)[slice + c]);
+    }
+    staged.weight[warp][c] = grad_weight[half];
+  }
+  if (S == Score::dot || !sum.grad_weight.data) return;
+  __syncthreads();
+  for (int c = threadIdx.x; c < min(width, int64_t{kSlice}); c += kThreads) {
+    C total = 0;
+    for (int from = 0; from < kWarps; ++from) total += staged.weight[from][c];
+    at<C>(sum.grad_weight, tile, tile.part)[slice + c] = -2 * C(sum.scale) * total;
+  }
+}
+
+// ---- launches: each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments) -----
+
+inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
+
+inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
+
+template <class F>
+void by_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::f32: return f(float{});
+    case Dtype::f64: return f(double{});
+    case Dtype::f16: return f(__half{});
+    case Dtype::bf16: return f(__nv_bfloat16{});
+  }
+}
+
+template <class Launch>
+void launch_forward(const Attention& a, Launch launch) {
+  by_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int columns = 32 * kColumns<typename Accumulate<T>::type>;
+    const auto kernel = a.weight.data ? forward<T, Score::additive> : forward<T, Score::dot>;
+    const int64_t slices = a.Dv ? tiles(a.Dv, columns) : 1;  // the weights are due all the same
+    launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a);
+  });
+}
+
+template <class Launch>
+void launch_backward(const Attention& a, Launch launch) {
+  const auto transposed = [](View v) {
+    const int64_t row = v.row;
+    v.row = v.column, v.column = row;
+    return v;
+  };
+  Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.Tk, a.A, a.scale, false, {}};
+  if (a.weight.data) query.grad_weight = a.grad_weight;
+  const Sum key = {transposed(a.grad_score), a.key, a.query, a.grad_key, a.Tk, a.Tq, a.A, a.scale,
+                   true, {}};
+  const Sum value = {transposed(a.weights), {}, a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv, 1,
+                     true, {}};
+  by_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto add = [&](auto kernel, const Sum& sum) {
+      launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
+    };
+    const auto score = a.weight.data ? grad_rows<T, Score::additive> : grad_rows<T, Score::dot>;
+    launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
+    add(score, query);
+    add(score, key);
+    add(grad_rows<T, Score::dot>, value);
+  });
+}
+
+}  // namespace
+}  // namespace attnfast

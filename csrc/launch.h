@@ -1,0 +1,170 @@
+// What every launcher does alike: tensors become an Attention, results are allocated. A launcher
+// includes this file once, defines the three functions below and registers the two operators.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "attention.h"
+
+namespace attnfast {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+// Rows of grad_weight for each [B, H].
+int64_t grad_weight_parts(const Attention&);
+// Fill what is out; `query` tells the device.
+void run_forward(Attention&, const Tensor& query);
+void run_backward(Attention&, const Tensor& query);
+
+Dtype dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return Dtype::f32;
+    case ScalarType::Double: return Dtype::f64;
+    case ScalarType::Half: return Dtype::f16;
+    case ScalarType::BFloat16: return Dtype::bf16;
+    default: throw std::runtime_error("attention takes float32, float64, float16 or bfloat16");
+  }
+}
+
+ScalarType accumulation(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// [B, (H,) rows, columns], or [B, (H,) rows] with `columns` false.
+View view(const Tensor& x, bool columns = true) {
+  const int64_t n = x.dim(), row = n - (columns ? 2 : 1);
+  View v;
+  v.data = x.data_ptr();
+  v.batch = x.stride(0);
+  v.head = row == 2 ? x.stride(1) : 0;
+  v.row = x.stride(row);
+  v.column = columns ? x.stride(n - 1) : 0;
+  return v;
+}
+
+// The same, sizes of 1 broadcast.
+View broadcast_view(const Tensor& x) {
+  const int64_t n = x.dim();
+  View v = view(x);
+  if (x.size(0) == 1) v.batch = 0;
+  if (x.size(1) == 1) v.head = 0;
+  if (x.size(n - 2) == 1) v.row = 0;
+  if (x.size(n - 1) == 1) v.column = 0;
+  return v;
+}
+
+// The same with unit column stride; `keep` holds the copy if one is needed.
+View view_of_rows(const Tensor& x, std::vector<Tensor>& keep) {
+  if (x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1) return view(x);
+  keep.push_back(torch::stable::contiguous(x));
+  return view(keep.back());
+}
+
+std::vector<int64_t> shape(const Tensor& rows_of, int64_t columns) {
+  std::vector<int64_t> s(rows_of.sizes().begin(), rows_of.sizes().end());
+  s.back() = columns;
+  return s;
+}
+
+struct Call {
+  Attention a;
+  std::vector<Tensor> keep;  // copies that outlive the pointers into them
+
+  Call(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
+       const Optional& lengths, double scale) {
+    const int64_t n = query.dim();
+    a.dtype = dtype_of(query);
+    a.B = query.size(0);
+    a.H = n == 4 ? query.size(1) : 1;
+    a.Tq = query.size(n - 2);
+    a.A = query.size(n - 1);
+    a.Tk = key.size(n - 2);
+    a.Dv = value.size(n - 1);
+    a.scale = scale;
+    a.query = view_of_rows(query, keep);
+    a.key = view_of_rows(key, keep);
+    a.value = view_of_rows(value, keep);
+    if (weight) {
+      keep.push_back(torch::stable::contiguous(*weight));
+      a.weight.data = keep.back().data_ptr();
+      a.weight.head = weight->dim() == 2 ? a.A : 0;
+    }
+    a.lengths = nullptr;
+    if (lengths) {
+      keep.push_back(torch::stable::contiguous(torch::stable::to(*lengths, ScalarType::Long)));
+      a.lengths = static_cast<const int64_t*>(keep.back().data_ptr());
+    }
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor key,
+                                             const Tensor value, const Optional weight,
+                                             const Optional bias, const Optional mask,
+                                             const Optional lengths, double scale,
+                                             bool need_weights) {
+  Call call(query, key, value, weight, lengths, scale);
+  Attention& a = call.a;
+  const ScalarType sums = accumulation(query);
+  Tensor context = torch::stable::new_empty(query, shape(query, a.Dv));
+  Tensor weights = need_weights ? torch::stable::new_empty(query, shape(query, a.Tk), sums)
+                                : torch::stable::new_empty(query, {0}, sums);
+  std::vector<int64_t> rows = shape(query, 0);
+  rows.pop_back();
+  Tensor log_sum_exp = torch::stable::new_empty(query, rows, sums);
+  if (bias) a.bias = broadcast_view(*bias);
+  if (mask) a.mask = broadcast_view(*mask);
+  a.context = view(context);
+  if (need_weights) a.weights = view(weights);
+  a.log_sum_exp = view(log_sum_exp, false);
+  run_forward(a, query);
+  return {context, weights, log_sum_exp};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor grad_context, const Optional grad_weights, const Optional grad_log_sum_exp,
+    const Tensor query, const Tensor key, const Tensor value, const Optional weight,
+    const Optional lengths, const Tensor weights, double scale, bool need_grad_bias) {
+  Call call(query, key, value, weight, lengths, scale);
+  Attention& a = call.a;
+  const ScalarType sums = accumulation(query);
+  Tensor grad_query = torch::stable::new_empty(query, query.sizes());
+  Tensor grad_key = torch::stable::new_empty(query, key.sizes());
+  Tensor grad_value = torch::stable::new_empty(query, value.sizes());
+  Tensor grad_score = torch::stable::new_empty(query, weights.sizes(), sums);
+  const int64_t parts = weight ? grad_weight_parts(a) : 0;
+  Tensor grad_weight = torch::stable::new_empty(query, {a.B, a.H, parts, a.A}, sums);
+  const Tensor saved = torch::stable::contiguous(weights);
+  a.weights = view(saved);
+  a.grad_context = view_of_rows(grad_context, call.keep);
+  if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, call.keep);
+  if (grad_log_sum_exp) a.grad_log_sum_exp = view(*grad_log_sum_exp, false);
+  a.grad_score = view(grad_score);
+  a.grad_query = view(grad_query);
+  a.grad_key = view(grad_key);
+  a.grad_value = view(grad_value);
+  a.grad_weight = view(grad_weight);
+  run_backward(a, query);
+
+  if (weight) {  // its parts add up, in double, over what shares a weight
+    using Axes = std::vector<int64_t>;
+    const Axes shared = weight->dim() == 2 ? Axes{0, 2} : Axes{0, 1, 2};
+    grad_weight = torch::stable::sum(grad_weight, shared, false, ScalarType::Double);
+    grad_weight = torch::stable::to(grad_weight, query.scalar_type());
+  } else {
+    grad_weight = torch::stable::new_empty(query, {0});
+  }
+  if (!need_grad_bias) grad_score = torch::stable::new_empty(query, {0}, sums);
+  return {grad_query, grad_key, grad_value, grad_weight, grad_score};
+}
+
+}  // namespace
+}  // namespace attnfast

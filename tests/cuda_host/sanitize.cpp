@@ -1,0 +1,49 @@
+// One call forward and backward for a sanitizer to watch; every tensor is an allocation of its own,
+// of the exact size. Takes B H Tq Tk A Dv.
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+
+#include "../../csrc/cuda/attention.cuh"
+
+using namespace attnfast;
+
+int main(int, char** argv) {
+  std::deque<std::vector<float>> memory;
+  Attention a = {};
+  int64_t* const sizes[] = {&a.B, &a.H, &a.Tq, &a.Tk, &a.A, &a.Dv};
+  for (int i = 0; i < 6; ++i) *sizes[i] = atoll(argv[i + 1]);
+  const auto tensor = [&](int64_t rows, int64_t columns) {
+    auto& x = memory.emplace_back(a.B * a.H * rows * columns);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = sinf(i * 1.7f);
+    return View{x.data(), a.H * rows * columns, rows * columns, columns, 1};
+  };
+  for (const bool additive : {false, true}) {
+    a.dtype = Dtype::f32;
+    a.scale = 0.5;
+    a.query = tensor(a.Tq, a.A);
+    a.key = tensor(a.Tk, a.A);
+    a.value = tensor(a.Tk, a.Dv);
+    a.weight = additive ? tensor(1, a.A) : View{};
+    a.bias = tensor(a.Tq, a.Tk);
+    a.context = tensor(a.Tq, a.Dv);
+    a.weights = tensor(a.Tq, a.Tk);
+    a.log_sum_exp = tensor(a.Tq, 1);
+    a.grad_context = tensor(a.Tq, a.Dv);
+    a.grad_weights = tensor(a.Tq, a.Tk);
+    a.grad_log_sum_exp = tensor(a.Tq, 1);
+    a.grad_score = tensor(a.Tq, a.Tk);
+    a.grad_query = tensor(a.Tq, a.A);
+    a.grad_key = tensor(a.Tk, a.A);
+    a.grad_value = tensor(a.Tk, a.Dv);
+    a.grad_weight = tensor(grad_weight_parts(a), a.A);
+    std::vector<int64_t> lengths(a.B, a.Tk);
+    if (a.B) lengths[0] = a.Tk - a.Tk / 3;
+    a.lengths = lengths.data();
+    launch_forward(a, LaunchOnHost<kThreads>{});
+    launch_backward(a, LaunchOnHost<kThreads>{});
+  }
+  for (const auto& x : memory)
+    for (const float v : x)
+      if (v != v) return puts("NaN"), 1;
+}
