@@ -47,10 +47,11 @@ def torch_folder() -> Path:
 
 
 def compiler() -> list[str] | None:
-    """Return the C++ compiler's command, or None."""
-    for command in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if command and shutil.which(shlex.split(command)[0]):
-            return shlex.split(command)
+    """Return the C++ compiler's command, $CXX and no other if that is set, or None."""
+    chosen = os.environ.get("CXX")
+    for command in [shlex.split(chosen)] if chosen else [["g++"], ["clang++"], ["c++"]]:
+        if shutil.which(command[0]):
+            return command
     return None
 
 
@@ -87,9 +88,22 @@ class BuildLibraries(build_ext):
         temp.mkdir(parents=True, exist_ok=True)
         units, link, summary = build(torch_folder(), temp)
         newest = max(p.stat().st_mtime for p in [*ROOT.glob("csrc/**/*.*"), Path(__file__)])
-        stale = [u for u in units if not u[0].exists() or u[0].stat().st_mtime < newest]
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda unit: self.call(unit[1], temp), stale))
+        if not units:
+            raise SystemExit(f"attnfast: {name} cannot be built: its sources in csrc/ are missing")
+
+        def compile_unit(unit: tuple[Path, list[str]]) -> None:
+            """Compile unless the object is newer than every source and of the same command."""
+            out, command = unit
+            made_by = out.with_suffix(".command")
+            line = shlex.join(command)
+            if out.exists() and out.stat().st_mtime > newest and made_by.read_text() == line:
+                return
+            self.call(command, temp)
+            made_by.write_text(line)
+
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        with ThreadPoolExecutor(max(jobs, 1)) as pool:
+            list(pool.map(compile_unit, units))
         objects = [str(unit[0]) for unit in units]
         self.call([link[0], *objects, *link[1:], "-o", str(out)], temp)
         print(f"attnfast: built {name} ({summary})")

@@ -20,7 +20,8 @@ def load_library(name: str) -> str | None:
     """Load the compiled library ``attnfast/<name>.so`` once; return why it cannot be, or None."""
     path = Path(__file__).with_name(f"{name}.so")
     if not path.exists():
-        return f"{path.name} was not built: install attnfast again with a C++ compiler present"
+        needed = "a C++ compiler" if name == "_C_cpu" else "nvcc"
+        return f"{path.name} was not built: install attnfast again with {needed} present"
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
@@ -104,7 +105,7 @@ def _choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> st
 
 def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
     """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
-    return _choose(backend, device, dtype)
+    return _choose(backend if backend is None else str(backend), device, dtype)
 
 
 # What torch.compiler.assume_constant_result sets, without its import of all of dynamo.

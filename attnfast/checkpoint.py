@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         InputError: the folder cannot be written to, or the disk is full.
     """
     temporary = None
+    path = path.resolve()  # a link stays one
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device has nothing to lose
+            path.write_bytes(content)
+            return
         with tempfile.NamedTemporaryFile(
             dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
@@ -33,7 +36,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {reason(error)}") from error
@@ -74,7 +79,7 @@ def load(path: str | Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"cannot read checkpoint {path}: {reason(error)}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged bytes fail anywhere in the unpickler
         raise InputError(
             f"{path}: expected a checkpoint, got a truncated or foreign file"
         ) from error
@@ -84,9 +89,20 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], backend: str | None = None) -> tuple[Config, Seq2Seq, Tokenizer]:
-    """Make the model, in evaluation mode, and the tokenizer of what :func:`load` read."""
-    config = Config(**state["config"])
-    model = build(config, backend)
-    model.load_state_dict(state["model"])
-    content = bytes(state["tokenizer"]["content"].numpy())
-    return config, model.eval(), load_tokenizer(state["tokenizer"]["kind"], content)
+    """Make the model, in evaluation mode, and the tokenizer of what :func:`load` read.
+
+    Raises:
+        InputError: the parts do not fit together: a newer version's, or a damaged file.
+    """
+    try:
+        config = Config(**state["config"])
+        model = build(config, backend)
+        model.load_state_dict(state["model"])
+        content = bytes(state["tokenizer"]["content"].numpy())
+        tokenizer = load_tokenizer(state["tokenizer"]["kind"], content)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"expected a checkpoint of this version, got parts that do not fit: {detail}"
+        ) from error
+    return config, model.eval(), tokenizer

@@ -12,6 +12,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ def _device(name: str | None, backend: str | None) -> torch.device:
     """Return the device of a name, or the best there is; refuse a backend that cannot run on it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are served")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         detail = str(error).splitlines()[0]
@@ -64,6 +67,8 @@ def train(args: argparse.Namespace) -> None:
 
     for package in ("sentencepiece", "sacrebleu", "tqdm"):
         optional(package, "attnfast train")
+    if args.max_length < 1:
+        raise InputError(f"--max-length must be at least 1, got {args.max_length}")
     device = _device(args.device, args.backend)
     shape = {f.name for f in dataclasses.fields(Config)} & set(vars(args))
     plan = {f.name for f in dataclasses.fields(Options)} & set(vars(args))
@@ -157,6 +162,8 @@ def translate(args: argparse.Namespace) -> None:
         name, lines = "standard input", decode_lines(sys.stdin.buffer.read(), "standard input")
     else:
         name, lines = args.input, read_lines(args.input)
+    if args.output is not None and not Path(args.output).parent.is_dir():
+        raise InputError(f"cannot write {args.output}: there is no such folder")  # not found later
     text = "".join(line + "\n" for line in _translate(args, lines, name)).encode()
     if args.output is not None:
         write_atomically(Path(args.output), text)
@@ -215,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnfast", description="Fused attention for RNN seq2seq")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(function: Callable[[argparse.Namespace], None], model: bool = False):
+    def command(function: Callable[[argparse.Namespace], None]):
         sub = commands.add_parser(
             function.__name__,
             help=function.__doc__,
@@ -282,12 +289,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_, **__: _say(str(message))
         try:
             args.function(args)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except InputError as error:
             _say(str(error))
             return 2
-        except torch.OutOfMemoryError:
-            _say("the device has too little memory: a smaller --batch-size or --hidden-dim may fit")
+        except RuntimeError as error:
+            if not re.search("out of memory|can't allocate memory", str(error)):
+                raise
+            _say("too little memory: a smaller --batch-size, --hidden-dim or --beam may fit")
             return 2
         except OSError as error:  # files are refused where they are opened: this is a pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -296,6 +306,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"cannot write the standard output: {reason(error)}")
             return 2
         except KeyboardInterrupt as interrupt:
-            _say(str(interrupt) or "interrupted, nothing was written")
+            _say(str(interrupt) or "interrupted; files that were there are whole")
             return 130
     return 0

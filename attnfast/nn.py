@@ -48,6 +48,8 @@ class _Attention(nn.Module):
         self.scale = scale
         self.backend = backend
         self.weight = None
+        if weight_shape is not None and min(weight_shape) < 1:
+            raise ValueError(f"attn_dim must be at least 1, got {weight_shape[-1]}")
         if weight_shape is not None:
             bound = weight_shape[-1] ** -0.5
             self.weight = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
@@ -167,7 +169,7 @@ class LuongAttention(_Attention):
             raise ValueError(
                 f"query_dim must equal key_dim for score {score!r}, got {query_dim} and {key_dim}"
             )
-        attn_dim = attn_dim or query_dim
+        attn_dim = query_dim if attn_dim is None else attn_dim
         super().__init__(
             (attn_dim,) if score == "concat" else None,
             None if score == "scaled_dot" else 1.0,

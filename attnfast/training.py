@@ -54,8 +54,10 @@ class Options:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""

@@ -98,9 +98,11 @@ def test_empty_rows(score, backend):
     mask[0, 1] = False  # one row
     mask[1, :, :66] = False  # the first block of every row
     lengths = torch.tensor([70, 70, 0], device=device)
-    got = run(case, backend, mask=mask, lengths=lengths)
+    bias = inputs(case, device)["bias"].detach().expand(3, 4, 70).clone()
+    bias[0, 2] = -math.inf  # a float mask says the same
+    got = run(case, backend, mask=mask, lengths=lengths, bias=bias.requires_grad_())
     assert all(not x.isnan().any() for x in got.values())
-    for index in ((0, 1), (2,)):
+    for index in ((0, 1), (0, 2), (2,)):
         for x in ("context", "weights", "grad of query"):
             assert (got[x][index] == 0).all()
         assert (got["log_sum_exp"][index] == -math.inf).all()
@@ -398,6 +400,7 @@ GOOD = Case("additive", 2, 3, 5, 8, 7)
         ({"lengths": torch.tensor([5, -1])}, "lengths must be between 0 and 5.*got -1"),
         ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
         ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
+        ({"temperature": torch.ones(())}, r"temperature must be a positive number, got tensor\(1"),
         ({"backend": "cudnn"}, "backend must be None or one of .*got 'cudnn'"),
     ],
 )
@@ -406,6 +409,14 @@ def test_bad_input_is_one_clear_sentence(change, message):
     with pytest.raises((ValueError, TypeError), match=message) as error:
         attnfast.additive_attention(**{**args, **change})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [math.inf, "2", torch.ones(())])
+def test_scale_is_a_number(scale):
+    """A tensor would lose its gradient on the way into a kernel."""
+    x = torch.ones(1, 2, 3)
+    with pytest.raises(ValueError, match="scale must be a finite number or None, got "):
+        attnfast.dot_attention(x, x, x, scale=scale)
 
 
 def test_a_backend_asked_for_is_never_replaced():

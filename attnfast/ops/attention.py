@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnfast.backends import FLOATS, choose
+from attnfast.backends import FLOATS, HALF, choose
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
 #: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
@@ -65,6 +65,8 @@ def reference(
         visible = visible & (positions < lengths.view(-1, *[1] * (visible.dim() - 1)))
     if mask is not None:
         visible = visible & mask
+    if bias is not None:
+        visible = visible & (bias != -math.inf)
     unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: what no row may see must not leak NaN
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
 
@@ -240,20 +242,29 @@ def _refuse_tangents(inputs) -> None:
         )
 
 
+def _autocast(*inputs):
+    """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
+    device = inputs[0].device.type if isinstance(inputs[0], Tensor) else None
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return inputs
+    dtype = torch.get_autocast_dtype(device)
+    narrow = (torch.float32, *HALF)
+    return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in inputs]
+
+
 def _attention(
     query, key, value, weight, scale, lengths, mask, bias, temperature, need_weights,
     need_log_sum_exp, backend,
 ):  # fmt: skip
     """Check, choose a backend and run: what both public functions share."""
-    device = query.device.type if isinstance(query, Tensor) else None
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value, weight, bias = (
-            x.to(dtype) if isinstance(x, Tensor) else x for x in (query, key, value, weight, bias)
-        )
+    query, key, value, weight, bias = _autocast(query, key, value, weight, bias)
     check(query, key, value, weight, bias, mask, lengths)
-    if not temperature > 0:
-        _refuse("temperature", "a positive number", temperature)
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        _refuse("temperature", "a positive number", repr(temperature))
+    if scale is None:
+        scale = 1 / math.sqrt(max(query.shape[-1], 1))
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        _refuse("scale", "a finite number or None", repr(scale))
     scale = scale / temperature
     if bias is not None:
         bias = bias / temperature if temperature != 1 else bias
@@ -367,8 +378,6 @@ def dot_attention(
     Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",
     NeurIPS 2017, arXiv:1706.03762.
     """
-    if scale is None:
-        scale = 1 / math.sqrt(max(query.shape[-1], 1)) if isinstance(query, Tensor) else 1.0
     return _attention(
         query, key, value, None, scale, lengths, mask, bias, temperature, need_weights,
         need_log_sum_exp, backend,
