@@ -306,6 +306,33 @@ def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tm
 # Commands
 
 
+def test_damaged_checkpoint_is_one_sentence(trained, tmp_path, capsys):
+    """Parts that are missing, of another version, or of another size."""
+    state = torch.load(trained / "best.pt", weights_only=True)
+    for damage in (
+        {"model": {}},
+        {"config": {**state["config"], "layers": 2}},
+        {"config": {**state["config"], "colour": "blue"}},
+        {"tokenizer": {}},
+    ):
+        torch.save({**state, **damage}, tmp_path / "bad.pt")
+        assert main(["translate", str(tmp_path / "bad.pt"), "--input", "/dev/null"]) == 2
+        assert "expected a checkpoint of this version" in sentence(capsys)
+
+
+def test_output_keeps_links_and_devices(trained, tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("\n")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    arguments = ["translate", str(trained / "best.pt"), "--input", str(tmp_path / "in.txt")]
+    assert main([*arguments, "--output", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "\n"
+    assert main([*arguments, "--output", "/dev/null"]) == 0
+    assert not os.path.isfile("/dev/null")
+    assert main([*arguments, "--output", str(tmp_path / "nowhere" / "x")]) == 2
+    assert "there is no such folder" in sentence(capsys)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -317,7 +344,10 @@ def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tm
         ({"--backend": "cuda"}, "--backend cuda cannot run on cpu"),
         ({"--device": "abacus"}, "--device: expected a device of this machine, got abacus"),
         ({"--vocab-size": "5"}, "does not yield a vocabulary of 5 subwords"),
-        ({"--max-length": "0"}, "expected training and validation pairs, got none"),
+        ({"--max-length": "0"}, "--max-length must be at least 1, got 0"),
+        ({"--max-length": "1"}, "expected training and validation pairs, got none"),
+        ({"--device": "meta"}, "--device: .*only cpu and cuda are served"),
+        ({"--seed": "99999999999999999999"}, "seed must be at least 0 and below"),
         ({"--learning-rate": "1e30"}, "the loss of step . of epoch 1 is (nan|inf): expected"),
     ],
 )
