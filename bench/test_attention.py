@@ -117,13 +117,14 @@ def test_attention(benchmark, score, shape, direction):
 
     upstream = grad if direction != "forward" else None
     calls = {name: call(way, args, upstream) for name, way in ways.items()}
-    start = time.perf_counter()
     for run in calls.values():  # compile, fill caches
         run()
-        run()
     memory = {name: peak_memory(run) for name, run in calls.items()}
-    once = max((time.perf_counter() - start) / 3 / len(calls), 1e-4)
-    rounds = max(5, min(100, int(8 / once)))
+    start = time.perf_counter()
+    for run in calls.values():
+        run()
+    once = max((time.perf_counter() - start) / len(calls), 1e-4)
+    rounds = max(5, min(100, int(4 / (once * len(calls)))))
     times: dict[str, list[float]] = {name: [] for name in peers}
 
     def time_peers():
