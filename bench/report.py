@@ -58,13 +58,9 @@ def markdown(report: dict) -> str:
             sizes = ", ".join(map(str, r["sizes"]))
             cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
             text.append("| " + " | ".join(cells) + " |")
-        for p in peers:
-            mean = statistics.geometric_mean(r["peers"][p] / r["median"] for r in members)
-            text.append(
-                f"\nGeometric mean over {p}: {mean:.1f}×"
-                if p == peers[0]
-                else f"; over {p}: {mean:.1f}×"
-            )
+        by_peer = ([r["peers"][p] / r["median"] for r in members] for p in peers)
+        ratios = [statistics.geometric_mean(x) for x in by_peer]
+        text.append("| geometric mean | | | " + " | ".join(f"{x:.1f}×" for x in ratios) + " | | |")
         text.append("")
     return "\n".join(text)
 
