@@ -103,7 +103,7 @@ def test_large_scores(factor, host):
 
 
 @pytest.mark.parametrize(
-    ("q", "k"), [(10.89, 10.89), (10.91, 10.91), (21.7, -21.7), (-300.0, 299.5), (1e30, 1.0)]
+    ("q", "k"), [(8.0, 8.0), (18.0, 18.0), (21.7, -21.7), (-300.0, 299.5), (1e30, 1.0)]
 )
 def test_factored_domain(q, k, host):
     test_attention.test_factored_domain(q, k, host)
