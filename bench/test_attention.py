@@ -46,6 +46,7 @@ def scaled_dot_product(query, key, value, **_):
 
 def contenders(score: str) -> dict:
     """Return what can be timed here; the first is attnfast's own choice."""
+    torch._dynamo.reset()  # or past eight shapes it would fall back to eager
     chosen = choose(None, DEVICE, torch.float32)
     ways = {f"attnfast ({chosen})": lambda **a: attend(a, need_weights=True)}
     for name in BACKENDS:
