@@ -92,11 +92,11 @@ def chart(report: dict, path: Path) -> None:
         axis.axvline(1, color="black", linewidth=1)
         axis.set_xscale("log")
         axis.set_yticks(range(len(members)), [r["shape"] for r in members])
-        axis.invert_yaxis()
         axis.set_title(f"{group[0]}, {group[1]}", fontsize=10)
         axis.set_xlabel("times slower than attnfast")
         axis.legend(fontsize=8, frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].invert_yaxis()  # shared by all
     figure.savefig(path, dpi=150)
 
 
