@@ -8,32 +8,12 @@ Every module has the same two calls::
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from attnfast.ops.attention import additive_attention, dot_attention
+from attnfast.memory import Memory, attend, prepare
 
 __all__ = ["BahdanauAttention", "LuongAttention", "Memory", "MultiHeadAttention"]
-
-
-class Memory(NamedTuple):
-    """What a decoder attends to, projected once: made by ``prepare``, read by ``forward``.
-
-    ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
-    ``mask [B, (1,) 1, Tk]`` or None.
-    """
-
-    key: Tensor
-    value: Tensor
-    lengths: Tensor | None = None
-    mask: Tensor | None = None
-
-    def index_select(self, index: Tensor) -> Memory:
-        """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
-        kept = {name: x for name, x in self._asdict().items() if x is not None}
-        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
 
 class _Attention(nn.Module):
@@ -65,19 +45,16 @@ class _Attention(nn.Module):
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
         """
         mask = None if mask is None else mask.unsqueeze(1)
-        return Memory(self.key_proj(states), states, lengths, mask)
+        return self._remember(self.key_proj(states), states, lengths, mask)
 
-    def attend(self, query: Tensor, memory: Memory, need_weights: bool):
+    def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
+        """Make the memory of projected keys."""
+        return prepare(key, value, self.weight, lengths=lengths, mask=mask, backend=self.backend)
+
+    def _attend(self, query: Tensor, memory: Memory, need_weights: bool):
         """Run the op on a projected query."""
-        options = {
-            "lengths": memory.lengths,
-            "mask": memory.mask,
-            "need_weights": need_weights,
-            "backend": self.backend,
-        }
-        if self.weight is None:
-            return dot_attention(query, memory.key, memory.value, scale=self.scale, **options)
-        return additive_attention(query, memory.key, memory.value, self.weight, **options)
+        scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
+        return attend(query, memory, scale=scale, need_weights=need_weights)
 
     def forward(
         self, state: Tensor, memory: Memory, need_weights: bool = False
@@ -95,7 +72,7 @@ class _Attention(nn.Module):
         """
         step = state.dim() == 2
         query = self.query_proj(state.unsqueeze(1) if step else state)
-        context, weights = self.attend(query, memory, need_weights)
+        context, weights = self._attend(query, memory, need_weights)
         if step:
             return context.squeeze(1), None if weights is None else weights.squeeze(-2)
         return context, weights
@@ -121,7 +98,7 @@ class BahdanauAttention(_Attention):
         bias: bool = False,
         backend: str | None = None,
     ):
-        super().__init__((attn_dim,), None, backend)
+        super().__init__((attn_dim,), 1.0, backend)
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
@@ -220,7 +197,8 @@ class MultiHeadAttention(_Attention):
         if num_heads < 1 or attn_dim % num_heads:
             raise ValueError(f"num_heads must divide attn_dim {attn_dim}, got {num_heads}")
         head_dim = attn_dim // num_heads
-        super().__init__((num_heads, head_dim) if score == "additive" else None, None, backend)
+        weight_shape, scale = ((num_heads, head_dim), 1.0) if score == "additive" else (None, None)
+        super().__init__(weight_shape, scale, backend)
         self.num_heads = num_heads
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
@@ -235,8 +213,8 @@ class MultiHeadAttention(_Attention):
     ) -> Memory:
         mask = None if mask is None else mask[:, None, None]
         key, value = self._split(self.key_proj(states)), self._split(self.value_proj(states))
-        return Memory(key, value, lengths, mask)
+        return self._remember(key, value, lengths, mask)
 
-    def attend(self, query: Tensor, memory: Memory, need_weights: bool):
-        context, weights = super().attend(self._split(query), memory, need_weights)
+    def _attend(self, query: Tensor, memory: Memory, need_weights: bool):
+        context, weights = super()._attend(self._split(query), memory, need_weights)
         return self.out_proj(context.transpose(1, 2).flatten(2)), weights

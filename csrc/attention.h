@@ -21,6 +21,7 @@ struct Attention {
   View weight;                   // [H, A] by its head stride; absent: dot score
   View bias, mask;               // any strides
   const int64_t* lengths;        // [B] or null
+  View exponentials;             // CPU: e^{2 key}, float, rows padded with 0 to kPadding, or absent
   View context;                  // out, contiguous, of dtype
   View weights, log_sum_exp;     // out (in, for the backward), contiguous, of the accumulation
                                  // dtype; weights may be absent
@@ -28,10 +29,16 @@ struct Attention {
   View grad_weights;             // of the accumulation dtype, column stride 1, or absent
   View grad_log_sum_exp;         // contiguous, or absent
   View grad_score;               // contiguous [B, H, Tq, Tk] of the accumulation dtype
-  View grad_query, grad_key, grad_value;  // contiguous
+  bool grad_score_given;         // or it is the first thing to compute
+  View grad_query, grad_key, grad_value;  // contiguous; absent where not needed, as grad_weight
   View grad_weight;              // rows [B, H, grad_weight_parts, A] that add up to the gradient, of
                                  // the accumulation dtype
-  int64_t rows;                  // CPU: query rows that one item of forward or grad_score takes
+  View scores;                   // CPU: the place of the scores, if not a thread's scratch; may be weights
+  View ranges;                   // CPU: out of prepare, float [B, H, blocks of keys]
+  int64_t rows, keys, columns;   // CPU: what one item of a pass takes
 };
+
+constexpr int64_t kPadding = 32;            // features, of the exponentials
+constexpr float kPreparedLimit = 21.8 / 2;  // of the keys whose exponentials are kept
 
 }  // namespace attnfast

@@ -62,6 +62,9 @@ View broadcast_view(const Tensor& x) {
   return v;
 }
 
+// Its numbers side by side; one that is so already is not sent through the dispatcher.
+Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
 // The same with unit column stride; `keep` holds the copy if one is needed.
 View view_of_rows(const Tensor& x, std::vector<Tensor>& keep) {
   if (x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1) return view(x);
@@ -76,11 +79,11 @@ std::vector<int64_t> shape(const Tensor& rows_of, int64_t columns) {
 }
 
 struct Call {
-  Attention a;
+  Attention a{};
   std::vector<Tensor> keep;  // copies that outlive the pointers into them
 
   Call(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-       const Optional& lengths, double scale) {
+       const Optional& lengths, const Optional& exponentials, double scale) {
     const int64_t n = query.dim();
     a.dtype = dtype_of(query);
     a.B = query.size(0);
@@ -94,24 +97,25 @@ struct Call {
     a.key = view_of_rows(key, keep);
     a.value = view_of_rows(value, keep);
     if (weight) {
-      keep.push_back(torch::stable::contiguous(*weight));
+      keep.push_back(packed(*weight));
       a.weight.data = keep.back().data_ptr();
       a.weight.head = weight->dim() == 2 ? a.A : 0;
     }
-    a.lengths = nullptr;
     if (lengths) {
-      keep.push_back(torch::stable::contiguous(torch::stable::to(*lengths, ScalarType::Long)));
+      const bool wide = lengths->scalar_type() == ScalarType::Long;
+      keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
       a.lengths = static_cast<const int64_t*>(keep.back().data_ptr());
     }
+    if (exponentials) a.exponentials = view(*exponentials);
   }
 };
 
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor key,
                                              const Tensor value, const Optional weight,
                                              const Optional bias, const Optional mask,
-                                             const Optional lengths, double scale,
-                                             bool need_weights) {
-  Call call(query, key, value, weight, lengths, scale);
+                                             const Optional lengths, const Optional exponentials,
+                                             double scale, bool need_weights) {
+  Call call(query, key, value, weight, lengths, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
   Tensor context = torch::stable::new_empty(query, shape(query, a.Dv));
@@ -132,37 +136,47 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor grad_context, const Optional grad_weights, const Optional grad_log_sum_exp,
     const Tensor query, const Tensor key, const Tensor value, const Optional weight,
-    const Optional lengths, const Tensor weights, double scale, bool need_grad_bias) {
-  Call call(query, key, value, weight, lengths, scale);
+    const Optional lengths, const Optional exponentials, const Tensor weights,
+    const Optional given_grad_score, double scale, bool need_grad_query, bool need_grad_key,
+    bool need_grad_score) {
+  Call call(query, key, value, weight, lengths, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
-  Tensor grad_query = torch::stable::new_empty(query, query.sizes());
-  Tensor grad_key = torch::stable::new_empty(query, key.sizes());
-  Tensor grad_value = torch::stable::new_empty(query, value.sizes());
-  Tensor grad_score = torch::stable::new_empty(query, weights.sizes(), sums);
-  const int64_t parts = weight ? grad_weight_parts(a) : 0;
-  Tensor grad_weight = torch::stable::new_empty(query, {a.B, a.H, parts, a.A}, sums);
-  const Tensor saved = torch::stable::contiguous(weights);
+  const auto empty = [&](bool needed, std::vector<int64_t> sizes, ScalarType dtype, View& out) {
+    const Tensor x = torch::stable::new_empty(query, needed ? sizes : std::vector<int64_t>{0}, dtype);
+    if (needed) out = view(x);
+    return x;
+  };
+  const auto like = [&](const Tensor& x) {
+    return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
+  };
+  const ScalarType dtype = query.scalar_type();
+  const Tensor grad_query = empty(need_grad_query, like(query), dtype, a.grad_query);
+  const Tensor grad_key = empty(need_grad_key, like(key), dtype, a.grad_key);
+  const Tensor grad_value = empty(need_grad_key, like(value), dtype, a.grad_value);
+  const bool need_grad_weight = need_grad_key && weight;
+  Tensor grad_weight = empty(need_grad_weight,
+                             {a.B, a.H, need_grad_weight ? grad_weight_parts(a) : 0, a.A}, sums,
+                             a.grad_weight);
+  a.grad_score_given = given_grad_score.has_value();
+  Tensor grad_score = a.grad_score_given ? packed(*given_grad_score)
+                                         : torch::stable::new_empty(query, weights.sizes(), sums);
+  const Tensor saved = packed(weights);
   a.weights = view(saved);
+  a.grad_score = view(grad_score);
   a.grad_context = view_of_rows(grad_context, call.keep);
   if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, call.keep);
   if (grad_log_sum_exp) a.grad_log_sum_exp = view(*grad_log_sum_exp, false);
-  a.grad_score = view(grad_score);
-  a.grad_query = view(grad_query);
-  a.grad_key = view(grad_key);
-  a.grad_value = view(grad_value);
-  a.grad_weight = view(grad_weight);
   run_backward(a, query);
 
-  if (weight) {  // its parts add up, in double, over what shares a weight
+  if (need_grad_weight) {  // its parts add up, in double, over what shares a weight
     using Axes = std::vector<int64_t>;
     const Axes shared = weight->dim() == 2 ? Axes{0, 2} : Axes{0, 1, 2};
     grad_weight = torch::stable::sum(grad_weight, shared, false, ScalarType::Double);
-    grad_weight = torch::stable::to(grad_weight, query.scalar_type());
-  } else {
-    grad_weight = torch::stable::new_empty(query, {0});
+    grad_weight = torch::stable::to(grad_weight, dtype);
   }
-  if (!need_grad_bias) grad_score = torch::stable::new_empty(query, {0}, sums);
+  if (!need_grad_score || a.grad_score_given)
+    grad_score = torch::stable::new_empty(query, {0}, sums);
   return {grad_query, grad_key, grad_value, grad_weight, grad_score};
 }
 

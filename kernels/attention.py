@@ -449,8 +449,9 @@ def _additive_gradient(
     scale = _scalar(scale, acc)
     p_weight += i_h * s_weight[0] + o_a * s_weight[1]
     b_weight = tl.load(p_weight, mask=m_a, other=0).to(acc)
-    b_dx *= (4 * scale * b_weight)[None, :]
-    tl.store(p_dx + (i_bh * Tx + o_x)[:, None] * A + o_a[None, :], b_dx, mask=m_xa)
+    if p_dx is not None:
+        b_dx *= (4 * scale * b_weight)[None, :]
+        tl.store(p_dx + (i_bh * Tx + o_x)[:, None] * A + o_a[None, :], b_dx, mask=m_xa)
     if p_dw is not None:
         b_dw = scale * (tl.sum(b_sum, 0) - 2 * tl.sum(b_dw, 0))
         tl.store(p_dw + (i_bh * NX + i_x) * A + o_a, b_dw, mask=m_a)
@@ -518,7 +519,9 @@ def _multiply(m, x, lengths, out, scale: float, *, over_keys: bool, clean: bool)
     )  # fmt: skip
 
 
-def forward(query, key, value, weight, bias, mask, lengths, scale: float, need_weights: bool):
+def forward(
+    query, key, value, weight, bias, mask, lengths, exponentials, scale: float, need_weights: bool
+):
     """Run the operator ``attention`` of :data:`attnfast.ops.attention.SCHEMAS`."""
     acc, rows, Tk, Dv = accumulation_dtype(query.dtype), query.shape[:-1], *value.shape[-2:]
     context = query.new_empty((*rows, Dv))
@@ -553,32 +556,41 @@ def forward(query, key, value, weight, bias, mask, lengths, scale: float, need_w
 
 
 def backward(
-    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, weights,
-    scale: float, need_grad_bias: bool,
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, exponentials,
+    weights, grad_score, scale: float, need_grad_query: bool, need_grad_key: bool,
+    need_grad_score: bool,
 ):  # fmt: skip
     """Run the operator ``attention_backward`` of :data:`attnfast.ops.attention.SCHEMAS`."""
-    grads = [x.new_empty(x.shape) for x in (query, key, value)]
-    grad_query, grad_key, grad_value = grads
-    grad_weight = query.new_empty(0)
-    ds = torch.empty_like(weights)
-    shape = None if weight is None else weight.shape
+
+    def empty(needed: bool, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape if needed else 0)
+
+    grad_query = empty(need_grad_query, query)
+    grad_key, grad_value = empty(need_grad_key, key), empty(need_grad_key, value)
+    need_grad_weight = need_grad_key and weight is not None
+    grad_weight, shape = query.new_empty(0), None if weight is None else weight.shape
+    ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
     query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
     grad_context, grad_weights = _heads(grad_context), _heads(grad_weights)
     (B, H, Tq, A), (Tk, Dv) = query.shape, value.shape[2:]
     BQ, BK, BV = _block(Tq, 64), _block(Tk, 32), _block(Dv, _depth(query.dtype))
     with torch.cuda.device_of(query):
-        _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
-            grad_context, grad_weights,
-            None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
-            value, weights, lengths, ds, grad_context.stride(), _strides(grad_weights),
-            value.stride(), H, Tq, Tk, Dv,
-            BQ=BQ, BK=BK, BV=BV, num_warps=8, enable_fp_fusion=True,
-        )  # fmt: skip
-        _multiply(weights, grad_context, lengths, grad_value, 1.0, over_keys=False, clean=False)
+        if grad_score is None:
+            _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
+                grad_context, grad_weights,
+                None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
+                value, weights, lengths, ds, grad_context.stride(), _strides(grad_weights),
+                value.stride(), H, Tq, Tk, Dv,
+                BQ=BQ, BK=BK, BV=BV, num_warps=8, enable_fp_fusion=True,
+            )  # fmt: skip
+        if need_grad_key:
+            _multiply(weights, grad_context, lengths, grad_value, 1.0, over_keys=False, clean=False)
         if weight is None:
-            _multiply(ds, key, lengths, grad_query, scale, over_keys=True, clean=True)
-            _multiply(ds, query, lengths, grad_key, scale, over_keys=False, clean=True)
-        else:
+            if need_grad_query:
+                _multiply(ds, key, lengths, grad_query, scale, over_keys=True, clean=True)
+            if need_grad_key:
+                _multiply(ds, query, lengths, grad_key, scale, over_keys=False, clean=True)
+        elif need_grad_query or need_grad_key:
             factored = ds.dtype == torch.float32
             BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
             e_q = e_k = (None, None)
@@ -587,16 +599,19 @@ def backward(
                 e_k = _exponentials_of(key, weight, lengths, BK, transposed=False)
             parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
             _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
-                query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths, grad_query, parts,
+                query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths,
+                grad_query if need_grad_query else None, parts if need_grad_weight else None,
                 query.stride(), key.stride(), weight.stride(), (Tk, 1), _pair(scale),
                 H, Tk, Tq, Tk, A,
                 OVER_KEYS=True, BX=BQ, BY=BK, BA=BA, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
-            _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
-                key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, grad_key, None,
-                key.stride(), query.stride(), weight.stride(), (1, Tk), _pair(scale),
-                H, Tk, Tk, Tq, A,
-                OVER_KEYS=False, BX=BK, BY=BQ, BA=BA, num_warps=4, enable_fp_fusion=True,
-            )  # fmt: skip
-            grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
-    return *grads, grad_weight, ds if need_grad_bias else ds.new_empty(0)
+            if need_grad_key:
+                _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
+                    key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, grad_key, None,
+                    key.stride(), query.stride(), weight.stride(), (1, Tk), _pair(scale),
+                    H, Tk, Tk, Tq, A,
+                    OVER_KEYS=False, BX=BK, BY=BQ, BA=BA, num_warps=4, enable_fp_fusion=True,
+                )  # fmt: skip
+                grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
+    keep_score = need_grad_score and grad_score is None
+    return grad_query, grad_key, grad_value, grad_weight, ds if keep_score else ds.new_empty(0)

@@ -233,13 +233,18 @@ def results(case: Case, args: dict[str, Tensor | None], how) -> dict[str, Tensor
     return {k: v.detach() for k, v in outputs.items()}
 
 
-def oracle(case: Case) -> dict[str, Tensor]:
-    """Return the reference's results in float64 on the CPU, from the case's own numbers."""
+def oracle_of(case: Case, how) -> dict[str, Tensor]:
+    """Return the results of ``how`` in float64 on the CPU, from the case's own numbers."""
     args = {
         k: _leaf(v.detach().double() if v is not None and v.is_floating_point() else v)
         for k, v in inputs(case).items()
     }
-    return results(case, args, lambda **a: reference(**a, scale=1.0))
+    return results(case, args, how)
+
+
+def oracle(case: Case) -> dict[str, Tensor]:
+    """Return the reference's results in float64 on the CPU."""
+    return oracle_of(case, lambda **a: reference(**a, scale=1.0))
 
 
 def check(case: Case, got: dict[str, Tensor], wanted: dict[str, Tensor], plain: dict[str, Tensor]):

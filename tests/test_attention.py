@@ -322,15 +322,18 @@ def test_opcheck(score, backend):
     ops = getattr(torch.ops, f"attnfast_{backend}")
     call = (
         *(args[k] for k in ("query", "key", "value", "weight")),
-        args["bias"], args["mask"], args["lengths"], 0.5, True,
+        args["bias"], args["mask"], args["lengths"], None, 0.5, True,
     )  # fmt: skip
     torch.library.opcheck(ops.attention.default, call)
     context, weights, log_sum_exp = ops.attention(*call)
-    backward = (
-        torch.randn_like(context), torch.randn_like(weights), torch.randn_like(log_sum_exp),
-        *call[:4], args["lengths"], weights, 0.5, True,
-    )  # fmt: skip
-    torch.library.opcheck(ops.attention_backward.default, backward)
+    grads = [torch.randn_like(x) for x in (context, weights, log_sum_exp)]
+    backward = (*grads, *call[:4], args["lengths"], None, weights)
+    for rest in (
+        (None, 0.5, True, True, True),
+        (None, 0.5, True, False, False),
+        (weights, 0.5, False, True, False),  # begins at the gradient of the scores
+    ):
+        torch.library.opcheck(ops.attention_backward.default, (*backward, *rest))
     assert set(SCHEMAS) == {"attention", "attention_backward"}
 
 

@@ -76,11 +76,11 @@ def record(cases: list[tuple]) -> list[tuple]:
             lengths = torch.tensor([Tk, 17])
             grad_weights, grad_lse = weights, weights[..., 0]
         context, *_ = attention.forward(
-            query, key, value, weight, bias, mask, lengths, 1.0, extras == "all"
+            query, key, value, weight, bias, mask, lengths, None, 1.0, extras == "all"
         )
         attention.backward(
-            context, grad_weights, grad_lse, query, key, value, weight, lengths, weights, 1.0,
-            bias is not None,
+            context, grad_weights, grad_lse, query, key, value, weight, lengths, None, weights,
+            None, 1.0, True, True, bias is not None,
         )  # fmt: skip
     return launches
 

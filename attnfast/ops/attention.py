@@ -23,20 +23,23 @@ from attnfast.backends import FLOATS, HALF, choose
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
 #: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
-#: in place of a size. The backward takes the saved weights, which are exactly 0 where a
-#: row may not see a key, and returns tensors of size [0] for the gradients that are not needed.
+#: in place of a size. ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys.
+#: The backward takes the saved weights, which are exactly 0 where a row may not see a key, and
+#: returns tensors of size [0] for the gradients that are not needed; ``need_grad_key`` stands for
+#: key, value and weight. It begins at ``grad_score``, the gradient of the scores, if that is given.
 SCHEMAS = {
     "attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
-        "Tensor? lengths, float scale, bool need_weights) "
+        "Tensor? lengths, Tensor? exponentials, float scale, bool need_weights) "
         "-> (Tensor context, Tensor weights, Tensor log_sum_exp)"
     ),
     "attention_backward": (
         "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_log_sum_exp, Tensor query, "
-        "Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor weights, float scale, "
-        "bool need_grad_bias) -> "
+        "Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? exponentials, "
+        "Tensor weights, Tensor? grad_score, float scale, "
+        "bool need_grad_query, bool need_grad_key, bool need_grad_score) -> "
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
-        "Tensor grad_bias)"
+        "Tensor grad_score)"
     ),
 }
 
@@ -88,7 +91,22 @@ def reference(
     return (weights @ v).to(query.dtype), weights, log_sum_exp
 
 
-def _fake(query, key, value, weight, bias, mask, lengths, scale, need_weights):
+def operators_of(backend: str) -> Any:
+    """Return the namespace of a compiled backend's operators."""
+    return getattr(torch.ops, f"attnfast_{backend}")
+
+
+def call(operator: Any, *args: Any) -> Any:
+    """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
+def _fake(
+    query, key, value, weight, bias, mask, lengths, exponentials, scale, need_weights
+):  # fmt: skip
     dtype = accumulation_dtype(query.dtype)
     rows = query.shape[:-1]
     weights = query.new_empty((*rows, key.shape[-2]) if need_weights else (0,), dtype=dtype)
@@ -97,45 +115,63 @@ def _fake(query, key, value, weight, bias, mask, lengths, scale, need_weights):
 
 
 def _fake_backward(
-    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, weights,
-    scale, need_grad_bias,
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, exponentials,
+    weights, grad_score, scale, need_grad_query, need_grad_key, need_grad_score,
 ):  # fmt: skip
-    grads = [x.new_empty(x.shape) for x in (query, key, value)]
-    grads.append(query.new_empty((0,) if weight is None else weight.shape))
-    grads.append(weights.new_empty(weights.shape if need_grad_bias else (0,)))
-    return tuple(grads)
+    return (
+        query.new_empty(query.shape if need_grad_query else (0,)),
+        query.new_empty(key.shape if need_grad_key else (0,)),
+        query.new_empty(value.shape if need_grad_key else (0,)),
+        query.new_empty(weight.shape if need_grad_key and weight is not None else (0,)),
+        weights.new_empty(weights.shape if need_grad_score else (0,)),
+    )
 
 
 def _setup_context(ctx: Any, inputs, output):
-    query, key, value, weight, bias, _, lengths, scale, _ = inputs
-    ctx.save_for_backward(query, key, value, weight, lengths, output[1])
+    query, key, value, weight, bias, _, lengths, exponentials, scale, _ = inputs
+    ctx.save_for_backward(query, key, value, weight, lengths, exponentials, output[1])
     ctx.scale = scale
     ctx.bias_shape = None if bias is None else bias.shape
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(backward_op):
-    """Return the derivative of a backend's operator, made of its backward operator."""
+def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
+    query, key, value, weight, lengths, exponentials, weights = ctx.saved_tensors
+    if grad_context is None:
+        grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+    need_query, need_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+    need_key = any(ctx.needs_input_grad[1:4])
+    grad_query, grad_key, grad_value, grad_weight, grad_bias = call(
+        ctx.operator,
+        grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths,
+        exponentials, weights, None, ctx.scale, need_query, need_key, need_bias,
+    )  # fmt: skip
+    if need_bias:
+        grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
+    return (
+        grad_query if need_query else None,
+        grad_key if need_key else None,
+        grad_value if need_key else None,
+        grad_weight if need_key and weight is not None else None,
+        grad_bias if need_bias else None,
+        *[None] * 5,
+    )
 
-    def backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
-        query, key, value, weight, lengths, weights = ctx.saved_tensors
-        if grad_context is None:
-            grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
-        need_grad_bias = ctx.needs_input_grad[4]
-        *grads, grad_weight, grad_bias = backward_op(
-            grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths,
-            weights, ctx.scale, need_grad_bias,
-        )  # fmt: skip
-        if need_grad_bias:
-            grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
-        return (
-            *grads,
-            None if weight is None else grad_weight,
-            grad_bias if need_grad_bias else None,
-            *[None] * 4,
-        )
 
-    return backward
+class _Attention(torch.autograd.Function):
+    """The derivative in eager mode: that of the registered operator, at half its overhead."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs):
+        *arguments, operators = inputs
+        output = call(operators.attention.default, *arguments)
+        _setup_context(ctx, arguments, output)
+        ctx.operator = operators.attention_backward.default
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        return *_backward(ctx, *grads), None
 
 
 def _no_second_derivative(ctx: Any, *grads):
@@ -152,14 +188,20 @@ def _register(backend: str) -> torch.library.Library:
         library.define(name + schema)
     torch.library.register_fake(forward, _fake, lib=library)
     torch.library.register_fake(backward, _fake_backward, lib=library)
-    operators = getattr(torch.ops, f"attnfast_{backend}")
-    derivative = _differentiate(operators.attention_backward.default)
+
+    def derivative(ctx: Any, *grads):
+        ctx.operator = operators_of(backend).attention_backward.default
+        return _backward(ctx, *grads)
+
     torch.library.register_autograd(forward, derivative, setup_context=_setup_context, lib=library)
     torch.library.register_autograd(backward, _no_second_derivative, lib=library)
     return library
 
 
 _libraries = {backend: _register(backend) for backend in ("cpu", "triton", "cuda")}
+
+# e^{2 key} in float32, [B, H, Tk, A rounded up to 32]; size [0] if a key is beyond its domain.
+_libraries["cpu"].define("exponentials(Tensor key, Tensor? lengths) -> Tensor")
 
 
 @torch.library.impl("attnfast_triton::attention", "default", lib=_libraries["triton"])
@@ -190,29 +232,33 @@ def check(
     lengths: Tensor | None,
 ) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    named = {"query": query, "key": key, "value": value, "weight": weight, "bias": bias}
-    for name, x in {**named, "mask": mask, "lengths": lengths}.items():
-        if x is None and name not in ("query", "key", "value"):
+    if not isinstance(query, Tensor):
+        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
+    device, dtype = query.device, query.dtype
+    given = (key, value, weight, bias, mask, lengths)
+    for name, x in zip(("key", "value", "weight", "bias", "mask", "lengths"), given):
+        if x is None and name not in ("key", "value"):
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != query.device:
-            _refuse(name, f"on the query's device {query.device}", x.device)
-        if name in named and x.dtype != query.dtype:
-            _refuse(name, f"of the query's dtype {query.dtype}", x.dtype)
-    if query.dtype not in FLOATS:
-        _refuse("query", "float32, float64, bfloat16 or float16", query.dtype)
+        if x.device != device:
+            _refuse(name, f"on the query's device {device}", x.device)
+        if x.dtype != dtype and name not in ("mask", "lengths"):
+            _refuse(name, f"of the query's dtype {dtype}", x.dtype)
+    if dtype not in FLOATS:
+        _refuse("query", "float32, float64, bfloat16 or float16", dtype)
     if query.dim() not in (3, 4):
         _refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(query.shape))
-    *batch, _, features = query.shape
-    if key.dim() != query.dim() or key.shape[:-2] != query.shape[:-2] or key.shape[-1] != features:
-        _refuse("key", f"{[*batch, 'Tk', features]} to fit the query", list(key.shape))
-    if value.dim() != key.dim() or value.shape[:-1] != key.shape[:-1]:
-        _refuse("value", f"{[*key.shape[:-1], 'Dv']} to fit the key", list(value.shape))
+    q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)  # quicker than torch.Size
+    *batch, _, features = q
+    if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != features:
+        _refuse("key", f"{[*batch, 'Tk', features]} to fit the query", list(k))
+    if len(v) != len(k) or v[:-1] != k[:-1]:
+        _refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
     if weight is not None and weight.shape not in ((features,), (*batch[1:], features)):
         shapes = f"[{features}]" + (f" or {[batch[1], features]}" if len(batch) == 2 else "")
         _refuse("weight", f"{shapes} to fit the query", list(weight.shape))
-    scores = (*query.shape[:-1], key.shape[-2])
+    scores = (*q[:-1], k[-2])
     if mask is not None and mask.dtype != torch.bool:
         _refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
     for name, x in (("mask", mask), ("bias", bias)):
@@ -221,17 +267,17 @@ def check(
         ):
             _refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
     if lengths is not None:
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != query.shape[:1]:
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != q[:1]:
             got = f"{lengths.dtype} {list(lengths.shape)}"
-            _refuse("lengths", f"int64 or int32 of shape [{query.shape[0]}]", got)
-        readable = type(lengths) is Tensor and lengths.device.type == "cpu"  # not a fake one
+            _refuse("lengths", f"int64 or int32 of shape [{q[0]}]", got)
+        readable = type(lengths) is Tensor and device.type == "cpu"  # not a fake one
         if readable and not torch.compiler.is_compiling():
             for length in lengths.tolist():
-                if not 0 <= length <= key.shape[-2]:
-                    _refuse("lengths", f"between 0 and {key.shape[-2]}, the number of keys", length)
+                if not 0 <= length <= k[-2]:
+                    _refuse("lengths", f"between 0 and {k[-2]}, the number of keys", length)
 
 
-def _refuse_tangents(inputs) -> None:
+def refuse_tangents(*inputs: Tensor | None) -> None:
     """Raise in forward-mode differentiation, where a registered operator gives silent zeros."""
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
@@ -242,7 +288,7 @@ def _refuse_tangents(inputs) -> None:
         )
 
 
-def _autocast(*inputs):
+def autocast(*inputs):
     """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
     device = inputs[0].device.type if isinstance(inputs[0], Tensor) else None
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
@@ -252,12 +298,28 @@ def _autocast(*inputs):
     return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in inputs]
 
 
+def run(
+    query, key, value, weight, bias, mask, lengths, exponentials, scale, need_weights, backend
+):  # fmt: skip
+    """Run a backend on checked arguments; return what the operator does."""
+    if backend == "reference":
+        return reference(query, key, value, weight, bias, mask, lengths, scale)
+    inputs = (query, key, value, weight, bias)
+    refuse_tangents(*inputs)
+    operators, rest = operators_of(backend), (mask, lengths, exponentials, scale)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        if not torch.compiler.is_compiling():
+            return _Attention.apply(*inputs, *rest, True, operators)
+        need_weights = True  # for the backward
+    return call(operators.attention.default, *inputs, *rest, need_weights)
+
+
 def _attention(
     query, key, value, weight, scale, lengths, mask, bias, temperature, need_weights,
     need_log_sum_exp, backend,
 ):  # fmt: skip
     """Check, choose a backend and run: what both public functions share."""
-    query, key, value, weight, bias = _autocast(query, key, value, weight, bias)
+    query, key, value, weight, bias = autocast(query, key, value, weight, bias)
     check(query, key, value, weight, bias, mask, lengths)
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         _refuse("temperature", "a positive number", repr(temperature))
@@ -269,20 +331,9 @@ def _attention(
     if bias is not None:
         bias = bias / temperature if temperature != 1 else bias
     backend = choose(backend, query.device, query.dtype)
-    if backend == "reference":
-        context, weights, log_sum_exp = reference(
-            query, key, value, weight, bias, mask, lengths, scale
-        )
-    else:
-        inputs = (query, key, value, weight, bias)
-        _refuse_tangents(inputs)
-        differentiable = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in inputs
-        )
-        operator = getattr(torch.ops, f"attnfast_{backend}").attention.default
-        context, weights, log_sum_exp = operator(
-            *inputs, mask, lengths, scale, need_weights or differentiable
-        )
+    context, weights, log_sum_exp = run(
+        query, key, value, weight, bias, mask, lengths, None, scale, need_weights, backend
+    )
     result = (context, weights.to(query.dtype) if need_weights else None)
     return (*result, log_sum_exp) if need_log_sum_exp else result
 

@@ -12,12 +12,15 @@ struct Pass {
   void (*run)(const Attention&, int64_t item, void* scratch);
 };
 
-// One set of functions per instruction set. Scratch is private to a thread, 64-byte aligned.
+// One set of functions per instruction set. Scratch is private to a thread, 64-byte aligned. Item i
+// of a pass needs item i of the pass before, and no other, where both have as many items; they then
+// share a thread's scratch too.
 struct AttentionKernels {
   size_t (*scratch)(const Attention&);  // bytes
-  Pass forward;
-  Pass grad_score;
-  Pass grad_inputs;  // a slice of the features of every gradient but the score's
+  Pass forward[3];                      // scores, softmax, context
+  Pass grad_score[2];                   // grad_weights, then the softmax's backward
+  Pass grad_inputs;                     // slices of the features of every gradient but the score's
+  Pass prepare;                         // exponentials of the keys
 };
 
 // clang-format off

@@ -63,6 +63,63 @@ static inline C sum(Vec<C> x) {
   return s[0];
 }
 
+// out[i] = the sum of x[i]
+template <class C>
+static inline void sums(const Vec<C> (&x)[4], C* out) {
+  for (int i = 0; i < 4; ++i) out[i] = sum<C>(x[i]);
+}
+
+#if defined(__AVX2__)
+// By 128 bits: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
+static inline Vec<float> pairs(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) +
+         (Vec<float>)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd);
+#else
+  return (Vec<float>)_mm256_hadd_ps((__m256)a, (__m256)b);
+#endif
+}
+
+// Eight rows of eight floats become eight columns.
+static inline void transpose8(const float* in, int64_t stride, float* out, int64_t out_stride) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(in + i * stride);
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + 2 + j], 0x44);
+      a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + 2 + j], 0xee);
+    }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(out + i * out_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(out + (i + 4) * out_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+}
+
+template <>
+inline void sums(const Vec<float> (&x)[4], float* out) {
+  const Vec<float> four = pairs(pairs(x[0], x[1]), pairs(x[2], x[3]));
+#if defined(__AVX512F__)
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)four),
+                                    _mm512_extractf32x8_ps((__m512)four, 1));
+#else
+  const __m256 half = (__m256)four;
+#endif
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#endif
+
+template <class C>
+static inline bool has_nan(Vec<C> x) {
+  const auto equal = x == x;  // all bits set where it is
+  bool all = true;
+  for (int i = 0; i < Vector<C>::width; ++i) all &= equal[i] != 0;
+  return !all;
+}
+
 // exp(x), within 2 ulp; x outside ±87 counts as ±87. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
 static inline Vec<float> exp(Vec<float> x) {
   x = x > 87.f ? splat(87.f) : x;

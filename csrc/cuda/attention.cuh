@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     const int64_t c = lane + 32 * half;
     C factor = sum.scale;
     if (S == Score::additive && c < width) factor *= 4 * widen(at<T>(a.weight, tile, 0)[slice + c]);
-    for (int r = 0; r < kHeight; ++r) {
+    for (int r = 0; sum.out.data && r < kHeight; ++r) {
       const int64_t row = warp + r * kWarps;
       if (row < rows && c < width)
         narrow(factor * out[r][half], at<T>(sum.out, tile, tile.row + row)[slice + c]);
@@ -323,8 +323,8 @@ void launch_backward(const Attention& a, Launch launch) {
     v.row = v.column, v.column = row;
     return v;
   };
-  Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.Tk, a.A, a.scale, false, {}};
-  if (a.weight.data) query.grad_weight = a.grad_weight;
+  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.Tk, a.A, a.scale, false,
+                     a.grad_weight};
   const Sum key = {transposed(a.grad_score), a.key, a.query, a.grad_key, a.Tk, a.Tq, a.A, a.scale,
                    true, {}};
   const Sum value = {transposed(a.weights), {}, a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv, 1,
@@ -335,8 +335,9 @@ void launch_backward(const Attention& a, Launch launch) {
       launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
     };
     const auto score = a.weight.data ? grad_rows<T, Score::additive> : grad_rows<T, Score::dot>;
-    launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
-    add(score, query);
+    if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
+    if (a.grad_query.data || a.grad_weight.data) add(score, query);
+    if (!a.grad_key.data) return;
     add(score, key);
     add(grad_rows<T, Score::dot>, value);
   });

@@ -1,0 +1,193 @@
+// Products of a small matrix with rows, and what brings rows into the form to compute with.
+#pragma once
+#include "vector.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+// Rows of numbers to compute with, `stride` apart.
+template <class C>
+struct Rows {
+  const C* data;
+  int64_t stride;
+};
+
+// Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
+// they are so already.
+template <class T, class C>
+Rows<C> gather(const T* src, int64_t stride, int64_t n, int64_t width, int64_t padded, C* scratch) {
+  if constexpr (sizeof(T) == sizeof(C)) {
+    if (width == padded) return {src, stride};
+  }
+  for (int64_t r = 0; r < n; ++r) {
+    C* out = scratch + r * padded;
+    for (int64_t c = 0; c < width; ++c) out[c] = widen(src[r * stride + c]);
+    for (int64_t c = width; c < padded; ++c) out[c] = 0;
+  }
+  return {scratch, padded};
+}
+
+// The first n numbers at p, the rest of the vector filled up.
+template <class C>
+Vec<C> load_part(const C* p, int64_t n, C fill) {
+  if (n >= Vector<C>::width) return load(p);
+  Vec<C> x = splat(fill);
+  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
+  return x;
+}
+
+// Round the first n numbers of x, at most a vector, into tensor elements.
+template <class T, class C>
+void put(T* out, Vec<C> x, int64_t n) {
+  if constexpr (sizeof(T) == sizeof(C)) {
+    if (n >= Vector<C>::width) return store(out, x);
+  }
+  for (int64_t i = 0; i < n && i < Vector<C>::width; ++i) narrow(x[i], out[i]);
+}
+
+// acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, v packed; in blocks of keys,
+// for sums of sums lose less than one long sum.
+template <int R, bool skip_zeros, class C>
+void mix_sums(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v,
+              Vec<C> (&total)[R][2]) {
+  constexpr int W = Vector<C>::width;
+  constexpr int64_t kBlock = 32;
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = Vec<C>{};
+  for (int64_t k0 = 0; k0 < n; k0 += kBlock) {
+    Vec<C> acc[R][2] = {};
+    for (int64_t k = k0; k < min(k0 + kBlock, n); ++k) {
+      const Vec<C> v0 = load(v + k * 2 * W), v1 = load(v + k * 2 * W + W);
+      for (int r = 0; r < R; ++r) {
+        const C x = p[r * p_row + k * p_col];
+        if (skip_zeros && x == 0) continue;
+        acc[r][0] += x * v0;
+        acc[r][1] += x * v1;
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      total[r][0] += acc[r][0];
+      total[r][1] += acc[r][1];
+    }
+  }
+}
+
+// out[r] = scale * sum_k p[r, k] v[k] for R rows. Where p are weights a key of weight 0 adds nothing
+// even when its value is NaN: a sum that is NaN is taken again without such keys, which changes no
+// bit otherwise.
+template <int R, bool weights, class C, class O>
+void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, C scale, O* out,
+              int64_t out_stride, int64_t width) {
+  constexpr int W = Vector<C>::width;
+  Vec<C> acc[R][2];
+  mix_sums<R, false>(p, p_row, p_col, n, v, acc);
+  if constexpr (weights) {
+    Vec<C> check = {};
+    for (int r = 0; r < R; ++r) check += acc[r][0] + acc[r][1];
+    if (__builtin_expect(has_nan<C>(check), 0)) mix_sums<R, true>(p, p_row, p_col, n, v, acc);
+  }
+  for (int r = 0; r < R; ++r) {
+    put<O, C>(out + r * out_stride, acc[r][0] * scale, width);
+    put<O, C>(out + r * out_stride + W, acc[r][1] * scale, width - W);
+  }
+}
+
+// The same for any number of rows.
+template <bool weights, class C, class O>
+void mix_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
+                C scale, O* out, int64_t out_stride, int64_t width) {
+  constexpr int R = kVectorBytes == 64 ? 8 : 6;  // what the registers hold
+  const auto run = [&](auto tile, int64_t r) {
+    tile(p + r * p_row, p_row, p_col, n, v, scale, out + r * out_stride, out_stride, width);
+  };
+  int64_t r = 0;
+  for (; r + R <= rows; r += R) run(mix_tile<R, weights, C, O>, r);
+  for (; r + 3 <= rows; r += 3) run(mix_tile<3, weights, C, O>, r);
+  for (; r < rows; ++r) run(mix_tile<1, weights, C, O>, r);
+}
+
+// out = scale * sum_k p[k] v[k]: runs through the rows of v once, four at a time, those of weight 0
+// left out. `acc` has room for a row.
+template <class T, class C, class O>
+void mix_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
+             C scale, O* out, C* acc) {
+  constexpr int W = Vector<C>::width;
+  for (int64_t c = 0; c < round_up(width, W); ++c) acc[c] = 0;
+  for (int64_t k = 0;;) {
+    const T* row[4];
+    C x[4] = {};
+    int found = 0;
+    for (; k < n && found < 4; ++k) {
+      if (p[k * p_col] == 0) continue;
+      row[found] = v + k * v_stride;
+      x[found++] = p[k * p_col];
+    }
+    if (found == 0) break;
+    for (int i = found; i < 4; ++i) row[i] = row[0];
+    for (int64_t c = 0; c < width; ++c)
+      acc[c] += (x[0] * widen(row[0][c]) + x[1] * widen(row[1][c])) +
+                (x[2] * widen(row[2][c]) + x[3] * widen(row[3][c]));
+  }
+  for (int64_t c = 0; c < width; c += W) put<O, C>(out + c, load(acc + c) * scale, width - c);
+}
+
+// Two vectors of columns of `n` rows, one after the other, zeros past `width`.
+template <class T, class C>
+void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
+  constexpr int W = Vector<C>::width;
+  for (int64_t k = 0; k < n; ++k, v += stride, out += 2 * W) {
+    if constexpr (sizeof(T) == sizeof(C)) {
+      if (width >= 2 * W) {
+        store(out, load(v));
+        store(out + W, load(v + W));
+        continue;
+      }
+    }
+    for (int64_t i = 0; i < 2 * W; ++i) out[i] = i < width ? widen(v[i]) : C{};
+  }
+}
+
+// out[c * 2W + r] = row r of up to 2W rows, column c: zeros past the last row.
+template <class C>
+void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  int64_t r = 0;
+#if defined(__AVX2__)
+  if constexpr (sizeof(C) == 4) {
+    for (; r + 8 <= n; r += 8)  // columns are a multiple of 8
+      for (int64_t c = 0; c < columns; c += 8)
+        transpose8(rows + r * stride + c, stride, out + c * W2 + r, W2);
+  }
+#endif
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t i = r; i < n; ++i) out[c * W2 + i] = rows[i * stride + c];
+    for (int64_t i = n; i < W2; ++i) out[c * W2 + i] = 0;
+  }
+}
+
+// out[r] = scale * sum_k p[r, k] v[k], columns [0, width) of v. Scratch: see mix_scratch.
+template <class T, class C, class O>
+void mix(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const T* v,
+         int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
+  constexpr int W = Vector<C>::width;
+  if (rows < 3 || n < 3) {  // too few to pay for packing
+    for (int64_t r = 0; r < rows; ++r)
+      mix_row(p + r * p_row, p_col, n, v, v_stride, width, scale, out + r * out_stride, scratch);
+    return;
+  }
+  for (int64_t c = 0; c < width; c += 2 * W) {
+    const int64_t part = min(width - c, 2 * W);
+    pack(v + c, v_stride, n, part, scratch);
+    mix_packed<true>(p, p_row, p_col, rows, n, scratch, scale, out + c, out_stride, part);
+  }
+}
+
+template <class C>
+int64_t mix_scratch(int64_t n, int64_t width) {
+  constexpr int W = Vector<C>::width;
+  return n * 2 * W + round_up(width, W);
+}
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast

@@ -1,0 +1,237 @@
+// Scores of tiles of queries and keys; the two paths of the additive one.
+//
+// With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
+// two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1).
+#pragma once
+#include "product.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+constexpr int64_t kKeyBlock = 64;
+// With max|q| + max|k| up to here d0 d1 stays below 2^126. Beyond, the direct path takes e^{2(q+k)}.
+constexpr double kFactoredLimit = 21.8;
+
+enum class Score { dot, factored, direct };
+
+// The largest magnitude, passing over NaN: a NaN in a masked key must not choose the path.
+template <class C>
+C largest(Rows<C> x, int64_t n, int64_t padded) {
+  constexpr int W = Vector<C>::width;
+  Vec<C> m = {};
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t c = 0; c < padded; c += W) {
+      const Vec<C> v = load(x.data + r * x.stride + c);
+      m = v > m ? v : m;
+      m = -v > m ? -v : m;
+    }
+  C best = 0;
+  for (int i = 0; i < W; ++i) best = m[i] > best ? m[i] : best;
+  return best;
+}
+
+// e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0.
+template <class C>
+Rows<C> exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
+  constexpr int W = Vector<C>::width;
+  for (int64_t r = 0; r < n; ++r) {
+    for (int64_t c = 0; c < padded; c += W)
+      store(out + r * padded + c, exp(load(x.data + r * x.stride + c) * (C)2));
+    for (int64_t c = width; c < padded; ++c) out[r * padded + c] = 0;
+  }
+  return {out, padded};
+}
+
+// out[i][j] = base + scale * sum_c of q_ic k_jc (dot), or of w_c / (1 + e^{2(q_ic + k_jc)})
+template <class C, Score S, int I, int J>
+void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C scale, C* out,
+                int64_t out_stride) {
+  constexpr int W = Vector<C>::width;
+  constexpr int64_t kFeatures = 16 * 2 * W;  // summed on their own: sums of sums lose less
+  Vec<C> total[I][J] = {};
+  for (int64_t c0 = 0; c0 < padded; c0 += kFeatures) {
+    Vec<C> acc[I][J] = {};
+    for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * W) {
+      for (int i = 0; i < I; ++i) {
+        const C* qi = q.data + i * q.stride + c;
+        const Vec<C> q0 = load(qi), q1 = load(qi + W);
+        for (int j = 0; j < J; ++j) {
+          const C* kj = k.data + j * k.stride + c;
+          const Vec<C> k0 = load(kj), k1 = load(kj + W);
+          if constexpr (S == Score::dot) {
+            acc[i][j] += q0 * k0;
+            acc[i][j] += q1 * k1;
+            continue;
+          }
+          const Vec<C> w0 = load(w + c), w1 = load(w + c + W);
+          if constexpr (S == Score::factored) {
+            const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
+            acc[i][j] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1);
+          } else {
+            acc[i][j] += w0 * logistic(q0 + k0);
+            acc[i][j] += w1 * logistic(q1 + k1);
+          }
+        }
+      }
+    }
+    for (int i = 0; i < I; ++i)
+      for (int j = 0; j < J; ++j) total[i][j] += acc[i][j];
+  }
+  for (int i = 0; i < I; ++i) {
+    C score[J];
+    if constexpr (J == 4) {
+      sums(total[i], score);
+    } else {
+      for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
+    }
+    for (int j = 0; j < J; ++j) out[i * out_stride + j] = base + scale * score[j];
+  }
+}
+
+// The scores of nq queries and nk keys. Four keys stay in the first cache while queries pass.
+template <class C, Score S>
+void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded, C base,
+                 C scale, C* out, int64_t out_stride) {
+  constexpr int I = 2;
+  for (int64_t j = 0; j < nk;) {
+    const int64_t keys = nk - j >= 4 ? 4 : 1;
+    for (int64_t i = 0; i < nq;) {
+      const int64_t rows = nq - i >= I ? I : 1;
+      const auto tile = keys == 4 ? (rows == I ? score_tile<C, S, I, 4> : score_tile<C, S, 1, 4>)
+                                  : (rows == I ? score_tile<C, S, I, 1> : score_tile<C, S, 1, 1>);
+      tile({q.data + i * q.stride, q.stride}, {k.data + j * k.stride, k.stride}, w, padded, base,
+           scale, out + i * out_stride + j, out_stride);
+      i += rows;
+    }
+    j += keys;
+  }
+}
+
+// The dot scores of nq queries and nk keys, times scale; scratch holds two vectors of keys, transposed.
+template <class C>
+void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C scale, C* out,
+               int64_t out_stride, C* scratch) {
+  constexpr int W2 = 2 * Vector<C>::width;
+  if (nq < 6)  // too few to pay for a transposition
+    return score_block<C, Score::dot>(q, nq, k, nk, nullptr, padded, 0, scale, out, out_stride);
+  for (int64_t j = 0; j < nk; j += W2) {
+    const int64_t keys = min(nk - j, W2);
+    transpose(k.data + j * k.stride, k.stride, keys, padded, scratch);
+    mix_packed<false>(q.data, q.stride, 1, nq, padded, scratch, scale, out + j, out_stride, keys);
+  }
+}
+
+// s = 1 / (1 + e^{2(q + k)}) - 1/2 = -tanh(q + k) / 2 of two vectors of features
+template <class C, bool factored>
+inline void half_tanh(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& s0, Vec<C>& s1) {
+  if constexpr (factored) {
+    const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
+    const Vec<C> r = reciprocal(d0 * d1);
+    s0 = r * d1 - (C)0.5;
+    s1 = r * d0 - (C)0.5;
+  } else {
+    s0 = logistic(q0 + k0) - (C)0.5;
+    s1 = logistic(q1 + k1) - (C)0.5;
+  }
+}
+
+// For I queries and n keys, two vectors of features, packed: with g the gradient of the score
+//   grad_q_i += sum_j g (1/4 - s^2),  grad_k_j += sum_i g (1/4 - s^2),  grad_w += sum_ij g s
+template <class C, bool factored, int I>
+void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q,
+               C* grad_k, C* grad_w) {
+  constexpr int W = Vector<C>::width;
+  Vec<C> q0[I], q1[I], gq0[I] = {}, gq1[I] = {}, gw0 = {}, gw1 = {};
+  for (int i = 0; i < I; ++i) {
+    q0[i] = load(q + i * 2 * W);
+    q1[i] = load(q + i * 2 * W + W);
+  }
+  for (int64_t j = 0; j < n; ++j) {
+    const Vec<C> k0 = load(k + j * 2 * W), k1 = load(k + j * 2 * W + W);
+    Vec<C> gk0 = load(grad_k + j * 2 * W), gk1 = load(grad_k + j * 2 * W + W);
+    for (int i = 0; i < I; ++i) {
+      Vec<C> s0, s1;
+      half_tanh<C, factored>(q0[i], q1[i], k0, k1, s0, s1);
+      const C gij = g[i * g_stride + j], quarter = gij * (C)0.25;
+      const Vec<C> t0 = gij * s0, t1 = gij * s1;
+      const Vec<C> u0 = quarter - t0 * s0, u1 = quarter - t1 * s1;
+      gw0 += t0;
+      gw1 += t1;
+      gq0[i] += u0;
+      gq1[i] += u1;
+      gk0 += u0;
+      gk1 += u1;
+    }
+    store(grad_k + j * 2 * W, gk0);
+    store(grad_k + j * 2 * W + W, gk1);
+  }
+  add(grad_w, gw0);
+  add(grad_w + W, gw1);
+  for (int i = 0; i < I; ++i) {
+    add(grad_q + i * 2 * W, gq0[i]);
+    add(grad_q + i * 2 * W + W, gq1[i]);
+  }
+}
+
+// The same for all queries and keys, by blocks: what is touched stays in the first cache, and sums
+// of sums lose less than one long sum.
+template <class C, bool factored>
+void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
+                 C* grad_q, C* grad_k, C* grad_w) {
+  constexpr int W2 = 2 * Vector<C>::width;
+  constexpr int64_t kQueries = 64, kKeys = 128;
+  C part_k[kKeys * W2], part_w[W2];
+  for (int64_t j = 0; j < n; j += kKeys) {
+    const int64_t keys = min(kKeys, n - j);
+    for (int64_t i0 = 0; i0 < nq; i0 += kQueries) {
+      const int64_t end = min(i0 + kQueries, nq);
+      for (int64_t x = 0; x < keys * W2; ++x) part_k[x] = 0;
+      for (int64_t x = 0; x < W2; ++x) part_w[x] = 0;
+      for (int64_t i = i0; i < end;) {
+        const bool two = i + 2 <= end;
+        const auto tile = two ? grad_tile<C, factored, 2> : grad_tile<C, factored, 1>;
+        tile(q + i * W2, k + j * W2, g + i * g_stride + j, g_stride, keys, grad_q + i * W2, part_k,
+             part_w);
+        i += two ? 2 : 1;
+      }
+      for (int64_t x = 0; x < keys * W2; ++x) grad_k[j * W2 + x] += part_k[x];
+      for (int64_t x = 0; x < W2; ++x) grad_w[x] += part_w[x];
+    }
+  }
+}
+
+// For one query and four whole rows of keys; grad_q += sum_j g s^2, what the caller takes from g / 4.
+// With `keys` also grad_w += sum_j g s, and grad_k [4, width] = g (1/4 - s^2).
+template <class C, bool factored, bool keys>
+void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, C* grad_q,
+               C* grad_k, C* grad_w) {
+  constexpr int W = Vector<C>::width;
+  for (int64_t c = 0; c < width; c += 2 * W) {
+    const Vec<C> q0 = load(q + c), q1 = load(q + c + W);
+    Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
+    for (int j = 0; j < 4; ++j) {
+      Vec<C> s0, s1;
+      half_tanh<C, factored>(q0, q1, load(k[j] + c), load(k[j] + c + W), s0, s1);
+      const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
+      gq0 += t0 * s0;
+      gq1 += t1 * s1;
+      if constexpr (keys) {
+        gw0 += t0;
+        gw1 += t1;
+        store(grad_k + j * width + c, g[j] * (C)0.25 - t0 * s0);
+        store(grad_k + j * width + c + W, g[j] * (C)0.25 - t1 * s1);
+      }
+    }
+    add(grad_q + c, gq0);
+    add(grad_q + c + W, gq1);
+    if constexpr (keys) {
+      add(grad_w + c, gw0);
+      add(grad_w + c + W, gw1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast
