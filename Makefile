@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint bench check-machine
+.PHONY: demo test lint bench sanitize check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -24,6 +24,18 @@ lint: .venv/installed
 bench: .venv/installed
 	$(BIN)/pytest bench --benchmark-json=bench.json
 	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)
+
+# AddressSanitizer and UBSan watch the CPU library, built in a copy of the tree.
+sanitize: .venv/installed
+	rm -rf build/sanitize && mkdir -p build/sanitize
+	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md build/sanitize
+	cd build/sanitize && ATTNFAST_BUILD_CUDA=0 \
+	  ATTNFAST_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1" \
+	  $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd build/sanitize && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(CURDIR)/$(BIN)/pytest -q tests/test_attention.py tests/test_memory.py \
+	  -k "cpu and not compile and not export and not opcheck"
 
 check-machine:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \

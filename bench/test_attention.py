@@ -19,6 +19,8 @@ from table import Case, attend, eager, inputs
 import attnfast
 from attnfast.backends import BACKENDS, choose, why_not
 from attnfast.diagnostics import peak_memory
+from attnfast.memory import attend as attend_to
+from attnfast.memory import prepare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,6 +35,12 @@ SHAPES = {  # B, Tq, Tk, A, Dv
     "short, many": (256, 20, 20, 128, 128),
     "few features": (64, 30, 30, 32, 32),
     "many features": (4, 64, 64, 1024, 1024),
+}
+DECODERS = {  # the same; each query depends on the context before it
+    "translation": (32, 20, 50, 512, 512),
+    "speech": (32, 20, 400, 512, 512),
+    "small": (32, 20, 50, 256, 256),
+    "one sentence": (1, 20, 50, 256, 256),
 }
 DIRECTIONS = ("forward", "forward + backward")
 
@@ -78,7 +86,7 @@ def call(way, args: dict, grad: torch.Tensor | None):
     return run
 
 
-def refuse_wrong_result(case: Case, args: dict, way, grad: torch.Tensor) -> None:
+def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) -> None:
     """Compare the first sequence with the oracle: rows of other sequences do not touch it."""
     first = replace(case, B=1)
     names = [k for k in ("query", "key", "value") if args[k] is not None]
@@ -104,17 +112,12 @@ def refuse_wrong_result(case: Case, args: dict, way, grad: torch.Tensor) -> None
     )
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("score", ["additive", "dot"])
-def test_attention(benchmark, score, shape, direction):
-    B, Tq, Tk, A, Dv = SHAPES[shape]
-    case = Case(score, B, Tq, Tk, A, Dv, scale=A**-0.25 if score == "dot" else 1.0)
-    args = inputs(case, DEVICE)
-    grad = torch.randn(B, Tq, Dv, device=DEVICE)
-    ways = contenders(score)
+def measure(benchmark, case: Case, shape: str, direction: str, ways: dict, args: dict) -> None:
+    """Time every way of ``ways``, the first against the others, after checking the first."""
+    grad = torch.randn(case.B, case.Tq, case.Dv, device=DEVICE)
     ours, *peers = ways
-    refuse_wrong_result(case, args, ways[ours], grad)
+    eager_way = ways["eager"]
+    refuse_wrong_result(case, args, ways[ours], eager_way, grad)
 
     upstream = grad if direction != "forward" else None
     calls = {name: call(way, args, upstream) for name, way in ways.items()}
@@ -134,12 +137,11 @@ def test_attention(benchmark, score, shape, direction):
             calls[name]()
             times[name].append(time.perf_counter() - begin)
 
-    benchmark.group = f"{score}, {direction}"
     benchmark.pedantic(calls[ours], setup=time_peers, rounds=rounds, warmup_rounds=1)
     benchmark.extra_info.update(
-        score=score,
+        score=benchmark.group,
         shape=shape,
-        sizes=SHAPES[shape],
+        sizes=(case.B, case.Tq, case.Tk, case.A, case.Dv),
         direction=direction,
         ours=ours,
         peers={name: statistics.median(t) for name, t in times.items() if t},
@@ -148,3 +150,46 @@ def test_attention(benchmark, score, shape, direction):
         device=torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
         threads=torch.get_num_threads(),
     )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_attention(benchmark, score, shape, direction):
+    case = Case(score, *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25 if score == "dot" else 1.0)
+    benchmark.group = score
+    measure(benchmark, case, shape, direction, contenders(score), inputs(case, DEVICE))
+
+
+def recurrent(step_of):
+    """Return a decoder whose every query is the last one plus the context it gave."""
+
+    def run(query, key, value, weight=None, **_):
+        step, contexts, context = step_of(key, value, weight), [], 0
+        for q in query.split(1, 1):
+            context = step(q + context)
+            contexts.append(context)
+        return torch.cat(contexts, 1), None
+
+    return run
+
+
+def remembered(key, value, weight):
+    memory = prepare(key, value, weight)
+    return lambda query: attend_to(query, memory)[0]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", DECODERS)
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_recurrent_decoder(benchmark, score, shape, direction):
+    case = Case(score, *DECODERS[shape], scale=DECODERS[shape][3] ** -0.25 if score == "dot" else 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(eager, dynamic=False)
+    ways = {
+        f"attnfast ({choose(None, DEVICE, torch.float32)})": recurrent(remembered),
+        "eager": recurrent(lambda *memory: lambda query: eager(query, *memory)[0]),
+        "torch.compile": recurrent(lambda *memory: lambda query: compiled(query, *memory)[0]),
+    }
+    benchmark.group = f"{score}, a recurrent decoder's steps"
+    measure(benchmark, case, shape, direction, ways, inputs(case, DEVICE))
