@@ -223,17 +223,22 @@ void grad_score(const Attention& a, int64_t index, void*) {
   }
 }
 
-// Two vectors of features of `n` rows, one after the other. A NaN counts as 0: a row that may see
-// it has NaN weights and so a NaN grad_score; for the others it must not exist.
+// Two vectors of features of `n` rows, one after the other; returns the largest magnitude. A NaN
+// counts as 0: a row that may see it has NaN weights and so a NaN grad_score; for the others it must
+// not exist.
 template <class T, class C>
 C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, C* out) {
   constexpr int W = Vector<C>::width;
-  for (int64_t r = 0; r < n; ++r)
-    for (int64_t c = 0; c < 2 * W; ++c) {
-      const C x = c < width ? widen(src[r * stride + c]) : 0;
-      out[r * 2 * W + c] = x == x ? x : 0;
-    }
-  return largest(Rows<C>{out, 2 * W}, n, 2 * W);
+  pack(src, stride, n, width, out);
+  Vec<C> most = {};
+  for (C* x = out; x < out + n * 2 * W; x += W) {
+    Vec<C> v = load(x);
+    v = v == v ? v : Vec<C>{};
+    store(x, v);
+    most = v > most ? v : most;
+    most = -v > most ? -v : most;
+  }
+  return highest<C>(most);
 }
 
 // The way back, each feature times its factor.

@@ -26,9 +26,7 @@ C largest(Rows<C> x, int64_t n, int64_t padded) {
       m = v > m ? v : m;
       m = -v > m ? -v : m;
     }
-  C best = 0;
-  for (int i = 0; i < W; ++i) best = m[i] > best ? m[i] : best;
-  return best;
+  return highest<C>(m);
 }
 
 // e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0.

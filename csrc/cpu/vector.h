@@ -63,6 +63,14 @@ static inline C sum(Vec<C> x) {
   return s[0];
 }
 
+// The largest element, passing over NaN; at least 0.
+template <class C>
+static inline C highest(Vec<C> x) {
+  C best = 0;
+  for (int i = 0; i < Vector<C>::width; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
 // out[i] = the sum of x[i]
 template <class C>
 static inline void sums(const Vec<C> (&x)[4], C* out) {
