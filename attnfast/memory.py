@@ -179,6 +179,7 @@ def prepare(
     if key.dim() not in (3, 4):
         raise ValueError(f"key must be [B, Tk, A] or [B, H, Tk, A], got {list(key.shape)}")
     check(key[..., :0, :], key, value, weight, None, mask, lengths)
+    lengths = None if lengths is None else lengths.long()
     if torch.compiler.is_compiling():
         return Memory(key, value, lengths, mask, weight, backend)
     backend = choose(backend, key.device, key.dtype)

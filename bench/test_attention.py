@@ -182,6 +182,7 @@ def remembered(key, value, weight):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", DECODERS)
 @pytest.mark.parametrize("score", ["additive", "dot"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_recurrent_decoder(benchmark, score, shape, direction):
     case = Case(score, *DECODERS[shape], scale=DECODERS[shape][3] ** -0.25 if score == "dot" else 1)
     torch._dynamo.reset()
