@@ -311,7 +311,6 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   const C q_range = largest(Rows<C>{q, 0}, 1, wide);
   if (sizeof(C) == 4) exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
-  C total = 0;
   const auto put_row = [&](T* out, const C* x) {
     for (int64_t i = 0; i < width; i += W)
       put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
@@ -345,7 +344,6 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
       const C largest_key = largest(Rows<C>{k[i], 0}, 1, wide);
       range = largest_key > range ? largest_key : range;
     }
-    for (const C x : gradient) total += x;
     const bool keys = a.grad_key.data;
     if constexpr (sizeof(C) == 4) {
       if (!prepared && q_range + range <= kFactoredLimit) {
@@ -361,7 +359,6 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
     for (int i = 0; keys && i < found; ++i)
       put_row(at<T>(a.grad_key, item, key[i]) + c, grad_k + i * wide);
   }
-  for (int64_t x = 0; x < wide; ++x) grad_q[x] = total * (C)0.25 - grad_q[x];
   if (a.grad_query.data) put_row(at<T>(a.grad_query, item, 0) + c, grad_q);
   if (!a.grad_weight.data) return;
   C* out_w = at<C>(a.grad_weight, item, 0) + c;

@@ -199,8 +199,8 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
   }
 }
 
-// For one query and four whole rows of keys; grad_q += sum_j g s^2, what the caller takes from g / 4.
-// With `keys` also grad_w += sum_j g s, and grad_k [4, width] = g (1/4 - s^2).
+// The same for one query and four whole rows of keys; without `keys` only grad_q. grad_k [4, width] is
+// written, not added to.
 template <class C, bool factored, bool keys>
 void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, C* grad_q,
                C* grad_k, C* grad_w) {
@@ -211,14 +211,16 @@ void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t widt
     for (int j = 0; j < 4; ++j) {
       Vec<C> s0, s1;
       half_tanh<C, factored>(q0, q1, load(k[j] + c), load(k[j] + c + W), s0, s1);
+      const C quarter = g[j] * (C)0.25;
       const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
-      gq0 += t0 * s0;
-      gq1 += t1 * s1;
+      const Vec<C> u0 = quarter - t0 * s0, u1 = quarter - t1 * s1;
+      gq0 += u0;
+      gq1 += u1;
       if constexpr (keys) {
         gw0 += t0;
         gw1 += t1;
-        store(grad_k + j * width + c, g[j] * (C)0.25 - t0 * s0);
-        store(grad_k + j * width + c + W, g[j] * (C)0.25 - t1 * s1);
+        store(grad_k + j * width + c, u0);
+        store(grad_k + j * width + c + W, u1);
       }
     }
     add(grad_q + c, gq0);
