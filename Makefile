@@ -21,6 +21,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# With `pip install --no-deps espnet joeynmt` in .venv their attention takes part.
 bench: .venv/installed
 	$(BIN)/pytest bench --benchmark-json=bench.json
 	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)

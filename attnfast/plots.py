@@ -10,7 +10,13 @@ from torch import Tensor
 from attnfast.diagnostics import Cost
 from attnfast.errors import optional
 
-COLOURS = {"none": "#8a8f98", "eager": "#d1495b", "fused": "#00798c"}
+COLOURS = {
+    "none": "#8a8f98",
+    "eager": "#d1495b",
+    "torch.compile": "#edae49",
+    "fused": "#00798c",
+    "attnfast": "#00798c",
+}
 
 
 def _figure(width: float, height: float):
@@ -49,13 +55,17 @@ def draw_alignment(weights: Tensor, source: Sequence[str], target: Sequence[str]
 
 
 def draw_speed(
-    rows: Mapping[str, Mapping[str, Sequence[Cost]]], lengths: Sequence[int], note: str
+    rows: Mapping[str, Mapping[str, Sequence[Cost]]],
+    sizes: Sequence[int],
+    note: str,
+    axis: str = "words in the source and in the target",
 ) -> bytes:
-    """Draw time and memory over the length of the source, a row of two charts for each entry.
+    """Draw time and memory over a size, a row of two charts for each entry.
 
     Args:
-        rows: by title, then by the name of a curve, a cost for each length.
+        rows: by title, then by the name of a curve, a cost for each of ``sizes``.
         note: what was measured, above all charts.
+        axis: what the sizes are.
     """
     ticker = optional("matplotlib.ticker", "drawing")
     figure = _figure(10, 3.5 * len(rows) + 0.4)
@@ -64,15 +74,15 @@ def draw_speed(
     for (title, curves), (left, right) in zip(rows.items(), grid):
         for name, measured in curves.items():
             style = dict(color=COLOURS.get(name), marker="o", markersize=5, linewidth=2, label=name)
-            left.plot(lengths, [1e3 * cost.seconds for cost in measured], **style)
-            right.plot(lengths, [cost.memory / 2**20 for cost in measured], **style)
+            left.plot(sizes, [1e3 * cost.seconds for cost in measured], **style)
+            right.plot(sizes, [cost.memory / 2**20 for cost in measured], **style)
         for axes, unit in ((left, "time, ms"), (right, "peak memory, MiB")):
             axes.set_title(title, fontsize=11)
             axes.set_ylabel(unit)
-            axes.set_xlabel("words in the source and in the target")
+            axes.set_xlabel(axis)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.set_xticks(lengths, [str(length) for length in lengths])
+            axes.set_xticks(sizes, [str(size) for size in sizes])
             axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()

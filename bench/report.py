@@ -49,12 +49,13 @@ def markdown(report: dict) -> str:
         members = [r for r in table if (r["score"], r["direction"]) == group]
         peers = list(members[0]["peers"])
         text.append(f"## {group[0]}, {group[1]}\n")
-        head = ["shape", "B, Tq, Tk, A, Dv", members[0]["ours"], *peers, "peak memory", "eager's"]
+        other = "eager" if "eager" in peers else peers[0]
+        head = ["shape", "B, Tq, Tk, A, Dv", members[0]["ours"], *peers, "peak memory", other]
         text.append("| " + " | ".join(head) + " |")
         text.append("|---|---|" + "--:|" * (len(head) - 2))
         for r in members:
             ratios = [f"{r['peers'][p] / r['median']:.1f}×" for p in peers]
-            memory = [size(r["memory"][r["ours"]]), size(r["memory"]["eager"])]
+            memory = [size(r["memory"][r["ours"]]), size(r["memory"][other])]
             sizes = ", ".join(map(str, r["sizes"]))
             cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
             text.append("| " + " | ".join(cells) + " |")
@@ -73,30 +74,33 @@ def chart(report: dict, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     table = rows(report)
-    groups = list(dict.fromkeys((r["score"], r["direction"]) for r in table))
-    figure, axes = plt.subplots(
-        1,
-        len(groups),
-        figsize=(4.2 * len(groups), 4.6),
-        sharey=True,
+    scores = list(dict.fromkeys(r["score"] for r in table))
+    directions = list(dict.fromkeys(r["direction"] for r in table))
+    lines = max(len({r["shape"] for r in table if r["score"] == score}) for score in scores)
+    figure, grid = plt.subplots(
+        len(scores),
+        len(directions),
+        figsize=(4.6 * len(directions), (1.2 + 0.34 * lines) * len(scores)),
+        sharey="row",
         squeeze=False,
         layout="constrained",
     )
-    for axis, group in zip(axes[0], groups):
-        members = [r for r in table if (r["score"], r["direction"]) == group]
-        peers = list(dict.fromkeys(p for r in members for p in r["peers"]))
-        for i, peer in enumerate(peers):
-            heights = [r["peers"].get(peer, float("nan")) / r["median"] for r in members]
-            y = [j + (i - (len(peers) - 1) / 2) * 0.8 / len(peers) for j in range(len(members))]
-            axis.barh(y, heights, 0.8 / len(peers), label=peer)
-        axis.axvline(1, color="black", linewidth=1)
-        axis.set_xscale("log")
-        axis.set_yticks(range(len(members)), [r["shape"] for r in members])
-        axis.set_title(f"{group[0]}, {group[1]}", fontsize=10)
-        axis.set_xlabel("times slower than attnfast")
-        axis.legend(fontsize=8, frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].invert_yaxis()  # shared by all
+    for score, line in zip(scores, grid):
+        for direction, axis in zip(directions, line):
+            members = [r for r in table if (r["score"], r["direction"]) == (score, direction)]
+            peers = list(dict.fromkeys(p for r in members for p in r["peers"]))
+            for i, peer in enumerate(peers):
+                heights = [r["peers"].get(peer, float("nan")) / r["median"] for r in members]
+                y = [j + (i - (len(peers) - 1) / 2) * 0.8 / len(peers) for j in range(len(members))]
+                axis.barh(y, heights, 0.8 / len(peers), label=peer)
+            axis.axvline(1, color="black", linewidth=1)
+            axis.set_xscale("log")
+            axis.set_yticks(range(len(members)), [r["shape"] for r in members])
+            axis.set_title(f"{score}, {direction}", fontsize=10)
+            axis.set_xlabel("times slower than attnfast")
+            axis.legend(fontsize=8, frameon=False)
+            axis.spines[["top", "right"]].set_visible(False)
+        line[0].invert_yaxis()  # shared by the row
     figure.savefig(path, dpi=150)
 
 

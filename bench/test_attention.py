@@ -7,22 +7,17 @@ A result is compared with the float64 oracle first, and a wrong one is not timed
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import replace
 
 import pytest
 import table
 import torch
+from race import DECODERS, DEVICE, DIRECTIONS, race
 from table import Case, attend, eager, inputs
 
-import attnfast
 from attnfast.backends import BACKENDS, choose, why_not
-from attnfast.diagnostics import peak_memory
 from attnfast.memory import attend as attend_to
 from attnfast.memory import prepare
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 SHAPES = {  # B, Tq, Tk, A, Dv
     "translation": (32, 50, 50, 512, 512),
@@ -36,13 +31,6 @@ SHAPES = {  # B, Tq, Tk, A, Dv
     "few features": (64, 30, 30, 32, 32),
     "many features": (4, 64, 64, 1024, 1024),
 }
-DECODERS = {  # the same; each query depends on the context before it
-    "translation": (32, 20, 50, 512, 512),
-    "speech": (32, 20, 400, 512, 512),
-    "small": (32, 20, 50, 256, 256),
-    "one sentence": (1, 20, 50, 256, 256),
-}
-DIRECTIONS = ("forward", "forward + backward")
 
 
 def scaled_dot_product(query, key, value, **_):
@@ -112,44 +100,15 @@ def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) 
     )
 
 
-def measure(benchmark, case: Case, shape: str, direction: str, ways: dict, args: dict) -> None:
-    """Time every way of ``ways``, the first against the others, after checking the first."""
+def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> None:
+    """Check the first way against the oracle, then time it against the others."""
+    args = inputs(case, DEVICE)
     grad = torch.randn(case.B, case.Tq, case.Dv, device=DEVICE)
-    ours, *peers = ways
-    eager_way = ways["eager"]
-    refuse_wrong_result(case, args, ways[ours], eager_way, grad)
-
+    refuse_wrong_result(case, args, next(iter(ways.values())), ways["eager"], grad)
     upstream = grad if direction != "forward" else None
     calls = {name: call(way, args, upstream) for name, way in ways.items()}
-    for run in calls.values():  # compile, fill caches
-        run()
-    memory = {name: peak_memory(run) for name, run in calls.items()}
-    start = time.perf_counter()
-    for run in calls.values():
-        run()
-    once = max((time.perf_counter() - start) / len(calls), 1e-4)
-    rounds = max(5, min(100, int(4 / (once * len(calls)))))
-    times: dict[str, list[float]] = {name: [] for name in peers}
-
-    def time_peers():
-        for name in peers:
-            begin = time.perf_counter()
-            calls[name]()
-            times[name].append(time.perf_counter() - begin)
-
-    benchmark.pedantic(calls[ours], setup=time_peers, rounds=rounds, warmup_rounds=1)
-    benchmark.extra_info.update(
-        score=benchmark.group,
-        shape=shape,
-        sizes=(case.B, case.Tq, case.Tk, case.A, case.Dv),
-        direction=direction,
-        ours=ours,
-        peers={name: statistics.median(t) for name, t in times.items() if t},
-        memory=memory,
-        versions={"attnfast": attnfast.__version__, "torch": torch.__version__},
-        device=torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
-        threads=torch.get_num_threads(),
-    )
+    sizes = (case.B, case.Tq, case.Tk, case.A, case.Dv)
+    race(benchmark, benchmark.group, shape, sizes, direction, calls)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -158,7 +117,7 @@ def measure(benchmark, case: Case, shape: str, direction: str, ways: dict, args:
 def test_attention(benchmark, score, shape, direction):
     case = Case(score, *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25 if score == "dot" else 1.0)
     benchmark.group = score
-    measure(benchmark, case, shape, direction, contenders(score), inputs(case, DEVICE))
+    measure(benchmark, case, shape, direction, contenders(score))
 
 
 def recurrent(step_of):
@@ -193,4 +152,4 @@ def test_recurrent_decoder(benchmark, score, shape, direction):
         "torch.compile": recurrent(lambda *memory: lambda query: compiled(query, *memory)[0]),
     }
     benchmark.group = f"{score}, a recurrent decoder's steps"
-    measure(benchmark, case, shape, direction, ways, inputs(case, DEVICE))
+    measure(benchmark, case, shape, direction, ways)

@@ -1,0 +1,54 @@
+"""What the benchmarks share: shapes of decoders, and a race of contenders in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+import attnfast
+from attnfast.diagnostics import best_device, peak_memory
+
+DEVICE = best_device()
+DIRECTIONS = ("forward", "forward + backward")
+DECODERS = {  # B, steps, Tk, A, Dv; each query depends on the context before it
+    "translation": (32, 20, 50, 512, 512),
+    "speech": (32, 20, 400, 512, 512),
+    "small": (32, 20, 50, 256, 256),
+    "one sentence": (1, 20, 50, 256, 256),
+}
+
+
+def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
+    """Time the first of ``calls`` against the others, in turns."""
+    ours, *peers = calls
+    for run in calls.values():  # compile, fill caches
+        run()
+    memory = {name: peak_memory(run) for name, run in calls.items()}
+    start = time.perf_counter()
+    for run in calls.values():
+        run()
+    once = max((time.perf_counter() - start) / len(calls), 1e-4)
+    rounds = max(5, min(100, int(4 / (once * len(calls)))))
+    times: dict[str, list[float]] = {name: [] for name in peers}
+
+    def time_peers():
+        for name in peers:
+            begin = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - begin)
+
+    benchmark.pedantic(calls[ours], setup=time_peers, rounds=rounds, warmup_rounds=1)
+    benchmark.extra_info.update(
+        score=score,
+        shape=shape,
+        sizes=sizes,
+        direction=direction,
+        ours=ours,
+        peers={name: statistics.median(t) for name, t in times.items() if t},
+        memory=memory,
+        versions={"attnfast": attnfast.__version__, "torch": torch.__version__},
+        device=torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        threads=torch.get_num_threads(),
+    )
