@@ -5,61 +5,104 @@ is needed for the recurrence. So a step's backward computes no more than that an
 gradient of its scores with the memory; once the last step has run, one pass over all steps gives
 the gradients of keys, values and weight.
 
-In autograd's terms :func:`prepare` is a node whose outputs every step consumes, so that its
-backward comes after theirs, whatever subset of the steps took part::
+In autograd's terms :func:`prepare` is a node whose output, an empty token, every step consumes, so
+that its backward comes after theirs, whatever subset of the steps took part::
 
-    keys, values, weight ─ _Prepared ─┬─ _Step 1 ─ context 1
-                                      ├─ _Step 2 ─ context 2
-                                      └─ …
+    keys, values, weight ─ _Prepared ─ token ─┬─ _Step 1 ─ context 1
+                                              ├─ _Step 2 ─ context 2
+                                              └─ …
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast.backends import choose
-from attnfast.ops.attention import autocast, call, check, operators_of, refuse_tangents, run
+from attnfast.backends import FLOATS, choose
+from attnfast.ops.attention import (
+    autocast,
+    call,
+    check,
+    check_scale,
+    operators_of,
+    refuse,
+    refuse_tangents,
+    run,
+)
 
 __all__ = ["Memory", "attend", "prepare"]
 
 
-class Steps:
-    """What the steps of one memory share: exponentials of its keys, gradients that wait.
+class _Left(list):
+    """What the steps of one backward left; a list that can be referred to weakly."""
 
-    A backward is known by its number in autograd's engine: the gradients of one that never
-    reaches the memory (only a query's were asked for) must not be counted by the next.
+
+class _Waiting:
+    """Gradients that steps have left, by the running backward's number in autograd's engine.
+
+    One that never reaches the memory (only a query's gradient was asked for, or it failed) must
+    not be counted by the next: the engine alone holds what was left, and forgets it at the end.
     """
 
-    def __init__(self, key: Tensor, weight: Tensor | None, backend: str, deferred: bool):
-        self.deferred = deferred
-        self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
-        self.keeps = backend == "cpu" and weight is not None and key.dtype != torch.float64
-        self._exponentials: Tensor | None = None
-        self._waiting: dict[int, list[tuple[Tensor, ...]]] = {}
-
-    def exponentials(self, memory: Memory) -> Tensor | None:
-        """Return what the CPU's additive score keeps of the keys, taken at the first step."""
-        if self.keeps and self._exponentials is None:
-            kept = torch.ops.attnfast_cpu.exponentials(memory.key.detach(), memory.lengths)
-            self._exponentials, self.keeps = kept, kept.dim() > 1  # it is empty beyond its domain
-        return self._exponentials if self.keeps else None
+    def __init__(self):
+        self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
 
     def leave(self, *gradients: Tensor) -> None:
-        """Keep the gradients of a step for the end of the running backward."""
+        """Keep the gradients of a step until the end of the running backward."""
         task = torch._C._current_graph_task_id()
-        if task not in self._waiting:
-            self._waiting[task] = []
+        left = self.left.get(task)
+        if left is None:
+            left = self.left[task] = _Left()
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._waiting.pop(task, []).clear())
-        self._waiting[task].append(gradients)
+            engine.queue_callback(lambda left=left: None)  # type: ignore[misc]
+        left.append(gradients)
 
     def take(self) -> list[tuple[Tensor, ...]]:
-        """Return what was left in the running backward."""
-        return self._waiting.pop(torch._C._current_graph_task_id(), [])
+        """Return what was left in the running backward, and forget it."""
+        left = self.left.get(torch._C._current_graph_task_id(), _Left())
+        taken = list(left)
+        left.clear()
+        return taken
+
+
+class Steps:
+    """What the steps of one memory share: the exponentials of its keys, gradients that wait."""
+
+    def __init__(self, memory: Memory, token: Tensor | None = None, waiting: Any = None):
+        key, weight = memory.key, memory.weight
+        self.of = (key, memory.value, memory.lengths, weight)
+        self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
+        self.token = token  # None: not deferred
+        self.waiting = waiting
+        self.keeps = memory.backend == "cpu" and weight is not None and key.dtype != torch.float64
+        self._exponentials: Tensor | None = None
+
+    def serve(self, query: Tensor, memory: Memory) -> bool:
+        """Whether this is one query for the tensors that the steps were made for."""
+        key, value, lengths, weight = self.of
+        return (
+            isinstance(query, Tensor)
+            and query.shape == self.query_shape
+            and query.dtype == key.dtype
+            and query.device == key.device
+            and memory.key is key
+            and memory.value is value
+            and memory.lengths is lengths
+            and memory.weight is weight
+        )
+
+    def exponentials(self) -> Tensor | None:
+        """Return what the CPU's additive score keeps of the keys, taken at the first step."""
+        if self.keeps and self._exponentials is None:
+            key, _, lengths, _ = self.of
+            with torch.inference_mode(False), torch.no_grad():
+                kept = torch.ops.attnfast_cpu.exponentials(key.detach(), lengths)
+            self._exponentials, self.keeps = kept, kept.dim() > 1  # empty beyond its domain
+        return self._exponentials if self.keeps else None
 
 
 class Memory(NamedTuple):
@@ -83,54 +126,49 @@ class Memory(NamedTuple):
         names = ("key", "value", "lengths", "mask")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
-        steps = None
-        if self.steps is not None and self.backend is not None:  # autograd's own way from here on
-            steps = Steps(chosen["key"], self.weight, self.backend, deferred=False)
-        return self._replace(**chosen, steps=steps)
+        memory = self._replace(**chosen, steps=None)
+        return memory if self.steps is None else memory._replace(steps=Steps(memory))
 
 
 class _Prepared(Function):
-    """Passes keys, values and weight on; its backward is that of all steps together."""
+    """Makes the token that every step takes; its backward is that of all steps together."""
 
     @staticmethod
-    def forward(ctx: Any, key, value, weight, lengths, steps, backend):
+    def forward(ctx: Any, key, value, weight, lengths, waiting, backend):
         ctx.save_for_backward(key, value, weight, lengths)
-        ctx.steps, ctx.operators = steps, operators_of(backend)
+        ctx.waiting, ctx.operators = waiting, operators_of(backend)
         ctx.set_materialize_grads(False)
-        return key, value, weight
+        return key.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads):
-        key, value, weight, lengths = ctx.saved_tensors
-        steps = ctx.steps.take()
+    def backward(ctx: Any, _):
+        steps = ctx.waiting.take()
         if not steps:
-            return *grads, None, None, None
+            return (None,) * 6
+        key, value, weight, lengths = ctx.saved_tensors
         query, weights, grad_score, grad_context = (torch.cat(x, -2) for x in zip(*steps))
-        _, *late, _ = call(
+        _, grad_key, grad_value, grad_weight, _ = call(
             ctx.operators.attention_backward.default,
             grad_context, None, None, query, key, value, weight, lengths, None, weights,
             grad_score, 1.0, False, True, False,
         )  # fmt: skip
-        if weight is None:
-            late[2] = None
-        total = [x if y is None else x + y for x, y in zip(late, grads)]
-        return *total, None, None, None
+        return grad_key, grad_value, None if weight is None else grad_weight, None, None, None
 
 
 class _Step(Function):
     """One query's attention; its backward is the query's alone, and leaves the rest."""
 
     @staticmethod
-    def forward(ctx: Any, query, memory_key, memory_value, memory_weight, memory, scale):
+    def forward(ctx: Any, query, token, memory, scale):
         key, value, lengths, mask, weight, backend, steps = memory
-        exponentials = steps.exponentials(memory)
+        exponentials = steps.exponentials()
         ctx.operators = operators_of(backend)
         context, weights, _ = call(
             ctx.operators.attention.default,
             query, key, value, weight, None, mask, lengths, exponentials, scale, True,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, weight, lengths, exponentials, weights)
-        ctx.steps, ctx.scale = steps, scale
+        ctx.waiting, ctx.scale = steps.waiting, scale
         ctx.set_materialize_grads(False)
         return context, weights
 
@@ -146,8 +184,8 @@ class _Step(Function):
         )  # fmt: skip
         if ctx.scale != 1:
             grad_score = grad_score * ctx.scale
-        ctx.steps.leave(query, weights, grad_score, grad_context)
-        return grad_query, *[None] * 5
+        ctx.waiting.leave(query, weights, grad_score, grad_context)
+        return grad_query, None, None, None
 
 
 def prepare(
@@ -172,23 +210,33 @@ def prepare(
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
         RuntimeError: the backend asked for cannot run.
+
+    As with any tensor that several losses share, all but the last of several backwards over one
+    memory need ``retain_graph=True``.
     """
     key, value, weight = autocast(key, value, weight)
     if not isinstance(key, Tensor):
         raise TypeError(f"key must be a torch.Tensor, got {type(key).__name__}")
+    if key.dtype not in FLOATS:
+        refuse("key", "float32, float64, bfloat16 or float16", key.dtype)
     if key.dim() not in (3, 4):
-        raise ValueError(f"key must be [B, Tk, A] or [B, H, Tk, A], got {list(key.shape)}")
-    check(key[..., :0, :], key, value, weight, None, mask, lengths)
+        refuse("key", "[B, Tk, A] or [B, H, Tk, A]", list(key.shape))
+    one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
+    check(one, key, value, weight, None, mask, lengths)
     lengths = None if lengths is None else lengths.long()
+    memory = Memory(key, value, lengths, mask, weight, backend)
     if torch.compiler.is_compiling():
-        return Memory(key, value, lengths, mask, weight, backend)
+        return memory
     backend = choose(backend, key.device, key.dtype)
-    deferred = backend != "reference" and torch.is_grad_enabled()
-    deferred = deferred and any(x is not None and x.requires_grad for x in (key, value, weight))
-    steps = Steps(key, weight, backend, deferred)
-    if deferred:
-        key, value, weight = _Prepared.apply(key, value, weight, lengths, steps, backend)
-    return Memory(key, value, lengths, mask, weight, backend, steps)
+    memory = memory._replace(backend=backend)
+    token, waiting = None, _Waiting()
+    if (
+        backend != "reference"
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (key, value, weight))
+    ):
+        token = _Prepared.apply(key, value, weight, lengths, waiting, backend)
+    return memory._replace(steps=Steps(memory, token, waiting))
 
 
 def attend(
@@ -211,23 +259,24 @@ def attend(
     With one query the gradients of keys, values and weight are taken for all such calls at once,
     at the end of a backward; second derivatives and forward mode raise.
     """
+    check_scale(scale)
     key, value, lengths, mask, weight, backend, steps = memory
     (query,) = autocast(query)
     exponentials = None
-    if (
-        steps is not None
-        and not torch.compiler.is_compiling()
-        and isinstance(query, Tensor)
-        and query.shape == steps.query_shape
-        and query.dtype == key.dtype
-        and query.device == key.device
-    ):
-        if steps.deferred and torch.is_grad_enabled():
+    if steps is not None and not torch.compiler.is_compiling() and steps.serve(query, memory):
+        if steps.token is not None and torch.is_grad_enabled():
             refuse_tangents(query, key, value, weight)
-            context, weights = _Step.apply(query, key, value, weight, memory, scale)
+            context, weights = _Step.apply(query, steps.token, memory, scale)
             return context, weights.to(query.dtype) if need_weights else None
-        exponentials = steps.exponentials(memory)
+        exponentials = steps.exponentials()
     else:
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
+        *lead, _, features = key.shape
+        shape = list(query.shape)
+        if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
+            refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+        query, key, value, weight = autocast(query, key, value, weight)
         check(query, key, value, weight, None, mask, None)
         backend = choose(backend, query.device, query.dtype)
     context, weights, _ = run(

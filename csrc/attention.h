@@ -38,7 +38,10 @@ struct Attention {
   int64_t rows, keys, columns;   // CPU: what one item of a pass takes
 };
 
-constexpr int64_t kPadding = 32;            // features, of the exponentials
-constexpr float kPreparedLimit = 21.8 / 2;  // of the keys whose exponentials are kept
+// The CPU's additive score. With max|q| + max|k| up to the limit (1 + e^{2(q + k)})^2 stays below 2^126.
+constexpr double kFactoredLimit = 21.8;
+constexpr double kPreparedLimit = kFactoredLimit / 2;  // of keys whose exponentials are kept
+constexpr int64_t kKeyBlock = 64;                      // keys that are scored at a time
+constexpr int64_t kPadding = 32;                       // features, of exponentials
 
 }  // namespace attnfast

@@ -80,6 +80,7 @@ def cases() -> list[Case]:
             Case(score, 2, 0, 5, 8, 8),
             Case(score, 2, 3, 0, 8, 8),
             Case(score, 2, 3, 5, 8, 0),
+            Case(score, 2, 3, 5, 0, 8),
             Case(score, 2, 3, 5, 8, 8, 4, weight_per_head=True),
             Case(score, 1, 1, 300, 64, 64, terms=("lengths",)),
         ]

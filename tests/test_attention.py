@@ -159,6 +159,23 @@ def test_a_row_is_not_touched_by_what_others_see(score, backend):
             assert b[key][0, 1].isnan().any(), key
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_a_row_that_is_nan_leaves_alone_what_it_may_not_see(score, backend):
+    """Row 0 sees the key that is NaN and nothing else, row 1 the other."""
+    device = DEVICE[backend]
+    args = inputs(Case(score, 1, 2, 2, 16, 8), device)
+    args["key"] = args["key"].detach().clone()
+    args["key"][0, 0] = math.nan
+    args["key"].requires_grad_()
+    mask = torch.eye(2, dtype=torch.bool, device=device).unsqueeze(0)
+    context, weights, _ = attend(args, mask=mask, backend=backend, **OUTPUTS)
+    assert torch.equal(weights[0, :, 1].cpu(), torch.tensor([0.0, 1.0]))
+    grads = torch.autograd.grad(context[:, 1].sum(), [args["key"], args["value"]])
+    for grad in grads:
+        assert grad[0, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("factor", [1e4, -5e4])
 def test_large_scores(factor, backend):
     case = Case("additive", 2, 3, 33, 16, 8)

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import table
 import test_attention
+import test_memory
 import torch
 from table import Case, cases, fuzz
 
+import attnfast.memory
 import attnfast.ops.attention
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +63,8 @@ def library(tmp_path_factory):
 @pytest.fixture
 def host(library, monkeypatch):
     """Let backend="cuda" run on CPU tensors; return its name."""
-    monkeypatch.setattr(attnfast.ops.attention, "choose", lambda *_: "cuda")
+    for module in (attnfast.ops.attention, attnfast.memory):
+        monkeypatch.setattr(module, "choose", lambda *_: "cuda")
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"
 
@@ -84,6 +87,11 @@ def test_table(case, host):
 def test_fuzz(seed, host):
     for case in [case for case in fuzz(seed, 32, 100_000) if tiles(case) < 20][:8]:
         test_attention.judge(case, host)
+
+
+@pytest.mark.parametrize("case", test_memory.CASES, ids=str)
+def test_recurrent_decoder(case, host):
+    test_memory.judge(case, host)
 
 
 @pytest.mark.parametrize("score", ["dot", "additive"])

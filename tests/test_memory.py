@@ -1,6 +1,8 @@
 """Prepared memory: a recurrent decoder's gradients, however the backward is called."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ CASES = [
     Case("additive", 2, 3, 20, 32, 16, dtype=torch.bfloat16),
     Case("additive", 2, 3, 20, 48, 16, dtype=torch.float16, terms=("lengths",)),
     Case("additive", 2, 3, 0, 8, 8),
+    Case("additive", 2, 3, 5, 0, 8),
+    Case("dot", 2, 3, 5, 0, 8),
     Case("dot", 3, 5, 33, 40, 24, terms=("lengths",)),
     Case("dot", 2, 3, 9, 17, 8, H=2, terms=("mask",)),
     Case("dot", 2, 3, 9, 17, 8, dtype=torch.float64),
@@ -51,15 +55,19 @@ def plain(key, value, weight, mask, lengths):
     return lambda q: eager(q, key, value, weight, None, mask, lengths)[:2]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_recurrent_decoder(case, backend):
-    if not runnable(backend, case):
-        pytest.skip(f"{backend} does not run this case here")
+def judge(case, backend):
     args = inputs(case, DEVICE[backend])
     got = results(case, args, recurrent(functools.partial(with_memory, backend=backend)))
     check(
         case, got, oracle_of(case, recurrent(plain)), results(case, inputs(case), recurrent(plain))
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recurrent_decoder(case, backend):
+    if not runnable(backend, case):
+        pytest.skip(f"{backend} does not run this case here")
+    judge(case, backend)
 
 
 @pytest.fixture(params=["additive", "dot"])
@@ -108,9 +116,9 @@ def test_only_a_query_is_asked_for(parts):
     a, b = attend(first, m)[0], attend(second, m)[0]
     want = eager_of(leaves)
     same(gradients([first], a, retain_graph=True), gradients([first], want(first)))
-    assert not m.steps._waiting  # what nobody took is gone
+    assert not m.steps.waiting.left  # what nobody took is gone
     same(gradients(leaves, a, b), gradients(leaves, want(first), want(second)))
-    assert not m.steps._waiting
+    assert not m.steps.waiting.left
 
 
 def test_retained_graph(parts):
@@ -162,16 +170,106 @@ def test_a_reordered_memory(parts):
     same(gradients(leaves, got), gradients(leaves, want))
 
 
-def test_a_backward_that_fails_leaves_nothing(parts):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_leaves_nothing(parts, fails):
+    leaves, (first, second, _) = parts
+    m = prepare(*leaves)
+    once = attend(first, m)[0]
+    out = attend(second + once.mean(), m)[0]
+    if fails:
+        once.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gradients(leaves, out)
+    else:
+        gradients(leaves, out)
+    assert not m.steps.waiting.left
+    alive = weakref.ref(m.steps)
+    del m, once, out
+    gc.collect()
+    assert alive() is None
+
+
+def test_gradients_of_many_steps_are_taken_at_once(parts, monkeypatch):
+    leaves, (first, second, _) = parts
+    calls = []
+    original = memory.call
+
+    def record(operator, *args):
+        calls.append((operator.name(), args[-2]))  # need_grad_key
+        return original(operator, *args)
+
+    monkeypatch.setattr(memory, "call", record)
+    step = steps_of(leaves)
+    gradients(leaves, step(first) + step(second))
+    backward = [late for name, late in calls if name.endswith("attention_backward")]
+    assert backward == [False, False, True]
+
+
+def test_what_is_asked_of_the_keys_themselves(parts):
+    leaves, (first, *_) = parts
+    m, seen = prepare(*leaves), []
+    want = gradients(leaves[:1], eager_of(leaves)(first), leaves[0])
+    m.key.register_hook(seen.append)
+    same(gradients([m.key], attend(first, m)[0], m.key), want)
+    same(seen, want)
+
+
+def test_a_memory_that_was_changed(parts):
     leaves, (first, *_) = parts
     m = prepare(*leaves)
-    handle = m.key.register_hook(lambda _: 1 / 0)
-    out = attend(first, m)[0]
-    extra = m.key.sum()  # the hook runs: the key has a gradient of its own
-    with pytest.raises(ZeroDivisionError):
-        gradients(leaves, out, extra, retain_graph=True)
-    handle.remove()
-    same(gradients(leaves, out), gradients(leaves, eager_of(leaves)(first)))
+    attend(first, m)
+    got = attend(first, m._replace(key=m.key * 0.5))[0]
+    want = eager_of([leaves[0] * 0.5, *leaves[1:]])(first)
+    torch.testing.assert_close(got, want)
+    same(gradients(leaves, got), gradients(leaves, want))
+
+
+def test_inference_then_training(parts):
+    leaves, (first, *_) = parts
+    m = prepare(*leaves)
+    with torch.inference_mode():
+        attend(first, m)
+    same(gradients(leaves, attend(first, m)[0]), gradients(leaves, eager_of(leaves)(first)))
+
+
+def test_autocast_reaches_a_memory_made_outside():
+    args = inputs(Case("additive", 2, 1, 9, 32, 8))
+    m = prepare(args["key"], args["value"], args["weight"])
+    with torch.autocast("cpu", torch.bfloat16):
+        context, _ = attend(args["query"], m)
+    assert context.dtype == torch.bfloat16
+    torch.testing.assert_close(context.float(), attend(args["query"], m)[0], atol=0.05, rtol=0.05)
+
+
+def test_compiled_step_on_a_memory_made_outside(parts):
+    leaves, (first, *_) = parts
+    torch._dynamo.reset()
+    step = torch.compile(lambda q, m: attend(q, m)[0], fullgraph=True, backend="aot_eager")
+    got, want = step(first, prepare(*leaves)), eager_of(leaves)(first)
+    torch.testing.assert_close(got, want)
+    same(gradients(leaves, got), gradients(leaves, want))
+
+
+@pytest.mark.parametrize("score", ["additive", "dot"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_what_no_step_may_see_changes_nothing(score, dtype):
+    args = inputs(Case(score, 2, 1, 37, 40, 24, dtype=dtype))
+    lengths = torch.tensor([37, 20])
+    mask = torch.arange(37) % 3 != 1
+    hidden = ~mask | (torch.arange(37) >= lengths[:, None])
+    found = []
+    for filler in (0.0, float("nan")):
+        key, value = (
+            args[x].detach().masked_fill(hidden.unsqueeze(-1), filler).requires_grad_()
+            for x in ("key", "value")
+        )
+        leaves = [x for x in (args["query"], key, value, args["weight"]) if x is not None]
+        m = prepare(key, value, args["weight"], lengths=lengths, mask=mask.expand(2, 1, 37))
+        a, weights = attend(args["query"], m, need_weights=True)
+        b = attend(args["query"] * 0.5, m)[0]
+        found.append([a, weights, b, *gradients(leaves, a, b, weights)])
+    for clean, poisoned in zip(*found):
+        assert torch.equal(clean, poisoned)
 
 
 def test_exponentials_are_kept_and_dropped(monkeypatch):
@@ -185,24 +283,33 @@ def test_exponentials_are_kept_and_dropped(monkeypatch):
     for _ in range(3):
         attend(args["query"], m)
     assert len(calls) == 1
-    kept = m.steps.exponentials(m)
+    kept = m.steps.exponentials()
     assert kept.shape == (2, 1, 70, 64)
     torch.testing.assert_close(kept[:, 0, :, :40], torch.exp(2 * args["key"]), atol=0, rtol=2e-6)
     assert not kept[..., 40:].any()
     far = prepare(args["key"] + 11, args["value"], args["weight"])
-    assert far.steps.exponentials(far) is None
+    assert far.steps.exponentials() is None
 
 
 def test_bad_arguments():
     x = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match=r"value must be \[2, 3, 'Dv'\] to fit the key"):
         prepare(x, x[:1])
-    with pytest.raises(ValueError, match=r"mask must be \[2, 0, 3\]"):
+    with pytest.raises(ValueError, match=r"mask must be \[2, 1, 3\]"):
         prepare(x, x, mask=torch.ones(2, 3, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="lengths must be between 0 and 3"):
         prepare(x, x, lengths=torch.tensor([1, 4]))
     with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, got list"):
         prepare([1.0], x)
-    with pytest.raises(ValueError, match=r"key must be \[2, 'Tk', 5\] to fit the query"):
+    with pytest.raises(ValueError, match=r"mask must be \[2, 1, 3\]"):
+        prepare(x, x, mask=torch.ones(2, 0, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"key must be float32.*, got torch\.int64"):
+        prepare(x.long(), x)
+    with pytest.raises(ValueError, match=r"query must be \[2, 'Tq', 4\] to fit the memory, got"):
         attend(torch.zeros(2, 1, 5), prepare(x, x))
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, got list"):
+        attend([0.0], prepare(x, x))
+    for scale in (float("nan"), "2", torch.ones(())):
+        with pytest.raises(ValueError, match="scale must be a finite number, got "):
+            attend(x, prepare(x, x), scale=scale)
     assert set(memory.__all__) == {"Memory", "attend", "prepare"}

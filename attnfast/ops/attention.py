@@ -7,7 +7,8 @@ r"""Attention without history: every query row weighs the keys it may see, rows 
 with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a tanh(q_a + k_a)`` (additive) when a weight is given.
 
 This file is the contract. A backend implements the two operators of :data:`SCHEMAS`, under its own
-namespace ``attnfast_<backend>``, and nothing else; the reference is the oracle.
+namespace ``attnfast_<backend>``; the CPU also ``exponentials``, which those two take. The reference
+is the oracle.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _fake_backward(
         query.new_empty(key.shape if need_grad_key else (0,)),
         query.new_empty(value.shape if need_grad_key else (0,)),
         query.new_empty(weight.shape if need_grad_key and weight is not None else (0,)),
-        weights.new_empty(weights.shape if need_grad_score else (0,)),
+        weights.new_empty(weights.shape if need_grad_score and grad_score is None else (0,)),
     )
 
 
@@ -204,6 +205,13 @@ _libraries = {backend: _register(backend) for backend in ("cpu", "triton", "cuda
 _libraries["cpu"].define("exponentials(Tensor key, Tensor? lengths) -> Tensor")
 
 
+@torch.library.register_fake("attnfast_cpu::exponentials", lib=_libraries["cpu"])
+def _fake_exponentials(key, lengths):
+    *lead, Tk, A = key.shape
+    shape = (lead[0], lead[1] if len(lead) == 2 else 1, Tk, (A + 31) // 32 * 32)
+    return key.new_empty(shape, dtype=torch.float32)
+
+
 @torch.library.impl("attnfast_triton::attention", "default", lib=_libraries["triton"])
 def _triton(*args):
     from attnfast.kernels import attention  # Triton stays unimported until it is used
@@ -218,7 +226,7 @@ def _triton_backward(*args):
     return attention.backward(*args)
 
 
-def _refuse(argument: str, expected: str, got: object) -> None:
+def refuse(argument: str, expected: str, got: object) -> None:
     raise ValueError(f"{argument} must be {expected}, got {got}")
 
 
@@ -242,39 +250,39 @@ def check(
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.device != device:
-            _refuse(name, f"on the query's device {device}", x.device)
+            refuse(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):
-            _refuse(name, f"of the query's dtype {dtype}", x.dtype)
+            refuse(name, f"of the query's dtype {dtype}", x.dtype)
     if dtype not in FLOATS:
-        _refuse("query", "float32, float64, bfloat16 or float16", dtype)
+        refuse("query", "float32, float64, bfloat16 or float16", dtype)
     if query.dim() not in (3, 4):
-        _refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(query.shape))
+        refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(query.shape))
     q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)  # quicker than torch.Size
     *batch, _, features = q
     if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != features:
-        _refuse("key", f"{[*batch, 'Tk', features]} to fit the query", list(k))
+        refuse("key", f"{[*batch, 'Tk', features]} to fit the query", list(k))
     if len(v) != len(k) or v[:-1] != k[:-1]:
-        _refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
+        refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
     if weight is not None and weight.shape not in ((features,), (*batch[1:], features)):
         shapes = f"[{features}]" + (f" or {[batch[1], features]}" if len(batch) == 2 else "")
-        _refuse("weight", f"{shapes} to fit the query", list(weight.shape))
+        refuse("weight", f"{shapes} to fit the query", list(weight.shape))
     scores = (*q[:-1], k[-2])
     if mask is not None and mask.dtype != torch.bool:
-        _refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
+        refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None and (
             x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
         ):
-            _refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
+            refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
     if lengths is not None:
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != q[:1]:
             got = f"{lengths.dtype} {list(lengths.shape)}"
-            _refuse("lengths", f"int64 or int32 of shape [{q[0]}]", got)
+            refuse("lengths", f"int64 or int32 of shape [{q[0]}]", got)
         readable = type(lengths) is Tensor and device.type == "cpu"  # not a fake one
         if readable and not torch.compiler.is_compiling():
             for length in lengths.tolist():
                 if not 0 <= length <= k[-2]:
-                    _refuse("lengths", f"between 0 and {k[-2]}, the number of keys", length)
+                    refuse("lengths", f"between 0 and {k[-2]}, the number of keys", length)
 
 
 def refuse_tangents(*inputs: Tensor | None) -> None:
@@ -286,6 +294,12 @@ def refuse_tangents(*inputs: Tensor | None) -> None:
             "attention has no forward-mode derivative on the compiled backends; "
             "backend='reference' has"
         )
+
+
+def check_scale(scale: object, expected: str = "a finite number") -> None:
+    """Refuse what is not a finite number: a tensor would lose its gradient."""
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        refuse("scale", expected, repr(scale))
 
 
 def autocast(*inputs):
@@ -322,11 +336,10 @@ def _attention(
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
     check(query, key, value, weight, bias, mask, lengths)
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        _refuse("temperature", "a positive number", repr(temperature))
+        refuse("temperature", "a positive number", repr(temperature))
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
-        _refuse("scale", "a finite number or None", repr(scale))
+    check_scale(scale, "a finite number or None")
     scale = scale / temperature
     if bias is not None:
         bias = bias / temperature if temperature != 1 else bias

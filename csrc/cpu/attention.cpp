@@ -83,7 +83,7 @@ void share_out_rows(Attention& a) {
     const int64_t size = n * items / (2 * threads);
     return std::max<int64_t>((size + multiple - 1) / multiple, 1) * multiple;
   };
-  a.keys = part(a.Tk, 64);
+  a.keys = part(a.Tk, kKeyBlock);
   a.columns = part(a.Dv, kPadding);
 }
 
@@ -118,7 +118,8 @@ void run_backward(Attention& a, const Tensor&) {
   const bool whole = a.rows >= a.Tq && a.keys >= a.Tk;
   const auto& [grad_weights, softmax] = kernels().grad_score;
   const Pass& grad_inputs = kernels().grad_inputs;
-  const bool inputs = a.grad_query.data || a.grad_key.data || a.grad_weight.data;
+  const bool inputs =
+      a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
   share_out_columns(a);
   if (whole && inputs && !a.grad_score_given && grad_inputs.items(a) == a.B * a.H) {
     run({grad_weights, softmax, grad_inputs}, a);  // one item has all that concerns a sequence
@@ -132,7 +133,7 @@ void run_backward(Attention& a, const Tensor&) {
 Tensor exponentials(const Tensor key, const Optional lengths) {
   Call call(key, key, key, {}, lengths, {}, 1);
   Attention& a = call.a;
-  const int64_t blocks = std::max<int64_t>((a.Tk + 63) / 64, 1);
+  const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
   const Tensor out = torch::stable::new_empty(key, {a.B, a.H, a.Tk, width}, ScalarType::Float);
   const Tensor ranges = torch::stable::new_empty(key, {a.B, a.H, blocks, 1}, ScalarType::Float);

@@ -12,9 +12,9 @@ struct Pass {
   void (*run)(const Attention&, int64_t item, void* scratch);
 };
 
-// One set of functions per instruction set. Scratch is private to a thread, 64-byte aligned. Item i
-// of a pass needs item i of the pass before, and no other, where both have as many items; they then
-// share a thread's scratch too.
+// One set of functions per instruction set. Scratch is private to a thread, 64-byte aligned. In forward
+// and grad_score item i of a pass needs item i of the pass before, and no other, where both have as
+// many items; they then share a thread's scratch too.
 struct AttentionKernels {
   size_t (*scratch)(const Attention&);  // bytes
   Pass forward[3];                      // scores, softmax, context

@@ -12,6 +12,8 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
+static_assert(kPadding % (2 * Vector<float>::width) == 0, "exponentials are read by two vectors");
+
 int64_t parts(int64_t n, int64_t size) { return n > size ? (n + size - 1) / size : 1; }
 
 int64_t keys_seen(const Attention& a, int64_t b) {
@@ -88,7 +90,7 @@ void scores(const Attention& a, int64_t index, void* memory) {
     const C scale = a.scale;
     if constexpr (sizeof(C) == 4) {
       if (prepared) {
-        const Rows<C> e = {at<C>(a.exponentials, item, j), a.exponentials.row};
+        const Rows<C> e = {at<C>(a.exponentials, item, j), round_up(a.A, kPadding)};
         score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base * scale,
                                         -2 * scale, out, s.stride);
         continue;
@@ -134,7 +136,7 @@ C softmax(C* s, int64_t n) {
   }
   const C mass = sum<C>(total);
   if (mass == 0) return -infinity;
-  for (int64_t j = 0; j < n; ++j) s[j] /= mass;
+  for (int64_t j = 0; j < n; ++j) s[j] = s[j] == 0 ? 0 : s[j] / mass;  // also where mass is NaN
   if constexpr (sizeof(C) == 4) return top + ::logf(mass);
   return top + ::log(mass);
 }
@@ -407,7 +409,7 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
 template <class T, class C = typename Accumulate<T>::type>
 void prepare(const Attention& a, int64_t index, void* memory) {
   if constexpr (sizeof(C) == 4) {
-    const int64_t blocks = parts(a.Tk, kKeyBlock), width = a.exponentials.row;
+    const int64_t blocks = parts(a.Tk, kKeyBlock), width = round_up(a.A, kPadding);
     const Item item(a, index, 1, blocks);
     const int64_t j = item.part * kKeyBlock, n = min(item.seen - j, kKeyBlock);
     const Rows<C> k =
@@ -419,7 +421,15 @@ void prepare(const Attention& a, int64_t index, void* memory) {
 
 // ---- the table --------------------------------------------------------------------------------
 
-#define ATTNFAST_BY_DTYPE(function)                                  [](const Attention& a, int64_t item, void* scratch) {                switch (a.dtype) {                                                   case Dtype::f32: return function<float>(a, item, scratch);         case Dtype::f64: return function<double>(a, item, scratch);        case Dtype::f16: return function<Half>(a, item, scratch);          case Dtype::bf16: return function<BFloat>(a, item, scratch);     }                                                                }
+#define ATTNFAST_BY_DTYPE(function)                                \
+  [](const Attention& a, int64_t item, void* scratch) {            \
+    switch (a.dtype) {                                             \
+      case Dtype::f32: return function<float>(a, item, scratch);   \
+      case Dtype::f64: return function<double>(a, item, scratch);  \
+      case Dtype::f16: return function<Half>(a, item, scratch);    \
+      case Dtype::bf16: return function<BFloat>(a, item, scratch); \
+    }                                                              \
+  }
 
 // Room for the most that any pass takes.
 template <class C>

@@ -1,17 +1,14 @@
 // Scores of tiles of queries and keys; the two paths of the additive one.
 //
 // With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
-// two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1).
+// two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). Beyond kFactoredLimit
+// the direct path takes e^{2(q + k)}.
 #pragma once
 #include "product.h"
 
 namespace attnfast {
 namespace VARIANT {
 namespace {
-
-constexpr int64_t kKeyBlock = 64;
-// With max|q| + max|k| up to here d0 d1 stays below 2^126. Beyond, the direct path takes e^{2(q+k)}.
-constexpr double kFactoredLimit = 21.8;
 
 enum class Score { dot, factored, direct };
 

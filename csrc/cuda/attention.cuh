@@ -337,9 +337,8 @@ void launch_backward(const Attention& a, Launch launch) {
     const auto score = a.weight.data ? grad_rows<T, Score::additive> : grad_rows<T, Score::dot>;
     if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
     if (a.grad_query.data || a.grad_weight.data) add(score, query);
-    if (!a.grad_key.data) return;
-    add(score, key);
-    add(grad_rows<T, Score::dot>, value);
+    if (a.grad_key.data) add(score, key);
+    if (a.grad_value.data) add(grad_rows<T, Score::dot>, value);
   });
 }
 
