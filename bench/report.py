@@ -72,6 +72,7 @@ def chart(report: dict, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     table = rows(report)
     scores = list(dict.fromkeys(r["score"] for r in table))
@@ -80,7 +81,7 @@ def chart(report: dict, path: Path) -> None:
     figure, grid = plt.subplots(
         len(scores),
         len(directions),
-        figsize=(4.6 * len(directions), (1.2 + 0.34 * lines) * len(scores)),
+        figsize=(5.4 * len(directions), (1.2 + 0.34 * lines) * len(scores)),
         sharey="row",
         squeeze=False,
         layout="constrained",
@@ -95,6 +96,9 @@ def chart(report: dict, path: Path) -> None:
                 axis.barh(y, heights, 0.8 / len(peers), label=peer)
             axis.axvline(1, color="black", linewidth=1)
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
             axis.set_yticks(range(len(members)), [r["shape"] for r in members])
             axis.set_title(f"{score}, {direction}", fontsize=10)
             axis.set_xlabel("times slower than attnfast")
