@@ -227,6 +227,7 @@ def _triton_backward(*args):
 
 
 def refuse(argument: str, expected: str, got: object) -> None:
+    """Raise ValueError with one sentence: the argument, what was expected and what came."""
     raise ValueError(f"{argument} must be {expected}, got {got}")
 
 
