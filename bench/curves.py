@@ -16,7 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from table import Case, attend, eager, inputs
+from race import eager
+from table import Case, attend, inputs
 from tqdm import tqdm
 
 from attnfast.diagnostics import best_device, costs

@@ -20,6 +20,16 @@ DECODERS = {  # B, steps, Tk, A, Dv; each query depends on the context before it
 }
 
 
+def eager(query, key, value, weight=None, **_):
+    """Attend as people write it: context and weights."""
+    if weight is None:
+        score = query @ key.transpose(-1, -2)
+    else:
+        score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ weight
+    weights = score.softmax(-1)
+    return weights @ value, weights
+
+
 def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
     """Time the first of ``calls`` against the others, in turns."""
     ours, *peers = calls

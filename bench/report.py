@@ -29,6 +29,10 @@ def size(memory: float) -> str:
     return f"{memory / 2**20:.3g} MiB" if memory >= 2**20 else f"{memory / 2**10:.3g} KiB"
 
 
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 2 else f"{ratio:.1f}×"
+
+
 def markdown(report: dict) -> str:
     """Return the report: the machine, then a table for each score and direction."""
     table = rows(report)
@@ -54,14 +58,14 @@ def markdown(report: dict) -> str:
         text.append("| " + " | ".join(head) + " |")
         text.append("|---|---|" + "--:|" * (len(head) - 2))
         for r in members:
-            ratios = [f"{r['peers'][p] / r['median']:.1f}×" for p in peers]
+            ratios = [times(r["peers"][p] / r["median"]) for p in peers]
             memory = [size(r["memory"][r["ours"]]), size(r["memory"][other])]
             sizes = ", ".join(map(str, r["sizes"]))
             cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
             text.append("| " + " | ".join(cells) + " |")
         by_peer = ([r["peers"][p] / r["median"] for r in members] for p in peers)
         ratios = [statistics.geometric_mean(x) for x in by_peer]
-        text.append("| geometric mean | | | " + " | ".join(f"{x:.1f}×" for x in ratios) + " | | |")
+        text.append("| geometric mean | | | " + " | ".join(map(times, ratios)) + " | | |")
         text.append("")
     return "\n".join(text)
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import table
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, race
-from table import Case, attend, eager, inputs
+from race import DECODERS, DEVICE, DIRECTIONS, eager, race
+from table import Case, attend, inputs
 
 from attnfast.backends import BACKENDS, choose, why_not
 from attnfast.memory import attend as attend_to
@@ -52,8 +52,6 @@ def contenders(score: str) -> dict:
             )
     ways["eager"] = eager
     ways["torch.compile"] = torch.compile(eager, dynamic=False)
-    if score == "dot":
-        ways["SDPA (no weights)"] = scaled_dot_product
     return ways
 
 
@@ -118,6 +116,20 @@ def test_attention(benchmark, score, shape, direction):
     case = Case(score, *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25 if score == "dot" else 1.0)
     benchmark.group = score
     measure(benchmark, case, shape, direction, contenders(score))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dot_without_weights(benchmark, shape, direction):
+    case = Case("dot", *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25)
+    chosen = choose(None, DEVICE, torch.float32)
+    ways = {
+        f"attnfast ({chosen})": lambda **a: attend(a),
+        "SDPA": scaled_dot_product,
+        "eager": eager,
+    }
+    benchmark.group = "dot, no weights returned"
+    measure(benchmark, case, shape, direction, ways)
 
 
 def recurrent(step_of):

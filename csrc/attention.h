@@ -30,12 +30,16 @@ struct Attention {
   View grad_log_sum_exp;         // contiguous, or absent
   View grad_score;               // contiguous [B, H, Tq, Tk] of the accumulation dtype
   bool grad_score_given;         // or it is the first thing to compute
+  bool grad_score_returned;      // CPU: for itself; else it may take the scale, as
+  double grad_score_scale = 1;   // this
   View grad_query, grad_key, grad_value;  // contiguous; absent where not needed, as grad_weight
   View grad_weight;              // rows [B, H, grad_weight_parts, A] that add up to the gradient, of
                                  // the accumulation dtype
   View scores;                   // CPU: the place of the scores, if not a thread's scratch; may be weights
   View ranges;                   // CPU: out of prepare, float [B, H, blocks of keys]
   int64_t rows, keys, columns;   // CPU: what one item of a pass takes
+  bool multiplied;               // CPU: a library has left the products, which passes look through
+  bool* hides;                   // CPU: out, whether any weight is 0
 };
 
 // The CPU's additive score. With max|q| + max|k| up to the limit (1 + e^{2(q + k)})^2 stays below 2^126.

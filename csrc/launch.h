@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -37,6 +38,21 @@ Dtype dtype_of(const Tensor& x) {
 
 ScalarType accumulation(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// A contiguous tensor, past the dispatcher, which is a good part of a small call.
+Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t elements = 1;
+  for (size_t i = sizes.size(); i-- > 0; elements *= std::max<int64_t>(sizes[i], 1))
+    strides[i] = elements;
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      sizes.size(), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
+      to<int32_t>(from(device.type())), device.index(), &handle));
+  return Tensor(handle);
 }
 
 // [B, (H,) rows, columns], or [B, (H,) rows] with `columns` false.
@@ -118,12 +134,12 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
   Call call(query, key, value, weight, lengths, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
-  Tensor context = torch::stable::new_empty(query, shape(query, a.Dv));
-  Tensor weights = need_weights ? torch::stable::new_empty(query, shape(query, a.Tk), sums)
-                                : torch::stable::new_empty(query, {0}, sums);
+  Tensor weights = need_weights ? empty(query.device(), shape(query, a.Tk), sums)
+                                : empty(query.device(), {0}, sums);
   std::vector<int64_t> rows = shape(query, 0);
   rows.pop_back();
-  Tensor log_sum_exp = torch::stable::new_empty(query, rows, sums);
+  Tensor log_sum_exp = empty(query.device(), rows, sums);
+  Tensor context = empty(query.device(), shape(query, a.Dv), query.scalar_type());
   if (bias) a.bias = broadcast_view(*bias);
   if (mask) a.mask = broadcast_view(*mask);
   a.context = view(context);
@@ -142,8 +158,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Call call(query, key, value, weight, lengths, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
-  const auto empty = [&](bool needed, std::vector<int64_t> sizes, ScalarType dtype, View& out) {
-    const Tensor x = torch::stable::new_empty(query, needed ? sizes : std::vector<int64_t>{0}, dtype);
+  const auto gradient = [&](bool needed, std::vector<int64_t> sizes, ScalarType dtype, View& out) {
+    const Tensor x = empty(query.device(), needed ? sizes : std::vector<int64_t>{0}, dtype);
     if (needed) out = view(x);
     return x;
   };
@@ -151,16 +167,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
   };
   const ScalarType dtype = query.scalar_type();
-  const Tensor grad_query = empty(need_grad_query, like(query), dtype, a.grad_query);
-  const Tensor grad_key = empty(need_grad_key, like(key), dtype, a.grad_key);
-  const Tensor grad_value = empty(need_grad_key, like(value), dtype, a.grad_value);
+  const Tensor grad_query = gradient(need_grad_query, like(query), dtype, a.grad_query);
+  const Tensor grad_key = gradient(need_grad_key, like(key), dtype, a.grad_key);
+  const Tensor grad_value = gradient(need_grad_key, like(value), dtype, a.grad_value);
   const bool need_grad_weight = need_grad_key && weight;
-  Tensor grad_weight = empty(need_grad_weight,
+  Tensor grad_weight = gradient(need_grad_weight,
                              {a.B, a.H, need_grad_weight ? grad_weight_parts(a) : 0, a.A}, sums,
                              a.grad_weight);
   a.grad_score_given = given_grad_score.has_value();
+  a.grad_score_returned = need_grad_score;
   Tensor grad_score = a.grad_score_given ? packed(*given_grad_score)
-                                         : torch::stable::new_empty(query, weights.sizes(), sums);
+                                         : empty(query.device(), like(weights), sums);
   const Tensor saved = packed(weights);
   a.weights = view(saved);
   a.grad_score = view(grad_score);
@@ -176,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     grad_weight = torch::stable::to(grad_weight, dtype);
   }
   if (!need_grad_score || a.grad_score_given)
-    grad_score = torch::stable::new_empty(query, {0}, sums);
+    grad_score = empty(query.device(), {0}, sums);
   return {grad_query, grad_key, grad_value, grad_weight, grad_score};
 }
 

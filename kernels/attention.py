@@ -225,7 +225,9 @@ def _forward(
         if p_bias is not None:
             p_b = p_bias + i_b * s_bias[0] + i_h * s_bias[1]
             p_b += o_s[0] * s_bias[2] + o_s[1] * s_bias[3]
-            b_s += tl.load(p_b, mask=m_s, other=0).to(acc)
+            b_bias = tl.load(p_b, mask=m_s, other=0).to(acc)
+            b_s += b_bias
+            m_s = m_s & (b_bias != -float("inf"))  # also where the score is NaN
         b_s = tl.where(m_s, b_s, -float("inf"))
         if p_weights is not None and i_v == 0:
             p_s = p_weights + o_row[:, None] * Tk + o_k[None, :]

@@ -97,12 +97,13 @@ def test_recurrent_decoder(case, host):
 @pytest.mark.parametrize("score", ["dot", "additive"])
 def test_what_every_backend_owes(score, host):
     """The properties that test_attention.py asks of every backend, by name."""
-    test_attention.test_empty_rows(score, host)
-    test_attention.test_what_is_not_seen_changes_nothing(score, host)
-    test_attention.test_a_row_is_not_touched_by_what_others_see(score, host)
+    test_attention.test_empty_rows(score, (4, 70, 8, 8), host)
+    test_attention.test_what_is_not_seen_changes_nothing(score, (5, 40, 16, 8), host)
+    test_attention.test_a_row_is_not_touched_by_what_others_see(score, (3, 20, 16, 8), host)
     test_attention.test_offsets_past_two_to_the_31(score, host)
     test_attention.test_results_do_not_depend_on_what_is_asked(host)
     test_attention.test_half_inputs_of_256(host)
+    test_attention.test_scale_multiplies_the_query((3, 5, 8, 8), ("bias",), host)
 
 
 @pytest.mark.parametrize("factor", [1e4, -5e4])

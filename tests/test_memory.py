@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import weakref
 
 import pytest
@@ -27,6 +28,7 @@ CASES = [
     Case("dot", 3, 5, 33, 40, 24, terms=("lengths",)),
     Case("dot", 2, 3, 9, 17, 8, H=2, terms=("mask",)),
     Case("dot", 2, 3, 9, 17, 8, dtype=torch.float64),
+    Case("dot", 2, 10, 20, 64, 64, terms=("mask",), layout="sliced"),
 ]
 
 
@@ -68,6 +70,29 @@ def test_recurrent_decoder(case, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
     judge(case, backend)
+
+
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_what_is_not_seen_does_not_touch_the_gradients(score, backend):
+    """Ten steps on keys and values that are NaN beyond a length."""
+    if backend == "triton":
+        pytest.skip(
+            "too many steps for Triton's interpreter; its kernels are those of a whole target"
+        )
+    case = Case(score, 2, 10, 20, 64, 64)
+    args = inputs(case, DEVICE[backend])
+    args["lengths"] = torch.tensor([20, 17], device=DEVICE[backend])
+    how = recurrent(functools.partial(with_memory, backend=backend))
+    clean = results(case, args, how)
+    for name in ("key", "value"):
+        args[name].detach()[1, 17:] = math.nan
+    for name, x in results(case, args, how).items():
+        torch.testing.assert_close(x, clean[name], msg=name)
+    args["query"].detach()[1, 3] = math.nan
+    bad = results(case, args, how)
+    for name in ("key", "value"):
+        assert bad[f"grad of {name}"][1, 0].isnan().any()
+        assert (bad[f"grad of {name}"][1, 17:] == 0).all()
 
 
 @pytest.fixture(params=["additive", "dot"])

@@ -244,9 +244,15 @@ def check(
     if not isinstance(query, Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
     device, dtype = query.device, query.dtype
-    given = (key, value, weight, bias, mask, lengths)
-    for name, x in zip(("key", "value", "weight", "bias", "mask", "lengths"), given):
-        if x is None and name not in ("key", "value"):
+    for name, x, optional in (
+        ("key", key, False),
+        ("value", value, False),
+        ("weight", weight, True),
+        ("bias", bias, True),
+        ("mask", mask, True),
+        ("lengths", lengths, True),
+    ):
+        if optional and x is None:
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -256,17 +262,18 @@ def check(
             refuse(name, f"of the query's dtype {dtype}", x.dtype)
     if dtype not in FLOATS:
         refuse("query", "float32, float64, bfloat16 or float16", dtype)
-    if query.dim() not in (3, 4):
-        refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(query.shape))
-    q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)  # quicker than torch.Size
-    *batch, _, features = q
-    if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != features:
-        refuse("key", f"{[*batch, 'Tk', features]} to fit the query", list(k))
-    if len(v) != len(k) or v[:-1] != k[:-1]:
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) not in (3, 4):
+        refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(q))
+    if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != q[-1]:
+        refuse("key", f"{[*q[:-2], 'Tk', q[-1]]} to fit the query", list(k))
+    if v[:-1] != k[:-1]:
         refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
-    if weight is not None and weight.shape not in ((features,), (*batch[1:], features)):
-        shapes = f"[{features}]" + (f" or {[batch[1], features]}" if len(batch) == 2 else "")
+    if weight is not None and weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
+        shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
         refuse("weight", f"{shapes} to fit the query", list(weight.shape))
+    if mask is None and bias is None and lengths is None:
+        return
     scores = (*q[:-1], k[-2])
     if mask is not None and mask.dtype != torch.bool:
         refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
@@ -299,12 +306,14 @@ def refuse_tangents(*inputs: Tensor | None) -> None:
 
 def check_scale(scale: object, expected: str = "a finite number") -> None:
     """Refuse what is not a finite number: a tensor would lose its gradient."""
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         refuse("scale", expected, repr(scale))
 
 
 def autocast(*inputs):
     """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
+    if not torch._C._is_any_autocast_enabled():
+        return inputs
     device = inputs[0].device.type if isinstance(inputs[0], Tensor) else None
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return inputs
@@ -336,7 +345,7 @@ def _attention(
     """Check, choose a backend and run: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
     check(query, key, value, weight, bias, mask, lengths)
-    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
         refuse("temperature", "a positive number", repr(temperature))
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))

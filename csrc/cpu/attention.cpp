@@ -1,10 +1,13 @@
 // Registers attention for the CPU: picks the instruction set, shares out the work.
 #include "attention.h"
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <initializer_list>
+#include <numeric>
 #include <string>
 
 #include "../launch.h"
@@ -31,30 +34,44 @@ const AttentionKernels& kernels() {
   return chosen;
 }
 
+const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
+
+// Smaller matrices than this are multiplied by our own kernels.
+constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
+
 // Below this many score elements a second thread costs more than it brings.
 constexpr int64_t kWorthAThread = 1 << 15;
+constexpr int64_t kSoftmaxDepth = 8;  // of a softmax alone, in features of a score
 
-int64_t threads_for(const Attention& a) {
-  const int64_t elements = a.B * a.H * a.Tq * a.Tk * std::max<int64_t>({a.A, a.Dv, 1});
+int64_t threads_for(const Attention& a, int64_t depth) {
+  const int64_t elements = a.B * a.H * a.Tq * a.Tk * depth;
   return std::clamp<int64_t>(elements / kWorthAThread, 1, torch::stable::get_num_threads());
 }
 
+int64_t threads_for(const Attention& a) {
+  return threads_for(a, std::max<int64_t>({a.A, a.Dv, 1}));
+}
+
 // Run passes that follow one another: item by item where they have as many, else one after the
-// other. Threads take the next item as they come free.
-void run(std::initializer_list<Pass> passes, const Attention& a) {
+// other. A thread begins with its own share of the items, which is in its cache when the next pass
+// comes, and then helps the others.
+void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_threads) {
   const size_t scratch = kernels().scratch(a);
   const auto run_group = [&](const Pass* first, const Pass* last) {
     const int64_t items = first->items(a);
     if (items == 0) return;
-    const int64_t threads = std::min(items, threads_for(a));
-    const Tensor memory = torch::stable::empty({threads * static_cast<int64_t>(scratch)},
-                                               ScalarType::Byte);
+    const int64_t threads = std::min(items, most_threads);
+    const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
     char* base = static_cast<char*>(memory.data_ptr());
-    std::atomic<int64_t> next{0};
+    std::vector<std::atomic<int64_t>> taken(threads);  // of each share
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t)
-        for (int64_t item; (item = next++) < items;)
-          for (const Pass* pass = first; pass < last; ++pass) pass->run(a, item, base + t * scratch);
+        for (int64_t i = 0; i < threads; ++i) {
+          const int64_t share = (t + i) % threads, stop = items * (share + 1) / threads;
+          for (int64_t item; (item = items * share / threads + taken[share]++) < stop;)
+            for (const Pass* pass = first; pass < last; ++pass)
+              pass->run(a, item, base + t * scratch);
+        }
     });
   };
   const Pass* first = passes.begin();
@@ -65,6 +82,8 @@ void run(std::initializer_list<Pass> passes, const Attention& a) {
   }
   run_group(first, passes.end());
 }
+
+void run(std::initializer_list<Pass> passes, const Attention& a) { run(passes, a, threads_for(a)); }
 
 // Rows of one item: enough to repay the preparation of the keys, few enough that scores stay in
 // cache and that every thread gets several items. Where rows alone make too few items, keys and
@@ -98,15 +117,113 @@ void share_out_columns(Attention& a) {
 
 int64_t grad_weight_parts(const Attention&) { return 1; }
 
-void run_forward(Attention& a, const Tensor& query) {
+// ---- with a library's products ------------------------------------------------------------------
+
+ScalarType dtype_of_sums(const Attention& a) {
+  return a.dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
+}
+
+// Whether the matrices of all sequences and heads lie evenly.
+bool even(const Attention& a, const View& x) {
+  return a.H == 1 || a.B == 1 || x.batch == a.H * x.head;
+}
+
+// Whether PyTorch's matrix product beats ours, for dot scores: enough rows to repay its packing, and
+// few keys beyond the lengths, which only ours leaves out.
+bool multiplies(const Attention& a) {
+  if (a.weight.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
+  if (a.Tq < kLibraryRows || std::max(a.A, a.Dv) < kLibraryColumns) return false;
+  if (!even(a, a.query) || !even(a, a.key) || !even(a, a.value)) return false;
+  if (a.grad_context.data && !even(a, a.grad_context)) return false;
+  if (!a.lengths) return true;
+  return 4 * std::accumulate(a.lengths, a.lengths + a.B, int64_t{0}) >= 3 * a.B * a.Tk;
+}
+
+View transposed(View x) {
+  std::swap(x.row, x.column);
+  return x;
+}
+
+// out = left right: matrices [m, k] and [k, n] of every sequence and head.
+void multiply(const Attention& a, const View& left, const View& right, const View& out, int64_t m,
+              int64_t k, int64_t n) {
+  const auto tensor = [&](const View& x, int64_t rows, int64_t columns) {
+    return torch::stable::from_blob(x.data, {a.B * a.H, rows, columns},
+                                    {a.H == 1 ? x.batch : x.head, x.row, x.column}, kCpu,
+                                    dtype_of_sums(a));
+  };
+  const Tensor product = tensor(out, m, n);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(product.get(), tensor(left, m, k).get(),
+                                                tensor(right, k, n).get()));
+}
+
+// The forward of rows [row, row + rows) of sequences [b, b + n) alone.
+Attention part_of(Attention a, int64_t b, int64_t n, int64_t row, int64_t rows) {
+  const int64_t size = a.dtype == Dtype::f64 ? 8 : 4;
+  const auto shift = [&](View& x, int64_t i, int64_t bytes) {
+    if (x.data) x.data = static_cast<char*>(x.data) + (b * x.batch + i * x.row) * bytes;
+  };
+  for (View* x : {&a.query, &a.bias, &a.context, &a.weights, &a.log_sum_exp}) shift(*x, row, size);
+  for (View* x : {&a.key, &a.value}) shift(*x, 0, size);
+  shift(a.mask, row, 1);
+  if (a.lengths) a.lengths += b;
+  a.B = n;
+  a.Tq = rows;
+  return a;
+}
+
+// Without weights to return, scores pass part by part through a place that stays in cache.
+void forward_with_products(const Attention& whole) {
+  constexpr int64_t kScores = 1 << 20;
+  const bool apart = !whole.weights.data;
+  const int64_t Tk = std::max<int64_t>(whole.Tk, 1);
+  const int64_t rows = apart ? std::clamp<int64_t>(kScores / Tk, 1, whole.Tq) : whole.Tq;
+  const int64_t n =
+      apart ? std::clamp<int64_t>(kScores / (whole.H * rows * Tk), 1, whole.B) : whole.B;
+  const Tensor place = empty(kCpu, {apart ? n : 0, whole.H, rows, whole.Tk}, dtype_of_sums(whole));
+  const auto& [score, softmax, context] = kernels().forward;
+  for (int64_t b = 0; b < whole.B; b += n)
+    for (int64_t row = 0; row < whole.Tq; row += rows) {
+      Attention a = part_of(whole, b, std::min(n, whole.B - b), row, std::min(rows, whole.Tq - row));
+      a.scores = apart ? view(place) : a.weights;
+      a.scores.head = a.Tq * a.Tk;
+      a.scores.batch = a.H * a.scores.head;
+      share_out_rows(a);
+      bool hides = false;
+      a.hides = &hides;
+      multiply(a, a.query, transposed(a.key), a.scores, a.Tq, a.A, a.Tk);
+      run({softmax}, a, threads_for(a, kSoftmaxDepth));
+      multiply(a, a.scores, a.value, a.context, a.Tq, a.Tk, a.Dv);
+      if (hides) run({context}, a);
+    }
+}
+
+void backward_with_products(Attention& a) {
+  bool hides = a.grad_score_given;
+  a.hides = &hides;
+  if (!a.grad_score_given) {
+    multiply(a, a.grad_context, transposed(a.value), a.grad_score, a.Tq, a.Dv, a.Tk);
+    run({kernels().grad_score[1]}, a, threads_for(a, kSoftmaxDepth));
+  }
+  if (a.grad_query.data) multiply(a, a.grad_score, a.key, a.grad_query, a.Tq, a.Tk, a.A);
+  if (a.grad_key.data)
+    multiply(a, transposed(a.grad_score), a.query, a.grad_key, a.Tk, a.Tq, a.A);
+  if (a.grad_value.data)
+    multiply(a, transposed(a.weights), a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv);
+  if (hides || a.scale != 1) run({kernels().grad_inputs}, a);
+}
+
+// ---- forward and backward -----------------------------------------------------------------------
+
+void run_forward(Attention& a, const Tensor&) {
+  a.multiplied = multiplies(a);
+  if (a.multiplied) return forward_with_products(a);
   share_out_rows(a);
   a.scores = a.weights;
-  Tensor scores = query;
+  std::optional<Tensor> scores;
   if (!a.scores.data && (a.keys < a.Tk || a.columns < a.Dv)) {  // few rows, shared by threads
-    const bool wide = a.dtype == Dtype::f64;
-    scores = torch::stable::new_empty(query, {a.B, a.H, a.Tq, a.Tk},
-                                      wide ? ScalarType::Double : ScalarType::Float);
-    a.scores = view(scores);
+    scores = empty(kCpu, {a.B, a.H, a.Tq, a.Tk}, dtype_of_sums(a));
+    a.scores = view(*scores);
   }
   const auto& [score, softmax, context] = kernels().forward;
   run({score, softmax, context}, a);
@@ -116,11 +233,15 @@ void run_backward(Attention& a, const Tensor&) {
   a.scores = a.grad_score;
   share_out_rows(a);
   const bool whole = a.rows >= a.Tq && a.keys >= a.Tk;
+  share_out_columns(a);
+  if (!a.grad_score_given && !a.grad_score_returned && !a.weight.data)
+    std::swap(a.scale, a.grad_score_scale);
+  a.multiplied = multiplies(a);
+  if (a.multiplied) return backward_with_products(a);
   const auto& [grad_weights, softmax] = kernels().grad_score;
   const Pass& grad_inputs = kernels().grad_inputs;
   const bool inputs =
       a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
-  share_out_columns(a);
   if (whole && inputs && !a.grad_score_given && grad_inputs.items(a) == a.B * a.H) {
     run({grad_weights, softmax, grad_inputs}, a);  // one item has all that concerns a sequence
     return;
@@ -135,8 +256,8 @@ Tensor exponentials(const Tensor key, const Optional lengths) {
   Attention& a = call.a;
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
-  const Tensor out = torch::stable::new_empty(key, {a.B, a.H, a.Tk, width}, ScalarType::Float);
-  const Tensor ranges = torch::stable::new_empty(key, {a.B, a.H, blocks, 1}, ScalarType::Float);
+  const Tensor out = empty(kCpu, {a.B, a.H, a.Tk, width}, ScalarType::Float);
+  const Tensor ranges = empty(kCpu, {a.B, a.H, blocks, 1}, ScalarType::Float);
   a.exponentials = view(out);
   a.ranges = view(ranges);
   a.rows = 1;
@@ -145,7 +266,7 @@ Tensor exponentials(const Tensor key, const Optional lengths) {
   const float* range = static_cast<const float*>(ranges.data_ptr());
   const bool far = a.dtype == Dtype::f64 ||
       std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kPreparedLimit; });
-  return far ? torch::stable::new_empty(key, {0}, ScalarType::Float) : out;
+  return far ? empty(kCpu, {0}, ScalarType::Float) : out;
 }
 
 }  // namespace

@@ -87,35 +87,35 @@ void scores(const Attention& a, int64_t index, void* memory) {
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
     const int64_t nk = min(kKeyBlock, end - j);
     C* out = const_cast<C*>(s.data) + j;
-    const C scale = a.scale;
     if constexpr (sizeof(C) == 4) {
       if (prepared) {
         const Rows<C> e = {at<C>(a.exponentials, item, j), round_up(a.A, kPadding)};
-        score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base * scale,
-                                        -2 * scale, out, s.stride);
+        score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base, out,
+                                        s.stride);
         continue;
       }
     }
     const Rows<C> k = gather(at<T>(a.key, item, j), a.key.row, nk, a.A, width, k_scratch);
     if (!additive) {
-      dot_block(q, nq, k, nk, width, scale, out, s.stride, k_exp);
+      dot_block(q, nq, k, nk, width, out, s.stride, k_exp);
       continue;
     }
     if constexpr (sizeof(C) == 4) {
       if (q_range + largest(k, nk, width) <= kFactoredLimit) {
         const Rows<C> e = exponentials(k, nk, a.A, width, k_exp);
-        score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base * scale,
-                                        -2 * scale, out, s.stride);
+        score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base, out,
+                                        s.stride);
         continue;
       }
     }
-    score_block<C, Score::direct>(q, nq, k, nk, w, width, base * scale, -2 * scale, out, s.stride);
+    score_block<C, Score::direct>(q, nq, k, nk, w, width, base, out, s.stride);
   }
 }
 
 // Turn a row of scores into weights in place; return log sum exp. An empty row becomes zeros.
+// `zeros` marks the lanes where a weight is 0.
 template <class C>
-C softmax(C* s, int64_t n) {
+C softmax(C* s, int64_t n, Flags<C>& zeros) {
   constexpr int W = Vector<C>::width;
   const C infinity = __builtin_inf();
   Vec<C> highest = splat(-infinity), total = {};
@@ -132,24 +132,45 @@ C softmax(C* s, int64_t n) {
     e = x < (C)-87 ? Vec<C>{} : e;
     e = x == x ? e : x;  // NaN stays, and makes the whole row NaN
     total += e;
-    put<C, C>(s + j, e, n - j);
+    store_part(s + j, e, n - j);
   }
   const C mass = sum<C>(total);
-  if (mass == 0) return -infinity;
-  for (int64_t j = 0; j < n; ++j) s[j] = s[j] == 0 ? 0 : s[j] / mass;  // also where mass is NaN
+  if (mass == 0) {
+    zeros = ~zeros | zeros;
+    return -infinity;
+  }
+  for (int64_t j = 0; j < n; j += W) {
+    const Vec<C> e = load_part(s + j, n - j, (C)1);
+    const Vec<C> p = e == 0 ? e : e / mass;  // 0 also where mass is NaN
+    zeros |= p == 0;
+    store_part(s + j, p, n - j);
+  }
   if constexpr (sizeof(C) == 4) return top + ::logf(mass);
   return top + ::log(mass);
 }
 
+template <class C>
+void tell_of_zeros(const Attention& a, const Item& item, Flags<C> zeros) {
+  if (a.hides && (item.seen < a.Tk || any<C>(zeros)))
+    __atomic_store_n(a.hides, true, __ATOMIC_RELAXED);
+}
+
+// Turn n products into scores: scale, bias, mask.
 template <class T, class C>
-void add_bias(const Attention& a, const Item& item, int64_t i, int64_t n, C* s) {
+void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t n, C* s) {
+  const C scale = a.scale, hidden = -__builtin_inf();
+  if (scale != 1)
+    for (int64_t j = 0; j < n; ++j) s[j] *= scale;
   if (a.bias.data) {
     const T* bias = at<T>(a.bias, item, i);
-    for (int64_t j = 0; j < n; ++j) s[j] += widen(bias[j * a.bias.column]);
+    for (int64_t j = 0; j < n; ++j) {
+      const C x = widen(bias[j * a.bias.column]);
+      s[j] = x == hidden ? hidden : s[j] + x;  // also where the score is NaN
+    }
   }
   if (a.mask.data) {
     const uint8_t* mask = at<uint8_t>(a.mask, item, i);
-    for (int64_t j = 0; j < n; ++j) s[j] = mask[j * a.mask.column] ? s[j] : (C)-__builtin_inf();
+    for (int64_t j = 0; j < n; ++j) s[j] = mask[j * a.mask.column] ? s[j] : hidden;
   }
 }
 
@@ -157,12 +178,36 @@ template <class T, class C = typename Accumulate<T>::type>
 void weights(const Attention& a, int64_t index, void* memory) {
   const Item item(a, index, row_blocks(a), 1);
   const Rows<C> s = scores_of(a, item, static_cast<C*>(memory));
+  Flags<C> zeros = {};
   for (int64_t i = 0; i < item.rows; ++i) {
     C* row = const_cast<C*>(s.data) + i * s.stride;
-    add_bias<T>(a, item, item.row + i, item.seen, row);
-    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, item.seen);
+    finish_scores<T>(a, item, item.row + i, item.seen, row);
+    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, item.seen, zeros);
     for (int64_t j = item.seen; j < a.Tk; ++j) row[j] = 0;
   }
+  tell_of_zeros<C>(a, item, zeros);
+}
+
+// mix, or a second look at what a library has left in its place: a key of weight 0 adds nothing, even
+// when its value is NaN, so what the library took for NaN comes from mix.
+template <class T, class C>
+void multiply(const Attention& a, const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n,
+              const T* v, int64_t v_stride, int64_t width, C scale, T* out, int64_t out_stride,
+              C* scratch) {
+  if constexpr (sizeof(T) == sizeof(C)) {
+    if (a.multiplied) {
+      if (sound(out, out_stride, rows, width, scale)) return;
+      C* again = scratch + mix_scratch<C>(n, width);
+      mix(p, p_row, p_col, rows, n, v, v_stride, width, scale, again, width, scratch);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < width; ++c) {
+          T& x = out[r * out_stride + c];
+          x = x == x ? x : again[r * width + c];
+        }
+      return;
+    }
+  }
+  mix(p, p_row, p_col, rows, n, v, v_stride, width, scale, out, out_stride, scratch);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
@@ -171,8 +216,8 @@ void context(const Attention& a, int64_t index, void* memory) {
   const int64_t c = item.part * a.columns;
   const Rows<C> p = scores_of(a, item, static_cast<C*>(memory));
   C* scratch = static_cast<C*>(memory) + (a.scores.data ? 0 : round_up(a.rows * a.Tk, 16));
-  mix(p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
-      min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch);
+  multiply(a, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
+           min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
@@ -190,8 +235,7 @@ void grad_weights(const Attention& a, int64_t index, void* memory) {
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
     const int64_t nk = min(kKeyBlock, end - j);
     const Rows<C> v = gather(at<T>(a.value, item, j), a.value.row, nk, a.Dv, width, v_scratch);
-    dot_block(g, item.rows, v, nk, width, (C)1, at<C>(a.grad_score, item, item.row) + j, a.Tk,
-              packed);
+    dot_block(g, item.rows, v, nk, width, at<C>(a.grad_score, item, item.row) + j, a.Tk, packed);
   }
 }
 
@@ -202,6 +246,8 @@ void grad_score(const Attention& a, int64_t index, void*) {
   constexpr int W = Vector<C>::width;
   const Item item(a, index, row_blocks(a), 1);
   const int64_t n = item.seen;
+  const C scale = a.grad_score_scale;
+  Flags<C> zeros = {};
   for (int64_t i = item.row; i < item.row + item.rows; ++i) {
     C* x = at<C>(a.grad_score, item, i);
     const C* p = at<C>(a.weights, item, i);
@@ -217,12 +263,14 @@ void grad_score(const Attention& a, int64_t index, void*) {
     const C mean = sum<C>(products);  // x - mean is often exactly 0: the rest comes after
     const C rest = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, item, i) : 0;
     for (int64_t j = 0; j < n; j += W) {
-      const Vec<C> pj = load_part(p + j, n - j, (C)0);
+      const Vec<C> pj = load_part(p + j, n - j, (C)1);
       const Vec<C> xj = load_part(x + j, n - j, (C)0);
-      put<C, C>(x + j, pj == 0 ? pj : pj * (xj - mean + rest), n - j);
+      zeros |= pj == 0;
+      store_part(x + j, pj == 0 ? pj : pj * (xj - mean + rest) * scale, n - j);
     }
     for (int64_t j = n; j < a.Tk; ++j) x[j] = 0;
   }
+  tell_of_zeros<C>(a, item, zeros);
 }
 
 // Two vectors of features of `n` rows, one after the other; returns the largest magnitude. A NaN
@@ -372,10 +420,10 @@ template <class T, class C>
 void grad_dot(const Attention& a, const Item& item, int64_t c, int64_t width, C* scratch) {
   const C *g = at<C>(a.grad_score, item, 0), scale = a.scale;
   if (a.grad_query.data)
-    mix(g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
+    multiply(a, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
         at<T>(a.grad_query, item, 0) + c, a.A, scratch);
   if (a.grad_key.data)
-    mix(g, 1, a.Tk, item.seen, a.Tq, at<T>(a.query, item, 0) + c, a.query.row, width, scale,
+    multiply(a, g, 1, a.Tk, item.seen, a.Tq, at<T>(a.query, item, 0) + c, a.query.row, width, scale,
         at<T>(a.grad_key, item, 0) + c, a.A, scratch);
 }
 
@@ -387,7 +435,7 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
   C* scratch = static_cast<C*>(memory);
   if (item.part >= features) {
     const int64_t c = (item.part - features) * a.columns, width = min(a.columns, a.Dv - c);
-    mix(at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
+    multiply(a, at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
         a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.Dv, scratch);
     clear<T>(a.grad_value, item, item.seen, a.Tk, c, width);
     return;
@@ -436,10 +484,10 @@ template <class C>
 int64_t scratch_elements(const Attention& a) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   const int64_t A = round_up(padded<C>(a.A), kPadding), Dv = padded<C>(a.Dv);
-  const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1;
+  const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1, widest = a.A > a.Dv ? a.A : a.Dv;
   const int64_t passes[] = {
       (2 * a.rows + 2 * kKeyBlock + 1) * A,              // scores, prepare
-      mix_scratch<C>(longest, a.A > a.Dv ? a.A : a.Dv),  // context, grad_dot, grad_value
+      mix_scratch<C>(longest, widest) + (a.multiplied ? longest * a.columns : 0),  // multiply
       (a.rows + kKeyBlock + W2) * Dv,                    // grad_weights
       2 * longest * 2 * W2 + W2,                         // grad_slice
       13 * A,                                            // grad_step

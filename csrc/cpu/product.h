@@ -28,21 +28,10 @@ Rows<C> gather(const T* src, int64_t stride, int64_t n, int64_t width, int64_t p
   return {scratch, padded};
 }
 
-// The first n numbers at p, the rest of the vector filled up.
-template <class C>
-Vec<C> load_part(const C* p, int64_t n, C fill) {
-  if (n >= Vector<C>::width) return load(p);
-  Vec<C> x = splat(fill);
-  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
-  return x;
-}
-
 // Round the first n numbers of x, at most a vector, into tensor elements.
 template <class T, class C>
 void put(T* out, Vec<C> x, int64_t n) {
-  if constexpr (sizeof(T) == sizeof(C)) {
-    if (n >= Vector<C>::width) return store(out, x);
-  }
+  if constexpr (sizeof(T) == sizeof(C)) return store_part(out, x, n);
   for (int64_t i = 0; i < n && i < Vector<C>::width; ++i) narrow(x[i], out[i]);
 }
 
@@ -104,6 +93,26 @@ void mix_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t 
   for (; r + R <= rows; r += R) run(mix_tile<R, weights, C, O>, r);
   for (; r + 3 <= rows; r += 3) run(mix_tile<3, weights, C, O>, r);
   for (; r < rows; ++r) run(mix_tile<1, weights, C, O>, r);
+}
+
+// Scale what another has computed; tell whether it is free of NaN.
+template <class C>
+bool sound(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
+  constexpr int W = Vector<C>::width;
+  Vec<C> check = {};
+  for (int64_t r = 0; r < rows; ++r, x += stride) {
+    int64_t c = 0;
+    for (; c + W <= width; c += W) {
+      const Vec<C> v = load(x + c) * scale;
+      if (scale != 1) store(x + c, v);
+      check += v * 0;
+    }
+    for (; c < width; ++c) {
+      x[c] *= scale;
+      check[0] += x[c] * 0;
+    }
+  }
+  return !has_nan<C>(check);
 }
 
 // out = scale * sum_k p[k] v[k]: runs through the rows of v once, four at a time, those of weight 0

@@ -38,9 +38,9 @@ Rows<C> exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out
   return {out, padded};
 }
 
-// out[i][j] = base + scale * sum_c of q_ic k_jc (dot), or of w_c / (1 + e^{2(q_ic + k_jc)})
+// out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c tanh(q_ic + k_jc) where base is sum_c w_c
 template <class C, Score S, int I, int J>
-void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C scale, C* out,
+void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out,
                 int64_t out_stride) {
   constexpr int W = Vector<C>::width;
   constexpr int64_t kFeatures = 16 * 2 * W;  // summed on their own: sums of sums lose less
@@ -80,14 +80,14 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C scal
     } else {
       for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
     }
-    for (int j = 0; j < J; ++j) out[i * out_stride + j] = base + scale * score[j];
+    for (int j = 0; j < J; ++j) out[i * out_stride + j] = S == Score::dot ? score[j] : base - 2 * score[j];
   }
 }
 
 // The scores of nq queries and nk keys. Four keys stay in the first cache while queries pass.
 template <class C, Score S>
 void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded, C base,
-                 C scale, C* out, int64_t out_stride) {
+                 C* out, int64_t out_stride) {
   constexpr int I = 2;
   for (int64_t j = 0; j < nk;) {
     const int64_t keys = nk - j >= 4 ? 4 : 1;
@@ -96,24 +96,24 @@ void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64
       const auto tile = keys == 4 ? (rows == I ? score_tile<C, S, I, 4> : score_tile<C, S, 1, 4>)
                                   : (rows == I ? score_tile<C, S, I, 1> : score_tile<C, S, 1, 1>);
       tile({q.data + i * q.stride, q.stride}, {k.data + j * k.stride, k.stride}, w, padded, base,
-           scale, out + i * out_stride + j, out_stride);
+           out + i * out_stride + j, out_stride);
       i += rows;
     }
     j += keys;
   }
 }
 
-// The dot scores of nq queries and nk keys, times scale; scratch holds two vectors of keys, transposed.
+// The dot scores of nq queries and nk keys; scratch holds two vectors of keys, transposed.
 template <class C>
-void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C scale, C* out,
+void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* out,
                int64_t out_stride, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
   if (nq < 6)  // too few to pay for a transposition
-    return score_block<C, Score::dot>(q, nq, k, nk, nullptr, padded, 0, scale, out, out_stride);
+    return score_block<C, Score::dot>(q, nq, k, nk, nullptr, padded, 0, out, out_stride);
   for (int64_t j = 0; j < nk; j += W2) {
     const int64_t keys = min(nk - j, W2);
     transpose(k.data + j * k.stride, k.stride, keys, padded, scratch);
-    mix_packed<false>(q.data, q.stride, 1, nq, padded, scratch, scale, out + j, out_stride, keys);
+    mix_packed<false>(q.data, q.stride, 1, nq, padded, scratch, (C)1, out + j, out_stride, keys);
   }
 }
 

@@ -31,6 +31,8 @@ struct Vector {
 template <class C>
 using Vec = typename Vector<C>::type;
 typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+template <class C>
+using Flags = decltype(Vec<C>{} == Vec<C>{});  // of a comparison: all bits of a lane, or none
 
 template <class C>
 static inline Vec<C> load(const C* p) {
@@ -52,6 +54,45 @@ static inline void add(C* p, Vec<C> x) {
 template <class C>
 static inline Vec<C> splat(C x) {
   return Vec<C>{} + x;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The first n of 8 lanes.
+static inline __m256i lanes(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#endif
+
+// The first n numbers at p, the rest of the vector filled up.
+template <class C>
+static inline Vec<C> load_part(const C* p, int64_t n, C fill) {
+  if (n >= Vector<C>::width) return load(p);
+  Vec<C> x = splat(fill);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == 4)
+    return (Vec<C>)_mm512_mask_loadu_ps((__m512)x, (__mmask16)((1u << n) - 1), p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(C) == 4) {
+    const __m256i mask = lanes(n);
+    return (Vec<C>)_mm256_blendv_ps((__m256)x, _mm256_maskload_ps(p, mask), (__m256)mask);
+  }
+#endif
+  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
+  return x;
+}
+
+// Store the first n numbers of x, at most a vector.
+template <class C>
+static inline void store_part(C* p, Vec<C> x, int64_t n) {
+  if (n >= Vector<C>::width) return store(p, x);
+  if (n <= 0) return;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == 4)
+    return _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(C) == 4) return _mm256_maskstore_ps(p, lanes(n), (__m256)x);
+#endif
+  for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
 template <class C>
@@ -121,11 +162,15 @@ inline void sums(const Vec<float> (&x)[4], float* out) {
 #endif
 
 template <class C>
+static inline bool any(Flags<C> x) {
+  bool found = false;
+  for (int i = 0; i < Vector<C>::width; ++i) found |= x[i] != 0;
+  return found;
+}
+
+template <class C>
 static inline bool has_nan(Vec<C> x) {
-  const auto equal = x == x;  // all bits set where it is
-  bool all = true;
-  for (int i = 0; i < Vector<C>::width; ++i) all &= equal[i] != 0;
-  return !all;
+  return any<C>(x != x);
 }
 
 // exp(x), within 2 ulp; x outside ±87 counts as ±87. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].

@@ -50,7 +50,11 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
         bool seen = exists;
         if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[j * a.mask.column];
         s[r][x] *= C(a.scale);
-        if (exists && a.bias.data) s[r][x] += widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
+        if (exists && a.bias.data) {
+          const C bias = widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
+          s[r][x] += bias;
+          if (bias == -INFINITY) seen = false;  // also where the score is NaN
+        }
         if (!seen) s[r][x] = -INFINITY;
         if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[j] = s[r][x];
       }
