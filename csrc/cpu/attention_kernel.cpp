@@ -80,8 +80,7 @@ void scores(const Attention& a, int64_t index, void* memory) {
   if (additive) {
     w = gather(at<T>(a.weight, item, 0), 0, 1, a.A, width, w_scratch).data;
     for (int64_t c = 0; c < a.A; ++c) base += w[c];
-    q_range = largest(q, nq, width);
-    if (sizeof(C) == 4 && q_range <= kFactoredLimit) exponentials(q, nq, a.A, width, q_exp);
+    if constexpr (sizeof(C) == 4) q_range = exponentials(q, nq, a.A, width, q_exp);
   }
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
@@ -101,10 +100,9 @@ void scores(const Attention& a, int64_t index, void* memory) {
       continue;
     }
     if constexpr (sizeof(C) == 4) {
-      if (q_range + largest(k, nk, width) <= kFactoredLimit) {
-        const Rows<C> e = exponentials(k, nk, a.A, width, k_exp);
-        score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base, out,
-                                        s.stride);
+      if (q_range + exponentials(k, nk, a.A, width, k_exp) <= kFactoredLimit) {
+        score_block<C, Score::factored>({q_exp, width}, nq, {k_exp, width}, nk, w, width, base,
+                                        out, s.stride);
         continue;
       }
     }
@@ -354,12 +352,12 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   const C *g = at<C>(a.grad_score, item, 0), scale = a.scale;
   const T* weight = at<T>(a.weight, item, 0) + c;
   C *q_exp = scratch + wide, *grad_q = q_exp + wide, *grad_w = grad_q + wide, *factor = grad_w + wide;
-  C *k_scratch = factor + wide, *grad_k = k_scratch + 4 * wide;
+  C *k_scratch = factor + wide, *k_exp = k_scratch + 4 * wide, *grad_k = k_exp + 4 * wide;
   for (C* x = grad_q; x < factor; ++x) *x = 0;
   for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(weight[x]) : C{};
   const C* q = gather(at<T>(a.query, item, 0) + c, 0, 1, width, wide, scratch).data;
-  const C q_range = largest(Rows<C>{q, 0}, 1, wide);
-  if (sizeof(C) == 4) exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
+  C q_range = 0;
+  if constexpr (sizeof(C) == 4) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
   const auto put_row = [&](T* out, const C* x) {
     for (int64_t i = 0; i < width; i += W)
@@ -391,15 +389,16 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
         }
       }
       k[i] = gather(at<T>(a.key, item, row) + c, 0, 1, width, wide, k_scratch + i * wide).data;
-      const C largest_key = largest(Rows<C>{k[i], 0}, 1, wide);
-      range = largest_key > range ? largest_key : range;
+      if constexpr (sizeof(C) == 4) {
+        const C most = exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_exp + i * wide);
+        range = most > range ? most : range;
+      }
     }
     const bool keys = a.grad_key.data;
     if constexpr (sizeof(C) == 4) {
       if (!prepared && q_range + range <= kFactoredLimit) {
         near = true;
-        for (int i = 0; i < 4; ++i)
-          k[i] = exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_scratch + i * wide).data;
+        for (int i = 0; i < 4; ++i) k[i] = k_exp + i * wide;
       }
       const auto rows = keys ? grad_rows<C, true, true> : grad_rows<C, true, false>;
       if (near) rows(q_exp, k, gradient, wide, grad_q, grad_k, grad_w);
@@ -462,8 +461,8 @@ void prepare(const Attention& a, int64_t index, void* memory) {
     const int64_t j = item.part * kKeyBlock, n = min(item.seen - j, kKeyBlock);
     const Rows<C> k =
         gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(memory));
-    at<float>(a.ranges, item, 0)[item.part] = largest(k, n, width);
-    exponentials(k, n, a.A, width, at<float>(a.exponentials, item, j));
+    at<float>(a.ranges, item, 0)[item.part] =
+        exponentials(k, n, a.A, width, at<float>(a.exponentials, item, j));
   }
 }
 
@@ -490,7 +489,7 @@ int64_t scratch_elements(const Attention& a) {
       mix_scratch<C>(longest, widest) + (a.multiplied ? longest * a.columns : 0),  // multiply
       (a.rows + kKeyBlock + W2) * Dv,                    // grad_weights
       2 * longest * 2 * W2 + W2,                         // grad_slice
-      13 * A,                                            // grad_step
+      17 * A,                                            // grad_step
   };
   int64_t most = 0;
   for (const int64_t pass : passes) most = pass > most ? pass : most;

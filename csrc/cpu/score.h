@@ -12,30 +12,22 @@ namespace {
 
 enum class Score { dot, factored, direct };
 
-// The largest magnitude, passing over NaN: a NaN in a masked key must not choose the path.
+// e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0. Returns the largest
+// |x|, passing over NaN: a NaN in a masked key must not choose the path.
 template <class C>
-C largest(Rows<C> x, int64_t n, int64_t padded) {
+C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
   constexpr int W = Vector<C>::width;
-  Vec<C> m = {};
-  for (int64_t r = 0; r < n; ++r)
+  Vec<C> most = {};
+  for (int64_t r = 0; r < n; ++r) {
     for (int64_t c = 0; c < padded; c += W) {
       const Vec<C> v = load(x.data + r * x.stride + c);
-      m = v > m ? v : m;
-      m = -v > m ? -v : m;
+      most = v > most ? v : most;
+      most = -v > most ? -v : most;
+      store(out + r * padded + c, exp(v * (C)2));
     }
-  return highest<C>(m);
-}
-
-// e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0.
-template <class C>
-Rows<C> exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
-  constexpr int W = Vector<C>::width;
-  for (int64_t r = 0; r < n; ++r) {
-    for (int64_t c = 0; c < padded; c += W)
-      store(out + r * padded + c, exp(load(x.data + r * x.stride + c) * (C)2));
     for (int64_t c = width; c < padded; ++c) out[r * padded + c] = 0;
   }
-  return {out, padded};
+  return highest<C>(most);
 }
 
 // out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c tanh(q_ic + k_jc) where base is sum_c w_c
