@@ -262,6 +262,20 @@ def test_factored_domain(q, k, backend):
     check(case, got, results(case, double, eager), results(case, leaves, eager))
 
 
+@pytest.mark.parametrize("k", [-12.3, -1e-3, 0.0, 0.7, 10.9, 21.8, -40.0])
+def test_bound_on_the_error_of_a_tanh(k, backend):
+    """The log-sum-exp of one key is its score, here a tanh alone: the bound of the docstring."""
+    query = torch.cat([torch.linspace(-45, 45, 300), -k + torch.linspace(-3, 3, 300)])
+    query = query.view(1, -1, 1).to(DEVICE[backend])
+    key = torch.full_like(query[:, :1], k)
+    weight = torch.ones(1, device=query.device)
+    *_, tanh = attnfast.additive_attention(
+        query, key, key, weight, need_log_sum_exp=True, backend=backend
+    )
+    exact = torch.tanh(query.double() + key.double()).squeeze(-1)
+    assert (tanh - exact).abs().max() <= 4e-7
+
+
 def test_half_inputs_of_256(backend):
     """Scores past 65504: float16 in, float32 inside."""
     case = Case("dot", 1, 2, 5, 8, 8, dtype=torch.float16)
