@@ -406,8 +406,8 @@ def additive_attention(
         ``log_sum_exp [B, Tq]`` if asked for. A row that may see no key has context 0, weights 0,
         log-sum-exp −inf and gradients 0.
 
-    For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp), so a score
-    is right to 4e-7·Σ|w| and the rounding of its sum, about what eager float32 code loses.
+    For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp), so that a
+    score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager float32 code loses.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
