@@ -102,7 +102,7 @@ def _exponentials(
         b_norm += tl.sum(b_w * b_w, 0)
         b_x = b_number if CLEAN else b_x
         b_e = _exp_twice(tl.where(tl.abs(b_x) > FACTORED_LIMIT, 0, b_x))  # not read beyond it
-        tl.store(p_e + o_a[None, :] * s_e[1], b_e, mask=(o_a < AP)[None, :])
+        tl.store(p_e + (o_a // 2 * s_e[1] + o_a % 2)[None, :], b_e, mask=(o_a < AP)[None, :])
     b_range = tl.where(b_norm <= WEIGHT_LIMIT * WEIGHT_LIMIT, tl.max(b_range, 0), float("inf"))
     tl.store(p_range + tl.program_id(0), b_range)
 
@@ -114,7 +114,8 @@ def _scores(
 ):  # fmt: skip
     """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
 
-    ``p_eq [BQ]`` and ``p_ek [BK]`` point into panels ``[A, BQ]`` and ``[A, BK]``.
+    ``p_eq [BQ, 2]`` and ``p_ek [BK, 2]`` point into panels, ``[A / 2, BQ, 2]`` and
+    ``[A / 2, BK, 2]``, as far as which the weight ends in zeros.
     """
     b_s = tl.zeros([BQ, BK], acc)
     if not ADDITIVE:
@@ -135,11 +136,11 @@ def _scores(
             b_part = tl.zeros([BQ, BK], acc)
             for i in tl.static_range(0, CHUNK, 2):
                 a = chunk + i
-                b_w0 = tl.load(p_weight + a * s_wa, mask=a < A, other=0).to(acc)
-                b_w1 = tl.load(p_weight + (a + 1) * s_wa, mask=a + 1 < A, other=0).to(acc)
+                b_w0 = tl.load(p_weight + a * s_wa).to(acc)
+                b_w1 = tl.load(p_weight + (a + 1) * s_wa).to(acc)
                 # [BQ] and [BK]
-                b_eq0, b_eq1 = tl.load(p_eq + i * BQ), tl.load(p_eq + (i + 1) * BQ)
-                b_ek0, b_ek1 = tl.load(p_ek + i * BK), tl.load(p_ek + (i + 1) * BK)
+                b_eq0, b_eq1 = tl.split(tl.load(p_eq + i * BQ))
+                b_ek0, b_ek1 = tl.split(tl.load(p_ek + i * BK))
                 b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
                 b_d1 = 1 + b_eq1[:, None] * b_ek1[None, :]
                 b_part += (b_w0 * b_d1 + b_w1 * b_d0) * _reciprocal(b_d0 * b_d1)
@@ -207,8 +208,9 @@ def _forward(
         if p_eq is not None:
             i_eq, i_ek = i_bh * NQ + i_q, i_bh * NK + i_k
             near = tl.load(p_range_q + i_eq) + tl.load(p_range_k + i_ek) <= FACTORED_LIMIT
-            p_eq_tile = p_eq + i_eq * AP * BQ + tl.arange(0, BQ)
-            p_ek_tile = p_ek + i_ek * AP * BK + tl.arange(0, BK)
+            o_pair = tl.arange(0, 2)[None, :]
+            p_eq_tile = p_eq + i_eq * AP * BQ + tl.arange(0, BQ)[:, None] * 2 + o_pair
+            p_ek_tile = p_ek + i_ek * AP * BK + tl.arange(0, BK)[:, None] * 2 + o_pair
         else:
             near: tl.constexpr = False
             p_eq_tile, p_ek_tile = p_eq, p_ek
@@ -487,18 +489,22 @@ def _depth(dtype: torch.dtype) -> int:
 def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool):
     """Launch :func:`_exponentials`: ``[B·H, blocks, block, A]`` and the range of every block.
 
-    ``transposed`` makes it panels ``[…, A, block]``, A rounded up to CHUNK, for the forward.
+    ``transposed`` makes it panels ``[…, A / 2, block, 2]``, A rounded up to CHUNK, for the forward.
     """
     (B, H, T, A), blocks = x.shape, triton.cdiv(x.shape[2], block)
-    columns = triton.cdiv(A, CHUNK.value) * CHUNK.value if transposed else A
+    columns = _whole_chunks(A) if transposed else A
     e = x.new_empty(B * H * blocks * block * columns, dtype=torch.float32)
     ranges = x.new_empty(B * H * blocks, dtype=torch.float32)
     _exponentials[(B * H * blocks,)](
         x, weight, lengths, e, ranges, x.stride(), weight.stride(),
-        (1, block) if transposed else (columns, 1), H, T, A, columns,
+        (2, 2 * block) if transposed else (columns, 2), H, T, A, columns,
         CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return e, ranges
+
+
+def _whole_chunks(features: int) -> int:
+    return triton.cdiv(features, CHUNK.value) * CHUNK.value
 
 
 def _prepare(query, key, value, weight, lengths):
@@ -543,13 +549,15 @@ def forward(
         if factored:
             e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True)
             e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
+            if A % CHUNK.value:
+                weight = torch.nn.functional.pad(weight, (0, _whole_chunks(A) - A))
         grid = (B * H * triton.cdiv(Tq, BQ), 1 if separate else max(triton.cdiv(Dv, BV), 1))
         _forward[grid](
             query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
             None if separate else context, weights if need_weights else None, lse,
             query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
-            _pair(scale), H, Tq, Tk, A, triton.cdiv(A, CHUNK.value) * CHUNK.value, Dv,
+            _pair(scale), H, Tq, Tk, A, _whole_chunks(A), Dv,
             BQ=BQ, BK=BK, BA=BA, BV=BV, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
         if separate:
