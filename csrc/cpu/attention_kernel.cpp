@@ -484,9 +484,10 @@ int64_t scratch_elements(const Attention& a) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   const int64_t A = round_up(padded<C>(a.A), kPadding), Dv = padded<C>(a.Dv);
   const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1, widest = a.A > a.Dv ? a.A : a.Dv;
+  const int64_t again = a.grad_score.data ? longest : a.rows;
   const int64_t passes[] = {
       (2 * a.rows + 2 * kKeyBlock + 1) * A,              // scores, prepare
-      mix_scratch<C>(longest, widest) + (a.multiplied ? longest * a.columns : 0),  // multiply
+      mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),  // multiply
       (a.rows + kKeyBlock + W2) * Dv,                    // grad_weights
       2 * longest * 2 * W2 + W2,                         // grad_slice
       17 * A,                                            // grad_step
