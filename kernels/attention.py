@@ -243,7 +243,8 @@ def _forward(
         b_m = b_max
         if p_context is not None:
             b_c = b_c * b_rescale[:, None]
-            if p_mask is not None:  # a NaN that no row here sees stays out: 0·NaN = NaN
+            if p_mask is not None or p_bias is not None:
+                # a NaN that no row here sees stays out: 0·NaN = NaN
                 m_k = tl.max(m_s.to(tl.int32), 0) > 0
             # [BK, BV]
             p_vk = p_v + o_k.to(tl.int64)[:, None] * s_v[2]

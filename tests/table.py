@@ -81,6 +81,8 @@ def cases() -> list[Case]:
             Case(score, 2, 3, 0, 8, 8),
             Case(score, 2, 3, 5, 8, 0),
             Case(score, 2, 3, 5, 0, 8),
+            *(Case(score, 2, *sizes) for sizes in ((9, 0, 64, 64), (9, 5, 64, 0), (9, 5, 0, 64))),
+            Case(score, 0, 9, 5, 64, 64),
             Case(score, 2, 3, 5, 8, 8, 4, weight_per_head=True),
             Case(score, 1, 1, 300, 64, 64, terms=("lengths",)),
         ]

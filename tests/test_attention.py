@@ -108,12 +108,12 @@ def test_results_do_not_depend_on_what_is_asked(backend):
 @pytest.mark.parametrize("score", ["dot", "additive"])
 @pytest.mark.parametrize("size", [(4, 70, 8, 8), (9, 70, 64, 64)])
 def test_empty_rows(score, size, backend):
-    case = Case(score, 3, *size, terms=("bias",))
+    case = Case(score, 5, *size, terms=("bias",))
     device = DEVICE[backend]
-    mask = torch.ones(3, case.Tq, 70, dtype=torch.bool, device=device)
+    mask = torch.ones(5, case.Tq, 70, dtype=torch.bool, device=device)
     mask[0, 1] = False  # one row
     mask[1, :, :66] = False  # the first block of every row
-    lengths = torch.tensor([70, 70, 0], device=device)
+    lengths = torch.tensor([70, 70, 0, 70, 70], device=device)
     bias = inputs(case, device)["bias"].detach().expand_as(mask).clone()
     bias[0, 2] = -math.inf  # a float mask says the same
     got = run(case, backend, mask=mask, lengths=lengths, bias=bias.requires_grad_())
@@ -137,18 +137,19 @@ def assert_same(a, b, case, backend):
 
 @pytest.mark.parametrize("score", ["dot", "additive"])
 @pytest.mark.parametrize("size", [(5, 40, 16, 8), (9, 40, 64, 64)])
-def test_what_is_not_seen_changes_nothing(score, size, backend):
-    """NaN beyond a length, under a mask, and where the bias is −inf, in keys and values."""
+@pytest.mark.parametrize("by", ["mask", "bias"])
+def test_what_is_not_seen_changes_nothing(by, score, size, backend):
+    """NaN beyond a length, under a mask or where the bias is −inf, in keys and values."""
     case = Case(score, 2, *size, terms=("bias",))
     device = DEVICE[backend]
     mask = torch.ones(2, case.Tq, 40, dtype=torch.bool, device=device)
     mask[:, :, 3] = False
     bias = inputs(case, device)["bias"].detach().clone()
-    bias[..., 5] = -math.inf
-    terms = {"mask": mask, "bias": bias.requires_grad_()}
+    bias[..., 3] = -math.inf
+    terms = {"mask": mask} if by == "mask" else {"bias": bias.requires_grad_()}
     lengths = torch.tensor([40, 31], device=device)
     hidden = torch.zeros(2, 40, 1, dtype=torch.bool, device=device)
-    hidden[:, 3], hidden[:, 5], hidden[1, 31:] = True, True, True
+    hidden[:, 3], hidden[1, 31:] = True, True
     clean = inputs(case, device)
     dirty = {
         k: clean[k].detach().masked_fill(hidden, math.nan).requires_grad_()
@@ -162,6 +163,8 @@ def test_what_is_not_seen_changes_nothing(score, size, backend):
             torch.testing.assert_close(value, b[key], msg=key)
         else:
             assert_same(value, b[key], case, backend)
+    context = attend({**clean, **dirty, **terms, "lengths": lengths}, backend=backend)[0]
+    torch.testing.assert_close(context, a["context"])  # without weights to return
 
 
 @pytest.mark.parametrize("score", ["dot", "additive"])
@@ -336,18 +339,26 @@ def test_threads_and_batch_do_not_change_a_row():
     torch.testing.assert_close(whole[:1], attnfast.additive_attention(**one)[0])
 
 
-@pytest.mark.parametrize("shape", [(3, 600, 1024, 64, 16), (1, 1100, 1024, 64, 16)])
+@pytest.mark.parametrize(
+    "shape", [(3, 600, 1024, 64, 16), (1, 1100, 1024, 64, 16), (2, 300, 1024, 64, 16, 3)]
+)
 def test_scores_that_are_not_returned_pass_in_parts(shape):
-    """Several sequences at a time, or some rows of one: 4 MiB of scores, no more."""
+    """Several sequences at a time, or some rows of one: 2²⁰ scores, no more."""
     case = Case("dot", *shape, terms=("lengths", "bias"), seed=1, scale=0.5)
     args = {k: v if v is None else v.detach() for k, v in inputs(case).items()}
     args["lengths"] = torch.tensor([1024, 900, 777][: case.B])
-    args["mask"] = torch.rand(case.B, case.Tq, case.Tk) > 0.3
+    args["mask"] = torch.rand(case.B, *case.heads, case.Tq, case.Tk) > 0.3
     options = {"need_log_sum_exp": True, "backend": "cpu"}
     in_parts = attend(args, **options)
     whole = attend(args, need_weights=True, **options)
     torch.testing.assert_close(in_parts[0], whole[0])
     torch.testing.assert_close(in_parts[2], whole[2])
+
+
+def test_no_heads():
+    x = torch.empty(1, 0, 9, 64)
+    context, weights = attnfast.dot_attention(x, x, x, need_weights=True)
+    assert (context.shape, weights.shape) == ((1, 0, 9, 64), (1, 0, 9, 9))
 
 
 def _double(case):

@@ -38,6 +38,8 @@ const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 
 // Smaller matrices than this are multiplied by our own kernels.
 constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
+// Scores that pass at a time where they are not returned, and the fewest rows of them.
+constexpr int64_t kPart = 1 << 20, kPartRows = 16;
 
 // Below this many score elements a second thread costs more than it brings.
 constexpr int64_t kWorthAThread = 1 << 15;
@@ -132,7 +134,9 @@ bool even(const Attention& a, const View& x) {
 // few keys beyond the lengths, which only ours leaves out.
 bool multiplies(const Attention& a) {
   if (a.weight.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
-  if (a.Tq < kLibraryRows || std::max(a.A, a.Dv) < kLibraryColumns) return false;
+  if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
+  if (std::max(a.A, a.Dv) < kLibraryColumns) return false;
+  if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;
   if (!even(a, a.query) || !even(a, a.key) || !even(a, a.value)) return false;
   if (a.grad_context.data && !even(a, a.grad_context)) return false;
   if (!a.lengths) return true;
@@ -172,19 +176,17 @@ Attention part_of(Attention a, int64_t b, int64_t n, int64_t row, int64_t rows) 
   return a;
 }
 
-// Without weights to return, scores pass part by part through a place that stays in cache.
+// Without weights to return, scores pass part by part through a place of their own.
 void forward_with_products(const Attention& whole) {
-  constexpr int64_t kScores = 1 << 20;
   const bool apart = !whole.weights.data;
-  const int64_t Tk = std::max<int64_t>(whole.Tk, 1);
-  const int64_t rows = apart ? std::clamp<int64_t>(kScores / Tk, 1, whole.Tq) : whole.Tq;
-  const int64_t n =
-      apart ? std::clamp<int64_t>(kScores / (whole.H * rows * Tk), 1, whole.B) : whole.B;
+  const int64_t row = std::max<int64_t>(whole.H * whole.Tk, 1);  // of all heads
+  const int64_t rows = apart ? std::clamp<int64_t>(kPart / row, 1, whole.Tq) : whole.Tq;
+  const int64_t n = apart ? std::clamp<int64_t>(kPart / (rows * row), 1, whole.B) : whole.B;
   const Tensor place = empty(kCpu, {apart ? n : 0, whole.H, rows, whole.Tk}, dtype_of_sums(whole));
   const auto& [score, softmax, context] = kernels().forward;
   for (int64_t b = 0; b < whole.B; b += n)
-    for (int64_t row = 0; row < whole.Tq; row += rows) {
-      Attention a = part_of(whole, b, std::min(n, whole.B - b), row, std::min(rows, whole.Tq - row));
+    for (int64_t i = 0; i < whole.Tq; i += rows) {
+      Attention a = part_of(whole, b, std::min(n, whole.B - b), i, std::min(rows, whole.Tq - i));
       a.scores = apart ? view(place) : a.weights;
       a.scores.head = a.Tq * a.Tk;
       a.scores.batch = a.H * a.scores.head;
