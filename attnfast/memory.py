@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from attnfast.backends import FLOATS, choose
 from attnfast.ops.attention import (
+    as_returned,
     autocast,
     call,
     check,
@@ -267,7 +268,7 @@ def attend(
         if steps.token is not None and torch.is_grad_enabled():
             refuse_tangents(query, key, value, weight)
             context, weights = _Step.apply(query, steps.token, memory, scale)
-            return context, weights.to(query.dtype) if need_weights else None
+            return context, as_returned(weights, query.dtype, need_weights)
         exponentials = steps.exponentials()
     else:
         if not isinstance(query, Tensor):
@@ -282,4 +283,4 @@ def attend(
     context, weights, _ = run(
         query, key, value, weight, None, mask, lengths, exponentials, scale, need_weights, backend
     )
-    return context, weights.to(query.dtype) if need_weights else None
+    return context, weights

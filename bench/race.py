@@ -11,6 +11,11 @@ import attnfast
 from attnfast.diagnostics import best_device, peak_memory
 
 DEVICE = best_device()
+
+# glibc's malloc gives memory back above twice the largest block it has mapped and freed. A program
+# that has run for a while has freed large blocks; without one, it is a matter of luck whose tensors
+# go back to the system after every call, and a page fault for each of their pages doubles the time.
+torch.empty(31 << 20, dtype=torch.uint8)
 DIRECTIONS = ("forward", "forward + backward")
 DECODERS = {  # B, steps, Tk, A, Dv; each query depends on the context before it
     "translation": (32, 20, 50, 512, 512),

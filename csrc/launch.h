@@ -94,12 +94,49 @@ std::vector<int64_t> shape(const Tensor& rows_of, int64_t columns) {
   return s;
 }
 
+// Whether the arguments fit together; attnfast.ops.attention.check says in a sentence what does not.
+bool fit(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
+         const Optional& bias, const Optional& mask, const Optional& lengths) {
+  const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
+  const size_t n = q.size();
+  if ((n != 3 && n != 4) || k.size() != n || v.size() != n || k[n - 1] != q[n - 1]) return false;
+  if (!std::equal(q.begin(), q.end() - 2, k.begin())) return false;
+  if (!std::equal(k.begin(), k.end() - 1, v.begin())) return false;
+  const auto placed = [&](const Tensor& x) { return x.device() == query.device(); };
+  const auto alike = [&](const Tensor& x) {
+    return x.scalar_type() == query.scalar_type() && placed(x);
+  };
+  if (!alike(key) || !alike(value)) return false;
+  if (weight) {
+    const auto w = weight->sizes();
+    const bool shared = w.size() == 1, of_heads = w.size() == 2 && n == 4 && w[0] == q[1];
+    if (!alike(*weight) || !(shared || of_heads) || w[w.size() - 1] != q[n - 1]) return false;
+  }
+  const auto broadcasts = [&](const Tensor& x) {
+    const auto s = x.sizes();
+    if (s.size() != n) return false;
+    for (size_t i = 0; i < n; ++i)
+      if (s[i] != 1 && s[i] != (i < n - 1 ? q[i] : k[n - 2])) return false;
+    return true;
+  };
+  if (bias && (!alike(*bias) || !broadcasts(*bias))) return false;
+  if (mask && (mask->scalar_type() != ScalarType::Bool || !placed(*mask) || !broadcasts(*mask)))
+    return false;
+  if (!lengths) return true;
+  const ScalarType type = lengths->scalar_type();
+  return (type == ScalarType::Long || type == ScalarType::Int) && placed(*lengths) &&
+         lengths->dim() == 1 && lengths->size(0) == q[0];
+}
+
 struct Call {
   Attention a{};
   std::vector<Tensor> keep;  // copies that outlive the pointers into them
 
   Call(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-       const Optional& lengths, const Optional& exponentials, double scale) {
+       const Optional& bias, const Optional& mask, const Optional& lengths,
+       const Optional& exponentials, double scale) {
+    if (!fit(query, key, value, weight, bias, mask, lengths))
+      throw std::runtime_error("attention's arguments do not fit together");
     const int64_t n = query.dim();
     a.dtype = dtype_of(query);
     a.B = query.size(0);
@@ -121,7 +158,13 @@ struct Call {
       const bool wide = lengths->scalar_type() == ScalarType::Long;
       keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
       a.lengths = static_cast<const int64_t*>(keep.back().data_ptr());
+      if (query.is_cpu() && std::any_of(a.lengths, a.lengths + a.B, [&](int64_t length) {
+            return length < 0 || length > a.Tk;
+          }))
+        throw std::runtime_error("attention's lengths must be between 0 and the number of keys");
     }
+    if (bias) a.bias = broadcast_view(*bias);
+    if (mask) a.mask = broadcast_view(*mask);
     if (exponentials) a.exponentials = view(*exponentials);
   }
 };
@@ -131,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
                                              const Optional bias, const Optional mask,
                                              const Optional lengths, const Optional exponentials,
                                              double scale, bool need_weights) {
-  Call call(query, key, value, weight, lengths, exponentials, scale);
+  Call call(query, key, value, weight, bias, mask, lengths, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
   Tensor weights = need_weights ? empty(query.device(), shape(query, a.Tk), sums)
@@ -140,8 +183,6 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
   rows.pop_back();
   Tensor log_sum_exp = empty(query.device(), rows, sums);
   Tensor context = empty(query.device(), shape(query, a.Dv), query.scalar_type());
-  if (bias) a.bias = broadcast_view(*bias);
-  if (mask) a.mask = broadcast_view(*mask);
   a.context = view(context);
   if (need_weights) a.weights = view(weights);
   a.log_sum_exp = view(log_sum_exp, false);
@@ -155,7 +196,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Optional lengths, const Optional exponentials, const Tensor weights,
     const Optional given_grad_score, double scale, bool need_grad_query, bool need_grad_key,
     bool need_grad_score) {
-  Call call(query, key, value, weight, lengths, exponentials, scale);
+  Call call(query, key, value, weight, {}, {}, lengths, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
   const auto gradient = [&](bool needed, std::vector<int64_t> sizes, ScalarType dtype, View& out) {

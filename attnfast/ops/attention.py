@@ -8,7 +8,8 @@ with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a tanh(q_a + k_a)`` (additive) wh
 
 This file is the contract. A backend implements the two operators of :data:`SCHEMAS`, under its own
 namespace ``attnfast_<backend>``; the CPU also ``exponentials``, which those two take. The reference
-is the oracle.
+is the oracle. Every operator refuses arguments that do not fit together, before it computes;
+:func:`check` finds the sentence that says why.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def call(operator: Any, *args: Any) -> Any:
 def _fake(
     query, key, value, weight, bias, mask, lengths, exponentials, scale, need_weights
 ):  # fmt: skip
+    check(query, key, value, weight, bias, mask, lengths)
     dtype = accumulation_dtype(query.dtype)
     rows = query.shape[:-1]
     weights = query.new_empty((*rows, key.shape[-2]) if need_weights else (0,), dtype=dtype)
@@ -216,6 +218,7 @@ def _fake_exponentials(key, lengths):
 def _triton(*args):
     from attnfast.kernels import attention  # Triton stays unimported until it is used
 
+    check(*args[:7])
     return attention.forward(*args)
 
 
@@ -228,7 +231,7 @@ def _triton_backward(*args):
 
 def refuse(argument: str, expected: str, got: object) -> None:
     """Raise ValueError with one sentence: the argument, what was expected and what came."""
-    raise ValueError(f"{argument} must be {expected}, got {got}")
+    raise ValueError(f"{argument} must be {expected}, got {got}") from None
 
 
 def check(
@@ -242,7 +245,7 @@ def check(
 ) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     if not isinstance(query, Tensor):
-        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
+        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}") from None
     device, dtype = query.device, query.dtype
     for name, x, optional in (
         ("key", key, False),
@@ -255,7 +258,7 @@ def check(
         if optional and x is None:
             continue
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
         if x.device != device:
             refuse(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):
@@ -322,43 +325,56 @@ def autocast(*inputs):
     return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in inputs]
 
 
+def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | None:
+    """Return the weights of an operator as users get them."""
+    if not needed:
+        return None
+    return weights if weights.dtype == dtype else weights.to(dtype)
+
+
 def run(
     query, key, value, weight, bias, mask, lengths, exponentials, scale, need_weights, backend
 ):  # fmt: skip
-    """Run a backend on checked arguments; return what the operator does."""
-    if backend == "reference":
-        return reference(query, key, value, weight, bias, mask, lengths, scale)
+    """Run a backend; return context, weights as users get them, log-sum-exp."""
     inputs = (query, key, value, weight, bias)
+    if backend == "reference":
+        check(*inputs, mask, lengths)
+        context, weights, log_sum_exp = reference(*inputs, mask, lengths, scale)
+        return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
     refuse_tangents(*inputs)
     operators, rest = operators_of(backend), (mask, lengths, exponentials, scale)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        if not torch.compiler.is_compiling():
-            return _Attention.apply(*inputs, *rest, True, operators)
-        need_weights = True  # for the backward
-    return call(operators.attention.default, *inputs, *rest, need_weights)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if keep and not torch.compiler.is_compiling():
+        context, weights, log_sum_exp = _Attention.apply(*inputs, *rest, True, operators)
+    else:
+        context, weights, log_sum_exp = call(
+            operators.attention.default, *inputs, *rest, need_weights or keep
+        )
+    return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
 
 
 def _attention(
     query, key, value, weight, scale, lengths, mask, bias, temperature, need_weights,
     need_log_sum_exp, backend,
 ):  # fmt: skip
-    """Check, choose a backend and run: what both public functions share."""
+    """Choose a backend and run, or say what does not fit: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
-    check(query, key, value, weight, bias, mask, lengths)
-    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-        refuse("temperature", "a positive number", repr(temperature))
-    if scale is None:
-        scale = 1 / math.sqrt(max(query.shape[-1], 1))
-    check_scale(scale, "a finite number or None")
-    scale = scale / temperature
-    if bias is not None:
-        bias = bias / temperature if temperature != 1 else bias
-    backend = choose(backend, query.device, query.dtype)
-    context, weights, log_sum_exp = run(
-        query, key, value, weight, bias, mask, lengths, None, scale, need_weights, backend
-    )
-    result = (context, weights.to(query.dtype) if need_weights else None)
-    return (*result, log_sum_exp) if need_log_sum_exp else result
+    try:
+        if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+            refuse("temperature", "a positive number", repr(temperature))
+        if scale is None:
+            scale = 1 / math.sqrt(max(query.shape[-1], 1))
+        check_scale(scale, "a finite number or None")
+        if temperature != 1:
+            scale, bias = scale / temperature, None if bias is None else bias / temperature
+        backend = choose(backend, query.device, query.dtype)
+        context, weights, log_sum_exp = run(
+            query, key, value, weight, bias, mask, lengths, None, scale, need_weights, backend
+        )
+    except Exception:
+        check(query, key, value, weight, bias, mask, lengths)
+        raise
+    return (context, weights, log_sum_exp) if need_log_sum_exp else (context, weights)
 
 
 def additive_attention(

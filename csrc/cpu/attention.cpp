@@ -254,7 +254,7 @@ void run_backward(Attention& a, const Tensor&) {
 
 // The exponentials of prepared keys, or size [0] if one of them lies beyond their domain.
 Tensor exponentials(const Tensor key, const Optional lengths) {
-  Call call(key, key, key, {}, lengths, {}, 1);
+  Call call(key, key, key, {}, {}, {}, lengths, {}, 1);
   Attention& a = call.a;
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
