@@ -79,6 +79,7 @@ class Steps:
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.token = token  # None: not deferred
         self.waiting = waiting
+        self.operators = operators_of(str(memory.backend))
         self.keeps = memory.backend == "cpu" and weight is not None and key.dtype != torch.float64
         self._exponentials: Tensor | None = None
 
@@ -86,22 +87,20 @@ class Steps:
         """Whether this is one query for the tensors that the steps were made for."""
         key, value, lengths, weight = self.of
         return (
-            isinstance(query, Tensor)
-            and query.shape == self.query_shape
-            and query.dtype == key.dtype
-            and query.device == key.device
-            and memory.key is key
+            memory.key is key
             and memory.value is value
             and memory.lengths is lengths
             and memory.weight is weight
+            and query.dtype == key.dtype
+            and query.shape == self.query_shape
         )
 
     def exponentials(self) -> Tensor | None:
         """Return what the CPU's additive score keeps of the keys, taken at the first step."""
         if self.keeps and self._exponentials is None:
             key, _, lengths, _ = self.of
-            with torch.inference_mode(False), torch.no_grad():
-                kept = torch.ops.attnfast_cpu.exponentials(key.detach(), lengths)
+            with torch.inference_mode(False):  # or no backward could save them
+                kept = self.operators.exponentials(key.detach(), lengths)
             self._exponentials, self.keeps = kept, kept.dim() > 1  # empty beyond its domain
         return self._exponentials if self.keeps else None
 
@@ -160,21 +159,20 @@ class _Step(Function):
     """One query's attention; its backward is the query's alone, and leaves the rest."""
 
     @staticmethod
-    def forward(ctx: Any, query, token, memory, scale):
-        key, value, lengths, mask, weight, backend, steps = memory
+    def forward(ctx: Any, query, token, memory, scale, need_weights):
+        key, value, lengths, mask, weight, _, steps = memory
         exponentials = steps.exponentials()
-        ctx.operators = operators_of(backend)
         context, weights, _ = call(
-            ctx.operators.attention.default,
+            steps.operators.attention.default,
             query, key, value, weight, None, mask, lengths, exponentials, scale, True,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, weight, lengths, exponentials, weights)
-        ctx.waiting, ctx.scale = steps.waiting, scale
+        ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
         ctx.set_materialize_grads(False)
-        return context, weights
+        return (context, weights) if need_weights else context
 
     @staticmethod
-    def backward(ctx: Any, grad_context, grad_weights):
+    def backward(ctx: Any, grad_context, grad_weights=None):
         query, key, value, weight, lengths, exponentials, weights = ctx.saved_tensors
         if grad_context is None:
             grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
@@ -186,7 +184,7 @@ class _Step(Function):
         if ctx.scale != 1:
             grad_score = grad_score * ctx.scale
         ctx.waiting.leave(query, weights, grad_score, grad_context)
-        return grad_query, None, None, None
+        return grad_query, None, None, None, None
 
 
 def prepare(
@@ -263,24 +261,29 @@ def attend(
     check_scale(scale)
     key, value, lengths, mask, weight, backend, steps = memory
     (query,) = autocast(query)
-    exponentials = None
-    if steps is not None and not torch.compiler.is_compiling() and steps.serve(query, memory):
-        if steps.token is not None and torch.is_grad_enabled():
-            refuse_tangents(query, key, value, weight)
-            context, weights = _Step.apply(query, steps.token, memory, scale)
-            return context, as_returned(weights, query.dtype, need_weights)
-        exponentials = steps.exponentials()
-    else:
-        if not isinstance(query, Tensor):
-            raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
-        *lead, _, features = key.shape
-        shape = list(query.shape)
-        if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
-            refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
-        query, key, value, weight = autocast(query, key, value, weight)
-        check(query, key, value, weight, None, mask, None)
-        backend = choose(backend, query.device, query.dtype)
-    context, weights, _ = run(
-        query, key, value, weight, None, mask, lengths, exponentials, scale, need_weights, backend
-    )
-    return context, weights
+    try:
+        exponentials = None
+        if steps is not None and not torch.compiler.is_compiling() and steps.serve(query, memory):
+            if steps.token is not None and torch.is_grad_enabled():
+                refuse_tangents(query, key, value, weight)
+                result = _Step.apply(query, steps.token, memory, scale, need_weights)
+                if not need_weights:
+                    return result, None
+                context, weights = result
+                return context, as_returned(weights, query.dtype, True)
+            exponentials = steps.exponentials()
+        else:
+            key, value, weight = autocast(key, value, weight)
+            backend = choose(backend, query.device, query.dtype)
+        return run(
+            query, key, value, weight, None, mask, lengths, exponentials, scale, need_weights,
+            backend,
+        )[:2]  # fmt: skip
+    except Exception:
+        if isinstance(query, Tensor):
+            *lead, _, features = key.shape
+            shape = list(query.shape)
+            if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
+                refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+        check(query, key, value, weight, None, mask, lengths)
+        raise

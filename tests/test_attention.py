@@ -7,6 +7,7 @@ import pytest
 import torch
 from table import (
     DEVICE,
+    NAMES,
     Case,
     attend,
     cases,
@@ -230,9 +231,7 @@ def test_large_scores(factor, backend):
     with torch.no_grad():
         plain = eager(**wanted_args)
         got = attend({**args, "weight": weight}, backend=backend, **OUTPUTS)
-    for x, want, base in zip(got, wanted, plain):
-        allowed = max(1e-5, 2 * float((base.double() - want).abs().max()))
-        assert (x.double().cpu() - want).abs().max() <= allowed
+    check(case, *(dict(zip(NAMES, outputs)) for outputs in (got, wanted, plain)))
 
 
 @pytest.mark.parametrize(

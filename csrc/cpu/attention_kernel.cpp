@@ -79,7 +79,9 @@ void scores(const Attention& a, int64_t index, void* memory) {
   const C* w = nullptr;
   if (additive) {
     w = gather(at<T>(a.weight, item, 0), 0, 1, a.A, width, w_scratch).data;
-    for (int64_t c = 0; c < a.A; ++c) base += w[c];
+    Vec<C> total = {};
+    for (int64_t c = 0; c < width; c += Vector<C>::width) total += load(w + c);
+    base = sum<C>(total);
     if constexpr (sizeof(C) == 4) q_range = exponentials(q, nq, a.A, width, q_exp);
   }
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
