@@ -26,14 +26,13 @@ from attnfast.backends import FLOATS, choose
 from attnfast.ops.attention import (
     as_returned,
     autocast,
-    call,
     check,
     check_scale,
-    operators_of,
     refuse,
     refuse_tangents,
     run,
 )
+from attnfast.ops.operators import call, operators_of
 
 __all__ = ["Memory", "attend", "prepare"]
 

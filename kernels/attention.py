@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnfast.backends import HALF, triton_interpreted
-from attnfast.ops.attention import accumulation_dtype
+from attnfast.ops.operators import accumulation_dtype
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())

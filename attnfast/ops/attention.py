@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnfast.backends import FLOATS, HALF, choose
+from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
 #: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
@@ -46,9 +47,33 @@ SCHEMAS = {
 }
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are taken in: float64 for float64, float32 otherwise."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def visible_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which keys a row may see, and keys and values with zeros where no row may see them."""
+    visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
+    if lengths is not None:
+        positions = torch.arange(key.shape[-2], device=query.device)
+        visible = visible & (positions < lengths.view(-1, *[1] * (visible.dim() - 1)))
+    if mask is not None:
+        visible = visible & mask
+    if bias is not None:
+        visible = visible & (bias != -math.inf)
+    unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: what no row may see must not leak NaN
+    return visible, key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+
+
+def score(query: Tensor, key: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the dot scores ``[B, Tq, Tk]``, or the additive ones with a weight."""
+    if weight is None:
+        return query @ key.transpose(-1, -2)
+    weight = weight[:, None, None, :] if weight.dim() == 2 else weight  # [H, A]: one for each head
+    return (weight * torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3))).sum(-1)
 
 
 def reference(
@@ -64,46 +89,17 @@ def reference(
     """Compute context, weights and log-sum-exp in plain PyTorch: the oracle of every backend."""
     dtype = accumulation_dtype(query.dtype)
     q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-    visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
-    if lengths is not None:
-        positions = torch.arange(key.shape[-2], device=query.device)
-        visible = visible & (positions < lengths.view(-1, *[1] * (visible.dim() - 1)))
-    if mask is not None:
-        visible = visible & mask
+    visible, k, v = visible_keys(q, k, v, bias, mask, lengths)
+    e = scale * score(q, k, None if weight is None else weight.to(dtype))
     if bias is not None:
-        visible = visible & (bias != -math.inf)
-    unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: what no row may see must not leak NaN
-    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-
-    if weight is None:
-        score = q @ k.transpose(-1, -2)
-    else:
-        w = weight.to(dtype)
-        w = w[:, None, None, :] if w.dim() == 2 else w  # [H, A]: a weight for every head
-        score = (w * torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3))).sum(-1)
-    score = scale * score
-    if bias is not None:
-        score = score + bias.to(dtype)
+        e = e + bias.to(dtype)
 
     empty = ~visible.any(-1, keepdim=True)
-    score = score.masked_fill(~visible, -math.inf).masked_fill(empty, 0)
-    log_sum_exp = score.logsumexp(-1) if key.shape[-2] else score.sum(-1)
+    e = e.masked_fill(~visible, -math.inf).masked_fill(empty, 0)
+    log_sum_exp = e.logsumexp(-1) if key.shape[-2] else e.sum(-1)
     log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)
-    weights = score.softmax(-1).masked_fill(~visible, 0)
+    weights = e.softmax(-1).masked_fill(~visible, 0)
     return (weights @ v).to(query.dtype), weights, log_sum_exp
-
-
-def operators_of(backend: str) -> Any:
-    """Return the namespace of a compiled backend's operators."""
-    return getattr(torch.ops, f"attnfast_{backend}")
-
-
-def call(operator: Any, *args: Any) -> Any:
-    """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return operator(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*args)
 
 
 def _fake(
@@ -161,60 +157,20 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
     )
 
 
-class _Attention(torch.autograd.Function):
-    """The derivative in eager mode: that of the registered operator, at half its overhead."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs):
-        *arguments, operators = inputs
-        output = call(operators.attention.default, *arguments)
-        _setup_context(ctx, arguments, output)
-        ctx.operator = operators.attention_backward.default
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        return *_backward(ctx, *grads), None
-
-
-def _no_second_derivative(ctx: Any, *grads):
-    raise RuntimeError(
-        "attention has no second derivative on the compiled backends; backend='reference' has"
-    )
-
-
-def _register(backend: str) -> torch.library.Library:
-    """Define both operators of a backend: schemas, shapes and derivatives are the same for all."""
-    library = torch.library.Library(f"attnfast_{backend}", "DEF")
-    forward, backward = (f"attnfast_{backend}::{name}" for name in SCHEMAS)
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema)
-    torch.library.register_fake(forward, _fake, lib=library)
-    torch.library.register_fake(backward, _fake_backward, lib=library)
-
-    def derivative(ctx: Any, *grads):
-        ctx.operator = operators_of(backend).attention_backward.default
-        return _backward(ctx, *grads)
-
-    torch.library.register_autograd(forward, derivative, setup_context=_setup_context, lib=library)
-    torch.library.register_autograd(backward, _no_second_derivative, lib=library)
-    return library
-
-
-_libraries = {backend: _register(backend) for backend in ("cpu", "triton", "cuda")}
+_Attention = define("attention", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
 
 # e^{2 key} in float32, [B, H, Tk, A rounded up to 32]; size [0] if a key is beyond its domain.
-_libraries["cpu"].define("exponentials(Tensor key, Tensor? lengths) -> Tensor")
+LIBRARIES["cpu"].define("exponentials(Tensor key, Tensor? lengths) -> Tensor")
 
 
-@torch.library.register_fake("attnfast_cpu::exponentials", lib=_libraries["cpu"])
+@torch.library.register_fake("attnfast_cpu::exponentials", lib=LIBRARIES["cpu"])
 def _fake_exponentials(key, lengths):
     *lead, Tk, A = key.shape
     shape = (lead[0], lead[1] if len(lead) == 2 else 1, Tk, (A + 31) // 32 * 32)
     return key.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.impl("attnfast_triton::attention", "default", lib=_libraries["triton"])
+@torch.library.impl("attnfast_triton::attention", "default", lib=LIBRARIES["triton"])
 def _triton(*args):
     from attnfast.kernels import attention  # Triton stays unimported until it is used
 
@@ -222,7 +178,7 @@ def _triton(*args):
     return attention.forward(*args)
 
 
-@torch.library.impl("attnfast_triton::attention_backward", "default", lib=_libraries["triton"])
+@torch.library.impl("attnfast_triton::attention_backward", "default", lib=LIBRARIES["triton"])
 def _triton_backward(*args):
     from attnfast.kernels import attention
 

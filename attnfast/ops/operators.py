@@ -1,0 +1,83 @@
+"""The operators of the compiled backends: schemas, shapes and derivatives are the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+LIBRARIES = {
+    backend: torch.library.Library(f"attnfast_{backend}", "DEF")
+    for backend in ("cpu", "triton", "cuda")
+}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are taken in: float64 for float64, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def operators_of(backend: str) -> Any:
+    """Return the namespace of a compiled backend's operators."""
+    return getattr(torch.ops, f"attnfast_{backend}")
+
+
+def call(operator: Any, *args: Any) -> Any:
+    """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
+def define(
+    name: str,
+    schemas: dict[str, str],
+    fake: Callable,
+    fake_backward: Callable,
+    setup_context: Callable,
+    backward: Callable,
+) -> type[Function]:
+    """Define an operator and its backward in the namespace of every compiled backend.
+
+    ``setup_context(ctx, inputs, output)`` keeps what ``backward(ctx, *grads)`` needs, which calls
+    ``ctx.operator`` and returns a gradient for every input. Returned is the derivative for eager
+    mode: that of the registered operator at half its overhead, its last input an
+    :func:`operators_of`.
+    """
+
+    def no_second_derivative(ctx: Any, *grads):
+        raise RuntimeError(
+            f"{name} has no second derivative on the compiled backends; backend='reference' has"
+        )
+
+    for backend, library in LIBRARIES.items():
+
+        def derivative(ctx: Any, *grads, backend=backend):
+            ctx.operator = getattr(operators_of(backend), f"{name}_backward").default
+            return backward(ctx, *grads)
+
+        for operator, schema in schemas.items():
+            library.define(operator + schema)
+        full = f"attnfast_{backend}::{name}"
+        torch.library.register_fake(full, fake, lib=library)
+        torch.library.register_fake(f"{full}_backward", fake_backward, lib=library)
+        torch.library.register_autograd(full, derivative, setup_context=setup_context, lib=library)
+        torch.library.register_autograd(f"{full}_backward", no_second_derivative, lib=library)
+
+    class Eager(Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs):
+            *arguments, operators = inputs
+            output = call(getattr(operators, name).default, *arguments)
+            setup_context(ctx, arguments, output)
+            ctx.operator = getattr(operators, f"{name}_backward").default
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads):
+            return *backward(ctx, *grads), None
+
+    return Eager
