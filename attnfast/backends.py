@@ -78,34 +78,47 @@ BACKENDS: dict[str, Callable[[torch.device, torch.dtype], str | None]] = {
 
 
 @functools.cache
-def why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not(
+    backend: str, device: torch.device, dtype: torch.dtype, operator: str = "attention"
+) -> str | None:
     """Return why ``backend`` cannot run tensors of this device and dtype, or None if it can."""
-    return BACKENDS[backend](device, dtype)
+    reason = BACKENDS[backend](device, dtype)
+    if reason is not None or backend == "reference":
+        return reason
+    name, key = f"attnfast_{backend}::{operator}", device.type.upper()
+    registered = any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, k)
+        for k in (key, "CompositeExplicitAutograd")
+    )
+    return None if registered else f"it has no {operator} yet"
 
 
 @functools.cache
-def _choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def _choose(backend: str | None, device: torch.device, dtype: torch.dtype, operator: str) -> str:
     if backend is None:
         order = [name for name in BACKENDS if name != "triton" or not triton_interpreted()]
-        chosen = next(name for name in order if why_not(name, device, dtype) is None)
+        reasons = {name: why_not(name, device, dtype, operator) for name in order}
+        chosen = next(name for name in order if reasons[name] is None)
         if chosen == "reference":
-            reasons = "; ".join(f"{name}: {why_not(name, device, dtype)}" for name in order[:-1])
+            refusals = "; ".join(f"{name}: {reasons[name]}" for name in order[:-1])
             warnings.warn(
-                f"attnfast runs on its reference implementation, right but slow ({reasons})",
+                f"attnfast runs on its reference implementation, right but slow ({refusals})",
                 stacklevel=5,
             )
         return chosen
     if backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
-    reason = why_not(backend, device, dtype)
+    reason = why_not(backend, device, dtype, operator)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
 
 
-def choose(backend: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def choose(
+    backend: str | None, device: torch.device, dtype: torch.dtype, operator: str = "attention"
+) -> str:
     """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
-    return _choose(backend if backend is None else str(backend), device, dtype)
+    return _choose(backend if backend is None else str(backend), device, dtype, operator)
 
 
 # What torch.compiler.assume_constant_result sets, without its import of all of dynamo.

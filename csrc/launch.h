@@ -1,5 +1,4 @@
-// What every launcher does alike: tensors become an Attention, results are allocated. A launcher
-// includes this file once, defines the three functions below and registers the two operators.
+// What every launcher does alike: tensors become an Attention, results are allocated.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,12 +18,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
-
-// Rows of grad_weight for each [B, H].
-int64_t grad_weight_parts(const Attention&);
-// Fill what is out; `query` tells the device.
-void run_forward(Attention&, const Tensor& query);
-void run_backward(Attention&, const Tensor& query);
 
 Dtype dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -168,75 +161,6 @@ struct Call {
     if (exponentials) a.exponentials = view(*exponentials);
   }
 };
-
-std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor key,
-                                             const Tensor value, const Optional weight,
-                                             const Optional bias, const Optional mask,
-                                             const Optional lengths, const Optional exponentials,
-                                             double scale, bool need_weights) {
-  Call call(query, key, value, weight, bias, mask, lengths, exponentials, scale);
-  Attention& a = call.a;
-  const ScalarType sums = accumulation(query);
-  Tensor weights = need_weights ? empty(query.device(), shape(query, a.Tk), sums)
-                                : empty(query.device(), {0}, sums);
-  std::vector<int64_t> rows = shape(query, 0);
-  rows.pop_back();
-  Tensor log_sum_exp = empty(query.device(), rows, sums);
-  Tensor context = empty(query.device(), shape(query, a.Dv), query.scalar_type());
-  a.context = view(context);
-  if (need_weights) a.weights = view(weights);
-  a.log_sum_exp = view(log_sum_exp, false);
-  run_forward(a, query);
-  return {context, weights, log_sum_exp};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor grad_context, const Optional grad_weights, const Optional grad_log_sum_exp,
-    const Tensor query, const Tensor key, const Tensor value, const Optional weight,
-    const Optional lengths, const Optional exponentials, const Tensor weights,
-    const Optional given_grad_score, double scale, bool need_grad_query, bool need_grad_key,
-    bool need_grad_score) {
-  Call call(query, key, value, weight, {}, {}, lengths, exponentials, scale);
-  Attention& a = call.a;
-  const ScalarType sums = accumulation(query);
-  const auto gradient = [&](bool needed, std::vector<int64_t> sizes, ScalarType dtype, View& out) {
-    const Tensor x = empty(query.device(), needed ? sizes : std::vector<int64_t>{0}, dtype);
-    if (needed) out = view(x);
-    return x;
-  };
-  const auto like = [&](const Tensor& x) {
-    return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
-  };
-  const ScalarType dtype = query.scalar_type();
-  const Tensor grad_query = gradient(need_grad_query, like(query), dtype, a.grad_query);
-  const Tensor grad_key = gradient(need_grad_key, like(key), dtype, a.grad_key);
-  const Tensor grad_value = gradient(need_grad_key, like(value), dtype, a.grad_value);
-  const bool need_grad_weight = need_grad_key && weight;
-  Tensor grad_weight = gradient(need_grad_weight,
-                             {a.B, a.H, need_grad_weight ? grad_weight_parts(a) : 0, a.A}, sums,
-                             a.grad_weight);
-  a.grad_score_given = given_grad_score.has_value();
-  a.grad_score_returned = need_grad_score;
-  Tensor grad_score = a.grad_score_given ? packed(*given_grad_score)
-                                         : empty(query.device(), like(weights), sums);
-  const Tensor saved = packed(weights);
-  a.weights = view(saved);
-  a.grad_score = view(grad_score);
-  a.grad_context = view_of_rows(grad_context, call.keep);
-  if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, call.keep);
-  if (grad_log_sum_exp) a.grad_log_sum_exp = view(*grad_log_sum_exp, false);
-  run_backward(a, query);
-
-  if (need_grad_weight) {  // its parts add up, in double, over what shares a weight
-    using Axes = std::vector<int64_t>;
-    const Axes shared = weight->dim() == 2 ? Axes{0, 2} : Axes{0, 1, 2};
-    grad_weight = torch::stable::sum(grad_weight, shared, false, ScalarType::Double);
-    grad_weight = torch::stable::to(grad_weight, dtype);
-  }
-  if (!need_grad_score || a.grad_score_given)
-    grad_score = empty(query.device(), {0}, sums);
-  return {grad_query, grad_key, grad_value, grad_weight, grad_score};
-}
 
 }  // namespace
 }  // namespace attnfast

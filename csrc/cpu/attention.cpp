@@ -3,127 +3,34 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cstdlib>
-#include <initializer_list>
 #include <numeric>
-#include <string>
 
-#include "../launch.h"
+#include "../launch_attention.h"
+#include "run.h"
 
 namespace attnfast {
 namespace {
 
 const AttentionKernels& kernels() {
-  static const AttentionKernels& chosen = []() -> const AttentionKernels& {
-    const char* forced = std::getenv("ATTNFAST_CPU_ISA");
-    const std::string name = forced ? forced : "";
-#if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl");
-    if (avx512 && (name == "avx512" || name.empty())) return avx512::attention;
-    if (avx2 && (name == "avx2" || name.empty())) return avx2::attention;
-#endif
-    if (name == "portable" || name.empty()) return portable::attention;
-    throw std::runtime_error("ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
-                             "processor has, got " + name);
-  }();
+  static const AttentionKernels& chosen = ATTNFAST_CHOOSE(attention);
   return chosen;
 }
-
-const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 
 // Smaller matrices than this are multiplied by our own kernels.
 constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
 // Scores that pass at a time where they are not returned, and the fewest rows of them.
 constexpr int64_t kPart = 1 << 20, kPartRows = 16;
-
-// Below this many score elements a second thread costs more than it brings.
-constexpr int64_t kWorthAThread = 1 << 15;
 constexpr int64_t kSoftmaxDepth = 8;  // of a softmax alone, in features of a score
 
-int64_t threads_for(const Attention& a, int64_t depth) {
-  const int64_t elements = a.B * a.H * a.Tq * a.Tk * depth;
-  return std::clamp<int64_t>(elements / kWorthAThread, 1, torch::stable::get_num_threads());
-}
-
-int64_t threads_for(const Attention& a) {
-  return threads_for(a, std::max<int64_t>({a.A, a.Dv, 1}));
-}
-
-// Run passes that follow one another: item by item where they have as many, else one after the
-// other. A thread begins with its own share of the items, which is in its cache when the next pass
-// comes, and then helps the others.
 void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_threads) {
-  const size_t scratch = kernels().scratch(a);
-  const auto run_group = [&](const Pass* first, const Pass* last) {
-    const int64_t items = first->items(a);
-    if (items == 0) return;
-    const int64_t threads = std::min(items, most_threads);
-    const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
-    char* base = static_cast<char*>(memory.data_ptr());
-    std::vector<std::atomic<int64_t>> taken(threads);  // of each share
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t)
-        for (int64_t i = 0; i < threads; ++i) {
-          const int64_t share = (t + i) % threads, stop = items * (share + 1) / threads;
-          for (int64_t item; (item = items * share / threads + taken[share]++) < stop;)
-            for (const Pass* pass = first; pass < last; ++pass)
-              pass->run(a, item, base + t * scratch);
-        }
-    });
-  };
-  const Pass* first = passes.begin();
-  for (const Pass* pass = first; pass < passes.end(); ++pass) {
-    if (pass->items(a) == first->items(a)) continue;
-    run_group(first, pass);
-    first = pass;
-  }
-  run_group(first, passes.end());
+  run(passes, a, most_threads, kernels().scratch(a));
 }
 
 void run(std::initializer_list<Pass> passes, const Attention& a) { run(passes, a, threads_for(a)); }
 
-// Rows of one item: enough to repay the preparation of the keys, few enough that scores stay in
-// cache and that every thread gets several items. Where rows alone make too few items, keys and
-// columns are shared out too.
-void share_out_rows(Attention& a) {
-  const int64_t threads = threads_for(a);
-  const int64_t share = a.B * a.H * a.Tq / (4 * threads);
-  const int64_t cached = (int64_t{1} << 18) / std::max<int64_t>(a.Tk, 1);
-  a.rows = std::clamp<int64_t>(std::min(share, cached), 4, 64);
-  a.rows = std::min(a.rows, std::max<int64_t>(a.Tq, 1));
-  a.keys = std::max<int64_t>(a.Tk, 1);
-  a.columns = std::max<int64_t>(a.Dv, 1);
-  const int64_t items = std::max<int64_t>(a.B * a.H * ((a.Tq + a.rows - 1) / a.rows), 1);
-  if (threads == 1 || items >= 2 * threads) return;
-  const auto part = [&](int64_t n, int64_t multiple) {
-    const int64_t size = n * items / (2 * threads);
-    return std::max<int64_t>((size + multiple - 1) / multiple, 1) * multiple;
-  };
-  a.keys = part(a.Tk, kKeyBlock);
-  a.columns = part(a.Dv, kPadding);
-}
-
-// Narrow slices make use of registers; whole rows, for one query, of the memory's bandwidth.
-void share_out_columns(Attention& a) {
-  const int64_t widest = std::max<int64_t>({a.A, a.Dv, 1}), items = std::max<int64_t>(a.B * a.H, 1);
-  a.columns = kPadding;
-  if (a.Tq > 1) return;
-  const int64_t slices = (2 * threads_for(a) + items - 1) / items;
-  a.columns = std::max<int64_t>((widest + slices * kPadding - 1) / (slices * kPadding), 1) * kPadding;
-}
-
 int64_t grad_weight_parts(const Attention&) { return 1; }
 
 // ---- with a library's products ------------------------------------------------------------------
-
-ScalarType dtype_of_sums(const Attention& a) {
-  return a.dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
-}
 
 // Whether the matrices of all sequences and heads lie evenly.
 bool even(const Attention& a, const View& x) {

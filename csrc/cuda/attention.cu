@@ -8,7 +8,7 @@
 #include <limits>
 #include <string>
 
-#include "../launch.h"
+#include "../launch_attention.h"
 
 namespace attnfast {
 namespace {

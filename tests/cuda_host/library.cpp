@@ -1,7 +1,7 @@
 // The kernels of csrc/cuda/attention.cuh on the host, registered for CPU tensors: everything but
 // attention.cu is what runs on a GPU.
 #include "../../csrc/cuda/attention.cuh"
-#include "../../csrc/launch.h"
+#include "../../csrc/launch_attention.h"
 
 namespace attnfast {
 namespace {

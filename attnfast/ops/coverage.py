@@ -1,0 +1,397 @@
+r"""Attention with a memory of its past: every row depends on the weights of the rows before it.
+
+With C_t the coverage before row t and p_t the weights of row t − 1::
+
+    f_tj    = U · (F ∗ [p_t, C_t])_j                         the history's features, in the tanh
+    e_tj    = scale · score(q_t, k_j + f_tj) + bias_tj − λ C_tj
+    r_tj    = 1,  or (1 − u_t) p_tj + u_t p_t,j−1            forward attention
+    α_tj    ∝ r_tj exp(e_tj)  over the keys j that row t may see
+    C_t+1,j = C_tj + ρ_j α_tj,   c_t = Σ_j α_tj v_j,   loss = Σ_tj min(α_tj, C_tj)
+
+F are filters over the keys on two channels, the last weights and the coverage; U projects what they
+give. A coverage feature is a filter of width 1, the inverse of a fertility is ρ.
+
+This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnfast.backends import choose
+from attnfast.ops.attention import (
+    as_returned,
+    autocast,
+    check,
+    check_scale,
+    refuse,
+    refuse_tangents,
+    score,
+    visible_keys,
+)
+from attnfast.ops.operators import accumulation_dtype, call, define, operators_of
+
+#: ``filters [(H,) K, 2, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
+#: ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
+#: dtype, as are ``weights``, ``coverage``, ``loss [B, (H)]`` and ``odds``, which is exp(e) over the
+#: sum that α is divided by, of size [0] without a transition. The backward takes the saved weights,
+#: which are exactly 0 where a row may not see a key; what is not needed comes with size [0].
+SCHEMAS = {
+    "coverage_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
+        "Tensor? lengths, Tensor? filters, Tensor? projection, Tensor? penalty, Tensor? rate, "
+        "Tensor? transition, Tensor? coverage, Tensor? previous, float scale) "
+        "-> (Tensor context, Tensor weights, Tensor coverage, Tensor loss, Tensor odds)"
+    ),
+    "coverage_attention_backward": (
+        "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_coverage, Tensor? grad_loss, "
+        "Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? filters, "
+        "Tensor? projection, Tensor? penalty, Tensor? rate, Tensor? transition, Tensor? coverage, "
+        "Tensor? previous, Tensor weights, Tensor odds, float scale, bool need_grad_query, "
+        "bool need_grad_key, bool need_grad_score, bool need_grad_filters) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
+        "Tensor grad_score, Tensor grad_filters, Tensor grad_projection, Tensor grad_penalty, "
+        "Tensor grad_rate, Tensor grad_transition, Tensor grad_coverage, Tensor grad_previous)"
+    ),
+}
+
+
+def windows(signals: Tensor, width: int) -> Tensor:
+    """Return what a filter sees around every key: ``[..., C, Tk]`` to ``[..., Tk, C · width]``."""
+    padded = torch.nn.functional.pad(signals, (width // 2, width // 2))
+    return padded.unfold(-1, width, 1).transpose(-3, -2).flatten(-2)
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    filters: Tensor | None,
+    projection: Tensor | None,
+    penalty: Tensor | None,
+    rate: Tensor | None,
+    transition: Tensor | None,
+    coverage: Tensor | None,
+    previous: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute context, weights, coverage and loss in plain PyTorch, row by row: the oracle."""
+    dtype = accumulation_dtype(query.dtype)
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    w = None if weight is None else weight.to(dtype)
+    visible, k, v = visible_keys(q, k, v, bias, mask, lengths)
+    zeros = k.new_zeros(k.shape[:-1])
+    c = zeros if coverage is None else coverage
+    p = zeros if previous is None else previous
+    loss = k.new_zeros(k.shape[:-2])
+    rows = []
+    for t in range(query.shape[-2]):
+        seen = visible[..., t, :]
+        keys = k
+        if filters is not None and projection is not None:
+            width = filters.shape[-1]
+            found = windows(torch.stack([p, c], -2), width) @ filters.flatten(-2).mT
+            keys = k + found @ projection.mT
+        e = scale * score(q[..., t : t + 1, :], keys, w).squeeze(-2)
+        if bias is not None:
+            e = e + bias.to(dtype).expand(*bias.shape[:-2], query.shape[-2], -1)[..., t, :]
+        if penalty is not None:
+            e = e - penalty.unsqueeze(-1) * c
+        odds = torch.ones_like(e)
+        if transition is not None:
+            u = transition[..., t, None]
+            odds = (1 - u) * p + u * torch.nn.functional.pad(p, (1, 0))[..., :-1]
+        odds = odds.masked_fill(~seen, 0)
+        e = e.masked_fill(~seen, 0)
+        top = e.detach().masked_fill(odds == 0, -torch.inf)
+        top = top.amax(-1, keepdim=True) if e.shape[-1] else e.sum(-1, keepdim=True)
+        top = top.masked_fill(top == -torch.inf, 0)
+        mass = odds * (e - top).clamp(max=80).exp()  # beyond 80 no odds, and a gradient past use
+        total = mass.sum(-1, keepdim=True)
+        p = mass / total.masked_fill(total == 0, 1)
+        loss = loss + torch.where(p <= c, p, c).masked_fill(~seen, 0).sum(-1)
+        c = c + (p if rate is None else rate * p)
+        rows.append(p)
+    weights = torch.stack(rows, -2) if rows else k.new_zeros(*query.shape[:-1], k.shape[-2])
+    return (weights @ v).to(query.dtype), weights, c, loss
+
+
+def _fake(
+    query, key, value, weight, bias, mask, lengths, filters, projection, penalty, rate, transition,
+    coverage, previous, scale,
+):  # fmt: skip
+    check(query, key, value, weight, bias, mask, lengths)
+    check_history(query, key, filters, projection, penalty, rate, transition, coverage, previous)
+    dtype = accumulation_dtype(query.dtype)
+    shape = (*query.shape[:-1], key.shape[-2])
+    return (
+        query.new_empty((*query.shape[:-1], value.shape[-1])),
+        query.new_empty(shape, dtype=dtype),
+        query.new_empty(key.shape[:-1], dtype=dtype),
+        query.new_empty(key.shape[:-2], dtype=dtype),
+        query.new_empty((0,) if transition is None else shape, dtype=dtype),
+    )
+
+
+def _fake_backward(
+    grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
+    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, scale,
+    need_grad_query, need_grad_key, need_grad_score, need_grad_filters,
+):  # fmt: skip
+    def like(x: Tensor | None, needed: bool = True) -> Tensor:
+        return weights.new_empty((0,)) if x is None or not needed else torch.empty_like(x)
+
+    def half(x: Tensor | None, needed: bool) -> Tensor:
+        return query.new_empty((0,) if x is None or not needed else x.shape)
+
+    return (
+        half(query, need_grad_query),
+        half(key, need_grad_key),
+        half(value, need_grad_key),
+        half(weight, need_grad_key),
+        like(weights, need_grad_score),
+        like(filters, need_grad_filters),
+        like(projection, need_grad_filters),
+        *(like(x) for x in (penalty, rate, transition, coverage, previous)),
+    )
+
+
+def _setup_context(ctx: Any, inputs, output):
+    query, key, value, weight, bias, _, lengths, *history, scale = inputs
+    _, weights, _, _, odds = output
+    ctx.save_for_backward(query, key, value, weight, lengths, *history, weights, odds)
+    ctx.scale = scale
+    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.mark_non_differentiable(odds)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_context, grad_weights, grad_coverage, grad_loss, _):
+    query, key, value, weight, lengths, *rest = ctx.saved_tensors
+    if grad_context is None:
+        grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+    needed = ctx.needs_input_grad
+    need_query, need_key, need_bias = needed[0], any(needed[1:4]), needed[4]
+    need_filters = needed[7] or needed[8]
+    grads = call(
+        ctx.operator,
+        grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
+        *rest, ctx.scale, need_query, need_key, need_bias, need_filters,
+    )  # fmt: skip
+    grad_query, grad_key, grad_value, grad_weight, grad_score, *grad_history = grads
+    if need_bias:
+        grad_score = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
+    grads = [grad_query, grad_key, grad_value, grad_weight, grad_score, None, None, *grad_history]
+    return *(g if need else None for g, need in zip(grads, needed)), None
+
+
+_Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
+
+
+def check_history(
+    query: Tensor,
+    key: Tensor,
+    filters: Tensor | None,
+    projection: Tensor | None,
+    penalty: Tensor | None,
+    rate: Tensor | None,
+    transition: Tensor | None,
+    coverage: Tensor | None,
+    previous: Tensor | None,
+) -> None:
+    """Refuse what does not fit the query and the key, in one sentence."""
+    heads, keys, A = list(query.shape[1:-2]), list(key.shape[:-1]), query.shape[-1]
+    dtype = accumulation_dtype(query.dtype)
+    shapes = {
+        "filters": (filters, None),
+        "projection": (projection, None),
+        "penalty": (penalty, [heads or [1], [1]]),
+        "fertility": (rate, [keys]),
+        "transition": (transition, [list(query.shape[:-1])]),
+        "coverage": (coverage, [keys]),
+        "previous": (previous, [keys]),
+    }
+    for name, (x, allowed) in shapes.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        if x.device != query.device:
+            refuse(name, f"on the query's device {query.device}", x.device)
+        if x.dtype != dtype:
+            refuse(name, f"of dtype {dtype}", x.dtype)
+        if allowed is not None and list(x.shape) not in allowed:
+            refuse(name, " or ".join(map(str, allowed)), list(x.shape))
+    if (filters is None) != (projection is None):
+        missing = "projection" if projection is None else "filters"
+        refuse(missing, "given when the other of filters and projection is", None)
+    if filters is None or projection is None:
+        return
+    lead = list(filters.shape[:-3])
+    if filters.dim() < 3 or filters.shape[-2] != 2 or filters.shape[-1] % 2 == 0:
+        refuse("filters", "[K, 2, W] with an odd width W", list(filters.shape))
+    if lead not in ([], heads):
+        refuse("filters", f"[K, 2, W] or {[*heads, 'K', 2, 'W']}", list(filters.shape))
+    if list(projection.shape) != [*lead, A, filters.shape[-3]]:
+        wanted = [*lead, A, filters.shape[-3]]
+        refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
+
+
+def _filters(
+    filters: Tensor | None,
+    projection: Tensor | None,
+    coverage_weight: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return filters on both channels; a coverage feature is one of width 1."""
+    if filters is not None:
+        filters = filters.to(dtype)
+        if filters.dim() >= 3 and filters.shape[-2] == 1:  # the last weights alone
+            filters = torch.nn.functional.pad(filters, (0, 0, 0, 1))
+        projection = None if projection is None else projection.to(dtype)
+    if coverage_weight is None:
+        return filters, projection
+    column = coverage_weight.to(dtype).unsqueeze(-1)
+    width = 1 if filters is None else filters.shape[-1]
+    one = column.new_zeros(*column.shape[:-2], 1, 2, width)
+    one[..., 1, width // 2] = 1
+    if filters is None or projection is None:
+        return one, column
+    return torch.cat([filters, one], -3), torch.cat([projection, column], -1)
+
+
+def coverage_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None = None,
+    *,
+    penalty: float | Tensor | None = None,
+    coverage_weight: Tensor | None = None,
+    filters: Tensor | None = None,
+    projection: Tensor | None = None,
+    fertility: Tensor | None = None,
+    transition: float | Tensor | None = None,
+    coverage: Tensor | None = None,
+    previous: Tensor | None = None,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool = False,
+    need_loss: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    r"""Attend row after row, each row knowing what the rows before it attended to.
+
+    .. math:: e_{tj} = (s \cdot \mathrm{score}(q_t, k_j + f_{tj}) + b_{tj} - \lambda C_{tj}) / T,
+              \quad \alpha_t = \mathrm{softmax}_j(e_{tj}), \quad
+              C_{t+1,j} = C_{tj} + \alpha_{tj} / \phi_j
+
+    All queries may be given at once, or one after the other with ``coverage`` and ``previous``
+    carried from call to call; the numbers are the same. Memory is linear in Tq·Tk.
+
+    Args:
+        query, key, value: as in :func:`attnfast.additive_attention`.
+        weight: of the additive score ``[A]`` or, with heads, ``[H, A]``; None for the dot score.
+        penalty: λ, subtracts the coverage from the score: a number, or a tensor, one number or
+            ``[H]``, with gradient.
+        coverage_weight: w of the coverage feature :math:`f_{tj} = w C_{tj}`, ``[A]`` or ``[H, A]``.
+        filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`: ``[K, 1, W]``
+            on the last row's weights or ``[K, 2, W]`` on these and the coverage, W odd, zeros past
+            the ends; with heads also ``[H, K, 2, W]``.
+        projection: U of the location features, ``[A, K]`` or ``[H, A, K]``.
+        fertility: φ > 0, how much attention a key asks for, ``[B, Tk]`` (or with heads); None
+            means 1.
+        transition: u of forward attention, which multiplies exp(e) by
+            :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number (0.5 for the plain
+            one) or ``[B, Tq]``. ``previous`` must then say where to begin.
+        coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
+        previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
+        scale: s; None means 1 with a weight and 1/√A without.
+        lengths, mask, bias, temperature, need_weights, backend: as in
+            :func:`attnfast.additive_attention`. A row whose mask is False throughout (padding of
+            the target) counts in neither coverage nor loss.
+        need_loss: return the coverage loss too.
+
+    Returns:
+        ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the last
+        row, float32 (float64 for float64); with ``need_loss`` the coverage loss of every sequence,
+        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, ``[B]``. With heads, ``[B, H, …]`` throughout.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
+            of a backend other than ``"reference"``.
+
+    Papers: See, Liu and Manning, "Get To The Point: Summarization with Pointer-Generator Networks",
+    ACL 2017, arXiv:1704.04368; Tu et al., "Modeling Coverage for Neural Machine Translation", ACL
+    2016, arXiv:1601.04811; Chorowski et al., "Attention-Based Models for Speech Recognition",
+    NeurIPS 2015, arXiv:1506.07503; Zhang, Ling and Dai, "Forward Attention in Sequence-to-Sequence
+    Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
+    """
+    query, key, value, weight, bias = autocast(query, key, value, weight, bias)
+    # What follows needs tensors that fit; after it the operator checks the rest.
+    check(query, key, value, weight, bias, mask, lengths)
+    if not isinstance(temperature, (int, float)) or not 0 < temperature < float("inf"):
+        refuse("temperature", "a positive number", repr(temperature))
+    if scale is None:
+        scale = 1.0 if weight is not None else max(query.shape[-1], 1) ** -0.5
+    check_scale(scale, "a finite number or None")
+    dtype = accumulation_dtype(query.dtype)
+    if weight is None and (filters is not None or coverage_weight is not None):
+        refuse("weight", "given: coverage_weight and filters belong in the additive score", None)
+    if coverage_weight is not None:
+        heads = list(query.shape[1:-2])
+        shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
+        if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
+            got = getattr(coverage_weight, "shape", coverage_weight)
+            refuse("coverage_weight", f"{shapes[-1]} to fit the query", got)
+    filters, projection = _filters(filters, projection, coverage_weight, dtype)
+
+    def number(name: str, x: float | Tensor | None, shape) -> Tensor | None:
+        if x is None or isinstance(x, Tensor):
+            return x if x is None or x.dim() else x.expand(shape).to(dtype)
+        if not isinstance(x, (int, float)) or not x - x == 0:
+            refuse(name, "a finite number or a tensor", repr(x))
+        return query.new_full(shape, x, dtype=dtype)
+
+    penalty = number("penalty", penalty, (1,))
+    transition = number("transition", transition, query.shape[:-1])
+    if transition is not None and previous is None:
+        refuse("previous", "given with a transition: the weights that it starts from", None)
+    rate = None if fertility is None else 1 / fertility.to(dtype)
+    if temperature != 1:
+        scale = scale / temperature
+        bias = None if bias is None else bias / temperature
+        penalty = None if penalty is None else penalty / temperature
+    penalty, transition, coverage, previous = (
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
+        for x in (penalty, transition, coverage, previous)
+    )
+    history = (filters, projection, penalty, rate, transition, coverage, previous)
+    check_history(query, key, *history)
+    backend = choose(backend, query.device, query.dtype, "coverage_attention")
+    inputs = (query, key, value, weight, bias, mask, lengths, *history, scale)
+    if backend == "reference":
+        context, weights, coverage, loss = reference(*inputs)
+    else:
+        refuse_tangents(*(x for x in inputs if isinstance(x, Tensor)))
+        operators = operators_of(backend)
+        grad = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if grad and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            context, weights, coverage, loss, _ = _Coverage.apply(*inputs, operators)
+        else:
+            context, weights, coverage, loss, _ = call(
+                operators.coverage_attention.default, *inputs
+            )
+    result = (context, as_returned(weights, query.dtype, need_weights), coverage)
+    return (*result, loss) if need_loss else result
