@@ -8,14 +8,15 @@ With C_t the coverage before row t and p_t the weights of row t − 1::
     α_tj    ∝ r_tj exp(e_tj)  over the keys j that row t may see
     C_t+1,j = C_tj + ρ_j α_tj,   c_t = Σ_j α_tj v_j,   loss = Σ_tj min(α_tj, C_tj)
 
-F are filters over the keys on two channels, the last weights and the coverage; U projects what they
-give. A coverage feature is a filter of width 1, the inverse of a fertility is ρ.
+F are filters over the keys on one channel, the last weights, or two, the coverage the second; U
+projects what they find. A coverage feature is a filter of width 1, the inverse of a fertility is ρ.
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from attnfast.ops.attention import (
 )
 from attnfast.ops.operators import accumulation_dtype, call, define, operators_of
 
-#: ``filters [(H,) K, 2, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
+#: ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
 #: ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
 #: dtype, as are ``weights``, ``coverage``, ``loss [B, (H)]`` and ``odds``, which is exp(e) over the
 #: sum that α is divided by, of size [0] without a transition. The backward takes the saved weights,
@@ -95,9 +96,10 @@ def reference(
     for t in range(query.shape[-2]):
         seen = visible[..., t, :]
         keys = k
-        if filters is not None and projection is not None:
+        if filters is not None and projection is not None and k.shape[-2]:
             width = filters.shape[-1]
-            found = windows(torch.stack([p, c], -2), width) @ filters.flatten(-2).mT
+            signals = torch.stack([p, c][: filters.shape[-2]], -2)
+            found = windows(signals, width) @ filters.flatten(-2).mT
             keys = k + found @ projection.mT
         e = scale * score(q[..., t : t + 1, :], keys, w).squeeze(-2)
         if bias is not None:
@@ -110,16 +112,16 @@ def reference(
             odds = (1 - u) * p + u * torch.nn.functional.pad(p, (1, 0))[..., :-1]
         odds = odds.masked_fill(~seen, 0)
         e = e.masked_fill(~seen, 0)
-        top = e.detach().masked_fill(odds == 0, -torch.inf)
+        top = e.detach().masked_fill(odds == 0, -math.inf)
         top = top.amax(-1, keepdim=True) if e.shape[-1] else e.sum(-1, keepdim=True)
-        top = top.masked_fill(top == -torch.inf, 0)
+        top = top.masked_fill(top == -math.inf, 0)
         mass = odds * (e - top).clamp(max=80).exp()  # beyond 80 no odds, and a gradient past use
         total = mass.sum(-1, keepdim=True)
         p = mass / total.masked_fill(total == 0, 1)
         loss = loss + torch.where(p <= c, p, c).masked_fill(~seen, 0).sum(-1)
         c = c + (p if rate is None else rate * p)
         rows.append(p)
-    weights = torch.stack(rows, -2) if rows else k.new_zeros(*query.shape[:-1], k.shape[-2])
+    weights = torch.stack(rows, -2) if rows else q @ k.mT
     return (weights @ v).to(query.dtype), weights, c, loss
 
 
@@ -235,10 +237,10 @@ def check_history(
     if filters is None or projection is None:
         return
     lead = list(filters.shape[:-3])
-    if filters.dim() < 3 or filters.shape[-2] != 2 or filters.shape[-1] % 2 == 0:
-        refuse("filters", "[K, 2, W] with an odd width W", list(filters.shape))
+    if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:
+        refuse("filters", "[K, 1 or 2, W] with an odd width W", list(filters.shape))
     if lead not in ([], heads):
-        refuse("filters", f"[K, 2, W] or {[*heads, 'K', 2, 'W']}", list(filters.shape))
+        refuse("filters", f"[K, C, W] or {[*heads, 'K', 'C', 'W']}", list(filters.shape))
     if list(projection.shape) != [*lead, A, filters.shape[-3]]:
         wanted = [*lead, A, filters.shape[-3]]
         refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
@@ -253,8 +255,6 @@ def _filters(
     """Return filters on both channels; a coverage feature is one of width 1."""
     if filters is not None:
         filters = filters.to(dtype)
-        if filters.dim() >= 3 and filters.shape[-2] == 1:  # the last weights alone
-            filters = torch.nn.functional.pad(filters, (0, 0, 0, 1))
         projection = None if projection is None else projection.to(dtype)
     if coverage_weight is None:
         return filters, projection
@@ -264,6 +264,8 @@ def _filters(
     one[..., 1, width // 2] = 1
     if filters is None or projection is None:
         return one, column
+    if filters.dim() >= 3 and filters.shape[-2] == 1:  # on the last weights alone
+        filters = torch.nn.functional.pad(filters, (0, 0, 0, 1))
     return torch.cat([filters, one], -3), torch.cat([projection, column], -1)
 
 
@@ -323,8 +325,8 @@ def coverage_attention(
         need_loss: return the coverage loss too.
 
     Returns:
-        ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the last
-        row, float32 (float64 for float64); with ``need_loss`` the coverage loss of every sequence,
+        ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
+        last row, float32 (float64 for float64); with ``need_loss`` every sequence's coverage loss,
         :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, ``[B]``. With heads, ``[B, H, …]`` throughout.
 
     Raises:
@@ -341,7 +343,7 @@ def coverage_attention(
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
     # What follows needs tensors that fit; after it the operator checks the rest.
     check(query, key, value, weight, bias, mask, lengths)
-    if not isinstance(temperature, (int, float)) or not 0 < temperature < float("inf"):
+    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
         refuse("temperature", "a positive number", repr(temperature))
     if scale is None:
         scale = 1.0 if weight is not None else max(query.shape[-1], 1) ** -0.5
@@ -360,7 +362,7 @@ def coverage_attention(
     def number(name: str, x: float | Tensor | None, shape) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x if x is None or x.dim() else x.expand(shape).to(dtype)
-        if not isinstance(x, (int, float)) or not x - x == 0:
+        if not isinstance(x, (int, float)) or not math.isfinite(x):
             refuse(name, "a finite number or a tensor", repr(x))
         return query.new_full(shape, x, dtype=dtype)
 

@@ -364,16 +364,6 @@ void prepare(const Attention& a, int64_t index, void* memory) {
 
 // ---- the table --------------------------------------------------------------------------------
 
-#define ATTNFAST_BY_DTYPE(function)                                \
-  [](const Attention& a, int64_t item, void* scratch) {            \
-    switch (a.dtype) {                                             \
-      case Dtype::f32: return function<float>(a, item, scratch);   \
-      case Dtype::f64: return function<double>(a, item, scratch);  \
-      case Dtype::f16: return function<Half>(a, item, scratch);    \
-      case Dtype::bf16: return function<BFloat>(a, item, scratch); \
-    }                                                              \
-  }
-
 // Room for the most that any pass takes.
 template <class C>
 int64_t scratch_elements(const Attention& a) {

@@ -114,6 +114,16 @@ void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t n, C
   }
 }
 
+#define ATTNFAST_BY_DTYPE(function)                                \
+  [](const Attention& a, int64_t item, void* scratch) {            \
+    switch (a.dtype) {                                             \
+      case Dtype::f32: return function<float>(a, item, scratch);   \
+      case Dtype::f64: return function<double>(a, item, scratch);  \
+      case Dtype::f16: return function<Half>(a, item, scratch);    \
+      case Dtype::bf16: return function<BFloat>(a, item, scratch); \
+    }                                                              \
+  }
+
 }  // namespace
 }  // namespace VARIANT
 }  // namespace attnfast

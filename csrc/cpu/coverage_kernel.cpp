@@ -1,0 +1,535 @@
+// coverage_attention on the CPU, for one instruction set (see vector.h); the launcher is
+// coverage.cpp, the formula is in attnfast/ops/coverage.py.
+//
+// One item is a (sequence, head), whose rows follow one another. Without features in the tanh the
+// scores are there when it begins, taken for all rows at once by attention's own pass. With
+// features a row's scores are taken here: features of 64 keys at a time by two small products, then
+// z = q + k + U f in registers and its tanh.
+#include "coverage.h"
+#include "rows.h"
+#include "score.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+const Coverage& of(const Attention& a) { return static_cast<const Coverage&>(a); }
+
+// A thread's scratch, handed out piece by piece.
+template <class C>
+struct Scratch {
+  C* next;
+  C* take(int64_t n) {
+    C* p = next;
+    next += round_up(n, 64 / sizeof(C));
+    return p;
+  }
+};
+
+// Signals over the keys: the last weights and the coverage, zeros past both ends, or gradients.
+template <class C>
+struct Signals {
+  C *channel[2];  // of key 0
+  void take(Scratch<C>& scratch, int64_t Tk, int64_t width) {
+    for (C*& x : channel) x = scratch.take(Tk + width) + width / 2;
+  }
+  void clear(int64_t Tk, int64_t width) {
+    for (C* x : channel)
+      for (int64_t j = -(width / 2); j < Tk + width / 2 + 1; ++j) x[j] = 0;
+  }
+};
+
+// What an item keeps. Padded to two vectors: A, K and the taps of a filter on all channels.
+template <class C>
+struct Place {
+  int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
+  Signals<C> state, grad, grad_before;
+  C *window, *found, *filters, *packed_filters, *projection, *query, *weight, *key;  // forward
+  C *coverages, *grad_z, *grad_query, *grad_weight, *grad_key, *grad_found, *slope;  // backward
+  C *grad_window, *grad_filters, *grad_projection, *product, *mixing;
+
+  Place(const Coverage& a, Scratch<C>& scratch) {
+    K = a.filters_count;
+    W = K ? a.width : 1;
+    channels = a.channels;
+    A = padded<C>(a.A);
+    found_row = padded<C>(K);
+    taps = padded<C>(channels * W);
+    state.take(scratch, a.Tk, W);
+    if (K) {
+      window = scratch.take(kKeyBlock * taps);
+      found = scratch.take(kKeyBlock * found_row);
+      filters = scratch.take(K * taps);
+      packed_filters = scratch.take(taps * found_row);
+      projection = scratch.take(K * A);
+      query = scratch.take(A);
+      weight = scratch.take(A);
+      key = scratch.take(kKeyBlock * A);
+    }
+    if (!a.backward) return;
+    grad.take(scratch, a.Tk, W);
+    grad_before.take(scratch, a.Tk, W);
+    coverages = scratch.take(a.Tq * a.Tk);
+    if (!K) return;
+    grad_z = scratch.take(kKeyBlock * A);
+    grad_query = scratch.take(A);
+    grad_weight = scratch.take(A);
+    grad_key = scratch.take(a.grad_key.data ? a.Tk * A : 0);
+    grad_found = scratch.take(kKeyBlock * found_row);
+    slope = scratch.take(A * found_row);
+    grad_window = scratch.take(kKeyBlock * taps);
+    grad_filters = scratch.take(K * taps);
+    grad_projection = scratch.take(K * A);
+    product = scratch.take(K * (A > taps ? A : taps));
+    mixing = scratch.take(mix_scratch<C>(kKeyBlock > K ? kKeyBlock : K, A > taps ? A : taps));
+  }
+};
+
+template <class C>
+C* row_of(const View& v, const Item& i, int64_t row = 0) {
+  return at<C>(v, i, row);
+}
+
+// One after the other, two vectors of the columns of a matrix [rows, columns]: as mix_packed takes
+// them.
+template <class C, class At>
+void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  for (int64_t c0 = 0; c0 < columns; c0 += W2)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = c0; c < c0 + W2; ++c) *out++ = c < columns ? at(r, c) : C{};
+}
+
+// out[n, K] = p[n, columns] times what pack_columns has packed.
+template <class C>
+void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K,
+                  C* out, int64_t out_stride) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  for (int64_t k = 0; k < K; k += W2, v += columns * W2)
+    mix_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
+}
+
+// The parameters of the features: filters [K, taps] and projection [K, A], rows padded with zeros.
+template <class T, class C>
+void prepare_features(const Coverage& a, const Item& item, Place<C>& p) {
+  const C *filters = row_of<C>(a.filters, item), *projection = row_of<C>(a.projection, item);
+  const int64_t taps = p.channels * p.W;
+  for (int64_t k = 0; k < p.K; ++k) {
+    for (int64_t c = 0; c < p.taps; ++c)
+      p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
+    for (int64_t c = 0; c < p.A; ++c)
+      p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
+  }
+  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; },
+               p.packed_filters);
+  const T* weight = at<T>(a.weight, item, 0);
+  for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
+}
+
+// What the filters find around n keys, found[i, k]; keys[i] are their positions.
+template <class C>
+void find(Place<C>& p, const int64_t* keys, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    C* out = p.window + i * p.taps;
+    for (int64_t x = 0; x < p.channels; ++x) {
+      const C* from = p.state.channel[x] + keys[i] - p.W / 2;
+      for (int64_t c = 0; c < p.W; ++c) *out++ = from[c];
+    }
+    for (int64_t c = p.channels * p.W; c < p.taps; ++c) *out++ = 0;
+  }
+  times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
+}
+
+// s = 1 / (1 + e^{2z}) - 1/2 = -tanh(z) / 2 of two vectors: one division for both, e^{2z} kept below
+// 2^63.
+inline void half_tanh(Vec<float> z0, Vec<float> z1, Vec<float>& s0, Vec<float>& s1) {
+  constexpr float limit = kFactoredLimit;  // tanh is 1 long before
+  z0 = z0 > limit ? splat(limit) : z0;
+  z1 = z1 > limit ? splat(limit) : z1;
+  const Vec<float> d0 = 1.f + exp(2.f * z0), d1 = 1.f + exp(2.f * z1);
+  const Vec<float> r = reciprocal(d0 * d1);
+  s0 = r * d1 - 0.5f;
+  s1 = r * d0 - 0.5f;
+}
+inline void half_tanh(Vec<double> z0, Vec<double> z1, Vec<double>& s0, Vec<double>& s1) {
+  s0 = logistic(z0) - 0.5;
+  s1 = logistic(z1) - 0.5;
+}
+
+// z = q + k_j + sum_k found_jk U_k of J keys, two vectors of features from c on.
+template <int J, class C>
+inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
+                     Vec<C> (&z0)[J], Vec<C> (&z1)[J]) {
+  constexpr int V = Vector<C>::width;
+  for (int j = 0; j < J; ++j) {
+    z0[j] = load(q + c) + load(k[j] + c);
+    z1[j] = load(q + c + V) + load(k[j] + c + V);
+  }
+  for (int64_t i = 0; i < p.K; ++i) {
+    const C* u = p.projection + i * p.A + c;
+    const Vec<C> u0 = load(u), u1 = load(u + V);
+    for (int j = 0; j < J; ++j) {
+      z0[j] += found[j * p.found_row + i] * u0;
+      z1[j] += found[j * p.found_row + i] * u1;
+    }
+  }
+}
+
+// out[j] = sum_c w_c tanh(z_jc) of J keys
+template <int J, class C>
+void tanh_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
+  constexpr int V = Vector<C>::width;
+  Vec<C> acc[J] = {};
+  for (int64_t c = 0; c < p.A; c += 2 * V) {
+    Vec<C> z0[J], z1[J];
+    features<J>(p, p.query, k, found, c, z0, z1);
+    const Vec<C> w0 = load(p.weight + c), w1 = load(p.weight + c + V);
+    for (int j = 0; j < J; ++j) {
+      Vec<C> s0, s1;
+      half_tanh(z0[j], z1[j], s0, s1);
+      acc[j] += w0 * s0 + w1 * s1;
+    }
+  }
+  for (int j = 0; j < J; ++j) out[j] = -2 * sum<C>(acc[j]);
+}
+
+// Rows of n keys at the given positions.
+template <class T, class C>
+void key_rows(const Coverage& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
+              const C** out) {
+  for (int64_t i = 0; i < n; ++i)
+    out[i] = gather(at<T>(a.key, item, keys[i]), 0, 1, a.A, p.A, p.key + i * p.A).data;
+}
+
+// The additive scores of row t with the history's features in the tanh.
+template <class T, class C>
+void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<C>& p, C* out) {
+  const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
+  if (q != p.query) __builtin_memcpy(p.query, q, a.A * sizeof(C));
+  int64_t keys[kKeyBlock];
+  const C* k[kKeyBlock];
+  for (int64_t j = 0; j < item.seen; j += kKeyBlock) {
+    const int64_t n = min(kKeyBlock, item.seen - j);
+    for (int64_t i = 0; i < n; ++i) keys[i] = j + i;
+    find(p, keys, n);
+    key_rows<T>(a, item, p, keys, n, k);
+    for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
+      const auto tile = n - i >= 4 ? tanh_tile<4, C> : tanh_tile<1, C>;
+      tile(p, k + i, p.found + i * p.found_row, out + j + i);
+    }
+  }
+}
+
+// Forward attention's softmax: weights proportional to r_j exp(e_j); odds are exp(e_j) over the sum.
+template <class C>
+void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
+  C top = -__builtin_inf();
+  for (int64_t j = 0; j < n; ++j) top = r[j] != 0 && e[j] > top ? e[j] : top;
+  if (top == -__builtin_inf()) top = 0;
+  constexpr int V = Vector<C>::width;
+  Vec<C> total = {};
+  for (int64_t j = 0; j < n; j += V) {
+    Vec<C> x = load_part(e + j, n - j, (C)-__builtin_inf()) - top;
+    const Vec<C> limited = x > (C)80 ? splat((C)80) : x;
+    Vec<C> y = exp(limited);
+    y = x < (C)-87 ? Vec<C>{} : y;
+    y = x == x ? y : x;
+    const Vec<C> mass = y * load_part(r + j, n - j, (C)0);
+    total += mass;
+    store_part(odds + j, y, n - j);
+    store_part(e + j, mass, n - j);
+  }
+  const C mass = sum<C>(total), inverse = mass == 0 ? 0 : 1 / mass;
+  for (int64_t j = 0; j < n; ++j) {
+    e[j] *= inverse;
+    odds[j] *= inverse;
+  }
+}
+
+// (1 - u) p_j + u p_{j-1}
+template <class C>
+void transition_odds(const C* previous, C u, int64_t n, C* out) {
+  for (int64_t j = 0; j < n; ++j)
+    out[j] = (1 - u) * previous[j] + (j ? u * previous[j - 1] : C{});
+}
+
+template <class C>
+void load_state(const Coverage& a, const Item& item, Place<C>& p) {
+  p.state.clear(a.Tk, p.W);
+  const View* views[] = {&a.previous, &a.first};
+  for (int i = 0; i < 2; ++i)
+    if (views[i]->data)
+      __builtin_memcpy(p.state.channel[i], row_of<C>(*views[i], item), a.Tk * sizeof(C));
+}
+
+template <class T, class C = typename Accumulate<T>::type>
+void forward(const Attention& attention, int64_t index, void* memory) {
+  const Coverage& a = of(attention);
+  const Item item(a, index, 1, 1);
+  Scratch<C> scratch{static_cast<C*>(memory)};
+  Place<C> p(a, scratch);
+  C *odds = scratch.take(a.Tk), *factor = scratch.take(a.Tk);
+  C *last = p.state.channel[0], *coverage = p.state.channel[1];
+  load_state(a, item, p);
+  if (p.K) prepare_features<T>(a, item, p);
+  const C* rate = a.rate.data ? row_of<C>(a.rate, item) : nullptr;
+  const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
+  constexpr int V = Vector<C>::width;
+  const int64_t n = item.seen;
+  double loss = 0;
+  for (int64_t t = 0; t < a.Tq; ++t) {
+    C* row = row_of<C>(a.weights, item, t);
+    if (p.K) scores_with_features<T>(a, item, t, p, row);
+    finish_scores<T>(a, item, t, n, row);
+    for (int64_t j = 0; penalty != 0 && j < n; ++j) row[j] -= penalty * coverage[j];
+    if (a.transition.data) {
+      transition_odds(last, row_of<C>(a.transition, item)[t], n, factor);
+      C* kept = row_of<C>(a.odds, item, t);
+      for (int64_t j = 0; j < n; ++j) factor[j] = row[j] == -(C)__builtin_inf() ? 0 : factor[j];
+      softmax_with_odds(row, odds, n, factor);
+      for (int64_t j = 0; j < a.Tk; ++j) kept[j] = j < n ? odds[j] : 0;
+    } else {
+      Flags<C> zeros = {};
+      softmax(row, n, zeros);
+    }
+    Vec<C> lost = {};
+    for (int64_t j = 0; j < n; j += V) {
+      const Vec<C> x = load_part(row + j, n - j, (C)0), c = load_part(coverage + j, n - j, (C)0);
+      lost += x <= c ? x : c;
+      store_part(coverage + j, c + (rate ? load_part(rate + j, n - j, (C)0) * x : x), n - j);
+      store_part(last + j, x, n - j);
+    }
+    loss += sum<C>(lost);
+    for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;
+  }
+  __builtin_memcpy(row_of<C>(a.last, item), coverage, a.Tk * sizeof(C));
+  *row_of<C>(a.loss, item) = loss;
+}
+
+// ---- backward ---------------------------------------------------------------------------------
+
+// With s = -tanh(z) / 2 and g the gradients of J scores: grad_z_jc = g_j (1/4 - s^2) and what it adds
+// to the gradients of query, keys and weight, which still lack their factors.
+template <int J, class C>
+void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* grad_z, C* const* grad_k) {
+  constexpr int V = Vector<C>::width;
+  for (int64_t c = 0; c < p.A; c += 2 * V) {
+    Vec<C> z0[J], z1[J];
+    features<J>(p, p.query, k, found, c, z0, z1);
+    Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {};
+    for (int j = 0; j < J; ++j) {
+      Vec<C> s0, s1;
+      half_tanh(z0[j], z1[j], s0, s1);
+      const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
+      const Vec<C> u0 = g[j] * (C)0.25 - t0 * s0, u1 = g[j] * (C)0.25 - t1 * s1;
+      w0 += t0;
+      w1 += t1;
+      q0 += u0;
+      q1 += u1;
+      store(grad_z + j * p.A + c, u0);
+      store(grad_z + j * p.A + c + V, u1);
+      if (!grad_k[j]) continue;
+      add(grad_k[j] + c, u0);
+      add(grad_k[j] + c + V, u1);
+    }
+    add(p.grad_query + c, q0);
+    add(p.grad_query + c + V, q1);
+    add(p.grad_weight + c, w0);
+    add(p.grad_weight + c + V, w1);
+  }
+}
+
+template <class C>
+void add_up(C* sum, const C* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
+}
+
+// From the gradients of row t's scores, times the scale, to those of query, key, weight, features and
+// the history before the row. Keys without a gradient are left out, NaN or not.
+template <class T, class C>
+void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, Place<C>& p) {
+  const C scale = a.scale;
+  const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
+  if (q != p.query) __builtin_memcpy(p.query, q, a.A * sizeof(C));
+  for (int64_t c = 0; c < p.A; ++c) p.grad_query[c] = 0;
+  for (int64_t j = 0; j < item.seen;) {
+    int64_t keys[kKeyBlock], n = 0;
+    const C* k[kKeyBlock];
+    C *grad_k[kKeyBlock], gradient[kKeyBlock];
+    for (; j < item.seen && n < kKeyBlock; ++j) {
+      if (g[j] == 0) continue;
+      grad_k[n] = a.grad_key.data ? p.grad_key + j * p.A : nullptr;
+      gradient[n] = scale * g[j];
+      keys[n++] = j;
+    }
+    if (n == 0) break;
+    find(p, keys, n);
+    key_rows<T>(a, item, p, keys, n, k);
+    for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
+      const auto tile = n - i >= 4 ? grad_tile<4, C> : grad_tile<1, C>;
+      tile(p, k + i, gradient + i, p.found + i * p.found_row, p.grad_z + i * p.A, grad_k + i);
+    }
+    times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
+    if (a.grad_filters.data) {
+      mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
+      add_up(p.grad_projection, p.product, p.K * p.A);
+      mix(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps, p.mixing);
+      add_up(p.grad_filters, p.product, p.K * p.taps);
+    }
+    mix(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
+        p.mixing);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t x = 0; x < p.channels; ++x)
+        add_up((x ? p.grad : p.grad_before).channel[x] + keys[i] - p.W / 2,
+               p.grad_window + i * p.taps + x * p.W, p.W);
+  }
+  if (!a.grad_query.data) return;
+  T* out = at<T>(a.grad_query, item, t);
+  for (int64_t c = 0; c < a.A; ++c) narrow(4 * p.weight[c] * p.grad_query[c], out[c]);
+}
+
+template <class T, class C>
+void put_grad_features(const Coverage& a, const Item& item, const Place<C>& p) {
+  if (a.grad_key.data) {
+    for (int64_t j = 0; j < a.Tk; ++j) {
+      T* out = at<T>(a.grad_key, item, j);
+      for (int64_t c = 0; c < a.A; ++c)
+        narrow(j < item.seen ? 4 * p.weight[c] * p.grad_key[j * p.A + c] : C{}, out[c]);
+    }
+  }
+  if (a.grad_weight.data)
+    for (int64_t c = 0; c < a.A; ++c) row_of<C>(a.grad_weight, item)[c] = -2 * p.grad_weight[c];
+  if (!a.grad_filters.data) return;
+  C *filters = row_of<C>(a.grad_filters, item), *projection = row_of<C>(a.grad_projection, item);
+  for (int64_t k = 0; k < p.K; ++k) {
+    for (int64_t c = 0; c < p.channels * p.W; ++c)
+      filters[k * p.channels * p.W + c] = p.grad_filters[k * p.taps + c];
+    for (int64_t c = 0; c < a.A; ++c)
+      projection[c * p.K + k] = 4 * p.weight[c] * p.grad_projection[k * p.A + c];
+  }
+}
+
+// Rows from the last to the first. grad_score holds grad_context . value and becomes the scores'
+// gradient; channel 0 of `grad` is the gradient of the row's weights as the next row's past, channel 1
+// that of the coverage after it, then before it.
+template <class T, class C = typename Accumulate<T>::type>
+void backward(const Attention& attention, int64_t index, void* memory) {
+  const Coverage& a = of(attention);
+  const Item item(a, index, 1, 1);
+  Scratch<C> scratch{static_cast<C*>(memory)};
+  Place<C> p(a, scratch);
+  const int64_t n = item.seen;
+  const C* rate = a.rate.data ? row_of<C>(a.rate, item) : nullptr;
+  const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
+  const C grad_loss = a.grad_loss.data ? *row_of<C>(a.grad_loss, item) : 0;
+  load_state(a, item, p);
+  for (int64_t t = 0; t < a.Tq; ++t) {  // the coverage before every row
+    C* now = p.coverages + t * a.Tk;
+    const C* before = t ? now - a.Tk : p.state.channel[1];
+    const C* weights = t ? row_of<C>(a.weights, item, t - 1) : nullptr;
+    for (int64_t j = 0; j < a.Tk; ++j)
+      now[j] = before[j] + (t ? (rate ? rate[j] * weights[j] : weights[j]) : 0);
+  }
+  if (p.K) {
+    prepare_features<T>(a, item, p);
+    pack_columns(p.A, p.K, [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
+      return 4 * p.weight[c] * p.projection[k * p.A + c];
+    }, p.slope);
+    for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
+    for (C* x = p.grad_key; a.grad_key.data && x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
+    for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
+    for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
+  }
+  p.grad.clear(a.Tk, p.W);
+  C* grad_coverage = p.grad.channel[1];
+  if (a.grad_last.data) __builtin_memcpy(grad_coverage, row_of<C>(a.grad_last, item), a.Tk * sizeof(C));
+  C* grad_rate = a.grad_rate.data ? row_of<C>(a.grad_rate, item) : nullptr;
+  for (int64_t j = 0; grad_rate && j < a.Tk; ++j) grad_rate[j] = 0;
+  constexpr int V = Vector<C>::width;
+  double grad_penalty = 0;
+
+  for (int64_t t = a.Tq - 1; t >= 0; --t) {
+    const C *weights = row_of<C>(a.weights, item, t), *coverage = p.coverages + t * a.Tk;
+    const C* previous = t ? row_of<C>(a.weights, item, t - 1)
+                          : (a.previous.data ? row_of<C>(a.previous, item) : nullptr);
+    C* g = row_of<C>(a.grad_score, item, t);
+    if (a.grad_weights.data) add_up(g, row_of<C>(a.grad_weights, item, t), n);
+    Vec<C> products = {};
+    for (int64_t j = 0; j < n; j += V) {
+      const auto part = [&](const C* x) { return load_part(x + j, n - j, (C)0); };
+      const Vec<C> w = part(weights), c = part(grad_coverage), less = splat(grad_loss);
+      const auto smaller = w <= part(coverage);
+      Vec<C> x = part(g) + part(p.grad.channel[0]) + (rate ? part(rate) * c : c);
+      x += smaller ? less : Vec<C>{};
+      products += w == 0 ? w : w * x;
+      store_part(g + j, x, n - j);
+      if (grad_rate) store_part(grad_rate + j, part(grad_rate) + c * w, n - j);
+      store_part(grad_coverage + j, c + (smaller ? Vec<C>{} : less), n - j);
+    }
+    const C mean = sum<C>(products);
+    p.grad_before.clear(a.Tk, p.W);
+    C* grad_previous = p.grad_before.channel[0];
+    if (a.transition.data) {
+      const C u = row_of<C>(a.transition, item)[t], *odds = row_of<C>(a.odds, item, t);
+      double grad_u = 0;
+      for (int64_t j = 0; j < n; ++j) {
+        const C grad_r = odds[j] == 0 ? 0 : odds[j] * (g[j] - mean);
+        grad_previous[j] += (1 - u) * grad_r;
+        if (j) grad_previous[j - 1] += u * grad_r;
+        if (previous) grad_u += grad_r * ((j ? previous[j - 1] : 0) - previous[j]);
+      }
+      row_of<C>(a.grad_transition, item)[t] = grad_u;
+    }
+    Vec<C> penalties = {};
+    for (int64_t j = 0; j < n; j += V) {
+      const auto part = [&](const C* x) { return load_part(x + j, n - j, (C)0); };
+      const Vec<C> w = part(weights), x = w == 0 ? w : w * (part(g) - mean);
+      store_part(g + j, x, n - j);
+      penalties += x * part(coverage);
+      store_part(grad_coverage + j, part(grad_coverage) - penalty * x, n - j);
+    }
+    grad_penalty -= sum<C>(penalties);
+    for (int64_t j = n; j < a.Tk; ++j) g[j] = 0;
+    if (p.K) {
+      p.state.clear(a.Tk, p.W);
+      if (previous) __builtin_memcpy(p.state.channel[0], previous, a.Tk * sizeof(C));
+      __builtin_memcpy(p.state.channel[1], coverage, a.Tk * sizeof(C));
+      grad_features<T>(a, item, t, g, p);
+    }
+    // What the filters left past the ends, and at keys that no row sees, belongs to nothing.
+    for (int64_t j = 0; j < a.Tk; ++j) p.grad.channel[0][j] = grad_previous[j];
+  }
+  if (p.K) put_grad_features<T>(a, item, p);
+  if (a.grad_penalty.data) *row_of<C>(a.grad_penalty, item) = grad_penalty;
+  if (a.grad_first.data) __builtin_memcpy(row_of<C>(a.grad_first, item), grad_coverage, a.Tk * sizeof(C));
+  if (a.grad_previous.data)
+    __builtin_memcpy(row_of<C>(a.grad_previous, item), p.grad.channel[0], a.Tk * sizeof(C));
+}
+
+// ---- the table --------------------------------------------------------------------------------
+
+template <class C>
+size_t scratch_bytes(const Coverage& a) {
+  Scratch<C> scratch{nullptr};
+  Place<C> p(a, scratch);
+  scratch.take(a.Tk);
+  scratch.take(a.Tk);
+  return (size_t)scratch.next;
+}
+
+size_t scratch(const Coverage& a) {
+  return a.dtype == Dtype::f64 ? scratch_bytes<double>(a) : scratch_bytes<float>(a);
+}
+
+int64_t items(const Attention& a) { return a.B * a.H; }
+
+}  // namespace
+
+extern const CoverageKernels coverage = {
+    scratch,
+    {items, ATTNFAST_BY_DTYPE(forward)},
+    {items, ATTNFAST_BY_DTYPE(backward)},
+};
+
+}  // namespace VARIANT
+}  // namespace attnfast

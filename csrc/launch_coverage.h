@@ -1,0 +1,210 @@
+// The two operators of coverage_attention. A launcher includes this file once, defines the two
+// functions below and registers the operators.
+#pragma once
+#include "coverage.h"
+#include "launch.h"
+
+namespace attnfast {
+namespace {
+
+// Fill what is out; `query` tells the device.
+void run_forward(Coverage&, const Tensor& query);
+void run_backward(Coverage&, const Tensor& query);
+
+// The arguments of the history, as check_history of attnfast.ops.coverage wants them.
+struct History {
+  Optional filters, projection, penalty, rate, transition, coverage, previous;
+};
+
+bool fit(const History& h, const Tensor& query, const Tensor& key) {
+  const auto sizes = [](const Tensor& x) {
+    return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
+  };
+  const auto number = [&](const Tensor& x) {
+    return x.scalar_type() == accumulation(query) && x.device() == query.device();
+  };
+  std::vector<int64_t> rows = sizes(query), keys = sizes(key);
+  const int64_t A = rows.back(), H = query.dim() == 4 ? query.size(1) : 1;
+  rows.pop_back();
+  keys.pop_back();
+  for (const Optional* x : {&h.rate, &h.coverage, &h.previous})
+    if (*x && (!number(**x) || sizes(**x) != keys)) return false;
+  if (h.transition && (!number(*h.transition) || sizes(*h.transition) != rows)) return false;
+  if (h.penalty) {
+    const auto s = sizes(*h.penalty);
+    if (!number(*h.penalty) || s.size() != 1 || (s[0] != 1 && s[0] != H)) return false;
+  }
+  if (h.filters.has_value() != h.projection.has_value()) return false;
+  if (!h.filters) return true;
+  const auto f = sizes(*h.filters), p = sizes(*h.projection);
+  const size_t n = f.size();
+  if (!number(*h.filters) || !number(*h.projection) || p.size() + 1 != n) return false;
+  if (n != 3 && (n != 4 || query.dim() != 4 || f[0] != H || p[0] != H)) return false;
+  return (f[n - 2] == 1 || f[n - 2] == 2) && f[n - 1] % 2 == 1 && p[n - 3] == A && p[n - 2] == f[n - 3];
+}
+
+// A tensor of parameters, one for all or one for each head, whose rows are side by side.
+View view_of_parameters(const Tensor& x, bool of_heads, std::vector<Tensor>& keep) {
+  keep.push_back(packed(x));
+  View v;
+  v.data = keep.back().data_ptr();
+  v.head = of_heads ? keep.back().stride(0) : 0;
+  return v;
+}
+
+// [B, (H,) n] whose last sizes are side by side.
+View view_of_numbers(const Tensor& x, std::vector<Tensor>& keep) {
+  keep.push_back(packed(x));
+  return view(keep.back(), false);
+}
+
+struct CoverageCall {
+  Call call;
+  Coverage a;
+
+  CoverageCall(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
+               const Optional& bias, const Optional& mask, const Optional& lengths,
+               const History& h, double scale)
+      : call(query, key, value, weight, bias, mask, lengths, {}, scale) {
+    if (!fit(h, query, key))
+      throw std::runtime_error("coverage_attention's arguments do not fit together");
+    static_cast<Attention&>(a) = call.a;
+    if (h.filters) {
+      const int64_t n = h.filters->dim();
+      a.filters_count = h.filters->size(n - 3);
+      a.channels = h.filters->size(n - 2);
+      a.width = h.filters->size(n - 1);
+      if (a.filters_count) {
+        a.filters = view_of_parameters(*h.filters, n == 4, call.keep);
+        a.projection = view_of_parameters(*h.projection, n == 4, call.keep);
+      }
+    }
+    if (h.penalty) a.penalty = view_of_parameters(*h.penalty, h.penalty->size(0) > 1, call.keep);
+    if (h.rate) a.rate = view_of_numbers(*h.rate, call.keep);
+    if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep);
+    if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep);
+    if (h.transition) a.transition = view_of_numbers(*h.transition, call.keep);
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
+    const Tensor query, const Tensor key, const Tensor value, const Optional weight,
+    const Optional bias, const Optional mask, const Optional lengths, const Optional filters,
+    const Optional projection, const Optional penalty, const Optional rate,
+    const Optional transition, const Optional coverage, const Optional previous, double scale) {
+  CoverageCall c(query, key, value, weight, bias, mask, lengths,
+                 {filters, projection, penalty, rate, transition, coverage, previous}, scale);
+  Coverage& a = c.a;
+  const ScalarType sums = accumulation(query);
+  const auto out = [&](std::vector<int64_t> sizes, ScalarType dtype) {
+    return empty(query.device(), sizes, dtype);
+  };
+  std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
+  std::vector<int64_t> heads(keys.begin(), keys.end() - 1);
+  const Tensor context = out(shape(query, a.Dv), query.scalar_type());
+  const Tensor weights = out(shape(query, a.Tk), sums);
+  const Tensor last = out(keys, sums), loss = out(heads, sums);
+  const Tensor odds = transition ? out(shape(query, a.Tk), sums) : out({0}, sums);
+  a.context = view(context);
+  a.weights = view(weights);
+  a.last = view(last, false);
+  a.loss = View{loss.data_ptr(), a.H, 1};
+  if (transition) a.odds = view(odds);
+  run_forward(a, query);
+  return {context, weights, last, loss, odds};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+           Tensor>
+coverage_attention_backward(
+    const Tensor grad_context, const Optional grad_weights, const Optional grad_coverage,
+    const Optional grad_loss, const Tensor query, const Tensor key, const Tensor value,
+    const Optional weight, const Optional lengths, const Optional filters,
+    const Optional projection, const Optional penalty, const Optional rate,
+    const Optional transition, const Optional coverage, const Optional previous,
+    const Tensor weights, const Tensor odds, double scale, bool need_grad_query,
+    bool need_grad_key, bool need_grad_score, bool need_grad_filters) {
+  CoverageCall c(query, key, value, weight, {}, {}, lengths,
+                 {filters, projection, penalty, rate, transition, coverage, previous}, scale);
+  Coverage& a = c.a;
+  const ScalarType sums = accumulation(query), dtype = query.scalar_type();
+  const auto out = [&](bool needed, const std::vector<int64_t>& sizes, ScalarType type) {
+    return empty(query.device(), needed ? sizes : std::vector<int64_t>{0}, type);
+  };
+  const auto like = [&](const Tensor& x, bool needed, ScalarType type) {
+    return out(needed, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()), type);
+  };
+  const auto rows = [&](const Tensor& x, bool needed, View& v) {
+    const Tensor grad = like(x, needed, dtype);
+    if (needed) v = view(grad);
+    return grad;
+  };
+  const auto numbers = [&](const Optional& x, View& v) {
+    if (!x) return out(false, {}, sums);
+    const Tensor grad = like(*x, true, sums);
+    v = view(grad, false);
+    return grad;
+  };
+  const Tensor grad_query = rows(query, need_grad_query, a.grad_query);
+  const Tensor grad_key = rows(key, need_grad_key, a.grad_key);
+  const Tensor grad_value = rows(value, need_grad_key, a.grad_value);
+  const Tensor grad_rate = numbers(rate, a.grad_rate);
+  const Tensor grad_transition = numbers(transition, a.grad_transition);
+  const Tensor grad_first = numbers(coverage, a.grad_first);
+  const Tensor grad_previous = numbers(previous, a.grad_previous);
+
+  // Parts for every sequence and head, added up at the end.
+  const int64_t K = a.filters_count, W = a.width;
+  const auto part = [&](bool needed, std::vector<int64_t> sizes, View& v) {
+    sizes.insert(sizes.begin(), {a.B, a.H});
+    const Tensor x = out(needed, sizes, sums);
+    if (needed) v = View{x.data_ptr(), x.stride(0), x.stride(1)};
+    return x;
+  };
+  const Tensor part_weight = part(need_grad_key && weight, {1, a.A}, a.grad_weight);
+  const bool of_filters = need_grad_filters && filters;
+  const Tensor part_filters = part(of_filters, {K, a.channels, W}, a.grad_filters);
+  const Tensor part_projection = part(of_filters, {a.A, K}, a.grad_projection);
+  const Tensor part_penalty = part(penalty.has_value(), {}, a.grad_penalty);
+  const auto added = [&](const Optional& x, const Tensor& parts, bool needed, bool of_heads,
+                         bool row, ScalarType type) {
+    if (!needed) return like(*x, false, type);
+    std::vector<int64_t> axes{0};
+    if (!of_heads) axes.push_back(1);
+    if (row) axes.push_back(2);
+    return torch::stable::to(torch::stable::sum(parts, axes, false, ScalarType::Double), type);
+  };
+
+  const Tensor saved = packed(weights), saved_odds = packed(odds);
+  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), sums);
+  a.weights = view(saved);
+  if (transition) a.odds = view(saved_odds);
+  a.grad_score = view(grad_score);
+  a.backward = a.grad_score_given = true;
+  a.grad_score_returned = need_grad_score;
+  a.grad_context = view_of_rows(grad_context, c.call.keep);
+  if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, c.call.keep);
+  if (grad_coverage) a.grad_last = view_of_numbers(*grad_coverage, c.call.keep);
+  if (grad_loss) {
+    c.call.keep.push_back(packed(*grad_loss));
+    a.grad_loss = View{c.call.keep.back().data_ptr(), a.H, 1};
+  }
+  run_backward(a, query);
+
+  const Tensor none = out(false, {}, sums);
+  return {grad_query, grad_key, grad_value,
+          weight ? added(weight, part_weight, need_grad_key, weight->dim() == 2, true, dtype)
+                 : out(false, {}, dtype),
+          need_grad_score ? grad_score : none,
+          filters ? added(filters, part_filters, of_filters, filters->dim() == 4, false, sums) : none,
+          projection ? added(projection, part_projection, of_filters, projection->dim() == 3, false, sums)
+                     : none,
+          penalty ? torch::stable::reshape(
+                        added(penalty, part_penalty, true, penalty->size(0) > 1, false, sums),
+                        {penalty->size(0)})
+                  : none,
+          grad_rate, grad_transition, grad_first, grad_previous};
+}
+
+}  // namespace
+}  // namespace attnfast

@@ -1,0 +1,439 @@
+"""coverage_attention against the float64 oracle, and the oracle against the papers' formulas."""
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import table
+import torch
+import torch.nn.functional as F
+from table import CPU, DEVICE, LAYOUTS, Case, inputs
+from torch.autograd import forward_ad, gradcheck
+
+import attnfast
+from attnfast.backends import why_not
+from attnfast.diagnostics import peak_memory
+from attnfast.ops.coverage import SCHEMAS
+
+NAMES = ("context", "weights", "coverage", "loss")
+#: What a row may know of its past, and what only the additive score has.
+TERMS = ("penalty", "fertility", "transition", "state")
+FEATURES = ("coverage_weight", "location")
+
+
+@dataclass(frozen=True)
+class History(Case):
+    """A case whose ``terms`` may also name terms of the history."""
+
+    filters: tuple[int, int, int] = (3, 2, 5)  # K, channels, width
+    per_head: bool = False
+
+    @property
+    def elements(self) -> int:
+        return super().elements + self.filters[0] * self.Tk * self.Tq * self.A
+
+
+def histories() -> list[History]:
+    """Return every term alone and with others, every dtype, sizes about the kernels' edges."""
+    table = []
+    seeds = itertools.count()
+    shapes = itertools.cycle(
+        [(2, 3, 5, 7, 6, None), (2, 4, 17, 16, 8, 2), (1, 5, 70, 40, 33, None), (3, 2, 65, 8, 5, 1)]
+    )
+    extra = itertools.cycle([(), ("lengths",), ("lengths", "mask", "bias")])
+    for score in ("additive", "dot"):
+        terms = TERMS + (FEATURES if score == "additive" else ())
+        chosen = [(), *((t,) for t in terms), *itertools.combinations(terms, 2), terms]
+        for picked in chosen:
+            sizes = next(shapes)
+            scale = sizes[3] ** -0.25 if score == "dot" else 1.0
+            case = History(score, *sizes, terms=picked + next(extra), seed=next(seeds), scale=scale)
+            table.append(replace(case, per_head=case.H is not None and case.seed % 2 == 0))
+    every = (*TERMS, *FEATURES, "lengths", "mask", "bias")
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        table.append(History("additive", 2, 3, 33, 20, 9, 2, dtype=dtype, terms=every))
+        table.append(History("dot", 2, 3, 33, 20, 9, dtype=dtype, terms=(*TERMS, "lengths")))
+    for filters in ((1, 1, 1), (1, 1, 31), (16, 1, 3), (17, 2, 7), (33, 2, 1)):
+        table.append(
+            History("additive", 2, 3, 40, 19, 6, terms=("location", "state"), filters=filters)
+        )
+    sizes = [(0, 3, 5, 8, 8), (2, 0, 5, 8, 8), (2, 3, 0, 8, 8), (2, 3, 5, 8, 0), (2, 3, 5, 0, 8)]
+    table += [History("additive", *s, terms=("penalty", "location")) for s in sizes]
+    table.append(History("additive", 2, 3, 5, 8, 8, terms=("location",), filters=(0, 1, 3)))
+    return table
+
+
+def fuzz(seed: int, count: int) -> list[History]:
+    """Return seeded random cases."""
+    draw = random.Random(seed)
+    table = []
+    while len(table) < count:
+        score = draw.choice(("additive", "additive", "dot"))
+        terms = TERMS + (FEATURES if score == "additive" else ())
+        terms = tuple(t for t in (*terms, "lengths", "mask", "bias") if draw.random() < 0.4)
+        case = History(
+            score,
+            B=draw.randint(1, 3),
+            Tq=draw.randint(1, 12),
+            Tk=draw.choice((1, 2, draw.randint(1, 30), draw.randint(1, 150))),
+            A=draw.randint(1, 70),
+            Dv=draw.randint(1, 40),
+            H=draw.choice((None, None, 1, 3)),
+            dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+            terms=terms,
+            layout=draw.choice(LAYOUTS),
+            seed=draw.randint(0, 2**31),
+            filters=(draw.randint(1, 20), draw.randint(1, 2), 2 * draw.randint(0, 8) + 1),
+        )
+        scale = case.A**-0.25 if score == "dot" else 1.0
+        per_head = case.H is not None and draw.random() < 0.5
+        table.append(replace(case, per_head=per_head, scale=scale))
+    return table
+
+
+def arguments(case: History, device: torch.device = CPU) -> dict:
+    """Return the arguments of the case, leaves that require gradients where they can."""
+    args = inputs(case, device)
+    g = torch.Generator().manual_seed(case.seed + 2)
+    dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    keys = (case.B, *case.heads, case.Tk)
+    own = case.heads if case.per_head else ()
+    K, channels, width = case.filters
+
+    def leaf(x: torch.Tensor, kind=dtype) -> torch.Tensor:
+        return x.to(device, kind).requires_grad_()
+
+    def draw(*shape: int, kind=dtype) -> torch.Tensor:
+        return leaf(0.3 * torch.randn(shape, generator=g, dtype=torch.float64), kind)
+
+    def positive(*shape: int) -> torch.Tensor:
+        return leaf(0.2 + torch.rand(shape, generator=g, dtype=torch.float64))
+
+    if "penalty" in case.terms:
+        args["penalty"] = positive(case.H if own else 1)
+    if "fertility" in case.terms:
+        args["fertility"] = positive(*keys)
+    if "coverage_weight" in case.terms:
+        args["coverage_weight"] = draw(*own, case.A, kind=case.dtype)
+    if "location" in case.terms:
+        args["filters"] = draw(*own, K, channels, width)
+        args["projection"] = draw(*own, case.A, K)
+    if "transition" in case.terms:
+        chance = torch.rand(case.B, *case.heads, case.Tq, generator=g, dtype=torch.float64)
+        args["transition"] = leaf(0.1 + 0.8 * chance)
+    if "state" in case.terms:
+        args["coverage"] = positive(*keys)
+    if {"state", "transition"} & set(case.terms):
+        args["previous"] = leaf(torch.rand(keys, generator=g, dtype=torch.float64).softmax(-1))
+    return args
+
+
+def run(case: History, args: dict, backend: str) -> dict[str, torch.Tensor]:
+    def how(**a):
+        return attnfast.coverage_attention(
+            **a, scale=1.0, need_weights=True, need_loss=True, backend=backend
+        )
+
+    return table.results(case, args, how, NAMES)
+
+
+def check(case: History, backend: str) -> None:
+    """Compare with the oracle by the project's one rule; the oracle in this dtype is eager code."""
+    exact = {
+        k: v.detach().double().requires_grad_() if v is not None and v.is_floating_point() else v
+        for k, v in arguments(case).items()
+    }
+    wanted = run(replace(case, dtype=torch.float64), exact, "reference")
+    plain = run(case, arguments(case), "reference")
+    table.check(case, run(case, arguments(case, DEVICE[backend]), backend), wanted, plain)
+
+
+def skip_unless(backend: str, case: History) -> None:
+    reason = why_not(backend, DEVICE[backend], case.dtype, "coverage_attention")
+    if reason:
+        pytest.skip(f"{backend}: {reason}")
+    if backend == "triton" and DEVICE["triton"].type == "cpu" and case.elements > 60_000:
+        pytest.skip("too large for Triton's interpreter")
+
+
+@pytest.mark.parametrize(
+    "case", histories(), ids=lambda c: f"{c.score}-{'-'.join(c.terms)}-{c.seed}"
+)
+def test_table(case, backend):
+    skip_unless(backend, case)
+    check(case, backend)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz(seed, backend):
+    for case in fuzz(seed, 40):
+        skip_unless(backend, case)
+        check(case, backend)
+
+
+def see(q, k, v, w, w_c):
+    """See et al. (2017), equations 10 to 13, one sequence after the other as their code does."""
+    coverage, loss, contexts = torch.zeros(k.shape[:2], dtype=k.dtype), 0, []
+    for t in range(q.shape[1]):
+        e = torch.einsum("a,bja->bj", w, torch.tanh(k + q[:, t, None] + coverage[..., None] * w_c))
+        a = torch.softmax(e, 1)
+        loss = loss + torch.minimum(a, coverage).sum(1)
+        coverage = coverage + a
+        contexts.append(torch.einsum("bj,bjd->bd", a, v))
+    return torch.stack(contexts, 1), coverage, loss
+
+
+def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+def test_see_2017():
+    q, k, v, w, w_c = tensors((2, 4, 6), (2, 5, 6), (2, 5, 3), (6,), (6,))
+    context, _, coverage, loss = attnfast.coverage_attention(
+        q, k, v, w, coverage_weight=w_c, need_loss=True
+    )
+    for got, want in zip((context, coverage, loss), see(q, k, v, w, w_c)):
+        torch.testing.assert_close(got, want)
+
+
+def test_chorowski_2015():
+    """Location features: a convolution of the last weights, projected into the tanh."""
+    q, k, v, w, filters, U = tensors((2, 4, 6), (2, 9, 6), (2, 9, 3), (6,), (5, 1, 3), (6, 5))
+    a = torch.full((2, 9), 1 / 9, dtype=torch.float64)
+    context, _, _ = attnfast.coverage_attention(
+        q, k, v, w, filters=filters, projection=U, previous=a
+    )
+    for t in range(4):
+        f = F.conv1d(a.unsqueeze(1), filters, padding=1).transpose(1, 2)
+        a = torch.softmax(torch.tanh(q[:, t, None] + k + f @ U.T) @ w, 1)
+        torch.testing.assert_close(context[:, t], (a.unsqueeze(1) @ v).squeeze(1))
+
+
+def test_zhang_2018():
+    """Forward attention: the alignment stays or moves on by one key."""
+    q, k, v, w = tensors((2, 6, 6), (2, 7, 6), (2, 7, 3), (6,))
+    a = F.one_hot(torch.zeros(2, dtype=torch.long), 7).double()
+    _, weights, _ = attnfast.coverage_attention(
+        q, k, v, w, transition=0.5, previous=a, need_weights=True
+    )
+    for t in range(6):
+        y = torch.softmax(torch.tanh(q[:, t, None] + k) @ w, 1)
+        a = (a + F.pad(a, (1, 0))[:, :-1]) * y
+        a = a / a.sum(1, keepdim=True)
+        torch.testing.assert_close(weights[:, t], a)
+    assert (weights[:, 0, 2:] == 0).all() and (weights[:, 2, 4:] == 0).all()
+
+
+def test_tu_2016():
+    """Coverage divided by a fertility, in the tanh."""
+    q, k, v, w, w_c, x = tensors((2, 4, 6), (2, 5, 6), (2, 5, 3), (6,), (6,), (2, 5))
+    phi, c = 2 * x.sigmoid(), torch.zeros(2, 5, dtype=torch.float64)
+    context, _, coverage = attnfast.coverage_attention(
+        q, k, v, w, coverage_weight=w_c, fertility=phi
+    )
+    for t in range(4):
+        a = torch.softmax(torch.tanh(q[:, t, None] + k + c.unsqueeze(-1) * w_c) @ w, 1)
+        c = c + a / phi
+        torch.testing.assert_close(context[:, t], (a.unsqueeze(1) @ v).squeeze(1))
+    torch.testing.assert_close(coverage, c)
+
+
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_steps_are_the_whole(score, backend):
+    """One query at a time, coverage and last weights carried, gives the same numbers."""
+    features = FEATURES if score == "additive" else ()
+    case = History(
+        score, 2, 5, 19, 12, 7, dtype=torch.float64, terms=(*TERMS, *features, "lengths")
+    )
+    skip_unless(backend, case)
+    args = arguments(case, DEVICE[backend])
+    options = {"need_weights": True, "need_loss": True, "backend": backend}
+    whole = attnfast.coverage_attention(**args, **options)
+    steps = []
+    query, transition = args.pop("query"), args.pop("transition")
+    for t in range(case.Tq):
+        now = {"query": query[:, t : t + 1], "transition": transition[:, t : t + 1]}
+        context, weights, coverage, loss = attnfast.coverage_attention(**args, **now, **options)
+        args.update(coverage=coverage, previous=weights[:, 0])
+        steps.append((context, weights, loss))
+    parts = (torch.cat([s[0] for s in steps], 1), torch.cat([s[1] for s in steps], 1), coverage,
+             sum(s[2] for s in steps))  # fmt: skip
+    for got, want in zip(parts, whole):
+        torch.testing.assert_close(got, want)
+    args = arguments(case, DEVICE[backend])
+    for got, want in zip(
+        torch.autograd.grad(sum(x.sin().sum() for x in parts), [query, transition]),
+        torch.autograd.grad(sum(x.sin().sum() for x in whole), [query, transition]),
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_gradcheck(score, heads, backend):
+    features = FEATURES if score == "additive" else ()
+    case = History(
+        score, 2, 3, 4, 3, 2, heads, dtype=torch.float64, terms=(*TERMS, *features, "bias"),
+        per_head=True, filters=(2, 2, 3),
+    )  # fmt: skip
+    skip_unless(backend, case)
+    args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
+
+    def function(*values):
+        return attnfast.coverage_attention(
+            **dict(zip(args, values)), need_weights=True, need_loss=True, backend=backend
+        )
+
+    assert gradcheck(function, tuple(args.values()))
+
+
+@pytest.mark.parametrize("terms", [("penalty",), ("transition", "coverage_weight", "location")])
+def test_hidden_keys_change_nothing(terms, backend):
+    """NaN in keys and values past a length or under a mask changes no bit of any result."""
+    case = History("additive", 2, 3, 21, 9, 6, terms=(*terms, "state", "lengths", "mask"))
+    skip_unless(backend, case)
+    clean, poisoned = arguments(case, DEVICE[backend]), arguments(case, DEVICE[backend])
+    length, mask = clean["lengths"].tolist(), clean["mask"]
+    hidden = ~mask.expand(2, case.Tq, case.Tk).any(1)
+    for b in range(2):
+        hidden[b, length[b] :] = True
+    with torch.no_grad():
+        for name in ("key", "value"):
+            poisoned[name][hidden] = math.nan
+    for name, x in run(case, poisoned, backend).items():
+        assert torch.equal(x, run(case, clean, backend)[name]), name
+
+
+def test_empty_rows(backend):
+    """A row that sees nothing gives zeros, and counts in neither coverage nor loss."""
+    case = History("additive", 2, 4, 6, 5, 3, terms=("penalty", "coverage_weight", "location"))
+    skip_unless(backend, case)
+    args = arguments(case, DEVICE[backend])
+    mask = torch.ones(2, 4, 1, dtype=torch.bool, device=DEVICE[backend])
+    mask[0, 2:] = False
+    args["mask"], args["lengths"] = mask, torch.tensor([6, 0], device=DEVICE[backend])
+    got = run(case, args, backend)
+    assert all(x.isfinite().all() for x in got.values())
+    assert got["context"][0, 2:].eq(0).all() and got["context"][1].eq(0).all()
+    assert got["coverage"][1].eq(0).all() and got["loss"][1] == 0
+    assert got["coverage"][0].sum().item() == pytest.approx(2)
+    assert got["grad of query"][0, 2:].eq(0).all() and got["grad of key"][1].eq(0).all()
+
+
+def test_second_derivatives_and_forward_mode_raise(backend):
+    case = History("additive", 1, 2, 3, 4, 2, terms=("penalty",))
+    skip_unless(backend, case)
+    if backend == "reference":
+        pytest.skip("PyTorch differentiates it")
+    args = arguments(case, DEVICE[backend])
+    context = attnfast.coverage_attention(**args, backend=backend)[0]
+    (grad,) = torch.autograd.grad(context.sum(), args["query"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative|once_differentiable"):
+        grad.sum().backward()
+    with forward_ad.dual_level():
+        query = args["query"].detach()
+        args["query"] = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            attnfast.coverage_attention(**args, backend=backend)
+
+
+def test_opcheck(backend):
+    case = History("additive", 2, 3, 5, 8, 7, terms=(*TERMS, "location", "lengths", "mask", "bias"))
+    skip_unless(backend, case)
+    if backend == "reference":
+        pytest.skip("not a registered op")
+    args = {
+        k: None if v is None else v.detach() for k, v in arguments(case, DEVICE[backend]).items()
+    }
+    ops = getattr(torch.ops, f"attnfast_{backend}")
+    history = (
+        *(args[k] for k in ("filters", "projection", "penalty", "fertility", "transition")),
+        args["coverage"], args["previous"],
+    )  # fmt: skip
+    tensors = (*(args[k] for k in ("query", "key", "value", "weight")),)
+    call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5)
+    torch.library.opcheck(ops.coverage_attention.default, call)
+    *outputs, odds = ops.coverage_attention(*call)
+    grads = [torch.randn_like(x) for x in outputs]
+    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds, 0.5)
+    for needed in ((True,) * 4, (True, False, False, False)):
+        torch.library.opcheck(ops.coverage_attention_backward.default, (*backward, *needed))
+    assert set(SCHEMAS) == {"coverage_attention", "coverage_attention_backward"}
+
+
+def test_compile():
+    def loss(args):
+        context, weights, coverage, lost = attnfast.coverage_attention(
+            **args, need_weights=True, need_loss=True
+        )
+        return context.sum() + weights.square().sum() + coverage.sin().sum() + lost.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for Tk in (5, 9):
+        case = History("additive", 2, 3, Tk, 8, 8, terms=("penalty", "location", "lengths"))
+        args = arguments(case)
+        leaves = [v for v in args.values() if v is not None and v.requires_grad]
+        for a, b in zip(
+            torch.autograd.grad(compiled(args), leaves), torch.autograd.grad(loss(args), leaves)
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("terms", [("penalty",), ("coverage_weight",)])
+def test_memory_is_linear(terms):
+    """Forward and backward hold numbers of the size of the weights, not of weights × features."""
+    case = History("additive", 2, 60, 200, 64, 32, terms=terms)
+    args = arguments(case)
+    leaves = [v for v in args.values() if v is not None and v.requires_grad]
+
+    def step():
+        context, _, _, loss = attnfast.coverage_attention(**args, need_loss=True, backend="cpu")
+        torch.autograd.grad(context.sum() + loss.sum(), leaves)
+
+    step()
+    numbers = case.B * (case.Tk * case.Tq + (case.Tk + case.Tq) * (case.A + case.Dv))
+    assert peak_memory(step, CPU) < 8 * 4 * numbers
+
+
+X = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": torch.ones(2, 3, 5)}, r"key must be \[2, 'Tk', 4\]"),
+        ({"penalty": math.nan}, "penalty must be a finite number or a tensor, got nan"),
+        ({"penalty": torch.ones(3)}, r"penalty must be \[1\].*got \[3\]"),
+        ({"coverage_weight": torch.ones(5)}, r"coverage_weight must be \[4\] to fit the query"),
+        (
+            {"weight": None, "coverage_weight": torch.ones(4)},
+            "weight must be given: coverage_weight",
+        ),
+        ({"filters": torch.ones(2, 1, 3)}, "projection must be given when"),
+        ({"projection": torch.ones(4, 2)}, "filters must be given when"),
+        (
+            {"filters": torch.ones(2, 1, 4), "projection": torch.ones(4, 2)},
+            "filters must be .* with an odd width W",
+        ),
+        (
+            {"filters": torch.ones(2, 1, 3), "projection": torch.ones(4, 3)},
+            r"projection must be \[4, 2\] to fit",
+        ),
+        ({"fertility": torch.ones(2, 4)}, r"fertility must be \[2, 3\], got \[2, 4\]"),
+        ({"coverage": torch.ones(2, 4)}, r"coverage must be \[2, 3\], got \[2, 4\]"),
+        ({"coverage": [1.0]}, "coverage must be a torch.Tensor, got list"),
+        ({"transition": 0.5}, "previous must be given with a transition"),
+        ({"transition": torch.ones(2, 4), "previous": torch.ones(2, 3)}, r"transition must be"),
+        ({"temperature": 0.0}, "temperature must be a positive number"),
+        ({"scale": math.inf}, "scale must be a finite number or None"),
+        ({"backend": "cudnn"}, "backend must be None or one of"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(change, message):
+    args = {"query": X, "key": X, "value": X, "weight": torch.ones(4)}
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        attnfast.coverage_attention(**{**args, **change})
+    assert "\n" not in str(error.value)
