@@ -79,13 +79,18 @@ def emulate_avx512(folder: Path) -> None:
     common = [*cxx, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wno-psabi", "-c"]
     launcher = ["-O1", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{torch_folder}/include"]
     kernel = ["-O3", "-DVARIANT=avx512", "-mavx2", "-mfma", "-include", ROOT / "tests" / "avx512.h"]
-    units = {"attention.cpp": launcher, "attention_kernel.cpp": kernel}
-    for unit, flags in units.items():
-        subprocess.run([*common, *flags, source / unit, "-o", folder / f"{unit}.o"], check=True)
-    table = "_ZN8attnfast{}9attentionE".format  # one for all instruction sets
-    names = [f"-Wl,--defsym={table(n)}={table('6avx512')}" for n in ("8portable", "4avx2")]
+    names, objects = [], []
+    for unit in sorted(source.glob("*.cpp")):
+        objects.append(folder / f"{unit.stem}.o")
+        flags = kernel if unit.stem.endswith("_kernel") else launcher
+        subprocess.run([*common, *flags, unit, "-o", objects[-1]], check=True)
+        if unit.stem.endswith("_kernel"):  # its table, one for all instruction sets
+            operator = unit.stem.removesuffix("_kernel")
+            symbol = f"_ZN8attnfast{{}}{len(operator)}{operator}E".format
+            for variant in ("8portable", "4avx2"):
+                names.append(f"-Wl,--defsym={symbol(variant)}={symbol('6avx512')}")
     subprocess.run(
-        [*cxx, "-shared", *(folder / f"{unit}.o" for unit in units), *names,
+        [*cxx, "-shared", *objects, *names,
          f"-L{torch_folder}/lib", "-ltorch_cpu", "-o", package / "_C_cpu.so"],
         check=True,
     )  # fmt: skip
@@ -111,7 +116,7 @@ def test_every_instruction_set(isa, tmp_path):
     tests = ROOT / "tests"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection,
-         tests / "test_attention.py", tests / "test_memory.py"],
+         *(tests / f"test_{name}.py" for name in ("attention", "memory", "coverage"))],
         cwd=tests,
         env={**os.environ, **env},
         capture_output=True,

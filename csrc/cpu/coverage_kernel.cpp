@@ -146,10 +146,10 @@ inline void half_tanh(Vec<float> z0, Vec<float> z1, Vec<float>& s0, Vec<float>& 
   constexpr float limit = kFactoredLimit;  // tanh is 1 long before
   z0 = z0 > limit ? splat(limit) : z0;
   z1 = z1 > limit ? splat(limit) : z1;
-  const Vec<float> d0 = 1.f + exp(2.f * z0), d1 = 1.f + exp(2.f * z1);
+  const Vec<float> e0 = exp(2.f * z0), e1 = exp(2.f * z1), d0 = 1.f + e0, d1 = 1.f + e1;
   const Vec<float> r = reciprocal(d0 * d1);
-  s0 = r * d1 - 0.5f;
-  s1 = r * d0 - 0.5f;
+  s0 = (0.5f - 0.5f * e0) * d1 * r;
+  s1 = (0.5f - 0.5f * e1) * d0 * r;
 }
 inline void half_tanh(Vec<double> z0, Vec<double> z1, Vec<double>& s0, Vec<double>& s1) {
   s0 = logistic(z0) - 0.5;
@@ -161,10 +161,7 @@ template <int J, class C>
 inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
                      Vec<C> (&z0)[J], Vec<C> (&z1)[J]) {
   constexpr int V = Vector<C>::width;
-  for (int j = 0; j < J; ++j) {
-    z0[j] = load(q + c) + load(k[j] + c);
-    z1[j] = load(q + c + V) + load(k[j] + c + V);
-  }
+  for (int j = 0; j < J; ++j) z0[j] = z1[j] = Vec<C>{};
   for (int64_t i = 0; i < p.K; ++i) {
     const C* u = p.projection + i * p.A + c;
     const Vec<C> u0 = load(u), u1 = load(u + V);
@@ -172,6 +169,12 @@ inline void features(const Place<C>& p, const C* q, const C* const* k, const C* 
       z0[j] += found[j * p.found_row + i] * u0;
       z1[j] += found[j * p.found_row + i] * u1;
     }
+  }
+  for (int j = 0; j < J; ++j) {  // the larger numbers last: less is rounded away
+    z0[j] += load(k[j] + c);
+    z1[j] += load(k[j] + c + V);
+    z0[j] += load(q + c);
+    z1[j] += load(q + c + V);
   }
 }
 
