@@ -308,6 +308,9 @@ def test_hidden_keys_change_nothing(terms, backend):
     case = History("additive", 2, 3, 21, 9, 6, terms=(*terms, "state", "lengths", "mask"))
     skip_unless(backend, case)
     clean, poisoned = arguments(case, DEVICE[backend]), arguments(case, DEVICE[backend])
+    for args in (clean, poisoned):
+        args["mask"][..., 1:3] = False
+        args["lengths"][0] = 20
     length, mask = clean["lengths"].tolist(), clean["mask"]
     hidden = ~mask.expand(2, case.Tq, case.Tk).any(1)
     for b in range(2):
@@ -317,6 +320,29 @@ def test_hidden_keys_change_nothing(terms, backend):
             poisoned[name][hidden] = math.nan
     for name, x in run(case, poisoned, backend).items():
         assert torch.equal(x, run(case, clean, backend)[name]), name
+
+
+def test_a_key_out_of_reach_may_have_any_score(backend):
+    """Forward attention cannot come to the last key in one step, whatever it would be worth."""
+    skip_unless(backend, History("dot", 1, 1, 4, 1, 1))
+    device = DEVICE[backend]
+    key = torch.tensor([[[1.0], [2.0], [3.0], [300.0]]], device=device)
+    one, first = torch.ones(1, 1, 1, device=device), torch.tensor([[1.0, 0, 0, 0]], device=device)
+    _, weights, _ = attnfast.coverage_attention(
+        one, key, key, transition=0.5, previous=first, need_weights=True, backend=backend
+    )
+    wanted = torch.tensor([1.0, 2.0]).softmax(0)
+    torch.testing.assert_close(weights[0, 0].cpu(), torch.cat([wanted, torch.zeros(2)]))
+
+
+@pytest.mark.parametrize("factor", [1e4, -5e4])
+def test_large_scores(factor, backend):
+    case = History("additive", 2, 3, 33, 16, 8, terms=("penalty", "coverage_weight", "location"))
+    skip_unless(backend, case)
+    args = arguments(case, DEVICE[backend])
+    args["weight"] = (args["weight"].detach() * factor).requires_grad_()
+    for x in run(case, args, backend).values():
+        assert x.isfinite().all()
 
 
 def test_empty_rows(backend):
