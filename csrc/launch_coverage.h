@@ -40,7 +40,8 @@ bool fit(const History& h, const Tensor& query, const Tensor& key) {
   const size_t n = f.size();
   if (!number(*h.filters) || !number(*h.projection) || p.size() + 1 != n) return false;
   if (n != 3 && (n != 4 || query.dim() != 4 || f[0] != H || p[0] != H)) return false;
-  return (f[n - 2] == 1 || f[n - 2] == 2) && f[n - 1] % 2 == 1 && p[n - 3] == A && p[n - 2] == f[n - 3];
+  const bool odd = (f[n - 2] == 1 || f[n - 2] == 2) && f[n - 1] % 2 == 1;
+  return odd && p[n - 3] == A && p[n - 2] == f[n - 3];
 }
 
 // A tensor of parameters, one for all or one for each head, whose rows are side by side.
@@ -197,7 +198,8 @@ coverage_attention_backward(
                  : out(false, {}, dtype),
           need_grad_score ? grad_score : none,
           filters ? added(filters, part_filters, of_filters, filters->dim() == 4, false, sums) : none,
-          projection ? added(projection, part_projection, of_filters, projection->dim() == 3, false, sums)
+          projection ? added(projection, part_projection, of_filters, projection->dim() == 3, false,
+                             sums)
                      : none,
           penalty ? torch::stable::reshape(
                         added(penalty, part_penalty, true, penalty->size(0) > 1, false, sums),

@@ -37,6 +37,12 @@ static inline void emulated_store(float* p, uint16_t mask, Emulated x) {
 }
 #define _mm512_mask_storeu_ps emulated_store
 
+// Of two numbers the second, if one is NaN.
+static inline Emulated emulated_min(Emulated a, Emulated b) { return a < b ? a : b; }
+static inline Emulated emulated_max(Emulated a, Emulated b) { return a > b ? a : b; }
+#define _mm512_min_ps emulated_min
+#define _mm512_max_ps emulated_max
+
 static inline __m256 emulated_half(Emulated x, int half) {
   __m256 r;
   for (int i = 0; i < 8; ++i) r[i] = x[8 * half + i];

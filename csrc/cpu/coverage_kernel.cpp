@@ -109,6 +109,11 @@ void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const 
     mix_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
 }
 
+template <class C>
+void copy(const C* from, int64_t n, C* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
 // The parameters of the features: filters [K, taps] and projection [K, A], rows padded with zeros.
 template <class T, class C>
 void prepare_features(const Coverage& a, const Item& item, Place<C>& p) {
@@ -144,9 +149,8 @@ void find(Place<C>& p, const int64_t* keys, int64_t n) {
 // 2^63.
 inline void half_tanh(Vec<float> z0, Vec<float> z1, Vec<float>& s0, Vec<float>& s1) {
   constexpr float limit = kFactoredLimit;  // tanh is 1 long before
-  z0 = z0 > limit ? splat(limit) : z0;
-  z1 = z1 > limit ? splat(limit) : z1;
-  const Vec<float> e0 = exp(2.f * z0), e1 = exp(2.f * z1), d0 = 1.f + e0, d1 = 1.f + e1;
+  const Vec<float> e0 = exp(at_most(2.f * z0, 2 * limit)), e1 = exp(at_most(2.f * z1, 2 * limit));
+  const Vec<float> d0 = 1.f + e0, d1 = 1.f + e1;
   const Vec<float> r = reciprocal(d0 * d1);
   s0 = (0.5f - 0.5f * e0) * d1 * r;
   s1 = (0.5f - 0.5f * e1) * d0 * r;
@@ -208,7 +212,7 @@ void key_rows(const Coverage& a, const Item& item, Place<C>& p, const int64_t* k
 template <class T, class C>
 void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<C>& p, C* out) {
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
-  if (q != p.query) __builtin_memcpy(p.query, q, a.A * sizeof(C));
+  if (q != p.query) copy(q, a.A, p.query);
   int64_t keys[kKeyBlock];
   const C* k[kKeyBlock];
   for (int64_t j = 0; j < item.seen; j += kKeyBlock) {
@@ -262,7 +266,7 @@ void load_state(const Coverage& a, const Item& item, Place<C>& p) {
   const View* views[] = {&a.previous, &a.first};
   for (int i = 0; i < 2; ++i)
     if (views[i]->data)
-      __builtin_memcpy(p.state.channel[i], row_of<C>(*views[i], item), a.Tk * sizeof(C));
+      copy(row_of<C>(*views[i], item), a.Tk, p.state.channel[i]);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
@@ -305,7 +309,7 @@ void forward(const Attention& attention, int64_t index, void* memory) {
     loss += sum<C>(lost);
     for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;
   }
-  __builtin_memcpy(row_of<C>(a.last, item), coverage, a.Tk * sizeof(C));
+  copy(coverage, a.Tk, row_of<C>(a.last, item));
   *row_of<C>(a.loss, item) = loss;
 }
 
@@ -314,7 +318,8 @@ void forward(const Attention& attention, int64_t index, void* memory) {
 // With s = -tanh(z) / 2 and g the gradients of J scores: grad_z_jc = g_j (1/4 - s^2) and what it adds
 // to the gradients of query, keys and weight, which still lack their factors.
 template <int J, class C>
-void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* grad_z, C* const* grad_k) {
+void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* grad_z,
+               C* const* grad_k) {
   constexpr int V = Vector<C>::width;
   for (int64_t c = 0; c < p.A; c += 2 * V) {
     Vec<C> z0[J], z1[J];
@@ -353,7 +358,7 @@ template <class T, class C>
 void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, Place<C>& p) {
   const C scale = a.scale;
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
-  if (q != p.query) __builtin_memcpy(p.query, q, a.A * sizeof(C));
+  if (q != p.query) copy(q, a.A, p.query);
   for (int64_t c = 0; c < p.A; ++c) p.grad_query[c] = 0;
   for (int64_t j = 0; j < item.seen;) {
     int64_t keys[kKeyBlock], n = 0;
@@ -376,7 +381,8 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
     if (a.grad_filters.data) {
       mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
       add_up(p.grad_projection, p.product, p.K * p.A);
-      mix(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps, p.mixing);
+      mix(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
+          p.mixing);
       add_up(p.grad_filters, p.product, p.K * p.taps);
     }
     mix(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
@@ -445,7 +451,7 @@ void backward(const Attention& attention, int64_t index, void* memory) {
   }
   p.grad.clear(a.Tk, p.W);
   C* grad_coverage = p.grad.channel[1];
-  if (a.grad_last.data) __builtin_memcpy(grad_coverage, row_of<C>(a.grad_last, item), a.Tk * sizeof(C));
+  if (a.grad_last.data) copy(row_of<C>(a.grad_last, item), a.Tk, grad_coverage);
   C* grad_rate = a.grad_rate.data ? row_of<C>(a.grad_rate, item) : nullptr;
   for (int64_t j = 0; grad_rate && j < a.Tk; ++j) grad_rate[j] = 0;
   constexpr int V = Vector<C>::width;
@@ -495,8 +501,8 @@ void backward(const Attention& attention, int64_t index, void* memory) {
     for (int64_t j = n; j < a.Tk; ++j) g[j] = 0;
     if (p.K) {
       p.state.clear(a.Tk, p.W);
-      if (previous) __builtin_memcpy(p.state.channel[0], previous, a.Tk * sizeof(C));
-      __builtin_memcpy(p.state.channel[1], coverage, a.Tk * sizeof(C));
+      if (previous) copy(previous, a.Tk, p.state.channel[0]);
+      copy(coverage, a.Tk, p.state.channel[1]);
       grad_features<T>(a, item, t, g, p);
     }
     // What the filters left past the ends, and at keys that no row sees, belongs to nothing.
@@ -504,9 +510,9 @@ void backward(const Attention& attention, int64_t index, void* memory) {
   }
   if (p.K) put_grad_features<T>(a, item, p);
   if (a.grad_penalty.data) *row_of<C>(a.grad_penalty, item) = grad_penalty;
-  if (a.grad_first.data) __builtin_memcpy(row_of<C>(a.grad_first, item), grad_coverage, a.Tk * sizeof(C));
+  if (a.grad_first.data) copy(grad_coverage, a.Tk, row_of<C>(a.grad_first, item));
   if (a.grad_previous.data)
-    __builtin_memcpy(row_of<C>(a.grad_previous, item), p.grad.channel[0], a.Tk * sizeof(C));
+    copy(p.grad.channel[0], a.Tk, row_of<C>(a.grad_previous, item));
 }
 
 // ---- the table --------------------------------------------------------------------------------

@@ -173,10 +173,29 @@ static inline bool has_nan(Vec<C> x) {
   return any<C>(x != x);
 }
 
+// x, but no more and no less than a limit; NaN stays.
+static inline Vec<float> at_most(Vec<float> x, float limit) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_min_ps((__m512)splat(limit), (__m512)x);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_min_ps((__m256)splat(limit), (__m256)x);
+#else
+  return x > limit ? splat(limit) : x;
+#endif
+}
+static inline Vec<float> at_least(Vec<float> x, float limit) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_max_ps((__m512)splat(limit), (__m512)x);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_max_ps((__m256)splat(limit), (__m256)x);
+#else
+  return x < limit ? splat(limit) : x;
+#endif
+}
+
 // exp(x), within 2 ulp; x outside ±87 counts as ±87. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
 static inline Vec<float> exp(Vec<float> x) {
-  x = x > 87.f ? splat(87.f) : x;
-  x = x < -87.f ? splat(-87.f) : x;
+  x = at_least(at_most(x, 87.f), -87.f);
   const Vec<float> shifted = x * 1.44269504088896341f + 12582912.f;  // the integer in the low bits
   const Vec<float> n = shifted - 12582912.f;
   const Vec<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
