@@ -145,15 +145,29 @@ void find(Place<C>& p, const int64_t* keys, int64_t n) {
   times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
 }
 
-// s = 1 / (1 + e^{2z}) - 1/2 = -tanh(z) / 2 of two vectors: one division for both, e^{2z} kept below
-// 2^63.
+// tanh z = z P(z^2) / Q(z^2) within 2e-8 up to |z| = 9, fitted by reweighted least squares; beyond, 1
+// to the last bit.
+inline void tanh_quotient(Vec<float> z, Vec<float>& n, Vec<float>& d) {
+  z = at_least(at_most(z, 9.f), -9.f);
+  const Vec<float> u = z * z;
+  Vec<float> p = u * 1.335340185e-8f + 2.060817470e-5f;
+  p = p * u + 3.495533821e-3f;
+  p = p * u + 1.338098051e-1f;
+  n = (p * u + 9.999999796e-1f) * z;
+  d = u * 7.776041999e-7f + 3.285545229e-4f;
+  d = d * u + 2.587677724e-2f;
+  d = d * u + 4.671429616e-1f;
+  d = d * u + 1.f;
+}
+
+// s = -tanh(z) / 2 of two vectors: one division for both.
 inline void half_tanh(Vec<float> z0, Vec<float> z1, Vec<float>& s0, Vec<float>& s1) {
-  constexpr float limit = kFactoredLimit;  // tanh is 1 long before
-  const Vec<float> e0 = exp(at_most(2.f * z0, 2 * limit)), e1 = exp(at_most(2.f * z1, 2 * limit));
-  const Vec<float> d0 = 1.f + e0, d1 = 1.f + e1;
-  const Vec<float> r = reciprocal(d0 * d1);
-  s0 = (0.5f - 0.5f * e0) * d1 * r;
-  s1 = (0.5f - 0.5f * e1) * d0 * r;
+  Vec<float> n0, n1, d0, d1;
+  tanh_quotient(z0, n0, d0);
+  tanh_quotient(z1, n1, d1);
+  const Vec<float> r = -0.5f * reciprocal(d0 * d1);
+  s0 = n0 * d1 * r;
+  s1 = n1 * d0 * r;
 }
 inline void half_tanh(Vec<double> z0, Vec<double> z1, Vec<double>& s0, Vec<double>& s1) {
   s0 = logistic(z0) - 0.5;
