@@ -239,6 +239,18 @@ def test_zhang_2018():
     assert (weights[:, 0, 2:] == 0).all() and (weights[:, 2, 4:] == 0).all()
 
 
+@pytest.mark.parametrize("own", ["filters", "coverage_weight"])
+def test_heads_may_share_one_feature_and_not_the_other(own):
+    q, k, v = tensors((2, 3, 4, 6), (2, 3, 5, 6), (2, 3, 5, 3))
+    w, w_c, filters, U = tensors((6,), (6,), (5, 1, 3), (6, 5), seed=1)
+    shared = {"coverage_weight": w_c, "filters": filters, "projection": U}
+    names = ("filters", "projection") if own == "filters" else (own,)
+    each = {name: shared[name].expand(3, *shared[name].shape) for name in names}
+    wanted, *_ = attnfast.coverage_attention(q, k, v, w, **shared)
+    got, *_ = attnfast.coverage_attention(q, k, v, w, **{**shared, **each})
+    torch.testing.assert_close(got, wanted)
+
+
 def test_tu_2016():
     """Coverage divided by a fertility, in the tanh."""
     q, k, v, w, w_c, x = tensors((2, 4, 6), (2, 5, 6), (2, 5, 3), (6,), (6,), (2, 5))
@@ -461,6 +473,12 @@ X = torch.ones(2, 3, 4)
             r"projection must be \[4, 2\] to fit",
         ),
         ({"fertility": torch.ones(2, 4)}, r"fertility must be \[2, 3\], got \[2, 4\]"),
+        ({"fertility": 2.0}, "fertility must be a torch.Tensor, got float"),
+        ({"filters": [1.0], "projection": torch.ones(4, 2)}, "filters must be a torch.Tensor, got"),
+        (
+            {"filters": torch.ones(3), "projection": X, "coverage_weight": torch.ones(4)},
+            "filters must be .* with an odd width W",
+        ),
         ({"coverage": torch.ones(2, 4)}, r"coverage must be \[2, 3\], got \[2, 4\]"),
         ({"coverage": [1.0]}, "coverage must be a torch.Tensor, got list"),
         ({"transition": 0.5}, "previous must be given with a transition"),

@@ -269,6 +269,12 @@ def check_scale(scale: object, expected: str = "a finite number") -> None:
         refuse("scale", expected, repr(scale))
 
 
+def check_temperature(temperature: object) -> None:
+    """Refuse what is not a positive number."""
+    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+        refuse("temperature", "a positive number", repr(temperature))
+
+
 def autocast(*inputs):
     """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
     if not torch._C._is_any_autocast_enabled():
@@ -316,8 +322,7 @@ def _attention(
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
     try:
-        if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-            refuse("temperature", "a positive number", repr(temperature))
+        check_temperature(temperature)
         if scale is None:
             scale = 1 / math.sqrt(max(query.shape[-1], 1))
         check_scale(scale, "a finite number or None")

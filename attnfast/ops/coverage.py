@@ -28,6 +28,7 @@ from attnfast.ops.attention import (
     autocast,
     check,
     check_scale,
+    check_temperature,
     refuse,
     refuse_tangents,
     score,
@@ -246,27 +247,25 @@ def check_history(
         refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
 
 
-def _filters(
-    filters: Tensor | None,
-    projection: Tensor | None,
-    coverage_weight: Tensor | None,
-    dtype: torch.dtype,
+def _with_coverage_feature(
+    filters: Tensor | None, projection: Tensor | None, coverage_weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return filters on both channels; a coverage feature is one of width 1."""
-    if filters is not None:
-        filters = filters.to(dtype)
-        projection = None if projection is None else projection.to(dtype)
+    """Return filters and projection, the coverage feature among them: a filter of width 1."""
     if coverage_weight is None:
         return filters, projection
-    column = coverage_weight.to(dtype).unsqueeze(-1)
+    column = coverage_weight.unsqueeze(-1)
     width = 1 if filters is None else filters.shape[-1]
     one = column.new_zeros(*column.shape[:-2], 1, 2, width)
     one[..., 1, width // 2] = 1
     if filters is None or projection is None:
         return one, column
-    if filters.dim() >= 3 and filters.shape[-2] == 1:  # on the last weights alone
+    if filters.shape[-2] == 1:  # on the last weights alone
         filters = torch.nn.functional.pad(filters, (0, 0, 0, 1))
-    return torch.cat([filters, one], -3), torch.cat([projection, column], -1)
+    heads = max(filters.shape[:-3], column.shape[:-2], key=len)  # of one that each head has its own
+    return (
+        torch.cat([x.expand(*heads, *x.shape[-3:]) for x in (filters, one)], -3),
+        torch.cat([x.expand(*heads, *x.shape[-2:]) for x in (projection, column)], -1),
+    )
 
 
 def coverage_attention(
@@ -341,10 +340,8 @@ def coverage_attention(
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
-    # What follows needs tensors that fit; after it the operator checks the rest.
     check(query, key, value, weight, bias, mask, lengths)
-    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-        refuse("temperature", "a positive number", repr(temperature))
+    check_temperature(temperature)
     if scale is None:
         scale = 1.0 if weight is not None else max(query.shape[-1], 1) ** -0.5
     check_scale(scale, "a finite number or None")
@@ -357,9 +354,15 @@ def coverage_attention(
         if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
             got = getattr(coverage_weight, "shape", coverage_weight)
             refuse("coverage_weight", f"{shapes[-1]} to fit the query", got)
-    filters, projection = _filters(filters, projection, coverage_weight, dtype)
 
-    def number(name: str, x: float | Tensor | None, shape) -> Tensor | None:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
+
+    filters, projection = cast(filters), cast(projection)
+    check_history(query, key, filters, projection, None, None, None, None, None)
+    filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
+
+    def number(name: str, x: Any, shape) -> Any:
         if x is None or isinstance(x, Tensor):
             return x if x is None or x.dim() else x.expand(shape).to(dtype)
         if not isinstance(x, (int, float)) or not math.isfinite(x):
@@ -370,15 +373,12 @@ def coverage_attention(
     transition = number("transition", transition, query.shape[:-1])
     if transition is not None and previous is None:
         refuse("previous", "given with a transition: the weights that it starts from", None)
-    rate = None if fertility is None else 1 / fertility.to(dtype)
+    rate = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
     if temperature != 1:
         scale = scale / temperature
         bias = None if bias is None else bias / temperature
         penalty = None if penalty is None else penalty / temperature
-    penalty, transition, coverage, previous = (
-        x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
-        for x in (penalty, transition, coverage, previous)
-    )
+    penalty, transition, coverage, previous = map(cast, (penalty, transition, coverage, previous))
     history = (filters, projection, penalty, rate, transition, coverage, previous)
     check_history(query, key, *history)
     backend = choose(backend, query.device, query.dtype, "coverage_attention")
