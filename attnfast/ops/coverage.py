@@ -379,10 +379,10 @@ def coverage_attention(
         bias = None if bias is None else bias / temperature
         penalty = None if penalty is None else penalty / temperature
     penalty, transition, coverage, previous = map(cast, (penalty, transition, coverage, previous))
-    history = (filters, projection, penalty, rate, transition, coverage, previous)
+    history: Any = (filters, projection, penalty, rate, transition, coverage, previous)
     check_history(query, key, *history)
     backend = choose(backend, query.device, query.dtype, "coverage_attention")
-    inputs = (query, key, value, weight, bias, mask, lengths, *history, scale)
+    inputs: Any = (query, key, value, weight, bias, mask, lengths, *history, scale)
     if backend == "reference":
         context, weights, coverage, loss = reference(*inputs)
     else:
