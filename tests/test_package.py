@@ -116,7 +116,7 @@ def test_every_instruction_set(isa, tmp_path):
     tests = ROOT / "tests"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection,
-         *(tests / f"test_{name}.py" for name in ("attention", "memory", "coverage"))],
+         *(tests / f"test_{name}.py" for name in ("attention", "memory", "coverage", "copying"))],
         cwd=tests,
         env={**os.environ, **env},
         capture_output=True,
@@ -179,7 +179,9 @@ def test_every_public_name_is_documented():
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["additive_attention", "dot_attention"])
+@pytest.mark.parametrize(
+    "name", ["additive_attention", "dot_attention", "coverage_attention", "copy_distribution"]
+)
 def test_operators_document_formula_and_paper(name):
     doc = inspect.getdoc(getattr(attnfast, name))
     for word in (".. math::", "Args:", "arXiv:"):

@@ -40,9 +40,12 @@ const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernel
 // Below this many score elements a second thread costs more than it brings.
 constexpr int64_t kWorthAThread = 1 << 15;
 
-int64_t threads_for(const Attention& a, int64_t depth) {
-  const int64_t elements = a.B * a.H * a.Tq * a.Tk * depth;
+int64_t threads_for(int64_t elements) {
   return std::clamp<int64_t>(elements / kWorthAThread, 1, torch::stable::get_num_threads());
+}
+
+int64_t threads_for(const Attention& a, int64_t depth) {
+  return threads_for(a.B * a.H * a.Tq * a.Tk * depth);
 }
 
 int64_t threads_for(const Attention& a) {
@@ -53,26 +56,32 @@ ScalarType dtype_of_sums(const Attention& a) {
   return a.dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// Run passes that follow one another: item by item where they have as many, else one after the
-// other. A thread begins with its own share of the items, which is in its cache when the next pass
-// comes, and then helps the others.
+// Call run(item, scratch) for every item. A thread begins with its own share of the items, and then
+// helps the others.
+template <class Run>
+void share_out(int64_t items, int64_t most_threads, size_t scratch, const Run& run) {
+  if (items == 0) return;
+  const int64_t threads = std::min(items, most_threads);
+  const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
+  char* base = static_cast<char*>(memory.data_ptr());
+  std::vector<std::atomic<int64_t>> taken(threads);  // of each share
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i = 0; i < threads; ++i) {
+        const int64_t share = (t + i) % threads, stop = items * (share + 1) / threads;
+        for (int64_t item; (item = items * share / threads + taken[share]++) < stop;)
+          run(item, base + t * scratch);
+      }
+  });
+}
+
+// Run passes that follow one another: item by item where they have as many, and a thread's share is
+// in its cache when the next pass comes; else one after the other.
 void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_threads,
          size_t scratch) {
   const auto run_group = [&](const Pass* first, const Pass* last) {
-    const int64_t items = first->items(a);
-    if (items == 0) return;
-    const int64_t threads = std::min(items, most_threads);
-    const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
-    char* base = static_cast<char*>(memory.data_ptr());
-    std::vector<std::atomic<int64_t>> taken(threads);  // of each share
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t)
-        for (int64_t i = 0; i < threads; ++i) {
-          const int64_t share = (t + i) % threads, stop = items * (share + 1) / threads;
-          for (int64_t item; (item = items * share / threads + taken[share]++) < stop;)
-            for (const Pass* pass = first; pass < last; ++pass)
-              pass->run(a, item, base + t * scratch);
-        }
+    share_out(first->items(a), most_threads, scratch, [&](int64_t item, void* place) {
+      for (const Pass* pass = first; pass < last; ++pass) pass->run(a, item, place);
     });
   };
   const Pass* first = passes.begin();

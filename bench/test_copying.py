@@ -1,0 +1,82 @@
+"""Times the pointer-generator's distribution against the lines that people write for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from race import DEVICE, DIRECTIONS, race
+
+import attnfast
+from attnfast.backends import choose
+
+SHAPES = {  # B, Tq, Tk, V, X
+    "summarisation": (8, 50, 400, 50_000, 40),
+    "data to text": (32, 30, 40, 3_000, 8),
+    "a step of a search": (40, 1, 400, 50_000, 40),
+}
+
+
+def eager(logits, weights, source, gate, extra_words):
+    """See et al. (2017) as their code and its descendants compute it."""
+    p = gate.sigmoid().unsqueeze(-1)
+    words = torch.cat([p * logits.softmax(-1), p.new_zeros(*p.shape[:2], extra_words)], -1)
+    index = source.unsqueeze(1).expand(weights.shape)
+    return words.scatter_add(-1, index, (1 - p) * weights)
+
+
+def fused(logits, weights, source, gate, extra_words):
+    return attnfast.copy_distribution(logits, weights, source, gate, extra_words=extra_words)
+
+
+def fused_log(logits, weights, source, gate, extra_words):
+    return attnfast.copy_distribution(
+        logits, weights, source, gate, extra_words=extra_words, log=True
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", ["probabilities", "logarithms"])
+def test_copying(benchmark, form, shape, direction):
+    """With a loss: that of the target's words, as in training."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    B, Tq, Tk, V, X = SHAPES[shape]
+    logits, gate = torch.randn(B, Tq, V, device=DEVICE), torch.randn(B, Tq, device=DEVICE)
+    weights = torch.randn(B, Tq, Tk, device=DEVICE).softmax(-1)
+    source = torch.randint(0, V + X, (B, Tk), device=DEVICE)
+    target = source[:, :1].expand(B, Tq).unsqueeze(-1)
+    leaves = [x.requires_grad_(direction != "forward") for x in (logits, weights, gate)]
+    compiled = torch.compile(eager, dynamic=False)
+    log = form == "logarithms"
+
+    def as_asked(way):
+        return (lambda *args: way(*args).log()) if log and way is not fused_log else way
+
+    ours = fused_log if log else fused
+    with torch.no_grad():
+        args = (logits, weights, source, gate, X)
+        exact = eager(logits.double(), weights.double(), source, gate.double(), X)
+        got, plain = (way(*args).double() for way in (ours, eager))
+        got = got.exp() if log else got
+        assert float((got - exact).abs().max()) <= max(1e-6, 2 * float((plain - exact).abs().max()))
+
+    def call(way):
+        way = as_asked(way)
+
+        def run():
+            with torch.set_grad_enabled(direction != "forward"):
+                out = way(logits, weights, source, gate, X)
+                if direction != "forward":
+                    torch.autograd.grad(out.gather(-1, target).sum(), leaves)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    name = f"attnfast ({choose(None, DEVICE, torch.float32, 'copy_distribution')})"
+    ways = {name: ours, "eager": eager, "torch.compile": compiled}
+    benchmark.group = f"copying, {form}"
+    race(benchmark, benchmark.group, shape, SHAPES[shape], direction, {
+        name: call(way) for name, way in ways.items()
+    })  # fmt: skip

@@ -1,0 +1,31 @@
+// Registers copy_distribution for the CPU.
+#include "copying.h"
+
+#include "../launch_copying.h"
+#include "run.h"
+
+namespace attnfast {
+namespace {
+
+const CopyingKernels& kernels() {
+  static const CopyingKernels& chosen = ATTNFAST_CHOOSE(copying);
+  return chosen;
+}
+
+void run_rows(void (*run)(const Copying&, int64_t, void*), const Copying& a) {
+  const int64_t rows = a.B * a.Tq, threads = threads_for(rows * (a.V + a.X + a.Tk));
+  share_out(rows, threads, kernels().scratch(a),
+            [&](int64_t row, void* scratch) { run(a, row, scratch); });
+}
+
+void run_forward(const Copying& a, const Tensor&) { run_rows(kernels().forward, a); }
+void run_backward(const Copying& a, const Tensor&) { run_rows(kernels().backward, a); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
+  m.impl("copy_distribution", TORCH_BOX(&copy_distribution));
+  m.impl("copy_distribution_backward", TORCH_BOX(&copy_distribution_backward));
+}
+
+}  // namespace attnfast

@@ -1,0 +1,22 @@
+// What the CPU's launcher of copy_distribution knows of its kernels (see attention.h).
+#pragma once
+#include <stddef.h>
+
+#include "../copying.h"
+
+namespace attnfast {
+
+// Both take row i of B x Tq; scratch is private to a thread, 64-byte aligned.
+struct CopyingKernels {
+  size_t (*scratch)(const Copying&);  // bytes
+  void (*forward)(const Copying&, int64_t row, void* scratch);
+  void (*backward)(const Copying&, int64_t row, void* scratch);
+};
+
+// clang-format off
+namespace portable { extern const CopyingKernels copying; }
+namespace avx2 { extern const CopyingKernels copying; }
+namespace avx512 { extern const CopyingKernels copying; }
+// clang-format on
+
+}  // namespace attnfast

@@ -1,0 +1,283 @@
+// copy_distribution on the CPU, for one instruction set (see vector.h); the launcher is copying.cpp.
+//
+//   S = softmax(logits),  p = sigmoid(gate),  C_w = sum of the weights of the keys whose word is w
+//   P_w = p S_w + (1 - p) C_w,  or log P_w
+//
+// A row is a sweep over the vocabulary as if nothing were copied; then the words that are, a few
+// hundred, are put right. Repeated ones get the same numbers several times.
+#include "copying.h"
+#include "product.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+constexpr int64_t kSum = 1024;  // elements added up on their own: long sums lose digits
+
+template <class C>
+constexpr C infinity() {
+  return __builtin_inf();
+}
+
+constexpr double kLowest = -87.336544750553102;  // the logarithm of the smallest normal float
+constexpr double kLimit = 80;  // e^80 is the largest gradient; a mass below e^-80 counts as none
+
+double exp_of(double x) { return ::exp(x < kLimit ? x : kLimit); }
+
+// p = sigmoid(gate) and q = 1 - p, and their logarithms.
+struct Gate {
+  double p, q, log_p, log_q;
+  explicit Gate(double gate) {
+    const double e = ::exp(gate < 0 ? gate : -gate), sum = ::log(1 + e);
+    const double likely = 1 / (1 + e), unlikely = e / (1 + e);
+    p = gate < 0 ? unlikely : likely;
+    q = gate < 0 ? likely : unlikely;
+    log_p = (gate < 0 ? gate : 0) - sum;
+    log_q = (gate < 0 ? 0 : -gate) - sum;
+  }
+};
+
+// A word of the source in log space: log P, the part of P that is generated, and q / P.
+struct Word {
+  double log_p, generated, ratio;
+  // log_generated = log(p S), copied = C
+  Word(double log_generated, double copied, double log_q) {
+    const double d = log_generated - log_q, u = exp_of(d);
+    if (copied < 1.8048513878454153e-35) {
+      const bool never = log_generated == -infinity<double>();
+      log_p = never ? kLowest : log_generated;
+      generated = never ? 0 : 1;
+      ratio = never ? 0 : exp_of(-d);
+      return;
+    }
+    ratio = 1 / (copied + u);
+    generated = u * ratio;
+    log_p = d > 0 ? log_generated + ::log(1 + copied * exp_of(-d)) : log_q + ::log(copied + u);
+  }
+};
+
+// A gradient that a half type cannot hold is its largest number: a weight of 0 times it is 0.
+template <class T, class C>
+void narrow_to_finite(C x, T& out) {
+  const C most = sizeof(T) == sizeof(C) ? infinity<C>() : (C)65504;
+  narrow(x > most ? most : x < -most ? -most : x, out);
+}
+
+template <class T>
+T* at(const View& v, int64_t b, int64_t t) {
+  return static_cast<T*>(v.data) + b * v.batch + t * v.row;
+}
+
+// A number to subtract, in two parts: a logit and a log-sum-exp may both be large.
+template <class C>
+struct Shift {
+  C high, low;
+  explicit Shift(double x) : high((C)x), low((C)(x - (double)high)) {}
+};
+
+// e^{x - shift}, 0 where it is no normal number; NaN stays.
+template <class C>
+Vec<C> exp_below(Vec<C> x, Shift<C> shift) {
+  x = x - shift.high - shift.low;
+  Vec<C> e = exp(x);
+  e = x < (C)-(sizeof(C) == 4 ? 87 : 700) ? Vec<C>{} : e;
+  return x == x ? e : x;
+}
+
+// Sum f(v, n) over the vectors v of n elements.
+template <class C, class F>
+C sum_of(int64_t n, F f) {
+  C total = 0;
+  for (int64_t i = 0; i < n; i += kSum) {
+    Vec<C> part = {};
+    for (int64_t v = i; v < min(i + kSum, n); v += Vector<C>::width) part += f(v, n - v);
+    total += sum<C>(part);
+  }
+  return total;
+}
+
+// mass[w] = the sum of the weights of the keys whose word is w, for the words of the source.
+template <class T, class C>
+void add_up(const T* weights, const int64_t* source, int64_t n, C* mass) {
+  for (int64_t i = 0; i < n; ++i) mass[source[i]] = 0;
+  for (int64_t i = 0; i < n; ++i) mass[source[i]] += widen(weights[i]);
+}
+
+// What a row reads and writes, and the scratch behind it.
+template <class T, class C>
+struct Row {
+  int64_t b, t, V, N;
+  const T* weights;
+  const int64_t* source;
+  Gate gate;
+  C *mass, *first, *second, *third;  // scratch: N numbers each
+  const C* x;                         // the logits
+
+  Row(const Copying& a, int64_t index, void* memory)
+      : b(index / a.Tq), t(index % a.Tq), V(a.V), N(a.V + a.X),
+        weights(at<const T>(a.weights, b, t)), source(a.source + b * a.Tk),
+        gate(widen(*at<const T>(a.gate, b, t))) {
+    mass = static_cast<C*>(memory);
+    first = mass + round_up(N, 16);
+    second = first + round_up(N, 16);
+    third = second + round_up(N, 16);
+    x = gather(at<const T>(a.logits, b, t), 0, 1, V, V, first).data;
+  }
+
+  bool generates(int64_t w) const { return w < V && x[w] != -infinity<C>(); }
+
+  // With the mass of every word of the source.
+  Word word(int64_t w, double log_sum_exp) const {
+    const double log_generated =
+        generates(w) ? x[w] - log_sum_exp + gate.log_p : -infinity<double>();
+    return Word(log_generated, mass[w], gate.log_q);
+  }
+};
+
+// Where n results are computed: in place, or in `scratch` if they are to be rounded.
+template <class C, class T>
+C* computed(T* out, C* scratch) {
+  if constexpr (sizeof(T) == sizeof(C)) return out;
+  return scratch;
+}
+
+template <class C, class T>
+void finish(const C* x, int64_t n, T* out) {
+  if constexpr (sizeof(T) != sizeof(C))
+    for (int64_t i = 0; i < n; ++i) narrow(x[i], out[i]);
+}
+
+template <class T, class C = typename Accumulate<T>::type>
+void forward(const Copying& a, int64_t index, void* memory) {
+  constexpr int W = Vector<C>::width;
+  const Row<T, C> r(a, index, memory);
+  T* result = at<T>(a.distribution, r.b, r.t);
+  C* out = computed(result, r.second);
+  const int64_t V = r.V;
+
+  Vec<C> highest = splat(-infinity<C>());
+  for (int64_t v = 0; v < V; v += W) {
+    const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>());
+    highest = x > highest ? x : highest;
+  }
+  C top = -infinity<C>();
+  for (int i = 0; i < W; ++i) top = highest[i] > top ? highest[i] : top;
+  const Shift<C> most(top == -infinity<C>() ? 0 : top);
+  const C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
+    const Vec<C> e = exp_below(load_part(r.x + v, n, -infinity<C>()), most);
+    if (!a.log) store_part(out + v, e, n);
+    return e;
+  });
+  const double log_sum_exp = total == 0 ? -infinity<C>() : top + ::log(total);
+  *at<double>(a.log_sum_exp, r.b, r.t) = log_sum_exp;
+  if (!a.log) {
+    const C scale = total == 0 ? 0 : r.gate.p / total;
+    for (int64_t v = 0; v < V; v += W) store_part(out + v, load_part(out + v, V - v, (C)0) * scale, V - v);
+    for (int64_t v = V; v < r.N; ++v) out[v] = 0;
+    for (int64_t i = 0; i < a.Tk; ++i) out[r.source[i]] += r.gate.q * widen(r.weights[i]);
+    return finish(out, r.N, result);
+  }
+  const Shift<C> shift(total == 0 ? 0 : log_sum_exp);
+  const C low = r.gate.log_p - shift.low;
+  for (int64_t v = 0; v < V; v += W) {
+    const Vec<C> y = load_part(r.x + v, V - v, (C)0) - shift.high + low;
+    store_part(out + v, y == -infinity<C>() ? splat((C)kLowest) : y, V - v);
+  }
+  for (int64_t v = V; v < r.N; ++v) out[v] = (C)kLowest;
+  add_up(r.weights, r.source, a.Tk, r.mass);
+  for (int64_t i = 0; i < a.Tk; ++i) out[r.source[i]] = r.word(r.source[i], log_sum_exp).log_p;
+  finish(out, r.N, result);
+}
+
+// With G the gradient of the result:
+//   probabilities   dlogits = p S (G - T),  T = sum_w S G;   dweight_i = (1 - p) G of its word;
+//                   dgate = p (1 - p) (T - sum_i weight_i G of its word)
+//   logarithms      R_w = p S_w / P_w is what is generated of a word, T = sum_w R G;
+//                   dlogits = R G - S T;   dweight_i = G (1 - p) / P of its word;
+//                   dgate = T - p sum G, of the words that can come
+template <class T, class C = typename Accumulate<T>::type>
+void backward(const Copying& a, int64_t index, void* memory) {
+  constexpr int W = Vector<C>::width;
+  const Row<T, C> r(a, index, memory);
+  const int64_t V = r.V;
+  const C* G = gather(at<const T>(a.grad_distribution, r.b, r.t), 0, 1, r.N, r.N, r.second).data;
+  T* result = at<T>(a.grad_logits, r.b, r.t);
+  T* grad_weights = at<T>(a.grad_weights, r.b, r.t);
+  C* out = computed(result, r.third);
+  const double log_sum_exp = *at<const double>(a.log_sum_exp, r.b, r.t);
+  const bool none = log_sum_exp == -infinity<C>();  // no word can be generated
+  const Shift<C> shift(none ? 0 : log_sum_exp);
+  const C p = r.gate.p, q = r.gate.q;
+  C grad_gate;
+  if (!a.log) {
+    const C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
+      const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
+      const Vec<C> S = none ? Vec<C>{} : exp_below(x, shift);
+      store_part(out + v, S, n);
+      return S == 0 ? Vec<C>{} : S * load_part(G + v, n, (C)0);
+    });
+    for (int64_t v = 0; v < V; v += W) {
+      const Vec<C> S = load_part(out + v, V - v, (C)0), g = load_part(G + v, V - v, (C)0);
+      store_part(out + v, S * p * (g - total), V - v);
+    }
+    C copied = 0;
+    for (int64_t i = 0; i < a.Tk; ++i) {
+      const C g = G[r.source[i]];
+      copied += widen(r.weights[i]) * g;
+      narrow(q * g, grad_weights[i]);
+    }
+    grad_gate = p * q * (total - copied);
+  } else {
+    C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
+      const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
+      return x == -infinity<C>() ? Vec<C>{} : load_part(G + v, n, (C)0);
+    });
+    C all = total;  // sum G of the words that can come
+    add_up(r.weights, r.source, a.Tk, r.mass);
+    for (int64_t i = 0; i < a.Tk; ++i) {
+      const int64_t w = r.source[i];
+      const C grad = G[w] * (C)r.word(w, log_sum_exp).ratio;
+      narrow_to_finite(grad, grad_weights[i]);
+      const C copied = grad == 0 ? 0 : widen(r.weights[i]) * grad;  // of G, by this key
+      if (r.generates(w)) total -= copied;
+      else all += copied;
+    }
+    for (int64_t v = 0; v < V; v += W) {
+      const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>()), g = load_part(G + v, V - v, (C)0);
+      const Vec<C> S = none ? Vec<C>{} : exp_below(x, shift);
+      store_part(out + v, x == -infinity<C>() ? Vec<C>{} : g - S * total, V - v);
+    }
+    for (int64_t i = 0; i < a.Tk; ++i) {
+      const int64_t w = r.source[i];
+      if (!r.generates(w)) continue;
+      const C S = exp_below(splat(r.x[w]), shift)[0];
+      out[w] = G[w] * (C)r.word(w, log_sum_exp).generated - S * total;
+    }
+    grad_gate = total - p * all;
+  }
+  narrow(grad_gate, *at<T>(a.grad_gate, r.b, r.t));
+  finish(out, V, result);
+}
+
+size_t scratch(const Copying& a) {
+  const size_t numbers = 4 * round_up(a.V + a.X, 16);
+  return (numbers * (a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float)) + 63) / 64 * 64;
+}
+
+#define ATTNFAST_BY_DTYPE(function)                               \
+  [](const Copying& a, int64_t row, void* scratch) {              \
+    switch (a.dtype) {                                            \
+      case Dtype::f32: return function<float>(a, row, scratch);   \
+      case Dtype::f64: return function<double>(a, row, scratch);  \
+      case Dtype::f16: return function<Half>(a, row, scratch);    \
+      case Dtype::bf16: return function<BFloat>(a, row, scratch); \
+    }                                                             \
+  }
+
+}  // namespace
+
+extern const CopyingKernels copying = {scratch, ATTNFAST_BY_DTYPE(forward),
+                                       ATTNFAST_BY_DTYPE(backward)};
+
+}  // namespace VARIANT
+}  // namespace attnfast

@@ -1,0 +1,327 @@
+"""copy_distribution against the float64 oracle, and the oracle against the paper's formula."""
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import table
+import torch
+from table import CPU, DEVICE, LAYOUTS
+from torch.autograd import gradcheck
+
+import attnfast
+from attnfast.backends import HALF, why_not
+from attnfast.diagnostics import peak_memory
+from attnfast.ops.copying import SCHEMAS
+
+
+@dataclass(frozen=True)
+class Copy:
+    B: int
+    Tq: int
+    Tk: int
+    V: int
+    X: int
+    log: bool
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    scale: float = 1.0  # of the logits
+    gate: float = 1.0  # spread of the gates
+    words: int | None = None  # distinct words of a source, at most
+    hidden: bool = False  # some logits are -inf, some weights 0
+    seed: int = 0
+
+
+def copies() -> list[Copy]:
+    """Return sizes about the kernels' edges, every dtype, repeated words, extremes."""
+    sizes = [(2, 3, 5, 7, 0), (1, 1, 1, 1, 0), (2, 4, 17, 33, 3), (3, 2, 64, 257, 16)]
+    sizes += [(1, 5, 100, 64, 1), (2, 2, 9, 1500, 40), (2, 0, 5, 8, 1), (0, 3, 5, 8, 1)]
+    sizes += [(2, 3, 0, 8, 2), (2, 3, 4, 0, 3)]
+    layouts = itertools.cycle(LAYOUTS)
+    table = []
+    for log in (False, True):
+        table += [Copy(*s, log, layout=next(layouts), hidden=i % 2 == 1)
+                  for i, s in enumerate(sizes)]  # fmt: skip
+        for dtype in (torch.float64, torch.float16, torch.bfloat16):
+            table.append(Copy(2, 3, 20, 70, 5, log, dtype, hidden=True))
+        table.append(Copy(2, 3, 40, 70, 5, log, words=3))
+        table.append(Copy(2, 3, 40, 70, 5, log, gate=40.0, hidden=True))
+        table.append(Copy(2, 3, 40, 70, 5, log, scale=30.0, hidden=True))
+    return table
+
+
+def fuzz(seed: int, count: int) -> list[Copy]:
+    draw = random.Random(seed)
+    return [
+        Copy(
+            B=draw.randint(1, 3),
+            Tq=draw.randint(1, 6),
+            Tk=draw.choice((1, draw.randint(1, 10), draw.randint(1, 100))),
+            V=draw.choice((1, draw.randint(1, 40), draw.randint(1, 400))),
+            X=draw.choice((0, draw.randint(1, 20))),
+            log=draw.random() < 0.5,
+            dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+            layout=draw.choice(LAYOUTS),
+            scale=draw.choice((0.1, 1.0, 1.0, 10.0)),
+            gate=draw.choice((1.0, 1.0, 10.0)),
+            words=draw.choice((None, None, 1, 4)),
+            hidden=draw.random() < 0.3,
+            seed=draw.randint(0, 2**31),
+        )
+        for _ in range(count)
+    ]
+
+
+def arguments(case: Copy, device: torch.device = CPU) -> dict:
+    """Return the arguments of the case, leaves that require gradients where they can."""
+    g = torch.Generator().manual_seed(case.seed)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    logits = floats(case.B, case.Tq, case.V) * case.scale
+    weights = (2 * floats(case.B, case.Tq, case.Tk)).softmax(-1)
+    source = torch.randint(0, case.words or case.V + case.X, (case.B, case.Tk), generator=g)
+    source %= max(case.V + case.X, 1)
+    if case.hidden:
+        logits = logits.masked_fill(floats(*logits.shape) > 1, -math.inf)
+        logits[:1, :1] = -math.inf
+        weights = weights.masked_fill(floats(*weights.shape) > 0.5, 0)
+    gate = (floats(case.B, case.Tq) * case.gate).to(device, case.dtype)
+    args = {
+        "logits": table._laid_out(logits.to(device, case.dtype), case.layout),
+        "weights": table._laid_out(weights.to(device, case.dtype), case.layout),
+        "source": source.to(device),
+        "gate": gate.T.contiguous().T,
+    }
+    return {k: table._leaf(v) for k, v in args.items()}
+
+
+def run(case: Copy, args: dict, backend: str) -> dict[str, torch.Tensor]:
+    def how(**a):
+        return (attnfast.copy_distribution(**a, extra_words=case.X, log=case.log, backend=backend),)
+
+    return table.results(case, args, how, ("distribution",))
+
+
+def check(case: Copy, backend: str) -> None:
+    """Compare with the oracle by the project's one rule; the oracle in this dtype is eager code."""
+    exact = {
+        k: table._leaf(v.detach().double() if v.is_floating_point() else v)
+        for k, v in arguments(case).items()
+    }
+    wanted = run(replace(case, dtype=torch.float64), exact, "reference")
+    plain = run(case, arguments(case), "reference")
+    got = run(case, arguments(case, DEVICE[backend]), backend)
+    if case.dtype in HALF:  # the gradient of a weight saturates
+        for results in (got, wanted, plain):
+            results["grad of weights"] = results["grad of weights"].clamp(-65504, 65504)
+    table.check(case, got, wanted, plain)
+
+
+def skip_unless(backend: str, dtype: torch.dtype = torch.float32) -> None:
+    reason = why_not(backend, DEVICE[backend], dtype, "copy_distribution")
+    if reason:
+        pytest.skip(f"{backend}: {reason}")
+
+
+@pytest.mark.parametrize("case", copies(), ids=lambda c: f"{'log' if c.log else 'p'}-{c.V}-{c.Tk}")
+def test_table(case, backend):
+    skip_unless(backend, case.dtype)
+    check(case, backend)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz(seed, backend):
+    for case in fuzz(seed, 64):
+        if why_not(backend, DEVICE[backend], case.dtype, "copy_distribution") is None:
+            check(case, backend)
+
+
+def test_see_2017():
+    """Equation 9, word by word."""
+    case = Copy(2, 3, 6, 5, 2, False, torch.float64, words=7)
+    args = arguments(case)
+    got = attnfast.copy_distribution(**args, extra_words=2)
+    logs = attnfast.copy_distribution(**args, extra_words=2, log=True)
+    p, vocab = args["gate"].sigmoid(), args["logits"].softmax(-1)
+    for b, t, w in itertools.product(range(2), range(3), range(7)):
+        copied = sum(args["weights"][b, t, i] for i in range(6) if args["source"][b, i] == w)
+        want = (p[b, t] * vocab[b, t, w] if w < 5 else 0) + (1 - p[b, t]) * copied
+        torch.testing.assert_close(got[b, t, w], torch.as_tensor(want, dtype=torch.float64))
+        if want > 0:
+            torch.testing.assert_close(logs[b, t, w], want.log())
+    torch.testing.assert_close(got.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_gradcheck(log, backend):
+    skip_unless(backend, torch.float64)
+    case = Copy(2, 3, 6, 5, 2, log, torch.float64, words=6)
+    args = arguments(case, DEVICE[backend])
+    source = args.pop("source")
+    source[:, :2] = torch.tensor([5, 6])  # every word can come
+
+    def function(*values):
+        named = dict(zip(args, values))
+        return attnfast.copy_distribution(
+            source=source, **named, extra_words=2, log=log, backend=backend
+        )
+
+    assert gradcheck(function, tuple(args.values()))
+
+
+def test_logarithms_survive_where_probabilities_do_not(backend):
+    """Gates and logits far out: log P is finite and right, and so are its gradients."""
+    skip_unless(backend)
+    device = DEVICE[backend]
+    logits = torch.tensor([[[0.0, -200.0, -50.0]]], device=device, requires_grad=True)
+    weights = torch.tensor([[[1.0, 0.0]]], device=device, requires_grad=True)
+    source = torch.tensor([[2, 3]], device=device)
+    for value in (-120.0, 120.0):
+        gate = torch.tensor([[value]], device=device, requires_grad=True)
+        got = attnfast.copy_distribution(
+            logits, weights, source, gate, extra_words=2, log=True, backend=backend
+        )
+        log_p, log_q = min(value, 0), min(-value, 0)
+        copied = float(torch.logaddexp(torch.tensor(log_p - 50), torch.tensor(log_q)))
+        wanted = [log_p, log_p - 200, copied, -87.33654, -87.33654]
+        torch.testing.assert_close(got.detach().cpu().flatten(), torch.tensor(wanted))
+        for grad in torch.autograd.grad(got.sum(), [logits, weights, gate]):
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_constant_added_to_the_logits_changes_nothing(log, backend):
+    """Differences of large logits are exact, and log-sum-exp is not rounded to their size."""
+    skip_unless(backend)
+    case = Copy(2, 3, 10, 40, 3, log)
+    args = arguments(case, DEVICE[backend])
+    with torch.no_grad():
+        args["logits"].copy_((args["logits"] * 1024).round() / 1024)
+    wanted = run(case, args, backend)
+    with torch.no_grad():
+        args["logits"].add_(4096)
+    for name, x in run(case, args, backend).items():
+        torch.testing.assert_close(x, wanted[name], rtol=2e-6, atol=2e-6)
+
+
+def test_a_word_that_cannot_come_has_no_gradient(backend):
+    skip_unless(backend)
+    case = Copy(1, 2, 4, 6, 3, True)
+    args = arguments(case, DEVICE[backend])
+    args["source"] = torch.tensor([[0, 1, 6, 6]], device=DEVICE[backend])  # 7 and 8 never come
+    out = attnfast.copy_distribution(**args, extra_words=3, log=True, backend=backend)
+    assert out[..., 7:].eq(math.log(torch.finfo(torch.float32).tiny)).all()
+    leaves = [args[k] for k in ("logits", "weights", "gate")]
+    for grad in torch.autograd.grad(out[..., 7:].sum(), leaves):
+        assert grad.eq(0).all()
+
+
+def test_runs_are_the_same_to_the_bit(backend):
+    skip_unless(backend)
+    case = Copy(4, 8, 300, 3000, 20, True, words=9)
+    if backend == "triton" and DEVICE[backend].type == "cpu":
+        case = replace(case, B=1, Tq=2, Tk=50, V=100)
+    args = arguments(case, DEVICE[backend])
+    first = run(case, args, backend)
+    for _ in range(20):
+        for name, x in run(case, args, backend).items():
+            assert torch.equal(x, first[name]), name
+
+
+def test_opcheck(backend):
+    skip_unless(backend)
+    if backend == "reference":
+        pytest.skip("not a registered op")
+    args = [x.detach() for x in arguments(Copy(2, 3, 5, 9, 2, True), DEVICE[backend]).values()]
+    ops = getattr(torch.ops, f"attnfast_{backend}")
+    for log in (False, True):
+        torch.library.opcheck(ops.copy_distribution.default, (*args, 2, log))
+        out, lse = ops.copy_distribution(*args, 2, log)
+        grad = torch.randn_like(out)
+        torch.library.opcheck(ops.copy_distribution_backward.default, (grad, *args, lse, 2, log))
+    assert set(SCHEMAS) == {"copy_distribution", "copy_distribution_backward"}
+
+
+def test_compile():
+    def loss(args, extra_words):
+        return attnfast.copy_distribution(**args, extra_words=extra_words, log=True).sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for Tk, X in ((5, 2), (9, 4), (7, 3)):
+        args = arguments(Copy(2, 3, Tk, 8, X, True))
+        leaves = [args[k] for k in ("logits", "weights", "gate")]
+        for a, b in zip(
+            torch.autograd.grad(compiled(args, X), leaves),
+            torch.autograd.grad(loss(args, X), leaves),
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_autocast_computes_in_float32():
+    args = arguments(Copy(2, 3, 5, 9, 2, True, torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attnfast.copy_distribution(**args, extra_words=2, log=True)
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in args.items()}
+    assert torch.equal(got, attnfast.copy_distribution(**wide, extra_words=2, log=True))
+
+
+def test_second_derivatives_raise(backend):
+    skip_unless(backend)
+    if backend == "reference":
+        pytest.skip("PyTorch differentiates it")
+    args = arguments(Copy(1, 2, 3, 4, 1, True), DEVICE[backend])
+    out = attnfast.copy_distribution(**args, extra_words=1, log=True, backend=backend)
+    (grad,) = torch.autograd.grad(out.sum(), args["gate"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative|once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_memory_is_that_of_the_result(log):
+    """No one-hot of the source, no copy of the result: result, its gradient, that of the logits."""
+    case = Copy(4, 30, 60, 5000, 10, log)
+    args = arguments(case)
+    leaves = [args[k] for k in ("logits", "weights", "gate")]
+
+    def step():
+        out = attnfast.copy_distribution(**args, extra_words=case.X, log=log, backend="cpu")
+        torch.autograd.grad(out.sum(), leaves, retain_graph=False)
+
+    skip_unless("cpu")
+    step()
+    assert peak_memory(step, CPU) < 3.3 * 4 * case.B * case.Tq * (case.V + case.X)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": 1.0}, "logits must be a torch.Tensor, got float"),
+        ({"logits": torch.ones(2, 4)}, r"logits must be \[B, Tq, V\], got \[2, 4\]"),
+        ({"logits": torch.ones(2, 3, 4, dtype=torch.long)}, "logits must be|weights must be of"),
+        ({"weights": torch.ones(2, 2, 5)}, r"weights must be \[2, 3, Tk\] to fit"),
+        ({"weights": torch.ones(2, 3, 5).double()}, "weights must be of the logits' dtype"),
+        ({"gate": torch.ones(2, 3, 1)}, r"gate must be \[2, 3\] to fit the logits, got \[2, 3, 1"),
+        ({"gate": None}, "gate must be a torch.Tensor, got NoneType"),
+        ({"source": torch.ones(2, 5)}, "source must be int64 or int32 of shape"),
+        ({"source": torch.ones(2, 4).long()}, r"source must be int64 .* of shape \[2, 5\]"),
+        ({"source": torch.full((2, 5), 4)}, "source must be between 0 and 3, a word, got 4"),
+        ({"source": torch.full((2, 5), -1)}, "source must be between 0 and 3, a word, got -1"),
+        ({"extra_words": -1}, "extra_words must be a number, at least 0, got -1"),
+        ({"extra_words": 0.5}, "extra_words must be a number, at least 0, got 0.5"),
+        ({"backend": "cudnn"}, "backend must be None or one of"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(change, message):
+    args = {
+        "logits": torch.ones(2, 3, 4),
+        "weights": torch.ones(2, 3, 5),
+        "source": torch.ones(2, 5).long(),
+        "gate": torch.ones(2, 3),
+    }
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        attnfast.copy_distribution(**{**args, **change})
+    assert "\n" not in str(error.value)
