@@ -109,7 +109,8 @@ class Memory(NamedTuple):
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
-    the dot score; ``backend``, what runs it. None may be changed in place while it is in use.
+    the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None. None may
+    be changed in place while it is in use.
     """
 
     key: Tensor
@@ -119,10 +120,11 @@ class Memory(NamedTuple):
     weight: Tensor | None = None
     backend: str | None = None
     steps: Steps | None = None
+    fertility: Tensor | None = None
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
-        names = ("key", "value", "lengths", "mask")
+        names = ("key", "value", "lengths", "mask", "fertility")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
         memory = self._replace(**chosen, steps=None)
@@ -159,7 +161,7 @@ class _Step(Function):
 
     @staticmethod
     def forward(ctx: Any, query, token, memory, scale, need_weights):
-        key, value, lengths, mask, weight, _, steps = memory
+        key, value, lengths, mask, weight, _, steps, _ = memory
         exponentials = steps.exponentials()
         context, weights, _ = call(
             steps.operators.attention.default,
@@ -258,7 +260,7 @@ def attend(
     at the end of a backward; second derivatives and forward mode raise.
     """
     check_scale(scale)
-    key, value, lengths, mask, weight, backend, steps = memory
+    key, value, lengths, mask, weight, backend, steps, _ = memory
     (query,) = autocast(query)
     try:
         exponentials = None

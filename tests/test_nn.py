@@ -100,6 +100,17 @@ def test_a_step_is_a_row(module):
         torch.testing.assert_close(step[1], weights[..., t, :])
 
 
+def test_temperature(module):
+    """It divides the scores: weights become their roots, put to a sum of 1 again."""
+    query, source = states(module)
+    memory = module.prepare(source, LENGTHS)
+    _, weights = module(query, memory, need_weights=True)
+    module.temperature = 2.0
+    _, warmed = module(query, memory, need_weights=True)
+    root = weights.sqrt()
+    torch.testing.assert_close(warmed, root / root.sum(-1, keepdim=True))
+
+
 def test_a_mask_says_the_same_as_lengths(module):
     query, source = states(module)
     mask = torch.arange(TK) < LENGTHS[:, None]

@@ -1,0 +1,222 @@
+"""Modules with a history and the pointer-generator: formulas, steps, masks, searches, dtypes."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnfast.nn import (
+    CoverageAttention,
+    ForwardAttention,
+    LocationAwareAttention,
+    PointerGenerator,
+)
+
+B, TQ, TK, Q, K, A = 3, 4, 7, 10, 12, 8
+LENGTHS = torch.tensor([7, 4, 1])
+
+
+def modules():
+    return {
+        "see": CoverageAttention(Q, K, A),
+        "penalty": CoverageAttention(Q, K, A, feature=False, penalty=0.7),
+        "learned penalty": CoverageAttention(Q, K, A, penalty=nn.Parameter(torch.tensor(0.3))),
+        "fertility": CoverageAttention(Q, K, A, fertility=2.0),
+        "location": LocationAwareAttention(Q, K, A, 5, 3),
+        "location, cumulative": LocationAwareAttention(Q, K, A, 5, 3, "cumulative"),
+        "location, both": LocationAwareAttention(Q, K, A, 5, 3, "both"),
+        "forward": ForwardAttention(Q, K, A),
+        "forward, location": ForwardAttention(Q, K, A, 5, 3),
+    }
+
+
+@pytest.fixture(params=list(modules()))
+def module(request):
+    torch.manual_seed(0)
+    return modules()[request.param].double()
+
+
+def states():
+    torch.manual_seed(1)
+    return torch.randn(B, TQ, Q).double(), torch.randn(B, TK, K).double()
+
+
+def by_hand(module, query, source):
+    """Contexts, weights and loss from the parameters alone, as the papers' equations say it."""
+    visible = torch.arange(TK) < LENGTHS[:, None]
+    q, k = module.query_proj(query), module.key_proj(source)
+    coverage = previous = source.new_zeros(B, TK)
+    forward = isinstance(module, ForwardAttention)
+    if forward:
+        previous = F.one_hot(torch.zeros(B, dtype=torch.long), TK).double()
+    rate, rows, loss = 1.0, [], 0
+    if getattr(module, "fertility_proj", None) is not None:
+        rate = 1 / (2 * module.fertility_proj(source).squeeze(-1).sigmoid())
+    for t in range(TQ):
+        features = q[:, t, None] + k
+        if getattr(module, "coverage_weight", None) is not None:
+            features = features + coverage[..., None] * module.coverage_weight
+        if getattr(module, "location_conv", None) is not None:
+            signals = {"previous": [previous], "cumulative": [coverage]}
+            signals = signals.get(module.over, [previous, coverage])
+            found = F.conv1d(torch.stack(signals, 1), module.location_conv.weight, padding=1)
+            features = features + module.location_proj(found.transpose(1, 2))
+        e = torch.tanh(features) @ module.weight
+        if getattr(module, "penalty", None) is not None:
+            e = e - module.penalty * coverage
+        a = e.masked_fill(~visible, -math.inf).softmax(-1)
+        if forward:
+            a = a * (previous + F.pad(previous, (1, 0))[:, :-1])
+            a = a / a.sum(-1, keepdim=True)
+        loss = loss + torch.minimum(a, coverage).sum(-1)
+        coverage, previous = coverage + rate * a, a
+        rows.append(a)
+    weights = torch.stack(rows, 1)
+    return weights @ source, weights, coverage, loss
+
+
+def test_formula_and_gradients(module):
+    query, source = (x.requires_grad_() for x in states())
+    memory = module.prepare(source, LENGTHS)
+    context, weights, history = module(query, memory, need_weights=True)
+    got = (context, weights, history.coverage, history.loss)
+    wanted = by_hand(module, query, source)
+    for a, b in zip(got, wanted):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(history.previous, weights[:, -1])
+    assert module(query, memory)[1] is None
+    leaves = [query, source, *module.parameters()]
+    for a, b in zip(*(torch.autograd.grad(sum(x.sin().sum() for x in results), leaves)
+                      for results in (got, wanted))):  # fmt: skip
+        torch.testing.assert_close(a, b)
+
+
+def test_steps_are_the_whole(module):
+    query, source = states()
+    memory = module.prepare(source, LENGTHS)
+    context, weights, whole = module(query, memory, need_weights=True)
+    history = None
+    for t in range(TQ):
+        *step, history = module(query[:, t], memory, history, need_weights=True)
+        torch.testing.assert_close(step[0], context[:, t])
+        torch.testing.assert_close(step[1], weights[:, t])
+    for a, b in zip(history, whole):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_search_may_reorder(module):
+    query, source = states()
+    order = torch.tensor([2, 0, 0, 1])
+    memory = module.prepare(source, LENGTHS, torch.arange(TK) < LENGTHS[:, None])
+    _, _, history = module(query[:, 0], memory)
+    context, _, after = module(query[:, 1], memory, history)
+    again = module(query[order, 1], memory.index_select(order), history.index_select(order))
+    torch.testing.assert_close(again[0], context[order])
+    for a, b in zip(again[2], after.index_select(order)):
+        torch.testing.assert_close(a, b)
+
+
+def test_padding_of_the_target_counts_for_nothing(module):
+    query, source = states()
+    memory = module.prepare(source, LENGTHS)
+    words = torch.arange(TQ) < torch.tensor([4, 2, 3])[:, None]
+    _, _, padded = module(query, memory, target_mask=words)
+    *_, alone = module(query[1:2, :2], module.prepare(source[1:2], LENGTHS[1:2]))
+    torch.testing.assert_close(padded.coverage[1:2], alone.coverage)
+    torch.testing.assert_close(padded.loss[1:2], alone.loss)
+    history = None
+    for t in range(TQ):
+        _, _, history = module(query[:, t], memory, history, target_mask=words[:, t])
+    torch.testing.assert_close(history.loss, padded.loss)
+
+
+def test_temperature(module):
+    query, source = states()
+    warm = copy.deepcopy(module)
+    warm.temperature = 2.0
+    with torch.no_grad():
+        module.weight.div_(2)
+        if getattr(module, "penalty", None) is not None:
+            module.penalty = (
+                nn.Parameter(module.penalty / 2)
+                if isinstance(module.penalty, nn.Parameter)
+                else module.penalty / 2
+            )
+        halved = module.prepare(source, LENGTHS)
+        warmed = warm(query, warm.prepare(source, LENGTHS))[0]
+        torch.testing.assert_close(warmed, module(query, halved)[0])
+
+
+def test_a_module_is_one_like_others(module):
+    """It is saved, copied, and cast to half types."""
+    query, source = states()
+    other = copy.deepcopy(module)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    want = module(query, module.prepare(source, LENGTHS))[0]
+    torch.testing.assert_close(other(query, other.prepare(source, LENGTHS))[0], want)
+    other.to(torch.bfloat16)
+    half = other(query.bfloat16(), other.prepare(source.bfloat16(), LENGTHS))[0]
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), want, atol=0.05, rtol=0.05)
+
+
+def test_a_transition_agent():
+    torch.manual_seed(0)
+    module = ForwardAttention(Q, K, A).double()
+    query, source = states()
+    memory = module.prepare(source, LENGTHS)
+    u = torch.rand(B, TQ).double()
+    context, _, _ = module(query, memory, transition=u)
+    history = None
+    for t in range(TQ):
+        step, _, history = module(query[:, t], memory, history, transition=u[:, t])
+        torch.testing.assert_close(step, context[:, t])
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_pointer_generator(log):
+    torch.manual_seed(0)
+    module = PointerGenerator(K, Q, 5)
+    logits, weights = torch.randn(B, TQ, 9), torch.randn(B, TQ, TK).softmax(-1)
+    source = torch.randint(0, 11, (B, TK))
+    features = (torch.randn(B, TQ, K), torch.randn(B, TQ, Q), torch.randn(B, TQ, 5))
+    out = module(logits, weights, source, *features, extra_words=2, log=log)
+    p = module.gate(torch.cat(features, -1)).sigmoid()
+    wanted = F.pad(p * logits.softmax(-1), (0, 2)).scatter_add(
+        -1, source.unsqueeze(1).expand(B, TQ, TK), (1 - p) * weights
+    )
+    torch.testing.assert_close(out.exp() if log else out, wanted)
+    step = module(
+        logits[:, 1], weights[:, 1], source, *(x[:, 1] for x in features), extra_words=2, log=log
+    )
+    torch.testing.assert_close(step, out[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LocationAwareAttention(Q, K, A, width=4), "width must be odd and at least 1, got"),
+        (lambda: LocationAwareAttention(Q, K, A, -1), "filters must be at least 0, got -1"),
+        (lambda: LocationAwareAttention(Q, K, A, over="all"), "over must be 'previous', 'cumul"),
+        (lambda: CoverageAttention(Q, K, A, fertility=0.0), "fertility must be a positive number"),
+        (lambda: CoverageAttention(Q, K, A, penalty=torch.ones(1)), "penalty must be a number, a"),
+        (lambda: CoverageAttention(Q, K, 0), "attn_dim must be at least 1, got 0"),
+    ],
+)
+def test_bad_modules(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_target_mask():
+    module = CoverageAttention(Q, K, A)
+    memory = module.prepare(torch.randn(B, TK, K), LENGTHS)
+    with pytest.raises(ValueError, match=r"target_mask must be boolean of shape \[3\], got"):
+        module(torch.randn(B, Q), memory, target_mask=torch.ones(B))
