@@ -61,7 +61,13 @@ def _bar(total: int, name: str) -> Iterator[Callable[[int], object]]:
 def train(args: argparse.Namespace) -> None:
     """Train a translator; write best.pt, last.pt and log.csv."""
     from attnfast import checkpoint
-    from attnfast.data import SubwordTokenizer, Tokenizer, encode_pairs, read_pairs
+    from attnfast.data import (
+        SubwordTokenizer,
+        Tokenizer,
+        WordTokenizer,
+        encode_pairs,
+        read_pairs,
+    )
     from attnfast.models import Config, build
     from attnfast.training import Interrupted, Options, Trainer
 
@@ -88,6 +94,8 @@ def train(args: argparse.Namespace) -> None:
     if args.resume:
         state = checkpoint.load(last)
         saved, model, tokenizer = checkpoint.restore(state, args.backend)
+        if tokenizer.kind == WordTokenizer.kind:  # as many words as there were
+            config = dataclasses.replace(config, vocab_size=saved.vocab_size)
         if saved != config:
             name = next(n for n in shape if getattr(saved, n) != getattr(config, n))
             raise InputError(
@@ -101,10 +109,13 @@ def train(args: argparse.Namespace) -> None:
         )
     else:
         checkpoint.write_atomically(directory / "log.csv", b"")  # not to find out an epoch later
-        _say(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
-        tokenizer = SubwordTokenizer.train(
-            (line for pair in pairs for line in pair), config.vocab_size
-        )
+        lines = (line for pair in pairs for line in pair)
+        if args.words:
+            tokenizer = WordTokenizer.train(lines, config.vocab_size)
+            config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+        else:
+            _say(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
+            tokenizer = SubwordTokenizer.train(lines, config.vocab_size)
         model = build(config, args.backend)
 
     examples, left_out = encode_pairs(tokenizer, pairs, args.max_length)
@@ -243,7 +254,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--resume", action="store_true", help="go on with the training in --out")
     sub.add_argument("--attention", choices=ATTENTIONS, default=Config.attention, help="mechanism")
     sub.add_argument("--input-feeding", action="store_true", help="Luong: feed the output back")
-    sub.add_argument("--vocab-size", type=int, default=4000, help="subwords of both languages")
+    sub.add_argument("--copying", action="store_true", help="copy words of the source too")
+    sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
+    sub.add_argument("--vocab-size", type=int, default=4000, help="of both languages together")
     sub.add_argument("--max-length", type=int, default=100, help="leave out longer pairs, tokens")
     for name, kind in (("embed_dim", int), ("hidden_dim", int), ("dropout", float)):
         default = getattr(Config, name)
@@ -254,6 +267,7 @@ def _parser() -> argparse.ArgumentParser:
         ("epochs", int),
         ("batch_size", int),
         ("learning_rate", float),
+        ("coverage_loss", float),
         ("seed", int),
     ):
         default = getattr(Options, name)

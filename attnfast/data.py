@@ -6,6 +6,7 @@ import gzip
 import io
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -77,9 +78,13 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def own_words(self, text: str) -> list[str]:
+        """Return the words of a text that the vocabulary lacks, each once; V on are their ids."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode(self, text: str, own: Sequence[str] = ()) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str: ...
 
     def content(self) -> bytes:
         """Return all there is to it, for a checkpoint."""
@@ -137,10 +142,13 @@ class SubwordTokenizer:
             ) from error
         return cls(proto.getvalue())
 
-    def encode(self, text: str) -> list[int]:
+    def own_words(self, text: str) -> list[str]:
+        return []
+
+    def encode(self, text: str, own: Sequence[str] = ()) -> list[int]:
         return self._processor.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
         return self._processor.decode(list(ids))
 
     def content(self) -> bytes:
@@ -158,15 +166,25 @@ class WordTokenizer:
         self.vocab_size = 4 + len(self._words)
 
     @classmethod
-    def train(cls, sentences: Iterable[str]) -> WordTokenizer:
-        """Take all words of the sentences, in alphabetical order."""
-        return cls(sorted({word for sentence in sentences for word in sentence.split()}))
+    def train(cls, sentences: Iterable[str], vocab_size: int | None = None) -> WordTokenizer:
+        """Take the most frequent words of the sentences, or all, in alphabetical order.
 
-    def encode(self, text: str) -> list[int]:
-        return [self._ids.get(word, UNK) for word in text.split()]
+        ``vocab_size`` counts the four special ids too.
+        """
+        counts = Counter(word for sentence in sentences for word in sentence.split())
+        words = sorted(sorted(counts), key=counts.__getitem__, reverse=True)
+        return cls(sorted(words if vocab_size is None else words[: max(vocab_size - 4, 0)]))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(self._words[i - 4] for i in ids)
+    def own_words(self, text: str) -> list[str]:
+        return [word for word in dict.fromkeys(text.split()) if word not in self._ids]
+
+    def encode(self, text: str, own: Sequence[str] = ()) -> list[int]:
+        extra = {word: i for i, word in enumerate(own, self.vocab_size)}
+        return [self._ids.get(word, extra.get(word, UNK)) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
+        words = [*self._words, *own] if own else self._words
+        return " ".join(words[i - 4] for i in ids)
 
     def content(self) -> bytes:
         return "\n".join(self._words).encode()
@@ -206,9 +224,15 @@ class Batch(NamedTuple):
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], max_length: int
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    max_length: int,
+    copying: bool = False,
 ) -> tuple[list[Example], str]:
     """Turn text into examples, leaving out what cannot be learnt from.
+
+    With ``copying`` a source's words beyond the vocabulary have ids of their own, in its target
+    too.
 
     Returns:
         The examples, and a sentence on the pairs left out: those with an empty side and those
@@ -216,7 +240,8 @@ def encode_pairs(
     """
     examples, empty, long = [], 0, 0
     for pair in pairs:
-        example = Example(*map(tokenizer.encode, pair))
+        own = tokenizer.own_words(pair[0]) if copying else []
+        example = Example(*(tokenizer.encode(text, own) for text in pair))
         shorter, longer = sorted(map(len, example))
         if shorter == 0:
             empty += 1

@@ -516,22 +516,20 @@ class ForwardAttention(LocationAwareAttention):
 class PointerGenerator(nn.Module):
     r"""The distribution over words to generate and words to copy, and the choice between both.
 
-    .. math:: p = \sigma(W [c_t; s_t; x_t] + b), \quad
-              P_w = p\, \mathrm{softmax}(\ell_t)_w + (1 - p) \sum_{i:\, s_i = w} \alpha_{ti}
+    .. math:: p_t = \sigma(W x_t + b), \quad
+              P_{tw} = p_t\, \mathrm{softmax}(\ell_t)_w + (1 - p_t) \sum_{i:\, s_i = w} \alpha_{ti}
 
     Args:
-        context_dim, state_dim, input_dim: features of the context, of the decoder's state and of
-            its input.
+        feature_dims: sizes of what the choice depends on, side by side in x: context, state and
+            input of the decoder in the paper.
         backend: as in :func:`attnfast.copy_distribution`.
 
     Paper: See, Liu and Manning, ACL 2017, arXiv:1704.04368.
     """
 
-    def __init__(
-        self, context_dim: int, state_dim: int, input_dim: int, backend: str | None = None
-    ):
+    def __init__(self, *feature_dims: int, backend: str | None = None):
         super().__init__()
-        self.gate = nn.Linear(context_dim + state_dim + input_dim, 1)
+        self.gate = nn.Linear(sum(feature_dims), 1)
         self.backend = backend
 
     def forward(
@@ -539,9 +537,7 @@ class PointerGenerator(nn.Module):
         logits: Tensor,
         weights: Tensor,
         source: Tensor,
-        context: Tensor,
-        state: Tensor,
-        input: Tensor,
+        *features: Tensor,
         extra_words: int = 0,
         log: bool = True,
     ) -> Tensor:
@@ -551,11 +547,11 @@ class PointerGenerator(nn.Module):
             logits: ``[B, Tq, V]``; or ``[B, V]`` for one step, and so on below.
             weights: ``[B, Tq, Tk]``, of the attention.
             source: ``[B, Tk]``, the word at every key, from V on where the vocabulary lacks it.
-            context, state, input: ``[B, Tq, ·]``, what the choice depends on.
+            features: ``[B, Tq, ·]``, what the choice depends on.
             extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
             log: return logarithms.
         """
-        gate = self.gate(torch.cat([context, state, input], -1)).squeeze(-1)
+        gate = self.gate(torch.cat(features, -1)).squeeze(-1)
         step = logits.dim() == 2
         if step:
             logits, weights, gate = (x.unsqueeze(1) for x in (logits, weights, gate))

@@ -35,7 +35,9 @@ class Options:
         batch_size: sentences in a batch.
         learning_rate: the highest.
         warmup: share of all steps in which the learning rate rises to it.
-        label_smoothing: share of the target distribution spread over the whole vocabulary.
+        label_smoothing: share of the target distribution spread over the whole vocabulary; none
+            where words are copied, of which most cannot come.
+        coverage_loss: weight of the coverage loss, where the attention has a history.
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         seed: of the weights, of the order of the data and of dropout.
@@ -46,6 +48,7 @@ class Options:
     learning_rate: float = 1e-3
     warmup: float = 0.05
     label_smoothing: float = 0.1
+    coverage_loss: float = 1.0
     weight_decay: float = 1e-4
     clip: float = 1.0
     seed: int = 1
@@ -93,8 +96,12 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
-    logits = model(batch.source, batch.lengths, batch.target_in)
-    loss = sequence_loss(logits, batch.target_out, options.label_smoothing)
+    logits, coverage = model(batch.source, batch.lengths, batch.target_in)
+    smoothing = options.label_smoothing if model.pointer is None else 0.0
+    loss = sequence_loss(logits, batch.target_out, smoothing)
+    if coverage is not None and options.coverage_loss:
+        words = (batch.target_out != PAD).sum()
+        loss = loss + options.coverage_loss * coverage.sum() / words
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
     optimizer.step()
@@ -111,7 +118,7 @@ def validation_loss(model: Seq2Seq, groups: Sequence[Sequence[Example]]) -> floa
     for group in groups:
         batch = collate(group).to(device)
         count = int((batch.target_out != PAD).sum())
-        logits = model(batch.source, batch.lengths, batch.target_in)
+        logits, _ = model(batch.source, batch.lengths, batch.target_in)
         total += sequence_loss(logits, batch.target_out).item() * count
         words += count
     model.train(training)

@@ -32,15 +32,17 @@ def translate(
         warn: called with a sentence about a line that was cut or holds unknown words.
         progress: called after each batch with the number of lines in it.
     """
-    sources = []
+    sources, owns = [], []
     for number, line in enumerate(lines, 1):
-        ids = tokenizer.encode(line)
+        own = [] if model.pointer is None else tokenizer.own_words(line)
+        ids = tokenizer.encode(line, own)
         if len(ids) > max_length:
             warn(f"line {number}: cut from {len(ids)} tokens to the limit of {max_length}")
             ids = ids[:max_length]
         if UNK in ids:
             warn(f"line {number}: {ids.count(UNK)} of its tokens are unknown to the model")
         sources.append(ids)
+        owns.append(own)
 
     outputs = [""] * len(lines)
     order = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i]))
@@ -56,7 +58,7 @@ def translate(
             else:
                 found = beam_search(model, source.to(device), lengths, beam)
             for i, ids in zip(chosen, found):
-                outputs[i] = tokenizer.decode(ids)
+                outputs[i] = tokenizer.decode(ids, owns[i])
             progress(len(chosen))
     finally:
         model.train(training)
@@ -71,7 +73,8 @@ def alignment(model: Seq2Seq, tokenizer: Tokenizer, source: str, target: str) ->
     """
     from attnfast.data import Example, collate
 
-    batch = collate([Example(tokenizer.encode(source), tokenizer.encode(target))])
+    own = [] if model.pointer is None else tokenizer.own_words(source)
+    batch = collate([Example(tokenizer.encode(source, own), tokenizer.encode(target, own))])
     device = next(model.parameters()).device
     batch = batch.to(device)
     memory, state = model.encode(batch.source, batch.lengths)

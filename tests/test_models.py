@@ -15,6 +15,7 @@ VARIANTS = [
     *itertools.product(("none", "bahdanau", "dot", "scaled_dot", "general", "concat"), [False]),
     ("general", True),
     ("concat", True),
+    *itertools.product(("coverage", "location", "forward"), [False, True]),
 ]
 
 
@@ -43,7 +44,7 @@ def test_stepping_is_teacher_forcing(attention, input_feeding, cell):
     model = make(attention, input_feeding, cell)
     source, lengths = make_source()
     target = torch.randint(4, VOCAB, (4, 6))
-    expected = model(source, lengths, target)
+    expected, _ = model(source, lengths, target)
 
     memory, state = model.encode(source, lengths)
     whole, _, whole_weights = model.decode(target, state, memory, need_weights=True)
@@ -65,9 +66,9 @@ def test_padding_and_batch_mates_change_nothing(attention, input_feeding):
     model = make(attention, input_feeding)
     source, lengths = make_source()
     target = torch.randint(4, VOCAB, (4, 6))
-    expected = model(source, lengths, target)
+    expected, _ = model(source, lengths, target)
     for i, length in enumerate(lengths.tolist()):
-        alone = model(source[i : i + 1, :length], lengths[i : i + 1], target[i : i + 1])
+        alone, _ = model(source[i : i + 1, :length], lengths[i : i + 1], target[i : i + 1])
         torch.testing.assert_close(alone[0], expected[i])
 
 
@@ -75,7 +76,8 @@ def test_padding_and_batch_mates_change_nothing(attention, input_feeding):
 def test_every_parameter_learns(attention, input_feeding):
     model = make(attention, input_feeding).train()
     source, lengths = make_source()
-    model(source, lengths, torch.randint(4, VOCAB, (4, 6))).logsumexp(-1).sum().backward()
+    logits, loss = model(source, lengths, torch.randint(4, VOCAB, (4, 6)))
+    (logits.logsumexp(-1).sum() + (0 if loss is None else loss.sum())).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -122,7 +124,7 @@ def test_beam_search_of_a_batch_is_that_of_each_sentence(attention, input_feedin
 
 def score(model, source, lengths, words, length_penalty):
     target = torch.tensor([[BOS, *words, EOS]])
-    logits = model(source, lengths, target[:, :-1])
+    logits, _ = model(source, lengths, target[:, :-1])
     logits[..., :3] = -math.inf
     total = logits.log_softmax(-1).gather(-1, target[:, 1:, None]).sum().item()
     return total / ((5 + len(words) + 1) / 6) ** length_penalty

@@ -8,7 +8,7 @@
 from attnfast.models.config import ATTENTIONS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, DecoderState, FixedContext, LuongDecoder
 from attnfast.models.search import beam_search, greedy_search
-from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq
+from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
 
 __all__ = [
     "ATTENTIONS",
@@ -23,6 +23,7 @@ __all__ = [
     "FixedContext",
     "LuongDecoder",
     "Seq2Seq",
+    "Source",
     "beam_search",
     "build",
     "greedy_search",

@@ -9,9 +9,21 @@ from torch import nn
 from attnfast.errors import InputError
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.seq2seq import Encoder, Seq2Seq
-from attnfast.nn import BahdanauAttention, LuongAttention
+from attnfast.nn import (
+    BahdanauAttention,
+    CoverageAttention,
+    ForwardAttention,
+    LocationAwareAttention,
+    LuongAttention,
+    PointerGenerator,
+)
 
-ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES)
+HISTORIES = {
+    "coverage": CoverageAttention,
+    "location": LocationAwareAttention,
+    "forward": ForwardAttention,
+}
+ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES)
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,8 @@ class Config:
     Args:
         vocab_size: V, words of source and target together.
         attention: ``"none"`` and ``"bahdanau"`` make a :class:`BahdanauDecoder`; a score of
-            :class:`attnfast.nn.LuongAttention` makes a :class:`LuongDecoder`.
+            :class:`attnfast.nn.LuongAttention` makes a :class:`LuongDecoder`, as do
+            ``"coverage"``, ``"location"`` and ``"forward"``, additive attention with a history.
         input_feeding: of the Luong decoder.
         cell: ``"gru"`` or ``"lstm"``.
         embed_dim: E, features of a word.
@@ -29,6 +42,8 @@ class Config:
             states have 2H.
         layers: of the encoder.
         dropout: in training, the share of features dropped.
+        copying: choose between words of the vocabulary and words of the source, those included
+            that the vocabulary lacks: a pointer-generator.
     """
 
     vocab_size: int
@@ -39,6 +54,7 @@ class Config:
     hidden_dim: int = 256
     layers: int = 1
     dropout: float = 0.3
+    copying: bool = False
 
     def __post_init__(self):
         for name, choices in (("attention", ATTENTIONS), ("cell", tuple(CELLS))):
@@ -50,6 +66,8 @@ class Config:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.copying and self.attention == "none":
+            raise InputError("copying must be False for attention 'none', got True")
         if self.input_feeding and self.attention in ("none", "bahdanau"):
             raise InputError(
                 f"input_feeding must be False for attention {self.attention!r}, got True"
@@ -68,11 +86,16 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         attention = BahdanauAttention(state_dim, key_dim, config.hidden_dim, backend=backend)
         decoder = BahdanauDecoder(*sizes, attention, config.cell)
     else:
-        attention = LuongAttention(
-            state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
-        )
+        if config.attention in HISTORIES:
+            kind = HISTORIES[config.attention]
+            attention = kind(state_dim, key_dim, config.hidden_dim, backend=backend)
+        else:
+            attention = LuongAttention(
+                state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
+            )
         decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding)
     encoder = Encoder(
         config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout
     )
-    return Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout)
+    pointer = PointerGenerator(config.embed_dim, backend=backend) if config.copying else None
+    return Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.nn import Memory
+from attnfast.nn import History, HistoryAttention, Memory
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -23,17 +23,23 @@ class DecoderState(NamedTuple):
     """What a decoder passes from one step to the next; a search reorders it.
 
     ``hidden [B, D]``; ``cell [B, D]`` of an LSTM or None; ``feed [B, E]``, the previous
-    attentional vector when it is fed back, or None.
+    attentional vector when it is fed back, or None; ``history``, what the attention knows of its
+    past, or None.
     """
 
     hidden: Tensor
     cell: Tensor | None = None
     feed: Tensor | None = None
+    history: History | None = None
 
     def index_select(self, index: Tensor) -> DecoderState:
         """Return the state of the sequences ``index``."""
-        kept = {name: x for name, x in self._asdict().items() if x is not None}
-        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
+
+        def chosen(x: Any) -> Any:
+            return x.index_select(index) if isinstance(x, History) else x.index_select(0, index)
+
+        kept = {name: chosen(x) for name, x in self._asdict().items() if x is not None}
+        return self._replace(**kept)
 
 
 def summary(states: Tensor, lengths: Tensor) -> Tensor:
@@ -75,7 +81,7 @@ class FixedContext(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What both decoders share: the initial state, and a call of the RNN."""
+    """What both decoders share: the initial state, a call of the RNN and one of the attention."""
 
     def __init__(self, attention: nn.Module, cell: str, input_dim: int, hidden_dim: int):
         super().__init__()
@@ -90,6 +96,22 @@ class _Decoder(nn.Module):
             return states, state._replace(hidden=hidden[0])
         states, (hidden, cell) = self.rnn(inputs, (hidden, state.cell.unsqueeze(0)))
         return states, state._replace(hidden=hidden[0], cell=cell[0])
+
+    def _attend(
+        self,
+        query: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool,
+        target_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, DecoderState]:
+        """Attend with ``query [B, D]`` or ``[B, T, D]``; return context, weights and the state."""
+        if not isinstance(self.attention, HistoryAttention):
+            return *self.attention(query, memory, need_weights), state
+        context, weights, history = self.attention(
+            query, memory, state.history, need_weights, target_mask
+        )
+        return context, weights, state._replace(history=history)
 
     def initial(self, hidden: Tensor) -> DecoderState:
         """Return the state before the first word, given ``hidden [B, D]``."""
@@ -123,16 +145,25 @@ class BahdanauDecoder(_Decoder):
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def forward(
-        self, embedded: Tensor, state: DecoderState, memory: Memory, need_weights: bool = False
+        self,
+        embedded: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool = False,
+        target_mask: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
         """Decode the words ``embedded [B, T, E]``, one after the other.
+
+        ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
 
         Returns:
             ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
         """
-        states, contexts, weights = [], [], []
-        for word in embedded.unbind(1):
-            context, weight = self.attention(state.hidden, memory, need_weights)
+        states, contexts = [], []
+        weights: list[Any] = []
+        for t, word in enumerate(embedded.unbind(1)):
+            seen = None if target_mask is None else target_mask[:, t]
+            context, weight, state = self._attend(state.hidden, state, memory, need_weights, seen)
             _, state = self._run(torch.cat([word, context], -1).unsqueeze(1), state)
             states.append(state.hidden)
             contexts.append(context)
@@ -180,29 +211,42 @@ class LuongDecoder(_Decoder):
             return state
         return state._replace(feed=hidden.new_zeros(hidden.shape[0], self.readout.out_features))
 
-    def _attend(
-        self, inputs: Tensor, state: DecoderState, memory: Memory, need_weights: bool
+    def _decode(
+        self,
+        inputs: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool,
+        target_mask: Tensor | None,
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
         states, state = self._run(inputs, state)
-        context, weights = self.attention(states, memory, need_weights)
+        context, weights, state = self._attend(states, state, memory, need_weights, target_mask)
         return torch.tanh(self.readout(torch.cat([context, states], -1))), state, weights
 
     def forward(
-        self, embedded: Tensor, state: DecoderState, memory: Memory, need_weights: bool = False
+        self,
+        embedded: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool = False,
+        target_mask: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
         """Decode the words ``embedded [B, T, E]``, all at once unless the input is fed.
+
+        ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
 
         Returns:
             ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
         """
         if not self.input_feeding:
-            return self._attend(embedded, state, memory, need_weights)
+            return self._decode(embedded, state, memory, need_weights, target_mask)
         outputs: list[Tensor] = []
         weights: list[Any] = []
-        for word in embedded.split(1, 1):
+        for t, word in enumerate(embedded.split(1, 1)):
             assert state.feed is not None
             inputs = torch.cat([word, state.feed.unsqueeze(1)], -1)
-            output, state, weight = self._attend(inputs, state, memory, need_weights)
+            seen = None if target_mask is None else target_mask[:, t : t + 1]
+            output, state, weight = self._decode(inputs, state, memory, need_weights, seen)
             state = state._replace(feed=output.squeeze(1))
             outputs.append(output)
             weights.append(weight)

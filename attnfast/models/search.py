@@ -113,6 +113,6 @@ def beam_search(
         rows = origin.flatten()
         words = torch.cat([words[rows], word.view(-1, 1)], 1)
         state = state.index_select(rows)
-        if len(rows) < len(memory.value):  # hypotheses of one sentence share its memory
+        if len(rows) < len(memory.words):  # hypotheses of one sentence share its memory
             memory = memory.index_select(rows)
     return [max(hypotheses)[1] for hypotheses in finished]

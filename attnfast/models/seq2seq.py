@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -13,7 +15,7 @@ from attnfast.models.decoders import (
     LuongDecoder,
     summary,
 )
-from attnfast.nn import Memory
+from attnfast.nn import Memory, PointerGenerator
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)
@@ -59,6 +61,21 @@ class Encoder(nn.Module):
         return pad_packed_sequence(states, batch_first=True, total_length=embedded.shape[1])[0]
 
 
+class Source(NamedTuple):
+    """A source that has been read: what the decoder attends to, and the words that it may copy.
+
+    ``words [B, Tk]``, of which those from V on are the source's own, ``extra_words`` in the batch.
+    """
+
+    memory: Memory
+    words: Tensor
+    extra_words: int
+
+    def index_select(self, index: Tensor) -> Source:
+        """Return the sources of the sequences ``index``."""
+        return Source(self.memory.index_select(index), self.words[index], self.extra_words)
+
+
 class Seq2Seq(nn.Module):
     """Encoder, decoder, and one embedding for source words, target words and the output layer.
 
@@ -67,6 +84,7 @@ class Seq2Seq(nn.Module):
         decoder: :class:`BahdanauDecoder` or :class:`LuongDecoder`; its outputs are ``[B, T, E]``.
         vocab_size, embed_dim: V and E.
         dropout: on words, on encoder states and on decoder outputs.
+        pointer: copies words of the source, or None.
 
     Paper: Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017,
     arXiv:1608.05859, for the shared embedding.
@@ -79,6 +97,7 @@ class Seq2Seq(nn.Module):
         vocab_size: int,
         embed_dim: int,
         dropout: float = 0.0,
+        pointer: PointerGenerator | None = None,
     ):
         super().__init__()
         self.encoder = encoder
@@ -86,6 +105,7 @@ class Seq2Seq(nn.Module):
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.dropout = nn.Dropout(dropout)
+        self.pointer = pointer
         hidden_dim = decoder.rnn.hidden_size
         self.bridge = nn.Linear(encoder.rnn.hidden_size * 2, hidden_dim)
         nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)
@@ -93,13 +113,16 @@ class Seq2Seq(nn.Module):
             self.embedding.weight[PAD] = 0
 
     def _embed(self, words: Tensor) -> Tensor:
+        if self.pointer is not None:
+            words = words.masked_fill(words >= self.embedding.num_embeddings, UNK)
         return self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)
 
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Memory, DecoderState]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Source, DecoderState]:
         """Read the source and project its keys, once.
 
         Args:
-            source: word ids ``[B, Tk]``.
+            source: word ids ``[B, Tk]``; from V on, each sentence's own words, which are read as
+                unknown ones and can be copied.
             lengths: ``[B]``, each at least 1.
 
         Returns:
@@ -107,22 +130,45 @@ class Seq2Seq(nn.Module):
         """
         states = self.dropout(self.encoder(self._embed(source), lengths))
         memory = self.decoder.attention.prepare(states, lengths)
-        return memory, self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
+        extra_words = 0
+        if self.pointer is not None:
+            extra_words = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
+        state = self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
+        return Source(memory, source, extra_words), state
 
     def decode(
-        self, words: Tensor, state: DecoderState, memory: Memory, need_weights: bool = False
+        self, words: Tensor, state: DecoderState, source: Source, need_weights: bool = False
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
         """Read the target words ``[B, T]`` from ``state`` on.
 
         Returns:
-            ``logits [B, T, V]`` of the word after each, the state after the last, and
-            ``weights [B, T, Tk]`` if asked for.
+            ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
+            log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
-        output, state, weights = self.decoder(self._embed(words), state, memory, need_weights)
-        logits = nn.functional.linear(self.dropout(output), self.embedding.weight, self.bias)
-        return logits, state, weights
+        output, state, weights = self.decoder(
+            self._embed(words),
+            state,
+            source.memory,
+            need_weights or self.pointer is not None,
+            words != PAD,
+        )
+        output = self.dropout(output)
+        logits = nn.functional.linear(output, self.embedding.weight, self.bias)
+        if self.pointer is not None:
+            logits = self.pointer(
+                logits, weights, source.words, output, extra_words=source.extra_words
+            )
+        return logits, state, weights if need_weights else None
 
-    def forward(self, source: Tensor, lengths: Tensor, target_in: Tensor) -> Tensor:
-        """Return ``logits [B, T, V]`` given the true previous words ``target_in [B, T]``."""
+    def forward(
+        self, source: Tensor, lengths: Tensor, target_in: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read the true previous words ``target_in [B, T]``.
+
+        Returns:
+            The logits of :meth:`decode`, and ``[B]``, the coverage loss of an attention with a
+            history, or None.
+        """
         memory, state = self.encode(source, lengths)
-        return self.decode(target_in, state, memory)[0]
+        logits, state, _ = self.decode(target_in, state, memory)
+        return logits, None if state.history is None else state.history.loss

@@ -1,0 +1,166 @@
+"""A pointer-generator with coverage: restaurant descriptions from lists of attributes.
+
+    python examples/e2e.py FOLDER --out runs/e2e
+
+FOLDER holds devset.csv and testset_w_refs.csv of the E2E challenge (Novikova et al., 2017,
+https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0). Half of the names that are asked for in the
+test never occur in the training. Four models are trained, with and without copying and coverage,
+resumable; a table compares them:
+
+    BLEU         of sacrebleu, every description the others of whose list are its references too
+    names right  share of the lists whose name is in the description as it stands in the list, and
+                 of those whose name is new
+    repeated     share of the words that stand in a triple of words that occurred before in the
+                 same description
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from attnfast import checkpoint
+from attnfast.data import WordTokenizer, encode_pairs
+from attnfast.errors import InputError, optional
+from attnfast.models import Config, build
+from attnfast.training import Interrupted, Options, Trainer
+from attnfast.translation import translate
+
+Pairs = list[tuple[str, str]]
+
+
+def split(text: str) -> str:
+    """Put blanks around punctuation."""
+    return " ".join(re.findall(r"\w+(?:['’-]\w+)*|[^\w\s]", text))
+
+
+def read(path: Path) -> Pairs:
+    """Read attribute lists and descriptions, words apart."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [(split(row["mr"]), split(row["ref"])) for row in csv.DictReader(file)]
+    except (OSError, KeyError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path} as a file of the challenge: {error}") from error
+    if not rows:
+        raise InputError(f"{path}: expected at least one description, got none")
+    return rows
+
+
+def name_of(attributes: str) -> str:
+    """Return the name that a list asks for."""
+    return attributes.partition("name [ ")[2].partition(" ]")[0]
+
+
+def repeated(descriptions: Sequence[str]) -> float:
+    """Return the share of words in a triple that occurred before in the same description."""
+    words = again = 0
+    for description in descriptions:
+        tokens, seen = description.split(), set()
+        marked = [False] * len(tokens)
+        for i in range(len(tokens) - 2):
+            triple = tuple(tokens[i : i + 3])
+            if triple in seen:
+                marked[i : i + 3] = [True] * 3
+            seen.add(triple)
+        words += len(tokens)
+        again += sum(marked)
+    return again / max(words, 1)
+
+
+def score(outputs: dict[str, str], test: Pairs, known: set[str]) -> dict[str, float]:
+    """Compare a description of every list with all that people wrote for it."""
+    sacrebleu = optional("sacrebleu", "this example")
+    references: dict[str, list[str]] = {}
+    for attributes, description in test:
+        references.setdefault(attributes, []).append(description)
+    lists = list(references)
+    most = max(map(len, references.values()))
+    streams = [[(references[x] + [None] * most)[i] for x in lists] for i in range(most)]
+    bleu = sacrebleu.BLEU(tokenize="none", lowercase=True, force=True)
+    said = [outputs[x] for x in lists]
+
+    def right(chosen: list[str]) -> float:
+        found = sum(f" {name_of(x)} ".lower() in f" {outputs[x]} ".lower() for x in chosen)
+        return 100 * found / max(len(chosen), 1)
+
+    return {
+        "BLEU": bleu.corpus_score(said, streams).score,
+        "names right": right(lists),
+        "new names right": right([x for x in lists if name_of(x) not in known]),
+        "repeated": 100 * repeated(said),
+    }
+
+
+def run(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, float]:
+    """Train a model, or go on with its training; describe the test's lists; score."""
+    train, test = (read(args.data / file) for file in ("devset.csv", "testset_w_refs.csv"))
+    lists = list(dict.fromkeys(x for x, _ in train))
+    held = set(lists[:: max(len(lists) // 40, 1)])
+    valid = list({x: (x, y) for x, y in train if x in held}.values())
+    train = [pair for pair in train if pair[0] not in held]
+    directory = args.out / f"{attention}{'-copying' if copying else ''}-{args.seed}"
+    options = Options(
+        epochs=args.epochs, batch_size=32, label_smoothing=0.0, seed=args.seed, coverage_loss=1.0
+    )
+    last = directory / "last.pt"
+    torch.manual_seed(args.seed)
+    if last.exists():
+        state = checkpoint.load(last)
+        config, model, tokenizer = checkpoint.restore(state)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        tokenizer = WordTokenizer.train((x for pair in train for x in pair), args.vocab_size)
+        config = Config(
+            tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, copying=copying,
+            input_feeding=True,
+        )  # fmt: skip
+        model = build(config)
+    examples, _ = encode_pairs(tokenizer, train, 100, copying)
+    held_out, _ = encode_pairs(tokenizer, valid, 100, copying)
+    trainer = Trainer(config, model, tokenizer, options, examples, held_out, valid, directory)
+    if last.exists():
+        trainer.resume(state, str(last))
+    trainer.run(lambda said: print(f"  {said}", file=sys.stderr, flush=True))
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(directory / "best.pt"))
+    asked = list(dict.fromkeys(x for x, _ in test))
+    outputs = dict(zip(asked, translate(model, tokenizer, asked, beam=5)))
+    (directory / "test.txt").write_text("".join(f"{x}\t{y}\n" for x, y in outputs.items()))
+    return score(outputs, test, {name_of(x) for x, _ in train + valid})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", type=Path, help="folder of devset.csv and testset_w_refs.csv")
+    parser.add_argument("--out", type=Path, default=Path("runs/e2e"), help="folder of checkpoints")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--vocab-size", type=int, default=500, help="most frequent words to know")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    rows = []
+    try:
+        for attention in ("concat", "coverage"):
+            for copying in (False, True):
+                title = f"{'coverage' if attention == 'coverage' else 'no coverage'}, "
+                title += "copying" if copying else "no copying"
+                print(title, file=sys.stderr, flush=True)
+                rows.append((title, run(args, attention, copying)))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Interrupted:
+        print("stopped; the same command goes on from there", file=sys.stderr)
+        return 130
+    print(f"| model | {' | '.join(rows[0][1])} |\n|---|{'--:|' * len(rows[0][1])}")
+    for title, scores in rows:
+        print(f"| {title} | {' | '.join(f'{x:.1f}' for x in scores.values())} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
