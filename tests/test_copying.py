@@ -135,7 +135,8 @@ def test_table(case, backend):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_fuzz(seed, backend):
-    for case in fuzz(seed, 64):
+    few = backend == "triton" and DEVICE[backend].type == "cpu"  # its interpreter is slow
+    for case in fuzz(seed, 8 if few else 64):
         if why_not(backend, DEVICE[backend], case.dtype, "copy_distribution") is None:
             check(case, backend)
 
@@ -159,10 +160,10 @@ def test_see_2017():
 @pytest.mark.parametrize("log", [False, True])
 def test_gradcheck(log, backend):
     skip_unless(backend, torch.float64)
-    case = Copy(2, 3, 6, 5, 2, log, torch.float64, words=6)
+    case = Copy(1, 2, 5, 3, 2, log, torch.float64)
     args = arguments(case, DEVICE[backend])
-    source = args.pop("source")
-    source[:, :2] = torch.tensor([5, 6])  # every word can come
+    args.pop("source")
+    source = torch.tensor([[3, 4, 1, 1, 4]], device=DEVICE[backend])  # every word can come
 
     def function(*values):
         named = dict(zip(args, values))
@@ -223,11 +224,11 @@ def test_a_word_that_cannot_come_has_no_gradient(backend):
 def test_runs_are_the_same_to_the_bit(backend):
     skip_unless(backend)
     case = Copy(4, 8, 300, 3000, 20, True, words=9)
-    if backend == "triton" and DEVICE[backend].type == "cpu":
-        case = replace(case, B=1, Tq=2, Tk=50, V=100)
+    few = backend == "triton" and DEVICE[backend].type == "cpu"
+    case = replace(case, B=1, Tq=2, Tk=50, V=100) if few else case
     args = arguments(case, DEVICE[backend])
     first = run(case, args, backend)
-    for _ in range(20):
+    for _ in range(2 if few else 20):
         for name, x in run(case, args, backend).items():
             assert torch.equal(x, first[name]), name
 

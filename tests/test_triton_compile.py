@@ -31,7 +31,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 CASES = list(itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("plain", "all")))
-KERNELS = ("_exponentials", "_forward", "_product", "_score_gradient", "_additive_gradient")
+CASES += list(itertools.product(("float32", "bfloat16"), ("copying",), ("plain", "all")))
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values.
 STACK = 32
@@ -42,7 +42,10 @@ REGISTERS = {
     "_product": 168,
     "_score_gradient": 192,
     "_additive_gradient": 176,
+    "_distribution": 168,
+    "_distribution_gradient": 168,
 }
+KERNELS = tuple(REGISTERS)
 #: float32 instructions; those with a 2, of sm_100, do two operations.
 FLOAT32 = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2")
 #: In the inner loop in float32, per (query, key, feature): special functions, float32
@@ -54,7 +57,7 @@ def record(cases: list[tuple]) -> list[tuple]:
     """Run the backend with launches recorded: case, kernel, arguments and options of each."""
     import torch
     import triton
-    from attnfast.kernels import attention
+    from attnfast.kernels import attention, copying
 
     launches = []
 
@@ -65,6 +68,14 @@ def record(cases: list[tuple]) -> list[tuple]:
     B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 128
     for case in cases:
         dtype, score, extras = case
+        if score == "copying":
+            logits = torch.zeros(B, Tq, 5000, dtype=getattr(torch, dtype))
+            weights, gate = logits[..., :Tk], logits[..., 0]
+            source = torch.zeros(B, Tk, dtype=torch.int64 if extras == "all" else torch.int32)
+            ends = (logits, weights, source, gate)
+            out, lse = copying.forward(*ends, 7, extras == "all")
+            copying.backward(out, *ends, lse, 7, extras == "all")
+            continue
         query, key, value = (
             torch.zeros(B, H, *size, dtype=getattr(torch, dtype))
             for size in ((Tq, A), (Tk, A), (Tk, Dv))
@@ -100,7 +111,8 @@ def describe(value, path, constants, attributes):
         attributes[path] = [["tt.divisibility", 16]]
     if isinstance(value, int):
         return "i32"
-    types = {"float32": "fp32", "bfloat16": "bf16", "int64": "i64", "bool": "i1"}
+    types = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "int32": "i32"}
+    types |= {"int64": "i64", "bool": "i1"}
     return "*" + types[str(value.dtype).removeprefix("torch.")]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnfast.backends import FLOATS, choose
 from attnfast.ops.attention import refuse, refuse_tangents
-from attnfast.ops.operators import accumulation_dtype, call, define, operators_of
+from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
 #: difference is small.
@@ -98,6 +98,23 @@ def _backward(ctx: Any, grad_distribution, _):
 
 
 _Copy = define("copy_distribution", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
+
+
+@torch.library.impl("attnfast_triton::copy_distribution", "default", lib=LIBRARIES["triton"])
+def _triton(*args):
+    from attnfast.kernels import copying  # Triton stays unimported until it is used
+
+    check(*args[:5])
+    return copying.forward(*args)
+
+
+@torch.library.impl(
+    "attnfast_triton::copy_distribution_backward", "default", lib=LIBRARIES["triton"]
+)
+def _triton_backward(*args):
+    from attnfast.kernels import copying
+
+    return copying.backward(*args)
 
 
 def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_words: int) -> None:

@@ -1,0 +1,266 @@
+"""The pointer-generator's distribution in Triton: one program for every row.
+
+    S = softmax(logits),  p = sigmoid(gate),  C_w = Σ of the weights of the keys whose word is w
+    P_w = p S_w + (1 − p) C_w,  or log P_w
+
+A row is a sweep over the vocabulary as if nothing were copied. Then the words of the source are put
+right: their C comes from comparing each word with each, so that nothing is added atomically, and
+a word that stands there twice gets the same number twice. Their numbers are float64, a few hundred
+beside a vocabulary: in log space differences of large logarithms are exponents.
+
+Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a key.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attnfast.ops.copying import LIMIT as _LIMIT
+from attnfast.ops.copying import LOWEST as _LOWEST
+from attnfast.ops.operators import accumulation_dtype
+
+LIMIT = tl.constexpr(float(_LIMIT))
+LOWEST = tl.constexpr(_LOWEST)
+SLIGHT = tl.constexpr(1.8048513878454153e-35)  # e^−LIMIT
+BLOCK = 1024  # words of the vocabulary at a time
+WORDS = 64  # words of the source at a time
+
+
+@triton.jit
+def _exp(b_x):
+    """e^x in float64, at most e^LIMIT."""
+    return tl.exp(tl.minimum(b_x, LIMIT, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _gate(p_gate):
+    """p, 1 − p and their logarithms, float64."""
+    g = tl.load(p_gate).to(tl.float64)
+    e = tl.exp(-tl.abs(g))
+    near, far, log_sum = 1 / (1 + e), e / (1 + e), tl.log(1 + e)
+    p, q = tl.where(g < 0, far, near), tl.where(g < 0, near, far)
+    return p, q, tl.where(g < 0, g, 0.0) - log_sum, tl.where(g < 0, 0.0, -g) - log_sum
+
+
+@triton.jit
+def _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI: tl.constexpr):
+    """Return the words at the keys ``o_i`` and what all keys of the same word add up to."""
+    # [BI]
+    b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
+    b_mass = tl.zeros([BI], tl.float64)
+    for j in range(0, Tk, BI):
+        o_j = j + tl.arange(0, BI)
+        m_j = o_j < Tk
+        b_other = tl.load(p_source + o_j, mask=m_j, other=-2).to(tl.int64)
+        b_a = tl.load(p_weights + o_j.to(tl.int64) * s_weights, mask=m_j, other=0).to(tl.float64)
+        b_mass += tl.sum(tl.where(b_w[:, None] == b_other[None, :], b_a[None, :], 0.0), 1)
+    return b_w, b_mass
+
+
+@triton.jit
+def _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V):
+    """Return log P of words, the part of P that is generated, q / P, and the logit.
+
+    A word that cannot be generated has logit −inf.
+    """
+    b_x = tl.load(p_x + b_w * s_x, mask=(b_w >= 0) & (b_w < V), other=-float("inf"))
+    b_x = b_x.to(tl.float64)
+    m_x = b_x != -float("inf")
+    b_e = tl.where(m_x, tl.where(m_x, b_x, 0.0) - tl.where(m_x, lse, 0.0) + log_p, -float("inf"))
+    b_d = b_e - log_q
+    b_u = _exp(b_d)
+    m_copied = b_mass >= SLIGHT
+    m_copied = m_copied | (b_mass != b_mass)
+    b_ratio = 1 / tl.where(m_copied, b_mass + b_u, 1.0)
+    b_part = tl.where(m_copied, b_u * b_ratio, m_x.to(tl.float64))
+    b_log = tl.where(
+        b_d > 0,
+        b_e + tl.log(1 + b_mass * _exp(-b_d)),
+        log_q + tl.log(tl.where(m_copied, b_mass + b_u, 1.0)),
+    )
+    b_log = tl.where(m_copied, b_log, tl.where(m_x, b_e, LOWEST))
+    b_ratio = tl.where(m_copied, b_ratio, tl.where(m_x, _exp(tl.where(m_x, -b_d, 0.0)), 0.0))
+    return b_log, b_part, b_ratio, b_x
+
+
+@triton.jit
+def _distribution(
+    p_x, p_weights, p_source, p_gate, p_out, p_lse, s_x, s_weights, s_gate, Tq, Tk, V, X,
+    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64)
+    i_b, i_t = i_row // Tq, i_row % Tq
+    p_x += i_b * s_x[0] + i_t * s_x[1]
+    p_weights += i_b * s_weights[0] + i_t * s_weights[1]
+    p_source += i_b * Tk
+    p_out += i_row * (V + X)
+    p, q, log_p, log_q = _gate(p_gate + i_b * s_gate[0] + i_t * s_gate[1])
+
+    b_m = tl.full([BV], -float("inf"), acc)
+    b_l = tl.zeros([BV], acc)
+    for v in range(0, V, BV):
+        o_v = v + tl.arange(0, BV)
+        p_v = p_x + o_v.to(tl.int64) * s_x[2]
+        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
+        b_max = tl.maximum(b_m, b_x)
+        b_shift = tl.where(b_max == -float("inf"), 0, b_max)
+        b_l = b_l * tl.exp(b_m - b_shift) + tl.exp(b_x - b_shift)
+        b_m = b_max
+    top = tl.max(b_m, 0)
+    shift = tl.where(top == -float("inf"), 0, top)
+    total = tl.sum(b_l * tl.exp(b_m - shift), 0)
+    none = total == 0
+    log_total = tl.log(tl.where(none, 1, total).to(tl.float64))
+    lse = tl.where(none, -float("inf"), shift.to(tl.float64) + log_total)
+    tl.store(p_lse + i_row, lse)
+
+    low = (log_p - log_total).to(acc)
+    factor = tl.where(none, 0.0, p / tl.where(none, 1, total)).to(acc)
+    for v in range(0, V + X, BV):
+        o_v = v + tl.arange(0, BV)
+        p_v = p_x + o_v.to(tl.int64) * s_x[2]
+        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
+        if LOG:
+            b_out = tl.where(b_x == -float("inf"), LOWEST, b_x - shift + low)
+        else:
+            b_out = tl.exp(b_x - shift) * factor
+        tl.store(p_out + o_v, b_out, mask=o_v < V + X)
+    tl.debug_barrier()  # what follows takes the place of what some other thread has stored
+    for i in range(0, Tk, BI):
+        o_i = i + tl.arange(0, BI)
+        b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
+        m_w = (b_w >= 0) & (b_w < V + X)
+        if LOG:
+            b_out, _, _, _ = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+        else:
+            p_w = p_x + b_w * s_x[2]
+            b_x = tl.load(p_w, mask=m_w & (b_w < V), other=-float("inf")).to(acc)
+            b_out = (tl.exp(b_x - shift) * factor).to(tl.float64) + q * b_mass
+        tl.store(p_out + b_w, b_out.to(acc), mask=m_w)
+
+
+@triton.jit
+def _distribution_gradient(
+    p_grad, p_x, p_weights, p_source, p_gate, p_lse, p_dx, p_dweights, p_dgate,
+    s_grad, s_x, s_weights, s_gate, Tq, Tk, V, X,
+    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a row, G that of its result; csrc/cpu/copying_kernel.cpp has the formulas."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_b, i_t = i_row // Tq, i_row % Tq
+    p_grad += i_b * s_grad[0] + i_t * s_grad[1]
+    p_x += i_b * s_x[0] + i_t * s_x[1]
+    p_weights += i_b * s_weights[0] + i_t * s_weights[1]
+    p_source += i_b * Tk
+    p_dx += i_row * V
+    p_dweights += i_row * Tk
+    p, q, log_p, log_q = _gate(p_gate + i_b * s_gate[0] + i_t * s_gate[1])
+    lse = tl.load(p_lse + i_row)
+    none = lse == -float("inf")
+    high = tl.where(none, 0.0, lse).to(acc)
+    low = tl.where(none, 0.0, lse - high.to(tl.float64)).to(acc)
+
+    # Σ S G, or Σ G, of the words that can be generated
+    b_sum = tl.zeros([BV], acc)
+    for v in range(0, V, BV):
+        o_v = v + tl.arange(0, BV)
+        p_v = p_x + o_v.to(tl.int64) * s_x[2]
+        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
+        b_g = tl.load(p_grad + o_v.to(tl.int64) * s_grad[2], mask=o_v < V, other=0).to(acc)
+        m_x = b_x != -float("inf")
+        if LOG:
+            b_sum += tl.where(m_x, b_g, 0)
+        else:
+            b_sum += tl.where(m_x, tl.exp(b_x - high - low) * b_g, 0)
+    total = tl.sum(b_sum, 0).to(tl.float64)
+
+    every = total  # Σ G of the words that can come
+    b_minus = tl.zeros([BI], tl.float64)
+    b_plus = tl.zeros([BI], tl.float64)
+    for i in range(0, Tk, BI):
+        o_i = i + tl.arange(0, BI)
+        m_i = o_i < Tk
+        p_a = p_weights + o_i.to(tl.int64) * s_weights[2]
+        b_a = tl.load(p_a, mask=m_i, other=0).to(tl.float64)
+        if LOG:
+            b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, m_i, Tk, BI)
+            m_w = (b_w >= 0) & (b_w < V + X)
+            _, _, b_ratio, b_x = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+        else:
+            b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
+            m_w = (b_w >= 0) & (b_w < V + X)
+            b_ratio = q
+            b_x = tl.zeros([BI], tl.float64)
+        b_g = tl.load(p_grad + b_w * s_grad[2], mask=m_w, other=0).to(tl.float64)
+        b_da = b_g * b_ratio
+        b_held = tl.where(b_da > HIGHEST, HIGHEST, tl.where(b_da < -HIGHEST, -HIGHEST, b_da))
+        tl.store(p_dweights + o_i, b_held.to(acc), mask=m_i)
+        b_copied = tl.where(b_da == 0, 0.0, b_a * (b_da if LOG else b_g))
+        m_x = b_x != -float("inf")
+        b_minus += tl.where(m_x, b_copied, 0.0)
+        b_plus += tl.where(m_x, 0.0, b_copied)
+    if LOG:
+        total -= tl.sum(b_minus, 0)
+        every += tl.sum(b_plus, 0)
+        dgate = total - p * every
+    else:
+        dgate = p * q * (total - tl.sum(b_minus, 0))
+    tl.store(p_dgate + i_row, dgate.to(acc))
+
+    for v in range(0, V, BV):
+        o_v = v + tl.arange(0, BV)
+        p_v = p_x + o_v.to(tl.int64) * s_x[2]
+        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
+        b_g = tl.load(p_grad + o_v.to(tl.int64) * s_grad[2], mask=o_v < V, other=0).to(acc)
+        b_s = tl.exp(b_x - high - low)
+        b_dx = b_g - b_s * total.to(acc) if LOG else b_s * p.to(acc) * (b_g - total.to(acc))
+        tl.store(p_dx + o_v, tl.where(b_x == -float("inf"), 0, b_dx), mask=o_v < V)
+    if LOG:
+        tl.debug_barrier()
+        for i in range(0, Tk, BI):
+            o_i = i + tl.arange(0, BI)
+            b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
+            _, b_part, _, b_x = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            m_w = b_x != -float("inf")
+            b_g = tl.load(p_grad + b_w * s_grad[2], mask=m_w, other=0).to(tl.float64)
+            b_s = tl.exp(tl.where(m_w, b_x, 0.0) - tl.where(none, 0.0, lse))
+            b_dx = tl.where(m_w, b_g * b_part - b_s * total, 0.0)
+            tl.store(p_dx + b_w, b_dx.to(acc), mask=m_w)
+
+
+def _options(x: torch.Tensor) -> dict:
+    acc = tl.float64 if accumulation_dtype(x.dtype) == torch.float64 else tl.float32
+    return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4}
+
+
+def forward(logits, weights, source, gate, extra_words: int, log: bool):
+    """Run the operator ``copy_distribution`` of :data:`attnfast.ops.copying.SCHEMAS`."""
+    (B, Tq, V), Tk = logits.shape, weights.shape[-1]
+    out = logits.new_empty((B, Tq, V + extra_words))
+    lse = logits.new_empty((B, Tq), dtype=torch.float64)
+    if B * Tq:
+        with torch.cuda.device_of(logits):
+            _distribution[(B * Tq,)](
+                logits, weights, source.contiguous(), gate, out, lse,
+                logits.stride(), weights.stride(), gate.stride(), Tq, Tk, V, extra_words,
+                LOG=log, **_options(logits),
+            )  # fmt: skip
+    return out, lse
+
+
+def backward(grad, logits, weights, source, gate, lse, extra_words: int, log: bool):
+    """Run the operator ``copy_distribution_backward``."""
+    (B, Tq, V), Tk = logits.shape, weights.shape[-1]
+    grads = tuple(x.new_empty(x.shape) for x in (logits, weights, gate))
+    half = logits.dtype in (torch.float16, torch.bfloat16)
+    if B * Tq:
+        with torch.cuda.device_of(logits):
+            _distribution_gradient[(B * Tq,)](
+                grad, logits, weights, source.contiguous(), gate, lse.contiguous(), *grads,
+                grad.stride(), logits.stride(), weights.stride(), gate.stride(),
+                Tq, Tk, V, extra_words,
+                LOG=log, HIGHEST=65504.0 if half else float("inf"), **_options(logits),
+            )  # fmt: skip
+    return grads
