@@ -169,14 +169,14 @@ def _forward(
     p_q, p_k, p_v, p_weight, p_eq, p_ek, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
     p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, scale,
     H, Tq, Tk, A, AP, Dv,
-    BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
+    SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
 
     With m the largest score so far: l = Σ e^{s − m}, c = Σ e^{s − m} v, both rescaled as m grows.
     The weights need the last m and l. So the sweep stores the scores in their place, and a second
     sweep turns them into e^{s − m} / l: a read and a write each, next to nothing beside the
-    features that the score itself reads.
+    features that the score itself reads. With ``SCORES`` there is none, and the weights are scores.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     NQ, NK = tl.cdiv(Tq, BQ), tl.cdiv(Tk, BK)
@@ -260,7 +260,7 @@ def _forward(
     if i_v == 0:
         b_lse = tl.where(m_empty, -float("inf"), b_shift + tl.log(tl.where(m_empty, 1, b_l)))
         tl.store(p_lse + o_row, b_lse, mask=m_q)
-        if p_weights is not None:
+        if p_weights is not None and not SCORES:
             tl.debug_barrier()  # the scores may come back to another thread than stored them
             for i_k in range(NK):
                 o_k = i_k * BK + tl.arange(0, BK)
@@ -528,6 +528,44 @@ def _multiply(m, x, lengths, out, scale: float, *, over_keys: bool, clean: bool)
     )  # fmt: skip
 
 
+def sweep(
+    query, key, value, weight, bias, mask, lengths, scale: float, context, weights, lse
+) -> None:
+    """Launch :func:`_forward` for context, weights and log-sum-exp.
+
+    Without context or without weights where they are None; without context the weights are scores:
+    −inf where a row may not see a key.
+    """
+    acc, Dv = accumulation_dtype(query.dtype), value.shape[-1]
+    query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
+    (B, H, Tq, A), Tk = query.shape, key.shape[2]
+    bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
+    BQ, BV, BA = _block(Tq, 64, 1), _block(Dv, 128), _block(A, _depth(query.dtype))
+    factored = weight is not None and acc == torch.float32
+    BK = _block(Tk, 32 if factored else _depth(query.dtype))
+    # The weights, if they are there, save taking the scores again for values wider than a block,
+    # and save registers where a dot has no tensor cores.
+    separate = weights is not None and (Dv > BV or query.dtype not in HALF)
+    within = None if separate else context
+    e_q = e_k = range_q = range_k = None
+    with torch.cuda.device_of(query):
+        if factored:
+            e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True)
+            e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
+            if A % CHUNK.value:
+                weight = torch.nn.functional.pad(weight, (0, _whole_chunks(A) - A))
+        columns = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
+        _forward[(B * H * triton.cdiv(Tq, BQ), columns)](
+            query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
+            within, weights, lse, query.stride(), key.stride(), value.stride(),
+            (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
+            _pair(scale), H, Tq, Tk, A, _whole_chunks(A), Dv,
+            SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+        if separate and context is not None:
+            _multiply(weights, value, lengths, context, 1.0, over_keys=True, clean=False)
+
+
 def forward(
     query, key, value, weight, bias, mask, lengths, exponentials, scale: float, need_weights: bool
 ):
@@ -536,33 +574,10 @@ def forward(
     context = query.new_empty((*rows, Dv))
     weights = query.new_empty((*rows, Tk) if need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
-    query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
-    B, H, Tq, A = query.shape
-    bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
-    BQ, BV, BA = _block(Tq, 64, 1), _block(Dv, 128), _block(A, _depth(query.dtype))
-    factored = weight is not None and acc == torch.float32
-    BK = _block(Tk, 32 if factored else _depth(query.dtype))
-    # The weights, if they are there, save taking the scores again for values wider than a block,
-    # and save registers where a dot has no tensor cores.
-    separate = need_weights and (Dv > BV or query.dtype not in HALF)
-    e_q = e_k = range_q = range_k = None
-    with torch.cuda.device_of(query):
-        if factored:
-            e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True)
-            e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
-            if A % CHUNK.value:
-                weight = torch.nn.functional.pad(weight, (0, _whole_chunks(A) - A))
-        grid = (B * H * triton.cdiv(Tq, BQ), 1 if separate else max(triton.cdiv(Dv, BV), 1))
-        _forward[grid](
-            query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
-            None if separate else context, weights if need_weights else None, lse,
-            query.stride(), key.stride(), value.stride(),
-            (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
-            _pair(scale), H, Tq, Tk, A, _whole_chunks(A), Dv,
-            BQ=BQ, BK=BK, BA=BA, BV=BV, num_warps=8, enable_fp_fusion=True,
-        )  # fmt: skip
-        if separate:
-            _multiply(weights, value, lengths, context, 1.0, over_keys=True, clean=False)
+    sweep(
+        query, key, value, weight, bias, mask, lengths, scale, context,
+        weights if need_weights else None, lse,
+    )  # fmt: skip
     return context, weights, lse
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from attnfast.errors import InputError
 from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
 
 VOCAB = 23
@@ -187,3 +188,52 @@ def test_importing_attnfast_is_cheap():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout == "[]\n"
+
+
+def make_pointer(attention="coverage", input_feeding=False):
+    torch.manual_seed(0)
+    config = Config(VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, copying=True)
+    model = build(config, backend="reference").eval()
+    source, lengths = make_source()
+    source[0], source[2, :2] = VOCAB, torch.tensor([VOCAB, VOCAB + 1])  # their own words
+    return model, source, lengths
+
+
+@pytest.mark.parametrize("attention", ["general", "coverage", "bahdanau"])
+def test_a_pointer_generator_steps_as_it_is_trained(attention):
+    model, source, lengths = make_pointer(attention)
+    target = torch.randint(4, VOCAB + 2, (4, 6))
+    expected, _ = model(source, lengths, target)
+    assert expected.shape == (4, 6, VOCAB + 2)
+    torch.testing.assert_close(expected.exp().sum(-1), torch.ones(4, 6))
+    assert (expected[1, :, VOCAB:] < -80).all() and (expected[0, :, VOCAB] > -80).all()
+    memory, state = model.encode(source, lengths)
+    for t, word in enumerate(target.split(1, 1)):
+        logits, state, weights = model.decode(word, state, memory)
+        assert weights is None
+        torch.testing.assert_close(logits[:, 0], expected[:, t])
+
+
+@pytest.mark.parametrize("input_feeding", [False, True])
+def test_searches_say_words_that_the_vocabulary_lacks(input_feeding):
+    model, source, lengths = make_pointer(input_feeding=input_feeding)
+    with torch.no_grad():
+        model.pointer.gate.bias.fill_(-20)  # copy always
+    for found in (greedy_search(model, source, lengths), beam_search(model, source, lengths, 3)):
+        for words, sentence in zip(found, source.tolist()):
+            assert words and set(words) <= set(sentence)
+        assert any(word >= VOCAB for words in found for word in words)
+
+
+def test_coverage_loss_passes_over_padding():
+    model, source, lengths = make_pointer()
+    target = torch.randint(4, VOCAB, (4, 6))
+    target[:, 4:] = 0
+    _, padded = model(source, lengths, target)
+    _, short = model(source, lengths, target[:, :4])
+    torch.testing.assert_close(padded, short)
+
+
+def test_copying_needs_an_attention():
+    with pytest.raises(InputError, match="copying must be False for attention 'none', got True"):
+        Config(VOCAB, "none", copying=True)

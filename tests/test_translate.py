@@ -470,3 +470,37 @@ def test_info_runs_without_optional_packages():
         assert any(line.startswith(name) for line in done.stdout.splitlines()), name
     assert "reference  on" in done.stdout
     assert "attnfast train needs the package sentencepiece" in done.stderr
+
+
+def test_words_of_a_source_that_the_vocabulary_lacks():
+    tokenizer = WordTokenizer.train(["a b a c", "b a d"], vocab_size=6)
+    assert tokenizer.content() == b"a\nb"  # the most frequent two
+    own = tokenizer.own_words("a zwei drei zwei")
+    assert own == ["zwei", "drei"]
+    ids = tokenizer.encode("drei a vier zwei", own)
+    assert ids == [7, 4, UNK, 6]
+    assert tokenizer.decode([7, 4, 6], own) == "drei a zwei"
+    pairs = [("a zwei", "zwei b drei")]
+    assert encode_pairs(tokenizer, pairs, 9, copying=True)[0] == [([4, 6], [6, 5, UNK])]
+    assert encode_pairs(tokenizer, pairs, 9)[0] == [([4, UNK], [UNK, 5, UNK])]
+
+
+def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):
+    """From the command line: names that the training never showed come through."""
+    names = [f"name{i}" for i in range(60)]
+    (tmp_path / "source").write_text("".join(f"call {n} now\n" for n in names))
+    (tmp_path / "target").write_text("".join(f"now comes {n} to us\n" for n in names))
+    (tmp_path / "new").write_text("call somebody now\ncall anyone now\n")
+    files = [
+        f"--{v}{side}={tmp_path / side}" for v in ("", "valid-") for side in ("source", "target")
+    ]
+    model = ["--words", "--copying", "--attention=coverage", "--vocab-size=10", "--epochs=12"]
+    sizes = ["--embed-dim=16", "--hidden-dim=16", "--batch-size=4", "--learning-rate=0.01"]
+    command = ["train", *files, *model, *sizes, f"--out={tmp_path / 'run'}", "--dropout=0"]
+    assert main(command) == 0
+    assert main([*command, "--resume"]) == 0  # nothing is left to do
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert main(["translate", str(tmp_path / "run/best.pt"), f"--input={tmp_path / 'new'}",
+                 f"--output={out}"]) == 0  # fmt: skip
+    assert out.read_text() == "now comes somebody to us\nnow comes anyone to us\n"

@@ -31,7 +31,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 CASES = list(itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("plain", "all")))
-CASES += list(itertools.product(("float32", "bfloat16"), ("copying",), ("plain", "all")))
+CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values.
 STACK = 32
@@ -42,6 +42,8 @@ REGISTERS = {
     "_product": 168,
     "_score_gradient": 192,
     "_additive_gradient": 176,
+    "_scan": 255,
+    "_scan_gradient": 255,
     "_distribution": 168,
     "_distribution_gradient": 168,
 }
@@ -57,7 +59,7 @@ def record(cases: list[tuple]) -> list[tuple]:
     """Run the backend with launches recorded: case, kernel, arguments and options of each."""
     import torch
     import triton
-    from attnfast.kernels import attention, copying
+    from attnfast.kernels import attention, copying, coverage
 
     launches = []
 
@@ -75,6 +77,9 @@ def record(cases: list[tuple]) -> list[tuple]:
             ends = (logits, weights, source, gate)
             out, lse = copying.forward(*ends, 7, extras == "all")
             copying.backward(out, *ends, lse, 7, extras == "all")
+            continue
+        if score == "coverage":
+            record_coverage(coverage, (B, H, Tq, Tk, A, Dv), getattr(torch, dtype), extras == "all")
             continue
         query, key, value = (
             torch.zeros(B, H, *size, dtype=getattr(torch, dtype))
@@ -96,6 +101,36 @@ def record(cases: list[tuple]) -> list[tuple]:
             None, 1.0, True, True, bias is not None,
         )  # fmt: skip
     return launches
+
+
+def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
+    """Run the backend's coverage_attention: See's feature, or every term at once."""
+    import torch
+
+    B, H, Tq, Tk, A, Dv = sizes
+    query, key, value = (
+        torch.zeros(B, H, *size, dtype=dtype) for size in ((Tq, A), (Tk, A), (Tk, Dv))
+    )
+    K, C, W = (32, 2, 31) if every else (1, 2, 1)
+    filters, projection = torch.zeros(K, C, W), torch.zeros(A, K)
+    bias = mask = lengths = penalty = rate = transition = state = grad = None
+    weights, keys = torch.zeros(B, H, Tq, Tk), torch.zeros(B, H, Tk)
+    if every:
+        bias = query.new_zeros(H, 1, Tk).expand(B, H, Tq, Tk)
+        mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, Tk)
+        lengths, penalty, transition = torch.tensor([Tk, 17]), torch.ones(H), weights[..., 0]
+        rate = state = keys
+        grad = keys[..., 0].contiguous()
+    for history in ((filters, projection), (None, None)):
+        terms = (*history, penalty, rate, transition, state, state)
+        weight = query.new_zeros(A)
+        context, _, last, _, odds = coverage.forward(
+            query, key, value, weight, bias, mask, lengths, *terms, 1.0
+        )
+        coverage.backward(
+            context, weights if every else None, last if every else None, grad,
+            query, key, value, weight, lengths, *terms, weights, odds, 1.0, *[True] * 4,
+        )  # fmt: skip
 
 
 def describe(value, path, constants, attributes):

@@ -34,7 +34,7 @@ from attnfast.ops.attention import (
     score,
     visible_keys,
 )
-from attnfast.ops.operators import accumulation_dtype, call, define, operators_of
+from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
 #: ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
@@ -196,6 +196,25 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_coverage, grad_loss, _)
 
 
 _Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
+
+
+@torch.library.impl("attnfast_triton::coverage_attention", "default", lib=LIBRARIES["triton"])
+def _triton(*args):
+    from attnfast.kernels import coverage  # Triton stays unimported until it is used
+
+    query, key, value, weight, bias, mask, lengths, *history, _ = args
+    check(query, key, value, weight, bias, mask, lengths)
+    check_history(query, key, *history)
+    return coverage.forward(*args)
+
+
+@torch.library.impl(
+    "attnfast_triton::coverage_attention_backward", "default", lib=LIBRARIES["triton"]
+)
+def _triton_backward(*args):
+    from attnfast.kernels import coverage
+
+    return coverage.backward(*args)
 
 
 def check_history(

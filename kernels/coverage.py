@@ -1,0 +1,549 @@
+"""Attention with a history in Triton: one program scans the rows of a sequence and head.
+
+Without features in the tanh, scores are taken for all rows at once by attention's own kernel and
+the scan is a softmax for each row. With features a row's scores are taken in the scan: what the
+filters find around a key, projected into the tanh. The state, coverage and last weights, stays in
+the multiprocessor's cache. The backward walks the rows from the last to the first; its sums over
+rows lie in memory private to a program, which adds to them atomically because several threads may
+hold one element, and so in the loops' order.
+
+Names: as in :mod:`attnfast.kernels.attention`; ``f`` is a filter, ``x`` a key under a filter's tap.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from attnfast.kernels import attention
+from attnfast.kernels.attention import (
+    _block,
+    _heads,
+    _multiply,
+    _pair,
+    _reciprocal,
+    _scalar,
+    _seen_keys,
+    _strides,
+)
+
+from attnfast.ops.operators import accumulation_dtype
+
+FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
+
+
+@triton.jit
+def _find(
+    p_filters, p_last, p_coverage, o_k, Tk, K, W,
+    C: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, acc: tl.constexpr,
+):  # fmt: skip
+    """What the filters find around keys, [BK, BF]; past the ends there are zeros."""
+    o_f = tl.arange(0, BF)
+    b_found = tl.zeros([BK, BF], acc)
+    for w in range(W):
+        o_x = o_k + w - W // 2
+        m_x = (o_x >= 0) & (o_x < Tk)
+        p_f = p_filters + o_f * (C * W) + w
+        # [BK] and [BF]
+        b_x = tl.load(p_last + o_x, mask=m_x, other=0)
+        b_found += b_x[:, None] * tl.load(p_f, mask=o_f < K, other=0)[None, :]
+        if C == 2:
+            b_x = tl.load(p_coverage + o_x, mask=m_x, other=0)
+            b_found += b_x[:, None] * tl.load(p_f + W, mask=o_f < K, other=0)[None, :]
+    return b_found
+
+
+@triton.jit
+def _tanh_inputs(
+    p_q, p_k, p_projection, s_q, s_k, b_found, o_a, m_k, A, K,
+    BF: tl.constexpr, acc: tl.constexpr,
+):  # fmt: skip
+    """q + k + U f of BA features, [BK, BA], and U, [BF, BA]; ``p_k [BK]`` points to rows."""
+    o_f = tl.arange(0, BF)
+    m_a = o_a < A
+    p_u = p_projection + o_a[None, :] * K + o_f[:, None]
+    b_u = tl.load(p_u, mask=m_a[None, :] & (o_f < K)[:, None], other=0)
+    b_q = tl.load(p_q + o_a.to(tl.int64) * s_q, mask=m_a, other=0).to(acc)
+    p_ka = p_k[:, None] + o_a.to(tl.int64)[None, :] * s_k
+    b_k = tl.load(p_ka, mask=m_k[:, None] & m_a[None, :], other=0).to(acc)
+    if BF == 1:
+        b_f = b_found * b_u
+    else:
+        b_f = tl.dot(b_found, b_u, input_precision="ieee", out_dtype=acc)
+    return b_q[None, :] + b_k + b_f, b_u
+
+
+@triton.jit
+def _odds(p_last, o_k, m_k, u):
+    """(1 − u) p_j + u p_j−1."""
+    b_p = tl.load(p_last + o_k, mask=m_k, other=0)
+    return (1 - u) * b_p + u * tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
+
+
+@triton.jit
+def _scan(
+    p_q, p_k, p_weight, p_bias, p_mask, p_lengths, p_filters, p_projection, p_penalty, p_rate,
+    p_transition, p_previous, p_weights, p_coverage, p_loss, p_odds,
+    s_q, s_k, s_weight, s_bias, s_mask, s_filters, s_projection, s_penalty, scale,
+    H, Tq, Tk, A, K, W, C: tl.constexpr,
+    BK: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Weights, coverage and loss. Without filters ``weights`` holds the scores to begin with."""
+    acc: tl.constexpr = p_weights.dtype.element_ty
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    scale = _scalar(scale, acc)
+    n = _seen_keys(p_lengths, i_b, Tk)
+    p_coverage += i_bh * Tk
+    p_previous += i_bh * Tk
+    p_weights += i_bh * Tq * Tk
+    penalty = 0.0
+    if p_penalty is not None:
+        penalty = tl.load(p_penalty + i_h * s_penalty)
+    if p_filters is not None:
+        p_q += i_b * s_q[0] + i_h * s_q[1]
+        p_k += i_b * s_k[0] + i_h * s_k[1]
+        p_weight += i_h * s_weight[0]
+        p_filters += i_h * s_filters
+        p_projection += i_h * s_projection
+    b_lost = tl.zeros([BK], acc)
+    for t in range(Tq):
+        p_row = p_weights + tl.cast(t, tl.int64) * Tk
+        if t == 0:
+            p_last = p_previous
+        else:
+            p_last = p_row - Tk
+        u = 0.0
+        if p_transition is not None:
+            u = tl.load(p_transition + i_bh * Tq + t)
+
+        b_top = tl.full([BK], -float("inf"), acc)
+        for j in range(0, n, BK):
+            o_k = j + tl.arange(0, BK)
+            m_k = o_k < n
+            m_s = m_k
+            # [BK]
+            if p_filters is not None:
+                b_found = _find(p_filters, p_last, p_coverage, o_k, Tk, K, W, C, BK, BF, acc)
+                b_e = tl.zeros([BK], acc)
+                for a in range(0, A, BA):
+                    o_a = a + tl.arange(0, BA)
+                    b_z, _ = _tanh_inputs(
+                        p_q + tl.cast(t, tl.int64) * s_q[2], p_k + o_k.to(tl.int64) * s_k[2],
+                        p_projection, s_q[3], s_k[3], b_found, o_a, m_k, A, K, BF, acc,
+                    )  # fmt: skip
+                    b_t = tl.exp(-2 * tl.abs(b_z))
+                    b_tanh = 1 - 2 * b_t * _reciprocal(1 + b_t)
+                    b_w = tl.load(p_weight + o_a * s_weight[1], mask=o_a < A, other=0).to(acc)
+                    b_e += tl.sum(b_w[None, :] * tl.where(b_z < 0, -b_tanh, b_tanh), 1)
+                b_e *= scale
+                o_s = o_k.to(tl.int64)
+                if p_mask is not None:
+                    p_m = p_mask + i_b * s_mask[0] + i_h * s_mask[1] + o_s * s_mask[3]
+                    m_s = tl.load(p_m + t * s_mask[2], mask=m_k, other=0) != 0
+                if p_bias is not None:
+                    p_b = p_bias + i_b * s_bias[0] + i_h * s_bias[1] + o_s * s_bias[3]
+                    b_bias = tl.load(p_b + t * s_bias[2], mask=m_k, other=0).to(acc)
+                    b_e += b_bias
+                    m_s = m_s & (b_bias != -float("inf"))
+            else:
+                b_e = tl.load(p_row + o_k, mask=m_k, other=-float("inf"))
+                m_s = m_k & (b_e != -float("inf"))
+            if p_penalty is not None:
+                b_e -= penalty * tl.load(p_coverage + o_k, mask=m_k, other=0)
+            b_e = tl.where(m_s, b_e, -float("inf"))
+            tl.store(p_row + o_k, b_e, mask=m_k)
+            if p_transition is not None:
+                b_e = tl.where(_odds(p_last, o_k, m_k, u) == 0, -float("inf"), b_e)
+            b_top = tl.maximum(b_top, b_e)
+        top = tl.max(b_top, 0)
+        top = tl.where(top == -float("inf"), 0, top)
+        tl.debug_barrier()
+
+        b_sum = tl.zeros([BK], acc)
+        for j in range(0, n, BK):
+            o_k = j + tl.arange(0, BK)
+            b_e = tl.load(p_row + o_k, mask=o_k < n, other=-float("inf")) - top
+            b_mass = tl.exp(tl.where(b_e > FAR, FAR, b_e))
+            if p_transition is not None:
+                b_mass *= _odds(p_last, o_k, o_k < n, u)
+            b_sum += b_mass
+        total = tl.sum(b_sum, 0)
+        inverse = 1 / tl.where(total == 0, 1, total)
+        for j in range(0, Tk, BK):
+            o_k = j + tl.arange(0, BK)
+            m_k = o_k < n
+            b_e = tl.load(p_row + o_k, mask=m_k, other=-float("inf")) - top
+            b_odds = tl.exp(tl.where(b_e > FAR, FAR, b_e)) * inverse
+            b_p = b_odds
+            if p_transition is not None:
+                b_p = b_odds * _odds(p_last, o_k, m_k, u)
+                tl.store(p_odds + (i_bh * Tq + t) * Tk + o_k, b_odds, mask=o_k < Tk)
+            b_c = tl.load(p_coverage + o_k, mask=m_k, other=0)
+            b_lost += tl.where(b_p <= b_c, b_p, b_c)
+            b_rate = 1.0
+            if p_rate is not None:
+                b_rate = tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
+            tl.store(p_coverage + o_k, b_c + b_rate * b_p, mask=m_k)
+            tl.store(p_row + o_k, b_p, mask=o_k < Tk)
+        tl.debug_barrier()
+    tl.store(p_loss + i_bh, tl.sum(b_lost, 0))
+
+
+@triton.jit
+def _scan_gradient(
+    p_q, p_k, p_weight, p_lengths, p_filters, p_projection, p_penalty, p_rate, p_transition,
+    p_previous, p_weights, p_odds, p_first, p_grad_loss,
+    p_ds, p_before, p_dlast, p_dcoverage, p_dr, p_dfound,
+    p_dq, p_dk, p_dweight, p_dfilters, p_dprojection, p_dpenalty, p_drate, p_dtransition,
+    s_q, s_k, s_weight, s_filters, s_projection, s_penalty, scale,
+    H, Tq, Tk, A, K, W, C: tl.constexpr,
+    BK: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """From g = dc vᵀ + dP, in the place of ds, to ds and all that flows through the history.
+
+    ``dlast`` is the gradient of the weights as the next row's past, ``dcoverage`` that of the
+    coverage after a row, then before it; ``before`` and ``dr``, ``dfound`` are for what the rows
+    leave and the threads exchange.
+    """
+    acc: tl.constexpr = p_ds.dtype.element_ty
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    scale = _scalar(scale, acc)
+    n = _seen_keys(p_lengths, i_b, Tk)
+    p_weights += i_bh * Tq * Tk
+    p_before += i_bh * Tq * Tk
+    p_ds += i_bh * Tq * Tk
+    p_previous += i_bh * Tk
+    p_dlast += i_bh * Tk
+    p_dcoverage += i_bh * Tk
+    penalty = 0.0
+    if p_penalty is not None:
+        penalty = tl.load(p_penalty + i_h * s_penalty)
+    grad_loss = 0.0
+    if p_grad_loss is not None:
+        grad_loss = tl.load(p_grad_loss + i_bh)
+    if p_filters is not None:
+        p_q += i_b * s_q[0] + i_h * s_q[1]
+        p_k += i_b * s_k[0] + i_h * s_k[1]
+        p_weight += i_h * s_weight[0]
+        p_filters += i_h * s_filters
+        p_projection += i_h * s_projection
+        p_dfound += i_bh * Tk * BF
+        p_dfilters += i_bh * K * C * W
+        p_dprojection += i_bh * A * K
+        p_dk += i_bh * Tk * A
+    o_f = tl.arange(0, BF)
+
+    for j in range(0, Tk, BK):  # the coverage before every row
+        o_k = j + tl.arange(0, BK)
+        m_k = o_k < Tk
+        b_c = tl.load(p_first + i_bh * Tk + o_k, mask=m_k, other=0)
+        b_rate = tl.full([BK], 1, acc)
+        if p_rate is not None:
+            b_rate = tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
+        for t in range(Tq):
+            o_row = tl.cast(t, tl.int64) * Tk + o_k
+            tl.store(p_before + o_row, b_c, mask=m_k)
+            b_c += b_rate * tl.load(p_weights + o_row, mask=m_k, other=0)
+    tl.debug_barrier()
+
+    b_dpenalty = tl.zeros([BK], acc)
+    for i in range(Tq):
+        t = Tq - 1 - i
+        o_row = tl.cast(t, tl.int64) * Tk
+        if t == 0:
+            p_last = p_previous
+        else:
+            p_last = p_weights + o_row - Tk
+        b_mean = tl.zeros([BK], acc)
+        for j in range(0, n, BK):
+            o_k = j + tl.arange(0, BK)
+            m_k = o_k < n
+            # [BK]
+            b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
+            b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
+            b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
+            b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0)
+            b_g += tl.load(p_dlast + o_k, mask=m_k, other=0)
+            if p_rate is None:
+                b_g += b_dc
+            else:
+                b_g += b_dc * tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
+                p_dr_k = p_drate + i_bh * Tk + o_k
+                b_drate = tl.load(p_dr_k, mask=m_k, other=0) + b_dc * b_p
+                tl.store(p_dr_k, b_drate, mask=m_k)
+            b_g += tl.where(b_p <= b_c, grad_loss, 0)
+            b_dc += tl.where(b_p <= b_c, 0, grad_loss)
+            b_mean += tl.where(b_p == 0, 0, b_p * b_g)
+            tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
+            tl.store(p_ds + o_row + o_k, b_g, mask=m_k)
+        mean = tl.sum(b_mean, 0)
+        tl.debug_barrier()
+
+        u = 0.0
+        b_du = tl.zeros([BK], acc)
+        if p_transition is not None:
+            u = tl.load(p_transition + i_bh * Tq + t)
+        for j in range(0, Tk, BK):
+            o_k = j + tl.arange(0, BK)
+            m_k = o_k < n
+            b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
+            b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
+            b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0) - mean
+            b_ds = tl.where(b_p == 0, 0, b_p * b_g)
+            tl.store(p_ds + o_row + o_k, b_ds, mask=o_k < Tk)
+            if p_penalty is not None:
+                b_dpenalty -= b_ds * b_c
+                b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0) - penalty * b_ds
+                tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
+            if p_transition is not None:
+                b_odds = tl.load(p_odds + i_bh * Tq * Tk + o_row + o_k, mask=m_k, other=0)
+                b_dr = tl.where(b_odds == 0, 0, b_odds * b_g)
+                tl.store(p_dr + i_bh * Tk + o_k, b_dr, mask=o_k < Tk)
+                b_before = tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
+                b_du += b_dr * (b_before - tl.load(p_last + o_k, mask=m_k, other=0))
+        if p_transition is not None:
+            tl.store(p_dtransition + i_bh * Tq + t, tl.sum(b_du, 0))
+        tl.debug_barrier()
+
+        if p_filters is not None:
+            for j in range(0, n, BK):
+                o_k = j + tl.arange(0, BK)
+                b_ds = tl.load(p_ds + o_row + o_k, mask=o_k < n, other=0) * scale
+                m_k = b_ds != 0  # the others' keys may be NaN
+                b_found = _find(p_filters, p_last, p_before + o_row, o_k, Tk, K, W, C, BK, BF, acc)
+                b_dfound = tl.zeros([BK, BF], acc)
+                for a in range(0, A, BA):
+                    o_a = a + tl.arange(0, BA)
+                    m_a = o_a < A
+                    b_z, b_u = _tanh_inputs(
+                        p_q + tl.cast(t, tl.int64) * s_q[2], p_k + o_k.to(tl.int64) * s_k[2],
+                        p_projection, s_q[3], s_k[3], b_found, o_a, m_k, A, K, BF, acc,
+                    )  # fmt: skip
+                    # [BK, BA]
+                    b_t = tl.exp(-2 * tl.abs(b_z))
+                    b_inverse = _reciprocal(1 + b_t)
+                    b_tanh = 1 - 2 * b_t * b_inverse
+                    b_tanh = b_ds[:, None] * tl.where(b_z < 0, -b_tanh, b_tanh)
+                    b_w = tl.load(p_weight + o_a * s_weight[1], mask=m_a, other=0).to(acc)
+                    b_dz = (b_ds[:, None] * b_w[None, :]) * (4 * b_t * b_inverse * b_inverse)
+                    tl.atomic_add(
+                        p_dweight + i_bh * A + o_a, tl.sum(b_tanh, 0), mask=m_a, sem="relaxed"
+                    )
+                    p_dqa = p_dq + (i_bh * Tq + t) * A + o_a
+                    tl.atomic_add(p_dqa, tl.sum(b_dz, 0), mask=m_a, sem="relaxed")
+                    p_dka = p_dk + o_k.to(tl.int64)[:, None] * A + o_a[None, :]
+                    m_ka = m_k[:, None] & m_a[None, :]
+                    tl.atomic_add(p_dka, b_dz, mask=m_ka, sem="relaxed")
+                    p_du = p_dprojection + o_a[:, None] * K + o_f[None, :]
+                    m_u = m_a[:, None] & (o_f < K)[None, :]
+                    if BF == 1:
+                        b_dfound += tl.sum(b_dz * b_u, 1)[:, None]
+                        b_dprojection = tl.sum(b_dz * b_found, 0)[:, None]
+                    else:
+                        b_dfound = tl.dot(
+                            b_dz, tl.trans(b_u), b_dfound, input_precision="ieee", out_dtype=acc
+                        )
+                        b_dprojection = tl.dot(
+                            tl.trans(b_dz), b_found, input_precision="ieee", out_dtype=acc
+                        )
+                    tl.atomic_add(p_du, b_dprojection, mask=m_u, sem="relaxed")
+                p_df = p_dfound + o_k[:, None] * BF + o_f[None, :]
+                tl.store(p_df, b_dfound, mask=(o_k < n)[:, None])
+                for w in range(W):
+                    o_x = o_k + w - W // 2
+                    m_x = (o_x >= 0) & (o_x < Tk)
+                    p_f = p_dfilters + o_f * (C * W) + w
+                    b_x = tl.load(p_last + o_x, mask=m_x, other=0)
+                    b_df = tl.sum(b_dfound * b_x[:, None], 0)
+                    tl.atomic_add(p_f, b_df, mask=o_f < K, sem="relaxed")
+                    if C == 2:
+                        b_x = tl.load(p_before + o_row + o_x, mask=m_x, other=0)
+                        b_df = tl.sum(b_dfound * b_x[:, None], 0)
+                        tl.atomic_add(p_f + W, b_df, mask=o_f < K, sem="relaxed")
+            tl.debug_barrier()
+
+        for j in range(0, Tk, BK):  # what this row leaves for the weights and coverage before it
+            o_k = j + tl.arange(0, BK)
+            m_k = o_k < Tk
+            b_dp = tl.zeros([BK], acc)
+            if p_transition is not None:
+                p_dr_k = p_dr + i_bh * Tk + o_k
+                b_dp += (1 - u) * tl.load(p_dr_k, mask=m_k, other=0)
+                b_dp += u * tl.load(p_dr_k + 1, mask=o_k < Tk - 1, other=0)
+            if p_filters is not None:
+                b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
+                for w in range(W):
+                    o_x = o_k - w + W // 2  # the key that sees this one under tap w
+                    p_df = p_dfound + o_x[:, None] * BF + o_f[None, :]
+                    m_x = ((o_x >= 0) & (o_x < n))[:, None] & (o_f < K)[None, :]
+                    b_df = tl.load(p_df, mask=m_x, other=0)
+                    p_f = p_filters + o_f * (C * W) + w
+                    b_dp += tl.sum(b_df * tl.load(p_f, mask=o_f < K, other=0)[None, :], 1)
+                    if C == 2:
+                        b_f = tl.load(p_f + W, mask=o_f < K, other=0)
+                        b_dc += tl.sum(b_df * b_f[None, :], 1)
+                tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
+            tl.store(p_dlast + o_k, b_dp, mask=m_k)
+        tl.debug_barrier()
+    if p_penalty is not None:
+        tl.store(p_dpenalty + i_bh, tl.sum(b_dpenalty, 0))
+
+
+def _of_heads(x, dims: int, H: int):
+    """Return parameters as contiguous numbers, and the stride from one head's to the next's."""
+    if x is None:
+        return None, 0
+    x = x.contiguous()
+    return x, x.stride(0) if x.dim() > dims else 0
+
+
+def _prepare(query, key, value, weight, lengths, filters, projection, penalty):
+    """Return what both directions hand to their kernels: blocks, strides, parameters by head."""
+    H, Tk, A = (query.shape[1] if query.dim() == 4 else 1), key.shape[-2], query.shape[-1]
+    filters, s_filters = _of_heads(filters, 3, H)
+    projection, s_projection = _of_heads(projection, 2, H)
+    K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
+    if K == 0:
+        filters = None
+    sizes = {"H": H, "Tk": Tk, "A": A, "K": K, "W": W, "C": C}
+    BF = 1 if K == 1 else _block(K, 1 << 20)
+    blocks = {"BK": _block(Tk, 64 if filters is not None else 1024), "BA": 16, "BF": BF}
+    strides = {
+        "s_filters": s_filters,
+        "s_projection": s_projection,
+        "s_penalty": 1 if penalty is not None and penalty.shape[0] > 1 else 0,
+    }
+    return filters, projection, {**sizes, **strides, **blocks, "num_warps": 4}
+
+
+def forward(
+    query, key, value, weight, bias, mask, lengths, filters, projection, penalty, rate, transition,
+    coverage, previous, scale: float,
+):  # fmt: skip
+    """Run the operator ``coverage_attention`` of :data:`attnfast.ops.coverage.SCHEMAS`."""
+    acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], key.shape[-2])
+    context = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    keys = key.shape[:-1]
+    weights = query.new_empty(shape, dtype=acc)
+    last = query.new_zeros(keys, dtype=acc) if coverage is None else coverage.contiguous().clone()
+    previous = last.new_zeros(keys) if previous is None else previous.contiguous()
+    loss = last.new_zeros(keys[:-1])
+    odds = last.new_empty((0,) if transition is None else shape)
+    rate = None if rate is None else rate.contiguous()
+    filters, projection, options = _prepare(
+        query, key, value, weight, lengths, filters, projection, penalty
+    )
+    if filters is None:
+        lse = weights.new_empty(query.shape[:-1])
+        attention.sweep(query, key, value, weight, bias, mask, lengths, scale, None, weights, lse)
+    q, k, v, w, lengths = attention._prepare(query, key, value, weight, lengths)
+    B, H, Tq, _ = q.shape
+    Tk = options["Tk"]
+    bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
+    with torch.cuda.device_of(query):
+        if B * H * Tq:
+            _scan[(B * H,)](
+                q, k, w, bias, mask, lengths, filters, projection, penalty, rate,
+                None if transition is None else transition.contiguous(), previous,
+                weights, last, loss, odds, q.stride(), k.stride(),
+                (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
+                scale=_pair(scale), Tq=Tq, **options,
+            )  # fmt: skip
+            _multiply(weights, v, lengths, context, 1.0, over_keys=True, clean=False)
+    return context, weights, last, loss, odds
+
+
+def backward(
+    grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
+    filters, projection, penalty, rate, transition, coverage, previous, weights, odds,
+    scale: float, need_grad_query: bool, need_grad_key: bool, need_grad_score: bool,
+    need_grad_filters: bool,
+):  # fmt: skip
+    """Run the operator ``coverage_attention_backward``."""
+    acc, (Tq, A) = weights.dtype, query.shape[-2:]
+    keys, heads = key.shape[:-1], key.shape[:-2]
+
+    def zeros(*shape: int, needed: bool = True) -> torch.Tensor:
+        return weights.new_zeros(shape if needed else (0,))
+
+    def packed(x):
+        return None if x is None else x.contiguous()
+
+    ds = torch.matmul(grad_context.to(acc), value.to(acc).mT)  # NaN where no weight is, and unread
+    if grad_weights is not None:
+        ds += grad_weights
+    ds = ds.contiguous()
+    own_filters, own_projection, options = _prepare(
+        query, key, value, weight, lengths, filters, projection, penalty
+    )
+    features, BF = own_filters is not None, options["BF"]
+    first = zeros(*keys) if coverage is None else coverage.contiguous()
+    dlast = zeros(*keys)
+    dcoverage = zeros(*keys) if grad_coverage is None else grad_coverage.contiguous().clone()
+    dq, dk = zeros(*query.shape, needed=features), zeros(*key.shape, needed=features)
+    dweight = zeros(*heads, A, needed=features)
+    dfilters = zeros(*heads, options["K"], options["C"], options["W"], needed=features)
+    dprojection = zeros(*heads, A, options["K"], needed=features)
+    dpenalty = zeros(*heads, needed=penalty is not None)
+    drate = zeros(*keys, needed=rate is not None)
+    dtransition = zeros(*query.shape[:-1], needed=transition is not None)
+    q, k, _, w, lengths = attention._prepare(query, key, value, weight, lengths)
+    B, H = q.shape[:2]
+    with torch.cuda.device_of(query):
+        if B * H * Tq:
+            _scan_gradient[(B * H,)](
+                q, k, w, lengths, own_filters, own_projection, penalty, packed(rate),
+                packed(transition), zeros(*keys) if previous is None else previous.contiguous(),
+                weights.contiguous(), odds.contiguous(), first, packed(grad_loss), ds,
+                torch.empty_like(ds), dlast, dcoverage, torch.empty_like(dlast),
+                zeros(*keys, BF, needed=features), dq, dk, dweight, dfilters, dprojection,
+                dpenalty, drate, dtransition, q.stride(), k.stride(),
+                (0, 0) if w is None else w.stride(),
+                scale=_pair(scale), Tq=Tq, **options,
+            )  # fmt: skip
+
+    def added(x, like, of_heads: bool):
+        """Add up the parts of sequences, and of heads that share the parameter."""
+        if like is None:
+            return weights.new_empty(0)
+        x = x.flatten(0, 1 if len(heads) == 2 and not of_heads else 0)
+        return x.sum(0, dtype=torch.float64).to(like.dtype).reshape(like.shape)
+
+    if features:
+        grad_value = value.new_empty(value.shape if need_grad_key else 0)
+        if need_grad_key:
+            with torch.cuda.device_of(query):
+                _multiply(
+                    weights.contiguous(), _heads(grad_context), lengths, grad_value, 1.0,
+                    over_keys=False, clean=False,
+                )  # fmt: skip
+        grad_query = dq.to(query.dtype) if need_grad_query else query.new_empty(0)
+        grad_key = dk.to(query.dtype) if need_grad_key else query.new_empty(0)
+        grad_weight = (
+            added(dweight, weight, weight.dim() == 2) if need_grad_key else query.new_empty(0)
+        )
+    else:
+        grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(
+            grad_context, None, None, query, key, value, weight, lengths, None, weights, ds, scale,
+            need_grad_query, need_grad_key, False,
+        )  # fmt: skip
+
+    def none():
+        return weights.new_empty(0)
+
+    if need_grad_filters and features:
+        grad_filters = added(dfilters, filters, filters.dim() == 4)
+        grad_projection = added(dprojection, projection, projection.dim() == 3)
+    else:
+        wanted = need_grad_filters and filters is not None
+        grad_filters = torch.zeros_like(filters) if wanted else none()
+        grad_projection = torch.zeros_like(projection) if wanted else none()
+    return (
+        grad_query, grad_key, grad_value, grad_weight, ds if need_grad_score else none(),
+        grad_filters, grad_projection,
+        none() if penalty is None else added(dpenalty, penalty, penalty.shape[0] > 1),
+        drate, dtransition,
+        none() if coverage is None else dcoverage, none() if previous is None else dlast,
+    )  # fmt: skip
