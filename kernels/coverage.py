@@ -391,7 +391,7 @@ def _scan_gradient(
         tl.store(p_dpenalty + i_bh, tl.sum(b_dpenalty, 0))
 
 
-def _of_heads(x, dims: int, H: int):
+def _of_heads(x, dims: int):
     """Return parameters as contiguous numbers, and the stride from one head's to the next's."""
     if x is None:
         return None, 0
@@ -399,23 +399,31 @@ def _of_heads(x, dims: int, H: int):
     return x, x.stride(0) if x.dim() > dims else 0
 
 
-def _prepare(query, key, value, weight, lengths, filters, projection, penalty):
-    """Return what both directions hand to their kernels: blocks, strides, parameters by head."""
-    H, Tk, A = (query.shape[1] if query.dim() == 4 else 1), key.shape[-2], query.shape[-1]
-    filters, s_filters = _of_heads(filters, 3, H)
-    projection, s_projection = _of_heads(projection, 2, H)
+def _options(query, key, filters, projection, penalty) -> tuple:
+    """Return filters and projection, None without filters, and what both directions launch with."""
     K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
-    if K == 0:
-        filters = None
-    sizes = {"H": H, "Tk": Tk, "A": A, "K": K, "W": W, "C": C}
-    BF = 1 if K == 1 else _block(K, 1 << 20)
-    blocks = {"BK": _block(Tk, 64 if filters is not None else 1024), "BA": 16, "BF": BF}
-    strides = {
-        "s_filters": s_filters,
-        "s_projection": s_projection,
-        "s_penalty": 1 if penalty is not None and penalty.shape[0] > 1 else 0,
-    }
-    return filters, projection, {**sizes, **strides, **blocks, "num_warps": 4}
+    filters, s_filters = _of_heads(filters if K else None, 3)
+    projection, s_projection = _of_heads(projection if K else None, 2)
+    return (
+        filters,
+        projection,
+        {
+            "s_filters": s_filters,
+            "s_projection": s_projection,
+            "s_penalty": 1 if penalty is not None and penalty.shape[0] > 1 else 0,
+            "H": query.shape[1] if query.dim() == 4 else 1,
+            "Tq": query.shape[-2],
+            "Tk": key.shape[-2],
+            "A": query.shape[-1],
+            "K": K,
+            "W": W,
+            "C": C,
+            "BK": _block(key.shape[-2], 64 if K else 1024),
+            "BA": 16,
+            "BF": 1 if K == 1 else _block(K, 1 << 20),
+            "num_warps": 4,
+        },
+    )
 
 
 def forward(
@@ -432,9 +440,7 @@ def forward(
     loss = last.new_zeros(keys[:-1])
     odds = last.new_empty((0,) if transition is None else shape)
     rate = None if rate is None else rate.contiguous()
-    filters, projection, options = _prepare(
-        query, key, value, weight, lengths, filters, projection, penalty
-    )
+    filters, projection, options = _options(query, key, filters, projection, penalty)
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
         attention.sweep(query, key, value, weight, bias, mask, lengths, scale, None, weights, lse)
@@ -449,7 +455,7 @@ def forward(
                 None if transition is None else transition.contiguous(), previous,
                 weights, last, loss, odds, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
-                scale=_pair(scale), Tq=Tq, **options,
+                scale=_pair(scale), **options,
             )  # fmt: skip
             _multiply(weights, v, lengths, context, 1.0, over_keys=True, clean=False)
     return context, weights, last, loss, odds
@@ -475,9 +481,7 @@ def backward(
     if grad_weights is not None:
         ds += grad_weights
     ds = ds.contiguous()
-    own_filters, own_projection, options = _prepare(
-        query, key, value, weight, lengths, filters, projection, penalty
-    )
+    own_filters, own_projection, options = _options(query, key, filters, projection, penalty)
     features, BF = own_filters is not None, options["BF"]
     first = zeros(*keys) if coverage is None else coverage.contiguous()
     dlast = zeros(*keys)
@@ -501,7 +505,7 @@ def backward(
                 zeros(*keys, BF, needed=features), dq, dk, dweight, dfilters, dprojection,
                 dpenalty, drate, dtransition, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(),
-                scale=_pair(scale), Tq=Tq, **options,
+                scale=_pair(scale), **options,
             )  # fmt: skip
 
     def added(x, like, of_heads: bool):

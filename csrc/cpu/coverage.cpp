@@ -17,32 +17,29 @@ const CoverageKernels& kernels() {
   return chosen;
 }
 
-void run_rows(std::initializer_list<Pass> passes, const Attention& a) {
-  run(passes, a, threads_for(a), rows().scratch(a));
-}
-
-void scan(const Pass& pass, const Coverage& a) {
-  run({pass}, a, threads_for(a), kernels().scratch(a));
+// Passes one after the other for every (sequence, head) where they have as many items: then one
+// thread's arithmetic hides the other's reading.
+void run(std::initializer_list<Pass> passes, const Coverage& a) {
+  const size_t scratch = std::max(rows().scratch(a), kernels().scratch(a));
+  run(passes, a, threads_for(a), scratch);
 }
 
 void run_forward(Coverage& a, const Tensor&) {
   share_out_rows(a);
   a.scores = a.weights;
   const auto& [scores, softmax, context] = rows().forward;
-  if (!a.filters_count) run_rows({scores}, a);
-  scan(kernels().forward, a);
-  run_rows({context}, a);
+  if (a.filters_count) return run({kernels().forward, context}, a);
+  run({scores, kernels().forward, context}, a);
 }
 
 void run_backward(Coverage& a, const Tensor&) {
   a.scores = a.grad_score;
   share_out_rows(a);
-  run_rows({rows().grad_score[0]}, a);  // grad_context . value
-  scan(kernels().backward, a);
+  run({rows().grad_score[0], kernels().backward}, a);  // grad_context . value, then the scan
   Attention inputs = a;
   share_out_columns(inputs);
   if (a.filters_count) inputs.weight = inputs.grad_query = inputs.grad_key = inputs.grad_weight = {};
-  run_rows({rows().grad_inputs}, inputs);
+  run({rows().grad_inputs}, inputs, threads_for(a), rows().scratch(inputs));
 }
 
 }  // namespace
