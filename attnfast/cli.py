@@ -94,7 +94,10 @@ def train(args: argparse.Namespace) -> None:
     if args.resume:
         state = checkpoint.load(last)
         saved, model, tokenizer = checkpoint.restore(state, args.backend)
-        if tokenizer.kind == WordTokenizer.kind:  # as many words as there were
+        if args.words != (tokenizer.kind == WordTokenizer.kind):
+            wanted = "without" if args.words else "with"
+            raise InputError(f"{last}: expected a training {wanted} --words, as this one began")
+        if args.words:  # as many as there were
             config = dataclasses.replace(config, vocab_size=saved.vocab_size)
         if saved != config:
             name = next(n for n in shape if getattr(saved, n) != getattr(config, n))
@@ -118,8 +121,8 @@ def train(args: argparse.Namespace) -> None:
             tokenizer = SubwordTokenizer.train(lines, config.vocab_size)
         model = build(config, args.backend)
 
-    examples, left_out = encode_pairs(tokenizer, pairs, args.max_length)
-    valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, args.max_length)
+    examples, left_out = encode_pairs(tokenizer, pairs, args.max_length, config.copying)
+    valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, args.max_length, config.copying)
     for path, sentence in ((args.source, left_out), (args.valid_source, valid_left_out)):
         if sentence:
             _say(f"{path}: {sentence}")

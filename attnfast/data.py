@@ -171,6 +171,8 @@ class WordTokenizer:
 
         ``vocab_size`` counts the four special ids too.
         """
+        if vocab_size is not None and vocab_size < 5:
+            raise InputError(f"vocab_size must be at least 5 for words, got {vocab_size}")
         counts = Counter(word for sentence in sentences for word in sentence.split())
         words = sorted(sorted(counts), key=counts.__getitem__, reverse=True)
         return cls(sorted(words if vocab_size is None else words[: max(vocab_size - 4, 0)]))

@@ -14,6 +14,7 @@ The attribute ``temperature``, 1 unless set, divides every module's scores.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -264,7 +265,8 @@ class HistoryAttention(_Attention):
     r"""Additive attention that knows what it attended to before: what its kinds share.
 
     Their calls differ from those of the other modules in the history alone. All queries at once,
-    or one after the other with the history carried along, give the same numbers.
+    or one after the other with the history carried along, give the same numbers; in half types, up
+    to the rounding of the weights that the history carries.
     """
 
     def __init__(self, query_dim: int, key_dim: int, attn_dim: int, bias: bool, backend):
@@ -301,8 +303,8 @@ class HistoryAttention(_Attention):
             memory: from :meth:`prepare`.
             history: what the last call returned, or :meth:`start`; None for that.
             need_weights: return the weights too.
-            target_mask: ``[B]`` or ``[B, Tq]``, False where the target is padding, which counts in
-                neither coverage nor loss.
+            target_mask: ``[B]`` or ``[B, Tq]``, False for the padding at a target's end, which
+                counts in neither coverage nor loss and leaves no last weights.
 
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or None,
@@ -311,8 +313,13 @@ class HistoryAttention(_Attention):
         step = state.dim() == 2
         query = self.query_proj(state.unsqueeze(1) if step else state)
         mask = memory.mask
+        if not isinstance(history, (History, type(None))):
+            raise TypeError(f"history must be a History or None, got {type(history).__name__}")
         if target_mask is not None:
             rows = list(query.shape[: 1 if step else 2])
+            if not isinstance(target_mask, Tensor):
+                got = type(target_mask).__name__
+                raise TypeError(f"target_mask must be a torch.Tensor, got {got}")
             if target_mask.dtype != torch.bool or list(target_mask.shape) != rows:
                 got = f"{target_mask.dtype} {list(target_mask.shape)}"
                 refuse("target_mask", f"boolean of shape {rows}", got)
@@ -377,10 +384,11 @@ class CoverageAttention(HistoryAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, attn_dim, bias, backend)
-        if fertility is not None and not fertility > 0:
+        if fertility is not None and not 0 < fertility < math.inf:
             refuse("fertility", "a positive number or None", repr(fertility))
-        if penalty is not None and not isinstance(penalty, (int, float, nn.Parameter)):
-            refuse("penalty", "a number, a Parameter or None", repr(penalty))
+        number = isinstance(penalty, (int, float)) and math.isfinite(penalty)
+        if not (number or penalty is None or isinstance(penalty, nn.Parameter)):
+            refuse("penalty", "a finite number, a Parameter or None", repr(penalty))
         bound = attn_dim**-0.5
         self.penalty = penalty
         self.fertility = fertility
@@ -467,8 +475,8 @@ class ForwardAttention(LocationAwareAttention):
               \exp(e_{tj})
 
     It begins at the first key. What :meth:`forward` takes more is ``transition``, u: a number, 0.5
-    for the plain recursion, or ``[B]`` or ``[B, Tq]`` from a transition agent, which the decoder
-    computes from what it knows, the last context included.
+    for the plain recursion, or from a transition agent, which the decoder computes from what it
+    knows, the last context included: ``[B]`` for one step, ``[B, Tq]`` for many.
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
@@ -506,7 +514,7 @@ class ForwardAttention(LocationAwareAttention):
         target_mask: Tensor | None = None,
         transition: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, History]:
-        if isinstance(transition, Tensor) and transition.dim() == 1:
+        if isinstance(transition, Tensor) and transition.dim() == 1 and state.dim() == 2:
             transition = transition.unsqueeze(1)
         return super().forward(
             state, memory, history, need_weights, target_mask, transition=transition
@@ -529,6 +537,8 @@ class PointerGenerator(nn.Module):
 
     def __init__(self, *feature_dims: int, backend: str | None = None):
         super().__init__()
+        if not feature_dims or min(feature_dims) < 1:
+            refuse("feature_dims", "one size or more, each at least 1", list(feature_dims))
         self.gate = nn.Linear(sum(feature_dims), 1)
         self.backend = backend
 
@@ -551,6 +561,9 @@ class PointerGenerator(nn.Module):
             extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
             log: return logarithms.
         """
+        sizes = [x.shape[-1] for x in features]
+        if sum(sizes) != self.gate.in_features:
+            refuse("features", f"{self.gate.in_features} in all to fit the module", sizes)
         gate = self.gate(torch.cat(features, -1)).squeeze(-1)
         step = logits.dim() == 2
         if step:

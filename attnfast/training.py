@@ -37,7 +37,7 @@ class Options:
         warmup: share of all steps in which the learning rate rises to it.
         label_smoothing: share of the target distribution spread over the whole vocabulary; none
             where words are copied, of which most cannot come.
-        coverage_loss: weight of the coverage loss, where the attention has a history.
+        coverage_loss: weight of the coverage loss of attention with coverage.
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         seed: of the weights, of the order of the data and of dropout.
@@ -59,6 +59,10 @@ class Options:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
+        if not 0 <= self.coverage_loss < math.inf:
+            raise InputError(
+                f"coverage_loss must be a number, at least 0, got {self.coverage_loss}"
+            )
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
 
@@ -97,7 +101,8 @@ def train_step(
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     logits, coverage = model(batch.source, batch.lengths, batch.target_in)
-    smoothing = options.label_smoothing if model.pointer is None else 0.0
+    copying = getattr(getattr(model, "module", model), "pointer", None) is not None
+    smoothing = 0.0 if copying else options.label_smoothing
     loss = sequence_loss(logits, batch.target_out, smoothing)
     if coverage is not None and options.coverage_loss:
         words = (batch.target_out != PAD).sum()

@@ -45,7 +45,7 @@ struct CopyingCall {
     if (logits.is_cpu() && std::any_of(a.source, a.source + a.B * a.Tk, [&](int64_t word) {
           return word < 0 || word >= a.V + a.X;
         }))
-      throw std::runtime_error("copy_distribution's source must be between 0 and V + extra_words");
+      throw std::runtime_error("copy_distribution's source must be at least 0 and below V + extra_words");
   }
 };
 

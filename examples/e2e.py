@@ -45,7 +45,7 @@ def read(path: Path) -> Pairs:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [(split(row["mr"]), split(row["ref"])) for row in csv.DictReader(file)]
-    except (OSError, KeyError, UnicodeDecodeError) as error:
+    except (OSError, KeyError, TypeError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read {path} as a file of the challenge: {error}") from error
     if not rows:
         raise InputError(f"{path}: expected at least one description, got none")

@@ -61,9 +61,9 @@ def _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI: tl.constexpr):
 
 @triton.jit
 def _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V):
-    """Return log P of words, the part of P that is generated, q / P, and the logit.
+    """Return log P of words, the part of P that is generated, q / P, the logit, what is copied.
 
-    A word that cannot be generated has logit −inf.
+    A word that cannot be generated has logit −inf; whether it is copied more than slightly.
     """
     b_x = tl.load(p_x + b_w * s_x, mask=(b_w >= 0) & (b_w < V), other=-float("inf"))
     b_x = b_x.to(tl.float64)
@@ -82,7 +82,7 @@ def _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V):
     )
     b_log = tl.where(m_copied, b_log, tl.where(m_x, b_e, LOWEST))
     b_ratio = tl.where(m_copied, b_ratio, tl.where(m_x, _exp(tl.where(m_x, -b_d, 0.0)), 0.0))
-    return b_log, b_part, b_ratio, b_x
+    return b_log, b_part, b_ratio, b_x, m_copied
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _distribution(
         b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
         m_w = (b_w >= 0) & (b_w < V + X)
         if LOG:
-            b_out, _, _, _ = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            b_out, _, _, _, _ = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
         else:
             p_w = p_x + b_w * s_x[2]
             b_x = tl.load(p_w, mask=m_w & (b_w < V), other=-float("inf")).to(acc)
@@ -187,17 +187,18 @@ def _distribution_gradient(
         if LOG:
             b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, m_i, Tk, BI)
             m_w = (b_w >= 0) & (b_w < V + X)
-            _, _, b_ratio, b_x = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            _, _, b_ratio, b_x, m_copied = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
         else:
             b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
             m_w = (b_w >= 0) & (b_w < V + X)
             b_ratio = q
             b_x = tl.zeros([BI], tl.float64)
+            m_copied = m_w
         b_g = tl.load(p_grad + b_w * s_grad[2], mask=m_w, other=0).to(tl.float64)
         b_da = b_g * b_ratio
         b_held = tl.where(b_da > HIGHEST, HIGHEST, tl.where(b_da < -HIGHEST, -HIGHEST, b_da))
         tl.store(p_dweights + o_i, b_held.to(acc), mask=m_i)
-        b_copied = tl.where(b_da == 0, 0.0, b_a * (b_da if LOG else b_g))
+        b_copied = tl.where((b_da == 0) | (m_copied == 0), 0.0, b_a * (b_da if LOG else b_g))
         m_x = b_x != -float("inf")
         b_minus += tl.where(m_x, b_copied, 0.0)
         b_plus += tl.where(m_x, 0.0, b_copied)
@@ -222,7 +223,7 @@ def _distribution_gradient(
         for i in range(0, Tk, BI):
             o_i = i + tl.arange(0, BI)
             b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
-            _, b_part, _, b_x = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            _, b_part, _, b_x, _ = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
             m_w = b_x != -float("inf")
             b_g = tl.load(p_grad + b_w * s_grad[2], mask=m_w, other=0).to(tl.float64)
             b_s = tl.exp(tl.where(m_w, b_x, 0.0) - tl.where(none, 0.0, lse))

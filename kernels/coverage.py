@@ -27,9 +27,12 @@ from attnfast.kernels.attention import (
     _strides,
 )
 
+from attnfast.ops.attention import refuse
 from attnfast.ops.operators import accumulation_dtype
 
 FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
+TINY = tl.constexpr(1.1754943508222875e-38)  # odds below it count as 0
+FILTERS = 128  # more do not fit into shared memory
 
 
 @triton.jit
@@ -77,7 +80,8 @@ def _tanh_inputs(
 def _odds(p_last, o_k, m_k, u):
     """(1 − u) p_j + u p_j−1."""
     b_p = tl.load(p_last + o_k, mask=m_k, other=0)
-    return (1 - u) * b_p + u * tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
+    b_r = (1 - u) * b_p + u * tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
+    return tl.where(b_r < TINY, 0, b_r)
 
 
 @triton.jit
@@ -86,7 +90,7 @@ def _scan(
     p_transition, p_previous, p_weights, p_coverage, p_loss, p_odds,
     s_q, s_k, s_weight, s_bias, s_mask, s_filters, s_projection, s_penalty, scale,
     H, Tq, Tk, A, K, W, C: tl.constexpr,
-    BK: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Weights, coverage and loss. Without filters ``weights`` holds the scores to begin with."""
     acc: tl.constexpr = p_weights.dtype.element_ty
@@ -106,7 +110,7 @@ def _scan(
         p_weight += i_h * s_weight[0]
         p_filters += i_h * s_filters
         p_projection += i_h * s_projection
-    b_lost = tl.zeros([BK], acc)
+    b_lost = tl.zeros([BR], acc)
     for t in range(Tq):
         p_row = p_weights + tl.cast(t, tl.int64) * Tk
         if t == 0:
@@ -140,10 +144,12 @@ def _scan(
                 o_s = o_k.to(tl.int64)
                 if p_mask is not None:
                     p_m = p_mask + i_b * s_mask[0] + i_h * s_mask[1] + o_s * s_mask[3]
-                    m_s = tl.load(p_m + t * s_mask[2], mask=m_k, other=0) != 0
+                    m_s = tl.load(p_m + tl.cast(t, tl.int64) * s_mask[2], mask=m_k, other=0) != 0
                 if p_bias is not None:
                     p_b = p_bias + i_b * s_bias[0] + i_h * s_bias[1] + o_s * s_bias[3]
-                    b_bias = tl.load(p_b + t * s_bias[2], mask=m_k, other=0).to(acc)
+                    b_bias = tl.load(p_b + tl.cast(t, tl.int64) * s_bias[2], mask=m_k, other=0).to(
+                        acc
+                    )
                     b_e += b_bias
                     m_s = m_s & (b_bias != -float("inf"))
             else:
@@ -160,25 +166,28 @@ def _scan(
         top = tl.where(top == -float("inf"), 0, top)
         tl.debug_barrier()
 
-        b_sum = tl.zeros([BK], acc)
-        for j in range(0, n, BK):
-            o_k = j + tl.arange(0, BK)
+        b_sum = tl.zeros([BR], acc)
+        for j in range(0, n, BR):
+            o_k = j + tl.arange(0, BR)
             b_e = tl.load(p_row + o_k, mask=o_k < n, other=-float("inf")) - top
             b_mass = tl.exp(tl.where(b_e > FAR, FAR, b_e))
             if p_transition is not None:
                 b_mass *= _odds(p_last, o_k, o_k < n, u)
             b_sum += b_mass
         total = tl.sum(b_sum, 0)
-        inverse = 1 / tl.where(total == 0, 1, total)
-        for j in range(0, Tk, BK):
-            o_k = j + tl.arange(0, BK)
+        total = tl.where(total == 0, 1, total)
+        for j in range(0, Tk, BR):
+            o_k = j + tl.arange(0, BR)
             m_k = o_k < n
             b_e = tl.load(p_row + o_k, mask=m_k, other=-float("inf")) - top
-            b_odds = tl.exp(tl.where(b_e > FAR, FAR, b_e)) * inverse
-            b_p = b_odds
-            if p_transition is not None:
-                b_p = b_odds * _odds(p_last, o_k, m_k, u)
+            b_exp = tl.exp(tl.where(b_e > FAR, FAR, b_e))
+            if p_transition is None:
+                b_p = b_exp / total
+            else:
+                b_odds = b_e - tl.log(total)
+                b_odds = tl.exp(tl.where(b_odds > FAR, FAR, b_odds))
                 tl.store(p_odds + (i_bh * Tq + t) * Tk + o_k, b_odds, mask=o_k < Tk)
+                b_p = b_exp * _odds(p_last, o_k, m_k, u) / total
             b_c = tl.load(p_coverage + o_k, mask=m_k, other=0)
             b_lost += tl.where(b_p <= b_c, b_p, b_c)
             b_rate = 1.0
@@ -198,7 +207,7 @@ def _scan_gradient(
     p_dq, p_dk, p_dweight, p_dfilters, p_dprojection, p_dpenalty, p_drate, p_dtransition,
     s_q, s_k, s_weight, s_filters, s_projection, s_penalty, scale,
     H, Tq, Tk, A, K, W, C: tl.constexpr,
-    BK: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """From g = dc vᵀ + dP, in the place of ds, to ds and all that flows through the history.
 
@@ -235,11 +244,11 @@ def _scan_gradient(
         p_dk += i_bh * Tk * A
     o_f = tl.arange(0, BF)
 
-    for j in range(0, Tk, BK):  # the coverage before every row
-        o_k = j + tl.arange(0, BK)
+    for j in range(0, Tk, BR):  # the coverage before every row
+        o_k = j + tl.arange(0, BR)
         m_k = o_k < Tk
         b_c = tl.load(p_first + i_bh * Tk + o_k, mask=m_k, other=0)
-        b_rate = tl.full([BK], 1, acc)
+        b_rate = tl.full([BR], 1, acc)
         if p_rate is not None:
             b_rate = tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
         for t in range(Tq):
@@ -248,7 +257,7 @@ def _scan_gradient(
             b_c += b_rate * tl.load(p_weights + o_row, mask=m_k, other=0)
     tl.debug_barrier()
 
-    b_dpenalty = tl.zeros([BK], acc)
+    b_dpenalty = tl.zeros([BR], acc)
     for i in range(Tq):
         t = Tq - 1 - i
         o_row = tl.cast(t, tl.int64) * Tk
@@ -256,11 +265,11 @@ def _scan_gradient(
             p_last = p_previous
         else:
             p_last = p_weights + o_row - Tk
-        b_mean = tl.zeros([BK], acc)
-        for j in range(0, n, BK):
-            o_k = j + tl.arange(0, BK)
+        b_mean = tl.zeros([BR], acc)
+        for j in range(0, n, BR):
+            o_k = j + tl.arange(0, BR)
             m_k = o_k < n
-            # [BK]
+            # [BR]
             b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
             b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
             b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
@@ -282,11 +291,11 @@ def _scan_gradient(
         tl.debug_barrier()
 
         u = 0.0
-        b_du = tl.zeros([BK], acc)
+        b_du = tl.zeros([BR], acc)
         if p_transition is not None:
             u = tl.load(p_transition + i_bh * Tq + t)
-        for j in range(0, Tk, BK):
-            o_k = j + tl.arange(0, BK)
+        for j in range(0, Tk, BR):
+            o_k = j + tl.arange(0, BR)
             m_k = o_k < n
             b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
             b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
@@ -402,6 +411,11 @@ def _of_heads(x, dims: int):
 def _options(query, key, filters, projection, penalty) -> tuple:
     """Return filters and projection, None without filters, and what both directions launch with."""
     K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
+    if K > FILTERS:
+        refuse("filters", f"at most {FILTERS} on the Triton backend", K)
+    # No element of a row may be held by two warps: what one has stored in the place of what it
+    # loaded, the other would load too late, and add up.
+    rows = _block(key.shape[-2], 1024, 256)
     filters, s_filters = _of_heads(filters if K else None, 3)
     projection, s_projection = _of_heads(projection if K else None, 2)
     return (
@@ -418,7 +432,8 @@ def _options(query, key, filters, projection, penalty) -> tuple:
             "K": K,
             "W": W,
             "C": C,
-            "BK": _block(key.shape[-2], 64 if K else 1024),
+            "BK": _block(key.shape[-2], 64) if K else rows,
+            "BR": rows,
             "BA": 16,
             "BF": 1 if K == 1 else _block(K, 1 << 20),
             "num_warps": 4,

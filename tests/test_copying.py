@@ -194,6 +194,37 @@ def test_logarithms_survive_where_probabilities_do_not(backend):
             assert grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_is_not_lost(bad, backend):
+    """A row of logits that has diverged says so, also at the words that are copied."""
+    skip_unless(backend)
+    device = DEVICE[backend]
+    logits = torch.tensor([[[0.0, 1.0, bad, 2.0]]], device=device, requires_grad=True)
+    ends = (torch.ones(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
+    out = attnfast.copy_distribution(
+        logits, *ends, torch.zeros(1, 1, device=device), log=True, backend=backend
+    )
+    assert not out[0, 0, 0].isfinite()
+    assert not torch.autograd.grad(out[0, 0, 0], logits)[0].isfinite().all()
+
+
+def test_the_slightest_weights_count_for_nothing(backend):
+    skip_unless(backend)
+    device = DEVICE[backend]
+    logits = torch.tensor([[[0.0, -90.0, 0.0]]], device=device, requires_grad=True)
+    weights = torch.tensor([[[1.5e-35, 1.0]]], device=device, requires_grad=True)
+    gate = torch.zeros(1, 1, device=device, requires_grad=True)
+    source = torch.tensor([[1, 0]], device=device)
+
+    def results(backend):
+        out = attnfast.copy_distribution(logits, weights, source, gate, log=True, backend=backend)
+        return out, *torch.autograd.grad(out.sum(), [logits, weights, gate])
+
+    for got, want in zip(results(backend), results("reference")):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("log", [False, True])
 def test_a_constant_added_to_the_logits_changes_nothing(log, backend):
     """Differences of large logits are exact, and log-sum-exp is not rounded to their size."""
@@ -311,8 +342,8 @@ def test_memory_is_that_of_the_result(log):
         ({"source": torch.ones(2, 4).long()}, r"source must be int64 .* of shape \[2, 5\]"),
         ({"source": torch.full((2, 5), 4)}, "source must be between 0 and 3, a word, got 4"),
         ({"source": torch.full((2, 5), -1)}, "source must be between 0 and 3, a word, got -1"),
-        ({"extra_words": -1}, "extra_words must be a number, at least 0, got -1"),
-        ({"extra_words": 0.5}, "extra_words must be a number, at least 0, got 0.5"),
+        ({"extra_words": -1}, "extra_words must be an integer, at least 0, got -1"),
+        ({"extra_words": 0.5}, "extra_words must be an integer, at least 0, got 0.5"),
         ({"backend": "cudnn"}, "backend must be None or one of"),
     ],
 )

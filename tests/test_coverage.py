@@ -360,6 +360,35 @@ def test_a_key_out_of_reach_may_have_any_score(backend):
     torch.testing.assert_close(weights[0, 0].cpu(), torch.cat([wanted, torch.zeros(2)]))
 
 
+@pytest.mark.parametrize(
+    ("previous", "bias"),
+    [
+        ([1.0, 0.0, 1e-41, 2e-41], [-math.inf, -math.inf, 0.0, 0.0]),
+        ([1.0, 1e-40, 0.0, 0.0], [-110.0, 0.0, 0.0, 0.0]),
+        ([1 - 1e-6, 1e-6, 0.0, 0.0], [-50.0, 0.0, 85.0, 0.0]),
+    ],
+)
+def test_odds_that_vanish(previous, bias, backend):
+    """Forward attention with all its odds at keys of next to no score: finite throughout."""
+    skip_unless(backend, History("dot", 1, 1, 4, 1, 1))
+    device = DEVICE[backend]
+    key = torch.zeros(1, 4, 1, device=device)
+    value = torch.arange(4.0, device=device).view(1, 4, 1)
+    last = torch.tensor([previous], device=device, requires_grad=True)
+    given = torch.tensor([[bias]], device=device)
+
+    def weights_of(backend):
+        return attnfast.coverage_attention(
+            key[:, :1], key, value, transition=0.0, previous=last, bias=given, need_weights=True,
+            backend=backend,
+        )[1]  # fmt: skip
+
+    weights = weights_of(backend)
+    torch.testing.assert_close(weights, weights_of("reference"))
+    (grad,) = torch.autograd.grad((weights * value.mT).sum(), last)
+    assert backend == "reference" or grad.isfinite().all()  # the others stop at e^80
+
+
 @pytest.mark.parametrize("factor", [1e4, -5e4])
 def test_large_scores(factor, backend):
     case = History("additive", 2, 3, 33, 16, 8, terms=("penalty", "coverage_weight", "location"))

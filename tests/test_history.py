@@ -206,7 +206,10 @@ def test_pointer_generator(log):
         (lambda: LocationAwareAttention(Q, K, A, -1), "filters must be at least 0, got -1"),
         (lambda: LocationAwareAttention(Q, K, A, over="all"), "over must be 'previous', 'cumul"),
         (lambda: CoverageAttention(Q, K, A, fertility=0.0), "fertility must be a positive number"),
-        (lambda: CoverageAttention(Q, K, A, penalty=torch.ones(1)), "penalty must be a number, a"),
+        (
+            lambda: CoverageAttention(Q, K, A, penalty=torch.ones(1)),
+            "penalty must be a finite number, a",
+        ),
         (lambda: CoverageAttention(Q, K, 0), "attn_dim must be at least 1, got 0"),
     ],
 )
@@ -215,8 +218,17 @@ def test_bad_modules(make, message):
         make()
 
 
-def test_bad_target_mask():
+def test_bad_arguments():
     module = CoverageAttention(Q, K, A)
     memory = module.prepare(torch.randn(B, TK, K), LENGTHS)
+    with pytest.raises(TypeError, match="history must be a History or None, got tuple"):
+        module(torch.randn(B, Q), memory, (1, 2))
+    with pytest.raises(TypeError, match=r"target_mask must be a torch.Tensor, got list"):
+        module(torch.randn(B, Q), memory, target_mask=[True])
+    with pytest.raises(ValueError, match="feature_dims must be one size or more"):
+        PointerGenerator()
+    x = torch.ones(1, 3)
+    with pytest.raises(ValueError, match=r"features must be 4 in all to fit the module, got \[3\]"):
+        PointerGenerator(4)(x, x, torch.ones(1, 3).long(), x)
     with pytest.raises(ValueError, match=r"target_mask must be boolean of shape \[3\], got"):
         module(torch.randn(B, Q), memory, target_mask=torch.ones(B))

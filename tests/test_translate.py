@@ -504,3 +504,7 @@ def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):
     assert main(["translate", str(tmp_path / "run/best.pt"), f"--input={tmp_path / 'new'}",
                  f"--output={out}"]) == 0  # fmt: skip
     assert out.read_text() == "now comes somebody to us\nnow comes anyone to us\n"
+    assert main([*(x for x in command if x != "--words"), "--resume"]) == 2
+    assert "expected a training with --words, as this one began" in capsys.readouterr().err
+    assert main([*command, "--vocab-size=4", f"--out={tmp_path / 'small'}"]) == 2
+    assert "vocab_size must be at least 5 for words, got 4" in capsys.readouterr().err

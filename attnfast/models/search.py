@@ -10,6 +10,9 @@ from torch import Tensor
 from attnfast.errors import InputError
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Seq2Seq
 
+#: Words below this log-probability cannot come: another sentence's own, for a pointer-generator.
+IMPOSSIBLE = -87.0
+
 
 def output_limit(lengths: Tensor) -> Tensor:
     """Return how many words, the end included, a translation of ``lengths [B]`` words may have."""
@@ -25,6 +28,7 @@ def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
     logits[:, [PAD, UNK, BOS]] = -math.inf
     log_probs = logits.log_softmax(-1)
     other = torch.arange(logits.shape[-1], device=logits.device) != EOS
+    log_probs = log_probs.masked_fill((log_probs < IMPOSSIBLE) & other, -math.inf)
     return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
 
 

@@ -15,7 +15,7 @@ from attnfast.models.decoders import (
     LuongDecoder,
     summary,
 )
-from attnfast.nn import Memory, PointerGenerator
+from attnfast.nn import CoverageAttention, Memory, PointerGenerator
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)
@@ -166,9 +166,11 @@ class Seq2Seq(nn.Module):
         """Read the true previous words ``target_in [B, T]``.
 
         Returns:
-            The logits of :meth:`decode`, and ``[B]``, the coverage loss of an attention with a
-            history, or None.
+            The logits of :meth:`decode`, and ``[B]``, the coverage loss of a
+            :class:`attnfast.nn.CoverageAttention`, or None.
         """
         memory, state = self.encode(source, lengths)
         logits, state, _ = self.decode(target_in, state, memory)
-        return logits, None if state.history is None else state.history.loss
+        if state.history is None or not isinstance(self.decoder.attention, CoverageAttention):
+            return logits, None
+        return logits, state.history.loss

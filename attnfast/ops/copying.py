@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnfast.backends import FLOATS, choose
+from attnfast.backends import FLOATS, HALF, choose
 from attnfast.ops.attention import refuse, refuse_tangents
 from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
@@ -141,7 +141,7 @@ def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_w
         got = f"{source.dtype} {list(source.shape)}"
         refuse("source", f"int64 or int32 of shape {shape} to fit the weights", got)
     if not isinstance(extra_words, (int, torch.SymInt)) or extra_words < 0:
-        refuse("extra_words", "a number, at least 0", repr(extra_words))
+        refuse("extra_words", "an integer, at least 0", repr(extra_words))
     readable = type(source) is Tensor and source.device.type == "cpu" and source.numel()
     if readable and not torch.compiler.is_compiling():
         for word in (int(source.min()), int(source.max())):
@@ -172,16 +172,17 @@ def copy_distribution(
         logits: ℓ ``[B, Tq, V]``, or log-probabilities; −inf for a word that may not be generated.
             float32, float64, bfloat16 or float16; half types accumulate in float32.
         weights: α ``[B, Tq, Tk]``, of the logits' dtype, each row with sum 1 (or 0).
-        source: s ``[B, Tk]``, int64 or int32, the word at every key, 0 ≤ s < V + X; any word where
-            the weights are 0.
+        source: s ``[B, Tk]``, int64 or int32, the word at every key, 0 ≤ s < V + X, also where the
+            weights are 0.
         gate: g ``[B, Tq]``, the logit of p_gen, of the logits' dtype.
         extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
         log: return log P, computed from logarithms: it loses nothing where p or P is near 0 or 1.
         backend: as in :func:`attnfast.additive_attention`.
 
     Returns:
-        ``[B, Tq, V + X]``, of the logits' dtype; float32 under autocast. A word that cannot come
-        has P = 0, and −87.3 for its logarithm, with gradient 0: no logarithm of 0 is ever taken.
+        ``[B, Tq, V + X]``, of the logits' dtype; half types give float32 under autocast. A word
+        that cannot come has P = 0, and −87.3 for its logarithm, with gradient 0: no logarithm of 0
+        is ever taken. (One that can come, but hardly, may have less.)
         In log space a word's weights below e^−80 count as 0, and the gradient of a weight, which
         is (1 − p) / P times the result's, stops growing at e^80 (float16, bfloat16: at 65504).
 
@@ -195,11 +196,15 @@ def copy_distribution(
     ACL 2017, arXiv:1704.04368; Gu et al., "Incorporating Copying Mechanism in Sequence-to-Sequence
     Learning", ACL 2016, arXiv:1603.06393.
     """
-    if isinstance(logits, Tensor) and torch.is_autocast_enabled(logits.device.type):
+    device = logits.device.type if isinstance(logits, Tensor) else None
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         logits, weights, gate = (
-            x.float() if isinstance(x, Tensor) and x.dtype in FLOATS and x.dtype.itemsize < 4 else x
+            x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
             for x in (logits, weights, gate)
         )
+    if not isinstance(extra_words, (int, torch.SymInt)):
+        refuse("extra_words", "an integer, at least 0", repr(extra_words))
+    log = bool(log)
     inputs: Any = (logits, weights, source, gate, extra_words, log)
     try:
         backend = choose(backend, logits.device, logits.dtype, "copy_distribution")

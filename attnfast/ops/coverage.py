@@ -111,6 +111,8 @@ def reference(
         if transition is not None:
             u = transition[..., t, None]
             odds = (1 - u) * p + u * torch.nn.functional.pad(p, (1, 0))[..., :-1]
+            slight = odds < torch.finfo(torch.float32).tiny  # counts as 0, but for its gradient
+            odds = odds - odds.detach().masked_fill(~slight, 0)
         odds = odds.masked_fill(~seen, 0)
         e = e.masked_fill(~seen, 0)
         top = e.detach().masked_fill(odds == 0, -math.inf)
@@ -317,7 +319,8 @@ def coverage_attention(
               C_{t+1,j} = C_{tj} + \alpha_{tj} / \phi_j
 
     All queries may be given at once, or one after the other with ``coverage`` and ``previous``
-    carried from call to call; the numbers are the same. Memory is linear in Tq·Tk.
+    carried from call to call; the numbers are the same, but for the rounding of the weights that
+    half types carry. Memory is linear in Tq·Tk.
 
     Args:
         query, key, value: as in :func:`attnfast.additive_attention`.

@@ -22,7 +22,7 @@ constexpr C infinity() {
 constexpr double kLowest = -87.336544750553102;  // the logarithm of the smallest normal float
 constexpr double kLimit = 80;  // e^80 is the largest gradient; a mass below e^-80 counts as none
 
-double exp_of(double x) { return ::exp(x < kLimit ? x : kLimit); }
+double exp_of(double x) { return ::exp(x > kLimit ? kLimit : x); }
 
 // p = sigmoid(gate) and q = 1 - p, and their logarithms.
 struct Gate {
@@ -40,10 +40,12 @@ struct Gate {
 // A word of the source in log space: log P, the part of P that is generated, and q / P.
 struct Word {
   double log_p, generated, ratio;
+  bool slight;
   // log_generated = log(p S), copied = C
   Word(double log_generated, double copied, double log_q) {
     const double d = log_generated - log_q, u = exp_of(d);
-    if (copied < 1.8048513878454153e-35) {
+    slight = copied < 1.8048513878454153e-35;
+    if (slight) {
       const bool never = log_generated == -infinity<double>();
       log_p = never ? kLowest : log_generated;
       generated = never ? 0 : 1;
@@ -236,9 +238,10 @@ void backward(const Copying& a, int64_t index, void* memory) {
     add_up(r.weights, r.source, a.Tk, r.mass);
     for (int64_t i = 0; i < a.Tk; ++i) {
       const int64_t w = r.source[i];
-      const C grad = G[w] * (C)r.word(w, log_sum_exp).ratio;
+      const Word word = r.word(w, log_sum_exp);
+      const C grad = G[w] * (C)word.ratio;
       narrow_to_finite(grad, grad_weights[i]);
-      const C copied = grad == 0 ? 0 : widen(r.weights[i]) * grad;  // of G, by this key
+      const C copied = word.slight || grad == 0 ? 0 : widen(r.weights[i]) * grad;  // of G, by key i
       if (r.generates(w)) total -= copied;
       else all += copied;
     }

@@ -261,17 +261,20 @@ void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
     store_part(e + j, mass, n - j);
   }
   const C mass = sum<C>(total), inverse = mass == 0 ? 0 : 1 / mass;
+  constexpr C kLargest = 5.54e34;  // e^80
   for (int64_t j = 0; j < n; ++j) {
     e[j] *= inverse;
-    odds[j] *= inverse;
+    odds[j] = odds[j] * inverse > kLargest ? kLargest : odds[j] * inverse;
   }
 }
 
-// (1 - u) p_j + u p_{j-1}
+// (1 - u) p_j + u p_{j-1}; less than a normal float is 0
 template <class C>
 void transition_odds(const C* previous, C u, int64_t n, C* out) {
-  for (int64_t j = 0; j < n; ++j)
-    out[j] = (1 - u) * previous[j] + (j ? u * previous[j - 1] : C{});
+  for (int64_t j = 0; j < n; ++j) {
+    const C r = (1 - u) * previous[j] + (j ? u * previous[j - 1] : C{});
+    out[j] = r < (C)1.1754943508222875e-38 ? 0 : r;
+  }
 }
 
 template <class C>
