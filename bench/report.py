@@ -54,7 +54,8 @@ def markdown(report: dict) -> str:
         peers = list(members[0]["peers"])
         text.append(f"## {group[0]}, {group[1]}\n")
         other = "eager" if "eager" in peers else peers[0]
-        head = ["shape", "B, Tq, Tk, A, Dv", members[0]["ours"], *peers, "peak memory", other]
+        sizes = members[0].get("size_names", "B, Tq, Tk, A, Dv")
+        head = ["shape", sizes, members[0]["ours"], *peers, "peak memory", other]
         text.append("| " + " | ".join(head) + " |")
         text.append("|---|---|" + "--:|" * (len(head) - 2))
         for r in members:

@@ -77,6 +77,6 @@ def test_copying(benchmark, form, shape, direction):
     name = f"attnfast ({choose(None, DEVICE, torch.float32, 'copy_distribution')})"
     ways = {name: ours, "eager": eager, "torch.compile": compiled}
     benchmark.group = f"copying, {form}"
-    race(benchmark, benchmark.group, shape, SHAPES[shape], direction, {
-        name: call(way) for name, way in ways.items()
-    })  # fmt: skip
+    benchmark.extra_info["size_names"] = "B, Tq, Tk, V, X"
+    calls = {name: call(way) for name, way in ways.items()}
+    race(benchmark, benchmark.group, shape, SHAPES[shape], direction, calls)
