@@ -138,7 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of devset.csv and testset_w_refs.csv")
     parser.add_argument("--out", type=Path, default=Path("runs/e2e"), help="folder of checkpoints")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--vocab-size", type=int, default=500, help="most frequent words to know")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
