@@ -25,7 +25,7 @@ LIMIT = tl.constexpr(float(_LIMIT))
 LOWEST = tl.constexpr(_LOWEST)
 SLIGHT = tl.constexpr(1.8048513878454153e-35)  # e^−LIMIT
 BLOCK = 1024  # words of the vocabulary at a time
-WORDS = 64  # words of the source at a time
+WORDS = 32  # words of the source at a time
 
 
 @triton.jit

@@ -432,7 +432,7 @@ def _options(query, key, filters, projection, penalty) -> tuple:
             "K": K,
             "W": W,
             "C": C,
-            "BK": _block(key.shape[-2], 64) if K else rows,
+            "BK": _block(key.shape[-2], 32) if K else rows,
             "BR": rows,
             "BA": 16,
             "BF": 1 if K == 1 else _block(K, 1 << 20),
