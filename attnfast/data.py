@@ -175,7 +175,7 @@ class WordTokenizer:
             raise InputError(f"vocab_size must be at least 5 for words, got {vocab_size}")
         counts = Counter(word for sentence in sentences for word in sentence.split())
         words = sorted(sorted(counts), key=counts.__getitem__, reverse=True)
-        return cls(sorted(words if vocab_size is None else words[: max(vocab_size - 4, 0)]))
+        return cls(sorted(words if vocab_size is None else words[: vocab_size - 4]))
 
     def own_words(self, text: str) -> list[str]:
         return [word for word in dict.fromkeys(text.split()) if word not in self._ids]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attnfast.errors import InputError
-from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
+from attnfast.models import BOS, EOS, UNK, Config, beam_search, build, greedy_search, search
+from attnfast.ops.copying import LOWEST
 
 VOCAB = 23
 VARIANTS = [
@@ -223,6 +224,15 @@ def test_searches_say_words_that_the_vocabulary_lacks(input_feeding):
         for words, sentence in zip(found, source.tolist()):
             assert words and set(words) <= set(sentence)
         assert any(word >= VOCAB for words in found for word in words)
+
+
+def test_another_sentences_words_cannot_be_said():
+    """Nor where forbidding the unknown word, almost certain, makes all others likelier."""
+    logits = torch.full((1, VOCAB + 2), LOWEST)
+    logits[0, UNK], logits[0, EOS] = math.log1p(-1e-20), -60.0
+    log_probs = search._log_probs(logits, torch.tensor([False]))
+    assert log_probs[0, EOS] == 0
+    assert log_probs.isneginf().sum() == VOCAB + 1
 
 
 def test_coverage_loss_passes_over_padding():

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from attnfast.errors import InputError
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Seq2Seq
-
-#: Words below this log-probability cannot come: another sentence's own, for a pointer-generator.
-IMPOSSIBLE = -87.0
+from attnfast.ops.copying import LOWEST
 
 
 def output_limit(lengths: Tensor) -> Tensor:
@@ -25,10 +23,11 @@ def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
     Padding, the unknown word and the start of a sentence may not; rows of ``must_end [B]`` end.
     """
     logits = logits.float()
+    other = torch.arange(logits.shape[-1], device=logits.device) != EOS
+    # What a pointer-generator cannot say, another sentence's own words among it.
+    logits = logits.masked_fill((logits == torch.tensor(LOWEST)) & other, -math.inf)
     logits[:, [PAD, UNK, BOS]] = -math.inf
     log_probs = logits.log_softmax(-1)
-    other = torch.arange(logits.shape[-1], device=logits.device) != EOS
-    log_probs = log_probs.masked_fill((log_probs < IMPOSSIBLE) & other, -math.inf)
     return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
 
 
