@@ -13,6 +13,8 @@ Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a key.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,7 @@ from attnfast.ops.operators import accumulation_dtype
 
 LIMIT = tl.constexpr(float(_LIMIT))
 LOWEST = tl.constexpr(_LOWEST)
-SLIGHT = tl.constexpr(1.8048513878454153e-35)  # e^−LIMIT
+SLIGHT = tl.constexpr(math.exp(-_LIMIT))
 BLOCK = 1024  # words of the vocabulary at a time
 WORDS = 32  # words of the source at a time
 
