@@ -1,16 +1,18 @@
 """Fused attention for recurrent sequence-to-sequence models.
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
-:func:`copy_distribution`. Modules: :mod:`attnfast.nn`.
+:func:`copy_distribution`; which keys a row may see: :class:`Span`. Modules: :mod:`attnfast.nn`.
 """
 
 from attnfast import nn
 from attnfast.ops.attention import additive_attention, dot_attention
 from attnfast.ops.copying import copy_distribution
 from attnfast.ops.coverage import coverage_attention
+from attnfast.ops.span import Span
 from attnfast.version import __version__
 
 __all__ = [
+    "Span",
     "__version__",
     "additive_attention",
     "copy_distribution",

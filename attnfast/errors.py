@@ -10,6 +10,11 @@ class InputError(ValueError):
     """A file, an argument or an environment that cannot be worked with; the text says why."""
 
 
+def refuse(argument: str, expected: str, got: object) -> None:
+    """Raise ValueError with one sentence: the argument, what was expected and what came."""
+    raise ValueError(f"{argument} must be {expected}, got {got}") from None
+
+
 def reason(error: OSError) -> str:
     """Return what went wrong with a file, without its number and name."""
     return error.strerror or str(error)

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from attnfast.backends import FLOATS, choose
+from attnfast.errors import refuse
 from attnfast.ops.attention import (
     as_returned,
     autocast,
     check,
     check_scale,
-    refuse,
     refuse_tangents,
     run,
 )
@@ -150,7 +150,7 @@ class _Prepared(Function):
         query, weights, grad_score, grad_context = (torch.cat(x, -2) for x in zip(*steps))
         _, grad_key, grad_value, grad_weight, _ = call(
             ctx.operators.attention_backward.default,
-            grad_context, None, None, query, key, value, weight, lengths, None, weights,
+            grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights,
             grad_score, 1.0, False, True, False,
         )  # fmt: skip
         return grad_key, grad_value, None if weight is None else grad_weight, None, None, None
@@ -165,7 +165,7 @@ class _Step(Function):
         exponentials = steps.exponentials()
         context, weights, _ = call(
             steps.operators.attention.default,
-            query, key, value, weight, None, mask, lengths, exponentials, scale, True,
+            query, key, value, weight, None, mask, lengths, None, 0, exponentials, scale, True,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, weight, lengths, exponentials, weights)
         ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
@@ -179,8 +179,8 @@ class _Step(Function):
             grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
         grad_query, _, _, _, grad_score = call(
             ctx.operators.attention_backward.default,
-            grad_context, grad_weights, None, query, key, value, weight, lengths, exponentials,
-            weights, None, ctx.scale, True, False, True,
+            grad_context, grad_weights, None, query, key, value, weight, lengths, None, 0,
+            exponentials, weights, None, ctx.scale, True, False, True,
         )  # fmt: skip
         if ctx.scale != 1:
             grad_score = grad_score * ctx.scale
@@ -277,8 +277,8 @@ def attend(
             key, value, weight = autocast(key, value, weight)
             backend = choose(backend, query.device, query.dtype)
         return run(
-            query, key, value, weight, None, mask, lengths, exponentials, scale, need_weights,
-            backend,
+            query, key, value, weight, None, mask, lengths, None, 0, exponentials, scale,
+            need_weights, backend,
         )[:2]  # fmt: skip
     except Exception:
         if isinstance(query, Tensor):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnfast.errors import refuse
 from attnfast.memory import Memory, attend, prepare
-from attnfast.ops.attention import refuse
 from attnfast.ops.copying import copy_distribution
 from attnfast.ops.coverage import coverage_attention
 

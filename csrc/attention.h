@@ -21,6 +21,10 @@ struct Attention {
   View weight;                   // [H, A] by its head stride; absent: dot score
   View bias, mask;               // any strides
   const int64_t* lengths;        // [B] or null
+  View span;                     // int64 [B, H, Tq, 2]: a row's first key and the one after its
+                                 // last, which may lie outside of the sequence; or absent
+  int64_t W;                     // columns of scores and weights: Tk, or, if they are
+  bool compact;                  // compact, of which column m is the span's m-th key
   View exponentials;             // CPU: e^{2 key}, float, rows padded with 0 to kPadding, or absent
   View context;                  // out, contiguous, of dtype
   View weights, log_sum_exp;     // out (in, for the backward), contiguous, of the accumulation
@@ -28,7 +32,7 @@ struct Attention {
   View grad_context;             // column stride 1
   View grad_weights;             // of the accumulation dtype, column stride 1, or absent
   View grad_log_sum_exp;         // contiguous, or absent
-  View grad_score;               // contiguous [B, H, Tq, Tk] of the accumulation dtype
+  View grad_score;               // contiguous [B, H, Tq, W] of the accumulation dtype
   bool grad_score_given;         // or it is the first thing to compute
   bool grad_score_returned;      // CPU: for itself; else it may take the scale, as
   double grad_score_scale = 1;   // this
@@ -46,6 +50,7 @@ struct Attention {
 constexpr double kFactoredLimit = 21.8;
 constexpr double kPreparedLimit = kFactoredLimit / 2;  // of keys whose exponentials are kept
 constexpr int64_t kKeyBlock = 64;                      // keys that are scored at a time
+constexpr int64_t kMostRows = 64;                      // of an item
 constexpr int64_t kPadding = 32;                       // features, of exponentials
 
 }  // namespace attnfast

@@ -89,7 +89,8 @@ std::vector<int64_t> shape(const Tensor& rows_of, int64_t columns) {
 
 // Whether the arguments fit together; attnfast.ops.attention.check says in a sentence what does not.
 bool fit(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-         const Optional& bias, const Optional& mask, const Optional& lengths) {
+         const Optional& bias, const Optional& mask, const Optional& lengths, const Optional& span,
+         int64_t columns) {
   const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
   const size_t n = q.size();
   if ((n != 3 && n != 4) || k.size() != n || v.size() != n || k[n - 1] != q[n - 1]) return false;
@@ -109,12 +110,20 @@ bool fit(const Tensor& query, const Tensor& key, const Tensor& value, const Opti
     const auto s = x.sizes();
     if (s.size() != n) return false;
     for (size_t i = 0; i < n; ++i)
-      if (s[i] != 1 && s[i] != (i < n - 1 ? q[i] : k[n - 2])) return false;
+      if (s[i] != 1 && s[i] != (i < n - 1 ? q[i] : columns ? columns : k[n - 2])) return false;
     return true;
   };
   if (bias && (!alike(*bias) || !broadcasts(*bias))) return false;
   if (mask && (mask->scalar_type() != ScalarType::Bool || !placed(*mask) || !broadcasts(*mask)))
     return false;
+  if (columns < 0 || (columns && !span)) return false;
+  if (span) {
+    const auto s = span->sizes();
+    if (s.size() != n || s[n - 2] != q[n - 2] || s[n - 1] != 2 || !placed(*span)) return false;
+    if (span->scalar_type() != ScalarType::Long) return false;
+    for (size_t i = 0; i < n - 2; ++i)
+      if (s[i] != 1 && s[i] != q[i]) return false;
+  }
   if (!lengths) return true;
   const ScalarType type = lengths->scalar_type();
   return (type == ScalarType::Long || type == ScalarType::Int) && placed(*lengths) &&
@@ -126,9 +135,9 @@ struct Call {
   std::vector<Tensor> keep;  // copies that outlive the pointers into them
 
   Call(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-       const Optional& bias, const Optional& mask, const Optional& lengths,
-       const Optional& exponentials, double scale) {
-    if (!fit(query, key, value, weight, bias, mask, lengths))
+       const Optional& bias, const Optional& mask, const Optional& lengths, const Optional& span,
+       int64_t columns, const Optional& exponentials, double scale) {
+    if (!fit(query, key, value, weight, bias, mask, lengths, span, columns))
       throw std::runtime_error("attention's arguments do not fit together");
     const int64_t n = query.dim();
     a.dtype = dtype_of(query);
@@ -155,6 +164,12 @@ struct Call {
             return length < 0 || length > a.Tk;
           }))
         throw std::runtime_error("attention's lengths must be between 0 and the number of keys");
+    }
+    a.compact = columns > 0;
+    a.W = a.compact ? columns : a.Tk;
+    if (span) {
+      keep.push_back(span->stride(n - 1) == 1 ? *span : torch::stable::contiguous(*span));
+      a.span = broadcast_view(keep.back());
     }
     if (bias) a.bias = broadcast_view(*bias);
     if (mask) a.mask = broadcast_view(*mask);

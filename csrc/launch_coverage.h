@@ -66,7 +66,7 @@ struct CoverageCall {
   CoverageCall(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
                const Optional& bias, const Optional& mask, const Optional& lengths,
                const History& h, double scale)
-      : call(query, key, value, weight, bias, mask, lengths, {}, scale) {
+      : call(query, key, value, weight, bias, mask, lengths, {}, 0, {}, scale) {
     if (!fit(h, query, key))
       throw std::runtime_error("coverage_attention's arguments do not fit together");
     static_cast<Attention&>(a) = call.a;

@@ -417,12 +417,12 @@ def test_opcheck(score, backend):
     ops = getattr(torch.ops, f"attnfast_{backend}")
     call = (
         *(args[k] for k in ("query", "key", "value", "weight")),
-        args["bias"], args["mask"], args["lengths"], None, 0.5, True,
+        args["bias"], args["mask"], args["lengths"], None, 0, None, 0.5, True,
     )  # fmt: skip
     torch.library.opcheck(ops.attention.default, call)
     context, weights, log_sum_exp = ops.attention(*call)
     grads = [torch.randn_like(x) for x in (context, weights, log_sum_exp)]
-    backward = (*grads, *call[:4], args["lengths"], None, weights)
+    backward = (*grads, *call[:4], args["lengths"], None, 0, None, weights)
     for rest in (
         (None, 0.5, True, True, True),
         (None, 0.5, True, False, False),

@@ -5,6 +5,7 @@ r"""Attention without history: every query row weighs the keys it may see, rows 
     c_i     = Σ_j α_ij v_j
 
 with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a tanh(q_a + k_a)`` (additive) when a weight is given.
+What a row may see is a span of keys (:mod:`attnfast.ops.span`), a length, a mask.
 
 This file is the contract. A backend implements the two operators of :data:`SCHEMAS`, under its own
 namespace ``attnfast_<backend>``; the CPU also ``exponentials``, which those two take. The reference
@@ -22,24 +23,42 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnfast.backends import FLOATS, HALF, choose
+from attnfast.errors import refuse
 from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
+from attnfast.ops.span import (
+    Position,
+    Span,
+    Spans,
+    at_keys,
+    check_span,
+    from_phases,
+    rows_at,
+    to_columns,
+    to_dense,
+    to_phases,
+    to_sparse,
+)
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
 #: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
-#: in place of a size. ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys.
+#: in place of a size. ``span [B, (H,) Tq, 2]``, int64, or 1 in place of B and H, holds the first key
+#: that a row may see and the one after the last, either of which may lie outside of the sequence.
+#: With ``columns`` W > 0 scores are compact, ``[B, (H,) Tq, W]``: column m of row i is key
+#: ``span[i, 0] + m``, and keys beyond the W-th are not seen; else they are ``[B, (H,) Tq, Tk]``.
+#: ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys.
 #: The backward takes the saved weights, which are exactly 0 where a row may not see a key, and
 #: returns tensors of size [0] for the gradients that are not needed; ``need_grad_key`` stands for
 #: key, value and weight. It begins at ``grad_score``, the gradient of the scores, if that is given.
 SCHEMAS = {
     "attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
-        "Tensor? lengths, Tensor? exponentials, float scale, bool need_weights) "
-        "-> (Tensor context, Tensor weights, Tensor log_sum_exp)"
+        "Tensor? lengths, Tensor? span, int columns, Tensor? exponentials, float scale, "
+        "bool need_weights) -> (Tensor context, Tensor weights, Tensor log_sum_exp)"
     ),
     "attention_backward": (
         "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_log_sum_exp, Tensor query, "
-        "Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? exponentials, "
-        "Tensor weights, Tensor? grad_score, float scale, "
+        "Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? span, int columns, "
+        "Tensor? exponentials, Tensor weights, Tensor? grad_score, float scale, "
         "bool need_grad_query, bool need_grad_key, bool need_grad_score) -> "
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
         "Tensor grad_score)"
@@ -84,11 +103,22 @@ def reference(
     bias: Tensor | None,
     mask: Tensor | None,
     lengths: Tensor | None,
+    span: Tensor | None,
+    columns: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute context, weights and log-sum-exp in plain PyTorch: the oracle of every backend."""
     dtype = accumulation_dtype(query.dtype)
     q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    keys = None
+    if span is not None:
+        j = torch.arange(key.shape[-2], device=query.device)
+        inside = (j >= span[..., :1]) & (j < span[..., 1:])
+        if columns:
+            inside = inside & (j < span[..., :1] + columns)
+            keys = span[..., :1] + torch.arange(columns, device=query.device)
+            bias, mask = (None if x is None else to_dense(x, keys, len(j)) for x in (bias, mask))
+        mask = inside if mask is None else inside & mask
     visible, k, v = visible_keys(q, k, v, bias, mask, lengths)
     e = scale * score(q, k, None if weight is None else weight.to(dtype))
     if bias is not None:
@@ -99,23 +129,27 @@ def reference(
     log_sum_exp = e.logsumexp(-1) if key.shape[-2] else e.sum(-1)
     log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)
     weights = e.softmax(-1).masked_fill(~visible, 0)
-    return (weights @ v).to(query.dtype), weights, log_sum_exp
+    context = (weights @ v).to(query.dtype)
+    return context, weights if keys is None else to_columns(weights, keys), log_sum_exp
 
 
 def _fake(
-    query, key, value, weight, bias, mask, lengths, exponentials, scale, need_weights
+    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
+    need_weights,
 ):  # fmt: skip
-    check(query, key, value, weight, bias, mask, lengths)
+    check(query, key, value, weight, bias, mask, lengths, span, columns)
     dtype = accumulation_dtype(query.dtype)
     rows = query.shape[:-1]
-    weights = query.new_empty((*rows, key.shape[-2]) if need_weights else (0,), dtype=dtype)
+    shape = (*rows, columns or key.shape[-2]) if need_weights else (0,)
+    weights = query.new_empty(shape, dtype=dtype)
     context = query.new_empty((*rows, value.shape[-1]))
     return context, weights, query.new_empty(rows, dtype=dtype)
 
 
 def _fake_backward(
-    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, exponentials,
-    weights, grad_score, scale, need_grad_query, need_grad_key, need_grad_score,
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
+    columns, exponentials, weights, grad_score, scale, need_grad_query, need_grad_key,
+    need_grad_score,
 ):  # fmt: skip
     return (
         query.new_empty(query.shape if need_grad_query else (0,)),
@@ -127,23 +161,23 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs, output):
-    query, key, value, weight, bias, _, lengths, exponentials, scale, _ = inputs
-    ctx.save_for_backward(query, key, value, weight, lengths, exponentials, output[1])
-    ctx.scale = scale
+    query, key, value, weight, bias, _, lengths, span, columns, exponentials, scale, _ = inputs
+    ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, output[1])
+    ctx.columns, ctx.scale = columns, scale
     ctx.bias_shape = None if bias is None else bias.shape
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
-    query, key, value, weight, lengths, exponentials, weights = ctx.saved_tensors
+    query, key, value, weight, lengths, span, exponentials, weights = ctx.saved_tensors
     if grad_context is None:
         grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
     need_query, need_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     need_key = any(ctx.needs_input_grad[1:4])
     grad_query, grad_key, grad_value, grad_weight, grad_bias = call(
         ctx.operator,
-        grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths,
-        exponentials, weights, None, ctx.scale, need_query, need_key, need_bias,
+        grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
+        ctx.columns, exponentials, weights, None, ctx.scale, need_query, need_key, need_bias,
     )  # fmt: skip
     if need_bias:
         grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
@@ -153,7 +187,7 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
         grad_value if need_key else None,
         grad_weight if need_key and weight is not None else None,
         grad_bias if need_bias else None,
-        *[None] * 5,
+        *[None] * 7,
     )
 
 
@@ -174,7 +208,7 @@ def _fake_exponentials(key, lengths):
 def _triton(*args):
     from attnfast.kernels import attention  # Triton stays unimported until it is used
 
-    check(*args[:7])
+    check(*args[:9])
     return attention.forward(*args)
 
 
@@ -185,11 +219,6 @@ def _triton_backward(*args):
     return attention.backward(*args)
 
 
-def refuse(argument: str, expected: str, got: object) -> None:
-    """Raise ValueError with one sentence: the argument, what was expected and what came."""
-    raise ValueError(f"{argument} must be {expected}, got {got}") from None
-
-
 def check(
     query: Tensor,
     key: Tensor,
@@ -198,6 +227,8 @@ def check(
     bias: Tensor | None,
     mask: Tensor | None,
     lengths: Tensor | None,
+    span: Tensor | None = None,
+    columns: int = 0,
 ) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     if not isinstance(query, Tensor):
@@ -231,9 +262,15 @@ def check(
     if weight is not None and weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
         refuse("weight", f"{shapes} to fit the query", list(weight.shape))
-    if mask is None and bias is None and lengths is None:
+    if mask is None and bias is None and lengths is None and span is None:
         return
-    scores = (*q[:-1], k[-2])
+    scores = (*q[:-1], columns or k[-2])
+    if span is not None:
+        fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
+        if not fits or any(a not in (1, b) for a, b in zip(span.shape, q[:-2])):
+            refuse("span", f"{[*q[:-1], 2]}, or 1 in place of B and H", list(span.shape))
+        if span.dtype != torch.int64 or span.device != device:
+            refuse("span", f"int64 on {device}", f"{span.dtype} on {span.device}")
     if mask is not None and mask.dtype != torch.bool:
         refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
     for name, x in (("mask", mask), ("bias", bias)):
@@ -295,16 +332,17 @@ def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | N
 
 
 def run(
-    query, key, value, weight, bias, mask, lengths, exponentials, scale, need_weights, backend
+    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
+    need_weights, backend,
 ):  # fmt: skip
     """Run a backend; return context, weights as users get them, log-sum-exp."""
-    inputs = (query, key, value, weight, bias)
+    inputs, seen = (query, key, value, weight, bias), (mask, lengths, span, columns)
     if backend == "reference":
-        check(*inputs, mask, lengths)
-        context, weights, log_sum_exp = reference(*inputs, mask, lengths, scale)
+        check(*inputs, *seen)
+        context, weights, log_sum_exp = reference(*inputs, *seen, scale)
         return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
     refuse_tangents(*inputs)
-    operators, rest = operators_of(backend), (mask, lengths, exponentials, scale)
+    operators, rest = operators_of(backend), (*seen, exponentials, scale)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if keep and not torch.compiler.is_compiling():
         context, weights, log_sum_exp = _Attention.apply(*inputs, *rest, True, operators)
@@ -315,9 +353,105 @@ def run(
     return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
 
 
+def _run_span(
+    query, key, value, weight, bias, mask, lengths, span, position, sigma, scale, need_weights,
+    backend,
+):  # fmt: skip
+    """Run a backend on what one span leaves of the keys; results as :func:`_attention`'s."""
+    Tq, Tk, k = query.shape[-2], key.shape[-2], span.stride
+    p = rows_at(position, query, Tk, lengths)
+    rows = span.locate(p, Tk, lengths)
+    some = span.compact or k > 1  # the columns are not simply all keys
+    keys = None
+    if need_weights in ("dense", "sparse") or sigma is not None or some and (bias, mask) != (None,) * 2:
+        keys = span.columns_of(rows, Tk)
+    if some:
+        bias, mask = (None if x is None else at_keys(x, keys) for x in (bias, mask))
+    if sigma is not None:
+        if isinstance(sigma, Tensor):
+            sigma = rows_at(sigma, query, Tk, None).unsqueeze(-1)
+        prior = (-0.5 * ((keys - p.unsqueeze(-1)) / sigma).square()).to(query.dtype)
+        bias = prior if bias is None else bias + prior
+    columns = span.columns(Tk) if span.compact else 0
+    bounds = torch.stack([rows.start, rows.stop], -1)
+    if k == 1 or span.fixed:
+        if k > 1:
+            key, value = key[..., ::k, :], value[..., ::k, :]
+            lengths = None if lengths is None else (lengths + (k - 1)).div(k, rounding_mode="floor")
+        if span.sides == (None, None):
+            bounds = None
+        context, weights, log_sum_exp = run(
+            query, key, value, weight, bias, mask, lengths, bounds, columns, None, scale,
+            need_weights, backend,
+        )  # fmt: skip
+    else:
+        lead = query.shape[:-2] if query.dim() == 4 else (len(query), 1)
+        front = {"end": Tk - Tq, None: 0}.get(position, position) % k
+
+        def phases(x, front, heads=lead[1]):
+            x = x.unsqueeze(1) if x.dim() == 3 else x
+            return to_phases(x.expand(-1, heads, -1, -1), k, front)
+
+        if weight is not None and weight.dim() == 2:
+            weight = weight.repeat_interleave(k, 0)
+        bias, mask = (None if x is None else phases(x, front) for x in (bias, mask))
+        results = run(
+            phases(query, front), phases(key, 0), phases(value, 0), weight, bias, mask, None,
+            phases(bounds, front), columns, None, scale, need_weights, backend,
+        )  # fmt: skip
+        context, weights, log_sum_exp = (
+            None if x is None else from_phases(x, k, front, query)
+            for x in (*results[:2], results[2].unsqueeze(-1))
+        )
+        log_sum_exp = log_sum_exp.squeeze(-1)
+    if need_weights == "dense":
+        weights = to_dense(weights, keys, Tk)
+    if need_weights == "sparse":
+        weights = to_sparse(weights, keys, Tk)
+    return context, weights, log_sum_exp
+
+
+def _run_spans(
+    query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale, need_weights,
+    backend,
+):  # fmt: skip
+    """Run a span for each head; heads of the same one go together."""
+
+    def heads(x, index):
+        if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] == 1:
+            return x
+        return x[:, index[0] : index[-1] + 1] if index[-1] - index[0] < len(index) else x[:, index]
+
+    results, order = [], []
+    for span in dict.fromkeys(spans):
+        index = [i for i, x in enumerate(spans) if x == span]
+        order += index
+        of_heads = weight if weight is None or weight.dim() == 1 else weight[index]
+        results.append(_run_span(
+            *(heads(x, index) for x in (query, key, value)), of_heads, heads(bias, index),
+            heads(mask, index), lengths, span, heads(position, index), heads(sigma, index), scale,
+            need_weights, backend,
+        ))  # fmt: skip
+    place = sorted(range(len(order)), key=order.__getitem__)
+
+    def together(parts):
+        x = torch.cat(parts, 1)
+        if place == sorted(place):
+            return x
+        return x.index_select(1, torch.tensor(place, device=x.device))
+
+    contexts, weights, sums = zip(*results)
+    if need_weights is True:
+        apart = [head for x in weights for head in x.unbind(1)]
+        weights = [apart[i] for i in place]
+    else:
+        weights = together(weights) if need_weights else None
+    return together(contexts), weights, together(sums)
+
+
 def _attention(
-    query, key, value, weight, scale, lengths, mask, bias, temperature, need_weights,
-    need_log_sum_exp, backend,
+    query, key, value, weight, scale, lengths, mask, bias, span, position, sigma, temperature,
+    need_weights, need_log_sum_exp, backend,
 ):  # fmt: skip
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
@@ -328,10 +462,21 @@ def _attention(
         check_scale(scale, "a finite number or None")
         if temperature != 1:
             scale, bias = scale / temperature, None if bias is None else bias / temperature
+            sigma = None if sigma is None else sigma * temperature**0.5
         backend = choose(backend, query.device, query.dtype)
-        context, weights, log_sum_exp = run(
-            query, key, value, weight, bias, mask, lengths, None, scale, need_weights, backend
-        )
+        terms = (query, key, value, weight, bias, mask, lengths)
+        if span is None and position is None and sigma is None and need_weights in (False, True):
+            context, weights, log_sum_exp = run(
+                *terms, None, 0, None, scale, need_weights, backend
+            )
+        else:
+            check(*terms)
+            check_span(query, key, span, position, sigma, need_weights)
+            span = Span() if span is None else span
+            run_them = _run_span if isinstance(span, Span) else _run_spans
+            context, weights, log_sum_exp = run_them(
+                *terms, span, position, sigma, scale, need_weights, backend
+            )
     except Exception:
         check(query, key, value, weight, bias, mask, lengths)
         raise
@@ -347,8 +492,11 @@ def additive_attention(
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    span: Spans = None,
+    position: Position = None,
+    sigma: float | Tensor | None = None,
     temperature: float = 1.0,
-    need_weights: bool = False,
+    need_weights: bool | str = False,
     need_log_sum_exp: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -372,15 +520,25 @@ def additive_attention(
         mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
             a key may be attended to.
         bias: added to the score, shaped like ``mask``, differentiable.
-        temperature: T > 0 divides score and bias.
-        need_weights: return the weights; otherwise they are None.
+        span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
+            before it. Time and memory are in proportion to the keys seen. With heads also a list
+            of one for each head.
+        position: where the rows stand among the keys, for the span and sigma: see
+            :class:`attnfast.Span`. A tensor of real numbers gets its gradient through sigma.
+        sigma: of a Gaussian prior around that position, −(j − p_i)² / 2σ² added to the score; a
+            number, or a tensor with the shapes of ``position``, in keys, differentiable.
+        temperature: T > 0 divides score, bias and prior.
+        need_weights: return the weights; otherwise they are None. A span's may be compact, with a
+            column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
+            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
         need_log_sum_exp: return log Σ_j exp(e_ij) as a third result, float32 (float64 for float64).
         backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
             ``"reference"``.
 
     Returns:
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype, then
-        ``log_sum_exp [B, Tq]`` if asked for. A row that may see no key has context 0, weights 0,
+        ``log_sum_exp [B, Tq]`` if asked for. With a list of spans weights are a list too, one
+        ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
         log-sum-exp −inf and gradients 0.
 
     For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp), so that a
@@ -397,8 +555,8 @@ def additive_attention(
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
     return _attention(
-        query, key, value, weight, 1.0, lengths, mask, bias, temperature, need_weights,
-        need_log_sum_exp, backend,
+        query, key, value, weight, 1.0, lengths, mask, bias, span, position, sigma, temperature,
+        need_weights, need_log_sum_exp, backend,
     )  # fmt: skip
 
 
@@ -411,8 +569,11 @@ def dot_attention(
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    span: Spans = None,
+    position: Position = None,
+    sigma: float | Tensor | None = None,
     temperature: float = 1.0,
-    need_weights: bool = False,
+    need_weights: bool | str = False,
     need_log_sum_exp: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -433,6 +594,6 @@ def dot_attention(
     NeurIPS 2017, arXiv:1706.03762.
     """
     return _attention(
-        query, key, value, None, scale, lengths, mask, bias, temperature, need_weights,
-        need_log_sum_exp, backend,
+        query, key, value, None, scale, lengths, mask, bias, span, position, sigma, temperature,
+        need_weights, need_log_sum_exp, backend,
     )  # fmt: skip

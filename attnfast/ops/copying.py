@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import FLOATS, HALF, choose
-from attnfast.ops.attention import refuse, refuse_tangents
+from attnfast.errors import refuse
+from attnfast.ops.attention import refuse_tangents
 from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their

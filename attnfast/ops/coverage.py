@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import choose
+from attnfast.errors import refuse
 from attnfast.ops.attention import (
     as_returned,
     autocast,
     check,
     check_scale,
     check_temperature,
-    refuse,
     refuse_tangents,
     score,
     visible_keys,

@@ -40,7 +40,7 @@ bool even(const Attention& a, const View& x) {
 // Whether PyTorch's matrix product beats ours, for dot scores: enough rows to repay its packing, and
 // few keys beyond the lengths, which only ours leaves out.
 bool multiplies(const Attention& a) {
-  if (a.weight.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
+  if (a.weight.data || a.span.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
   if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
   if (std::max(a.A, a.Dv) < kLibraryColumns) return false;
   if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;
@@ -161,7 +161,7 @@ void run_backward(Attention& a, const Tensor&) {
 
 // The exponentials of prepared keys, or size [0] if one of them lies beyond their domain.
 Tensor exponentials(const Tensor key, const Optional lengths) {
-  Call call(key, key, key, {}, {}, {}, lengths, {}, 1);
+  Call call(key, key, key, {}, {}, {}, lengths, {}, 0, {}, 1);
   Attention& a = call.a;
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;

@@ -4,10 +4,12 @@
 //
 // Each pass takes its items from a grid: (sequence, head) x blocks of query rows x parts of keys or
 // columns. Scores are computed tile by tile from rows held in cache (score.h); everything else is
-// rows of scores and products of a small matrix with rows (product.h).
+// rows of scores and products of a small matrix with rows (product.h). Where rows have spans the
+// same is done by bands of rows whose keys are nearly the same (span.h).
 #include "attention.h"
 #include "rows.h"
 #include "score.h"
+#include "span.h"
 
 namespace attnfast {
 namespace VARIANT {
@@ -23,7 +25,7 @@ void scores(const Attention& a, int64_t index, void* memory) {
   const int64_t nq = item.rows, width = padded<C>(a.A);
   const int64_t end = min(item.seen, (item.part + 1) * a.keys);
   const Rows<C> s = scores_of(a, item, static_cast<C*>(memory));
-  C* q_scratch = static_cast<C*>(memory) + (a.scores.data ? 0 : round_up(a.rows * a.Tk, 16));
+  C* q_scratch = static_cast<C*>(memory) + scores_scratch(a);
   C* q_exp = q_scratch + nq * width;
   C* k_scratch = q_exp + nq * width;
   C* k_exp = k_scratch + kKeyBlock * width;
@@ -41,30 +43,46 @@ void scores(const Attention& a, int64_t index, void* memory) {
     if constexpr (sizeof(C) == 4) q_range = exponentials(q, nq, a.A, width, q_exp);
   }
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
-  for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
-    const int64_t nk = min(kKeyBlock, end - j);
-    C* out = const_cast<C*>(s.data) + j;
+  Score path = Score::dot;
+  Rows<C> rows = q, keys = {};
+  const auto prepare = [&](int64_t j, int64_t n) {
+    rows = {q_exp, width};
+    path = Score::factored;
     if constexpr (sizeof(C) == 4) {
       if (prepared) {
-        const Rows<C> e = {at<C>(a.exponentials, item, j), round_up(a.A, kPadding)};
-        score_block<C, Score::factored>({q_exp, width}, nq, e, nk, w, width, base, out,
-                                        s.stride);
-        continue;
+        keys = {at<C>(a.exponentials, item, j), round_up(a.A, kPadding)};
+        return;
       }
     }
-    const Rows<C> k = gather(at<T>(a.key, item, j), a.key.row, nk, a.A, width, k_scratch);
-    if (!additive) {
-      dot_block(q, nq, k, nk, width, out, s.stride, k_exp);
-      continue;
-    }
+    keys = gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, k_scratch);
     if constexpr (sizeof(C) == 4) {
-      if (q_range + exponentials(k, nk, a.A, width, k_exp) <= kFactoredLimit) {
-        score_block<C, Score::factored>({q_exp, width}, nq, {k_exp, width}, nk, w, width, base,
-                                        out, s.stride);
-        continue;
+      if (additive && q_range + exponentials(keys, n, a.A, width, k_exp) <= kFactoredLimit) {
+        keys = {k_exp, width};
+        return;
       }
     }
-    score_block<C, Score::direct>(q, nq, k, nk, w, width, base, out, s.stride);
+    rows = q;
+    path = additive ? Score::direct : Score::dot;
+  };
+  const auto tile = [&](int64_t i, int64_t nq, int64_t j, int64_t nk, C* out, int64_t stride) {
+    const Rows<C> qs = {rows.data + i * rows.stride, rows.stride};
+    const Rows<C> ks = {keys.data + j * keys.stride, keys.stride};
+    if (path == Score::dot) return dot_block(qs, nq, ks, nk, width, out, stride, k_exp);
+    auto block = score_block<C, Score::direct>;
+    if constexpr (sizeof(C) == 4) {
+      if (path == Score::factored) block = score_block<C, Score::factored>;
+    }
+    block(qs, nq, ks, nk, w, width, base, out, stride);
+  };
+  C* out = const_cast<C*>(s.data);
+  if (a.span.data) {
+    for (int64_t x = 0; x < nq * a.W; ++x) out[x] = -__builtin_inf();
+    return for_tiles(a, item, s, w_scratch + width, prepare, tile);
+  }
+  for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
+    const int64_t nk = min(kKeyBlock, end - j);
+    prepare(j, nk);
+    tile(0, nq, 0, nk, out + j, s.stride);
   }
 }
 
@@ -72,12 +90,13 @@ template <class T, class C = typename Accumulate<T>::type>
 void weights(const Attention& a, int64_t index, void* memory) {
   const Item item(a, index, row_blocks(a), 1);
   const Rows<C> s = scores_of(a, item, static_cast<C*>(memory));
+  const int64_t n = columns_seen(a, item);
   Flags<C> zeros = {};
   for (int64_t i = 0; i < item.rows; ++i) {
     C* row = const_cast<C*>(s.data) + i * s.stride;
-    finish_scores<T>(a, item, item.row + i, item.seen, row);
-    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, item.seen, zeros);
-    for (int64_t j = item.seen; j < a.Tk; ++j) row[j] = 0;
+    finish_scores<T>(a, item, item.row + i, n, row);
+    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, n, zeros);
+    for (int64_t j = n; j < a.W; ++j) row[j] = 0;
   }
   tell_of_zeros<C>(a, item, zeros);
 }
@@ -109,7 +128,12 @@ void context(const Attention& a, int64_t index, void* memory) {
   const Item item(a, index, row_blocks(a), parts(a.Dv, a.columns));
   const int64_t c = item.part * a.columns;
   const Rows<C> p = scores_of(a, item, static_cast<C*>(memory));
-  C* scratch = static_cast<C*>(memory) + (a.scores.data ? 0 : round_up(a.rows * a.Tk, 16));
+  C* scratch = static_cast<C*>(memory) + scores_scratch(a);
+  if (a.span.data) {
+    const Rows<C> from = {p.data - item.row * p.stride, p.stride};
+    return mix_keys(a, item, item.row, item.row + item.rows, from, at<T>(a.value, item, 0),
+                    a.value.row, a.Dv, (C)1, at<T>(a.context, item, 0), a.Dv, scratch);
+  }
   multiply(a, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
            min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch);
 }
@@ -126,6 +150,18 @@ void grad_weights(const Attention& a, int64_t index, void* memory) {
   C* packed = v_scratch + kKeyBlock * width;
   const Rows<C> g = gather(at<T>(a.grad_context, item, item.row), a.grad_context.row, item.rows,
                            a.Dv, width, g_scratch);
+  if (a.span.data) {
+    Rows<C> v = {};
+    const auto prepare = [&](int64_t j, int64_t n) {
+      v = gather(at<T>(a.value, item, j), a.value.row, n, a.Dv, width, v_scratch);
+    };
+    const auto tile = [&](int64_t i, int64_t nq, int64_t j, int64_t nk, C* out, int64_t stride) {
+      dot_block({g.data + i * g.stride, g.stride}, nq, {v.data + j * v.stride, v.stride}, nk,
+                width, out, stride, packed);
+    };
+    const Rows<C> x = {at<C>(a.grad_score, item, item.row), a.W};
+    return for_tiles(a, item, x, packed + 2 * Vector<C>::width * width, prepare, tile);
+  }
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
     const int64_t nk = min(kKeyBlock, end - j);
     const Rows<C> v = gather(at<T>(a.value, item, j), a.value.row, nk, a.Dv, width, v_scratch);
@@ -139,7 +175,7 @@ template <class T, class C = typename Accumulate<T>::type>
 void grad_score(const Attention& a, int64_t index, void*) {
   constexpr int W = Vector<C>::width;
   const Item item(a, index, row_blocks(a), 1);
-  const int64_t n = item.seen;
+  const int64_t n = columns_seen(a, item);
   const C scale = a.grad_score_scale;
   Flags<C> zeros = {};
   for (int64_t i = item.row; i < item.row + item.rows; ++i) {
@@ -162,7 +198,7 @@ void grad_score(const Attention& a, int64_t index, void*) {
       zeros |= pj == 0;
       store_part(x + j, pj == 0 ? pj : pj * (xj - mean + rest) * scale, n - j);
     }
-    for (int64_t j = n; j < a.Tk; ++j) x[j] = 0;
+    for (int64_t j = n; j < a.W; ++j) x[j] = 0;
   }
   tell_of_zeros<C>(a, item, zeros);
 }
@@ -196,12 +232,19 @@ void unpack_slice(const C* x, const C* factor, int64_t n, int64_t width, T* out,
   }
 }
 
+template <class T>
+void clear(const View& out, const Item& item, int64_t from, int64_t to, int64_t c, int64_t width) {
+  for (int64_t r = from; r < to; ++r)
+    for (int64_t i = 0; i < width; ++i) at<T>(out, item, r)[c + i] = T{};
+}
+
 // The gradients of query, key and weight for two vectors of features from c on, additive score.
 template <class T, class C>
 void grad_slice(const Attention& a, const Item& item, int64_t c, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
-  const int64_t width = min(W2, a.A - c), n = item.seen;
-  const C* g = at<C>(a.grad_score, item, 0);
+  const Seen keys = a.span.data ? hull(a, item) : Seen{0, item.seen, 0};
+  const int64_t width = min(W2, a.A - c), n = keys.to - keys.from;
+  const Rows<C> g = {at<C>(a.grad_score, item, 0), a.W};
   const T* weight = at<T>(a.weight, item, 0) + c;
   C* q = scratch;
   C* k = q + a.Tq * W2;
@@ -210,33 +253,39 @@ void grad_slice(const Attention& a, const Item& item, int64_t c, C* scratch) {
   C* grad_w = grad_k + n * W2;
   for (C* x = grad_q; x < grad_w + W2; ++x) *x = 0;
   const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, q) +
-                  pack_slice(at<T>(a.key, item, 0) + c, a.key.row, n, width, k);
-  bool factored = false;
+                  pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, k);
+  auto blocks = grad_blocks<C, false>;
   if constexpr (sizeof(C) == 4) {
-    factored = range <= kFactoredLimit;
-    if (factored) {
+    if (range <= kFactoredLimit) {
       exponentials(Rows<C>{q, W2}, a.Tq + n, W2, W2, q);  // k follows q
-      grad_blocks<C, true>(q, k, g, a.Tk, a.Tq, n, grad_q, grad_k, grad_w);
+      blocks = grad_blocks<C, true>;
     }
   }
-  if (!factored) grad_blocks<C, false>(q, k, g, a.Tk, a.Tq, n, grad_q, grad_k, grad_w);
+  if (a.span.data) {
+    C* tile = grad_w + W2;
+    for_bands(a, item, 0, a.Tq, kTight, [&](const Band& band) {
+      if (band.from >= band.to) return;
+      const int64_t nk = band.to - band.from, i = band.row * W2, j = (band.from - keys.from) * W2;
+      spread(a, item, band, g, tile);
+      blocks(q + i, k + j, tile, nk, band.rows, nk, grad_q + i, grad_k + j, grad_w);
+    });
+  } else {
+    blocks(q, k, g.data, g.stride, a.Tq, n, grad_q, grad_k, grad_w);
+  }
 
   const C scale = a.scale;
   C factor[W2] = {};
   for (int64_t x = 0; x < width; ++x) factor[x] = 4 * scale * widen(weight[x]);
   if (a.grad_query.data)
     unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c, a.A);
-  if (a.grad_key.data)
-    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, 0) + c, a.A);
+  if (a.grad_key.data) {
+    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c, a.A);
+    clear<T>(a.grad_key, item, 0, keys.from, c, width);
+    clear<T>(a.grad_key, item, keys.to, a.Tk, c, width);
+  }
   if (!a.grad_weight.data) return;
   C* out_w = at<C>(a.grad_weight, item, 0) + c;
   for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
-}
-
-template <class T>
-void clear(const View& out, const Item& item, int64_t from, int64_t to, int64_t c, int64_t width) {
-  for (int64_t r = from; r < to; ++r)
-    for (int64_t i = 0; i < width; ++i) at<T>(out, item, r)[c + i] = T{};
 }
 
 // The same for the only query of a sequence, columns [c, c + width): whole rows of keys pass, four
@@ -310,10 +359,38 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
 }
 
+// out_j = scale * sum_i p_ij x_i, columns [c, c + width), of rows with spans.
+template <class T, class C>
+void grad_of_keys(const Attention& a, const Item& item, const View& p, const View& x, int64_t c,
+                  int64_t width, C scale, const View& out, C* scratch) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  const Seen keys = hull(a, item);
+  const int64_t n = keys.to - keys.from;
+  C* sums = scratch + band_scratch(a) + kMostRows * W2;
+  C factor[W2];
+  for (C& f : factor) f = scale;
+  for (int64_t i = 0; i < width; i += W2) {
+    const int64_t part = min(width - i, W2);
+    mix_queries(a, item, keys, Rows<C>{at<C>(p, item, 0), a.W}, at<T>(x, item, 0) + c + i, x.row,
+                part, sums, scratch);
+    unpack_slice(sums, factor, n, part, at<T>(out, item, keys.from) + c + i, out.row);
+  }
+  clear<T>(out, item, 0, keys.from, c, width);
+  clear<T>(out, item, keys.to, a.Tk, c, width);
+}
+
 // The gradients of query, key and weight, columns [c, c + width), dot score.
 template <class T, class C>
 void grad_dot(const Attention& a, const Item& item, int64_t c, int64_t width, C* scratch) {
   const C *g = at<C>(a.grad_score, item, 0), scale = a.scale;
+  if (a.span.data) {
+    if (a.grad_query.data)
+      mix_keys(a, item, 0, a.Tq, Rows<C>{g, a.W}, at<T>(a.key, item, 0) + c, a.key.row, width,
+               scale, at<T>(a.grad_query, item, 0) + c, a.A, scratch);
+    if (a.grad_key.data)
+      grad_of_keys<T>(a, item, a.grad_score, a.query, c, width, scale, a.grad_key, scratch);
+    return;
+  }
   if (a.grad_query.data)
     multiply(a, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
         at<T>(a.grad_query, item, 0) + c, a.A, scratch);
@@ -330,6 +407,9 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
   C* scratch = static_cast<C*>(memory);
   if (item.part >= features) {
     const int64_t c = (item.part - features) * a.columns, width = min(a.columns, a.Dv - c);
+    if (a.span.data)
+      return grad_of_keys<T>(a, item, a.weights, a.grad_context, c, width, (C)1, a.grad_value,
+                             scratch);
     multiply(a, at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
         a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.Dv, scratch);
     clear<T>(a.grad_value, item, item.seen, a.Tk, c, width);
@@ -338,12 +418,12 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
   const int64_t c = item.part * a.columns, width = min(a.columns, a.A - c);
   if (!a.weight.data) {
     grad_dot<T>(a, item, c, width, scratch);
-  } else if (a.Tq == 1) {
+  } else if (a.Tq == 1 && !a.span.data) {
     grad_step<T>(a, item, c, width, scratch);
   } else {
     for (int64_t x = 0; x < width; x += 2 * Vector<C>::width) grad_slice<T>(a, item, c + x, scratch);
   }
-  if (a.grad_key.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
+  if (a.grad_key.data && !a.span.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
 }
 
 // ---- prepare ----------------------------------------------------------------------------------
@@ -371,16 +451,18 @@ int64_t scratch_elements(const Attention& a) {
   const int64_t A = round_up(padded<C>(a.A), kPadding), Dv = padded<C>(a.Dv);
   const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1, widest = a.A > a.Dv ? a.A : a.Dv;
   const int64_t again = a.grad_score.data ? longest : a.rows;
+  const int64_t tile = a.span.data ? kMostRows * kKeyBlock : 0, band = band_scratch(a);
   const int64_t passes[] = {
-      (2 * a.rows + 2 * kKeyBlock + 1) * A,              // scores, prepare
-      mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),  // multiply
-      (a.rows + kKeyBlock + W2) * Dv,                    // grad_weights
-      2 * longest * 2 * W2 + W2,                         // grad_slice
+      (2 * a.rows + 2 * kKeyBlock + 1) * A + tile,       // scores, prepare
+      mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0) + band,  // multiply
+      (a.rows + kKeyBlock + W2) * Dv + tile,             // grad_weights
+      2 * longest * 2 * W2 + W2 + band,                  // grad_slice
       17 * A,                                            // grad_step
+      band + (kMostRows + longest) * W2,                 // grad_of_keys
   };
   int64_t most = 0;
   for (const int64_t pass : passes) most = pass > most ? pass : most;
-  return most + (a.scores.data ? 0 : round_up(a.rows * a.Tk, 16));
+  return most + scores_scratch(a);
 }
 
 size_t scratch(const Attention& a) {

@@ -35,10 +35,10 @@ void put(T* out, Vec<C> x, int64_t n) {
   for (int64_t i = 0; i < n && i < Vector<C>::width; ++i) narrow(x[i], out[i]);
 }
 
-// acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, v packed; in blocks of keys,
-// for sums of sums lose less than one long sum.
+// acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, those of v side by side; in
+// blocks of keys, for sums of sums lose less than one long sum.
 template <int R, bool skip_zeros, class C>
-void mix_sums(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v,
+void mix_sums(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, int64_t v_row,
               Vec<C> (&total)[R][2]) {
   constexpr int W = Vector<C>::width;
   constexpr int64_t kBlock = 32;
@@ -46,7 +46,7 @@ void mix_sums(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v,
   for (int64_t k0 = 0; k0 < n; k0 += kBlock) {
     Vec<C> acc[R][2] = {};
     for (int64_t k = k0; k < min(k0 + kBlock, n); ++k) {
-      const Vec<C> v0 = load(v + k * 2 * W), v1 = load(v + k * 2 * W + W);
+      const Vec<C> v0 = load(v + k * v_row), v1 = load(v + k * v_row + W);
       for (int r = 0; r < R; ++r) {
         const C x = p[r * p_row + k * p_col];
         if (skip_zeros && x == 0) continue;
@@ -61,38 +61,51 @@ void mix_sums(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v,
   }
 }
 
-// out[r] = scale * sum_k p[r, k] v[k] for R rows. Where p are weights a key of weight 0 adds nothing
+// out[r] = scale * sum_k p[r, k] v[k] for R rows, added up if `more`. Where p are weights a key of weight 0 adds nothing
 // even when its value is NaN: a sum that is NaN is taken again without such keys, which changes no
 // bit otherwise.
-template <int R, bool weights, class C, class O>
-void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, C scale, O* out,
-              int64_t out_stride, int64_t width) {
+template <int R, bool weights, bool more, class C, class O>
+void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, int64_t v_row,
+              C scale, O* out, int64_t out_stride, int64_t width) {
   constexpr int W = Vector<C>::width;
   Vec<C> acc[R][2];
-  mix_sums<R, false>(p, p_row, p_col, n, v, acc);
+  mix_sums<R, false>(p, p_row, p_col, n, v, v_row, acc);
   if constexpr (weights) {
     Vec<C> check = {};
     for (int r = 0; r < R; ++r) check += acc[r][0] + acc[r][1];
-    if (__builtin_expect(has_nan<C>(check), 0)) mix_sums<R, true>(p, p_row, p_col, n, v, acc);
+    if (__builtin_expect(has_nan<C>(check), 0))
+      mix_sums<R, true>(p, p_row, p_col, n, v, v_row, acc);
   }
   for (int r = 0; r < R; ++r) {
+    if constexpr (more) {
+      add(out + r * out_stride, acc[r][0] * scale);
+      add(out + r * out_stride + W, acc[r][1] * scale);
+      continue;
+    }
     put<O, C>(out + r * out_stride, acc[r][0] * scale, width);
     put<O, C>(out + r * out_stride + W, acc[r][1] * scale, width - W);
   }
 }
 
 // The same for any number of rows.
+template <bool weights, bool more, class C, class O>
+void mix_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
+              int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
+  constexpr int R = kVectorBytes == 64 ? 8 : 6;  // what the registers hold
+  const auto run = [&](auto tile, int64_t r) {
+    tile(p + r * p_row, p_row, p_col, n, v, v_row, scale, out + r * out_stride, out_stride, width);
+  };
+  int64_t r = 0;
+  for (; r + R <= rows; r += R) run(mix_tile<R, weights, more, C, O>, r);
+  for (; r + 3 <= rows; r += 3) run(mix_tile<3, weights, more, C, O>, r);
+  for (; r < rows; ++r) run(mix_tile<1, weights, more, C, O>, r);
+}
+
 template <bool weights, class C, class O>
 void mix_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
                 C scale, O* out, int64_t out_stride, int64_t width) {
-  constexpr int R = kVectorBytes == 64 ? 8 : 6;  // what the registers hold
-  const auto run = [&](auto tile, int64_t r) {
-    tile(p + r * p_row, p_row, p_col, n, v, scale, out + r * out_stride, out_stride, width);
-  };
-  int64_t r = 0;
-  for (; r + R <= rows; r += R) run(mix_tile<R, weights, C, O>, r);
-  for (; r + 3 <= rows; r += 3) run(mix_tile<3, weights, C, O>, r);
-  for (; r < rows; ++r) run(mix_tile<1, weights, C, O>, r);
+  constexpr int W2 = 2 * Vector<C>::width;
+  mix_rows<weights, false>(p, p_row, p_col, rows, n, v, W2, scale, out, out_stride, width);
 }
 
 // Scale what another has computed; tell whether it is free of NaN.

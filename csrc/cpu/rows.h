@@ -48,8 +48,18 @@ int64_t padded(int64_t width) {
 // Where the scores of an item lie: the weights' place, or the end of a thread's scratch.
 template <class C>
 Rows<C> scores_of(const Attention& a, const Item& item, C* scratch) {
-  if (a.scores.data) return {at<C>(a.scores, item, item.row), a.Tk};
-  return {scratch, a.Tk};
+  if (a.scores.data) return {at<C>(a.scores, item, item.row), a.W};
+  return {scratch, a.W};
+}
+
+// Room for them there.
+int64_t scores_scratch(const Attention& a) {
+  return a.scores.data ? 0 : round_up(a.rows * a.W, 16);
+}
+
+// Columns of scores that hold any: those of the keys in the sequence, or of a span, -inf included.
+int64_t columns_seen(const Attention& a, const Item& item) {
+  return a.span.data ? a.W : item.seen;
 }
 
 // Turn a row of scores into weights in place; return log sum exp. An empty row becomes zeros.
@@ -105,7 +115,7 @@ void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t n, C
     const T* bias = at<T>(a.bias, item, i);
     for (int64_t j = 0; j < n; ++j) {
       const C x = widen(bias[j * a.bias.column]);
-      s[j] = x == hidden ? hidden : s[j] + x;  // also where the score is NaN
+      s[j] = x == hidden || s[j] == hidden ? hidden : s[j] + x;  // also where either is NaN
     }
   }
   if (a.mask.data) {

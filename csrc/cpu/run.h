@@ -45,7 +45,7 @@ int64_t threads_for(int64_t elements) {
 }
 
 int64_t threads_for(const Attention& a, int64_t depth) {
-  return threads_for(a.B * a.H * a.Tq * a.Tk * depth);
+  return threads_for(a.B * a.H * a.Tq * a.W * depth);
 }
 
 int64_t threads_for(const Attention& a) {
@@ -99,13 +99,13 @@ void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_th
 void share_out_rows(Attention& a) {
   const int64_t threads = threads_for(a);
   const int64_t share = a.B * a.H * a.Tq / (4 * threads);
-  const int64_t cached = (int64_t{1} << 18) / std::max<int64_t>(a.Tk, 1);
-  a.rows = std::clamp<int64_t>(std::min(share, cached), 4, 64);
+  const int64_t cached = (int64_t{1} << 18) / std::max<int64_t>(a.W, 1);
+  a.rows = std::clamp<int64_t>(std::min(share, cached), 4, kMostRows);
   a.rows = std::min(a.rows, std::max<int64_t>(a.Tq, 1));
   a.keys = std::max<int64_t>(a.Tk, 1);
   a.columns = std::max<int64_t>(a.Dv, 1);
   const int64_t items = std::max<int64_t>(a.B * a.H * ((a.Tq + a.rows - 1) / a.rows), 1);
-  if (threads == 1 || items >= 2 * threads) return;
+  if (threads == 1 || items >= 2 * threads || a.span.data) return;
   const auto part = [&](int64_t n, int64_t multiple) {
     const int64_t size = n * items / (2 * threads);
     return std::max<int64_t>((size + multiple - 1) / multiple, 1) * multiple;

@@ -1,0 +1,293 @@
+r"""Spans: which keys a query row may see.
+
+A span is an arithmetic progression of key positions for every row. What a kernel knows of it is
+two numbers a row: the row sees the keys from ``start`` up to ``stop``. Steps wider than 1 are views:
+keys j ≡ 0 (mod k) are every k-th key, and where keys j ≡ p_i (mod k) are seen, queries and keys
+fall into k phases, each with its own keys, side by side on the head axis (:func:`to_phases`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+from attnfast.errors import refuse
+
+#: Where rows stand among the keys: see :class:`Span`.
+Position = Union[None, int, str, Tensor]
+
+
+@dataclass(frozen=True)
+class Span:
+    r"""The keys that a row may see: those that all its conditions allow.
+
+    ==============================  =========================================================
+    ``window=(left, right)``        p_i − left ≤ j ≤ p_i + right; None for a side without end,
+                                    one number for both
+    ``causal=True``                 j ≤ p_i
+    ``stride=k``                    j ≡ p_i (mod k)
+    ``stride=k, fixed=True``        j ≡ 0 (mod k)
+    ==============================  =========================================================
+
+    p_i is where row i stands among the keys, the argument ``position`` of the calls:
+
+    ==============================  =========================================================
+    None                            p_i = i
+    a number n                      p_i = n + i: rows from the n-th on, a decoder's n-th step
+    ``"end"``                       p_i = i + Tk − Tq: the last row at the last key
+    ``"diagonal"``                  p_i = i · S / Tq, S the sequence's length: Luong's local-m
+    a tensor                        ``[Tq]``, ``[B, Tq]`` or ``[B, H, Tq]``, whole numbers or
+                                    not: Luong's local-p
+    ==============================  =========================================================
+
+    A stride that is not fixed needs one of the first three. A dilated window of radius r is
+    ``window=r * k, stride=k``.
+
+    Where the window ends on both sides, weights are compact: ``[B, Tq, W]`` with a column for each
+    of the W keys that a row may see at most (:meth:`keys` tells which; those outside of the
+    sequence have weight 0). With a stride alone the columns are the keys of the row's progression;
+    else they are all keys.
+
+    Raises:
+        ValueError: a negative window, or a stride below 1.
+
+    Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025, for local attention; Child et
+    al., "Generating Long Sequences with Sparse Transformers", arXiv:1904.10509, for strides.
+    """
+
+    window: int | tuple[int | None, int | None] | None = None
+    causal: bool = False
+    stride: int = 1
+    fixed: bool = False
+
+    def __post_init__(self):
+        window = self.window
+        sides = window if isinstance(window, (tuple, list)) else (window, window)
+        if len(sides) != 2 or not all(x is None or _whole(x) and x >= 0 for x in sides):
+            raise ValueError(
+                f"window must be a number, (left, right) or None, none negative, got {window!r}"
+            )
+        if not _whole(self.stride) or self.stride < 1:
+            raise ValueError(f"stride must be a whole number of at least 1, got {self.stride!r}")
+        object.__setattr__(self, "window", tuple(sides))
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """How far a row sees to the left and to the right, None for no end."""
+        left, right = self.window  # type: ignore[misc]
+        return left, 0 if self.causal else right
+
+    @property
+    def compact(self) -> bool:
+        """Whether a row sees no more keys than the window holds."""
+        return None not in self.sides
+
+    def columns(self, Tk: int) -> int:
+        """Return W, how many columns the weights have."""
+        left, right = self.sides
+        if left is None or right is None:
+            return -(-Tk // self.stride)
+        if self.stride == 1 or not self.fixed:
+            return left // self.stride + right // self.stride + 1
+        return (left + right) // self.stride + 1
+
+    def locate(self, p: Tensor, Tk: int, lengths: Tensor | None = None) -> Rows:
+        """Return what rows at the positions ``p [*, Tq]`` see of Tk keys."""
+        left, right = self.sides
+        k = self.stride
+        if p.is_floating_point():
+            far = float(Tk + max(left or 0, right or 0) + 1)
+            p = p.detach().double().clamp(-far, far)
+            first = p.new_zeros(p.shape).long() if left is None else (p - left).ceil().long()
+            last = None if right is None else (p + right).floor().long()
+        else:
+            first = torch.zeros_like(p) if left is None else p - left
+            last = None if right is None else p + right
+        last = torch.full_like(first, Tk - 1) if last is None else last
+        phase = torch.zeros_like(first) if self.fixed or k == 1 else p % k
+        start = -((phase - first).div(k, rounding_mode="floor")) if k > 1 else first
+        stop = (last - phase).div(k, rounding_mode="floor") + 1 if k > 1 else last + 1
+        end: int | Tensor = Tk
+        if lengths is not None:
+            end = lengths.view(-1, *[1] * (max(p.dim(), 2) - 1))
+        end = end - phase
+        end = -(-end).div(k, rounding_mode="floor") if k > 1 else end
+        start, stop = torch.broadcast_tensors(start, torch.minimum(stop, end))
+        return Rows(phase, start, stop)
+
+    def keys(
+        self,
+        Tq: int,
+        Tk: int,
+        *,
+        position: Position = None,
+        lengths: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return the key of every column of the weights, int64, −1 where there is none.
+
+        Args:
+            Tq, Tk: how many rows and keys there are.
+            position: where the rows stand.
+            lengths: ``[B]``, the keys of each sequence.
+            device: of the result, if no other argument is a tensor.
+
+        Returns:
+            ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
+        """
+        p = positions(position, Tq, Tk, lengths, device)
+        return self.columns_of(self.locate(p, Tk, lengths), Tk)
+
+    def columns_of(self, rows: Rows, Tk: int) -> Tensor:
+        """Return the key of every column of these rows, −1 where there is none."""
+        column = torch.arange(self.columns(Tk), device=rows.start.device)
+        if self.compact:
+            column = rows.start.unsqueeze(-1) + column
+        seen = column >= rows.start.clamp_min(0).unsqueeze(-1)
+        seen = seen & (column < rows.stop.unsqueeze(-1))
+        return torch.where(seen, rows.phase.unsqueeze(-1) + column * self.stride, -1)
+
+
+class Rows(NamedTuple):
+    """What rows see: the keys ``phase + k·u`` with start ≤ u < stop, those before 0 left out."""
+
+    phase: Tensor
+    start: Tensor
+    stop: Tensor
+
+
+Spans = Union[None, Span, Sequence[Span]]
+STEADY = "None, a number or 'end'"  # positions that move on with the rows
+
+
+def _whole(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def positions(
+    position: Position, Tq: int, Tk: int, lengths: Tensor | None, device: torch.device | None
+) -> Tensor:
+    """Return where the rows stand, ``[Tq]`` or what was given."""
+    if isinstance(position, Tensor):
+        return position
+    if lengths is not None:
+        device = lengths.device
+    rows = torch.arange(Tq, device=device)
+    if position == "diagonal":
+        rows = rows.double()
+        return rows * (Tk / max(Tq, 1)) if lengths is None else rows * lengths.view(-1, 1) / Tq
+    if position is None:
+        return rows
+    return rows + (Tk - Tq if position == "end" else position)
+
+
+def rows_at(position: Position, query: Tensor, Tk: int, lengths: Tensor | None) -> Tensor:
+    """Return where the rows of a query stand, with as many axes as it has rows'."""
+    p = positions(position, query.shape[-2], Tk, lengths, query.device)
+    if p.dim() == 2 and query.dim() == 4:
+        p = p.unsqueeze(1)
+    return p.reshape(*[1] * (query.dim() - 1 - p.dim()), *p.shape)
+
+
+def check_span(
+    query: Tensor, key: Tensor, span: Spans, position: Position, sigma: object, need_weights: object
+) -> None:
+    """Refuse in one sentence what does not fit a query that fits its keys."""
+    *lead, Tq, _ = query.shape
+    heads = lead[1] if len(lead) == 2 else 0
+    spans = [] if span is None else [span] if isinstance(span, Span) else span
+    if not isinstance(spans, (list, tuple)) or not all(isinstance(x, Span) for x in spans):
+        refuse("span", "a Span or a list of one for each head", repr(span))
+    if not isinstance(span, (Span, type(None))) and (len(spans) != heads or heads == 0):
+        expected = f"{heads} Spans, one for each head" if heads else "one Span, without heads"
+        refuse("span", expected, f"a list of {len(spans)}")
+    for name, x in (("position", position), ("sigma", sigma)):
+        if not isinstance(x, Tensor):
+            continue
+        shape = list(x.shape)
+        if shape[-1:] != [Tq] or not any(
+            len(shape) == len(want) and all(a in (1, b) for a, b in zip(shape, want))
+            for want in ([Tq], [lead[0], Tq], [*lead, Tq])
+        ):
+            refuse(name, f"[{Tq}], {[lead[0], Tq]}" + (f" or {[*lead, Tq]}" if heads else ""), shape)
+        if x.device != query.device:
+            refuse(name, f"on the query's device {query.device}", x.device)
+        if x.dtype not in (torch.int64, torch.int32) and not x.is_floating_point():
+            refuse(name, "of whole or real numbers", x.dtype)
+    if not isinstance(position, Tensor):
+        if not (position in (None, "end", "diagonal") or _whole(position)):
+            refuse("position", "None, a number, 'end', 'diagonal' or a tensor", repr(position))
+    if isinstance(position, Tensor) or position == "diagonal":
+        if any(x.stride > 1 and not x.fixed for x in spans):
+            got = "a tensor" if isinstance(position, Tensor) else repr(position)
+            refuse("position", f"{STEADY} for a stride that is not fixed", got)
+    if sigma is not None and not isinstance(sigma, Tensor):
+        if not isinstance(sigma, (int, float)) or not 0 < sigma < float("inf"):
+            refuse("sigma", "a positive number or a tensor of them", repr(sigma))
+    if not (isinstance(need_weights, bool) or need_weights in ("dense", "sparse")):
+        refuse("need_weights", "True, False, 'dense' or 'sparse'", repr(need_weights))
+
+
+def at_keys(x: Tensor, keys: Tensor) -> Tensor:
+    """Return ``x [B, (H,) Tq, Tk]``, or 1 in place of a size, at ``keys [.., Tq, W]``."""
+    shape = (*torch.broadcast_shapes(x.shape[:-1], keys.shape[:-1]), keys.shape[-1])
+    if x.shape[-1] == 1:
+        return x.expand(shape)
+    where = [
+        torch.arange(n, device=x.device).view(-1, *[1] * (x.dim() - 1 - axis))
+        for axis, n in enumerate(x.shape[:-1])
+    ]
+    return x[(*where, keys.clamp_min(0))].expand(shape)
+
+
+def to_phases(x: Tensor, k: int, front: int) -> Tensor:
+    """Lay ``[B, (H,) T, C]`` out as ``[B, H·k, T / k, C]``, zeros in front and at the end."""
+    x = x.unsqueeze(1) if x.dim() == 3 else x
+    end = -(front + x.shape[2]) % k
+    if front or end:
+        x = torch.nn.functional.pad(x, (0, 0, front, end))
+    return x.unflatten(2, (-1, k)).transpose(2, 3).flatten(1, 2)
+
+
+def from_phases(x: Tensor, k: int, front: int, like: Tensor) -> Tensor:
+    """Lay ``[B, H·k, T / k, C]`` out in the order of rows ``like [B, (H,) T, ·]``."""
+    x = x.unflatten(1, (-1, k)).transpose(2, 3).flatten(2, 3)
+    x = x[:, :, front : front + like.shape[-2]]
+    return x if like.dim() == 4 else x.squeeze(1)
+
+
+def to_dense(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
+    """Spread columns over all Tk keys, those without a key left out."""
+    shape = torch.broadcast_shapes(weights.shape, keys.shape)
+    keys, inside = keys.expand(shape), ((keys >= 0) & (keys < Tk)).expand(shape)
+    weights = weights.expand(shape)
+    if weights.dtype == torch.bool:
+        return to_dense(weights.byte(), keys, Tk).bool()
+    dense = weights.new_zeros((*shape[:-1], Tk))
+    if Tk == 0:
+        return dense
+    return dense.scatter_add(-1, keys.clamp(0, Tk - 1), weights.masked_fill(~inside, 0))
+
+
+def to_columns(x: Tensor, keys: Tensor) -> Tensor:
+    """Return the numbers ``x [.., Tk]`` of the ``keys [.., W]``, 0 where there is no such key."""
+    inside = (keys >= 0) & (keys < x.shape[-1])
+    if x.shape[-1] == 0:
+        return x.new_zeros((*x.shape[:-1], keys.shape[-1]))
+    index = keys.clamp(0, x.shape[-1] - 1).expand(*x.shape[:-1], -1)
+    return x.gather(-1, index).masked_fill(~inside, 0)
+
+
+def to_sparse(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
+    """Return a ``torch.sparse_coo`` tensor of the keys that rows may see."""
+    keys = keys.expand_as(weights)
+    *rows, column = (keys >= 0).nonzero(as_tuple=True)
+    index = torch.stack([*rows, keys[(*rows, column)]])
+    shape = (*weights.shape[:-1], Tk)
+    return torch.sparse_coo_tensor(
+        index, weights[(*rows, column)], shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,0 +1,175 @@
+// Spans: rows that each see a run of keys of their own, taken by bands of rows whose keys are nearly
+// the same. What a band computes beyond them is left out again.
+#pragma once
+#include "rows.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+// The keys [from, to) that a row may see; column 0 of its scores is key `origin`.
+struct Seen {
+  int64_t from, to, origin;
+};
+
+Seen seen_by(const Attention& a, const Item& item, int64_t row) {
+  const int64_t* bounds = at<int64_t>(a.span, item, row);
+  const int64_t start = bounds[0], from = start < 0 ? 0 : start;
+  int64_t to = min(bounds[1], item.seen);
+  if (start >= to) return {0, 0, 0};
+  if (a.compact) to = min(to, start + a.W);
+  if (from >= to) return {0, 0, 0};
+  return {from, to, a.compact ? start : 0};
+}
+
+// Rows [row, row + rows) and the keys that any of them sees.
+struct Band {
+  int64_t row, rows, from, to;
+};
+
+// The rows from `row` on, before `end`, whose keys in [first, last) are so nearly the same that all
+// pairs are at most 1 + waste / 8 times those seen.
+template <class See>
+Band band_of(int64_t row, int64_t end, int64_t first, int64_t last, int waste, const See& see) {
+  Band band = {row, 0, last, first};
+  int64_t total = 0;
+  for (; row < end && band.rows < kMostRows; ++row, ++band.rows) {
+    const Seen s = see(row);
+    const int64_t from = s.from > first ? s.from : first, to = min(s.to, last);
+    const int64_t own = to > from ? to - from : 0;
+    const int64_t low = own ? min(band.from, from) : band.from;
+    const int64_t high = own && to > band.to ? to : band.to;
+    if (band.rows && (high - low) * (band.rows + 1) * 8 > (total + own) * (8 + waste)) break;
+    band.from = low;
+    band.to = high;
+    total += own;
+  }
+  return band;
+}
+
+constexpr int kTight = 1, kLoose = 4;  // waste: of scores, taken two rows at a time; of products
+
+// Room for the numbers of a band taken loosely.
+int64_t band_scratch(const Attention& a) {
+  return a.span.data ? kMostRows * (2 * min(a.W, a.Tk) + 16) : 0;
+}
+
+// Compute numbers for all pairs that the rows of an item see, by tiles of rows and keys, and put
+// them into their columns. prepare(key, n) comes before the tiles of these keys; tile(row, rows, key,
+// keys, out, stride) counts rows and keys from the first of the item and of those prepared.
+template <class C, class Prepare, class Tile>
+void for_tiles(const Attention& a, const Item& item, Rows<C> out, C* scratch,
+               const Prepare& prepare, const Tile& tile) {
+  Seen seen[kMostRows];
+  for (int64_t r = 0; r < item.rows; ++r) seen[r] = seen_by(a, item, item.row + r);
+  const auto see = [&](int64_t r) { return seen[r]; };
+  for (int64_t j = 0;; j += kKeyBlock) {
+    int64_t next = item.seen, end = 0;
+    for (int64_t r = 0; r < item.rows; ++r)
+      if (seen[r].to > j) next = min(next, seen[r].from > j ? seen[r].from : j);
+    if (next >= item.seen) return;
+    j = next;
+    for (int64_t r = 0; r < item.rows; ++r) {
+      const int64_t to = min(seen[r].to, j + kKeyBlock);
+      if (seen[r].from < to && to > end) end = to;
+    }
+    prepare(j, end - j);
+    for (int64_t r = 0; r < item.rows;) {
+      const Band band = band_of(r, item.rows, j, end, kTight, see);
+      r += band.rows;
+      if (band.from >= band.to) continue;
+      tile(band.row, band.rows, band.from - j, band.to - band.from, scratch, kKeyBlock);
+      for (int64_t i = band.row; i < r; ++i) {
+        C* columns = const_cast<C*>(out.data) + i * out.stride - seen[i].origin;
+        const C* from = scratch + (i - band.row) * kKeyBlock - band.from;
+        const int64_t to = min(seen[i].to, band.to);
+        for (int64_t x = seen[i].from > band.from ? seen[i].from : band.from; x < to; ++x)
+          columns[x] = from[x];
+      }
+    }
+  }
+}
+
+// Rows of numbers in their columns become a matrix [rows, keys] of a band, 0 where a row sees no key.
+template <class C>
+void spread(const Attention& a, const Item& item, const Band& band, Rows<C> p, C* out) {
+  const int64_t n = band.to - band.from;
+  for (int64_t r = 0; r < band.rows; ++r, out += n) {
+    const Seen seen = seen_by(a, item, band.row + r);
+    const C* columns = p.data + (band.row + r) * p.stride + band.from - seen.origin;
+    const int64_t from = seen.from - band.from, to = seen.to - band.from;
+    for (int64_t j = 0; j < min(from, n); ++j) out[j] = 0;
+    for (int64_t j = from > 0 ? from : 0; j < to; ++j) out[j] = columns[j];
+    for (int64_t j = to > 0 ? to : 0; j < n; ++j) out[j] = 0;
+  }
+}
+
+// Visit the bands of rows [row, end).
+template <class Visit>
+void for_bands(const Attention& a, const Item& item, int64_t row, int64_t end, int waste,
+               const Visit& visit) {
+  const auto see = [&](int64_t r) { return seen_by(a, item, r); };
+  while (row < end) {
+    const Band band = band_of(row, end, 0, item.seen, waste, see);
+    row += band.rows;
+    visit(band);
+  }
+}
+
+// The keys that any row of a sequence sees; one empty run if none does.
+Seen hull(const Attention& a, const Item& item) {
+  Seen all = {item.seen, 0, 0};
+  for (int64_t r = 0; r < a.Tq; ++r) {
+    const Seen s = seen_by(a, item, r);
+    if (s.from == s.to) continue;
+    all.from = min(all.from, s.from);
+    all.to = s.to > all.to ? s.to : all.to;
+  }
+  return all.from < all.to ? all : Seen{0, 0, 0};
+}
+
+// out_i = scale * sum_j p_ij v_j for rows [row, end), columns [0, width) of v; p in its columns.
+template <class T, class C>
+void mix_keys(const Attention& a, const Item& item, int64_t row, int64_t end, Rows<C> p,
+              const T* v, int64_t v_row, int64_t width, C scale, T* out, int64_t out_row,
+              C* scratch) {
+  constexpr int W2 = 2 * Vector<C>::width;
+  C* mixing = scratch + band_scratch(a);
+  for_bands(a, item, row, end, kLoose, [&](const Band& band) {
+    const int64_t n = band.to > band.from ? band.to - band.from : 0;
+    T* to = out + band.row * out_row;
+    const T* values = v + (n ? band.from : 0) * v_row;
+    if (n) spread(a, item, band, p, scratch);
+    int64_t c = 0;
+    if constexpr (sizeof(T) == sizeof(C)) {
+      if (band.rows > 2)  // rows of v as they lie
+        for (; c + W2 <= width; c += W2)
+          mix_rows<true, false>(scratch, n, 1, band.rows, n, values + c, v_row, scale, to + c,
+                                out_row, W2);
+    }
+    if (c < width)
+      mix(scratch, n, 1, band.rows, n, values + c, v_row, width - c, scale, to + c, out_row, mixing);
+  });
+}
+
+// sum_i p_ij x_i for the keys j of a hull, W2 columns of x of which `width` exist, added up in
+// out [hull, W2].
+template <class T, class C>
+void mix_queries(const Attention& a, const Item& item, const Seen& hull, Rows<C> p, const T* x,
+                 int64_t x_row, int64_t width, C* out, C* scratch) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  C* packed = scratch + band_scratch(a);
+  for (int64_t i = 0; i < (hull.to - hull.from) * W2; ++i) out[i] = 0;
+  for_bands(a, item, 0, a.Tq, kLoose, [&](const Band& band) {
+    if (band.from >= band.to) return;
+    const int64_t n = band.to - band.from;
+    spread(a, item, band, p, scratch);
+    pack(x + band.row * x_row, x_row, band.rows, width, packed);
+    mix_rows<true, true>(scratch, 1, n, n, band.rows, packed, W2, (C)1,
+                         out + (band.from - hull.from) * W2, W2, W2);
+  });
+}
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast
