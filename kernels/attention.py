@@ -74,6 +74,22 @@ def _seen_keys(p_lengths, i_b, Tk):
 
 
 @triton.jit
+def _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
+    """The first key that rows with spans see, the one after the last, and the key of column 0."""
+    p_span += i_b * s_span[0] + i_h * s_span[1] + tl.cast(o_q, tl.int64) * s_span[2]
+    b_start = tl.load(p_span, mask=m_q, other=0)
+    b_stop = tl.minimum(tl.load(p_span + 1, mask=m_q, other=0), n)
+    if COMPACT:
+        b_stop = tl.minimum(b_stop, b_start + W)
+    b_first = tl.maximum(b_start, 0)
+    m_some = b_first < b_stop
+    b_first = tl.cast(tl.where(m_some, b_first, n), tl.int32)
+    b_stop = tl.cast(tl.where(m_some, b_stop, 0), tl.int32)
+    b_origin = tl.cast(tl.where(m_some, b_start, 0), tl.int32) if COMPACT else b_stop * 0
+    return b_first, b_stop, b_origin
+
+
+@triton.jit
 def _exponentials(
     p_x, p_weight, p_lengths, p_e, p_range, s_x, s_weight, s_e, H, T, A, AP,
     CLEAN: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
@@ -167,8 +183,8 @@ def _scores(
 @triton.jit
 def _forward(
     p_q, p_k, p_v, p_weight, p_eq, p_ek, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
-    p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, scale,
-    H, Tq, Tk, A, AP, Dv,
+    p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span, scale,
+    H, Tq, Tk, W, A, AP, Dv, COMPACT: tl.constexpr,
     SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
@@ -200,10 +216,20 @@ def _forward(
     b_m = tl.full([BQ], -float("inf"), acc)
     b_l = tl.zeros([BQ], acc)
     b_c = tl.zeros([BQ, BV], acc)
-    for i_k in range(tl.cdiv(n, BK)):
+    first, stop = 0, n
+    if p_span is not None:
+        b_first, b_stop, b_origin = _rows_seen(
+            p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT
+        )
+        first, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
+    for i_k in range(first // BK, tl.cdiv(stop, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < n
         m_s = m_q[:, None] & m_k[None, :]
+        o_column = o_k[None, :]
+        if p_span is not None:
+            m_s = (o_k[None, :] >= b_first[:, None]) & (o_k[None, :] < b_stop[:, None])
+            o_column = o_column - b_origin[:, None]
         # [BQ, BK]
         if p_eq is not None:
             i_eq, i_ek = i_bh * NQ + i_q, i_bh * NK + i_k
@@ -219,7 +245,8 @@ def _forward(
             s_q[3], s_k[3], s_wa, near, m_q, m_k, A,
             p_weight is not None, BQ, BK, BA, acc,
         )  # fmt: skip
-        o_s = o_q.to(tl.int64)[:, None], o_k.to(tl.int64)[None, :]
+        m_column = m_q[:, None] & (o_k < Tk)[None, :] if p_span is None else m_s
+        o_s = o_q.to(tl.int64)[:, None], o_column.to(tl.int64)
         if p_mask is not None:
             p_m = p_mask + i_b * s_mask[0] + i_h * s_mask[1]
             p_m += o_s[0] * s_mask[2] + o_s[1] * s_mask[3]
@@ -232,8 +259,7 @@ def _forward(
             m_s = m_s & (b_bias != -float("inf"))  # also where the score is NaN
         b_s = tl.where(m_s, b_s, -float("inf"))
         if p_weights is not None and i_v == 0:
-            p_s = p_weights + o_row[:, None] * Tk + o_k[None, :]
-            tl.store(p_s, b_s, mask=m_q[:, None] & (o_k < Tk)[None, :])
+            tl.store(p_weights + o_row[:, None] * W + o_column, b_s, mask=m_column)
 
         b_max = tl.maximum(b_m, tl.max(b_s, 1))
         b_shift = tl.where(b_max == -float("inf"), 0, b_max)
@@ -243,7 +269,7 @@ def _forward(
         b_m = b_max
         if p_context is not None:
             b_c = b_c * b_rescale[:, None]
-            if p_mask is not None or p_bias is not None:
+            if p_mask is not None or p_bias is not None or p_span is not None:
                 # a NaN that no row here sees stays out: 0·NaN = NaN
                 m_k = tl.max(m_s.to(tl.int32), 0) > 0
             # [BK, BV]
@@ -262,23 +288,28 @@ def _forward(
         tl.store(p_lse + o_row, b_lse, mask=m_q)
         if p_weights is not None and not SCORES:
             tl.debug_barrier()  # the scores may come back to another thread than stored them
-            for i_k in range(NK):
-                o_k = i_k * BK + tl.arange(0, BK)
-                p_s = p_weights + o_row[:, None] * Tk + o_k[None, :]
-                m_s = m_q[:, None] & (o_k < n)[None, :]
+            for column in range(0, W, BK):
+                o_column = column + tl.arange(0, BK)
+                p_s = p_weights + o_row[:, None] * W + o_column[None, :]
+                if p_span is None:
+                    m_s = m_q[:, None] & (o_column < n)[None, :]
+                else:
+                    b_key = o_column[None, :] + b_origin[:, None]
+                    m_s = (b_key >= b_first[:, None]) & (b_key < b_stop[:, None])
+                    m_s = m_s & (o_column < W)[None, :]
                 b_s = tl.load(p_s, mask=m_s, other=-float("inf"))
                 b_p = tl.exp(b_s - b_shift[:, None]) * b_inverse[:, None]
                 b_p = tl.where(b_s == -float("inf"), 0, b_p)
-                tl.store(p_s, b_p, mask=m_q[:, None] & (o_k < Tk)[None, :])
+                tl.store(p_s, b_p, mask=m_q[:, None] & (o_column < W)[None, :])
 
 
 @triton.jit
 def _product(
-    p_m, p_x, p_lengths, p_out, s_m, s_x, scale, H, Tk, M, K, N,
-    OVER_KEYS: tl.constexpr, CLEAN: tl.constexpr,
+    p_m, p_x, p_lengths, p_span, p_rows, p_out, s_x, s_span, scale, H, Tk, W, M, K, N,
+    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, CLEAN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out = scale · m x, for weights or score gradients m.
+    """out = scale · m x, for weights or score gradients m ``[Tq, W]``.
 
     The sum runs over the keys, or over the queries where m stands transposed. As 0·NaN = NaN, a
     row of x that meets only zeros is not loaded; with ``CLEAN`` what is not finite in x counts as
@@ -290,21 +321,45 @@ def _product(
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_bh = i_bh.to(tl.int64)
     n = _seen_keys(p_lengths, i_b, Tk)
-    if OVER_KEYS:
-        stop = n
-    else:
-        stop = tl.where(i_m * BM < n, K, 0)
     o_m = i_m * BM + tl.arange(0, BM)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     m_m, m_n = o_m < M, o_n < N
-    p_m += i_bh * M * K + o_m.to(tl.int64)[:, None] * s_m[0]
+    start = 0
+    if OVER_KEYS:
+        stop = n
+        if p_span is not None:
+            b_first, b_stop, b_origin = _rows_seen(
+                p_span, s_span, i_b, i_h, o_m, m_m, n, W, COMPACT
+            )
+            start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
+        p_m += i_bh * M * W + o_m.to(tl.int64)[:, None] * W
+    else:
+        stop = tl.where(i_m * BM < n, K, 0)
+        if p_span is not None:  # the rows that see any key of this block
+            start = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2).to(tl.int32)
+            stop = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2 + 1).to(tl.int32)
+        p_m += i_bh * K * W + o_m.to(tl.int64)[:, None]
     p_x += i_b * s_x[0] + i_h * s_x[1] + o_n.to(tl.int64)[None, :] * s_x[3]
     b_out = tl.zeros([BM, BN], acc)
-    for k in range(0, stop, BK):
+    for k in range(start, stop, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
         m_k = o_k < stop
+        m_mk = m_m[:, None] & m_k[None, :]
+        if OVER_KEYS:
+            o_column = o_k[None, :]
+            if p_span is not None:
+                m_mk = (o_k[None, :] >= b_first[:, None]) & (o_k[None, :] < b_stop[:, None])
+                o_column = o_column - b_origin[:, None]
+        else:
+            o_column = o_k[None, :] * W
+            if p_span is not None:
+                b_first, b_stop, b_origin = _rows_seen(
+                    p_span, s_span, i_b, i_h, o_k, m_k, n, W, COMPACT
+                )
+                m_mk = (o_m[:, None] >= b_first[None, :]) & (o_m[:, None] < b_stop[None, :])
+                o_column = o_column - b_origin[None, :]
         # [BM, BK] and [BK, BN]
-        b_m = tl.load(p_m + o_k[None, :] * s_m[1], mask=m_m[:, None] & m_k[None, :], other=0)
+        b_m = tl.load(p_m + o_column, mask=m_mk, other=0)
         if not CLEAN:
             m_k = tl.max((b_m != 0).to(tl.int32), 0) > 0
         b_x = tl.load(p_x + o_k[:, None] * s_x[2], mask=m_k[:, None] & m_n[None, :], other=0)
@@ -317,8 +372,8 @@ def _product(
 
 @triton.jit
 def _score_gradient(
-    p_grad_context, p_grad_weights, p_grad_lse, p_v, p_weights, p_lengths, p_ds,
-    s_grad_context, s_grad_weights, s_v, H, Tq, Tk, Dv,
+    p_grad_context, p_grad_weights, p_grad_lse, p_v, p_weights, p_lengths, p_span, p_ds,
+    s_grad_context, s_grad_weights, s_v, s_span, H, Tq, Tk, W, Dv, COMPACT: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """ds = P (g − Σ P g + dlse) with g = dc vᵀ + dP, of BQ rows; exactly 0 where P is 0.
@@ -343,10 +398,20 @@ def _score_gradient(
     b_dlse = tl.zeros([BQ], acc)  # not a part of delta: g − delta is often exactly 0
     if p_grad_lse is not None:
         b_dlse = tl.load(p_grad_lse + o_row, mask=m_q, other=0)
-    for k in range(0, n, BK):
+    start, stop = 0, n
+    if p_span is not None:
+        b_first, b_stop, b_origin = _rows_seen(
+            p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT
+        )
+        start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
+    for k in range(start, stop, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
-        m_k = o_k < n
+        m_k = o_k < stop
         m_s = m_q[:, None] & m_k[None, :]
+        o_column = o_k[None, :]
+        if p_span is not None:
+            m_s = (o_k[None, :] >= b_first[:, None]) & (o_k[None, :] < b_stop[:, None])
+            o_column = o_column - b_origin[:, None]
         b_g = tl.zeros([BQ, BK], acc)
         for v in range(0, Dv, BV):
             o_v = (v + tl.arange(0, BV)).to(tl.int64)
@@ -360,28 +425,39 @@ def _score_gradient(
             b_g = tl.dot(b_dc, b_v, b_g, input_precision="ieee", out_dtype=acc)
         # [BQ, BK]
         if p_grad_weights is not None:
-            b_g += tl.load(p_grad_weights + o_k[None, :] * s_grad_weights[3], mask=m_s, other=0)
-        o_s = o_row[:, None] * Tk + o_k[None, :]
+            b_g += tl.load(p_grad_weights + o_column * s_grad_weights[3], mask=m_s, other=0)
+        o_s = o_row[:, None] * W + o_column
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
         b_g = tl.where(b_p != 0, b_g, 0)
         b_delta += tl.sum(b_p * b_g, 1)
         tl.store(p_ds + o_s, b_g, mask=m_s)
     tl.debug_barrier()
-    for k in range(0, Tk, BK):
-        o_k = k + tl.arange(0, BK)
-        m_s = m_q[:, None] & (o_k < n)[None, :]
-        o_s = o_row[:, None] * Tk + o_k[None, :]
+    for column in range(0, W, BK):
+        o_column = column + tl.arange(0, BK)
+        m_w = m_q[:, None] & (o_column < W)[None, :]
+        m_s = m_q[:, None] & (o_column < n)[None, :] if p_span is None else m_w
+        o_s = o_row[:, None] * W + o_column[None, :]
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
-        b_g = tl.load(p_ds + o_s, mask=m_s, other=0)
+        b_g = tl.load(p_ds + o_s, mask=m_s & (b_p != 0), other=0)
         b_ds = tl.where(b_p != 0, b_p * (b_g - b_delta[:, None] + b_dlse[:, None]), 0)
-        tl.store(p_ds + o_s, b_ds, mask=m_q[:, None] & (o_k < Tk)[None, :])
+        tl.store(p_ds + o_s, b_ds, mask=m_w)
+
+
+@triton.jit
+def _column_of(
+    p_ds, p_span, s_span, i_b, i_h, y, exists, o_x, n, W, COMPACT: tl.constexpr
+):  # fmt: skip
+    """ds of row ``y`` at the keys ``o_x``, to which ``p_ds`` points in row 0; 0 where unseen."""
+    first, stop, origin = _rows_seen(p_span, s_span, i_b, i_h, y, exists, n, W, COMPACT)
+    p_ds += tl.cast(y, tl.int64) * W - origin
+    return tl.load(p_ds, mask=(o_x >= first) & (o_x < stop), other=0)
 
 
 @triton.jit
 def _additive_gradient(
-    p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_dx, p_dw,
-    s_x, s_y, s_weight, s_ds, scale, H, Tk, Tx, Ty, A,
-    OVER_KEYS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
+    p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_span, p_rows,
+    p_dx, p_dw, s_x, s_y, s_weight, s_span, scale, H, Tk, W, Tx, Ty, A,
+    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """dx = scale · w Σ_y ds 4r(1 − r) of BX rows and BA features, and dw = scale · Σ ds (1 − 2r).
 
@@ -395,22 +471,33 @@ def _additive_gradient(
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_bh = i_bh.to(tl.int64)
     n = _seen_keys(p_lengths, i_b, Tk)
-    if OVER_KEYS:
-        stop = n
-    else:
-        stop = tl.where(i_x * BX < n, Ty, 0)
     o_x = (i_x * BX + tl.arange(0, BX)).to(tl.int64)
     o_a = (tl.program_id(1) * BA + tl.arange(0, BA)).to(tl.int64)
     m_x, m_a = o_x < Tx, o_a < A
     m_xa = m_x[:, None] & m_a[None, :]
-    p_ds += i_bh * Tx * Ty + o_x * s_ds[0]
+    start = 0
+    if OVER_KEYS:
+        stop = n
+        p_ds += i_bh * Tx * W + o_x * W
+        if p_span is not None:
+            b_first, b_stop, b_origin = _rows_seen(
+                p_span, s_span, i_b, i_h, o_x, m_x, n, W, COMPACT
+            )
+            start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
+            p_ds -= b_origin
+    else:
+        stop = tl.where(i_x * BX < n, Ty, 0)
+        p_ds += i_bh * Ty * W + o_x
+        if p_span is not None:  # the rows that see any key of this block
+            start = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2).to(tl.int32)
+            stop = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2 + 1).to(tl.int32)
     p_x += i_b * s_x[0] + i_h * s_x[1] + o_x[:, None] * s_x[2] + o_a[None, :] * s_x[3]
     p_y += i_b * s_y[0] + i_h * s_y[1] + o_a * s_y[3]
     # [BX, BA]: Σ_y ds r(1 − r) and Σ_y ds r; [BX]: Σ_y ds
     b_dx = tl.zeros([BX, BA], acc)
     b_dw = tl.zeros([BX, BA], acc)
     b_sum = tl.zeros([BX], acc)
-    for i_y in range(tl.cdiv(stop, BY)):
+    for i_y in range(start // BY, tl.cdiv(stop, BY)):
         end = tl.minimum(stop, i_y * BY + BY)
         if p_ex is not None:
             near = tl.load(p_range_x + i_bh * NX + i_x) + tl.load(p_range_y + i_bh * NY + i_y)
@@ -422,9 +509,23 @@ def _additive_gradient(
             b_ex = tl.load(p_tile, mask=m_xa, other=0)
             for y in range(i_y * BY, end, 2):
                 # [BX] and [BA]; a row of y beyond the end is 1 and meets ds = 0
-                p_dsy = p_ds + tl.cast(y, tl.int64) * s_ds[1]
-                b_ds0 = tl.load(p_dsy, mask=m_x, other=0)
-                b_ds1 = tl.load(p_dsy + s_ds[1], mask=o_x < tl.where(y + 1 < end, Tx, 0), other=0)
+                if p_span is None:
+                    p_dsy = p_ds + tl.cast(y, tl.int64) * (1 if OVER_KEYS else W)
+                    m_1 = o_x < tl.where(y + 1 < end, Tx, 0)
+                    b_ds0 = tl.load(p_dsy, mask=m_x, other=0)
+                    b_ds1 = tl.load(p_dsy + (1 if OVER_KEYS else W), mask=m_1, other=0)
+                elif OVER_KEYS:
+                    m_0 = (y >= b_first) & (y < b_stop)
+                    m_1 = (y + 1 >= b_first) & (y + 1 < b_stop)
+                    b_ds0 = tl.load(p_ds + y, mask=m_0, other=0)
+                    b_ds1 = tl.load(p_ds + (y + 1), mask=m_1, other=0)
+                else:
+                    b_ds0 = _column_of(
+                        p_ds, p_span, s_span, i_b, i_h, y, y < end, o_x, n, W, COMPACT
+                    )
+                    b_ds1 = _column_of(
+                        p_ds, p_span, s_span, i_b, i_h, y + 1, y + 1 < end, o_x, n, W, COMPACT
+                    )
                 p_eyy = p_ey + (i_bh * NY * BY + y) * A + o_a
                 b_d0 = 1 + b_ex * tl.load(p_eyy, mask=m_a, other=0)[None, :]
                 b_d1 = 1 + b_ex * tl.load(p_eyy + A, mask=m_a, other=0)[None, :]
@@ -441,7 +542,15 @@ def _additive_gradient(
             # t = e^{−2|x + y|}: r(1 − r) = t / (1 + t)², r = t / (1 + t) or 1 / (1 + t)
             b_x = _finite(tl.load(p_x, mask=m_xa, other=0).to(acc))
             for y in range(i_y * BY, end):
-                b_ds = tl.load(p_ds + tl.cast(y, tl.int64) * s_ds[1], mask=m_x, other=0)
+                if p_span is None:
+                    p_dsy = p_ds + tl.cast(y, tl.int64) * (1 if OVER_KEYS else W)
+                    b_ds = tl.load(p_dsy, mask=m_x, other=0)
+                elif OVER_KEYS:
+                    b_ds = tl.load(p_ds + y, mask=(y >= b_first) & (y < b_stop), other=0)
+                else:
+                    b_ds = _column_of(
+                        p_ds, p_span, s_span, i_b, i_h, y, y < end, o_x, n, W, COMPACT
+                    )
                 b_y = tl.load(p_y + tl.cast(y, tl.int64) * s_y[2], mask=m_a, other=0).to(acc)
                 b_z = b_x + _finite(b_y)[None, :]
                 b_t = tl.exp(-2 * tl.abs(b_z))
@@ -508,39 +617,77 @@ def _whole_chunks(features: int) -> int:
     return triton.cdiv(features, CHUNK.value) * CHUNK.value
 
 
-def _prepare(query, key, value, weight, lengths):
+def _prepare(query, key, value, weight, lengths, span):
     """Bring every input to one form: a head axis, and a row of ``weight`` for each head."""
-    query, key, value = _heads(query), _heads(key), _heads(value)
+    query, key, value, span = _heads(query), _heads(key), _heads(value), _heads(span)
     if weight is not None:
         weight = weight.expand(query.shape[1], query.shape[3])
-    return query, key, value, weight, None if lengths is None else lengths.contiguous()
+    if span is not None:  # the two numbers of a row lie side by side
+        span = span.contiguous().expand(*query.shape[:2], -1, -1)
+    return query, key, value, weight, None if lengths is None else lengths.contiguous(), span
 
 
-def _multiply(m, x, lengths, out, scale: float, *, over_keys: bool, clean: bool) -> None:
+def _tile(size: int, span: Tensor | None, columns: int) -> int:
+    """Return how many rows to take together: fewer where each sees its own keys, or few."""
+    if span is None:
+        return size
+    return min(size // 2, _block(columns, size)) if columns else size // 2
+
+
+def _rows_of_keys(span, columns: int, B: int, H: int, Tk: int, block: int) -> Tensor | None:
+    """Return which rows see any of a block of keys, from the first to the one after the last.
+
+    int64 ``[B, H, blocks, 2]``. Rows between them need not see one.
+    """
+    if span is None:
+        return None
+    own = tuple(slice(None) if step else slice(1) for step in span.stride()[:2])
+    start, stop = span[own].unbind(-1)
+    stop = stop.clamp(max=Tk)
+    stop = torch.minimum(stop, start + columns) if columns else stop
+    first = start.clamp(min=0)
+    empty = first >= stop
+    # The first row whose keys end after the block begins, the last whose begin before it ends.
+    ends = stop.masked_fill(empty, 0).cummax(-1).values.contiguous()
+    begins = first.masked_fill(empty, Tk).flip(-1).cummin(-1).values.flip(-1).contiguous()
+    keys = torch.arange(0, Tk, block, device=span.device).expand(*ends.shape[:-1], -1)
+    low = torch.searchsorted(ends, keys.contiguous(), right=True)
+    high = torch.searchsorted(begins, (keys + block).clamp(max=Tk).contiguous())
+    rows = torch.stack([low, high], -1)
+    return rows.expand(B, H, -1, -1).contiguous()
+
+
+def _multiply(
+    m, x, lengths, span, columns: int, out, scale: float, *, over_keys: bool, clean: bool
+) -> None:
     """Launch :func:`_product`: ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``."""
-    (B, H, K, N), M = x.shape, m.shape[-2 if over_keys else -1]
-    BM, BK, BN = _block(M, 64), _block(K, _depth(x.dtype)), _block(N, 64)
-    strides = (K, 1) if over_keys else (1, M)
+    (B, H, K, N), M = x.shape, out.shape[-2]
+    Tk = K if over_keys else M
+    BM, BK, BN = _block(M, _tile(64, span, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
+    rows = None if over_keys else _rows_of_keys(span, columns, B, H, Tk, BM)
     _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
-        m, x, lengths, out, strides, x.stride(), _pair(scale), H, m.shape[-1], M, K, N,
-        OVER_KEYS=over_keys, CLEAN=clean, BM=BM, BK=BK, BN=BN,
+        m, x, lengths, span, rows, out, x.stride(), _strides(span), _pair(scale),
+        H, Tk, m.shape[-1], M, K, N,
+        OVER_KEYS=over_keys, COMPACT=columns > 0, CLEAN=clean, BM=BM, BK=BK, BN=BN,
         num_warps=4 if x.dtype in HALF else 8, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def sweep(
-    query, key, value, weight, bias, mask, lengths, scale: float, context, weights, lse
-) -> None:
+    query, key, value, weight, bias, mask, lengths, span, columns: int, scale: float, context,
+    weights, lse,
+) -> None:  # fmt: skip
     """Launch :func:`_forward` for context, weights and log-sum-exp.
 
     Without context or without weights where they are None; without context the weights are scores:
     −inf where a row may not see a key.
     """
     acc, Dv = accumulation_dtype(query.dtype), value.shape[-1]
-    query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
-    (B, H, Tq, A), Tk = query.shape, key.shape[2]
-    bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
-    BQ, BV, BA = _block(Tq, 64, 1), _block(Dv, 128), _block(A, _depth(query.dtype))
+    query, key, value, weight, lengths, span = _prepare(query, key, value, weight, lengths, span)
+    (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
+    bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
+    BQ, BV = _block(Tq, _tile(64, span, columns), 1), _block(Dv, 128)
+    BA = _block(A, _depth(query.dtype))
     factored = weight is not None and acc == torch.float32
     BK = _block(Tk, 32 if factored else _depth(query.dtype))
     # The weights, if they are there, save taking the scores again for values wider than a block,
@@ -554,37 +701,40 @@ def sweep(
             e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
             if A % CHUNK.value:
                 weight = torch.nn.functional.pad(weight, (0, _whole_chunks(A) - A))
-        columns = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
-        _forward[(B * H * triton.cdiv(Tq, BQ), columns)](
+        slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
+        _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
             query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
-            within, weights, lse, query.stride(), key.stride(), value.stride(),
+            span, within, weights, lse, query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
-            _pair(scale), H, Tq, Tk, A, _whole_chunks(A), Dv,
-            SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV, num_warps=8, enable_fp_fusion=True,
+            _strides(span), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
+            COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
+            num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
         if separate and context is not None:
-            _multiply(weights, value, lengths, context, 1.0, over_keys=True, clean=False)
+            seen = (lengths, span, columns)
+            _multiply(weights, value, *seen, context, 1.0, over_keys=True, clean=False)
 
 
 def forward(
-    query, key, value, weight, bias, mask, lengths, exponentials, scale: float, need_weights: bool
-):
+    query, key, value, weight, bias, mask, lengths, span, columns: int, exponentials,
+    scale: float, need_weights: bool,
+):  # fmt: skip
     """Run the operator ``attention`` of :data:`attnfast.ops.attention.SCHEMAS`."""
     acc, rows, Tk, Dv = accumulation_dtype(query.dtype), query.shape[:-1], *value.shape[-2:]
     context = query.new_empty((*rows, Dv))
-    weights = query.new_empty((*rows, Tk) if need_weights else (0,), dtype=acc)
+    weights = query.new_empty((*rows, columns or Tk) if need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
     sweep(
-        query, key, value, weight, bias, mask, lengths, scale, context,
+        query, key, value, weight, bias, mask, lengths, span, columns, scale, context,
         weights if need_weights else None, lse,
     )  # fmt: skip
     return context, weights, lse
 
 
 def backward(
-    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, exponentials,
-    weights, grad_score, scale: float, need_grad_query: bool, need_grad_key: bool,
-    need_grad_score: bool,
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
+    columns: int, exponentials, weights, grad_score, scale: float, need_grad_query: bool,
+    need_grad_key: bool, need_grad_score: bool,
 ):  # fmt: skip
     """Run the operator ``attention_backward`` of :data:`attnfast.ops.attention.SCHEMAS`."""
 
@@ -596,26 +746,28 @@ def backward(
     need_grad_weight = need_grad_key and weight is not None
     grad_weight, shape = query.new_empty(0), None if weight is None else weight.shape
     ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
-    query, key, value, weight, lengths = _prepare(query, key, value, weight, lengths)
+    query, key, value, weight, lengths, span = _prepare(query, key, value, weight, lengths, span)
     grad_context, grad_weights = _heads(grad_context), _heads(grad_weights)
-    (B, H, Tq, A), (Tk, Dv) = query.shape, value.shape[2:]
-    BQ, BK, BV = _block(Tq, 64), _block(Tk, 32), _block(Dv, _depth(query.dtype))
+    (B, H, Tq, A), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
+    BQ, BK = _block(Tq, _tile(64, span, columns)), _block(Tk, 32)
+    BV = _block(Dv, _depth(query.dtype))
+    seen = (lengths, span, columns)
     with torch.cuda.device_of(query):
         if grad_score is None:
             _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
                 grad_context, grad_weights,
                 None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
-                value, weights, lengths, ds, grad_context.stride(), _strides(grad_weights),
-                value.stride(), H, Tq, Tk, Dv,
+                value, weights, lengths, span, ds, grad_context.stride(), _strides(grad_weights),
+                value.stride(), _strides(span), H, Tq, Tk, W, Dv, COMPACT=columns > 0,
                 BQ=BQ, BK=BK, BV=BV, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
         if need_grad_key:
-            _multiply(weights, grad_context, lengths, grad_value, 1.0, over_keys=False, clean=False)
+            _multiply(weights, grad_context, *seen, grad_value, 1.0, over_keys=False, clean=False)
         if weight is None:
             if need_grad_query:
-                _multiply(ds, key, lengths, grad_query, scale, over_keys=True, clean=True)
+                _multiply(ds, key, *seen, grad_query, scale, over_keys=True, clean=True)
             if need_grad_key:
-                _multiply(ds, query, lengths, grad_key, scale, over_keys=False, clean=True)
+                _multiply(ds, query, *seen, grad_key, scale, over_keys=False, clean=True)
         elif need_grad_query or need_grad_key:
             factored = ds.dtype == torch.float32
             BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
@@ -625,18 +777,21 @@ def backward(
                 e_k = _exponentials_of(key, weight, lengths, BK, transposed=False)
             parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
             _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
-                query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths,
+                query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths, span, None,
                 grad_query if need_grad_query else None, parts if need_grad_weight else None,
-                query.stride(), key.stride(), weight.stride(), (Tk, 1), _pair(scale),
-                H, Tk, Tq, Tk, A,
-                OVER_KEYS=True, BX=BQ, BY=BK, BA=BA, num_warps=4, enable_fp_fusion=True,
+                query.stride(), key.stride(), weight.stride(), _strides(span), _pair(scale),
+                H, Tk, W, Tq, Tk, A,
+                OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
+                num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
             if need_grad_key:
                 _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
-                    key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, grad_key, None,
-                    key.stride(), query.stride(), weight.stride(), (1, Tk), _pair(scale),
-                    H, Tk, Tk, Tq, A,
-                    OVER_KEYS=False, BX=BK, BY=BQ, BA=BA, num_warps=4, enable_fp_fusion=True,
+                    key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, span,
+                    _rows_of_keys(span, columns, B, H, Tk, BK), grad_key, None,
+                    key.stride(), query.stride(), weight.stride(), _strides(span), _pair(scale),
+                    H, Tk, W, Tk, Tq, A,
+                    OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ, BA=BA,
+                    num_warps=4, enable_fp_fusion=True,
                 )  # fmt: skip
                 grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
     keep_score = need_grad_score and grad_score is None

@@ -458,8 +458,10 @@ def forward(
     filters, projection, options = _options(query, key, filters, projection, penalty)
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
-        attention.sweep(query, key, value, weight, bias, mask, lengths, scale, None, weights, lse)
-    q, k, v, w, lengths = attention._prepare(query, key, value, weight, lengths)
+        attention.sweep(
+            query, key, value, weight, bias, mask, lengths, None, 0, scale, None, weights, lse
+        )
+    q, k, v, w, lengths, _ = attention._prepare(query, key, value, weight, lengths, None)
     B, H, Tq, _ = q.shape
     Tk = options["Tk"]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
@@ -472,7 +474,7 @@ def forward(
                 (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
                 scale=_pair(scale), **options,
             )  # fmt: skip
-            _multiply(weights, v, lengths, context, 1.0, over_keys=True, clean=False)
+            _multiply(weights, v, lengths, None, 0, context, 1.0, over_keys=True, clean=False)
     return context, weights, last, loss, odds
 
 
@@ -508,7 +510,7 @@ def backward(
     dpenalty = zeros(*heads, needed=penalty is not None)
     drate = zeros(*keys, needed=rate is not None)
     dtransition = zeros(*query.shape[:-1], needed=transition is not None)
-    q, k, _, w, lengths = attention._prepare(query, key, value, weight, lengths)
+    q, k, _, w, lengths, _ = attention._prepare(query, key, value, weight, lengths, None)
     B, H = q.shape[:2]
     with torch.cuda.device_of(query):
         if B * H * Tq:
@@ -535,7 +537,7 @@ def backward(
         if need_grad_key:
             with torch.cuda.device_of(query):
                 _multiply(
-                    weights.contiguous(), _heads(grad_context), lengths, grad_value, 1.0,
+                    weights.contiguous(), _heads(grad_context), lengths, None, 0, grad_value, 1.0,
                     over_keys=False, clean=False,
                 )  # fmt: skip
         grad_query = dq.to(query.dtype) if need_grad_query else query.new_empty(0)
@@ -545,7 +547,8 @@ def backward(
         )
     else:
         grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(
-            grad_context, None, None, query, key, value, weight, lengths, None, weights, ds, scale,
+            grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights, ds,
+            scale,
             need_grad_query, need_grad_key, False,
         )  # fmt: skip
 
