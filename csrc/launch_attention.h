@@ -6,8 +6,9 @@
 namespace attnfast {
 namespace {
 
-// Rows of grad_weight for each [B, H].
+// Rows of grad_weight for each [B, H]; blocks of keys, with spans, of which the rows are looked up.
 int64_t grad_weight_parts(const Attention&);
+int64_t blocks_of_keys(const Attention&);
 // Fill what is out; `query` tells the device.
 void run_forward(Attention&, const Tensor& query);
 void run_backward(Attention&, const Tensor& query);
@@ -69,6 +70,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   a.grad_context = view_of_rows(grad_context, call.keep);
   if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, call.keep);
   if (grad_log_sum_exp) a.grad_log_sum_exp = view(*grad_log_sum_exp, false);
+  std::optional<Tensor> rows_of_keys;
+  if (a.span.data && need_grad_key) {
+    const std::vector<int64_t> sizes = {a.B, a.H, blocks_of_keys(a), 2};
+    rows_of_keys = torch::stable::new_zeros(query, sizes, ScalarType::Long);
+    a.rows_of_keys = view(*rows_of_keys);
+  }
   run_backward(a, query);
 
   if (need_grad_weight) {  // its parts add up, in double, over what shares a weight

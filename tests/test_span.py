@@ -28,7 +28,7 @@ SPANS = (
     Span(stride=3, fixed=True, causal=True),
     Span(window=(9, 6), stride=3),
     Span(window=7, stride=2, fixed=True),
-    Span(stride=300),
+    Span(stride=75),
 )
 STEADY = (None, "end", 3, -2)
 POSITIONS = (*STEADY, "diagonal", "predicted")
@@ -116,7 +116,9 @@ def cases():
             )  # fmt: skip
             out.append((case, span, position))
         dtype = draw.choice((torch.float64, torch.bfloat16, torch.float16))
-        out.append((Case(score, 2, 17, 20, 8, 8, dtype=dtype, terms=("lengths", "mask")), span, None))
+        half = Case(score, 2, 17, 20, 8, 8, dtype=dtype, terms=("lengths", "mask"))
+        case = replace(half, seed=len(out))
+        out.append((case, span, None))
     heads = (Span(window=1), Span(stride=4), Span(window=1), Span(stride=4, fixed=True), Span())
     for score in ("dot", "additive"):
         case = Case(score, 2, 19, 23, 8, 8, 5, terms=("lengths", "bias"), weight_per_head=True)
@@ -143,4 +145,6 @@ def name(x):
 def test_table(case, span, position, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
+    if backend == "triton" and DEVICE["triton"].type == "cpu" and case.seed % 8 not in (0, 3, 4):
+        pytest.skip("Triton's interpreter takes three cases of eight")
     judge(case, span, position, backend)

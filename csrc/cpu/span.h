@@ -1,25 +1,15 @@
 // Spans: rows that each see a run of keys of their own, taken by bands of rows whose keys are nearly
 // the same. What a band computes beyond them is left out again.
 #pragma once
+#include "../span.h"
 #include "rows.h"
 
 namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// The keys [from, to) that a row may see; column 0 of its scores is key `origin`.
-struct Seen {
-  int64_t from, to, origin;
-};
-
 Seen seen_by(const Attention& a, const Item& item, int64_t row) {
-  const int64_t* bounds = at<int64_t>(a.span, item, row);
-  const int64_t start = bounds[0], from = start < 0 ? 0 : start;
-  int64_t to = min(bounds[1], item.seen);
-  if (start >= to) return {0, 0, 0};
-  if (a.compact) to = min(to, start + a.W);
-  if (from >= to) return {0, 0, 0};
-  return {from, to, a.compact ? start : 0};
+  return seen_within(a, at<int64_t>(a.span, item, row), item.seen);
 }
 
 // Rows [row, row + rows) and the keys that any of them sees.

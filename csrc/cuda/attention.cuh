@@ -36,27 +36,29 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
 #pragma unroll
   for (int r = 0; r < kRows; ++r) highest[r] = -INFINITY, mass[r] = 0;
 
-  for (int64_t j0 = 0; j0 < n; j0 += kKeys) {
-    const int keys = min(n - j0, int64_t{kKeys});
+  const Seen all = seen_by_all(a, tile, q.count, n);
+  for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
+    const int keys = min(all.to - j0, int64_t{kKeys});
     C s[kRows][2];
     score_tile<S>(q, Rows<T>{at<T>(a.key, tile, j0), a.key.row, keys}, w, a.A, staged, s);
     if (i0 >= a.Tq) continue;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t i = i0 + r;
+      const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
       for (int x = 0; x < 2; ++x) {
-        const int64_t j = j0 + lane + 32 * x;
-        const bool exists = i < a.Tq && j < n;
+        const int64_t j = j0 + lane + 32 * x, column = j - own.origin;
+        const bool exists = own.from <= j && j < own.to;
         bool seen = exists;
-        if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[j * a.mask.column];
+        if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[column * a.mask.column];
         s[r][x] *= C(a.scale);
         if (exists && a.bias.data) {
-          const C bias = widen(at<T>(a.bias, tile, i)[j * a.bias.column]);
+          const C bias = widen(at<T>(a.bias, tile, i)[column * a.bias.column]);
           s[r][x] += bias;
           if (bias == -INFINITY) seen = false;  // also where the score is NaN
         }
         if (!seen) s[r][x] = -INFINITY;
-        if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[j] = s[r][x];
+        if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[column] = s[r][x];
       }
       const C top = fmax(highest[r], warp_max(fmax(s[r][0], s[r][1])));
       const C shift = top == -INFINITY ? 0 : top;
@@ -90,6 +92,7 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
     __syncwarp();  // without features, no other wait comes before the next block of keys
   }
 
+  __syncwarp();  // scores come back to other lanes than wrote them
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = i0 + r;
@@ -104,10 +107,12 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
     const C log_sum_exp = total == 0 ? -INFINITY : highest[r] + log(total);
     if (lane == 0) *at<C>(a.log_sum_exp, tile, i) = log_sum_exp;
     if (!a.weights.data) continue;
-    C* weights = at<C>(a.weights, tile, i);  // a lane finds the scores that it wrote
-    for (int64_t j = lane; j < a.Tk; j += 32) {
-      const C p = j < n && total != 0 ? exp(weights[j] - highest[r]) : 0;
-      weights[j] = p == 0 ? 0 : p * share;
+    C* weights = at<C>(a.weights, tile, i);
+    const Seen own = seen_by(a, tile, i, n);
+    for (int64_t c = lane; c < a.W; c += 32) {
+      const bool exists = own.from <= c + own.origin && c + own.origin < own.to;
+      const C p = exists && total != 0 ? exp(weights[c] - highest[r]) : 0;
+      weights[c] = p == 0 ? 0 : p * share;
     }
   }
 }
@@ -126,30 +131,35 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
   const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
                      min(a.Tq - tile.row, int64_t{kQueries})};
   C products[kRows] = {};
-  for (int64_t j0 = 0; j0 < n; j0 += kKeys) {
-    const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, min(n - j0, int64_t{kKeys})};
+  const Seen all = seen_by_all(a, tile, g.count, n);
+  for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
+    const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, min(all.to - j0, int64_t{kKeys})};
     C s[kRows][2];
     score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, s);
     for (int r = 0; r < kRows; ++r) {
+      const int64_t i = i0 + r;
+      const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
       for (int x = 0; x < 2; ++x) {
-        const int64_t i = i0 + r, j = j0 + lane + 32 * x;
-        if (i >= a.Tq || j >= n) continue;
-        if (a.grad_weights.data) s[r][x] += at<C>(a.grad_weights, tile, i)[j];
-        const C p = at<C>(a.weights, tile, i)[j];
+        const int64_t j = j0 + lane + 32 * x, column = j - own.origin;
+        if (j < own.from || j >= own.to) continue;
+        if (a.grad_weights.data) s[r][x] += at<C>(a.grad_weights, tile, i)[column];
+        const C p = at<C>(a.weights, tile, i)[column];
         if (p != 0) products[r] += p * s[r][x];
-        at<C>(a.grad_score, tile, i)[j] = s[r][x];
+        at<C>(a.grad_score, tile, i)[column] = s[r][x];
       }
     }
   }
+  __syncwarp();  // scores come back to other lanes than wrote them
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = i0 + r;
     const C mean = warp_sum(products[r]);
     if (i >= a.Tq) break;
     const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, i) : 0;
     const C* weights = at<C>(a.weights, tile, i);
-    C* out = at<C>(a.grad_score, tile, i);  // a lane finds what it wrote
-    for (int64_t j = lane; j < a.Tk; j += 32) {
-      const C p = j < n ? weights[j] : 0;
+    C* out = at<C>(a.grad_score, tile, i);
+    const int64_t columns = a.span.data ? a.W : n;  // weights are 0 where a row sees no key
+    for (int64_t j = lane; j < a.W; j += 32) {
+      const C p = j < columns ? weights[j] : 0;
       out[j] = p == 0 ? 0 : p * (out[j] - mean + extra);  // one key: x - mean is exactly 0
     }
   }
@@ -161,9 +171,9 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
 //   additive  out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
 // and, on the way, grad_weight = -2 scale * sum_rc g_rc s.
 struct Sum {
-  View g;          // [rows, columns] of the accumulation dtype: grad_score, weights, or a transpose
+  View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
-  int64_t rows, columns, width;
+  int64_t rows, width;
   double scale;
   bool keys_are_rows;
   View grad_weight;  // [tiles of rows, width] for each [B, H], or absent
@@ -178,6 +188,21 @@ template <class C>
 struct StagedSum {
   alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], weight[kWarps][kSlice];
 };
+
+// For every block of kSumRows keys, which rows see any of them, from the first to the last: Tq minus
+// the one and the other plus one, of which the largest count.
+__global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a) {
+  const Tile tile = locate(a, a.Tq, kThreads);
+  const int64_t i = tile.row + threadIdx.x, n = keys_seen(a, tile.b);
+  if (i >= a.Tq) return;
+  const Seen own = seen_by(a, tile, i, n);
+  if (own.from >= own.to) return;
+  for (int64_t block = own.from / kSumRows; block * kSumRows < own.to; ++block) {
+    auto* rows = at<unsigned long long>(a.rows_of_keys, tile, block);
+    atomicMax(&rows[0], static_cast<unsigned long long>(a.Tq - i));
+    atomicMax(&rows[1], static_cast<unsigned long long>(i + 1));
+  }
+}
 
 // NaN counts as 0 under tanh: a row that may see it has NaN weights and so a NaN g; for the others
 // it must not exist.
@@ -225,7 +250,15 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, sum.rows, kSumRows);
   const int64_t rows = min(sum.rows - tile.row, int64_t{kSumRows}), n = keys_seen(a, tile.b);
-  const int64_t columns = !sum.keys_are_rows ? n : tile.row < n ? sum.columns : 0;
+  Seen columns;  // that are not 0 for some row
+  if (!sum.keys_are_rows) {
+    columns = seen_by_all(a, tile, rows, n);
+  } else if (a.span.data) {
+    const int64_t* of = at<int64_t>(a.rows_of_keys, tile, tile.part);
+    columns = {a.Tq - of[0], of[1], 0};
+  } else {
+    columns = {0, tile.row < n ? a.Tq : 0, 0};
+  }
   const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
 
   C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
@@ -240,8 +273,8 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
       for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
     }
   }
-  for (int64_t c0 = 0; c0 < columns; c0 += kSumColumns) {
-    const int count = min(columns - c0, int64_t{kSumColumns});
+  for (int64_t c0 = columns.from; c0 < columns.to; c0 += kSumColumns) {
+    const int count = min(columns.to - c0, int64_t{kSumColumns});
     const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
     C y[2][kSumColumns / kWarps];
     for (int half = 0; half < 2; ++half) {
@@ -257,11 +290,16 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
       for (int m = 0; m < kSumColumns / kWarps; ++m)
         staged.y[warp + m * kWarps][lane + 32 * half] = direct ? y[half][m] : expf(2 * y[half][m]);
     for (int index = threadIdx.x; index < kSumRows * kSumColumns; index += kThreads) {
-      const bool along = sum.g.row == 1;  // neighbouring lanes read neighbouring numbers
+      const bool along = sum.keys_are_rows;  // neighbouring lanes read neighbouring numbers
       const int r = along ? index % kSumRows : index / kSumColumns;
       const int c = along ? index / kSumRows : index % kSumColumns;
-      staged.g[c][r % kWarps * kHeight + r / kWarps] =
-          r < rows && c < count ? at<C>(sum.g, tile, tile.row + r)[(c0 + c) * sum.g.column] : 0;
+      const int64_t i = along ? c0 + c : tile.row + r, j = along ? tile.row + r : c0 + c;
+      C g = 0;
+      if (r < rows && c < count) {
+        const Seen own = seen_by(a, tile, i, a.Tk);  // what lies beyond n is 0
+        if (own.from <= j && j < own.to) g = at<C>(sum.g, tile, i)[j - own.origin];
+      }
+      staged.g[c][r % kWarps * kHeight + r / kWarps] = g;
     }
     __syncthreads();
     if constexpr (factorable) {
@@ -298,6 +336,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
 inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 
 inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
+inline int64_t blocks_of_keys(const Attention& a) { return tiles(a.Tk, kSumRows); }
 
 template <class F>
 void by_dtype(Dtype dtype, F f) {
@@ -322,17 +361,12 @@ void launch_forward(const Attention& a, Launch launch) {
 
 template <class Launch>
 void launch_backward(const Attention& a, Launch launch) {
-  const auto transposed = [](View v) {
-    const int64_t row = v.row;
-    v.row = v.column, v.column = row;
-    return v;
-  };
-  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.Tk, a.A, a.scale, false,
+  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, false,
                      a.grad_weight};
-  const Sum key = {transposed(a.grad_score), a.key, a.query, a.grad_key, a.Tk, a.Tq, a.A, a.scale,
-                   true, {}};
-  const Sum value = {transposed(a.weights), {}, a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv, 1,
-                     true, {}};
+  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, true, {}};
+  const Sum value = {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, true, {}};
+  if (a.rows_of_keys.data)
+    launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, a);
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto add = [&](auto kernel, const Sum& sum) {

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "../attention.h"
+#include "../span.h"
 
 namespace attnfast {
 namespace {
@@ -84,6 +85,28 @@ __device__ inline int64_t keys_seen(const Attention& a, int64_t b) {
 template <class T>
 __device__ T* at(const View& v, const Tile& tile, int64_t row) {
   return static_cast<T*>(v.data) + tile.b * v.batch + tile.h * v.head + row * v.row;
+}
+
+// The keys that a query row may see, of the n of its sequence.
+__device__ inline Seen seen_by(const Attention& a, const Tile& tile, int64_t row, int64_t n) {
+  if (!a.span.data) return {0, n, 0};
+  return seen_within(a, at<int64_t>(a.span, tile, row), n);
+}
+
+// The keys that any of up to 32 rows of a tile sees; every lane of a warp takes part.
+__device__ inline Seen seen_by_all(const Attention& a, const Tile& tile, int64_t rows, int64_t n) {
+  if (!a.span.data) return {0, n, 0};
+  const int lane = threadIdx.x % 32;
+  Seen all = {n, 0, 0};
+  if (lane < rows) {
+    const Seen own = seen_by(a, tile, tile.row + lane, n);
+    if (own.from < own.to) all = own;
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    all.from = min(all.from, static_cast<int64_t>(__shfl_xor_sync(kAll, (long long)all.from, step)));
+    all.to = max(all.to, static_cast<int64_t>(__shfl_xor_sync(kAll, (long long)all.to, step)));
+  }
+  return all;
 }
 
 template <class T>

@@ -80,6 +80,12 @@ inline int __syncthreads_or(int vote) {
   return any;
 }
 
+inline void atomicMax(unsigned long long* to, unsigned long long x) {
+  std::atomic_ref<unsigned long long> most(*to);
+  for (auto seen = most.load(); seen < x && !most.compare_exchange_weak(seen, x);) {
+  }
+}
+
 template <class C>
 C __shfl_xor_sync(unsigned, C x, int mask) {
   const unsigned lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
 // One call forward and backward for a sanitizer to watch; every tensor is an allocation of its own,
-// of the exact size. Takes B H Tq Tk A Dv.
+// of the exact size. Takes B H Tq Tk A Dv W; with W columns a row sees the W keys from its own on.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -18,21 +18,32 @@ int main(int, char** argv) {
     for (size_t i = 0; i < x.size(); ++i) x[i] = sinf(i * 1.7f);
     return View{x.data(), a.H * rows * columns, rows * columns, columns, 1};
   };
+  const int64_t columns = atoll(argv[7]);
+  a.compact = columns > 0;
+  a.W = a.compact ? columns : a.Tk;
+  std::vector<int64_t> span, rows_of_keys;
+  for (int64_t i = 0; i < a.Tq; ++i) span.insert(span.end(), {i - 2, i - 2 + columns});
+  if (a.compact) a.span = {span.data(), 0, 0, 2, 1};
   for (const bool additive : {false, true}) {
+    if (a.compact) {
+      const int64_t blocks = blocks_of_keys(a);
+      rows_of_keys.assign(a.B * a.H * blocks * 2, 0);
+      a.rows_of_keys = {rows_of_keys.data(), a.H * blocks * 2, blocks * 2, 2, 1};
+    }
     a.dtype = Dtype::f32;
     a.scale = 0.5;
     a.query = tensor(a.Tq, a.A);
     a.key = tensor(a.Tk, a.A);
     a.value = tensor(a.Tk, a.Dv);
     a.weight = additive ? tensor(1, a.A) : View{};
-    a.bias = tensor(a.Tq, a.Tk);
+    a.bias = tensor(a.Tq, a.W);
     a.context = tensor(a.Tq, a.Dv);
-    a.weights = tensor(a.Tq, a.Tk);
+    a.weights = tensor(a.Tq, a.W);
     a.log_sum_exp = tensor(a.Tq, 1);
     a.grad_context = tensor(a.Tq, a.Dv);
-    a.grad_weights = tensor(a.Tq, a.Tk);
+    a.grad_weights = tensor(a.Tq, a.W);
     a.grad_log_sum_exp = tensor(a.Tq, 1);
-    a.grad_score = tensor(a.Tq, a.Tk);
+    a.grad_score = tensor(a.Tq, a.W);
     a.grad_query = tensor(a.Tq, a.A);
     a.grad_key = tensor(a.Tk, a.A);
     a.grad_value = tensor(a.Tk, a.Dv);

@@ -1,0 +1,31 @@
+// What CPU and CUDA share: the keys that a row with a span may see. Internal to every unit that
+// includes it (see cpu/vector.h).
+#pragma once
+#include "attention.h"
+
+#if defined(__CUDACC__)
+#define ATTNFAST_DEVICE __device__
+#else
+#define ATTNFAST_DEVICE
+#endif
+
+namespace attnfast {
+namespace {
+
+// The keys [from, to) of a row; column 0 of its scores is key `origin`.
+struct Seen {
+  int64_t from, to, origin;
+};
+
+// `bounds` are the two numbers of the row, n the keys of its sequence.
+ATTNFAST_DEVICE inline Seen seen_within(const Attention& a, const int64_t* bounds, int64_t n) {
+  const int64_t start = bounds[0], from = start < 0 ? 0 : start;
+  int64_t to = bounds[1] < n ? bounds[1] : n;
+  if (start >= to) return {0, 0, 0};
+  if (a.compact && start + a.W < to) to = start + a.W;
+  if (from >= to) return {0, 0, 0};
+  return {from, to, a.compact ? start : 0};
+}
+
+}  // namespace
+}  // namespace attnfast
