@@ -29,10 +29,13 @@ from attnfast.ops.attention import (
     autocast,
     check,
     check_scale,
+    columns_of,
     refuse_tangents,
     run,
+    run_spans,
 )
 from attnfast.ops.operators import call, operators_of
+from attnfast.ops.span import Position, Span, Spans, check_span, spread_out
 
 __all__ = ["Memory", "attend", "prepare"]
 
@@ -51,7 +54,7 @@ class _Waiting:
     def __init__(self):
         self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
 
-    def leave(self, *gradients: Tensor) -> None:
+    def leave(self, *gradients: Any) -> None:
         """Keep the gradients of a step until the end of the running backward."""
         task = torch._C._current_graph_task_id()
         left = self.left.get(task)
@@ -61,7 +64,7 @@ class _Waiting:
             engine.queue_callback(lambda left=left: None)  # type: ignore[misc]
         left.append(gradients)
 
-    def take(self) -> list[tuple[Tensor, ...]]:
+    def take(self) -> list[tuple[Any, ...]]:
         """Return what was left in the running backward, and forget it."""
         left = self.left.get(torch._C._current_graph_task_id(), _Left())
         taken = list(left)
@@ -147,45 +150,61 @@ class _Prepared(Function):
         if not steps:
             return (None,) * 6
         key, value, weight, lengths = ctx.saved_tensors
-        query, weights, grad_score, grad_context = (torch.cat(x, -2) for x in zip(*steps))
-        _, grad_key, grad_value, grad_weight, _ = call(
-            ctx.operators.attention_backward.default,
-            grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights,
-            grad_score, 1.0, False, True, False,
-        )  # fmt: skip
-        return grad_key, grad_value, None if weight is None else grad_weight, None, None, None
+        grads: list[Tensor] = []
+        for columns in dict.fromkeys(step[0] for step in steps):
+            alike = [step[1:] for step in steps if step[0] == columns]
+            query, weights, grad_score, grad_context, *span = (
+                torch.cat(x, -2) for x in zip(*alike)
+            )
+            _, *more, _ = call(
+                ctx.operators.attention_backward.default,
+                grad_context, None, None, query, key, value, weight, lengths, *(span or [None]),
+                columns[0], None, weights, grad_score, 1.0, False, True, False,
+            )  # fmt: skip
+            grads = [a + b for a, b in zip(grads, more)] if grads else more
+        return *grads[:2], None if weight is None else grads[2], None, None, None
 
 
 class _Step(Function):
     """One query's attention; its backward is the query's alone, and leaves the rest."""
 
     @staticmethod
-    def forward(ctx: Any, query, token, memory, scale, need_weights):
-        key, value, lengths, mask, weight, _, steps, _ = memory
+    def forward(ctx: Any, query, token, bias, mask, span, columns, memory, scale, need_weights):
+        key, value, lengths, _, weight, _, steps, _ = memory
         exponentials = steps.exponentials()
         context, weights, _ = call(
             steps.operators.attention.default,
-            query, key, value, weight, None, mask, lengths, None, 0, exponentials, scale, True,
+            query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
+            True,
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, weight, lengths, exponentials, weights)
+        ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, weights)
         ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
+        ctx.columns, ctx.bias_shape = columns, None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
         return (context, weights) if need_weights else context
 
     @staticmethod
     def backward(ctx: Any, grad_context, grad_weights=None):
-        query, key, value, weight, lengths, exponentials, weights = ctx.saved_tensors
+        query, key, value, weight, lengths, span, exponentials, weights = ctx.saved_tensors
         if grad_context is None:
             grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
         grad_query, _, _, _, grad_score = call(
             ctx.operators.attention_backward.default,
-            grad_context, grad_weights, None, query, key, value, weight, lengths, None, 0,
-            exponentials, weights, None, ctx.scale, True, False, True,
+            grad_context, grad_weights, None, query, key, value, weight, lengths, span,
+            ctx.columns, exponentials, weights, None, ctx.scale, True, False, True,
         )  # fmt: skip
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
         if ctx.scale != 1:
             grad_score = grad_score * ctx.scale
-        ctx.waiting.leave(query, weights, grad_score, grad_context)
-        return grad_query, None, None, None, None
+        left = (query, weights, grad_score, grad_context)
+        if span is None:
+            ctx.waiting.leave((0, False), *left)
+        else:  # rows of several steps go together where their weights have as many columns
+            span = span.expand(*query.shape[:-1], 2)
+            ctx.waiting.leave((ctx.columns, True), *left, span)
+        return grad_query, None, grad_bias, *[None] * 6
 
 
 def prepare(
@@ -244,14 +263,18 @@ def attend(
     memory: Memory,
     *,
     scale: float = 1.0,
-    need_weights: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    span: Spans = None,
+    position: Position = None,
+    sigma: float | Tensor | None = None,
+    need_weights: bool | str = False,
+) -> tuple[Any, ...]:
     """Attend to a memory with one query per sequence, or with many.
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``, with the memory's dtype and device.
         scale: multiplies the score.
-        need_weights: return the weights too; otherwise they are None.
+        span, position, sigma: as in :func:`attnfast.additive_attention`.
+        need_weights: return the weights too; otherwise they are None; as there.
 
     Returns:
         ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None.
@@ -263,22 +286,39 @@ def attend(
     key, value, lengths, mask, weight, backend, steps, _ = memory
     (query,) = autocast(query)
     try:
-        exponentials = None
-        if steps is not None and not torch.compiler.is_compiling() and steps.serve(query, memory):
+        terms: tuple = (None, mask, None, 0, None)  # bias, mask, bounds, columns and their keys
+        spanned = span is not None or sigma is not None or not isinstance(need_weights, bool)
+        if spanned:
+            check(query, key, value, weight, None, mask, lengths)
+            check_span(query, key, span, position, sigma, need_weights)
+            span = Span() if span is None else span
+        serves = steps is not None and not torch.compiler.is_compiling()
+        if serves and steps.serve(query, memory) and (not spanned or getattr(span, "stride", 2) == 1):
+            if spanned:
+                spread = need_weights in ("dense", "sparse")
+                terms = columns_of(query, key, None, mask, lengths, span, position, sigma, spread)
+            *terms, keys = terms
             if steps.token is not None and torch.is_grad_enabled():
-                refuse_tangents(query, key, value, weight)
-                result = _Step.apply(query, steps.token, memory, scale, need_weights)
-                if not need_weights:
-                    return result, None
-                context, weights = result
-                return context, as_returned(weights, query.dtype, True)
-            exponentials = steps.exponentials()
-        else:
-            key, value, weight = autocast(key, value, weight)
-            backend = choose(backend, query.device, query.dtype)
+                refuse_tangents(query, key, value, weight, terms[0])
+                result = _Step.apply(query, steps.token, *terms, memory, scale, bool(need_weights))
+                context, weights = result if need_weights else (result, None)
+                weights = None if weights is None else as_returned(weights, query.dtype, True)
+            else:
+                context, weights, _ = run(
+                    query, key, value, weight, terms[0], terms[1], lengths, *terms[2:],
+                    steps.exponentials(), scale, need_weights, backend,
+                )  # fmt: skip
+            return context, spread_out(weights, keys, key.shape[-2], need_weights)
+        key, value, weight = autocast(key, value, weight)
+        backend = choose(backend, query.device, query.dtype)
+        if spanned:
+            return run_spans(
+                query, key, value, weight, None, mask, lengths, span, position, sigma, scale,
+                need_weights, backend,
+            )[:2]  # fmt: skip
         return run(
-            query, key, value, weight, None, mask, lengths, None, 0, exponentials, scale,
-            need_weights, backend,
+            query, key, value, weight, None, mask, lengths, None, 0, None, scale, need_weights,
+            backend,
         )[:2]  # fmt: skip
     except Exception:
         if isinstance(query, Tensor):

@@ -16,7 +16,7 @@ is the oracle. Every operator refuses arguments that do not fit together, before
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,13 @@ from attnfast.ops.span import (
     Spans,
     at_keys,
     check_span,
+    first_position,
     from_phases,
     rows_at,
+    spread_out,
     to_columns,
     to_dense,
     to_phases,
-    to_sparse,
 )
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
@@ -353,42 +354,65 @@ def run(
     return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
 
 
-def _run_span(
-    query, key, value, weight, bias, mask, lengths, span, position, sigma, scale, need_weights,
-    backend,
-):  # fmt: skip
-    """Run a backend on what one span leaves of the keys; results as :func:`_attention`'s."""
-    Tq, Tk, k = query.shape[-2], key.shape[-2], span.stride
+class _Columns(NamedTuple):
+    """What an operator takes of a span: all in the columns of its weights."""
+
+    bias: Tensor | None
+    mask: Tensor | None
+    bounds: Tensor | None
+    columns: int
+    keys: Tensor | None  # of the columns, if they were needed
+
+
+def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys) -> _Columns:
+    """Bring what one span says of the keys into columns; see :data:`SCHEMAS`."""
+    Tk = key.shape[-2]
     p = rows_at(position, query, Tk, lengths)
-    rows = span.locate(p, Tk, lengths)
-    some = span.compact or k > 1  # the columns are not simply all keys
+    rows = span.locate(p, Tk)
+    some = span.compact or span.stride > 1  # the columns are not simply all keys
+    terms = bias is not None or mask is not None
     keys = None
-    if need_weights in ("dense", "sparse") or sigma is not None or some and (bias, mask) != (None,) * 2:
-        keys = span.columns_of(rows, Tk)
-    if some:
+    if need_keys or sigma is not None or (some and terms):
+        keys = span.columns_of(rows, Tk, lengths)
+    if some and terms:
         bias, mask = (None if x is None else at_keys(x, keys) for x in (bias, mask))
     if sigma is not None:
         if isinstance(sigma, Tensor):
             sigma = rows_at(sigma, query, Tk, None).unsqueeze(-1)
         prior = (-0.5 * ((keys - p.unsqueeze(-1)) / sigma).square()).to(query.dtype)
         bias = prior if bias is None else bias + prior
-    columns = span.columns(Tk) if span.compact else 0
-    bounds = torch.stack([rows.start, rows.stop], -1)
+    bounds = None
+    if span.stride > 1 and not span.fixed:
+        stop = torch.minimum(rows.stop, span.end(rows, Tk, lengths))
+        bounds = torch.stack(torch.broadcast_tensors(rows.start, stop), -1)
+    elif span.sides != (None, None):
+        bounds = torch.stack([rows.start, rows.stop], -1)
+    return _Columns(bias, mask, bounds, span.columns(Tk) if span.compact else 0, keys)
+
+
+def run_span(
+    query, key, value, weight, bias, mask, lengths, span, position, sigma, scale, need_weights,
+    backend,
+):  # fmt: skip
+    """Run a backend on what one span leaves of the keys; results as :func:`run`'s."""
+    Tq, Tk, k = query.shape[-2], key.shape[-2], span.stride
+    spread = need_weights in ("dense", "sparse")
+    bias, mask, bounds, columns, keys = columns_of(
+        query, key, bias, mask, lengths, span, position, sigma, spread
+    )
     if k == 1 or span.fixed:
         if k > 1:
             key, value = key[..., ::k, :], value[..., ::k, :]
             lengths = None if lengths is None else (lengths + (k - 1)).div(k, rounding_mode="floor")
-        if span.sides == (None, None):
-            bounds = None
         context, weights, log_sum_exp = run(
             query, key, value, weight, bias, mask, lengths, bounds, columns, None, scale,
             need_weights, backend,
         )  # fmt: skip
     else:
-        lead = query.shape[:-2] if query.dim() == 4 else (len(query), 1)
-        front = {"end": Tk - Tq, None: 0}.get(position, position) % k
+        heads = query.shape[1] if query.dim() == 4 else 1
+        front = first_position(position, Tq, Tk) % k
 
-        def phases(x, front, heads=lead[1]):
+        def phases(x, front):
             x = x.unsqueeze(1) if x.dim() == 3 else x
             return to_phases(x.expand(-1, heads, -1, -1), k, front)
 
@@ -404,18 +428,22 @@ def _run_span(
             for x in (*results[:2], results[2].unsqueeze(-1))
         )
         log_sum_exp = log_sum_exp.squeeze(-1)
-    if need_weights == "dense":
-        weights = to_dense(weights, keys, Tk)
-    if need_weights == "sparse":
-        weights = to_sparse(weights, keys, Tk)
-    return context, weights, log_sum_exp
+    return context, spread_out(weights, keys, Tk, need_weights), log_sum_exp
 
 
-def _run_spans(
+def run_spans(
     query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale, need_weights,
     backend,
 ):  # fmt: skip
-    """Run a span for each head; heads of the same one go together."""
+    """Run a backend with a span for each head; heads of the same one go together.
+
+    Results are those of :func:`run`; weights are a list, one for each head, unless spread.
+    """
+    if isinstance(spans, Span):
+        return run_span(
+            query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale,
+            need_weights, backend,
+        )  # fmt: skip
 
     def heads(x, index):
         if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] == 1:
@@ -427,7 +455,7 @@ def _run_spans(
         index = [i for i, x in enumerate(spans) if x == span]
         order += index
         of_heads = weight if weight is None or weight.dim() == 1 else weight[index]
-        results.append(_run_span(
+        results.append(run_span(
             *(heads(x, index) for x in (query, key, value)), of_heads, heads(bias, index),
             heads(mask, index), lengths, span, heads(position, index), heads(sigma, index), scale,
             need_weights, backend,
@@ -473,8 +501,7 @@ def _attention(
             check(*terms)
             check_span(query, key, span, position, sigma, need_weights)
             span = Span() if span is None else span
-            run_them = _run_span if isinstance(span, Span) else _run_spans
-            context, weights, log_sum_exp = run_them(
+            context, weights, log_sum_exp = run_spans(
                 *terms, span, position, sigma, scale, need_weights, backend
             )
     except Exception:

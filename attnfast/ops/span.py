@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -95,29 +95,33 @@ class Span:
             return left // self.stride + right // self.stride + 1
         return (left + right) // self.stride + 1
 
-    def locate(self, p: Tensor, Tk: int, lengths: Tensor | None = None) -> Rows:
-        """Return what rows at the positions ``p [*, Tq]`` see of Tk keys."""
+    def locate(self, p: Tensor, Tk: int) -> Rows:
+        """Return what rows at the positions ``p [*, Tq]`` see of Tk keys, all of them existing."""
         left, right = self.sides
         k = self.stride
+        first, last = p, p
         if p.is_floating_point():
             far = float(Tk + max(left or 0, right or 0) + 1)
             p = p.detach().double().clamp(-far, far)
-            first = p.new_zeros(p.shape).long() if left is None else (p - left).ceil().long()
-            last = None if right is None else (p + right).floor().long()
+            first = p if left is None else (p - left).ceil().long()
+            last = p if right is None else (p + right).floor().long()
         else:
-            first = torch.zeros_like(p) if left is None else p - left
-            last = None if right is None else p + right
-        last = torch.full_like(first, Tk - 1) if last is None else last
-        phase = torch.zeros_like(first) if self.fixed or k == 1 else p % k
-        start = -((phase - first).div(k, rounding_mode="floor")) if k > 1 else first
-        stop = (last - phase).div(k, rounding_mode="floor") + 1 if k > 1 else last + 1
+            first = p if left is None else p - left
+            last = p if right is None else p + right
+        first = torch.zeros_like(p, dtype=torch.int64) if left is None else first
+        last = torch.full_like(p, Tk - 1, dtype=torch.int64) if right is None else last
+        if k == 1:
+            return Rows(0, first, last + 1)
+        phase = 0 if self.fixed else p % k
+        return Rows(phase, _steps(first - phase, k), _steps(last + 1 - phase, k))
+
+    def end(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
+        """Return what rows see at most: the number of keys that their sequences have for them."""
         end: int | Tensor = Tk
         if lengths is not None:
-            end = lengths.view(-1, *[1] * (max(p.dim(), 2) - 1))
-        end = end - phase
-        end = -(-end).div(k, rounding_mode="floor") if k > 1 else end
-        start, stop = torch.broadcast_tensors(start, torch.minimum(stop, end))
-        return Rows(phase, start, stop)
+            end = lengths.view(-1, *[1] * (max(rows.stop.dim(), 2) - 1))
+        end = end - rows.phase
+        return torch.as_tensor(_steps(end, self.stride), device=rows.stop.device)
 
     def keys(
         self,
@@ -140,28 +144,37 @@ class Span:
             ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
         """
         p = positions(position, Tq, Tk, lengths, device)
-        return self.columns_of(self.locate(p, Tk, lengths), Tk)
+        return self.columns_of(self.locate(p, Tk), Tk, lengths)
 
-    def columns_of(self, rows: Rows, Tk: int) -> Tensor:
+    def columns_of(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
         """Return the key of every column of these rows, −1 where there is none."""
+        stop = torch.minimum(rows.stop, self.end(rows, Tk, lengths))
         column = torch.arange(self.columns(Tk), device=rows.start.device)
         if self.compact:
             column = rows.start.unsqueeze(-1) + column
         seen = column >= rows.start.clamp_min(0).unsqueeze(-1)
-        seen = seen & (column < rows.stop.unsqueeze(-1))
-        return torch.where(seen, rows.phase.unsqueeze(-1) + column * self.stride, -1)
+        seen = seen & (column < stop.unsqueeze(-1))
+        phase = rows.phase.unsqueeze(-1) if isinstance(rows.phase, Tensor) else rows.phase
+        return torch.where(seen, column * self.stride + phase, -1)
 
 
 class Rows(NamedTuple):
     """What rows see: the keys ``phase + k·u`` with start ≤ u < stop, those before 0 left out."""
 
-    phase: Tensor
+    phase: Tensor | int
     start: Tensor
     stop: Tensor
 
 
 Spans = Union[None, Span, Sequence[Span]]
 STEADY = "None, a number or 'end'"  # positions that move on with the rows
+
+
+def _steps(n: Any, k: int) -> Any:
+    """Return how many steps of k it takes to n, rounded up."""
+    if k == 1:
+        return n
+    return -(-n // k) if isinstance(n, int) else -(-n).div(k, rounding_mode="floor")
 
 
 def _whole(x: object) -> bool:
@@ -176,13 +189,16 @@ def positions(
         return position
     if lengths is not None:
         device = lengths.device
-    rows = torch.arange(Tq, device=device)
     if position == "diagonal":
-        rows = rows.double()
+        rows = torch.arange(Tq, device=device, dtype=torch.float64)
         return rows * (Tk / max(Tq, 1)) if lengths is None else rows * lengths.view(-1, 1) / Tq
-    if position is None:
-        return rows
-    return rows + (Tk - Tq if position == "end" else position)
+    first = first_position(position, Tq, Tk)
+    return torch.arange(first, first + Tq, device=device)
+
+
+def first_position(position: None | int | str, Tq: int, Tk: int) -> int:
+    """Return where the first row stands if the others follow it key by key."""
+    return {None: 0, "end": Tk - Tq}.get(position, position)  # type: ignore[call-overload]
 
 
 def rows_at(position: Position, query: Tensor, Tk: int, lengths: Tensor | None) -> Tensor:
@@ -291,3 +307,10 @@ def to_sparse(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
     return torch.sparse_coo_tensor(
         index, weights[(*rows, column)], shape, is_coalesced=True, check_invariants=False
     )
+
+
+def spread_out(weights: Any, keys: Any, Tk: int, form: bool | str) -> Any:
+    """Return weights as they were asked for: in their columns, dense or sparse."""
+    if form == "dense":
+        return to_dense(weights, keys, Tk)
+    return to_sparse(weights, keys, Tk) if form == "sparse" else weights
