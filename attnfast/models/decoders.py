@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.nn import History, HistoryAttention, Memory
+from attnfast.nn import Memory
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -30,13 +30,13 @@ class DecoderState(NamedTuple):
     hidden: Tensor
     cell: Tensor | None = None
     feed: Tensor | None = None
-    history: History | None = None
+    history: Any = None
 
     def index_select(self, index: Tensor) -> DecoderState:
         """Return the state of the sequences ``index``."""
 
         def chosen(x: Any) -> Any:
-            return x.index_select(index) if isinstance(x, History) else x.index_select(0, index)
+            return x.index_select(0, index) if isinstance(x, Tensor) else x.index_select(index)
 
         kept = {name: chosen(x) for name, x in self._asdict().items() if x is not None}
         return self._replace(**kept)
@@ -106,10 +106,11 @@ class _Decoder(nn.Module):
         target_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, DecoderState]:
         """Attend with ``query [B, D]`` or ``[B, T, D]``; return context, weights and the state."""
-        if not isinstance(self.attention, HistoryAttention):
-            return *self.attention(query, memory, need_weights), state
+        form = "dense" if need_weights else False
+        if not getattr(self.attention, "has_history", False):
+            return *self.attention(query, memory, form), state
         context, weights, history = self.attention(
-            query, memory, state.history, need_weights, target_mask
+            query, memory, state.history, form, target_mask
         )
         return context, weights, state._replace(history=history)
 

@@ -1,0 +1,52 @@
+"""Modules: the parameters of an attention, and the keys projected once per sentence.
+
+Every module has the same two calls::
+
+    memory = attention.prepare(encoder_states, lengths)  # once per source
+    context, weights = attention(state, memory)          # state [B, D]: one step; [B, Tq, D]: many
+
+Attention with a history also takes that of the rows before, and returns that of the rows after::
+
+    context, weights, history = attention(state, memory, history)
+
+Attention whose rows see some of the keys only (:class:`LocalAttention` and those beside it) has a
+history too, of how far the rows have come.
+
+The attribute ``temperature``, 1 unless set, divides every module's scores.
+"""
+
+from attnfast.memory import Memory
+from attnfast.nn.attention import BahdanauAttention, LuongAttention, MultiHeadAttention
+from attnfast.nn.copying import PointerGenerator
+from attnfast.nn.history import (
+    CoverageAttention,
+    ForwardAttention,
+    History,
+    HistoryAttention,
+    LocationAwareAttention,
+)
+from attnfast.nn.sparse import (
+    LocalAttention,
+    LocalPredictiveAttention,
+    MonotonicAttention,
+    SparseSelfAttention,
+    StridedAttention,
+)
+
+__all__ = [
+    "BahdanauAttention",
+    "CoverageAttention",
+    "ForwardAttention",
+    "History",
+    "HistoryAttention",
+    "LocalAttention",
+    "LocalPredictiveAttention",
+    "LocationAwareAttention",
+    "LuongAttention",
+    "Memory",
+    "MonotonicAttention",
+    "MultiHeadAttention",
+    "PointerGenerator",
+    "SparseSelfAttention",
+    "StridedAttention",
+]

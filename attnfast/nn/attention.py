@@ -1,0 +1,218 @@
+"""Attention without history: projections around an op, for every score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.memory import Memory, attend, prepare
+
+
+class _Attention(nn.Module):
+    """Projections around an op: additive where there is a weight, dot where there is none."""
+
+    query_proj: nn.Module
+    key_proj: nn.Module
+    weight: nn.Parameter | None
+    temperature: float = 1.0
+    has_history = False  # whether calls take and return one
+
+    def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
+        super().__init__()
+        self.scale = scale
+        self.backend = backend
+        self.weight = None
+        if weight_shape is not None and min(weight_shape) < 1:
+            raise ValueError(f"attn_dim must be at least 1, got {weight_shape[-1]}")
+        if weight_shape is not None:
+            bound = weight_shape[-1] ** -0.5
+            self.weight = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
+
+    def prepare(
+        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Memory:
+        """Project the keys of a source once.
+
+        Args:
+            states: encoder states ``[B, Tk, key_dim]``, the source of keys and values.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, Tk]``, True where a state may be attended to.
+        """
+        mask = None if mask is None else mask.unsqueeze(1)
+        return self._remember(self.key_proj(states), states, lengths, mask)
+
+    def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
+        """Make the memory of projected keys."""
+        return prepare(key, value, self.weight, lengths=lengths, mask=mask, backend=self.backend)
+
+    def _attend(self, query: Tensor, memory: Memory, need_weights: bool | str, **span: Any):
+        """Run the op on a projected query, within a span, position and sigma if given."""
+        scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
+        scale = scale / self.temperature
+        need_weights = need_weights if span else bool(need_weights)
+        return attend(query, memory, scale=scale, need_weights=need_weights, **span)
+
+    def forward(
+        self, state: Tensor, memory: Memory, need_weights: bool | str = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            need_weights: return the weights too; ``"dense"`` says the same.
+
+        Returns:
+            ``context [B, Dv]`` or ``[B, Tq, Dv]``, and ``weights [B, (H,) Tk]`` or
+            ``[B, (H,) Tq, Tk]`` or None.
+        """
+        step = state.dim() == 2
+        query = self.query_proj(state.unsqueeze(1) if step else state)
+        context, weights = self._attend(query, memory, need_weights)
+        if step:
+            return context.squeeze(1), None if weights is None else weights.squeeze(-2)
+        return context, weights
+
+
+class BahdanauAttention(_Attention):
+    r"""Additive attention, :math:`e_{ij} = w^\top \tanh(W_q s_i + W_k h_j)`.
+
+    Args:
+        query_dim, key_dim, attn_dim: features of the decoder states, of the encoder states, and
+            of the space that they are compared in.
+        bias: give the query projection a bias.
+        backend: as in :func:`attnfast.additive_attention`.
+
+    Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        attn_dim: int,
+        bias: bool = False,
+        backend: str | None = None,
+    ):
+        super().__init__((attn_dim,), 1.0, backend)
+        self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
+        self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
+
+
+class LuongAttention(_Attention):
+    r"""Luong's scores.
+
+    ==============  ========================================  ===========================
+    ``score``       :math:`e_{ij}`                            needs
+    ==============  ========================================  ===========================
+    ``dot``         :math:`s_i^\top h_j`                      ``query_dim == key_dim``
+    ``scaled_dot``  :math:`s_i^\top h_j / \sqrt{d}`           ``query_dim == key_dim``
+    ``general``     :math:`s_i^\top W h_j`
+    ``concat``      :math:`w^\top \tanh(W [s_i; h_j])`        ``attn_dim``
+    ==============  ========================================  ===========================
+
+    The matrix W of concat is kept in two parts, one for the states and one for the keys, so that
+    the keys are projected once.
+
+    Args:
+        query_dim, key_dim: features of the decoder states and of the encoder states.
+        score: one of the table.
+        attn_dim: features of the concat score; None means ``query_dim``.
+        backend: as in :func:`attnfast.dot_attention`.
+
+    Raises:
+        ValueError: an unknown score, or dimensions that it cannot compare.
+
+    Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+    """
+
+    SCORES = ("dot", "scaled_dot", "general", "concat")
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        score: str = "general",
+        attn_dim: int | None = None,
+        backend: str | None = None,
+    ):
+        if score not in self.SCORES:
+            raise ValueError(f"score must be one of {', '.join(self.SCORES)}, got {score!r}")
+        if score in ("dot", "scaled_dot") and query_dim != key_dim:
+            raise ValueError(
+                f"query_dim must equal key_dim for score {score!r}, got {query_dim} and {key_dim}"
+            )
+        attn_dim = query_dim if attn_dim is None else attn_dim
+        super().__init__(
+            (attn_dim,) if score == "concat" else None,
+            None if score == "scaled_dot" else 1.0,
+            backend,
+        )
+        self.query_proj = nn.Identity()
+        self.key_proj = nn.Identity()
+        if score == "general":
+            self.key_proj = nn.Linear(key_dim, query_dim, bias=False)
+        if score == "concat":
+            self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
+            self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
+
+
+class MultiHeadAttention(_Attention):
+    r"""Attention by several heads at once, with either score.
+
+    Every head compares its own slice of the projected queries and keys and averages its own slice
+    of the projected values; the concatenated contexts pass through an output projection.
+
+    Args:
+        query_dim, key_dim: features of the decoder states and of the encoder states.
+        attn_dim: features of queries, keys, values and output, all heads together.
+        num_heads: H, a divisor of ``attn_dim``.
+        score: ``"dot"`` (scaled by the root of a head's features) or ``"additive"``.
+        backend: as in :func:`attnfast.dot_attention`.
+
+    The weights are ``[B, H, Tq, Tk]``.
+
+    Raises:
+        ValueError: an unknown score, or heads that do not divide the features.
+
+    Papers: Vaswani et al., NeurIPS 2017, arXiv:1706.03762; Chiu et al., ICASSP 2018,
+    arXiv:1712.01769, for several heads in a recurrent decoder.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        attn_dim: int,
+        num_heads: int,
+        score: str = "dot",
+        backend: str | None = None,
+    ):
+        if score not in ("dot", "additive"):
+            raise ValueError(f"score must be 'dot' or 'additive', got {score!r}")
+        if num_heads < 1 or attn_dim % num_heads:
+            raise ValueError(f"num_heads must divide attn_dim {attn_dim}, got {num_heads}")
+        head_dim = attn_dim // num_heads
+        weight_shape, scale = ((num_heads, head_dim), 1.0) if score == "additive" else (None, None)
+        super().__init__(weight_shape, scale, backend)
+        self.num_heads = num_heads
+        self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
+        self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
+        self.value_proj = nn.Linear(key_dim, attn_dim, bias=False)
+        self.out_proj = nn.Linear(attn_dim, attn_dim, bias=False)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, A/H]
+
+    def prepare(
+        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Memory:
+        mask = None if mask is None else mask[:, None, None]
+        key, value = self._split(self.key_proj(states)), self._split(self.value_proj(states))
+        return self._remember(key, value, lengths, mask)
+
+    def _attend(self, query: Tensor, memory: Memory, need_weights: bool | str, **span: Any):
+        context, weights = super()._attend(self._split(query), memory, need_weights, **span)
+        return self.out_proj(context.transpose(1, 2).flatten(2)), weights

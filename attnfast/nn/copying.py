@@ -1,0 +1,62 @@
+"""Pointer-generators: a word of the vocabulary or a word of the source."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import refuse
+from attnfast.ops.copying import copy_distribution
+
+
+class PointerGenerator(nn.Module):
+    r"""The distribution over words to generate and words to copy, and the choice between both.
+
+    .. math:: p_t = \sigma(W x_t + b), \quad
+              P_{tw} = p_t\, \mathrm{softmax}(\ell_t)_w + (1 - p_t) \sum_{i:\, s_i = w} \alpha_{ti}
+
+    Args:
+        feature_dims: sizes of what the choice depends on, side by side in x: context, state and
+            input of the decoder in the paper.
+        backend: as in :func:`attnfast.copy_distribution`.
+
+    Paper: See, Liu and Manning, ACL 2017, arXiv:1704.04368.
+    """
+
+    def __init__(self, *feature_dims: int, backend: str | None = None):
+        super().__init__()
+        if not feature_dims or min(feature_dims) < 1:
+            refuse("feature_dims", "one size or more, each at least 1", list(feature_dims))
+        self.gate = nn.Linear(sum(feature_dims), 1)
+        self.backend = backend
+
+    def forward(
+        self,
+        logits: Tensor,
+        weights: Tensor,
+        source: Tensor,
+        *features: Tensor,
+        extra_words: int = 0,
+        log: bool = True,
+    ) -> Tensor:
+        """Return ``[B, Tq, V + X]``: log-probabilities, or probabilities.
+
+        Args:
+            logits: ``[B, Tq, V]``; or ``[B, V]`` for one step, and so on below.
+            weights: ``[B, Tq, Tk]``, of the attention.
+            source: ``[B, Tk]``, the word at every key, from V on where the vocabulary lacks it.
+            features: ``[B, Tq, ·]``, what the choice depends on.
+            extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
+            log: return logarithms.
+        """
+        sizes = [x.shape[-1] for x in features]
+        if sum(sizes) != self.gate.in_features:
+            refuse("features", f"{self.gate.in_features} in all to fit the module", sizes)
+        gate = self.gate(torch.cat(features, -1)).squeeze(-1)
+        step = logits.dim() == 2
+        if step:
+            logits, weights, gate = (x.unsqueeze(1) for x in (logits, weights, gate))
+        out = copy_distribution(
+            logits, weights, source, gate, extra_words=extra_words, log=log, backend=self.backend
+        )
+        return out.squeeze(1) if step else out

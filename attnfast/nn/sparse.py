@@ -1,0 +1,349 @@
+"""Attention whose rows see some of the keys only: windows, strides, predicted and hard positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import refuse
+from attnfast.memory import Memory
+from attnfast.nn.attention import LuongAttention, MultiHeadAttention
+from attnfast.ops.attention import additive_attention, dot_attention
+from attnfast.ops.span import Span, to_dense
+
+
+class Progress(NamedTuple):
+    """How far attention has come: passed from step to step, reordered by a search.
+
+    ``rows``, how many rows it has seen; ``key [B]``, the key that a hard monotonic one has reached.
+    """
+
+    rows: int = 0
+    key: Tensor | None = None
+
+    def index_select(self, index: Tensor) -> Progress:
+        """Return the progress of the sequences ``index``."""
+        return self if self.key is None else self._replace(key=self.key.index_select(0, index))
+
+
+class _SpanAttention(LuongAttention):
+    """Luong's scores within a span; the row's number, which it depends on, is carried along."""
+
+    has_history = True
+    span: Span
+    slope: float | None = 1.0
+
+    def _position(self, rows: int, Tq: int, device: torch.device) -> Any:
+        if self.slope == 1:
+            return rows
+        if self.slope is None:
+            if rows:
+                raise ValueError("slope must be a number where rows come one after the other")
+            return "diagonal"
+        return self.slope * torch.arange(rows, rows + Tq, device=device, dtype=torch.float64)
+
+    def start(self, memory: Memory) -> Progress:
+        """Return the history before the first row."""
+        return Progress()
+
+    def forward(  # type: ignore[override]
+        self,
+        state: Tensor,
+        memory: Memory,
+        history: Progress | None = None,
+        need_weights: bool | str = False,
+        target_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Progress]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            history: what the last call returned, or None before the first row.
+            need_weights: return the weights too, in the columns of the span (see
+                :class:`attnfast.Span`), or ``"dense"`` or ``"sparse"``.
+            target_mask: no row depends on what others see, so that it changes nothing.
+
+        Returns:
+            ``context [B, Dv]`` or ``[B, Tq, Dv]``, the weights or None, and the history after the
+            last of the states.
+        """
+        step = state.dim() == 2
+        query = self.query_proj(state.unsqueeze(1) if step else state)
+        history = self.start(memory) if history is None else history
+        context, weights, history = self._rows(query, memory, history, need_weights)
+        if step:
+            return context.squeeze(1), None if weights is None else _first_row(weights), history
+        return context, weights, history
+
+    def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
+        Tq = query.shape[1]
+        context, weights = self._attend(
+            query, memory, need_weights,
+            span=self.span, position=self._position(history.rows, Tq, query.device),
+        )  # fmt: skip
+        return context, weights, history._replace(rows=history.rows + Tq)
+
+
+def _first_row(weights: Tensor) -> Tensor:
+    return weights.select(1, 0)
+
+
+class LocalAttention(_SpanAttention):
+    r"""Luong's local-m: row t attends to a window around the key ``slope · t``.
+
+    .. math:: |j - a t| \le D
+
+    Args:
+        query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
+        window: D, or (left, right).
+        causal: see no key after the row's own.
+        slope: a, keys to a row: 1 in the paper; None for the sequence's length over the number of
+            rows, which takes all rows at once.
+
+    Raises:
+        ValueError: a negative window, an unknown score.
+
+    Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        window: int | tuple[int, int] = 10,
+        score: str = "general",
+        attn_dim: int | None = None,
+        causal: bool = False,
+        slope: float | None = 1.0,
+        backend: str | None = None,
+    ):
+        super().__init__(query_dim, key_dim, score, attn_dim, backend)
+        if slope is not None and not (isinstance(slope, (int, float)) and 0 <= slope < 1e9):
+            refuse("slope", "a number of at least 0, or None", repr(slope))
+        self.span = Span(window=window, causal=causal)
+        self.slope = slope
+
+
+class StridedAttention(_SpanAttention):
+    r"""Row t attends to every k-th key: j ≡ t (mod k), or j ≡ 0 (mod k) if fixed.
+
+    Args:
+        query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
+        stride: k.
+        fixed: the same keys for all rows.
+        causal: see no key after the row's own.
+
+    Raises:
+        ValueError: a stride below 1, an unknown score.
+
+    Paper: Child et al., arXiv:1904.10509.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        stride: int,
+        score: str = "general",
+        attn_dim: int | None = None,
+        fixed: bool = False,
+        causal: bool = False,
+        backend: str | None = None,
+    ):
+        super().__init__(query_dim, key_dim, score, attn_dim, backend)
+        self.span = Span(stride=stride, fixed=fixed, causal=causal)
+
+
+class MonotonicAttention(_SpanAttention):
+    r"""Hard monotonic: no row sees a key before the one of largest weight in the row before.
+
+    .. math:: j \ge m_{t-1}, \quad m_t = \arg\max_j \alpha_{tj}
+
+    One row waits for the other, so that a target of many rows is that many steps. No gradient
+    passes through the choice.
+
+    Args:
+        query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
+        ahead: how many keys after :math:`m_{t-1}` a row may see; None for all.
+
+    Raises:
+        ValueError: ``ahead`` below 0, an unknown score.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        ahead: int | None = None,
+        score: str = "general",
+        attn_dim: int | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__(query_dim, key_dim, score, attn_dim, backend)
+        if ahead is not None and not (isinstance(ahead, int) and ahead >= 0):
+            refuse("ahead", "a whole number of at least 0, or None", repr(ahead))
+        self.span = Span(window=(0, ahead))
+
+    def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
+        Tk = memory.key.shape[-2]
+        key = history.key
+        key = query.new_zeros(len(query), dtype=torch.int64) if key is None else key
+        contexts, weights, keys = [], [], []
+        for row in query.split(1, 1):
+            context, weight = self._attend(
+                row, memory, True, span=self.span, position=key.unsqueeze(1)
+            )
+            contexts.append(context)
+            weights.append(weight)
+            keys.append(key)
+            best = weight.detach().squeeze(1).argmax(-1) if Tk else key
+            key = key + best if self.span.compact else best
+        history = history._replace(rows=history.rows + len(contexts), key=key)
+        context, weight = torch.cat(contexts, 1), torch.cat(weights, 1)
+        if not need_weights:
+            return context, None, history
+        if need_weights == "dense" and self.span.compact:
+            column = torch.arange(weight.shape[-1], device=weight.device)
+            weight = to_dense(weight, torch.stack(keys, 1).unsqueeze(-1) + column, Tk)
+        return context, weight, history
+
+
+class LocalPredictiveAttention(LuongAttention):
+    r"""Luong's local-p: a row attends to a window around a key that it predicts.
+
+    .. math:: p_t = S\, \sigma(v^\top \tanh(W_p s_t)), \quad
+              \alpha_{tj} = \mathrm{softmax}_{|j - p_t| \le D}(e_{tj})
+              \exp\left(-\frac{(j - p_t)^2}{2 (D/2)^2}\right)
+
+    with S the length of the source. The weights add up to less than 1. The gradient reaches
+    :math:`p_t` through the Gaussian.
+
+    Args:
+        query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
+        window: D, at least 1.
+
+    Raises:
+        ValueError: a window below 1, an unknown score.
+
+    Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        window: int = 10,
+        score: str = "general",
+        attn_dim: int | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__(query_dim, key_dim, score, attn_dim, backend)
+        if not isinstance(window, int) or window < 1:
+            refuse("window", "a whole number of at least 1", repr(window))
+        self.span = Span(window=window)
+        self.position_proj = nn.Linear(query_dim, query_dim, bias=False)
+        self.position_weight = nn.Linear(query_dim, 1, bias=False)
+
+    def positions(self, state: Tensor, memory: Memory) -> Tensor:
+        """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``."""
+        share = self.position_weight(torch.tanh(self.position_proj(state))).squeeze(-1).sigmoid()
+        if memory.lengths is None:
+            return memory.key.shape[-2] * share
+        return memory.lengths.unsqueeze(-1) * share
+
+    def forward(  # type: ignore[override]
+        self, state: Tensor, memory: Memory, need_weights: bool | str = False
+    ) -> tuple[Tensor, Tensor | None]:
+        step = state.dim() == 2
+        state = state.unsqueeze(1) if step else state
+        p = self.positions(state, memory)
+        left, _ = self.span.sides
+        sigma = (left or 0) / 2
+        # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
+        # normaliser over the paper's, brings the paper's weights back; g ≥ e⁻² within the window.
+        context, weights = self._attend(
+            self.query_proj(state), memory, True, span=self.span, position=p, sigma=sigma
+        )
+        Tk = memory.key.shape[-2]
+        keys = self.span.keys(state.shape[1], Tk, position=p.detach(), lengths=memory.lengths)
+        exponent = 0.5 * ((keys - p.unsqueeze(-1)) / sigma).square().masked_fill(keys < 0, 0)
+        total = (weights * exponent.exp().to(weights.dtype)).sum(-1, keepdim=True)
+        scale = torch.where(total > 0, 1 / total.where(total > 0, 1), 0)
+        context = context * scale
+        shown = None
+        if need_weights:
+            shown = weights * scale
+            shown = to_dense(shown, keys, Tk) if need_weights == "dense" else shown
+        if step:
+            return context.squeeze(1), None if shown is None else _first_row(shown)
+        return context, shown
+
+
+class SparseSelfAttention(MultiHeadAttention):
+    r"""Self-attention of several heads, each with a span of its own.
+
+    Local heads beside strided ones see, in two layers or one, what is near and what is far, at a
+    cost in proportion to the keys seen::
+
+        SparseSelfAttention(512, [Span(window=5)] * 4 + [Span(stride=8)] * 4)
+
+    Args:
+        dim: features of the states, of queries, keys and values of all heads, and of the output.
+        heads: a :class:`attnfast.Span` for each head; their number divides ``dim``.
+        score: ``"dot"`` or ``"additive"``.
+        backend: as in :func:`attnfast.dot_attention`.
+
+    Raises:
+        ValueError: an unknown score, or heads that do not divide the features.
+
+    Paper: Child et al., arXiv:1904.10509.
+    """
+
+    def __init__(
+        self, dim: int, heads: Sequence[Span], score: str = "dot", backend: str | None = None
+    ):
+        heads = list(heads)
+        if not heads or not all(isinstance(x, Span) for x in heads):
+            refuse("heads", "a Span for each head, one or more", repr(heads))
+        super().__init__(dim, dim, dim, len(heads), score, backend)
+        self.heads = heads
+
+    def forward(  # type: ignore[override]
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        need_weights: bool | str = False,
+    ) -> tuple[Tensor, Any]:
+        """Let states attend to each other.
+
+        Args:
+            states: ``[B, T, dim]``.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, T]``, True where a state may be attended to.
+            need_weights: return the weights too, a list with ``[B, T, W]`` for each head; or
+                ``"dense"``, ``[B, H, T, T]``, or ``"sparse"``.
+
+        Returns:
+            ``[B, T, dim]``, and the weights or None.
+        """
+        query, key, value = (
+            self._split(proj(states)) for proj in (self.query_proj, self.key_proj, self.value_proj)
+        )
+        terms: dict[str, Any] = {
+            "lengths": lengths,
+            "mask": None if mask is None else mask[:, None, None],
+            "span": self.heads,
+            "temperature": self.temperature,
+            "need_weights": need_weights,
+            "backend": self.backend,
+        }
+        if self.weight is None:
+            context, weights = dot_attention(query, key, value, **terms)
+        else:
+            context, weights = additive_attention(query, key, value, self.weight, **terms)
+        return self.out_proj(context.transpose(1, 2).flatten(2)), weights
