@@ -13,17 +13,24 @@ from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,
     ForwardAttention,
+    LocalAttention,
+    LocalPredictiveAttention,
     LocationAwareAttention,
     LuongAttention,
+    MonotonicAttention,
     PointerGenerator,
+    SparseSelfAttention,
+    StridedAttention,
 )
+from attnfast.ops.span import Span
 
 HISTORIES = {
     "coverage": CoverageAttention,
     "location": LocationAwareAttention,
     "forward": ForwardAttention,
 }
-ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES)
+SPANS = ("local", "predictive", "strided", "monotonic")
+ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SPANS)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,13 @@ class Config:
         vocab_size: V, words of source and target together.
         attention: ``"none"`` and ``"bahdanau"`` make a :class:`BahdanauDecoder`; a score of
             :class:`attnfast.nn.LuongAttention` makes a :class:`LuongDecoder`, as do
-            ``"coverage"``, ``"location"`` and ``"forward"``, additive attention with a history.
+            ``"coverage"``, ``"location"`` and ``"forward"``, additive attention with a history,
+            and ``"local"``, ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general
+            score within a span.
+        window: how many keys to each side local and predictive attention see.
+        stride: strided attention sees every stride-th key.
+        self_attention: let the encoder's states attend to each other with four heads, two within
+            the window and two with the stride.
         input_feeding: of the Luong decoder.
         cell: ``"gru"`` or ``"lstm"``.
         embed_dim: E, features of a word.
@@ -55,13 +68,16 @@ class Config:
     layers: int = 1
     dropout: float = 0.3
     copying: bool = False
+    window: int = 10
+    stride: int = 4
+    self_attention: bool = False
 
     def __post_init__(self):
         for name, choices in (("attention", ATTENTIONS), ("cell", tuple(CELLS))):
             if getattr(self, name) not in choices:
                 got = getattr(self, name)
                 raise InputError(f"{name} must be one of {', '.join(choices)}, got {got!r}")
-        for name in ("vocab_size", "embed_dim", "hidden_dim", "layers"):
+        for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
@@ -89,13 +105,25 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         if config.attention in HISTORIES:
             kind = HISTORIES[config.attention]
             attention = kind(state_dim, key_dim, config.hidden_dim, backend=backend)
+        elif config.attention == "local":
+            attention = LocalAttention(state_dim, key_dim, config.window, backend=backend)
+        elif config.attention == "predictive":
+            attention = LocalPredictiveAttention(state_dim, key_dim, config.window, backend=backend)
+        elif config.attention == "strided":
+            attention = StridedAttention(state_dim, key_dim, config.stride, backend=backend)
+        elif config.attention == "monotonic":
+            attention = MonotonicAttention(state_dim, key_dim, backend=backend)
         else:
             attention = LuongAttention(
                 state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
             )
         decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding)
+    sparse = None
+    if config.self_attention:
+        heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
+        sparse = SparseSelfAttention(key_dim, heads, backend=backend)
     encoder = Encoder(
-        config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout
+        config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse
     )
     pointer = PointerGenerator(config.embed_dim, backend=backend) if config.copying else None
     return Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)

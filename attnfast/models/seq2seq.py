@@ -15,7 +15,7 @@ from attnfast.models.decoders import (
     LuongDecoder,
     summary,
 )
-from attnfast.nn import CoverageAttention, Memory, PointerGenerator
+from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)
@@ -29,7 +29,9 @@ class Encoder(nn.Module):
         hidden_dim: H, features of each direction.
         cell: ``"gru"`` or ``"lstm"``.
         layers: how many RNNs on top of each other.
-        dropout: between the layers.
+        dropout: between the layers, and on what the self-attention returns.
+        self_attention: lets the states attend to each other, or None; its output is added to them
+            and the sum normalised.
 
     Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
     """
@@ -41,8 +43,13 @@ class Encoder(nn.Module):
         cell: str = "gru",
         layers: int = 1,
         dropout: float = 0.0,
+        self_attention: SparseSelfAttention | None = None,
     ):
         super().__init__()
+        self.self_attention = self_attention
+        if self_attention is not None:
+            self.norm = nn.LayerNorm(2 * hidden_dim)
+            self.dropout = nn.Dropout(dropout)
         self.rnn = CELLS[cell](
             embed_dim,
             hidden_dim,
@@ -58,7 +65,14 @@ class Encoder(nn.Module):
             embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
         )
         states, _ = self.rnn(packed)
-        return pad_packed_sequence(states, batch_first=True, total_length=embedded.shape[1])[0]
+        length = embedded.shape[1]
+        states = pad_packed_sequence(states, batch_first=True, total_length=length)[0]
+        if self.self_attention is None:
+            return states
+        lengths = lengths.to(states.device)
+        states = self.norm(states + self.dropout(self.self_attention(states, lengths)[0]))
+        exists = torch.arange(length, device=states.device) < lengths.unsqueeze(-1)
+        return states * exists.unsqueeze(-1)
 
 
 class Source(NamedTuple):
