@@ -1,10 +1,12 @@
 """Fused attention for recurrent sequence-to-sequence models.
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
-:func:`copy_distribution`; which keys a row may see: :class:`Span`. Modules: :mod:`attnfast.nn`.
+:func:`copy_distribution`; which keys a row may see: :class:`Span`; given alignments:
+:func:`alignment_loss`. Modules: :mod:`attnfast.nn`.
 """
 
 from attnfast import nn
+from attnfast.losses import alignment_loss
 from attnfast.ops.attention import additive_attention, dot_attention
 from attnfast.ops.copying import copy_distribution
 from attnfast.ops.coverage import coverage_attention
@@ -15,6 +17,7 @@ __all__ = [
     "Span",
     "__version__",
     "additive_attention",
+    "alignment_loss",
     "copy_distribution",
     "coverage_attention",
     "dot_attention",

@@ -1,0 +1,135 @@
+"""Losses on attention weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnfast.errors import refuse
+
+KINDS = ("cross_entropy", "squared")
+#: Of a weight below it the logarithm is taken as if it were this.
+SMALLEST = 1e-8
+
+
+def alignment_loss(
+    weights: Tensor, alignment: Tensor, *, keys: Tensor | None = None, kind: str = "cross_entropy"
+) -> Tensor:
+    r"""Compare attention weights with given alignments, row by row.
+
+    ==================  =================================================
+    ``cross_entropy``   :math:`-\sum_j \hat\alpha_{ij} \log \alpha_{ij}`
+    ``squared``         :math:`\frac12 \sum_j (\alpha_{ij} - \hat\alpha_{ij})^2`
+    ==================  =================================================
+
+    A span's weights stay in their columns; no tensor of size Tq·Tk is made. What is aligned to a key
+    that a row may not see counts with α = 0, the logarithm with that of 1e-8.
+
+    Args:
+        weights: α, ``[B, (H,) Tq, Tk]``, or ``[B, (H,) Tq, W]`` in the columns of a span.
+        alignment: α̂: the aligned key of every row, int64 ``[B, (H,) Tq]``, −1 for none; or numbers
+            with the shape of the weights, dense or ``torch.sparse_coo``; or, with ``keys``,
+            ``[B, (H,) Tq, Tk]``, dense or sparse. Unless sparse, 1 may stand for H.
+        keys: of the columns, from :meth:`attnfast.Span.keys`, if the weights are a span's.
+        kind: one of the table.
+
+    Returns:
+        ``[B, (H,) Tq]``, differentiable; 0 where the aligned key is −1.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+
+    Papers: Mi, Wang and Ittycheriah, "Supervised Attentions for Neural Machine Translation", EMNLP
+    2016, arXiv:1608.00112; Liu et al., "Neural Machine Translation with Supervised Attention",
+    COLING 2016, arXiv:1609.04186.
+    """
+    for name, x in (("weights", weights), ("alignment", alignment)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if kind not in KINDS:
+        refuse("kind", " or ".join(map(repr, KINDS)), repr(kind))
+    if weights.dim() not in (3, 4) or not weights.is_floating_point():
+        got = f"{weights.dtype} {list(weights.shape)}"
+        refuse("weights", "real numbers [B, Tq, W] or [B, H, Tq, W]", got)
+    if keys is not None:
+        _check_keys(keys, weights)
+    whole = not alignment.is_floating_point()
+    rows, wanted = list(alignment.shape if whole else alignment.shape[:-1]), list(weights.shape[:-1])
+    heads = len(wanted) == 3 and not alignment.is_sparse
+    fits = rows in (wanted, [wanted[0], 1, *wanted[2:]] if heads else wanted)
+    if not fits or (not whole and keys is None and alignment.shape[-1] != weights.shape[-1]):
+        refuse(
+            "alignment",
+            f"int64 {wanted} or real numbers {list(weights.shape)} to fit the weights",
+            f"{alignment.dtype} {list(alignment.shape)}",
+        )
+    if whole:
+        return _of_keys(weights, alignment, keys, kind)
+    if alignment.is_sparse:
+        return _of_entries(weights, alignment.coalesce(), keys, kind)
+    alignment = alignment.to(weights.dtype)
+    if keys is None or alignment.shape[-1] == weights.shape[-1]:
+        return _of_numbers(weights, alignment, kind)
+    index = keys.clamp_min(0).expand(weights.shape)
+    aligned = alignment.expand(*weights.shape[:-1], -1)
+    inside = aligned.gather(-1, index).masked_fill(keys < 0, 0)
+    loss = _of_numbers(weights, inside, kind)
+    return loss + _unseen(aligned, inside, kind)
+
+
+def _check_keys(keys: Tensor, weights: Tensor) -> None:
+    rank = weights.dim() - 1
+    try:
+        fits = torch.broadcast_shapes(keys.shape, weights.shape) == weights.shape
+    except RuntimeError:
+        fits = False
+    if not fits or keys.dtype != torch.int64 or keys.shape[-1] != weights.shape[-1]:
+        got = f"{keys.dtype} {list(keys.shape)}"
+        refuse("keys", f"int64 {list(weights.shape)}, of which the first {rank} may be 1", got)
+
+
+def _log(weights: Tensor) -> Tensor:
+    return weights.clamp_min(SMALLEST).log()
+
+
+def _of_numbers(weights: Tensor, aligned: Tensor, kind: str) -> Tensor:
+    if kind == "squared":
+        return 0.5 * (weights - aligned).square().sum(-1)
+    return -(aligned * _log(weights)).sum(-1)
+
+
+def _unseen(aligned: Tensor, inside: Tensor, kind: str) -> Tensor:
+    """Return the loss of what is aligned to keys that no column has."""
+    if kind == "squared":
+        return 0.5 * (aligned.square().sum(-1) - inside.square().sum(-1))
+    log = torch.log(aligned.new_tensor(SMALLEST))
+    return -log * (aligned.sum(-1) - inside.sum(-1))
+
+
+def _of_keys(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: str) -> Tensor:
+    alignment = alignment.expand(weights.shape[:-1]).unsqueeze(-1)
+    exists = (alignment >= 0).squeeze(-1)
+    if keys is None:
+        aligned = weights.gather(-1, alignment.clamp_min(0)).squeeze(-1)
+    else:
+        aligned = weights.masked_fill(keys != alignment, 0).sum(-1)
+    if kind == "squared":
+        loss = 0.5 * (weights.square().sum(-1) - 2 * aligned + 1)
+    else:
+        loss = -_log(aligned)
+    return loss.masked_fill(~exists, 0)
+
+
+def _of_entries(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: str) -> Tensor:
+    *where, key = alignment.indices()
+    number = alignment.values().to(weights.dtype)
+    if keys is None:
+        seen = weights[(*where, key)]
+    else:
+        of_row = keys.expand(weights.shape)[tuple(where)]  # [entries, W]
+        seen = weights[tuple(where)].masked_fill(of_row != key.unsqueeze(-1), 0).sum(-1)
+    if kind == "squared":
+        each, base = number * (number - 2 * seen), weights.square().sum(-1)
+    else:
+        each, base = -2 * number * _log(seen), weights.new_zeros(weights.shape[:-1])
+    return 0.5 * base.index_put(tuple(where), each, accumulate=True)

@@ -1,0 +1,83 @@
+"""Losses on attention weights, in a span's columns as on dense weights."""
+
+import pytest
+import torch
+
+import attnfast
+from attnfast import Span, alignment_loss
+
+B, TQ, TK = 2, 6, 9
+
+
+def given(heads, form):
+    """Weights of a window, in its columns and dense, and an alignment, partly outside of it."""
+    g = torch.Generator().manual_seed(heads)
+    lead = (B, heads) if heads else (B,)
+    query, key, value = (
+        torch.randn(*lead, T, 4, generator=g, dtype=torch.float64, requires_grad=True)
+        for T in (TQ, TK, TK)
+    )
+    span = Span(window=(1, 3))
+    lengths = torch.tensor([TK, 5])
+    both = [
+        attnfast.dot_attention(query, key, value, span=span, lengths=lengths, need_weights=form)[1]
+        for form in (True, "dense")
+    ]
+    keys = span.keys(TQ, TK, lengths=lengths)
+    keys = keys.unsqueeze(1) if heads else keys
+    if form == "keys":
+        alignment = torch.randint(-1, TK, (*lead, TQ), generator=g)
+    else:
+        alignment = torch.rand(*lead, TQ, TK, generator=g, dtype=torch.float64).square()
+        alignment = alignment * (alignment > 0.3)
+    return query, *both, keys, alignment
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "squared"])
+@pytest.mark.parametrize("form", ["keys", "numbers", "sparse"])
+@pytest.mark.parametrize("heads", [0, 3])
+def test_formula(heads, form, kind):
+    query, columns, dense, keys, alignment = given(heads, form)
+    if form == "keys":
+        exists = alignment >= 0
+        target = torch.nn.functional.one_hot(alignment.clamp_min(0), TK).double()
+    else:
+        exists, target = torch.ones(alignment.shape[:-1], dtype=torch.bool), alignment
+    if kind == "squared":
+        want = 0.5 * (dense - target).square().sum(-1)
+    else:
+        want = -(target * dense.clamp_min(1e-8).log()).sum(-1)
+    want = want * exists
+    alignment = alignment.to_sparse() if form == "sparse" else alignment
+    for weights, of in ((columns, keys), (dense, None)):
+        got = alignment_loss(weights, alignment, keys=of, kind=kind)
+        torch.testing.assert_close(got, want)
+        grad = torch.autograd.grad(got.sum(), query, retain_graph=True)[0]
+        torch.testing.assert_close(
+            grad, torch.autograd.grad(want.sum(), query, retain_graph=True)[0]
+        )
+
+
+def test_numbers_in_the_columns():
+    _, columns, _, keys, _ = given(0, "keys")
+    target = torch.rand(columns.shape, dtype=torch.float64)
+    got = alignment_loss(columns, target, keys=keys, kind="squared")
+    torch.testing.assert_close(got, 0.5 * (columns - target).square().sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "mse"}, "kind must be 'cross_entropy' or 'squared', got 'mse'"),
+        ({"weights": torch.zeros(2, 3)}, r"weights must be real numbers \[B, Tq, W\]"),
+        ({"alignment": torch.zeros(2, 3)}, r"alignment must be int64 \[2, 6\] or real numbers"),
+        ({"alignment": [1]}, "alignment must be a torch.Tensor, got list"),
+        ({"keys": torch.zeros(2, 6, 4)}, r"keys must be int64 \[2, 6, 5\]"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(change, message):
+    weights = torch.rand(2, 6, 5)
+    args = {"weights": weights, "alignment": torch.zeros(2, 6, dtype=torch.int64), **change}
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        alignment_loss(**args)
+    assert "\n" not in str(error.value)
