@@ -12,6 +12,7 @@ from table import DEVICE, Case, attend, check, eager, inputs, oracle_of, results
 
 import attnfast
 from attnfast import Span
+from attnfast.diagnostics import peak_memory
 from attnfast.ops.attention import reference
 
 OUTPUTS = {"need_weights": "dense", "need_log_sum_exp": True}
@@ -148,3 +149,259 @@ def test_table(case, span, position, backend):
     if backend == "triton" and DEVICE["triton"].type == "cpu" and case.seed % 8 not in (0, 3, 4):
         pytest.skip("Triton's interpreter takes three cases of eight")
     judge(case, span, position, backend)
+
+
+SCORES = ("dot", "additive")
+SPAN = Span(window=(1, 2))
+
+
+def weigh(args, span, backend, **options):
+    """Context, compact weights and log-sum-exp."""
+    options = {**OUTPUTS, "need_weights": True, **options}
+    return attend(args, span=span, backend=backend, **options)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("span", [SPAN, Span(stride=3), Span(stride=3, fixed=True), Span()], ids=name)
+def test_forms_of_the_weights(span, score, backend):
+    case = Case(score, 2, 5, 9, 8, 4, 3, terms=("lengths", "bias"))
+    args = {k: v if v is None else v.detach() for k, v in inputs(case, DEVICE[backend]).items()}
+    columns, dense, sparse = (
+        weigh(args, span, backend, need_weights=form)[1] for form in (True, "dense", "sparse")
+    )
+    keys = span.keys(5, 9, lengths=args["lengths"]).expand(2, 5, -1).unsqueeze(1)
+    assert columns.shape == (2, 3, 5, span.columns(9))
+    assert torch.equal(sparse.to_dense(), dense)
+    assert sparse._nnz() == 3 * (keys >= 0).sum()
+    for i in range(columns.shape[-1]):
+        key = keys[..., i].expand(2, 3, 5).unsqueeze(-1)
+        at = dense.gather(-1, key.clamp_min(0)).masked_fill(key < 0, 0).squeeze(-1)
+        assert torch.equal(columns[..., i], at)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("span", [Span(), Span(window=4), Span(window=4, stride=2, fixed=True)], ids=name)
+@pytest.mark.parametrize("learned", [False, True])
+def test_prior(learned, span, score, backend):
+    """A Gaussian around the diagonal, or around positions that are learned, width included."""
+    case = Case(score, 2, 5, 9, 8, 4, terms=("lengths",))
+    device = DEVICE[backend]
+
+    def leaves(dtype, where):
+        args = inputs(case, where)
+        args = {k: v.to(dtype) if v is not None and v.is_floating_point() else v for k, v in args.items()}
+        p = torch.linspace(-1, 8, 10, dtype=dtype, device=where).view(2, 5)
+        sigma = torch.linspace(1, 2, 5, dtype=dtype, device=where)
+        return args, p.requires_grad_(), sigma.requires_grad_()
+
+    args, p, sigma = leaves(torch.float32, device)
+    options = {"position": p, "sigma": sigma} if learned else {"position": "diagonal", "sigma": 1.5}
+    got = attend(args, span=span, backend=backend, **options, **OUTPUTS)
+    exact, q, width = leaves(torch.float64, table.CPU)
+    center = q if learned else torch.arange(5) * exact["lengths"].view(-1, 1) / 5
+    width = width if learned else torch.tensor(1.5)
+    prior = -((torch.arange(9) - center.unsqueeze(-1)) ** 2) / (2 * width.unsqueeze(-1) ** 2)
+    mask = mask_of(span, center.detach(), 9)
+    want = reference(**{**exact, "bias": prior, "mask": mask}, span=None, columns=0, scale=1.0)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a.double().cpu(), b, atol=2e-5, rtol=1e-5)
+    if not learned:
+        return
+    ours = torch.autograd.grad(got[0].square().sum(), [p, sigma, args["query"]])
+    theirs = torch.autograd.grad(want[0].square().sum(), [q, width, exact["query"]])
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.double().cpu(), b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_empty_rows(score, backend):
+    """Windows beyond the sequence and before it, and no key at all."""
+    case = Case(score, 3, 5, 12, 8, 8)
+    args = inputs(case, DEVICE[backend])
+    device = DEVICE[backend]
+    args["lengths"] = torch.tensor([12, 0, 4], device=device)
+    position = torch.tensor([-9.0, 0.0, 3.0, 7.5, 40.0], device=device)
+    got = results(case, args, lambda **a: weigh(a, SPAN, backend, position=position))
+    assert all(not x.isnan().any() for x in got.values())
+    for row in ((0, 0), (0, 4), (1,), (2, 3)):
+        for x in ("context", "weights", "grad of query"):
+            assert (got[x][row] == 0).all(), (x, row)
+        assert (got["log_sum_exp"][row] == -math.inf).all()
+    for x in ("grad of key", "grad of value"):
+        assert (got[x][1] == 0).all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("span", [SPAN, Span(stride=4), Span(causal=True)], ids=name)
+def test_what_is_not_seen_changes_nothing(span, score, backend):
+    """NaN in keys and values that no row sees."""
+    case = Case(score, 2, 6, 21, 16, 8, terms=("lengths",))
+    device = DEVICE[backend]
+    args = {**inputs(case, device), "lengths": torch.tensor([21, 13], device=device)}
+    p = torch.arange(6) + 3
+    hidden = ~mask_of(span, p, 21).any(0)
+    hidden = hidden | (torch.arange(21) >= torch.tensor([[21], [13]]))
+    hidden = hidden.unsqueeze(-1).to(device)
+    assert hidden.any()
+    dirty = {
+        k: args[k].detach().masked_fill(hidden, math.nan).requires_grad_() for k in ("key", "value")
+    }
+
+    def run(**args):
+        return weigh(args, span, backend, position=3)
+
+    clean, dirty = results(case, args, run), results(case, {**args, **dirty}, run)
+    for key, value in clean.items():
+        if backend == "triton" and score == "additive":  # a reciprocal shared with a hidden key
+            torch.testing.assert_close(value, dirty[key], msg=key)
+        else:
+            assert torch.equal(value, dirty[key]), key
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_offsets_past_two_to_the_31(score, backend):
+    """The second sequence lies 2³¹ elements after the first, its spans too."""
+    args = inputs(Case(score, 2, 3, 5, 8, 8), DEVICE[backend])
+    position = torch.tensor([[0, 2, 1], [4, 3, 1]], device=DEVICE[backend])
+    want = weigh(args, SPAN, backend, position=position)
+    for key in ("query", "key", "value"):
+        x = args[key].detach()
+        room = torch.empty(2**31 + 4096, dtype=x.dtype, device=x.device)
+        far = room.as_strided(x.shape, (2**31, *x.stride()[1:])).copy_(x)
+        got = weigh({**args, key: far}, SPAN, backend, position=position)
+        assert all(torch.equal(a, b) for a, b in zip(want, got)), key
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_deterministic(score, backend):
+    repeats, sizes = (250, 50), (70, 90, 24, 24)
+    if backend != "cpu":
+        repeats, sizes = (3, 2), (5, 9, 8, 8)
+    case = Case(score, 2, *sizes, terms=("lengths",))
+    args = inputs(case, DEVICE[backend])
+
+    def run(**args):
+        return weigh(args, SPAN, backend, position="diagonal")
+
+    with torch.no_grad():
+        first = run(**args)
+        for _ in range(repeats[0]):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(**args)))
+    grads = results(case, args, run)
+    for _ in range(repeats[1]):
+        again = results(case, args, run)
+        assert all(torch.equal(a, b) for a, b in zip(grads.values(), again.values()))
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("span", [Span(window=5), Span(window=9, stride=4), Span(stride=64)], ids=name)
+def test_memory_is_that_of_the_keys_seen(span, score):
+    """Nothing of size Tq·Tk is allocated, forward or backward; on the CPU."""
+    T = 4096
+    args = inputs(Case(score, 1, T, T, 8, 8))
+    seen = T * span.columns(T)
+
+    def run():
+        context, *_ = weigh(args, span, "cpu")
+        torch.autograd.grad(context.sum(), args["query"])
+
+    run()
+    inputs_size = 3 * T * 8
+    # weights, their gradient and whatever has the size of the inputs
+    assert peak_memory(run, table.CPU) <= 4 * (3 * seen + 8 * inputs_size)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_gradcheck(score, backend):
+    if backend == "triton":
+        pytest.skip("test_table compares its gradients")
+    args = inputs(Case(score, 1, 3, 5, 3, 2, dtype=torch.float64), DEVICE[backend])
+    leaves = [x for x in args.values() if x is not None]
+    names = [k for k, x in args.items() if x is not None]
+
+    def run(*leaves):
+        return weigh({"weight": None, **dict(zip(names, leaves))}, SPAN, backend)
+
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_opcheck(score, backend):
+    if backend == "reference":
+        pytest.skip("not a registered op")
+    args = inputs(Case(score, 2, 3, 5, 8, 7), DEVICE[backend])
+    args = {k: None if v is None else v.detach() for k, v in args.items()}
+    ops = getattr(torch.ops, f"attnfast_{backend}")
+    bounds = torch.tensor([[[-1, 2], [0, 3], [2, 9]]], device=DEVICE[backend])
+    tensors = [args[k] for k in ("query", "key", "value", "weight")]
+    bias = torch.randn(2, 3, 3, device=DEVICE[backend])
+    call = (*tensors, bias, bias > -1, None, bounds, 3, None, 0.5, True)
+    torch.library.opcheck(ops.attention.default, call)
+    outputs = ops.attention(*call)
+    grads = [torch.randn_like(x) for x in outputs]
+    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, True, True, True)
+    torch.library.opcheck(ops.attention_backward.default, (*grads, *rest))
+
+
+@pytest.mark.parametrize("span", [SPAN, Span(stride=3), Span(window=5, stride=2, fixed=True)], ids=name)
+def test_compile(span):
+    def loss(args, position):
+        context, weights, _ = weigh(args, span, None, position=position, sigma=2.0)
+        return context.sum() + weights.square().sum()
+
+    phases = span.stride > 1 and not span.fixed
+    compiled = torch.compile(loss, fullgraph=True, dynamic=not phases)
+    for Tk in (6,) if phases else (5, 9):
+        args = inputs(Case("additive", 2, 3, Tk, 8, 8, terms=("lengths",)))
+        leaves = [v for v in args.values() if v is not None and v.requires_grad]
+        want = torch.autograd.grad(loss(args, "end"), leaves)
+        got = torch.autograd.grad(compiled(args, "end"), leaves)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b)
+
+
+GOOD = Case("additive", 2, 3, 5, 8, 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"span": 5}, "span must be a Span or a list of one for each head, got 5"),
+        ({"span": [SPAN]}, "span must be 2 Spans, one for each head, got a list of 1"),
+        ({"position": "middle"}, "position must be None, a number, 'end', 'diagonal' or a tensor"),
+        ({"position": 0.5}, "position must be None, a number.*got 0.5"),
+        ({"position": torch.zeros(4)}, r"position must be \[3\], \[2, 3\] or \[2, 2, 3\], got \[4\]"),
+        ({"position": torch.zeros(3, dtype=torch.bool)}, "position must be of whole or real numbers"),
+        ({"position": torch.zeros(3, device="meta")}, "position must be on the query's device cpu"),
+        (
+            {"span": Span(stride=2), "position": "diagonal"},
+            "position must be None, a number or 'end' for a stride that is not fixed, got 'diagonal'",
+        ),
+        ({"sigma": 0}, "sigma must be a positive number or a tensor of them, got 0"),
+        ({"sigma": torch.ones(2)}, r"sigma must be \[3\]"),
+        ({"need_weights": "compact"}, "need_weights must be True, False, 'dense' or 'sparse'"),
+        ({"key": torch.zeros(2, 2, 5, 9)}, "key must be"),
+        ({"lengths": torch.tensor([5, 6])}, "lengths must be between 0 and 5.*got 6"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(change, message):
+    args = {k: v for k, v in inputs(GOOD).items() if v is not None}
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        attnfast.additive_attention(**{**args, "span": SPAN, **change})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": -1}, "window must be a number.*none negative, got -1"),
+        ({"window": (1, -2)}, r"window must be .*got \(1, -2\)"),
+        ({"window": 1.5}, "window must be .*got 1.5"),
+        ({"window": (1, 2, 3)}, "window must be "),
+        ({"stride": 0}, "stride must be a whole number of at least 1, got 0"),
+        ({"stride": 2.0}, "stride must be a whole number of at least 1, got 2.0"),
+    ],
+)
+def test_bad_spans(change, message):
+    with pytest.raises(ValueError, match=message):
+        Span(**change)

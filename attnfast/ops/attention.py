@@ -349,7 +349,7 @@ def run(
         context, weights, log_sum_exp = _Attention.apply(*inputs, *rest, True, operators)
     else:
         context, weights, log_sum_exp = call(
-            operators.attention.default, *inputs, *rest, need_weights or keep
+            operators.attention.default, *inputs, *rest, bool(need_weights) or keep
         )
     return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
 
@@ -383,7 +383,7 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys
         bias = prior if bias is None else bias + prior
     bounds = None
     if span.stride > 1 and not span.fixed:
-        stop = torch.minimum(rows.stop, span.end(rows, Tk, lengths))
+        stop = span.stop(rows, Tk, lengths)
         bounds = torch.stack(torch.broadcast_tensors(rows.start, stop), -1)
     elif span.sides != (None, None):
         bounds = torch.stack([rows.start, rows.stop], -1)
@@ -486,8 +486,9 @@ def _attention(
     try:
         check_temperature(temperature)
         if scale is None:
-            scale = 1 / math.sqrt(max(query.shape[-1], 1))
-        check_scale(scale, "a finite number or None")
+            scale = max(query.shape[-1], 1) ** -0.5
+        else:
+            check_scale(scale, "a finite number or None")
         if temperature != 1:
             scale, bias = scale / temperature, None if bias is None else bias / temperature
             sigma = None if sigma is None else sigma * temperature**0.5

@@ -115,13 +115,15 @@ class Span:
         phase = 0 if self.fixed else p % k
         return Rows(phase, _steps(first - phase, k), _steps(last + 1 - phase, k))
 
-    def end(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
-        """Return what rows see at most: the number of keys that their sequences have for them."""
-        end: int | Tensor = Tk
+    def stop(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
+        """Return where rows stop seeing keys that their sequences have."""
+        end: Any = Tk
         if lengths is not None:
             end = lengths.view(-1, *[1] * (max(rows.stop.dim(), 2) - 1))
-        end = end - rows.phase
-        return torch.as_tensor(_steps(end, self.stride), device=rows.stop.device)
+        end = _steps(end - rows.phase, self.stride)
+        if isinstance(end, Tensor):
+            return torch.minimum(rows.stop, end)
+        return rows.stop.clamp(max=end)
 
     def keys(
         self,
@@ -148,7 +150,7 @@ class Span:
 
     def columns_of(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
         """Return the key of every column of these rows, −1 where there is none."""
-        stop = torch.minimum(rows.stop, self.end(rows, Tk, lengths))
+        stop = self.stop(rows, Tk, lengths)
         column = torch.arange(self.columns(Tk), device=rows.start.device)
         if self.compact:
             column = rows.start.unsqueeze(-1) + column

@@ -1,0 +1,126 @@
+"""Times windows and strides on long sequences: what a key seen costs, and what others pay for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from race import DEVICE, DIRECTIONS, race
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import attnfast
+from attnfast import Span
+from attnfast.backends import choose
+
+A = 64  # features of queries, keys and values
+SPANS = {
+    "window 5": Span(window=5),
+    "window 128": Span(window=128),
+    "stride 8": Span(stride=8),
+    "stride 64": Span(stride=64),
+}
+LENGTHS = (512, 4096, 32768, 131072)
+MOST = {  # the longest sequence that a contender is asked for: 23 GiB of memory, and patience
+    ("dense", "dot"): 32768,
+    ("dense", "additive"): 32768,
+    ("eager", "dot"): 4096,
+    ("eager", "additive"): 512,
+    ("masked SDPA", "dot"): 4096,
+    ("FlexAttention", "dot"): 4096,
+    ("stride 8", "dot"): 32768,
+    ("stride 8", "additive"): 32768,
+}
+
+
+def mask_of(T: int, span: Span) -> torch.Tensor:
+    mask = torch.zeros(T, T, dtype=torch.bool, device=DEVICE)
+    keys = span.keys(T, T, device=DEVICE)
+    rows = torch.arange(T, device=DEVICE).unsqueeze(-1).expand_as(keys)[keys >= 0]
+    mask[rows, keys[keys >= 0]] = True
+    return mask
+
+
+def eager(query, key, value, weight, mask):
+    """Attend as people write it, with a mask."""
+    if weight is None:
+        score = query @ key.transpose(-1, -2) / A**0.5
+    else:
+        score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ weight
+    return score.masked_fill(~mask, -math.inf).softmax(-1) @ value
+
+
+def contenders(score: str, T: int, direction: str) -> dict:
+    """Return what runs at this length: name to a function of query, key, value and weight."""
+
+    def ours(span):
+        def run(query, key, value, weight):
+            if weight is None:
+                return attnfast.dot_attention(query, key, value, span=span)[0]
+            return attnfast.additive_attention(query, key, value, weight, span=span)[0]
+
+        return run
+
+    ways = {name: ours(span) for name, span in SPANS.items()}
+    ways["dense"] = ours(None)
+    window = SPANS["window 5"]
+    mask = mask_of(T, window) if T <= 4096 else None
+    ways["eager"] = lambda q, k, v, w: eager(q, k, v, w, mask)
+    ways["masked SDPA"] = lambda q, k, v, w: F.scaled_dot_product_attention(
+        *(x.unsqueeze(1) for x in (q, k, v)), attn_mask=mask
+    ).squeeze(1)
+    if direction == "forward":  # on a CPU it has no backward
+        near = lambda b, h, i, j: (i - j).abs() <= 5  # noqa: E731
+        blocks = None
+        if (score, T <= 4096) == ("dot", True):
+            blocks = create_block_mask(near, None, None, T, T, device=DEVICE)
+        flex = torch.compile(flex_attention)
+        ways["FlexAttention"] = lambda q, k, v, w: flex(
+            *(x.unsqueeze(1) for x in (q, k, v)), block_mask=blocks
+        ).squeeze(1)
+    never = 0 if score == "additive" else math.inf
+    dot_only = ("masked SDPA", "FlexAttention")
+    return {
+        name: way
+        for name, way in ways.items()
+        if T <= MOST.get((name, score), never if name in dot_only else math.inf)
+    }
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_spans(benchmark, score, T, direction):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    grad = direction != "forward"
+    args = [torch.randn(1, T, A, device=DEVICE) for _ in range(3)]
+    args.append(torch.randn(A, device=DEVICE) * 2 / A**0.5 if score == "additive" else None)
+    leaves = [x.requires_grad_(grad) for x in args if x is not None]
+    ways = contenders(score, T, direction)
+
+    def call(way):
+        def run():
+            with torch.set_grad_enabled(grad):
+                context = way(*args)
+                if grad:
+                    torch.autograd.grad(context.sum(), leaves)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    with torch.no_grad():  # correct first, on as many rows as float64 has room for
+        some = slice(0, 512)
+        cut = [x if x is None or x.dim() == 1 else x[:, some].double() for x in args]
+        for name, span in SPANS.items():
+            want = eager(*cut, mask_of(512, span))
+            got = ways[name](*(x if x is None else x.float() for x in cut))
+            assert float((got - want).abs().max()) <= 1e-5, name
+    benchmark.group = f"spans, {score}"
+    keys = {name: SPANS[name].columns(T) if name in SPANS else T for name in ways}
+    benchmark.extra_info["keys"] = keys
+    calls = {name: call(way) for name, way in ways.items()}
+    race(benchmark, f"spans, {score} score", f"T = {T}", (1, T, T, A, A), direction, calls)
+    benchmark.extra_info["backend"] = choose(None, DEVICE, torch.float32)
