@@ -45,7 +45,7 @@ def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) 
     for run in calls.values():
         run()
     once = max((time.perf_counter() - start) / len(calls), 1e-4)
-    rounds = max(5, min(100, int(4 / (once * len(calls)))))
+    rounds = max(5 if once < 1 else 2, min(100, int(4 / (once * len(calls)))))
     times: dict[str, list[float]] = {name: [] for name in peers}
 
     def time_peers():

@@ -49,6 +49,8 @@ def markdown(report: dict) -> str:
         "- medians of interleaved rounds; × is the peer's time over attnfast's",
         "- peak memory is the most that one call has allocated at any time, inputs left out\n",
     ]
+    text += markdown_of_keys([r for r in table if "keys" in r])
+    table = [r for r in table if "keys" not in r]
     for group in dict.fromkeys((r["score"], r["direction"]) for r in table):
         members = [r for r in table if (r["score"], r["direction"]) == group]
         peers = list(members[0]["peers"])
@@ -71,6 +73,56 @@ def markdown(report: dict) -> str:
     return "\n".join(text)
 
 
+def markdown_of_keys(table: list[dict]) -> list[str]:
+    """Return a table of what contenders that see fewer or more keys take, for every length."""
+    text = []
+    for group in dict.fromkeys((r["score"], r["direction"]) for r in table):
+        text.append(f"## {group[0]}, {group[1]}\n")
+        text.append(
+            "*gain* is the dense fused call's time over the contender's; *share*, that gain over "
+            "the ratio of the keys seen.\n"
+        )
+        text.append("| length | contender | keys a row | time | gain | share | peak memory |")
+        text.append("|---|---|--:|--:|--:|--:|--:|")
+        for r in [r for r in table if (r["score"], r["direction"]) == group]:
+            seconds = {r["ours"]: r["median"], **r["peers"]}
+            for name, taken in seconds.items():
+                gain = share = ""
+                if "dense" in seconds:
+                    ratio = seconds["dense"] / taken
+                    gain, share = times(ratio), f"{ratio * r['keys'][name] / r['keys']['dense']:.2f}"
+                cells = [r["shape"], name, str(r["keys"][name]), milliseconds(taken), gain, share]
+                text.append("| " + " | ".join([*cells, size(r["memory"][name])]) + " |")
+        text.append("")
+    return text
+
+
+def chart_of_keys(report: dict, path: Path) -> None:
+    """Draw the time of every contender over the length."""
+    from matplotlib import pyplot as plt
+
+    table = rows(report)
+    groups = list(dict.fromkeys((r["score"], r["direction"]) for r in table))
+    figure, grid = plt.subplots(
+        (len(groups) + 1) // 2, 2, figsize=(10.8, 3.8 * ((len(groups) + 1) // 2)),
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for group, axis in zip(groups, grid.flat):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for r in [r for r in table if (r["score"], r["direction"]) == group]:
+            for name, taken in {r["ours"]: r["median"], **r["peers"]}.items():
+                lines.setdefault(name, []).append((r["sizes"][1], taken * 1e3))
+        for name, points in lines.items():
+            ours = name.startswith(("window", "stride", "dense"))
+            axis.loglog(*zip(*points), "o-" if ours else "s--", label=name, markersize=4)
+        axis.set_title(", ".join(group), fontsize=10)
+        axis.set_xlabel("queries and keys")
+        axis.set_ylabel("ms")
+        axis.legend(fontsize=8, frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 def chart(report: dict, path: Path) -> None:
     """Draw how many times faster attnfast is than each peer, by shape."""
     import matplotlib
@@ -80,6 +132,9 @@ def chart(report: dict, path: Path) -> None:
     from matplotlib import ticker
 
     table = rows(report)
+    if all("keys" in r for r in table):
+        return chart_of_keys(report, path)
+    table = [r for r in table if "keys" not in r]
     scores = list(dict.fromkeys(r["score"] for r in table))
     directions = list(dict.fromkeys(r["direction"] for r in table))
     lines = max(len({r["shape"] for r in table if r["score"] == score}) for score in scores)

@@ -113,7 +113,7 @@ def test_spans(benchmark, score, T, direction):
 
     with torch.no_grad():  # correct first, on as many rows as float64 has room for
         some = slice(0, 512)
-        cut = [x if x is None or x.dim() == 1 else x[:, some].double() for x in args]
+        cut = [None if x is None else (x if x.dim() == 1 else x[:, some]).double() for x in args]
         for name, span in SPANS.items():
             want = eager(*cut, mask_of(512, span))
             got = ways[name](*(x if x is None else x.float() for x in cut))

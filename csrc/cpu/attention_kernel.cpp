@@ -131,8 +131,9 @@ void context(const Attention& a, int64_t index, void* memory) {
   C* scratch = static_cast<C*>(memory) + scores_scratch(a);
   if (a.span.data) {
     const Rows<C> from = {p.data - item.row * p.stride, p.stride};
-    return mix_keys(a, item, item.row, item.row + item.rows, from, at<T>(a.value, item, 0),
-                    a.value.row, a.Dv, (C)1, at<T>(a.context, item, 0), a.Dv, scratch);
+    const Side<T> keys = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, 0), a.Dv};
+    return span_products<T>(a, item, item.row, item.row + item.rows, from, (C)1, a.Dv, keys,
+                            Side<T>{}, scratch);
   }
   multiply(a, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
            min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch);
@@ -240,9 +241,8 @@ void clear(const View& out, const Item& item, int64_t from, int64_t to, int64_t 
 
 // The gradients of query, key and weight for two vectors of features from c on, additive score.
 template <class T, class C>
-void grad_slice(const Attention& a, const Item& item, int64_t c, C* scratch) {
+void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t c, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
-  const Seen keys = a.span.data ? hull(a, item) : Seen{0, item.seen, 0};
   const int64_t width = min(W2, a.A - c), n = keys.to - keys.from;
   const Rows<C> g = {at<C>(a.grad_score, item, 0), a.W};
   const T* weight = at<T>(a.weight, item, 0) + c;
@@ -359,37 +359,16 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
 }
 
-// out_j = scale * sum_i p_ij x_i, columns [c, c + width), of rows with spans.
-template <class T, class C>
-void grad_of_keys(const Attention& a, const Item& item, const View& p, const View& x, int64_t c,
-                  int64_t width, C scale, const View& out, C* scratch) {
-  constexpr int64_t W2 = 2 * Vector<C>::width;
-  const Seen keys = hull(a, item);
-  const int64_t n = keys.to - keys.from;
-  C* sums = scratch + band_scratch(a) + kMostRows * W2;
-  C factor[W2];
-  for (C& f : factor) f = scale;
-  for (int64_t i = 0; i < width; i += W2) {
-    const int64_t part = min(width - i, W2);
-    mix_queries(a, item, keys, Rows<C>{at<C>(p, item, 0), a.W}, at<T>(x, item, 0) + c + i, x.row,
-                part, sums, scratch);
-    unpack_slice(sums, factor, n, part, at<T>(out, item, keys.from) + c + i, out.row);
-  }
-  clear<T>(out, item, 0, keys.from, c, width);
-  clear<T>(out, item, keys.to, a.Tk, c, width);
-}
-
 // The gradients of query, key and weight, columns [c, c + width), dot score.
 template <class T, class C>
 void grad_dot(const Attention& a, const Item& item, int64_t c, int64_t width, C* scratch) {
   const C *g = at<C>(a.grad_score, item, 0), scale = a.scale;
   if (a.span.data) {
-    if (a.grad_query.data)
-      mix_keys(a, item, 0, a.Tq, Rows<C>{g, a.W}, at<T>(a.key, item, 0) + c, a.key.row, width,
-               scale, at<T>(a.grad_query, item, 0) + c, a.A, scratch);
-    if (a.grad_key.data)
-      grad_of_keys<T>(a, item, a.grad_score, a.query, c, width, scale, a.grad_key, scratch);
-    return;
+    Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row}, rows = {at<T>(a.query, item, 0) + c,
+                                                                  a.query.row};
+    if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.A;
+    if (a.grad_key.data) rows.to = at<T>(a.grad_key, item, 0) + c, rows.to_row = a.A;
+    return span_products<T>(a, item, 0, a.Tq, Rows<C>{g, a.W}, scale, width, keys, rows, scratch);
   }
   if (a.grad_query.data)
     multiply(a, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
@@ -407,9 +386,12 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
   C* scratch = static_cast<C*>(memory);
   if (item.part >= features) {
     const int64_t c = (item.part - features) * a.columns, width = min(a.columns, a.Dv - c);
-    if (a.span.data)
-      return grad_of_keys<T>(a, item, a.weights, a.grad_context, c, width, (C)1, a.grad_value,
-                             scratch);
+    if (a.span.data) {
+      const Side<T> rows = {at<T>(a.grad_context, item, 0) + c, a.grad_context.row,
+                            at<T>(a.grad_value, item, 0) + c, a.Dv};
+      const Rows<C> p = {at<C>(a.weights, item, 0), a.W};
+      return span_products<T>(a, item, 0, a.Tq, p, (C)1, width, Side<T>{}, rows, scratch);
+    }
     multiply(a, at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
         a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.Dv, scratch);
     clear<T>(a.grad_value, item, item.seen, a.Tk, c, width);
@@ -421,7 +403,9 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
   } else if (a.Tq == 1 && !a.span.data) {
     grad_step<T>(a, item, c, width, scratch);
   } else {
-    for (int64_t x = 0; x < width; x += 2 * Vector<C>::width) grad_slice<T>(a, item, c + x, scratch);
+    const Seen keys = a.span.data ? hull(a, item) : Seen{0, item.seen, 0};
+    for (int64_t x = 0; x < width; x += 2 * Vector<C>::width)
+      grad_slice<T>(a, item, keys, c + x, scratch);
   }
   if (a.grad_key.data && !a.span.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
 }
@@ -444,6 +428,21 @@ void prepare(const Attention& a, int64_t index, void* memory) {
 
 // ---- the table --------------------------------------------------------------------------------
 
+int64_t span_sums(const Attention& a) {
+  const auto most = [&](auto zero) {
+    const int64_t sums[] = {sums_scratch<decltype(zero)>(a, min(a.columns, a.A)),
+                            sums_scratch<decltype(zero)>(a, a.A % a.columns),
+                            sums_scratch<decltype(zero)>(a, min(a.columns, a.Dv)),
+                            sums_scratch<decltype(zero)>(a, a.Dv % a.columns)};
+    int64_t top = 0;
+    for (const int64_t x : sums) top = x > top ? x : top;
+    return top;
+  };
+  if (!a.grad_score.data) return 0;
+  if (a.dtype == Dtype::f64) return most(double{});
+  return a.dtype == Dtype::f32 ? most(float{}) : most(Half{});
+}
+
 // Room for the most that any pass takes.
 template <class C>
 int64_t scratch_elements(const Attention& a) {
@@ -451,14 +450,15 @@ int64_t scratch_elements(const Attention& a) {
   const int64_t A = round_up(padded<C>(a.A), kPadding), Dv = padded<C>(a.Dv);
   const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1, widest = a.A > a.Dv ? a.A : a.Dv;
   const int64_t again = a.grad_score.data ? longest : a.rows;
+  const bool backward = a.grad_score.data;
   const int64_t tile = a.span.data ? kMostRows * kKeyBlock : 0, band = band_scratch(a);
   const int64_t passes[] = {
-      (2 * a.rows + 2 * kKeyBlock + 1) * A + tile,       // scores, prepare
-      mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0) + band,  // multiply
-      (a.rows + kKeyBlock + W2) * Dv + tile,             // grad_weights
-      2 * longest * 2 * W2 + W2 + band,                  // grad_slice
-      17 * A,                                            // grad_step
-      band + (kMostRows + longest) * W2,                 // grad_of_keys
+      (2 * a.rows + 2 * kKeyBlock + 1) * A + tile,                  // scores, prepare
+      a.span.data ? band + mix_scratch<C>(kMostRows + band_keys(a), widest) + span_sums(a)
+                  : mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
+      (a.rows + kKeyBlock + W2) * Dv + tile,                        // grad_weights
+      backward && a.weight.data ? 2 * longest * 2 * W2 + W2 + band : 0,  // grad_slice
+      17 * A,                                                       // grad_step
   };
   int64_t most = 0;
   for (const int64_t pass : passes) most = pass > most ? pass : most;

@@ -118,7 +118,8 @@ void share_out_rows(Attention& a) {
 void share_out_columns(Attention& a) {
   const int64_t widest = std::max<int64_t>({a.A, a.Dv, 1}), items = std::max<int64_t>(a.B * a.H, 1);
   a.columns = kPadding;
-  if (a.Tq > 1) return;
+  const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;
+  if (a.Tq > 1 && (!a.span.data || half)) return;  // half types have a column's sums apart
   const int64_t slices = (2 * threads_for(a) + items - 1) / items;
   a.columns = std::max<int64_t>((widest + slices * kPadding - 1) / (slices * kPadding), 1) * kPadding;
 }

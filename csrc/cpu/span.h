@@ -39,10 +39,9 @@ Band band_of(int64_t row, int64_t end, int64_t first, int64_t last, int waste, c
 
 constexpr int kTight = 1, kLoose = 4;  // waste: of scores, taken two rows at a time; of products
 
-// Room for the numbers of a band taken loosely.
-int64_t band_scratch(const Attention& a) {
-  return a.span.data ? kMostRows * (2 * min(a.W, a.Tk) + 16) : 0;
-}
+// The most keys of a band taken loosely, and room for its numbers.
+int64_t band_keys(const Attention& a) { return 2 * min(a.W, a.Tk) + 16; }
+int64_t band_scratch(const Attention& a) { return a.span.data ? kMostRows * band_keys(a) : 0; }
 
 // Compute numbers for all pairs that the rows of an item see, by tiles of rows and keys, and put
 // them into their columns. prepare(key, n) comes before the tiles of these keys; tile(row, rows, key,
@@ -118,46 +117,73 @@ Seen hull(const Attention& a, const Item& item) {
   return all.from < all.to ? all : Seen{0, 0, 0};
 }
 
-// out_i = scale * sum_j p_ij v_j for rows [row, end), columns [0, width) of v; p in its columns.
-template <class T, class C>
-void mix_keys(const Attention& a, const Item& item, int64_t row, int64_t end, Rows<C> p,
-              const T* v, int64_t v_row, int64_t width, C scale, T* out, int64_t out_row,
-              C* scratch) {
-  constexpr int W2 = 2 * Vector<C>::width;
-  C* mixing = scratch + band_scratch(a);
-  for_bands(a, item, row, end, kLoose, [&](const Band& band) {
-    const int64_t n = band.to > band.from ? band.to - band.from : 0;
-    T* to = out + band.row * out_row;
-    const T* values = v + (n ? band.from : 0) * v_row;
-    if (n) spread(a, item, band, p, scratch);
-    int64_t c = 0;
-    if constexpr (sizeof(T) == sizeof(C)) {
-      if (band.rows > 2)  // rows of v as they lie
-        for (; c + W2 <= width; c += W2)
-          mix_rows<true, false>(scratch, n, 1, band.rows, n, values + c, v_row, scale, to + c,
-                                out_row, W2);
-    }
-    if (c < width)
-      mix(scratch, n, 1, band.rows, n, values + c, v_row, width - c, scale, to + c, out_row, mixing);
-  });
+// From where to where rows of a product pass.
+template <class T>
+struct Side {
+  const T* from;
+  int64_t from_row;
+  T* to;  // null: not wanted
+  int64_t to_row;
+};
+
+// Room for the sums of span_products, for those that cannot be added up in their place.
+template <class T>
+int64_t sums_scratch(const Attention& a, int64_t width) {
+  constexpr int64_t W2 = 2 * Vector<typename Accumulate<T>::type>::width;
+  const bool apart = sizeof(T) != sizeof(typename Accumulate<T>::type);
+  return a.Tk * (apart ? round_up(width, W2) : width % W2 ? W2 : 0);
 }
 
-// sum_i p_ij x_i for the keys j of a hull, W2 columns of x of which `width` exist, added up in
-// out [hull, W2].
-template <class T, class C>
-void mix_queries(const Attention& a, const Item& item, const Seen& hull, Rows<C> p, const T* x,
-                 int64_t x_row, int64_t width, C* out, C* scratch) {
+// Two products of p, rows [row, end) of numbers in their columns, for columns [0, width):
+//   keys.to_i = scale * sum_j p_ij keys.from_j,  rows.to_j = scale * sum_i p_ij rows.from_i
+template <class T, class C = typename Accumulate<T>::type>
+void span_products(const Attention& a, const Item& item, int64_t row, int64_t end, Rows<C> p,
+                   C scale, int64_t width, const Side<T>& keys, const Side<T>& rows, C* scratch) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
-  C* packed = scratch + band_scratch(a);
-  for (int64_t i = 0; i < (hull.to - hull.from) * W2; ++i) out[i] = 0;
-  for_bands(a, item, 0, a.Tq, kLoose, [&](const Band& band) {
-    if (band.from >= band.to) return;
-    const int64_t n = band.to - band.from;
-    spread(a, item, band, p, scratch);
-    pack(x + band.row * x_row, x_row, band.rows, width, packed);
-    mix_rows<true, true>(scratch, 1, n, n, band.rows, packed, W2, (C)1,
-                         out + (band.from - hull.from) * W2, W2, W2);
+  constexpr bool in_place = sizeof(T) == sizeof(C);
+  C* mixing = scratch + band_scratch(a);  // or a band's rows, side by side
+  C* sums = mixing + mix_scratch<C>(kMostRows + band_keys(a), width);
+  const int64_t apart = in_place ? width / W2 * W2 : 0;  // columns from here on have sums apart
+  if (rows.to) {
+    for (int64_t r = 0; r < a.Tk; ++r)
+      for (int64_t c = 0; c < apart; ++c) rows.to[r * rows.to_row + c] = T{};
+    for (int64_t x = 0; x < sums_scratch<T>(a, width); ++x) sums[x] = 0;
+  }
+  for_bands(a, item, row, end, kLoose, [&](const Band& band) {
+    const int64_t n = band.to > band.from ? band.to - band.from : 0;
+    if (n) spread(a, item, band, p, scratch);
+    if (keys.to) {
+      T* to = keys.to + band.row * keys.to_row;
+      const T* from = keys.from + (n ? band.from : 0) * keys.from_row;
+      int64_t c = 0;
+      if constexpr (in_place) {
+        for (; band.rows > 2 && c + W2 <= width; c += W2)
+          mix_rows<true, false>(scratch, n, 1, band.rows, n, from + c, keys.from_row, scale,
+                                to + c, keys.to_row, W2);
+      }
+      if (c < width)
+        mix(scratch, n, 1, band.rows, n, from + c, keys.from_row, width - c, scale, to + c,
+            keys.to_row, mixing);
+    }
+    if (!rows.to || !n) return;
+    const T* from = rows.from + band.row * rows.from_row;
+    T* to = rows.to + band.from * rows.to_row;
+    if constexpr (in_place) {
+      for (int64_t c = 0; c < apart; c += W2)
+        mix_rows<true, true>(scratch, 1, n, n, band.rows, from + c, rows.from_row, scale, to + c,
+                             rows.to_row, W2);
+    }
+    for (int64_t c = apart; c < width; c += W2) {
+      pack(from + c, rows.from_row, band.rows, min(width - c, W2), mixing);
+      mix_rows<true, true>(scratch, 1, n, n, band.rows, mixing, W2, scale,
+                           sums + (c - apart) * a.Tk + band.from * W2, W2, W2);
+    }
   });
+  for (int64_t c = apart; rows.to && c < width; c += W2)
+    for (int64_t r = 0; r < a.Tk; ++r)
+      for (int64_t x = 0; x < W2; x += W2 / 2)
+        put<T, C>(rows.to + r * rows.to_row + c + x, load(sums + (c - apart) * a.Tk + r * W2 + x),
+                  width - c - x);
 }
 
 }  // namespace
