@@ -22,8 +22,8 @@ def alignment_loss(
     ``squared``         :math:`\frac12 \sum_j (\alpha_{ij} - \hat\alpha_{ij})^2`
     ==================  =================================================
 
-    A span's weights stay in their columns; no tensor of size Tq·Tk is made. What is aligned to a key
-    that a row may not see counts with α = 0, the logarithm with that of 1e-8.
+    A span's weights stay in their columns; no tensor of size Tq·Tk is made. What is aligned to a
+    key that a row may not see counts with α = 0, the logarithm with that of 1e-8.
 
     Args:
         weights: α, ``[B, (H,) Tq, Tk]``, or ``[B, (H,) Tq, W]`` in the columns of a span.
@@ -54,7 +54,8 @@ def alignment_loss(
     if keys is not None:
         _check_keys(keys, weights)
     whole = not alignment.is_floating_point()
-    rows, wanted = list(alignment.shape if whole else alignment.shape[:-1]), list(weights.shape[:-1])
+    rows = list(alignment.shape if whole else alignment.shape[:-1])
+    wanted = list(weights.shape[:-1])
     heads = len(wanted) == 3 and not alignment.is_sparse
     fits = rows in (wanted, [wanted[0], 1, *wanted[2:]] if heads else wanted)
     if not fits or (not whole and keys is None and alignment.shape[-1] != weights.shape[-1]):

@@ -156,9 +156,10 @@ class _Prepared(Function):
             query, weights, grad_score, grad_context, *span = (
                 torch.cat(x, -2) for x in zip(*alike)
             )
+            bounds = span[0] if span else None
             _, *more, _ = call(
                 ctx.operators.attention_backward.default,
-                grad_context, None, None, query, key, value, weight, lengths, *(span or [None]),
+                grad_context, None, None, query, key, value, weight, lengths, bounds,
                 columns[0], None, weights, grad_score, 1.0, False, True, False,
             )  # fmt: skip
             grads = [a + b for a, b in zip(grads, more)] if grads else more
@@ -205,6 +206,38 @@ class _Step(Function):
             span = span.expand(*query.shape[:-1], 2)
             ctx.waiting.leave((ctx.columns, True), *left, span)
         return grad_query, None, grad_bias, *[None] * 6
+
+
+def _attend_once(
+    query: Tensor,
+    memory: Memory,
+    steps: Any,
+    scale: float,
+    around: tuple[Span, Position, Any] | None,
+    need_weights: bool | str,
+) -> tuple[Any, ...]:
+    """Attend with one query that the steps serve, within a span at a position if given."""
+    key, value, lengths, mask, weight, backend, *_ = memory
+    bias = bounds = keys = None
+    columns = 0
+    if around is not None:
+        spread = need_weights in ("dense", "sparse")
+        bias, mask, bounds, columns, keys = columns_of(
+            query, key, None, mask, lengths, *around, spread
+        )
+    if steps.token is not None and torch.is_grad_enabled():
+        refuse_tangents(query, key, value, weight, bias)
+        result = _Step.apply(
+            query, steps.token, bias, mask, bounds, columns, memory, scale, bool(need_weights)
+        )
+        context, weights = result if need_weights else (result, None)
+        weights = None if weights is None else as_returned(weights, query.dtype, True)
+    else:
+        context, weights, _ = run(
+            query, key, value, weight, bias, mask, lengths, bounds, columns, steps.exponentials(),
+            scale, need_weights, backend,
+        )  # fmt: skip
+    return context, spread_out(weights, keys, key.shape[-2], need_weights)
 
 
 def prepare(
@@ -285,41 +318,23 @@ def attend(
     check_scale(scale)
     key, value, lengths, mask, weight, backend, steps, _ = memory
     (query,) = autocast(query)
+    plain = span is None and sigma is None and isinstance(need_weights, bool)
     try:
-        terms: tuple = (None, mask, None, 0, None)  # bias, mask, bounds, columns and their keys
-        spanned = span is not None or sigma is not None or not isinstance(need_weights, bool)
-        if spanned:
+        if not plain:
             check(query, key, value, weight, None, mask, lengths)
             check_span(query, key, span, position, sigma, need_weights)
             span = Span() if span is None else span
-        serves = steps is not None and not torch.compiler.is_compiling()
-        if serves and steps.serve(query, memory) and (not spanned or getattr(span, "stride", 2) == 1):
-            if spanned:
-                spread = need_weights in ("dense", "sparse")
-                terms = columns_of(query, key, None, mask, lengths, span, position, sigma, spread)
-            *terms, keys = terms
-            if steps.token is not None and torch.is_grad_enabled():
-                refuse_tangents(query, key, value, weight, terms[0])
-                result = _Step.apply(query, steps.token, *terms, memory, scale, bool(need_weights))
-                context, weights = result if need_weights else (result, None)
-                weights = None if weights is None else as_returned(weights, query.dtype, True)
-            else:
-                context, weights, _ = run(
-                    query, key, value, weight, terms[0], terms[1], lengths, *terms[2:],
-                    steps.exponentials(), scale, need_weights, backend,
-                )  # fmt: skip
-            return context, spread_out(weights, keys, key.shape[-2], need_weights)
+        steady = plain or (isinstance(span, Span) and span.stride == 1)
+        serves = steady and steps is not None and not torch.compiler.is_compiling()
+        if serves and steps.serve(query, memory):  # type: ignore[union-attr]
+            around: Any = None if plain else (span, position, sigma)
+            return _attend_once(query, memory, steps, scale, around, need_weights)
         key, value, weight = autocast(key, value, weight)
         backend = choose(backend, query.device, query.dtype)
-        if spanned:
-            return run_spans(
-                query, key, value, weight, None, mask, lengths, span, position, sigma, scale,
-                need_weights, backend,
-            )[:2]  # fmt: skip
-        return run(
-            query, key, value, weight, None, mask, lengths, None, 0, None, scale, need_weights,
-            backend,
-        )[:2]  # fmt: skip
+        terms = (query, key, value, weight, None, mask, lengths)
+        if plain:
+            return run(*terms, None, 0, None, scale, need_weights, backend)[:2]
+        return run_spans(*terms, span, position, sigma, scale, need_weights, backend)[:2]
     except Exception:
         if isinstance(query, Tensor):
             *lead, _, features = key.shape

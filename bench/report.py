@@ -90,7 +90,10 @@ def markdown_of_keys(table: list[dict]) -> list[str]:
                 gain = share = ""
                 if "dense" in seconds:
                     ratio = seconds["dense"] / taken
-                    gain, share = times(ratio), f"{ratio * r['keys'][name] / r['keys']['dense']:.2f}"
+                    gain, share = (
+                        times(ratio),
+                        f"{ratio * r['keys'][name] / r['keys']['dense']:.2f}",
+                    )
                 cells = [r["shape"], name, str(r["keys"][name]), milliseconds(taken), gain, share]
                 text.append("| " + " | ".join([*cells, size(r["memory"][name])]) + " |")
         text.append("")

@@ -1,4 +1,4 @@
-"""Times windows and strides on long sequences: what a key seen costs, and what others pay for it."""
+"""Times windows and strides on long sequences: what a key seen costs, and what others pay."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def contenders(score: str, T: int, direction: str) -> dict:
     return {
         name: way
         for name, way in ways.items()
-        if T <= MOST.get((name, score), never if name in dot_only else math.inf)
+        if MOST.get((name, score), never if name in dot_only else math.inf) >= T
     }
 
 

@@ -218,9 +218,7 @@ def _forward(
     b_c = tl.zeros([BQ, BV], acc)
     first, stop = 0, n
     if p_span is not None:
-        b_first, b_stop, b_origin = _rows_seen(
-            p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT
-        )
+        b_first, b_stop, b_origin = _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT)
         first, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
     for i_k in range(first // BK, tl.cdiv(stop, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
@@ -400,9 +398,7 @@ def _score_gradient(
         b_dlse = tl.load(p_grad_lse + o_row, mask=m_q, other=0)
     start, stop = 0, n
     if p_span is not None:
-        b_first, b_stop, b_origin = _rows_seen(
-            p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT
-        )
+        b_first, b_stop, b_origin = _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT)
         start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
     for k in range(start, stop, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
@@ -457,7 +453,8 @@ def _column_of(
 def _additive_gradient(
     p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_span, p_rows,
     p_dx, p_dw, s_x, s_y, s_weight, s_span, scale, H, Tk, W, Tx, Ty, A,
-    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
+    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
+    BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """dx = scale · w Σ_y ds 4r(1 − r) of BX rows and BA features, and dw = scale · Σ ds (1 − 2r).
 

@@ -547,9 +547,8 @@ def backward(
         )
     else:
         grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(
-            grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights, ds,
-            scale,
-            need_grad_query, need_grad_key, False,
+            grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights,
+            ds, scale, need_grad_query, need_grad_key, False,
         )  # fmt: skip
 
     def none():

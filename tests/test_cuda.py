@@ -140,7 +140,9 @@ def test_sanitizers(sanitizer, tmp_path):
         done = subprocess.run(
             [program, *sizes.split()], env={**os.environ, **options}, text=True, capture_output=True
         )
-        assert done.returncode == 0, f"B H Tq Tk A Dv W = {sizes}\n{done.stdout}{done.stderr[:4000]}"
+        assert done.returncode == 0, (
+            f"B H Tq Tk A Dv W = {sizes}\n{done.stdout}{done.stderr[:4000]}"
+        )
 
 
 # ---- the compiler --------------------------------------------------------------------------------

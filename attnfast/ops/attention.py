@@ -42,8 +42,8 @@ from attnfast.ops.span import (
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
 #: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
-#: in place of a size. ``span [B, (H,) Tq, 2]``, int64, or 1 in place of B and H, holds the first key
-#: that a row may see and the one after the last, either of which may lie outside of the sequence.
+#: in place of a size. ``span [B, (H,) Tq, 2]``, int64, or 1 in place of B and H, holds the first
+#: key that a row may see and the one after the last, which may lie outside of the sequence.
 #: With ``columns`` W > 0 scores are compact, ``[B, (H,) Tq, W]``: column m of row i is key
 #: ``span[i, 0] + m``, and keys beyond the W-th are not seen; else they are ``[B, (H,) Tq, Tk]``.
 #: ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys.
@@ -371,7 +371,7 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys
     rows = span.locate(p, Tk)
     some = span.compact or span.stride > 1  # the columns are not simply all keys
     terms = bias is not None or mask is not None
-    keys = None
+    keys: Any = None
     if need_keys or sigma is not None or (some and terms):
         keys = span.columns_of(rows, Tk, lengths)
     if some and terms:
@@ -495,9 +495,7 @@ def _attention(
         backend = choose(backend, query.device, query.dtype)
         terms = (query, key, value, weight, bias, mask, lengths)
         if span is None and position is None and sigma is None and need_weights in (False, True):
-            context, weights, log_sum_exp = run(
-                *terms, None, 0, None, scale, need_weights, backend
-            )
+            context, weights, log_sum_exp = run(*terms, None, 0, None, scale, need_weights, backend)
         else:
             check(*terms)
             check_span(query, key, span, position, sigma, need_weights)

@@ -1,8 +1,8 @@
 r"""Spans: which keys a query row may see.
 
 A span is an arithmetic progression of key positions for every row. What a kernel knows of it is
-two numbers a row: the row sees the keys from ``start`` up to ``stop``. Steps wider than 1 are views:
-keys j ≡ 0 (mod k) are every k-th key, and where keys j ≡ p_i (mod k) are seen, queries and keys
+two numbers a row: the row sees the keys from ``start`` up to ``stop``. Wider steps are views: keys
+j ≡ 0 (mod k) are every k-th key, and where keys j ≡ p_i (mod k) are seen, queries and keys
 fall into k phases, each with its own keys, side by side on the head axis (:func:`to_phases`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from attnfast.errors import refuse
 
 #: Where rows stand among the keys: see :class:`Span`.
-Position = Union[None, int, str, Tensor]
+Position = int | str | Tensor | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Span:
     def __post_init__(self):
         window = self.window
         sides = window if isinstance(window, (tuple, list)) else (window, window)
-        if len(sides) != 2 or not all(x is None or _whole(x) and x >= 0 for x in sides):
+        if len(sides) != 2 or not all(x is None or (_whole(x) and x >= 0) for x in sides):
             raise ValueError(
                 f"window must be a number, (left, right) or None, none negative, got {window!r}"
             )
@@ -168,8 +168,7 @@ class Rows(NamedTuple):
     stop: Tensor
 
 
-Spans = Union[None, Span, Sequence[Span]]
-STEADY = "None, a number or 'end'"  # positions that move on with the rows
+Spans = Span | Sequence[Span] | None
 
 
 def _steps(n: Any, k: int) -> Any:
@@ -198,9 +197,11 @@ def positions(
     return torch.arange(first, first + Tq, device=device)
 
 
-def first_position(position: None | int | str, Tq: int, Tk: int) -> int:
+def first_position(position: int | str | None, Tq: int, Tk: int) -> int:
     """Return where the first row stands if the others follow it key by key."""
-    return {None: 0, "end": Tk - Tq}.get(position, position)  # type: ignore[call-overload]
+    if isinstance(position, int):
+        return position
+    return Tk - Tq if position == "end" else 0
 
 
 def rows_at(position: Position, query: Tensor, Tk: int, lengths: Tensor | None) -> Tensor:
@@ -231,21 +232,24 @@ def check_span(
             len(shape) == len(want) and all(a in (1, b) for a, b in zip(shape, want))
             for want in ([Tq], [lead[0], Tq], [*lead, Tq])
         ):
-            refuse(name, f"[{Tq}], {[lead[0], Tq]}" + (f" or {[*lead, Tq]}" if heads else ""), shape)
+            refuse(
+                name, f"[{Tq}], {[lead[0], Tq]}" + (f" or {[*lead, Tq]}" if heads else ""), shape
+            )
         if x.device != query.device:
             refuse(name, f"on the query's device {query.device}", x.device)
         if x.dtype not in (torch.int64, torch.int32) and not x.is_floating_point():
             refuse(name, "of whole or real numbers", x.dtype)
-    if not isinstance(position, Tensor):
-        if not (position in (None, "end", "diagonal") or _whole(position)):
-            refuse("position", "None, a number, 'end', 'diagonal' or a tensor", repr(position))
-    if isinstance(position, Tensor) or position == "diagonal":
-        if any(x.stride > 1 and not x.fixed for x in spans):
-            got = "a tensor" if isinstance(position, Tensor) else repr(position)
-            refuse("position", f"{STEADY} for a stride that is not fixed", got)
-    if sigma is not None and not isinstance(sigma, Tensor):
-        if not isinstance(sigma, (int, float)) or not 0 < sigma < float("inf"):
-            refuse("sigma", "a positive number or a tensor of them", repr(sigma))
+    given = isinstance(position, Tensor)
+    if not (given or position in (None, "end", "diagonal") or _whole(position)):
+        refuse("position", "None, a number, 'end', 'diagonal' or a tensor", repr(position))
+    strides = any(x.stride > 1 and not x.fixed for x in spans)
+    if strides and (given or position == "diagonal"):
+        got = "a tensor" if given else repr(position)
+        refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
+    if not isinstance(sigma, (Tensor, type(None))) and not (
+        isinstance(sigma, (int, float)) and 0 < sigma < float("inf")
+    ):
+        refuse("sigma", "a positive number or a tensor of them", repr(sigma))
     if not (isinstance(need_weights, bool) or need_weights in ("dense", "sparse")):
         refuse("need_weights", "True, False, 'dense' or 'sparse'", repr(need_weights))
 
