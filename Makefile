@@ -36,6 +36,7 @@ sanitize: .venv/installed
 	cd build/sanitize && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(CURDIR)/$(BIN)/pytest -q tests/test_attention.py tests/test_memory.py tests/test_coverage.py tests/test_copying.py \
+	  tests/test_span.py tests/test_sparse.py \
 	  -k "cpu and not compile and not export and not opcheck"
 
 check-machine:

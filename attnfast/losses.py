@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
+from attnfast.ops.operators import accumulation_dtype
 
 KINDS = ("cross_entropy", "squared")
 #: Of a weight below it the logarithm is taken as if it were this.
@@ -28,13 +29,13 @@ def alignment_loss(
     Args:
         weights: α, ``[B, (H,) Tq, Tk]``, or ``[B, (H,) Tq, W]`` in the columns of a span.
         alignment: α̂: the aligned key of every row, int64 ``[B, (H,) Tq]``, −1 for none; or numbers
-            with the shape of the weights, dense or ``torch.sparse_coo``; or, with ``keys``,
-            ``[B, (H,) Tq, Tk]``, dense or sparse. Unless sparse, 1 may stand for H.
-        keys: of the columns, from :meth:`attnfast.Span.keys`, if the weights are a span's.
+            ``[B, (H,) Tq, Tk]``, dense or ``torch.sparse_coo``. Unless sparse, 1 may stand for H.
+        keys: of the columns, ``[.., Tq, W]`` from :meth:`attnfast.Span.keys`, if the weights are
+            a span's.
         kind: one of the table.
 
     Returns:
-        ``[B, (H,) Tq]``, differentiable; 0 where the aligned key is −1.
+        ``[B, (H,) Tq]``, differentiable, float32 for half types; 0 where the aligned key is −1.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
@@ -51,9 +52,12 @@ def alignment_loss(
     if weights.dim() not in (3, 4) or not weights.is_floating_point():
         got = f"{weights.dtype} {list(weights.shape)}"
         refuse("weights", "real numbers [B, Tq, W] or [B, H, Tq, W]", got)
+    weights = weights.to(accumulation_dtype(weights.dtype))
     if keys is not None:
-        _check_keys(keys, weights)
+        keys = _check_keys(keys, weights)
     whole = not alignment.is_floating_point()
+    if alignment.dtype == torch.bool:
+        refuse("alignment", "int64 or real numbers", alignment.dtype)
     rows = list(alignment.shape if whole else alignment.shape[:-1])
     wanted = list(weights.shape[:-1])
     heads = len(wanted) == 3 and not alignment.is_sparse
@@ -65,11 +69,16 @@ def alignment_loss(
             f"{alignment.dtype} {list(alignment.shape)}",
         )
     if whole:
-        return _of_keys(weights, alignment, keys, kind)
+        readable = alignment.device.type == "cpu" and not torch.compiler.is_compiling()
+        if keys is None and readable and alignment.numel():
+            most = int(alignment.max())
+            if most >= weights.shape[-1]:
+                refuse("alignment", f"below {weights.shape[-1]}, the number of keys", most)
+        return _of_keys(weights, alignment.long(), keys, kind)
     if alignment.is_sparse:
         return _of_entries(weights, alignment.coalesce(), keys, kind)
     alignment = alignment.to(weights.dtype)
-    if keys is None or alignment.shape[-1] == weights.shape[-1]:
+    if keys is None:
         return _of_numbers(weights, alignment, kind)
     index = keys.clamp_min(0).expand(weights.shape)
     aligned = alignment.expand(*weights.shape[:-1], -1)
@@ -78,15 +87,19 @@ def alignment_loss(
     return loss + _unseen(aligned, inside, kind)
 
 
-def _check_keys(keys: Tensor, weights: Tensor) -> None:
-    rank = weights.dim() - 1
+def _check_keys(keys: Tensor, weights: Tensor) -> Tensor:
+    if not isinstance(keys, Tensor):
+        raise TypeError(f"keys must be a torch.Tensor, got {type(keys).__name__}")
+    if keys.dim() == 3 and weights.dim() == 4:
+        keys = keys.unsqueeze(1)
     try:
         fits = torch.broadcast_shapes(keys.shape, weights.shape) == weights.shape
     except RuntimeError:
         fits = False
     if not fits or keys.dtype != torch.int64 or keys.shape[-1] != weights.shape[-1]:
         got = f"{keys.dtype} {list(keys.shape)}"
-        refuse("keys", f"int64 {list(weights.shape)}, of which the first {rank} may be 1", got)
+        refuse("keys", f"int64 {list(weights.shape)}, or 1 in place of B and H", got)
+    return keys
 
 
 def _log(weights: Tensor) -> Tensor:

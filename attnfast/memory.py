@@ -35,7 +35,7 @@ from attnfast.ops.attention import (
     run_spans,
 )
 from attnfast.ops.operators import call, operators_of
-from attnfast.ops.span import Position, Span, Spans, check_span, spread_out
+from attnfast.ops.span import Position, Span, Spans, check_span
 
 __all__ = ["Memory", "attend", "prepare"]
 
@@ -213,18 +213,18 @@ def _attend_once(
     memory: Memory,
     steps: Any,
     scale: float,
-    around: tuple[Span, Position, Any] | None,
+    around: tuple[Any, ...] | None,
     need_weights: bool | str,
 ) -> tuple[Any, ...]:
     """Attend with one query that the steps serve, within a span at a position if given."""
     key, value, lengths, mask, weight, backend, *_ = memory
-    bias = bounds = keys = None
+    bias = bounds = seen = None
     columns = 0
     if around is not None:
-        spread = need_weights in ("dense", "sparse")
-        bias, mask, bounds, columns, keys = columns_of(
-            query, key, None, mask, lengths, *around, spread
-        )
+        spread = isinstance(need_weights, str)
+        span, position, sigma = around
+        seen = columns_of(query, key, None, mask, lengths, span, position, sigma, spread)
+        bias, mask, bounds, columns, *_ = seen
     if steps.token is not None and torch.is_grad_enabled():
         refuse_tangents(query, key, value, weight, bias)
         result = _Step.apply(
@@ -237,7 +237,9 @@ def _attend_once(
             query, key, value, weight, bias, mask, lengths, bounds, columns, steps.exponentials(),
             scale, need_weights, backend,
         )  # fmt: skip
-    return context, spread_out(weights, keys, key.shape[-2], need_weights)
+    if seen is not None:
+        weights = seen.returned(weights, key.shape[-2], need_weights)
+    return context, weights
 
 
 def prepare(
@@ -310,7 +312,8 @@ def attend(
         need_weights: return the weights too; otherwise they are None; as there.
 
     Returns:
-        ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None.
+        ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None; those of a span as
+        :func:`attnfast.additive_attention` returns them.
 
     With one query the gradients of keys, values and weight are taken for all such calls at once,
     at the end of a backward; second derivatives and forward mode raise.
@@ -318,7 +321,8 @@ def attend(
     check_scale(scale)
     key, value, lengths, mask, weight, backend, steps, _ = memory
     (query,) = autocast(query)
-    plain = span is None and sigma is None and isinstance(need_weights, bool)
+    around = (span, position, sigma)
+    plain = all(x is None for x in around) and not isinstance(need_weights, str)
     try:
         if not plain:
             check(query, key, value, weight, None, mask, lengths)
@@ -327,8 +331,10 @@ def attend(
         steady = plain or (isinstance(span, Span) and span.stride == 1)
         serves = steady and steps is not None and not torch.compiler.is_compiling()
         if serves and steps.serve(query, memory):  # type: ignore[union-attr]
-            around: Any = None if plain else (span, position, sigma)
-            return _attend_once(query, memory, steps, scale, around, need_weights)
+            around = (span, position, sigma)
+            return _attend_once(
+                query, memory, steps, scale, None if plain else around, need_weights
+            )
         key, value, weight = autocast(key, value, weight)
         backend = choose(backend, query.device, query.dtype)
         terms = (query, key, value, weight, None, mask, lengths)

@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, call.keep);
   if (grad_log_sum_exp) a.grad_log_sum_exp = view(*grad_log_sum_exp, false);
   std::optional<Tensor> rows_of_keys;
-  if (a.span.data && need_grad_key) {
+  if (a.span.data && need_grad_key && blocks_of_keys(a) > 0) {
     const std::vector<int64_t> sizes = {a.B, a.H, blocks_of_keys(a), 2};
     rows_of_keys = torch::stable::new_zeros(query, sizes, ScalarType::Long);
     a.rows_of_keys = view(*rows_of_keys);

@@ -58,11 +58,32 @@ def test_formula(heads, form, kind):
         )
 
 
-def test_numbers_in_the_columns():
-    _, columns, _, keys, _ = given(0, "keys")
-    target = torch.rand(columns.shape, dtype=torch.float64)
-    got = alignment_loss(columns, target, keys=keys, kind="squared")
-    torch.testing.assert_close(got, 0.5 * (columns - target).square().sum(-1))
+def test_as_many_columns_as_keys():
+    """A dense alignment is one of keys, whatever the number of columns."""
+    query = torch.randn(1, 5, 4)
+    span = Span(window=2)
+    columns, dense = (
+        attnfast.dot_attention(query, query, query, span=span, need_weights=form)[1]
+        for form in (True, "dense")
+    )
+    target = torch.rand(1, 5, 5)
+    got = alignment_loss(columns, target, keys=span.keys(5, 5), kind="squared")
+    torch.testing.assert_close(got, alignment_loss(dense, target, kind="squared"))
+
+
+def test_keys_without_the_axis_of_the_heads():
+    _, columns, dense, keys, alignment = given(B, "keys")
+    got = alignment_loss(columns, alignment, keys=keys.squeeze(1))
+    torch.testing.assert_close(got, alignment_loss(dense, alignment))
+
+
+def test_half_types_are_taken_wider():
+    weights = torch.tensor([[[1.0, 0.0, 0.0]]]).half().requires_grad_()
+    for alignment in (torch.tensor([[1]]), torch.tensor([[[1.0, 0.0, 0.0]]])):
+        loss = alignment_loss(weights, alignment)
+        assert loss.dtype == torch.float32
+        assert loss.isfinite().all()
+        assert torch.autograd.grad(loss.sum(), weights)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +94,9 @@ def test_numbers_in_the_columns():
         ({"alignment": torch.zeros(2, 3)}, r"alignment must be int64 \[2, 6\] or real numbers"),
         ({"alignment": [1]}, "alignment must be a torch.Tensor, got list"),
         ({"keys": torch.zeros(2, 6, 4)}, r"keys must be int64 \[2, 6, 5\]"),
+        ({"keys": [1]}, "keys must be a torch.Tensor, got list"),
+        ({"alignment": torch.full((2, 6), 5)}, "alignment must be below 5, .* got 5"),
+        ({"alignment": torch.zeros(2, 6) > 0}, "alignment must be int64 or real numbers, got"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(change, message):

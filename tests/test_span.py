@@ -151,6 +151,30 @@ def test_table(case, span, position, backend):
     judge(case, span, position, backend)
 
 
+def draw_span(draw):
+    """A random span and a position that it can have."""
+    side = lambda: draw.choice((None, 0, 1, draw.randint(0, 12), draw.randint(0, 90)))  # noqa: E731
+    span = Span(
+        window=draw.choice((None, draw.randint(0, 20), (side(), side()))),
+        causal=draw.random() < 0.3,
+        stride=draw.choice((1, 1, 1, 2, 3, 7, 20)),
+        fixed=draw.random() < 0.5,
+    )
+    steady = span.stride > 1 and not span.fixed
+    positions = (*STEADY, draw.randint(-50, 50), *(() if steady else ("diagonal", "predicted")))
+    return span, draw.choice(positions)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fuzz(seed, backend):
+    draw = random.Random(seed)
+    count, most = (2, 4_000) if backend == "triton" else (32, 200_000)
+    for case in table.fuzz(100 + seed, count, most):
+        span, position = draw_span(draw)
+        if runnable(backend, case):
+            judge(case, span, position, backend)  # a failure prints the case
+
+
 SCORES = ("dot", "additive")
 SPAN = Span(window=(1, 2))
 
@@ -218,6 +242,72 @@ def test_prior(learned, span, score, backend):
     theirs = torch.autograd.grad(want[0].square().sum(), [q, width, exact["query"]])
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a.double().cpu(), b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+@pytest.mark.parametrize("span", [SPAN, Span(causal=True)], ids=name)
+def test_scale_of_any_sign(span, scale, backend):
+    case = Case("dot", 2, 5, 9, 8, 4)
+    args = {k: v for k, v in inputs(case, DEVICE[backend]).items() if k != "weight"}
+    options = {**OUTPUTS, "backend": backend, "span": span}
+    got = results(case, args, lambda **a: attnfast.dot_attention(**a, scale=scale, **options))
+    args = {k: v for k, v in inputs(case).items() if k != "weight"}
+    options["backend"] = "reference"
+    want = results(case, args, lambda **a: attnfast.dot_attention(**a, scale=scale, **options))
+    for key, value in want.items():
+        torch.testing.assert_close(got[key].cpu(), value, msg=key)
+
+
+def test_window_wider_than_the_keys(backend):
+    """The columns are the window's all the same."""
+    case = Case("additive", 2, 5, 4, 8, 4, terms=("lengths", "mask", "bias"))
+    args = inputs(case, DEVICE[backend])
+    for span in (
+        Span(window=9),
+        Span(window=(0, 30), stride=2, fixed=True),
+        Span(window=30, stride=3),
+    ):
+        judge(case, span, 1, backend)
+        columns, dense = (
+            weigh(args, span, backend, position=1, need_weights=form)[1] for form in (True, "dense")
+        )
+        keys = span.keys(5, 4, position=1, lengths=args["lengths"]).expand_as(columns)
+        assert columns.shape[-1] == span.columns(4)
+        assert torch.equal(columns.masked_fill(keys < 0, 0), columns)
+        at = dense.gather(-1, keys.clamp_min(0)).masked_fill(keys < 0, 0)
+        assert torch.equal(columns, at)
+
+
+def test_positions_of_any_kind(backend):
+    """int32, float16, far beyond both ends; no keys at all."""
+    case = Case("dot", 1, 5, 9, 8, 4)
+    args = inputs(case, DEVICE[backend])
+    device = DEVICE[backend]
+    want = weigh(args, SPAN, backend)
+    for dtype in (torch.int32, torch.float16):
+        got = weigh(args, SPAN, backend, position=torch.arange(5, device=device, dtype=dtype))
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    far = torch.full((5,), -(2**63), device=device)
+    right = weigh(args, Span(window=(1, None)), backend, position=far)[1]
+    torch.testing.assert_close(right.sum(-1), torch.ones_like(right[..., 0]))
+    none = {**args, "key": args["key"][:, :0], "value": args["value"][:, :0]}
+    mask = torch.ones(1, 5, 0, dtype=torch.bool, device=device)
+    assert (weigh({**none, "mask": mask}, SPAN, backend)[0] == 0).all()
+
+
+def test_prior_of_half_types_knows_its_keys(backend):
+    """bfloat16 cannot count beyond 256: positions and keys are taken wider."""
+    dtype = torch.float16 if backend == "triton" else torch.bfloat16
+    if backend == "triton" and DEVICE["triton"].type == "cpu":
+        pytest.skip("the prior is taken outside of the kernels")
+    query, key = (torch.zeros(1, n, 8, dtype=dtype, device=DEVICE[backend]) for n in (1, 800))
+    p = torch.tensor([[700.25]], device=DEVICE[backend])
+    options = {"span": Span(window=4), "position": p, "sigma": 2.0, "need_weights": True}
+    weights = attnfast.dot_attention(query, key, key, backend=backend, **options)[1]
+    exact = torch.exp(-((torch.arange(697, 706) - 700.25) ** 2) / 8) * (torch.arange(9) < 8)
+    torch.testing.assert_close(
+        weights.float().cpu().view(-1), exact / exact.sum(), atol=5e-3, rtol=0
+    )
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -396,6 +486,7 @@ GOOD = Case("additive", 2, 3, 5, 8, 7, 2)
         ),
         ({"sigma": 0}, "sigma must be a positive number or a tensor of them, got 0"),
         ({"sigma": torch.ones(2)}, r"sigma must be \[3\]"),
+        ({"position": [1, 2]}, r"position must be None, a number.*got \[1, 2\]"),
         ({"need_weights": "compact"}, "need_weights must be True, False, 'dense' or 'sparse'"),
         ({"key": torch.zeros(2, 2, 5, 9)}, "key must be"),
         ({"lengths": torch.tensor([5, 6])}, "lengths must be between 0 and 5.*got 6"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.memory import Memory, attend, prepare
+from attnfast.ops.span import check_form
 
 
 class _Attention(nn.Module):
@@ -51,6 +52,7 @@ class _Attention(nn.Module):
         """Run the op on a projected query, within a span, position and sigma if given."""
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
         scale = scale / self.temperature
+        check_form(need_weights)
         need_weights = need_weights if span else bool(need_weights)
         return attend(query, memory, scale=scale, need_weights=need_weights, **span)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from attnfast.errors import refuse
 from attnfast.memory import Memory
 from attnfast.nn.attention import LuongAttention, MultiHeadAttention
-from attnfast.ops.attention import additive_attention, dot_attention
-from attnfast.ops.span import Span, to_dense
+from attnfast.ops.attention import accumulation_dtype, additive_attention, dot_attention
+from attnfast.ops.span import Span, check_form, log_prior, to_dense, to_sparse
 
 
 class Progress(NamedTuple):
@@ -189,6 +189,7 @@ class MonotonicAttention(_SpanAttention):
         self.span = Span(window=(0, ahead))
 
     def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
+        check_form(need_weights)
         Tk = memory.key.shape[-2]
         key = history.key
         key = query.new_zeros(len(query), dtype=torch.int64) if key is None else key
@@ -204,12 +205,11 @@ class MonotonicAttention(_SpanAttention):
             key = key + best if self.span.compact else best
         history = history._replace(rows=history.rows + len(contexts), key=key)
         context, weight = torch.cat(contexts, 1), torch.cat(weights, 1)
-        if not need_weights:
-            return context, None, history
-        if need_weights == "dense" and self.span.compact:
-            column = torch.arange(weight.shape[-1], device=weight.device)
-            weight = to_dense(weight, torch.stack(keys, 1).unsqueeze(-1) + column, Tk)
-        return context, weight, history
+        if isinstance(need_weights, str):
+            p = torch.stack(keys, 1)
+            seen = self.span.keys(len(contexts), Tk, position=p, lengths=memory.lengths)
+            weight = (to_dense if need_weights == "dense" else to_sparse)(weight, seen, Tk)
+        return context, weight if need_weights else None, history
 
 
 class LocalPredictiveAttention(LuongAttention):
@@ -250,7 +250,8 @@ class LocalPredictiveAttention(LuongAttention):
 
     def positions(self, state: Tensor, memory: Memory) -> Tensor:
         """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``."""
-        share = self.position_weight(torch.tanh(self.position_proj(state))).squeeze(-1).sigmoid()
+        share = self.position_weight(torch.tanh(self.position_proj(state))).squeeze(-1)
+        share = share.to(accumulation_dtype(share.dtype)).sigmoid()
         if memory.lengths is None:
             return memory.key.shape[-2] * share
         return memory.lengths.unsqueeze(-1) * share
@@ -258,6 +259,7 @@ class LocalPredictiveAttention(LuongAttention):
     def forward(  # type: ignore[override]
         self, state: Tensor, memory: Memory, need_weights: bool | str = False
     ) -> tuple[Tensor, Tensor | None]:
+        check_form(need_weights)
         step = state.dim() == 2
         state = state.unsqueeze(1) if step else state
         p = self.positions(state, memory)
@@ -270,14 +272,13 @@ class LocalPredictiveAttention(LuongAttention):
         )
         Tk = memory.key.shape[-2]
         keys = self.span.keys(state.shape[1], Tk, position=p.detach(), lengths=memory.lengths)
-        exponent = 0.5 * ((keys - p.unsqueeze(-1)) / sigma).square().masked_fill(keys < 0, 0)
-        total = (weights * exponent.exp().to(weights.dtype)).sum(-1, keepdim=True)
-        scale = torch.where(total > 0, 1 / total.where(total > 0, 1), 0)
+        prior = log_prior(keys, p, sigma, p.dtype).masked_fill(keys < 0, 0)
+        total = (weights * (-prior).exp()).sum(-1, keepdim=True)
+        scale = torch.where(total > 0, 1 / total.where(total > 0, 1), 0).to(context.dtype)
         context = context * scale
-        shown = None
-        if need_weights:
-            shown = weights * scale
-            shown = to_dense(shown, keys, Tk) if need_weights == "dense" else shown
+        shown: Any = weights * scale if need_weights else None
+        if isinstance(need_weights, str):
+            shown = (to_dense if need_weights == "dense" else to_sparse)(shown, keys, Tk)
         if step:
             return context.squeeze(1), None if shown is None else _first_row(shown)
         return context, shown

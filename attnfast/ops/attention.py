@@ -33,11 +33,12 @@ from attnfast.ops.span import (
     check_span,
     first_position,
     from_phases,
+    log_prior,
     rows_at,
-    spread_out,
     to_columns,
     to_dense,
     to_phases,
+    to_sparse,
 )
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
@@ -361,7 +362,16 @@ class _Columns(NamedTuple):
     mask: Tensor | None
     bounds: Tensor | None
     columns: int
-    keys: Tensor | None  # of the columns, if they were needed
+    keys: Any  # of the columns, or None if they were not needed
+    narrow: Tensor | None  # which of the operator's columns are the span's, if not all
+
+    def returned(self, weights: Any, Tk: int, form: bool | str) -> Any:
+        """Return the operator's weights as they were asked for."""
+        if form == "dense":
+            return to_dense(weights, self.keys, Tk)
+        if form == "sparse":
+            return to_sparse(weights, self.keys, Tk)
+        return to_columns(weights, self.narrow) if form and self.narrow is not None else weights
 
 
 def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys) -> _Columns:
@@ -369,17 +379,18 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys
     Tk = key.shape[-2]
     p = rows_at(position, query, Tk, lengths)
     rows = span.locate(p, Tk)
-    some = span.compact or span.stride > 1  # the columns are not simply all keys
+    # Of windows wider than all keys the columns are taken from the keys in the end.
+    compact = span.compact and span.columns(Tk) <= -(-Tk // span.stride)
+    some = compact or span.stride > 1  # the columns are not simply all keys
     terms = bias is not None or mask is not None
     keys: Any = None
     if need_keys or sigma is not None or (some and terms):
-        keys = span.columns_of(rows, Tk, lengths)
+        keys = span.columns_of(rows, Tk, lengths, compact)
     if some and terms:
         bias, mask = (None if x is None else at_keys(x, keys) for x in (bias, mask))
     if sigma is not None:
-        if isinstance(sigma, Tensor):
-            sigma = rows_at(sigma, query, Tk, None).unsqueeze(-1)
-        prior = (-0.5 * ((keys - p.unsqueeze(-1)) / sigma).square()).to(query.dtype)
+        sigma = rows_at(sigma, query, Tk, None) if isinstance(sigma, Tensor) else sigma
+        prior = log_prior(keys, p, sigma, accumulation_dtype(query.dtype)).to(query.dtype)
         bias = prior if bias is None else bias + prior
     bounds = None
     if span.stride > 1 and not span.fixed:
@@ -387,7 +398,10 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys
         bounds = torch.stack(torch.broadcast_tensors(rows.start, stop), -1)
     elif span.sides != (None, None):
         bounds = torch.stack([rows.start, rows.stop], -1)
-    return _Columns(bias, mask, bounds, span.columns(Tk) if span.compact else 0, keys)
+    narrow = None
+    if span.compact and not compact:
+        narrow = rows.start.unsqueeze(-1) + torch.arange(span.columns(Tk), device=query.device)
+    return _Columns(bias, mask, bounds, span.columns(Tk) if compact else 0, keys, narrow)
 
 
 def run_span(
@@ -396,10 +410,10 @@ def run_span(
 ):  # fmt: skip
     """Run a backend on what one span leaves of the keys; results as :func:`run`'s."""
     Tq, Tk, k = query.shape[-2], key.shape[-2], span.stride
-    spread = need_weights in ("dense", "sparse")
-    bias, mask, bounds, columns, keys = columns_of(
-        query, key, bias, mask, lengths, span, position, sigma, spread
+    seen = columns_of(
+        query, key, bias, mask, lengths, span, position, sigma, isinstance(need_weights, str)
     )
+    bias, mask, bounds, columns, *_ = seen
     if k == 1 or span.fixed:
         if k > 1:
             key, value = key[..., ::k, :], value[..., ::k, :]
@@ -428,7 +442,7 @@ def run_span(
             for x in (*results[:2], results[2].unsqueeze(-1))
         )
         log_sum_exp = log_sum_exp.squeeze(-1)
-    return context, spread_out(weights, keys, Tk, need_weights), log_sum_exp
+    return context, seen.returned(weights, Tk, need_weights), log_sum_exp
 
 
 def run_spans(
@@ -491,15 +505,20 @@ def _attention(
             check_scale(scale, "a finite number or None")
         if temperature != 1:
             scale, bias = scale / temperature, None if bias is None else bias / temperature
-            sigma = None if sigma is None else sigma * temperature**0.5
         backend = choose(backend, query.device, query.dtype)
         terms = (query, key, value, weight, bias, mask, lengths)
-        if span is None and position is None and sigma is None and need_weights in (False, True):
+        if (
+            span is None
+            and position is None
+            and sigma is None
+            and not isinstance(need_weights, str)
+        ):
             context, weights, log_sum_exp = run(*terms, None, 0, None, scale, need_weights, backend)
         else:
             check(*terms)
             check_span(query, key, span, position, sigma, need_weights)
             span = Span() if span is None else span
+            sigma = None if sigma is None else sigma * temperature**0.5
             context, weights, log_sum_exp = run_spans(
                 *terms, span, position, sigma, scale, need_weights, backend
             )
@@ -547,16 +566,19 @@ def additive_attention(
             a key may be attended to.
         bias: added to the score, shaped like ``mask``, differentiable.
         span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
-            before it. Time and memory are in proportion to the keys seen. With heads also a list
-            of one for each head.
+            before it. Memory is in proportion to the keys seen, and so is time, on a GPU as far as
+            rows that follow each other see keys near each other. With heads also a list of one for
+            each head.
         position: where the rows stand among the keys, for the span and sigma: see
             :class:`attnfast.Span`. A tensor of real numbers gets its gradient through sigma.
         sigma: of a Gaussian prior around that position, −(j − p_i)² / 2σ² added to the score; a
-            number, or a tensor with the shapes of ``position``, in keys, differentiable.
+            positive number of keys, or a tensor of them with the shapes of ``position``,
+            differentiable. The prior is rounded to the query's dtype.
         temperature: T > 0 divides score, bias and prior.
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
-            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
+            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor. With a list of
+            spans the sparse ones have no gradient.
         need_log_sum_exp: return log Σ_j exp(e_ij) as a third result, float32 (float64 for float64).
         backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
             ``"reference"``.

@@ -8,6 +8,7 @@ fall into k phases, each with its own keys, side by side on the head axis (:func
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
+from attnfast.ops.operators import accumulation_dtype
 
 #: Where rows stand among the keys: see :class:`Span`.
 Position = int | str | Tensor | None
@@ -73,7 +75,8 @@ class Span:
             )
         if not _whole(self.stride) or self.stride < 1:
             raise ValueError(f"stride must be a whole number of at least 1, got {self.stride!r}")
-        object.__setattr__(self, "window", tuple(sides))
+        object.__setattr__(self, "window", tuple(None if x is None else int(x) for x in sides))
+        object.__setattr__(self, "stride", int(self.stride))
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -99,13 +102,14 @@ class Span:
         """Return what rows at the positions ``p [*, Tq]`` see of Tk keys, all of them existing."""
         left, right = self.sides
         k = self.stride
-        first, last = p, p
+        far = Tk + max(left or 0, right or 0) + k  # beyond it a row sees all keys or none
         if p.is_floating_point():
-            far = float(Tk + max(left or 0, right or 0) + 1)
             p = p.detach().double().clamp(-far, far)
             first = p if left is None else (p - left).ceil().long()
             last = p if right is None else (p + right).floor().long()
         else:
+            p = p.long()
+            p = p if k > 1 else p.clamp(-far, far)
             first = p if left is None else p - left
             last = p if right is None else p + right
         first = torch.zeros_like(p, dtype=torch.int64) if left is None else first
@@ -119,7 +123,7 @@ class Span:
         """Return where rows stop seeing keys that their sequences have."""
         end: Any = Tk
         if lengths is not None:
-            end = lengths.view(-1, *[1] * (max(rows.stop.dim(), 2) - 1))
+            end = lengths.clamp(0, Tk).view(-1, *[1] * (max(rows.stop.dim(), 2) - 1))
         end = _steps(end - rows.phase, self.stride)
         if isinstance(end, Tensor):
             return torch.minimum(rows.stop, end)
@@ -145,14 +149,16 @@ class Span:
         Returns:
             ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
         """
+        check_position(position, [self])
         p = positions(position, Tq, Tk, lengths, device)
-        return self.columns_of(self.locate(p, Tk), Tk, lengths)
+        return self.columns_of(self.locate(p, Tk), Tk, lengths, self.compact)
 
-    def columns_of(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
+    def columns_of(self, rows: Rows, Tk: int, lengths: Tensor | None, compact: bool) -> Tensor:
         """Return the key of every column of these rows, −1 where there is none."""
         stop = self.stop(rows, Tk, lengths)
-        column = torch.arange(self.columns(Tk), device=rows.start.device)
-        if self.compact:
+        wide = self.columns(Tk) if compact else _steps(Tk, self.stride)
+        column = torch.arange(wide, device=rows.start.device)
+        if compact:
             column = rows.start.unsqueeze(-1) + column
         seen = column >= rows.start.clamp_min(0).unsqueeze(-1)
         seen = seen & (column < stop.unsqueeze(-1))
@@ -179,7 +185,7 @@ def _steps(n: Any, k: int) -> Any:
 
 
 def _whole(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def positions(
@@ -192,15 +198,16 @@ def positions(
         device = lengths.device
     if position == "diagonal":
         rows = torch.arange(Tq, device=device, dtype=torch.float64)
-        return rows * (Tk / max(Tq, 1)) if lengths is None else rows * lengths.view(-1, 1) / Tq
+        ends = Tk if lengths is None else lengths.clamp(0, Tk).view(-1, 1)
+        return rows * ends / max(Tq, 1)
     first = first_position(position, Tq, Tk)
     return torch.arange(first, first + Tq, device=device)
 
 
 def first_position(position: int | str | None, Tq: int, Tk: int) -> int:
     """Return where the first row stands if the others follow it key by key."""
-    if isinstance(position, int):
-        return position
+    if _whole(position):
+        return int(position)  # type: ignore[arg-type]
     return Tk - Tq if position == "end" else 0
 
 
@@ -239,31 +246,52 @@ def check_span(
             refuse(name, f"on the query's device {query.device}", x.device)
         if x.dtype not in (torch.int64, torch.int32) and not x.is_floating_point():
             refuse(name, "of whole or real numbers", x.dtype)
+    check_position(position, spans)
+    number = isinstance(sigma, (int, float)) and 0 < sigma < float("inf")
+    if not (number or sigma is None or isinstance(sigma, Tensor)):
+        refuse("sigma", "a positive number or a tensor of them", repr(sigma))
+    check_form(need_weights)
+
+
+def check_position(position: object, spans: Sequence[Span]) -> None:
+    """Refuse what is no position, or none for these spans."""
     given = isinstance(position, Tensor)
-    if not (given or position in (None, "end", "diagonal") or _whole(position)):
+    named = position is None or (isinstance(position, str) and position in ("end", "diagonal"))
+    number = _whole(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
+    if not (given or named or number):
         refuse("position", "None, a number, 'end', 'diagonal' or a tensor", repr(position))
     strides = any(x.stride > 1 and not x.fixed for x in spans)
-    if strides and (given or position == "diagonal"):
+    if strides and (given or (named and position == "diagonal")):
         got = "a tensor" if given else repr(position)
         refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
-    if not isinstance(sigma, (Tensor, type(None))) and not (
-        isinstance(sigma, (int, float)) and 0 < sigma < float("inf")
-    ):
-        refuse("sigma", "a positive number or a tensor of them", repr(sigma))
-    if not (isinstance(need_weights, bool) or need_weights in ("dense", "sparse")):
+
+
+def check_form(need_weights: object) -> None:
+    """Refuse what is no form of the weights."""
+    if isinstance(need_weights, str) and need_weights not in ("dense", "sparse"):
         refuse("need_weights", "True, False, 'dense' or 'sparse'", repr(need_weights))
+
+
+def log_prior(keys: Tensor, p: Tensor, sigma: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return −(j − p)² / 2σ² for the keys j ``[.., Tq, W]``, taken in ``dtype`` or wider."""
+    dtype = torch.promote_types(dtype, p.dtype) if p.is_floating_point() else dtype
+    sigma = sigma.to(dtype).unsqueeze(-1) if isinstance(sigma, Tensor) else sigma
+    return -0.5 * ((keys - p.to(dtype).unsqueeze(-1)) / sigma).square()
 
 
 def at_keys(x: Tensor, keys: Tensor) -> Tensor:
     """Return ``x [B, (H,) Tq, Tk]``, or 1 in place of a size, at ``keys [.., Tq, W]``."""
     shape = (*torch.broadcast_shapes(x.shape[:-1], keys.shape[:-1]), keys.shape[-1])
+    if x.shape[-1] == 0:  # no keys, and columns that no row sees
+        return x.new_zeros(shape)
     if x.shape[-1] == 1:
         return x.expand(shape)
     where = [
         torch.arange(n, device=x.device).view(-1, *[1] * (x.dim() - 1 - axis))
         for axis, n in enumerate(x.shape[:-1])
     ]
-    return x[(*where, keys.clamp_min(0))].expand(shape)
+    wide = x.to(accumulation_dtype(x.dtype)) if x.is_floating_point() else x  # for its gradient
+    return wide[(*where, keys.clamp_min(0))].to(x.dtype).expand(shape)
 
 
 def to_phases(x: Tensor, k: int, front: int) -> Tensor:
@@ -313,10 +341,3 @@ def to_sparse(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
     return torch.sparse_coo_tensor(
         index, weights[(*rows, column)], shape, is_coalesced=True, check_invariants=False
     )
-
-
-def spread_out(weights: Any, keys: Any, Tk: int, form: bool | str) -> Any:
-    """Return weights as they were asked for: in their columns, dense or sparse."""
-    if form == "dense":
-        return to_dense(weights, keys, Tk)
-    return to_sparse(weights, keys, Tk) if form == "sparse" else weights

@@ -110,7 +110,7 @@ template <class T, class C>
 void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t n, C* s) {
   const C scale = a.scale, hidden = -__builtin_inf();
   if (scale != 1)
-    for (int64_t j = 0; j < n; ++j) s[j] *= scale;
+    for (int64_t j = 0; j < n; ++j) s[j] = s[j] == hidden ? hidden : s[j] * scale;
   if (a.bias.data) {
     const T* bias = at<T>(a.bias, item, i);
     for (int64_t j = 0; j < n; ++j) {
