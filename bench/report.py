@@ -86,14 +86,13 @@ def markdown_of_keys(table: list[dict]) -> list[str]:
         text.append("|---|---|--:|--:|--:|--:|--:|")
         for r in [r for r in table if (r["score"], r["direction"]) == group]:
             seconds = {r["ours"]: r["median"], **r["peers"]}
+            base = next((x for x in ("dense", "full") if x in seconds), None)
             for name, taken in seconds.items():
                 gain = share = ""
-                if "dense" in seconds:
-                    ratio = seconds["dense"] / taken
-                    gain, share = (
-                        times(ratio),
-                        f"{ratio * r['keys'][name] / r['keys']['dense']:.2f}",
-                    )
+                if base:
+                    ratio = seconds[base] / taken
+                    of_keys = ratio * r["keys"][name] / r["keys"][base]
+                    gain, share = times(ratio), f"{of_keys:.2f}"
                 cells = [r["shape"], name, str(r["keys"][name]), milliseconds(taken), gain, share]
                 text.append("| " + " | ".join([*cells, size(r["memory"][name])]) + " |")
         text.append("")

@@ -124,3 +124,60 @@ def test_spans(benchmark, score, T, direction):
     calls = {name: call(way) for name, way in ways.items()}
     race(benchmark, f"spans, {score} score", f"T = {T}", (1, T, T, A, A), direction, calls)
     benchmark.extra_info["backend"] = choose(None, DEVICE, torch.float32)
+
+
+PATTERNS = (32, 8, 512, 64)  # B, H, T, features of a head
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_patterns(benchmark, direction):
+    """Full, local, strided and both side by side, the heads of one layer."""
+    torch.manual_seed(0)
+    B, H, T, D = PATTERNS
+    grad = direction != "forward"
+    args = [torch.randn(B, H, T, D, device=DEVICE).requires_grad_(grad) for _ in range(3)]
+    local, strided = Span(window=5), Span(stride=8)
+    heads = {
+        "local, radius 5": [local] * H,
+        "strided, 8": [strided] * H,
+        "both, 4 heads each": [local, strided] * (H // 2),
+        "full": None,
+    }
+    masks = {
+        name: None if spans is None else torch.stack([mask_of(T, span) for span in spans])
+        for name, spans in heads.items()
+    }
+
+    def masked(mask, query, key, value):
+        score = query @ key.transpose(-1, -2) / D**0.5
+        score = score if mask is None else score.masked_fill(~mask, -math.inf)
+        return score.softmax(-1) @ value
+
+    def call(way):
+        def run():
+            with torch.set_grad_enabled(grad):
+                context = way(*args)
+                if grad:
+                    torch.autograd.grad(context.sum(), args)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    ways = {
+        name: lambda *args, spans=spans: attnfast.dot_attention(*args, span=spans)[0]
+        for name, spans in heads.items()
+    }
+    with torch.no_grad():
+        some = [x[:1] for x in args]
+        for name, way in ways.items():
+            want = masked(masks[name], *(x.double() for x in some))
+            assert float((way(*some) - want).abs().max()) <= 1e-5, name
+    ways["eager, full"] = lambda *args: masked(None, *args)
+    mask = masks["both, 4 heads each"]
+    ways["eager, both"] = lambda *args: masked(mask, *args)
+    seen = {"local, radius 5": 11, "strided, 8": 64, "both, 4 heads each": 37.5}
+    benchmark.extra_info["keys"] = {name: seen.get(name, T) for name in ways}
+    benchmark.group = "patterns"
+    calls = {name: call(way) for name, way in ways.items()}
+    race(benchmark, "patterns of heads", f"T = {T}", PATTERNS, direction, calls)
