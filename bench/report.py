@@ -105,6 +105,8 @@ def chart_of_keys(report: dict, path: Path) -> None:
 
     table = rows(report)
     groups = list(dict.fromkeys((r["score"], r["direction"]) for r in table))
+    lengths = {g: {r["shape"] for r in table if (r["score"], r["direction"]) == g} for g in groups}
+    groups = [g for g in groups if len(lengths[g]) > 1] or groups
     figure, grid = plt.subplots(
         (len(groups) + 1) // 2, 2, figsize=(10.8, 3.8 * ((len(groups) + 1) // 2)),
         squeeze=False, layout="constrained",
