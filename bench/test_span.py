@@ -117,6 +117,8 @@ def test_spans(benchmark, score, T, direction):
         some = slice(0, 512)
         cut = [None if x is None else (x if x.dim() == 1 else x[:, some]).double() for x in args]
         for name, span in SPANS.items():
+            if name not in ways:
+                continue
             want = eager(*cut, mask_of(512, span))
             got = ways[name](*(x if x is None else x.float() for x in cut))
             assert float((got - want).abs().max()) <= 1e-5, name
