@@ -109,7 +109,7 @@ class Span:
             last = p if right is None else (p + right).floor().long()
         else:
             p = p.long()
-            p = p if k > 1 else p.clamp(-far, far)
+            p = p if k > 1 and not self.fixed else p.clamp(-far, far)
             first = p if left is None else p - left
             last = p if right is None else p + right
         first = torch.zeros_like(p, dtype=torch.int64) if left is None else first
