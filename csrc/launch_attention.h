@@ -39,8 +39,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor grad_context, const Optional grad_weights, const Optional grad_log_sum_exp,
     const Tensor query, const Tensor key, const Tensor value, const Optional weight,
     const Optional lengths, const Optional span, int64_t columns, const Optional exponentials,
-    const Tensor weights, const Optional given_grad_score, double scale, bool need_grad_query, bool need_grad_key,
-    bool need_grad_score) {
+    const Tensor weights, const Optional given_grad_score, double scale, bool need_grad_query,
+    bool need_grad_key, bool need_grad_score) {
   Call call(query, key, value, weight, {}, {}, lengths, span, columns, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
