@@ -212,6 +212,27 @@ def test_forms_of_the_weights(span, score, backend):
         assert torch.equal(columns[..., i], at)
 
 
+@pytest.mark.parametrize("heads", [(0, 0, 1, 2), (1, 0, 2, 0)])
+def test_sparse_weights_of_spans_by_head(heads):
+    """They and their gradient are those of the dense ones."""
+    spans = [(SPAN, Span(stride=3), Span())[i] for i in heads]
+    case = Case("additive", 2, 5, 9, 8, 4, 4, terms=("lengths",), weight_per_head=True)
+    args = inputs(case)
+    leaves = {k: v for k, v in args.items() if v is not None and v.is_floating_point()}
+    weights = {}
+    for form in ("dense", "sparse"):
+        x = weigh(args, spans, "cpu", need_weights=form)[1]
+        weights[form] = x if form == "dense" else x.to_dense()
+    assert torch.equal(weights["sparse"], weights["dense"])
+    ours, theirs = (
+        torch.autograd.grad(x.square().sum(), list(leaves.values()), allow_unused=True)
+        for x in weights.values()
+    )
+    assert any(x is not None and x.abs().sum() > 0 for x in ours)
+    for a, b in zip(ours, theirs):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     "span", [Span(), Span(window=4), Span(window=4, stride=2, fixed=True)], ids=name

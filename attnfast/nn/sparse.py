@@ -12,7 +12,7 @@ from attnfast.errors import refuse
 from attnfast.memory import Memory
 from attnfast.nn.attention import LuongAttention, MultiHeadAttention
 from attnfast.ops.attention import accumulation_dtype, additive_attention, dot_attention
-from attnfast.ops.span import Span, check_form, log_prior, to_dense, to_sparse
+from attnfast.ops.span import Span, check_form, log_prior, to_form
 
 
 class Progress(NamedTuple):
@@ -208,7 +208,7 @@ class MonotonicAttention(_SpanAttention):
         if isinstance(need_weights, str):
             p = torch.stack(keys, 1)
             seen = self.span.keys(len(contexts), Tk, position=p, lengths=memory.lengths)
-            weight = (to_dense if need_weights == "dense" else to_sparse)(weight, seen, Tk)
+            weight = to_form(need_weights, weight, seen, Tk)
         return context, weight if need_weights else None, history
 
 
@@ -278,7 +278,7 @@ class LocalPredictiveAttention(LuongAttention):
         context = context * scale
         shown: Any = weights * scale if need_weights else None
         if isinstance(need_weights, str):
-            shown = (to_dense if need_weights == "dense" else to_sparse)(shown, keys, Tk)
+            shown = to_form(need_weights, shown, keys, Tk)
         if step:
             return context.squeeze(1), None if shown is None else _first_row(shown)
         return context, shown

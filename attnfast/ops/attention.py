@@ -33,12 +33,13 @@ from attnfast.ops.span import (
     check_span,
     first_position,
     from_phases,
+    join_heads,
     log_prior,
     rows_at,
     to_columns,
     to_dense,
+    to_form,
     to_phases,
-    to_sparse,
 )
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
@@ -367,10 +368,8 @@ class _Columns(NamedTuple):
 
     def returned(self, weights: Any, Tk: int, form: bool | str) -> Any:
         """Return the operator's weights as they were asked for."""
-        if form == "dense":
-            return to_dense(weights, self.keys, Tk)
-        if form == "sparse":
-            return to_sparse(weights, self.keys, Tk)
+        if isinstance(form, str):
+            return to_form(form, weights, self.keys, Tk)
         return to_columns(weights, self.narrow) if form and self.narrow is not None else weights
 
 
@@ -474,21 +473,13 @@ def run_spans(
             heads(mask, index), lengths, span, heads(position, index), heads(sigma, index), scale,
             need_weights, backend,
         ))  # fmt: skip
-    place = sorted(range(len(order)), key=order.__getitem__)
-
-    def together(parts):
-        x = torch.cat(parts, 1)
-        if place == sorted(place):
-            return x
-        return x.index_select(1, torch.tensor(place, device=x.device))
-
     contexts, weights, sums = zip(*results)
     if need_weights is True:
-        apart = [head for x in weights for head in x.unbind(1)]
-        weights = [apart[i] for i in place]
+        apart = dict(zip(order, (head for x in weights for head in x.unbind(1))))
+        weights = [apart[i] for i in range(len(order))]
     else:
-        weights = together(weights) if need_weights else None
-    return together(contexts), weights, together(sums)
+        weights = join_heads(weights, order) if need_weights else None
+    return join_heads(contexts, order), weights, join_heads(sums, order)
 
 
 def _attention(
@@ -577,8 +568,7 @@ def additive_attention(
         temperature: T > 0 divides score, bias and prior.
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
-            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor. With a list of
-            spans the sparse ones have no gradient.
+            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
         need_log_sum_exp: return log Σ_j exp(e_ij) as a third result, float32 (float64 for float64).
         backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
             ``"reference"``.

@@ -341,3 +341,23 @@ def to_sparse(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
     return torch.sparse_coo_tensor(
         index, weights[(*rows, column)], shape, is_coalesced=True, check_invariants=False
     )
+
+
+def to_form(form: str, weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
+    """Return the weights of the ``keys`` as ``need_weights`` asks for them."""
+    return (to_dense if form == "dense" else to_sparse)(weights, keys, Tk)
+
+
+def join_heads(parts: Sequence[Tensor], heads: Sequence[int]) -> Tensor:
+    """Join tensors along the head axis: ``heads`` are those of the parts, one after the other."""
+    if parts[0].layout == torch.strided:
+        x = torch.cat(list(parts), 1)
+        if list(heads) == sorted(heads):
+            return x
+        return x.index_select(1, torch.tensor(heads, device=x.device).argsort())
+    places = torch.tensor(heads, device=parts[0].device).split([x.shape[1] for x in parts])
+    indices = [x.indices() for x in parts]  # torch.cat of sparse tensors has no gradient
+    index = torch.cat([torch.stack([i[0], p[i[1]], *i[2:]]) for i, p in zip(indices, places)], 1)
+    shape = (len(parts[0]), len(heads), *parts[0].shape[2:])
+    values = torch.cat([x.values() for x in parts])
+    return torch.sparse_coo_tensor(index, values, shape, check_invariants=False).coalesce()
