@@ -35,7 +35,7 @@ BUDGETS = {
         ("grad_rows", ", 0>", 128, 14),
         ("grad_rows", ", 1>", 168 if dtype == "double" else 128, 14),
     )
-} | {"find_rows_of_keys": (32, 0)}
+} | {"find_rows_of_keys": (40, 0)}
 
 
 def compile_on_host(source: str, out: Path, *flags: str) -> Path:

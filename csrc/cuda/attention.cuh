@@ -192,15 +192,20 @@ struct StagedSum {
 // For every block of kSumRows keys, which rows see any of them, from the first to the last: Tq minus
 // the one and the other plus one, of which the largest count.
 __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a) {
-  const Tile tile = locate(a, a.Tq, kThreads);
-  const int64_t i = tile.row + threadIdx.x, n = keys_seen(a, tile.b);
-  if (i >= a.Tq) return;
-  const Seen own = seen_by(a, tile, i, n);
-  if (own.from >= own.to) return;
-  for (int64_t block = own.from / kSumRows; block * kSumRows < own.to; ++block) {
+  Tile tile = locate(a, a.Tq, kThreads);
+  tile.row += threadIdx.x / 32 * 32;  // a row for each lane
+  const int64_t i = tile.row + threadIdx.x % 32, n = keys_seen(a, tile.b);
+  const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
+  const Seen all = seen_by_all(a, tile, a.Tq - tile.row, n);
+  for (int64_t block = all.from / kSumRows; block * kSumRows < all.to; ++block) {
+    const int64_t from = block * kSumRows;
+    const bool sees = own.from < own.to && own.from < from + kSumRows && own.to > from;
+    const unsigned lanes = __ballot_sync(kAll, sees);
+    if (lanes == 0 || threadIdx.x % 32 != 0) continue;
+    const int64_t first = tile.row + __ffs(lanes) - 1, last = tile.row + 31 - __clz(lanes);
     auto* rows = at<unsigned long long>(a.rows_of_keys, tile, block);
-    atomicMax(&rows[0], static_cast<unsigned long long>(a.Tq - i));
-    atomicMax(&rows[1], static_cast<unsigned long long>(i + 1));
+    atomicMax(&rows[0], static_cast<unsigned long long>(a.Tq - first));
+    atomicMax(&rows[1], static_cast<unsigned long long>(last + 1));
   }
 }
 

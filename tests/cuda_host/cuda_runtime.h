@@ -96,6 +96,17 @@ C __shfl_xor_sync(unsigned, C x, int mask) {
   return other;
 }
 
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  warp().values[threadIdx.x % 32] = vote;
+  __syncwarp();
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= unsigned{warp().values[lane] != 0} << lane;
+  __syncwarp();
+  return lanes;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+
 template <int threads>
 struct LaunchOnHost {
   template <class... Args>
