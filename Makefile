@@ -4,6 +4,7 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+TWO := -n 2 --dist loadfile
 
 .PHONY: demo test lint bench sanitize check-machine
 .DELETE_ON_ERROR:
@@ -11,10 +12,10 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 demo: .venv/installed
 	$(BIN)/attnfast demo
 
-# The second run takes the oldest Triton that pyproject.toml claims.
+# Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims.
 test: .venv/installed .venv/oldest-triton
-	$(BIN)/pytest -q
-	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q tests -k "triton and not (fuzz or opcheck or deterministic or test_span)"
+	$(BIN)/pytest -q $(TWO)
+	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q $(TWO) tests -k "triton and not (fuzz or opcheck or deterministic or test_span)"
 
 lint: .venv/installed
 	$(BIN)/ruff check
