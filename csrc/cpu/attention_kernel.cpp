@@ -29,7 +29,7 @@ void scores(const Attention& a, int64_t index, void* memory) {
   C* q_exp = q_scratch + nq * width;
   C* k_scratch = q_exp + nq * width;
   C* k_exp = k_scratch + kKeyBlock * width;
-  C* w_scratch = k_exp + kKeyBlock * width;
+  C* w_scratch = k_exp + kTransposed<C> * width;
 
   const bool additive = a.weight.data;
   const Rows<C> q = gather(at<T>(a.query, item, item.row), a.query.row, nq, a.A, width, q_scratch);
@@ -63,10 +63,14 @@ void scores(const Attention& a, int64_t index, void* memory) {
     }
     rows = q;
     path = additive ? Score::direct : Score::dot;
+    if (!additive && a.span.data)
+      transpose(keys.data, keys.stride, n, width, k_exp, kTransposed<C>);
   };
   const auto tile = [&](int64_t i, int64_t nq, int64_t j, int64_t nk, C* out, int64_t stride) {
     const Rows<C> qs = {rows.data + i * rows.stride, rows.stride};
     const Rows<C> ks = {keys.data + j * keys.stride, keys.stride};
+    if (path == Score::dot && a.span.data)
+      return dot_transposed(qs, nq, k_exp + j, kTransposed<C>, nk, width, out, stride);
     if (path == Score::dot) return dot_block(qs, nq, ks, nk, width, out, stride, k_exp);
     auto block = score_block<C, Score::direct>;
     if constexpr (sizeof(C) == 4) {
@@ -77,7 +81,7 @@ void scores(const Attention& a, int64_t index, void* memory) {
   C* out = const_cast<C*>(s.data);
   if (a.span.data) {
     for (int64_t x = 0; x < nq * a.W; ++x) out[x] = -__builtin_inf();
-    return for_tiles(a, item, s, w_scratch + width, prepare, tile);
+    return for_tiles(a, item, additive ? kTight : kLoose, s, w_scratch + width, prepare, tile);
   }
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
     const int64_t nk = min(kKeyBlock, end - j);
@@ -152,16 +156,16 @@ void grad_weights(const Attention& a, int64_t index, void* memory) {
   const Rows<C> g = gather(at<T>(a.grad_context, item, item.row), a.grad_context.row, item.rows,
                            a.Dv, width, g_scratch);
   if (a.span.data) {
-    Rows<C> v = {};
     const auto prepare = [&](int64_t j, int64_t n) {
-      v = gather(at<T>(a.value, item, j), a.value.row, n, a.Dv, width, v_scratch);
+      const Rows<C> v = gather(at<T>(a.value, item, j), a.value.row, n, a.Dv, width, v_scratch);
+      transpose(v.data, v.stride, n, width, packed, kTransposed<C>);
     };
     const auto tile = [&](int64_t i, int64_t nq, int64_t j, int64_t nk, C* out, int64_t stride) {
-      dot_block({g.data + i * g.stride, g.stride}, nq, {v.data + j * v.stride, v.stride}, nk,
-                width, out, stride, packed);
+      dot_transposed({g.data + i * g.stride, g.stride}, nq, packed + j, kTransposed<C>, nk, width,
+                     out, stride);
     };
     const Rows<C> x = {at<C>(a.grad_score, item, item.row), a.W};
-    return for_tiles(a, item, x, packed + 2 * Vector<C>::width * width, prepare, tile);
+    return for_tiles(a, item, kLoose, x, packed + kTransposed<C> * width, prepare, tile);
   }
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
     const int64_t nk = min(kKeyBlock, end - j);
@@ -453,10 +457,10 @@ int64_t scratch_elements(const Attention& a) {
   const bool backward = a.grad_score.data;
   const int64_t tile = a.span.data ? kMostRows * kKeyBlock : 0, band = band_scratch(a);
   const int64_t passes[] = {
-      (2 * a.rows + 2 * kKeyBlock + 1) * A + tile,                  // scores, prepare
+      (2 * a.rows + kKeyBlock + kTransposed<C> + 1) * A + tile,     // scores, prepare
       a.span.data ? band + mix_scratch<C>(kMostRows + band_keys(a), widest) + span_sums(a)
                   : mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
-      (a.rows + kKeyBlock + W2) * Dv + tile,                        // grad_weights
+      (a.rows + kKeyBlock + kTransposed<C>) * Dv + tile,            // grad_weights
       backward && a.weight.data ? 2 * longest * 2 * W2 + W2 + band : 0,  // grad_slice
       17 * A,                                                       // grad_step
   };

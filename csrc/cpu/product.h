@@ -35,35 +35,45 @@ void put(T* out, Vec<C> x, int64_t n) {
   for (int64_t i = 0; i < n && i < Vector<C>::width; ++i) narrow(x[i], out[i]);
 }
 
-// acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, those of v side by side; in
-// blocks of keys, for sums of sums lose less than one long sum.
+// acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, those of v side by side.
 template <int R, bool skip_zeros, class C>
-void mix_sums(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, int64_t v_row,
-              Vec<C> (&total)[R][2]) {
+inline __attribute__((always_inline)) void mix_block(const C* p, int64_t p_row, int64_t p_col,
+                                                     int64_t n, const C* v, int64_t v_row,
+                                                     Vec<C> (&acc)[R][2]) {
   constexpr int W = Vector<C>::width;
-  constexpr int64_t kBlock = 32;
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = Vec<C>{};
-  for (int64_t k0 = 0; k0 < n; k0 += kBlock) {
-    Vec<C> acc[R][2] = {};
-    for (int64_t k = k0; k < min(k0 + kBlock, n); ++k) {
-      const Vec<C> v0 = load(v + k * v_row), v1 = load(v + k * v_row + W);
-      for (int r = 0; r < R; ++r) {
-        const C x = p[r * p_row + k * p_col];
-        if (skip_zeros && x == 0) continue;
-        acc[r][0] += x * v0;
-        acc[r][1] += x * v1;
-      }
-    }
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec<C>{};
+  for (int64_t k = 0; k < n; ++k, p += p_col, v += v_row) {
+    const Vec<C> v0 = load(v), v1 = load(v + W);
     for (int r = 0; r < R; ++r) {
-      total[r][0] += acc[r][0];
-      total[r][1] += acc[r][1];
+      const C x = p[r * p_row];
+      if (skip_zeros && x == 0) continue;
+      acc[r][0] += x * v0;
+      acc[r][1] += x * v1;
     }
   }
 }
 
-// out[r] = scale * sum_k p[r, k] v[k] for R rows, added up if `more`. Where p are weights a key of weight 0 adds nothing
-// even when its value is NaN: a sum that is NaN is taken again without such keys, which changes no
-// bit otherwise.
+// The same in blocks of keys, for sums of sums lose less than one long sum.
+template <int R, bool skip_zeros, class C>
+inline __attribute__((always_inline)) void mix_sums(const C* p, int64_t p_row, int64_t p_col,
+                                                    int64_t n, const C* v, int64_t v_row,
+                                                    Vec<C> (&acc)[R][2]) {
+  constexpr int64_t kBlock = 32;
+  mix_block<R, skip_zeros>(p, p_row, p_col, min(n, kBlock), v, v_row, acc);
+  for (int64_t k = kBlock; k < n; k += kBlock) {
+    Vec<C> part[R][2];
+    mix_block<R, skip_zeros>(p + k * p_col, p_row, p_col, min(n - k, kBlock), v + k * v_row, v_row,
+                             part);
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] += part[r][0];
+      acc[r][1] += part[r][1];
+    }
+  }
+}
+
+// out[r] = scale * sum_k p[r, k] v[k] for R rows, added up if `more`. Where p are weights a key of
+// weight 0 adds nothing even when its value is NaN: a sum that is NaN is taken again without such
+// keys, which changes no bit otherwise.
 template <int R, bool weights, bool more, class C, class O>
 void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, int64_t v_row,
               C scale, O* out, int64_t out_stride, int64_t width) {
@@ -169,21 +179,22 @@ void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
   }
 }
 
-// out[c * 2W + r] = row r of up to 2W rows, column c: zeros past the last row.
+// out[c * out_stride + r] = row r, column c: zeros past the last row, up to two vectors.
 template <class C>
-void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out) {
-  constexpr int64_t W2 = 2 * Vector<C>::width;
+void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out,
+               int64_t out_stride) {
+  const int64_t end = round_up(n, 2 * Vector<C>::width);
   int64_t r = 0;
 #if defined(__AVX2__)
   if constexpr (sizeof(C) == 4) {
     for (; r + 8 <= n; r += 8)  // columns are a multiple of 8
       for (int64_t c = 0; c < columns; c += 8)
-        transpose8(rows + r * stride + c, stride, out + c * W2 + r, W2);
+        transpose8(rows + r * stride + c, stride, out + c * out_stride + r, out_stride);
   }
 #endif
   for (int64_t c = 0; c < columns; ++c) {
-    for (int64_t i = r; i < n; ++i) out[c * W2 + i] = rows[i * stride + c];
-    for (int64_t i = n; i < W2; ++i) out[c * W2 + i] = 0;
+    for (int64_t i = r; i < n; ++i) out[c * out_stride + i] = rows[i * stride + c];
+    for (int64_t i = n; i < end; ++i) out[c * out_stride + i] = 0;
   }
 }
 

@@ -43,11 +43,15 @@ constexpr int kTight = 1, kLoose = 4;  // waste: of scores, taken two rows at a 
 int64_t band_keys(const Attention& a) { return 2 * min(a.W, a.Tk) + 16; }
 int64_t band_scratch(const Attention& a) { return a.span.data ? kMostRows * band_keys(a) : 0; }
 
+// Keys of a block, transposed, lie this far apart.
+template <class C>
+constexpr int64_t kTransposed = kKeyBlock + 2 * Vector<C>::width;
+
 // Compute numbers for all pairs that the rows of an item see, by tiles of rows and keys, and put
 // them into their columns. prepare(key, n) comes before the tiles of these keys; tile(row, rows, key,
 // keys, out, stride) counts rows and keys from the first of the item and of those prepared.
 template <class C, class Prepare, class Tile>
-void for_tiles(const Attention& a, const Item& item, Rows<C> out, C* scratch,
+void for_tiles(const Attention& a, const Item& item, int waste, Rows<C> out, C* scratch,
                const Prepare& prepare, const Tile& tile) {
   Seen seen[kMostRows];
   for (int64_t r = 0; r < item.rows; ++r) seen[r] = seen_by(a, item, item.row + r);
@@ -64,7 +68,7 @@ void for_tiles(const Attention& a, const Item& item, Rows<C> out, C* scratch,
     }
     prepare(j, end - j);
     for (int64_t r = 0; r < item.rows;) {
-      const Band band = band_of(r, item.rows, j, end, kTight, see);
+      const Band band = band_of(r, item.rows, j, end, waste, see);
       r += band.rows;
       if (band.from >= band.to) continue;
       tile(band.row, band.rows, band.from - j, band.to - band.from, scratch, kKeyBlock);
@@ -144,11 +148,12 @@ void span_products(const Attention& a, const Item& item, int64_t row, int64_t en
   C* mixing = scratch + band_scratch(a);  // or a band's rows, side by side
   C* sums = mixing + mix_scratch<C>(kMostRows + band_keys(a), width);
   const int64_t apart = in_place ? width / W2 * W2 : 0;  // columns from here on have sums apart
-  if (rows.to) {
-    for (int64_t r = 0; r < a.Tk; ++r)
-      for (int64_t c = 0; c < apart; ++c) rows.to[r * rows.to_row + c] = T{};
-    for (int64_t x = 0; x < sums_scratch<T>(a, width); ++x) sums[x] = 0;
-  }
+  int64_t cleared = 0;
+  const auto clear_to = [&](int64_t end) {  // just before the first sums come, while in cache
+    for (; cleared < end; ++cleared)
+      for (int64_t c = 0; c < apart; ++c) rows.to[cleared * rows.to_row + c] = T{};
+  };
+  for (int64_t x = 0; rows.to && x < sums_scratch<T>(a, width); ++x) sums[x] = 0;
   for_bands(a, item, row, end, kLoose, [&](const Band& band) {
     const int64_t n = band.to > band.from ? band.to - band.from : 0;
     if (n) spread(a, item, band, p, scratch);
@@ -166,6 +171,7 @@ void span_products(const Attention& a, const Item& item, int64_t row, int64_t en
             keys.to_row, mixing);
     }
     if (!rows.to || !n) return;
+    clear_to(band.to);
     const T* from = rows.from + band.row * rows.from_row;
     T* to = rows.to + band.from * rows.to_row;
     if constexpr (in_place) {
@@ -179,6 +185,7 @@ void span_products(const Attention& a, const Item& item, int64_t row, int64_t en
                            sums + (c - apart) * a.Tk + band.from * W2, W2, W2);
     }
   });
+  if (rows.to) clear_to(a.Tk);
   for (int64_t c = apart; rows.to && c < width; c += W2)
     for (int64_t r = 0; r < a.Tk; ++r)
       for (int64_t x = 0; x < W2; x += W2 / 2)
