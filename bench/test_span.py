@@ -73,7 +73,7 @@ def contenders(score: str, T: int, direction: str) -> dict:
     if direction == "forward":  # on a CPU it has no backward
         near = lambda b, h, i, j: (i - j).abs() <= 5  # noqa: E731
         blocks = None
-        if score == "dot" and T <= MOST["FlexAttention", "dot"]:
+        if score == "dot" and MOST["FlexAttention", "dot"] >= T:
             blocks = torch.compile(create_block_mask)(near, None, None, T, T, device=DEVICE)
         flex = torch.compile(flex_attention)
         ways["FlexAttention"] = lambda q, k, v, w: flex(
