@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from race import eager
+from race import eager, timed
 from table import Case, attend, inputs
 from tqdm import tqdm
 
@@ -35,17 +35,10 @@ def calls(case: Case, backward: bool) -> dict:
         "eager": eager,
         "torch.compile": torch.compile(eager, dynamic=False),
     }
-
-    def of(way):
-        def run():
-            with torch.set_grad_enabled(backward):
-                context = way(**args)[0]
-                if backward:
-                    torch.autograd.grad(context, leaves, grad)
-
-        return run
-
-    return {name: of(way) for name, way in ways.items()}
+    return {
+        name: timed(lambda way=way: way(**args)[0], leaves if backward else None, grad)
+        for name, way in ways.items()
+    }
 
 
 def main() -> None:

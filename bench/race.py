@@ -36,6 +36,25 @@ def eager(query, key, value, weight=None, **_):
     return weights @ value, weights
 
 
+def timed(way, leaves=None, grad=None):
+    """Return a call of ``way()`` that waits for the device, and gradients of ``leaves`` if any.
+
+    They are those of its result's sum unless ``grad`` is given.
+    """
+
+    def run():
+        with torch.set_grad_enabled(bool(leaves)):
+            out = way()
+            grads = ()
+            if leaves:
+                grads = torch.autograd.grad(out if grad is not None else out.sum(), leaves, grad)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return (out, *grads)
+
+    return run
+
+
 def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
     """Time the first of ``calls`` against the others, in turns."""
     ours, *peers = calls

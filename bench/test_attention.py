@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import table
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, eager, race
+from race import DECODERS, DEVICE, DIRECTIONS, eager, race, timed
 from table import Case, attend, inputs
 
 from attnfast.backends import BACKENDS, choose, why_not
@@ -58,18 +58,7 @@ def contenders(score: str) -> dict:
 def call(way, args: dict, grad: torch.Tensor | None):
     """Return a function that runs one direction and waits for the device."""
     leaves = [x for x in args.values() if x is not None and x.requires_grad]
-
-    def run():
-        with torch.set_grad_enabled(grad is not None):
-            context = way(**args)[0]
-            result = (context,)
-            if grad is not None:
-                result += torch.autograd.grad(context, leaves, grad)
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        return result
-
-    return run
+    return timed(lambda: way(**args)[0], leaves if grad is not None else None, grad)
 
 
 def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) -> None:

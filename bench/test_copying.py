@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from race import DEVICE, DIRECTIONS, race
+from race import DEVICE, DIRECTIONS, race, timed
 
 import attnfast
 from attnfast.backends import choose
@@ -46,7 +46,8 @@ def test_copying(benchmark, form, shape, direction):
     weights = torch.randn(B, Tq, Tk, device=DEVICE).softmax(-1)
     source = torch.randint(0, V + X, (B, Tk), device=DEVICE)
     target = source[:, :1].expand(B, Tq).unsqueeze(-1)
-    leaves = [x.requires_grad_(direction != "forward") for x in (logits, weights, gate)]
+    backward = direction != "forward"
+    leaves = [x.requires_grad_() for x in (logits, weights, gate)] if backward else None
     compiled = torch.compile(eager, dynamic=False)
     log = form == "logarithms"
 
@@ -65,14 +66,10 @@ def test_copying(benchmark, form, shape, direction):
         way = as_asked(way)
 
         def run():
-            with torch.set_grad_enabled(direction != "forward"):
-                out = way(logits, weights, source, gate, X)
-                if direction != "forward":
-                    torch.autograd.grad(out.gather(-1, target).sum(), leaves)
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
+            out = way(logits, weights, source, gate, X)
+            return out.gather(-1, target) if backward else out
 
-        return run
+        return timed(run, leaves)
 
     name = f"attnfast ({choose(None, DEVICE, torch.float32, 'copy_distribution')})"
     ways = {name: ours, "eager": eager, "torch.compile": compiled}

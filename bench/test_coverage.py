@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from race import DEVICE, DIRECTIONS, race
+from race import DEVICE, DIRECTIONS, race, timed
 
 import attnfast
 from attnfast.backends import choose
@@ -64,18 +64,15 @@ def fused_location_step(query, key, value, weight, filters, projection, previous
 
 def measure(benchmark, shape, sizes, direction, ways, args) -> None:
     """Compare the first way with the float64 loop, then time it against the others."""
-    leaves = [x.requires_grad_(direction != "forward") for x in args.values()]
+    backward = direction != "forward"
+    leaves = [x.requires_grad_() for x in args.values()] if backward else None
 
     def call(way):
         def run():
-            with torch.set_grad_enabled(direction != "forward"):
-                outputs = way(**args)
-                if direction != "forward":
-                    torch.autograd.grad(sum(x.sum() for x in outputs), leaves)
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
+            outputs = way(**args)
+            return sum(x.sum() for x in outputs) if backward else outputs
 
-        return run
+        return timed(run, leaves)
 
     ours, peer = list(ways.values())[:2]
     with torch.no_grad():

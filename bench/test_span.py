@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from race import DEVICE, DIRECTIONS, race
+from race import DEVICE, DIRECTIONS, race, timed
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnfast
@@ -29,8 +29,6 @@ MOST = {  # the longest sequence that a contender is asked for: 23 GiB of memory
     ("eager", "additive"): 512,
     ("masked SDPA", "dot"): 4096,
     ("FlexAttention", "dot"): 32768,
-    ("stride 8", "dot"): 32768,
-    ("stride 8", "additive"): 32768,
 }
 
 
@@ -79,8 +77,11 @@ def contenders(score: str, T: int, direction: str) -> dict:
         ways["FlexAttention"] = lambda q, k, v, w: flex(
             *(x.unsqueeze(1) for x in (q, k, v)), block_mask=blocks
         ).squeeze(1)
-    if score == "additive" and direction != "forward" and T > 4096:  # 20 s a call
-        del ways["dense"]
+    if direction != "forward":
+        if T > 32768:  # weights and their gradient would take 16 GiB
+            del ways["stride 8"]
+        if T > 4096 and score == "additive":  # 20 s a call
+            del ways["dense"]
     never = 0 if score == "additive" else math.inf
     dot_only = ("masked SDPA", "FlexAttention")
     return {
@@ -99,20 +100,8 @@ def test_spans(benchmark, score, T, direction):
     grad = direction != "forward"
     args = [torch.randn(1, T, A, device=DEVICE) for _ in range(3)]
     args.append(torch.randn(A, device=DEVICE) * 2 / A**0.5 if score == "additive" else None)
-    leaves = [x.requires_grad_(grad) for x in args if x is not None]
+    leaves = [x.requires_grad_() for x in args if x is not None] if grad else None
     ways = contenders(score, T, direction)
-
-    def call(way):
-        def run():
-            with torch.set_grad_enabled(grad):
-                context = way(*args)
-                if grad:
-                    torch.autograd.grad(context.sum(), leaves)
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-
-        return run
-
     with torch.no_grad():  # correct first, on as many rows as float64 has room for
         some = slice(0, 512)
         cut = [None if x is None else (x if x.dim() == 1 else x[:, some]).double() for x in args]
@@ -125,7 +114,7 @@ def test_spans(benchmark, score, T, direction):
     benchmark.group = f"spans, {score}"
     keys = {name: SPANS[name].columns(T) if name in SPANS else T for name in ways}
     benchmark.extra_info["keys"] = keys
-    calls = {name: call(way) for name, way in ways.items()}
+    calls = {name: timed(lambda way=way: way(*args), leaves) for name, way in ways.items()}
     race(benchmark, f"spans, {score} score", f"T = {T}", (1, T, T, A, A), direction, calls)
     benchmark.extra_info["backend"] = choose(None, DEVICE, torch.float32)
 
@@ -157,17 +146,6 @@ def test_patterns(benchmark, direction):
         score = score if mask is None else score.masked_fill(~mask, -math.inf)
         return score.softmax(-1) @ value
 
-    def call(way):
-        def run():
-            with torch.set_grad_enabled(grad):
-                context = way(*args)
-                if grad:
-                    torch.autograd.grad(context.sum(), args)
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-
-        return run
-
     ways = {
         name: lambda *args, spans=spans: attnfast.dot_attention(*args, span=spans)[0]
         for name, spans in heads.items()
@@ -183,5 +161,6 @@ def test_patterns(benchmark, direction):
     seen = {"local, radius 5": 11, "strided, 8": 64, "both, 4 heads each": 37.5}
     benchmark.extra_info["keys"] = {name: seen.get(name, T) for name in ways}
     benchmark.group = "patterns"
-    calls = {name: call(way) for name, way in ways.items()}
+    leaves = args if grad else None
+    calls = {name: timed(lambda way=way: way(*args), leaves) for name, way in ways.items()}
     race(benchmark, "patterns of heads", f"T = {T}", PATTERNS, direction, calls)

@@ -6,7 +6,7 @@ with attnfast: ``pip install --no-deps espnet joeynmt`` is enough for their atte
 
 import pytest
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, race
+from race import DECODERS, DEVICE, DIRECTIONS, race, timed
 
 from attnfast.nn import BahdanauAttention
 
@@ -80,16 +80,8 @@ def test_toolkit(benchmark, toolkit, shape, direction):
     )
 
     def run(start, weight):
-        leaves = [source, *projections, weight]
-
-        def call():
-            with torch.set_grad_enabled(direction != "forward"):
-                result = decode(start)
-                if direction == "forward":
-                    return (result,)
-                return (result, *torch.autograd.grad(result, leaves, grad))
-
-        return call
+        leaves = [source, *projections, weight] if direction != "forward" else None
+        return timed(lambda: decode(start), leaves, grad)
 
     calls = {
         "attnfast": run(lambda x: attnfast(ours, x), ours.weight),
