@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 TWO := -n 2 --dist loadfile
 
-.PHONY: demo test lint bench sanitize check-machine
+.PHONY: demo test lint bench gpu sanitize check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -26,6 +26,10 @@ lint: .venv/installed
 bench: .venv/installed
 	$(BIN)/pytest bench --benchmark-json=bench.json
 	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)
+
+# Where the project is installed otherwise: make gpu PYTHON=python3
+gpu:
+	PYTHON=$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) bench/gpu.sh build/gpu
 
 # AddressSanitizer and UBSan watch the CPU library, built in a copy of the tree.
 sanitize: .venv/installed

@@ -98,6 +98,10 @@ def test_spans(case, span, position, host):
     test_span.judge(case, span, position, host)
 
 
+def test_a_row_ends_with_its_columns(host):
+    test_span.test_a_row_ends_with_its_columns(host)
+
+
 @pytest.mark.parametrize("case", test_memory.CASES, ids=str)
 def test_recurrent_decoder(case, host):
     test_memory.judge(case, host)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import table
 import torch
-from table import DEVICE, Case, attend, check, eager, inputs, oracle_of, results, runnable
+from table import CPU, DEVICE, Case, attend, check, eager, inputs, oracle_of, results, runnable
 
 import attnfast
 from attnfast import Span
 from attnfast.diagnostics import peak_memory
+from attnfast.ops import attention
 from attnfast.ops.attention import reference
 
 OUTPUTS = {"need_weights": "dense", "need_log_sum_exp": True}
@@ -257,7 +258,7 @@ def test_prior(learned, span, score, backend):
     args, p, sigma = leaves(torch.float32, device)
     options = {"position": p, "sigma": sigma} if learned else {"position": "diagonal", "sigma": 1.5}
     got = attend(args, span=span, backend=backend, **options, **OUTPUTS)
-    exact, q, width = leaves(torch.float64, table.CPU)
+    exact, q, width = leaves(torch.float64, CPU)
     center = q if learned else torch.arange(5) * exact["lengths"].view(-1, 1) / 5
     width = width if learned else torch.tensor(1.5)
     prior = -((torch.arange(9) - center.unsqueeze(-1)) ** 2) / (2 * width.unsqueeze(-1) ** 2)
@@ -285,6 +286,22 @@ def test_scale_of_any_sign(span, scale, backend):
     want = results(case, args, lambda **a: attnfast.dot_attention(**a, scale=scale, **options))
     for key, value in want.items():
         torch.testing.assert_close(got[key].cpu(), value, msg=key)
+
+
+def test_a_row_ends_with_its_columns(backend):
+    """The operator's contract: past the last column no key is seen, whatever the span says."""
+    case = Case("dot", 2, 5, 9, 8, 4)
+    bounds = torch.tensor([[0, 9], [2, 9], [-2, 9], [7, 9], [4, 4]]).expand(2, 5, 2)
+
+    def run(device, dtype, name):
+        args = inputs(case, device)
+        q, k, v = (args[x].to(dtype) for x in ("query", "key", "value"))
+        terms = (None, None, None, None, bounds.to(device), 3, None)
+        return results(case, args, lambda **_: attention.run(q, k, v, *terms, 1.0, True, name))
+
+    exact = run(CPU, torch.float64, "reference")
+    for key, value in run(DEVICE[backend], torch.float32, backend).items():
+        torch.testing.assert_close(value.cpu().double(), exact[key].double(), atol=1e-5, rtol=1e-5)
 
 
 def test_window_wider_than_the_keys(backend):
@@ -438,7 +455,7 @@ def test_memory_is_that_of_the_keys_seen(span, score):
     run()
     inputs_size = 3 * T * 8
     # weights, their gradient and whatever has the size of the inputs
-    assert peak_memory(run, table.CPU) <= 4 * (3 * seen + 8 * inputs_size)
+    assert peak_memory(run, CPU) <= 4 * (3 * seen + 8 * inputs_size)
 
 
 @pytest.mark.parametrize("score", SCORES)

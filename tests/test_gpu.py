@@ -1,0 +1,153 @@
+"""What only a GPU can show: CUDA graphs, streams, large grids. The numbers are every test's."""
+
+import pytest
+import torch
+
+import attnfast
+from attnfast.backends import why_not
+
+pytestmark = pytest.mark.gpu
+B, Tq, Tk, A, Dv, K, V = 3, 7, 40, 24, 20, 4, 50
+
+
+def leaf(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def memory(dtype=torch.float32) -> list[torch.Tensor]:
+    return [leaf(B, n, m, dtype=dtype) for n, m in ((Tq, A), (Tk, A), (Tk, Dv))]
+
+
+def additive(leaves, backend, **options):
+    return attnfast.additive_attention(*leaves, need_weights=True, backend=backend, **options)
+
+
+def dot(leaves, backend):
+    lengths = torch.full((B,), Tk - 3, device="cuda")
+    return attnfast.dot_attention(*leaves, lengths=lengths, need_weights=True, backend=backend)
+
+
+def window(leaves, backend):
+    span = attnfast.Span(window=5, causal=True)
+    return additive(leaves, backend, span=span, position="diagonal")
+
+
+def step(leaves, backend):
+    query, *rest = leaves
+    return additive([query[:, :1], *rest], backend)
+
+
+def location(leaves, backend):
+    *rest, filters, projection = leaves
+    return attnfast.coverage_attention(
+        *rest, filters=filters, projection=projection, penalty=0.5, need_loss=True, backend=backend
+    )[::3]
+
+
+def penalty(leaves, backend):
+    return attnfast.coverage_attention(*leaves, penalty=1.0, need_loss=True, backend=backend)[::3]
+
+
+def copying(leaves, backend):
+    logits, scores, gate = leaves
+    words = torch.arange(B * Tk, device="cuda").view(B, Tk) * 7 % (V + 5)
+    weights = scores.softmax(-1)
+    return (
+        attnfast.copy_distribution(
+            logits, weights, words, gate.sigmoid(), extra_words=5, log=True, backend=backend
+        ),
+    )
+
+
+CALLS = {
+    "additive": ("attention", additive, lambda: [*memory(), leaf(A)]),
+    "additive, bfloat16": (
+        "attention", additive, lambda: [*memory(torch.bfloat16), leaf(A, dtype=torch.bfloat16)],
+    ),
+    "a step": ("attention", step, lambda: [*memory(), leaf(A)]),
+    "window": ("attention", window, lambda: [*memory(), leaf(A)]),
+    "dot": ("attention", dot, memory),
+    "penalty": ("coverage_attention", penalty, memory),
+    "location": (
+        "coverage_attention", location, lambda: [*memory(), leaf(A), leaf(K, 1, 5), leaf(A, K)],
+    ),
+    "copying": (
+        "copy_distribution", copying, lambda: [leaf(B, Tq, V), leaf(B, Tq, Tk), leaf(B, Tq)],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CALLS)
+def call(request, backend):
+    """A function that returns outputs and gradients, and the tensors that it reads."""
+    operator, attend, make = CALLS[request.param]
+    reason = why_not(backend, torch.device("cuda"), torch.float32, operator)
+    if reason or backend in ("reference", "cpu"):
+        pytest.skip(reason or "the kernels of a GPU are meant")
+    torch.manual_seed(0)
+    leaves = make()
+
+    def run():
+        outputs = [x for x in attend(leaves, backend) if x is not None]
+        grads = torch.autograd.grad(sum(x.float().square().sum() for x in outputs), leaves)
+        return [x.detach() for x in (*outputs, *grads)]
+
+    return run, leaves
+
+
+def same(got, want):
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
+
+
+def test_a_graph_replays_on_new_numbers(call):
+    run, leaves = call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    same(got, run())
+
+
+def test_work_waits_on_its_own_stream(call):
+    run, leaves = call
+    want, fresh = run(), [x.detach().clone() for x in leaves]
+    with torch.no_grad():
+        for x in leaves:
+            x.fill_(float("nan"))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(20_000_000)  # whatever runs elsewhere comes too early
+        for x, numbers in zip(leaves, fresh):
+            x.copy_(numbers)
+    with torch.cuda.stream(side):
+        got = run()
+    side.synchronize()
+    same(got, want)
+
+
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_more_sequences_than_a_grid_has_rows(score, backend):
+    if backend in ("reference", "cpu"):
+        pytest.skip("the kernels of a GPU are meant")
+    query, key, value = (leaf(70_000, n, 8) for n in (2, 3, 3))
+    weight = [leaf(8)] if score == "additive" else []
+    attend = attnfast.additive_attention if weight else attnfast.dot_attention
+    outputs = {}
+    for name in (backend, "reference"):
+        context = attend(query, key, value, *weight, backend=name)[0]
+        grads = torch.autograd.grad(context.square().sum(), [query, key, value])
+        outputs[name] = [context, *grads]
+    for got, want in zip(*outputs.values()):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
