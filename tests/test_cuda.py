@@ -31,6 +31,9 @@ BUDGETS = {
     for kernel, score, registers, kib in (
         ("forward", ", 0>", 255, 16),  # two blocks on a multiprocessor; the others three and four
         ("forward", ", 1>", 168, 16),
+        ("step", ", 0>", 96, 1),
+        ("step", ", 1>", 128, 1),
+        ("combine", ">", 64, 0),
         ("grad_score", ">", 168, 12),
         ("grad_rows", ", 0>", 128, 14),
         ("grad_rows", ", 1>", 168 if dtype == "double" else 128, 14),
@@ -139,7 +142,8 @@ def test_sanitizers(sanitizer, tmp_path):
     program = compile_on_host("sanitize.cpp", tmp_path / "sanitize", *flags)
     options = {"TSAN_OPTIONS": "halt_on_error=1"}
     for sizes in (
-        "1 1 17 66 66 33 0", "1 1 40 70 8 8 5", "2 2 3 5 1 1 0", "1 1 3 0 4 4 0", "1 1 2 3 0 0 2"
+        "1 1 17 66 66 33 0", "1 1 40 70 8 8 5", "2 2 3 5 1 1 0", "1 1 3 0 4 4 0", "1 1 2 3 0 0 2",
+        "2 1 1 150 9 40 0", "1 1 1 150 8 8 70",
     ):  # fmt: skip
         done = subprocess.run(
             [program, *sizes.split()], env={**os.environ, **options}, text=True, capture_output=True

@@ -40,6 +40,7 @@ int main(int, char** argv) {
     a.context = tensor(a.Tq, a.Dv);
     a.weights = tensor(a.Tq, a.W);
     a.log_sum_exp = tensor(a.Tq, 1);
+    a.parts = key_parts(a) > 1 ? tensor(key_parts(a), a.Dv + 2) : View{};
     a.grad_context = tensor(a.Tq, a.Dv);
     a.grad_weights = tensor(a.Tq, a.W);
     a.grad_log_sum_exp = tensor(a.Tq, 1);
