@@ -3,6 +3,12 @@
 #pragma once
 #include <stdint.h>
 
+#if defined(__CUDACC__)
+#define ATTNFAST_DEVICE __device__
+#else
+#define ATTNFAST_DEVICE
+#endif
+
 namespace attnfast {
 
 enum class Dtype { f32, f64, f16, bf16 };

@@ -3,12 +3,6 @@
 #pragma once
 #include "attention.h"
 
-#if defined(__CUDACC__)
-#define ATTNFAST_DEVICE __device__
-#else
-#define ATTNFAST_DEVICE
-#endif
-
 namespace attnfast {
 namespace {
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import table
 import test_attention
+import test_copying
 import test_memory
 import test_span
 import torch
@@ -19,6 +20,7 @@ from table import Case, cases, fuzz
 
 import attnfast.memory
 import attnfast.ops.attention
+import attnfast.ops.copying
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -39,6 +41,11 @@ BUDGETS = {
         ("grad_rows", ", 1>", 168 if dtype == "double" else 128, 14),
     )
 } | {"find_rows_of_keys": (40, 0)}
+BUDGETS |= {
+    f"{kernel}<{dtype}>": (80, 64)
+    for kernel in ("distribution", "distribution_gradient")
+    for dtype in ("float", "double", "__half", "__nv_bfloat16")
+}
 
 
 def compile_on_host(source: str, out: Path, *flags: str) -> Path:
@@ -67,7 +74,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def host(library, monkeypatch):
     """Let backend="cuda" run on CPU tensors; return its name."""
-    for module in (attnfast.ops.attention, attnfast.memory):
+    for module in (attnfast.ops.attention, attnfast.ops.copying, attnfast.memory):
         monkeypatch.setattr(module, "choose", lambda *_: "cuda")
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"
@@ -103,6 +110,16 @@ def test_spans(case, span, position, host):
 
 def test_a_row_ends_with_its_columns(host):
     test_span.test_a_row_ends_with_its_columns(host)
+
+
+@pytest.mark.parametrize("case", test_copying.copies(), ids=str)
+def test_copying_table(case, host):
+    test_copying.check(case, host)
+
+
+def test_copying_fuzz(host):
+    for case in test_copying.fuzz(0, 24):
+        test_copying.check(case, host)
 
 
 @pytest.mark.parametrize("case", test_memory.CASES, ids=str)

@@ -478,18 +478,8 @@ inline int64_t key_parts(const Attention& a) {
 inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
 inline int64_t blocks_of_keys(const Attention& a) { return tiles(a.Tk, kSumRows); }
 
-template <class F>
-void by_dtype(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::f32: return f(float{});
-    case Dtype::f64: return f(double{});
-    case Dtype::f16: return f(__half{});
-    case Dtype::bf16: return f(__nv_bfloat16{});
-  }
-}
-
 template <class Launch>
-void launch_forward(const Attention& a, Launch launch) {
+void launch_forward(const Attention& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     constexpr int columns = 32 * kColumns<typename Accumulate<T>::type>;
@@ -506,7 +496,7 @@ void launch_forward(const Attention& a, Launch launch) {
 }
 
 template <class Launch>
-void launch_backward(const Attention& a, Launch launch) {
+void launch_backward(const Attention& a, const Launch& launch) {
   const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, false,
                      a.grad_weight};
   const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, true, {}};

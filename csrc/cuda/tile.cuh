@@ -65,6 +65,17 @@ __device__ C warp_max(C x) {
   return x;
 }
 
+// Call f with a zero of the dtype's element type.
+template <class F>
+void by_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::f32: return f(float{});
+    case Dtype::f64: return f(double{});
+    case Dtype::f16: return f(__half{});
+    case Dtype::bf16: return f(__nv_bfloat16{});
+  }
+}
+
 // ---- where ------------------------------------------------------------------------------------
 
 // Which rows of which [B, H] this block takes; blockIdx.x counts tiles within B * H.

@@ -5,6 +5,7 @@
 #include <deque>
 
 #include "../../csrc/cuda/attention.cuh"
+#include "../../csrc/cuda/copying.cuh"
 
 using namespace attnfast;
 
@@ -54,6 +55,20 @@ int main(int, char** argv) {
     a.lengths = lengths.data();
     launch_forward(a, LaunchOnHost<kThreads>{});
     launch_backward(a, LaunchOnHost<kThreads>{});
+  }
+  std::vector<int64_t> source(a.B * a.Tk);
+  std::vector<double> log_sum_exp(a.B * a.Tq);
+  for (size_t i = 0; i < source.size(); ++i) source[i] = i * 7 % (a.Dv + 3);
+  for (const bool log : {false, true}) {
+    Copying c = {Dtype::f32, a.B, a.Tq, a.Tk, a.Dv, 3, log};
+    c.source = source.data();
+    c.log_sum_exp = {log_sum_exp.data(), a.Tq, 0, 1, 1};
+    for (View* x : {&c.logits, &c.grad_logits}) *x = tensor(a.Tq, a.Dv);
+    for (View* x : {&c.weights, &c.grad_weights}) *x = tensor(a.Tq, a.Tk);
+    for (View* x : {&c.distribution, &c.grad_distribution}) *x = tensor(a.Tq, a.Dv + 3);
+    for (View* x : {&c.gate, &c.grad_gate}) *x = tensor(a.Tq, 1);
+    launch_forward(c, LaunchOnHost<kThreads>{});
+    launch_backward(c, LaunchOnHost<kThreads>{});
   }
   for (const auto& x : memory)
     for (const float v : x)

@@ -1,0 +1,50 @@
+// What CPU and CUDA share of copy_distribution: its few hundred words of the source, in double, for
+// in log space differences of large logarithms are exponents. Internal to every unit that includes
+// it, which has declared ::exp and ::log (see cpu/vector.h).
+#pragma once
+#include "copying.h"
+
+namespace attnfast {
+namespace {
+
+constexpr double kLowest = -87.336544750553102;  // the logarithm of the smallest normal float
+constexpr double kLimit = 80;  // e^80 is the largest gradient; a mass below e^-80 counts as none
+
+ATTNFAST_DEVICE inline double exp_of(double x) { return ::exp(x > kLimit ? kLimit : x); }
+
+// p = sigmoid(gate) and q = 1 - p, and their logarithms.
+struct Gate {
+  double p, q, log_p, log_q;
+  ATTNFAST_DEVICE explicit Gate(double gate) {
+    const double e = ::exp(gate < 0 ? gate : -gate), sum = ::log(1 + e);
+    const double likely = 1 / (1 + e), unlikely = e / (1 + e);
+    p = gate < 0 ? unlikely : likely;
+    q = gate < 0 ? likely : unlikely;
+    log_p = (gate < 0 ? gate : 0) - sum;
+    log_q = (gate < 0 ? 0 : -gate) - sum;
+  }
+};
+
+// A word of the source in log space: log P, the part of P that is generated, and q / P.
+struct Word {
+  double log_p, generated, ratio;
+  bool slight;
+  // log_generated = log(p S), copied = C
+  ATTNFAST_DEVICE Word(double log_generated, double copied, double log_q) {
+    const double d = log_generated - log_q, u = exp_of(d);
+    slight = copied < 1.8048513878454153e-35;
+    if (slight) {
+      const bool never = log_generated == -__builtin_huge_val();
+      log_p = never ? kLowest : log_generated;
+      generated = never ? 0 : 1;
+      ratio = never ? 0 : exp_of(-d);
+      return;
+    }
+    ratio = 1 / (copied + u);
+    generated = u * ratio;
+    log_p = d > 0 ? log_generated + ::log(1 + copied * exp_of(-d)) : log_q + ::log(copied + u);
+  }
+};
+
+}  // namespace
+}  // namespace attnfast
