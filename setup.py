@@ -151,8 +151,12 @@ class BuildLibraries(build_ext):
             out = temp / f"{source.stem}.o"
             command = [nvcc(), *flags, *code, f"-I{torch}/include", "-c", str(source)]
             units.append((out, [*command, "-o", str(out)]))
-        # No torch library to link: those of a CUDA torch are in the process that loads this one.
-        link = [nvcc(), "-shared", "-cudart", "shared", *code]
+        # A CPU torch can build it too: an empty library stands in for the one that will be loaded.
+        stub = temp / "libtorch_cuda.so"
+        command = [*compiler(), "-shared", "-x", "c++", os.devnull, f"-Wl,-soname,{stub.name}"]
+        units.append((stub, [*command, "-o", str(stub)]))
+        link = [nvcc(), "-shared", "-cudart", "shared", *code, "-Xlinker", "--no-as-needed"]
+        link += [f"-L{torch}/lib", "-ltorch_cpu", f"-L{temp}", f"-l:{stub.name}"]
         return units, link, "nvcc; " + ", ".join(f"sm_{x}" for x in archs)
 
 

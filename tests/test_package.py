@@ -56,6 +56,35 @@ def test_the_cpu_library_loads_where_it_was_built():
     assert why_not("cpu", torch.device("cpu"), torch.float32) is None
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch loads it by itself")
+def test_the_cuda_library_finds_its_symbols(tmp_path):
+    """With a stand-in for what a CUDA torch would have loaded it loads and registers."""
+    if not (Path(attnfast.__file__).parent / "_C_cuda.so").exists():
+        pytest.skip("_C_cuda.so was not built")
+    stand_in = tmp_path / "libtorch_cuda.so"
+    source = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }'
+    command = [os.environ.get("CXX") or "g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", stand_in]
+    subprocess.run([*command, f"-Wl,-soname,{stand_in.name}"], input=source, text=True, check=True)
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    folder = Path(nvcc or tmp_path / "bin" / "nvcc").resolve().parent.parent
+    runtime = next(folder.rglob("libcudart.so.*"), None)
+    if runtime is None:
+        pytest.skip("CUDA's runtime is not here")
+    done = python(f"""if True:
+        import ctypes, torch, attnfast
+        for library in ({str(runtime)!r}, {str(stand_in)!r}):
+            ctypes.CDLL(library)
+        from attnfast.backends import load_library
+        print(load_library("_C_cuda"))
+        for operator in ("attention", "attention_backward", "copy_distribution"):
+            name = f"attnfast_cuda::{{operator}}"
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name
+    """)
+    assert done.stdout.strip() == "None", done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", ["_C_cpu", "_C_cuda"])
 def test_libraries_need_only_the_stable_abi(name):
     library = Path(attnfast.__file__).with_name(f"{name}.so")
