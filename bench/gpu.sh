@@ -25,7 +25,7 @@ for tool in memcheck racecheck initcheck synccheck; do
     --error-exitcode 9 --kernel-regex kns=attnfast \
     "$python" -m pytest -q tests/test_attention.py tests/test_span.py -k "$few"
 done
-step triton 120 "$python" -m pytest -q tests -k "triton and not compile and not fuzz"
+step triton 100 "$python" -m pytest -q tests -k "triton and not compile and not fuzz"
 step bench 120 "$python" -m pytest -q bench/test_attention.py --benchmark-json="$out/bench.json"
 step report 20 "$python" bench/report.py "$out/bench.json" --out "$out/gpu"
 exit $failed
