@@ -130,6 +130,7 @@ void run_forward(Attention& a, const Tensor&) {
   a.multiplied = multiplies(a);
   if (a.multiplied) return forward_with_products(a);
   share_out_rows(a);
+  if (a.span.data) return run({kernels().forward_span}, a);
   a.scores = a.weights;
   std::optional<Tensor> scores;
   if (!a.scores.data && (a.keys < a.Tk || a.columns < a.Dv)) {  // few rows, shared by threads
@@ -150,14 +151,16 @@ void run_backward(Attention& a, const Tensor&) {
   a.multiplied = multiplies(a);
   if (a.multiplied) return backward_with_products(a);
   const auto& [grad_weights, softmax] = kernels().grad_score;
-  const Pass& grad_inputs = kernels().grad_inputs;
+  const Pass &grad_score_span = kernels().grad_score_span, &grad_inputs = kernels().grad_inputs;
   const bool inputs =
       a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
   if (whole && inputs && !a.grad_score_given && grad_inputs.items(a) == a.B * a.H) {
-    run({grad_weights, softmax, grad_inputs}, a);  // one item has all that concerns a sequence
-    return;
+    // one item has all that concerns a sequence
+    return a.span.data ? run({grad_score_span, grad_inputs}, a)
+                       : run({grad_weights, softmax, grad_inputs}, a);
   }
-  if (!a.grad_score_given) run({grad_weights, softmax}, a);
+  if (!a.grad_score_given)
+    a.span.data ? run({grad_score_span}, a) : run({grad_weights, softmax}, a);
   if (inputs) run({grad_inputs}, a);
 }
 

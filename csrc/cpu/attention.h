@@ -18,7 +18,9 @@ struct Pass {
 struct AttentionKernels {
   size_t (*scratch)(const Attention&);  // bytes
   Pass forward[3];                      // scores, softmax, context
+  Pass forward_span;                    // all of them where rows have spans
   Pass grad_score[2];                   // grad_weights, then the softmax's backward
+  Pass grad_score_span;
   Pass grad_inputs;                     // slices of the features of every gradient but the score's
   Pass prepare;                         // exponentials of the keys
 };

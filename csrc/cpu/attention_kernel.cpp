@@ -19,44 +19,43 @@ static_assert(kPadding % (2 * Vector<float>::width) == 0, "exponentials are read
 
 // ---- forward ----------------------------------------------------------------------------------
 
+// Scores of the rows of an item, or other products of rows. Keys are prepared by blocks, and the values
+// of a block pick the path of its additive scores.
 template <class T, class C = typename Accumulate<T>::type>
-void scores(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), parts(a.Tk, a.keys));
-  const int64_t nq = item.rows, width = padded<C>(a.A);
-  const int64_t end = min(item.seen, (item.part + 1) * a.keys);
-  const Rows<C> s = scores_of(a, item, static_cast<C*>(memory));
-  C* q_scratch = static_cast<C*>(memory) + scores_scratch(a);
-  C* q_exp = q_scratch + nq * width;
-  C* k_scratch = q_exp + nq * width;
-  C* k_exp = k_scratch + kKeyBlock * width;
-  C* w_scratch = k_exp + kTransposed<C> * width;
-
-  const bool additive = a.weight.data;
-  const Rows<C> q = gather(at<T>(a.query, item, item.row), a.query.row, nq, a.A, width, q_scratch);
-  C q_range = 0, base = 0;
-  const C* w = nullptr;
-  if (additive) {
-    w = gather(at<T>(a.weight, item, 0), 0, 1, a.A, width, w_scratch).data;
+class Scores {
+ public:
+  Scores(const Attention& a, const Item& item, const View& query, const View& key, int64_t depth,
+         bool additive, Scratch<C>& scratch)
+      : a(a), item(item), key(key), depth(depth), width(padded<C>(depth)), additive(additive) {
+    C* q_scratch = scratch.take(item.rows * width);
+    k_scratch = scratch.take(kKeyBlock * width);
+    k_exp = scratch.take(kTransposed<C> * width);
+    q = gather(at<T>(query, item, item.row), query.row, item.rows, depth, width, q_scratch);
+    if (!additive) return;
+    q_exp = scratch.take(item.rows * width);
+    w = gather(at<T>(a.weight, item, 0), 0, 1, depth, width, scratch.take(width)).data;
     Vec<C> total = {};
     for (int64_t c = 0; c < width; c += Vector<C>::width) total += load(w + c);
     base = sum<C>(total);
-    if constexpr (sizeof(C) == 4) q_range = exponentials(q, nq, a.A, width, q_exp);
+    if constexpr (sizeof(C) == 4) q_range = exponentials(q, item.rows, depth, width, q_exp);
   }
-  const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
-  Score path = Score::dot;
-  Rows<C> rows = q, keys = {};
-  const auto prepare = [&](int64_t j, int64_t n) {
+
+  // Prepare keys [from, to), at most kKeyBlock, for tiles to take.
+  void prepare(int64_t from, int64_t to) {
+    first = from;
+    last = to;
     rows = {q_exp, width};
     path = Score::factored;
     if constexpr (sizeof(C) == 4) {
-      if (prepared) {
-        keys = {at<C>(a.exponentials, item, j), round_up(a.A, kPadding)};
+      if (additive && a.exponentials.data && q_range <= kPreparedLimit) {
+        keys = {at<C>(a.exponentials, item, from), round_up(depth, kPadding)};
         return;
       }
     }
-    keys = gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, k_scratch);
+    const int64_t n = to - from;
+    keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
     if constexpr (sizeof(C) == 4) {
-      if (additive && q_range + exponentials(keys, n, a.A, width, k_exp) <= kFactoredLimit) {
+      if (additive && q_range + exponentials(keys, n, depth, width, k_exp) <= kFactoredLimit) {
         keys = {k_exp, width};
         return;
       }
@@ -65,42 +64,78 @@ void scores(const Attention& a, int64_t index, void* memory) {
     path = additive ? Score::direct : Score::dot;
     if (!additive && a.span.data)
       transpose(keys.data, keys.stride, n, width, k_exp, kTransposed<C>);
-  };
-  const auto tile = [&](int64_t i, int64_t nq, int64_t j, int64_t nk, C* out, int64_t stride) {
-    const Rows<C> qs = {rows.data + i * rows.stride, rows.stride};
+  }
+
+  // The scores of the item's rows [row, row + n) and the keys [from, to). Where rows have spans, up to
+  // two vectors more are written.
+  void tile(int64_t row, int64_t n, int64_t from, int64_t to, C* out, int64_t stride) const {
+    const int64_t j = from - first, nk = to - from;
+    const Rows<C> qs = {rows.data + row * rows.stride, rows.stride};
     const Rows<C> ks = {keys.data + j * keys.stride, keys.stride};
     if (path == Score::dot && a.span.data)
-      return dot_transposed(qs, nq, k_exp + j, kTransposed<C>, nk, width, out, stride);
-    if (path == Score::dot) return dot_block(qs, nq, ks, nk, width, out, stride, k_exp);
+      return dot_transposed(qs, n, k_exp + j, kTransposed<C>, nk, width, out, stride);
+    if (path == Score::dot) return dot_block(qs, n, ks, nk, width, out, stride, k_exp);
     auto block = score_block<C, Score::direct>;
     if constexpr (sizeof(C) == 4) {
       if (path == Score::factored) block = score_block<C, Score::factored>;
     }
-    block(qs, nq, ks, nk, w, width, base, out, stride);
-  };
-  C* out = const_cast<C*>(s.data);
-  if (a.span.data) {
-    for (int64_t x = 0; x < nq * a.W; ++x) out[x] = -__builtin_inf();
-    return for_tiles(a, item, additive ? kTight : kLoose, s, w_scratch + width, prepare, tile);
+    block(qs, n, ks, nk, w, width, base, out, stride);
   }
+
+  // What the constructor takes.
+  static int64_t room(int64_t rows, int64_t depth) {
+    return (2 * rows + kKeyBlock + kTransposed<C> + 1) * padded<C>(depth);
+  }
+
+  int waste() const { return additive ? kTight : kLoose; }  // see band_of
+  int64_t from() const { return first; }
+  int64_t to() const { return last; }
+
+ private:
+  const Attention& a;
+  const Item& item;
+  const View& key;
+  const int64_t depth, width;
+  const bool additive;
+  int64_t first = 0, last = 0;
+  C q_range = 0, base = 0;
+  C *q_exp = nullptr, *k_scratch, *k_exp;
+  const C* w = nullptr;
+  Score path = Score::dot;
+  Rows<C> q, rows, keys;
+};
+
+// The scores of all rows and keys of an item, in their columns.
+template <class T, class C>
+void fill(const Attention& a, const Item& item, Scores<T, C> scores, Rows<C> out) {
+  const int64_t end = min(item.seen, (item.part + 1) * a.keys);
   for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
-    const int64_t nk = min(kKeyBlock, end - j);
-    prepare(j, nk);
-    tile(0, nq, 0, nk, out + j, s.stride);
+    const int64_t to = min(j + kKeyBlock, end);
+    scores.prepare(j, to);
+    scores.tile(0, item.rows, j, to, const_cast<C*>(out.data) + j, out.stride);
   }
+}
+
+template <class T, class C = typename Accumulate<T>::type>
+void scores(const Attention& a, int64_t index, void* memory) {
+  const Item item(a, index, row_blocks(a), parts(a.Tk, a.keys));
+  Scratch<C> scratch = {static_cast<C*>(memory)};
+  const Rows<C> s = scores_of(a, item, scratch);
+  fill(a, item, Scores<T>(a, item, a.query, a.key, a.A, a.weight.data, scratch), s);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
 void weights(const Attention& a, int64_t index, void* memory) {
   const Item item(a, index, row_blocks(a), 1);
-  const Rows<C> s = scores_of(a, item, static_cast<C*>(memory));
-  const int64_t n = columns_seen(a, item);
+  Scratch<C> scratch = {static_cast<C*>(memory)};
+  const Rows<C> s = scores_of(a, item, scratch);
   Flags<C> zeros = {};
   for (int64_t i = 0; i < item.rows; ++i) {
     C* row = const_cast<C*>(s.data) + i * s.stride;
-    finish_scores<T>(a, item, item.row + i, n, row);
-    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, n, zeros);
-    for (int64_t j = n; j < a.W; ++j) row[j] = 0;
+    multiply_by((C)a.scale, item.seen, row);
+    finish_scores<T>(a, item, item.row + i, 0, item.seen, row);
+    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, item.seen, zeros);
+    clear_outside(row, a.W, 0, item.seen);
   }
   tell_of_zeros<C>(a, item, zeros);
 }
@@ -131,16 +166,52 @@ template <class T, class C = typename Accumulate<T>::type>
 void context(const Attention& a, int64_t index, void* memory) {
   const Item item(a, index, row_blocks(a), parts(a.Dv, a.columns));
   const int64_t c = item.part * a.columns;
-  const Rows<C> p = scores_of(a, item, static_cast<C*>(memory));
-  C* scratch = static_cast<C*>(memory) + scores_scratch(a);
-  if (a.span.data) {
-    const Rows<C> from = {p.data - item.row * p.stride, p.stride};
-    const Side<T> keys = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, 0), a.Dv};
-    return span_products<T>(a, item, item.row, item.row + item.rows, from, (C)1, a.Dv, keys,
-                            Side<T>{}, scratch);
-  }
+  Scratch<C> scratch = {static_cast<C*>(memory)};
+  const Rows<C> p = scores_of(a, item, scratch);
   multiply(a, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
-           min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch);
+           min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch.next);
+}
+
+// All of it for rows with spans: scores, weights and context of a band follow one another in a matrix
+// that stays in cache.
+template <class T, class C = typename Accumulate<T>::type>
+void forward_span(const Attention& a, int64_t index, void* memory) {
+  const Item item(a, index, row_blocks(a), 1);
+  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scores<T> scores(a, item, a.query, a.key, a.A, a.weight.data, scratch);
+  const SeenByRows seen(a, item);
+  C* matrix = scratch.take(band_scratch<C>(a));
+  const Side<T> side = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, item.row), a.Dv};
+  Flags<C> zeros = {};
+  for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
+    const int64_t n = band.to - band.from, stride = band_row<C>(n);
+    fill(band, seen, scores, matrix, stride);
+    multiply_by((C)a.scale, band.rows * stride, matrix);
+    Own own[kMostRows];
+    C top[kMostRows], mass[kMostRows];
+    const auto numbers = [&](int64_t r) {
+      return Within<C>{matrix + r * stride, own[r].from, own[r].to};
+    };
+    for (int64_t r = 0; r < band.rows; ++r) {
+      own[r] = own_of(seen(band.row + r), band);
+      finish_scores<T>(a, item, item.row + band.row + r, own[r].column, own[r].end(),
+                       matrix + r * stride + own[r].from);
+    }
+    // step by step, so that no row waits for another
+    for (int64_t r = 0; r < band.rows; ++r) top[r] = largest(numbers(r));
+    for (int64_t r = 0; r < band.rows; ++r) mass[r] = exponentiate(numbers(r), top[r]);
+    for (int64_t r = 0; r < band.rows; ++r) {
+      const int64_t row = item.row + band.row + r;
+      const Within<C> p = numbers(r);
+      *at<C>(a.log_sum_exp, item, row) = normalise(p, top[r], mass[r], zeros);
+      clear_outside(p.x, n, p.first(), round_up(p.to, Vector<C>::width));
+      if (!a.weights.data) continue;
+      C* columns = at<C>(a.weights, item, row);
+      for (int64_t j = p.from; j < p.to; ++j) columns[own[r].column + j - p.from] = p.x[j];
+      clear_outside(columns, a.W, own[r].column, own[r].end());
+    }
+    band_product<T>(matrix, stride, band, (C)1, a.Dv, side, scratch.next);
+  });
 }
 
 // ---- backward ---------------------------------------------------------------------------------
@@ -149,63 +220,72 @@ void context(const Attention& a, int64_t index, void* memory) {
 template <class T, class C = typename Accumulate<T>::type>
 void grad_weights(const Attention& a, int64_t index, void* memory) {
   const Item item(a, index, row_blocks(a), parts(a.Tk, a.keys));
-  const int64_t width = padded<C>(a.Dv), end = min(item.seen, (item.part + 1) * a.keys);
-  C* g_scratch = static_cast<C*>(memory);
-  C* v_scratch = g_scratch + item.rows * width;
-  C* packed = v_scratch + kKeyBlock * width;
-  const Rows<C> g = gather(at<T>(a.grad_context, item, item.row), a.grad_context.row, item.rows,
-                           a.Dv, width, g_scratch);
-  if (a.span.data) {
-    const auto prepare = [&](int64_t j, int64_t n) {
-      const Rows<C> v = gather(at<T>(a.value, item, j), a.value.row, n, a.Dv, width, v_scratch);
-      transpose(v.data, v.stride, n, width, packed, kTransposed<C>);
-    };
-    const auto tile = [&](int64_t i, int64_t nq, int64_t j, int64_t nk, C* out, int64_t stride) {
-      dot_transposed({g.data + i * g.stride, g.stride}, nq, packed + j, kTransposed<C>, nk, width,
-                     out, stride);
-    };
-    const Rows<C> x = {at<C>(a.grad_score, item, item.row), a.W};
-    return for_tiles(a, item, kLoose, x, packed + kTransposed<C> * width, prepare, tile);
+  Scratch<C> scratch = {static_cast<C*>(memory)};
+  const Rows<C> x = {at<C>(a.grad_score, item, item.row), a.W};
+  fill(a, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
+}
+
+// out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) of the columns [from, to) of a row i, to x_j
+// grad_weights_ij added; exactly 0 where P is.
+template <class C>
+void softmax_backward(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to,
+                      C* x, C* out, Flags<C>& zeros) {
+  constexpr int W = Vector<C>::width;
+  const int64_t n = to - from;
+  const C scale = a.grad_score_scale;
+  const C* p = at<C>(a.weights, item, i) + from;
+  if (a.grad_weights.data) {
+    const C* extra = at<C>(a.grad_weights, item, i) + from;
+    for (int64_t j = 0; j < n; ++j) x[j] += extra[j];
   }
-  for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
-    const int64_t nk = min(kKeyBlock, end - j);
-    const Rows<C> v = gather(at<T>(a.value, item, j), a.value.row, nk, a.Dv, width, v_scratch);
-    dot_block(g, item.rows, v, nk, width, at<C>(a.grad_score, item, item.row) + j, a.Tk, packed);
+  Vec<C> products = {};
+  for (int64_t j = 0; j < n; j += W) {
+    const Vec<C> pj = load_part(p + j, n - j, (C)0);
+    products += pj == 0 ? pj : pj * load_part(x + j, n - j, (C)0);
+  }
+  const C mean = sum<C>(products);  // x - mean is often exactly 0: the rest comes after
+  const C rest = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, item, i) : 0;
+  for (int64_t j = 0; j < n; j += W) {
+    const Vec<C> pj = load_part(p + j, n - j, (C)1);
+    const Vec<C> xj = load_part(x + j, n - j, (C)0);
+    zeros |= pj == 0;
+    store_part(out + j, pj == 0 ? pj : pj * (xj - mean + rest) * scale, n - j);
   }
 }
 
-// grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i), x_ij with grad_weights_ij added;
-// exactly 0 where P is.
 template <class T, class C = typename Accumulate<T>::type>
 void grad_score(const Attention& a, int64_t index, void*) {
-  constexpr int W = Vector<C>::width;
   const Item item(a, index, row_blocks(a), 1);
-  const int64_t n = columns_seen(a, item);
-  const C scale = a.grad_score_scale;
   Flags<C> zeros = {};
   for (int64_t i = item.row; i < item.row + item.rows; ++i) {
     C* x = at<C>(a.grad_score, item, i);
-    const C* p = at<C>(a.weights, item, i);
-    if (a.grad_weights.data) {
-      const C* extra = at<C>(a.grad_weights, item, i);
-      for (int64_t j = 0; j < n; ++j) x[j] += extra[j];
-    }
-    Vec<C> products = {};
-    for (int64_t j = 0; j < n; j += W) {
-      const Vec<C> pj = load_part(p + j, n - j, (C)0);
-      products += pj == 0 ? pj : pj * load_part(x + j, n - j, (C)0);
-    }
-    const C mean = sum<C>(products);  // x - mean is often exactly 0: the rest comes after
-    const C rest = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, item, i) : 0;
-    for (int64_t j = 0; j < n; j += W) {
-      const Vec<C> pj = load_part(p + j, n - j, (C)1);
-      const Vec<C> xj = load_part(x + j, n - j, (C)0);
-      zeros |= pj == 0;
-      store_part(x + j, pj == 0 ? pj : pj * (xj - mean + rest) * scale, n - j);
-    }
-    for (int64_t j = n; j < a.W; ++j) x[j] = 0;
+    softmax_backward(a, item, i, 0, item.seen, x, x, zeros);
+    clear_outside(x, a.W, 0, item.seen);
   }
   tell_of_zeros<C>(a, item, zeros);
+}
+
+// Both passes for rows with spans, by bands.
+template <class T, class C = typename Accumulate<T>::type>
+void grad_score_span(const Attention& a, int64_t index, void* memory) {
+  const Item item(a, index, row_blocks(a), 1);
+  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scores<T> products(a, item, a.grad_context, a.value, a.Dv, false, scratch);
+  const SeenByRows seen(a, item);
+  C* matrix = scratch.take(band_scratch<C>(a));
+  Flags<C> zeros = {};
+  for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
+    const int64_t stride = band_row<C>(band.to - band.from);
+    fill(band, seen, products, matrix, stride);
+    for (int64_t r = 0; r < band.rows; ++r) {
+      const Own own = own_of(seen(band.row + r), band);
+      const int64_t row = item.row + band.row + r;
+      C* out = at<C>(a.grad_score, item, row);
+      softmax_backward(a, item, row, own.column, own.end(), matrix + r * stride + own.from,
+                       out + own.column, zeros);
+      clear_outside(out, a.W, own.column, own.end());
+    }
+  });
 }
 
 // Two vectors of features of `n` rows, one after the other; returns the largest magnitude. A NaN
@@ -267,8 +347,8 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
   }
   if (a.span.data) {
     C* tile = grad_w + W2;
-    for_bands(a, item, 0, a.Tq, kTight, [&](const Band& band) {
-      if (band.from >= band.to) return;
+    const auto see = [&](int64_t row) { return seen_by(a, item, row); };
+    for_bands(0, a.Tq, 0, item.seen, kTight, see, [&](const Band& band) {
       const int64_t nk = band.to - band.from, i = band.row * W2, j = (band.from - keys.from) * W2;
       spread(a, item, band, g, tile);
       blocks(q + i, k + j, tile, nk, band.rows, nk, grad_q + i, grad_k + j, grad_w);
@@ -372,7 +452,7 @@ void grad_dot(const Attention& a, const Item& item, int64_t c, int64_t width, C*
                                                                   a.query.row};
     if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.A;
     if (a.grad_key.data) rows.to = at<T>(a.grad_key, item, 0) + c, rows.to_row = a.A;
-    return span_products<T>(a, item, 0, a.Tq, Rows<C>{g, a.W}, scale, width, keys, rows, scratch);
+    return span_products<T>(a, item, Rows<C>{g, a.W}, scale, width, keys, rows, scratch);
   }
   if (a.grad_query.data)
     multiply(a, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
@@ -394,7 +474,7 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
       const Side<T> rows = {at<T>(a.grad_context, item, 0) + c, a.grad_context.row,
                             at<T>(a.grad_value, item, 0) + c, a.Dv};
       const Rows<C> p = {at<C>(a.weights, item, 0), a.W};
-      return span_products<T>(a, item, 0, a.Tq, p, (C)1, width, Side<T>{}, rows, scratch);
+      return span_products<T>(a, item, p, (C)1, width, Side<T>{}, rows, scratch);
     }
     multiply(a, at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
         a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.Dv, scratch);
@@ -451,22 +531,22 @@ int64_t span_sums(const Attention& a) {
 template <class C>
 int64_t scratch_elements(const Attention& a) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
-  const int64_t A = round_up(padded<C>(a.A), kPadding), Dv = padded<C>(a.Dv);
+  const int64_t A = round_up(padded<C>(a.A), kPadding);
   const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1, widest = a.A > a.Dv ? a.A : a.Dv;
   const int64_t again = a.grad_score.data ? longest : a.rows;
   const bool backward = a.grad_score.data;
-  const int64_t tile = a.span.data ? kMostRows * kKeyBlock : 0, band = band_scratch(a);
+  const int64_t band = band_scratch<C>(a);
+  const int64_t mixing = a.span.data ? mix_scratch<C>(kMostRows + band_keys(a), widest) + band : 0;
   const int64_t passes[] = {
-      (2 * a.rows + kKeyBlock + kTransposed<C> + 1) * A + tile,     // scores, prepare
-      a.span.data ? band + mix_scratch<C>(kMostRows + band_keys(a), widest) + span_sums(a)
-                  : mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
-      (a.rows + kKeyBlock + kTransposed<C>) * Dv + tile,            // grad_weights
+      Scores<float, C>::room(a.rows, widest) + mixing,              // all but those below
+      mixing + span_sums(a),                                        // grad_inputs
+      mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
       backward && a.weight.data ? 2 * longest * 2 * W2 + W2 + band : 0,  // grad_slice
       17 * A,                                                       // grad_step
   };
   int64_t most = 0;
   for (const int64_t pass : passes) most = pass > most ? pass : most;
-  return most + scores_scratch(a);
+  return most + scores_scratch<C>(a);
 }
 
 size_t scratch(const Attention& a) {
@@ -488,7 +568,9 @@ extern const AttentionKernels attention = {
     {{key_items, ATTNFAST_BY_DTYPE(scores)},
      {row_items, ATTNFAST_BY_DTYPE(weights)},
      {column_items, ATTNFAST_BY_DTYPE(context)}},
+    {row_items, ATTNFAST_BY_DTYPE(forward_span)},
     {{key_items, ATTNFAST_BY_DTYPE(grad_weights)}, {row_items, ATTNFAST_BY_DTYPE(grad_score)}},
+    {row_items, ATTNFAST_BY_DTYPE(grad_score_span)},
     {slice_items, ATTNFAST_BY_DTYPE(grad_inputs)},
     {block_items, ATTNFAST_BY_DTYPE(prepare)},
 };

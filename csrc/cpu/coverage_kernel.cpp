@@ -15,17 +15,6 @@ namespace {
 
 const Coverage& of(const Attention& a) { return static_cast<const Coverage&>(a); }
 
-// A thread's scratch, handed out piece by piece.
-template <class C>
-struct Scratch {
-  C* next;
-  C* take(int64_t n) {
-    C* p = next;
-    next += round_up(n, 64 / sizeof(C));
-    return p;
-  }
-};
-
 // Signals over the keys: the last weights and the coverage, zeros past both ends, or gradients.
 template <class C>
 struct Signals {
@@ -304,7 +293,8 @@ void forward(const Attention& attention, int64_t index, void* memory) {
   for (int64_t t = 0; t < a.Tq; ++t) {
     C* row = row_of<C>(a.weights, item, t);
     if (p.K) scores_with_features<T>(a, item, t, p, row);
-    finish_scores<T>(a, item, t, n, row);
+    multiply_by((C)a.scale, n, row);
+    finish_scores<T>(a, item, t, 0, n, row);
     for (int64_t j = 0; penalty != 0 && j < n; ++j) row[j] -= penalty * coverage[j];
     if (a.transition.data) {
       transition_odds(last, row_of<C>(a.transition, item)[t], n, factor);

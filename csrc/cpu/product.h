@@ -13,6 +13,15 @@ struct Rows {
   int64_t stride;
 };
 
+// Have the cache fetch rows [from, from + n), those of them before `end`: what comes next, in steps too
+// short for the processor to foresee.
+template <class T>
+void expect(const T* rows, int64_t stride, int64_t from, int64_t n, int64_t end, int64_t width) {
+  for (int64_t r = from; r < min(from + n, end); ++r)
+    for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T))
+      __builtin_prefetch(rows + r * stride + c);
+}
+
 // Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
 // they are so already.
 template <class T, class C>
@@ -75,8 +84,9 @@ inline __attribute__((always_inline)) void mix_sums(const C* p, int64_t p_row, i
 // weight 0 adds nothing even when its value is NaN: a sum that is NaN is taken again without such
 // keys, which changes no bit otherwise.
 template <int R, bool weights, bool more, class C, class O>
-void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n, const C* v, int64_t v_row,
-              C scale, O* out, int64_t out_stride, int64_t width) {
+__attribute__((noinline)) void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n,
+                                        const C* v, int64_t v_row, C scale, O* out,
+                                        int64_t out_stride, int64_t width) {
   constexpr int W = Vector<C>::width;
   Vec<C> acc[R][2];
   mix_sums<R, false>(p, p_row, p_col, n, v, v_row, acc);

@@ -7,6 +7,17 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
+// Room that is given out piece by piece.
+template <class C>
+struct Scratch {
+  C* next;
+  C* take(int64_t n) {
+    C* p = next;
+    next += round_up(n, 64 / sizeof(C));
+    return p;
+  }
+};
+
 int64_t parts(int64_t n, int64_t size) { return n > size ? (n + size - 1) / size : 1; }
 
 int64_t keys_seen(const Attention& a, int64_t b) {
@@ -45,58 +56,103 @@ int64_t padded(int64_t width) {
   return round_up(width, 2 * Vector<C>::width);
 }
 
-// Where the scores of an item lie: the weights' place, or the end of a thread's scratch.
+// Where the scores of an item lie: the weights' place, or the start of a thread's scratch.
 template <class C>
-Rows<C> scores_of(const Attention& a, const Item& item, C* scratch) {
-  if (a.scores.data) return {at<C>(a.scores, item, item.row), a.W};
-  return {scratch, a.W};
-}
-
-// Room for them there.
 int64_t scores_scratch(const Attention& a) {
-  return a.scores.data ? 0 : round_up(a.rows * a.W, 16);
+  return a.scores.data || a.span.data ? 0 : a.rows * a.W;
 }
-
-// Columns of scores that hold any: those of the keys in the sequence, or of a span, -inf included.
-int64_t columns_seen(const Attention& a, const Item& item) {
-  return a.span.data ? a.W : item.seen;
-}
-
-// Turn a row of scores into weights in place; return log sum exp. An empty row becomes zeros.
-// `zeros` marks the lanes where a weight is 0.
 template <class C>
-C softmax(C* s, int64_t n, Flags<C>& zeros) {
-  constexpr int W = Vector<C>::width;
-  const C infinity = __builtin_inf();
-  Vec<C> highest = splat(-infinity), total = {};
-  for (int64_t j = 0; j < n; j += W) {
-    const Vec<C> x = load_part(s + j, n - j, -infinity);
-    highest = x > highest ? x : highest;
+Rows<C> scores_of(const Attention& a, const Item& item, Scratch<C>& scratch) {
+  if (a.scores.data) return {at<C>(a.scores, item, item.row), a.W};
+  return {scratch.take(scores_scratch<C>(a)), a.W};
+}
+
+// Zeros in place of the numbers of a row that are not in [from, to).
+template <class C>
+void clear_outside(C* row, int64_t n, int64_t from, int64_t to) {
+  for (int64_t j = 0; j < min(from, n); ++j) row[j] = 0;
+  for (int64_t j = to > 0 ? to : 0; j < n; ++j) row[j] = 0;
+}
+
+// Numbers [0, n) of a row that nothing else may touch beyond.
+template <class C>
+struct Exactly {
+  C* x;
+  int64_t n;
+  int64_t first() const { return 0; }
+  int64_t end() const { return n; }
+  Vec<C> get(int64_t j, C fill) const { return load_part(x + j, n - j, fill); }
+  Vec<C> get_put(int64_t j, C fill) const { return get(j, fill); }
+  void put(int64_t j, Vec<C> v) const { store_part(x + j, v, n - j); }
+};
+
+// Numbers [from, to) of a row whose neighbours, to the next multiples of a vector, have no meaning:
+// `put` writes there what it is given, and `get_put` reads it.
+template <class C>
+struct Within {
+  C* x;
+  int64_t from, to;
+  int64_t first() const { return from / Vector<C>::width * Vector<C>::width; }
+  int64_t end() const { return to; }
+  Vec<C> get(int64_t j, C fill) const {
+    const Vec<C> v = load(x + j);
+    if (j >= from && j + Vector<C>::width <= to) return v;
+    return lanes_within<C>(j, from, to) ? v : splat(fill);
   }
-  C top = -infinity;
-  for (int i = 0; i < W; ++i) top = highest[i] > top ? highest[i] : top;
-  const C shift = top == -infinity ? 0 : top;
-  for (int64_t j = 0; j < n; j += W) {
-    const Vec<C> x = load_part(s + j, n - j, -infinity) - shift;
+  Vec<C> get_put(int64_t j, C) const { return load(x + j); }
+  void put(int64_t j, Vec<C> v) const { store(x + j, v); }
+};
+
+// A row of scores becomes weights in three steps. The largest score:
+template <class C, template <class> class Row>
+C largest(const Row<C>& s) {
+  const C infinity = __builtin_inf();
+  Vec<C> most = splat(-infinity);
+  for (int64_t j = s.first(); j < s.end(); j += Vector<C>::width) {
+    const Vec<C> x = s.get(j, -infinity);
+    most = x > most ? x : most;
+  }
+  return highest<C>(most);
+}
+
+// Their exponentials, in place, and 0 in place of neighbours without meaning; returns the sum.
+template <class C, template <class> class Row>
+C exponentiate(const Row<C>& s, C top) {
+  const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
+  Vec<C> total = {};
+  for (int64_t j = s.first(); j < s.end(); j += Vector<C>::width) {
+    const Vec<C> x = s.get(j, -infinity) - shift;
     Vec<C> e = exp(x);
     e = x < (C)-87 ? Vec<C>{} : e;
     e = x == x ? e : x;  // NaN stays, and makes the whole row NaN
     total += e;
-    store_part(s + j, e, n - j);
+    s.put(j, e);
   }
-  const C mass = sum<C>(total);
+  return sum<C>(total);
+}
+
+// Weights; returns log sum exp. An empty row stays zeros. `zeros` marks the lanes where a weight is 0.
+template <class C, template <class> class Row>
+C normalise(const Row<C>& s, C top, C mass, Flags<C>& zeros) {
   if (mass == 0) {
     zeros = ~zeros | zeros;
-    return -infinity;
+    return -__builtin_inf();
   }
-  for (int64_t j = 0; j < n; j += W) {
-    const Vec<C> e = load_part(s + j, n - j, (C)1);
+  for (int64_t j = s.first(); j < s.end(); j += Vector<C>::width) {
+    const Vec<C> e = s.get_put(j, (C)1);
     const Vec<C> p = e == 0 ? e : e / mass;  // 0 also where mass is NaN
     zeros |= p == 0;
-    store_part(s + j, p, n - j);
+    s.put(j, p);
   }
   if constexpr (sizeof(C) == 4) return top + ::logf(mass);
   return top + ::log(mass);
+}
+
+template <class C>
+C softmax(C* s, int64_t n, Flags<C>& zeros) {
+  const Exactly<C> row = {s, n};
+  const C top = largest(row);
+  return normalise(row, top, exponentiate(row, top), zeros);
 }
 
 template <class C>
@@ -105,21 +161,26 @@ void tell_of_zeros(const Attention& a, const Item& item, Flags<C> zeros) {
     __atomic_store_n(a.hides, true, __ATOMIC_RELAXED);
 }
 
-// Turn n products into scores: scale, bias, mask.
-template <class T, class C>
-void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t n, C* s) {
-  const C scale = a.scale, hidden = -__builtin_inf();
+template <class C>
+void multiply_by(C scale, int64_t n, C* x) {
   if (scale != 1)
-    for (int64_t j = 0; j < n; ++j) s[j] = s[j] == hidden ? hidden : s[j] * scale;
+    for (int64_t j = 0; j < n; ++j) x[j] *= scale;
+}
+
+// Add the bias to the scores of columns [from, to), hide what the mask hides.
+template <class T, class C>
+void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to, C* s) {
+  const int64_t n = to - from;
+  const C hidden = -__builtin_inf();
   if (a.bias.data) {
-    const T* bias = at<T>(a.bias, item, i);
+    const T* bias = at<T>(a.bias, item, i) + from * a.bias.column;
     for (int64_t j = 0; j < n; ++j) {
       const C x = widen(bias[j * a.bias.column]);
-      s[j] = x == hidden || s[j] == hidden ? hidden : s[j] + x;  // also where either is NaN
+      s[j] = x == hidden ? hidden : s[j] + x;  // also where the score is NaN
     }
   }
   if (a.mask.data) {
-    const uint8_t* mask = at<uint8_t>(a.mask, item, i);
+    const uint8_t* mask = at<uint8_t>(a.mask, item, i) + from * a.mask.column;
     for (int64_t j = 0; j < n; ++j) s[j] = mask[j * a.mask.column] ? s[j] : hidden;
   }
 }

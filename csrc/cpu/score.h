@@ -109,14 +109,13 @@ void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* 
   }
 }
 
-// The same where all keys have been transposed, `k_row` apart; reads up to two vectors more.
+// The same where all keys have been transposed, `k_row` apart; reads and writes up to two vectors more.
 template <class C>
 void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk, int64_t padded,
                     C* out, int64_t out_stride) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   for (int64_t j = 0; j < nk; j += W2)
-    mix_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride,
-                           min(nk - j, W2));
+    mix_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride, W2);
 }
 
 // s = 1 / (1 + e^{2(q + k)}) - 1/2 = -tanh(q + k) / 2 of two vectors of features

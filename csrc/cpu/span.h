@@ -12,6 +12,19 @@ Seen seen_by(const Attention& a, const Item& item, int64_t row) {
   return seen_within(a, at<int64_t>(a.span, item, row), item.seen);
 }
 
+// The same for the rows of an item, looked up once.
+struct SeenByRows {
+  Seen rows[kMostRows];
+  int64_t last = 0;  // after the last key that any of them sees
+  SeenByRows(const Attention& a, const Item& item) {
+    for (int64_t r = 0; r < item.rows; ++r) {
+      rows[r] = seen_by(a, item, item.row + r);
+      last = rows[r].to > last ? rows[r].to : last;
+    }
+  }
+  Seen operator()(int64_t r) const { return rows[r]; }
+};
+
 // Rows [row, row + rows) and the keys that any of them sees.
 struct Band {
   int64_t row, rows, from, to;
@@ -34,78 +47,73 @@ Band band_of(int64_t row, int64_t end, int64_t first, int64_t last, int waste, c
     band.to = high;
     total += own;
   }
+  if (total == 0) band.from = band.to = first;
   return band;
 }
 
 constexpr int kTight = 1, kLoose = 4;  // waste: of scores, taken two rows at a time; of products
 
-// The most keys of a band taken loosely, and room for its numbers.
+// Visit the bands of rows [row, end).
+template <class See, class Visit>
+void for_bands(int64_t row, int64_t end, int64_t first, int64_t last, int waste, const See& see,
+               const Visit& visit) {
+  while (row < end) {
+    const Band band = band_of(row, end, first, last, waste, see);
+    row += band.rows;
+    visit(band);
+  }
+}
+
+// The most keys of a band taken loosely, and its numbers as a matrix [rows, keys]: where its rows begin,
+// for tiles write up to two vectors beyond their keys, and room for all.
 int64_t band_keys(const Attention& a) { return 2 * min(a.W, a.Tk) + 16; }
-int64_t band_scratch(const Attention& a) { return a.span.data ? kMostRows * band_keys(a) : 0; }
+template <class C>
+int64_t band_row(int64_t keys) {
+  return round_up(keys, Vector<C>::width) + 2 * Vector<C>::width;
+}
+template <class C>
+int64_t band_scratch(const Attention& a) {
+  return a.span.data ? kMostRows * band_row<C>(band_keys(a)) : 0;
+}
+
+// Where a row's own numbers lie: [from, to) in the matrix, [column, end()) in its columns.
+struct Own {
+  int64_t from, to, column;
+  int64_t end() const { return column + to - from; }
+};
+
+Own own_of(const Seen& s, const Band& band) {
+  if (s.from == s.to) return {0, 0, 0};
+  return {s.from - band.from, s.to - band.from, s.from - s.origin};
+}
 
 // Keys of a block, transposed, lie this far apart.
 template <class C>
 constexpr int64_t kTransposed = kKeyBlock + 2 * Vector<C>::width;
 
-// Compute numbers for all pairs that the rows of an item see, by tiles of rows and keys, and put
-// them into their columns. prepare(key, n) comes before the tiles of these keys; tile(row, rows, key,
-// keys, out, stride) counts rows and keys from the first of the item and of those prepared.
-template <class C, class Prepare, class Tile>
-void for_tiles(const Attention& a, const Item& item, int waste, Rows<C> out, C* scratch,
-               const Prepare& prepare, const Tile& tile) {
-  Seen seen[kMostRows];
-  for (int64_t r = 0; r < item.rows; ++r) seen[r] = seen_by(a, item, item.row + r);
-  const auto see = [&](int64_t r) { return seen[r]; };
-  for (int64_t j = 0;; j += kKeyBlock) {
-    int64_t next = item.seen, end = 0;
-    for (int64_t r = 0; r < item.rows; ++r)
-      if (seen[r].to > j) next = min(next, seen[r].from > j ? seen[r].from : j);
-    if (next >= item.seen) return;
-    j = next;
-    for (int64_t r = 0; r < item.rows; ++r) {
-      const int64_t to = min(seen[r].to, j + kKeyBlock);
-      if (seen[r].from < to && to > end) end = to;
-    }
-    prepare(j, end - j);
-    for (int64_t r = 0; r < item.rows;) {
-      const Band band = band_of(r, item.rows, j, end, waste, see);
-      r += band.rows;
-      if (band.from >= band.to) continue;
-      tile(band.row, band.rows, band.from - j, band.to - band.from, scratch, kKeyBlock);
-      for (int64_t i = band.row; i < r; ++i) {
-        C* columns = const_cast<C*>(out.data) + i * out.stride - seen[i].origin;
-        const C* from = scratch + (i - band.row) * kKeyBlock - band.from;
-        const int64_t to = min(seen[i].to, band.to);
-        for (int64_t x = seen[i].from > band.from ? seen[i].from : band.from; x < to; ++x)
-          columns[x] = from[x];
-      }
-    }
+// The scores of a band, as a matrix; what its rows do not see is left undefined.
+template <class Scores, class C>
+void fill(const Band& band, const SeenByRows& seen, Scores& scores, C* out, int64_t stride) {
+  for (int64_t j = band.from, end; j < band.to; j = end) {
+    if (j < scores.from() || band.to > scores.to()) scores.prepare(j, min(j + kKeyBlock, seen.last));
+    end = min(scores.to(), band.to);
+    for_bands(band.row, band.row + band.rows, j, end, scores.waste(), seen, [&](const Band& part) {
+      if (part.from < part.to)
+        scores.tile(part.row, part.rows, part.from, part.to,
+                    out + (part.row - band.row) * stride + part.from - band.from, stride);
+    });
   }
 }
 
-// Rows of numbers in their columns become a matrix [rows, keys] of a band, 0 where a row sees no key.
+// Rows of numbers in their columns become the matrix of a band, 0 where a row sees no key.
 template <class C>
 void spread(const Attention& a, const Item& item, const Band& band, Rows<C> p, C* out) {
   const int64_t n = band.to - band.from;
   for (int64_t r = 0; r < band.rows; ++r, out += n) {
-    const Seen seen = seen_by(a, item, band.row + r);
-    const C* columns = p.data + (band.row + r) * p.stride + band.from - seen.origin;
-    const int64_t from = seen.from - band.from, to = seen.to - band.from;
-    for (int64_t j = 0; j < min(from, n); ++j) out[j] = 0;
-    for (int64_t j = from > 0 ? from : 0; j < to; ++j) out[j] = columns[j];
-    for (int64_t j = to > 0 ? to : 0; j < n; ++j) out[j] = 0;
-  }
-}
-
-// Visit the bands of rows [row, end).
-template <class Visit>
-void for_bands(const Attention& a, const Item& item, int64_t row, int64_t end, int waste,
-               const Visit& visit) {
-  const auto see = [&](int64_t r) { return seen_by(a, item, r); };
-  while (row < end) {
-    const Band band = band_of(row, end, 0, item.seen, waste, see);
-    row += band.rows;
-    visit(band);
+    const Own own = own_of(seen_by(a, item, band.row + r), band);
+    const C* columns = p.data + (band.row + r) * p.stride + own.column;
+    for (int64_t j = own.from; j < own.to; ++j) out[j] = columns[j - own.from];
+    clear_outside(out, n, own.from, own.to);
   }
 }
 
@@ -130,6 +138,25 @@ struct Side {
   int64_t to_row;
 };
 
+// keys.to_i = scale * sum_j p_ij keys.from_j for the rows of a band, p [rows, keys], columns [0, width)
+template <class T, class C>
+void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t width,
+                  const Side<T>& keys, C* mixing) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  const int64_t n = band.to - band.from;
+  const T* from = keys.from + band.from * keys.from_row;
+  T* to = keys.to + band.row * keys.to_row;
+  int64_t c = 0;
+  if constexpr (sizeof(T) == sizeof(C)) {
+    for (; band.rows > 2 && c + W2 <= width; c += W2)
+      mix_rows<true, false>(p, stride, 1, band.rows, n, from + c, keys.from_row, scale, to + c,
+                            keys.to_row, W2);
+  }
+  if (c < width)
+    mix(p, stride, 1, band.rows, n, from + c, keys.from_row, width - c, scale, to + c, keys.to_row,
+        mixing);
+}
+
 // Room for the sums of span_products, for those that cannot be added up in their place.
 template <class T>
 int64_t sums_scratch(const Attention& a, int64_t width) {
@@ -138,14 +165,14 @@ int64_t sums_scratch(const Attention& a, int64_t width) {
   return a.Tk * (apart ? round_up(width, W2) : width % W2 ? W2 : 0);
 }
 
-// Two products of p, rows [row, end) of numbers in their columns, for columns [0, width):
+// Two products of p, rows of numbers in their columns, for columns [0, width):
 //   keys.to_i = scale * sum_j p_ij keys.from_j,  rows.to_j = scale * sum_i p_ij rows.from_i
 template <class T, class C = typename Accumulate<T>::type>
-void span_products(const Attention& a, const Item& item, int64_t row, int64_t end, Rows<C> p,
-                   C scale, int64_t width, const Side<T>& keys, const Side<T>& rows, C* scratch) {
+void span_products(const Attention& a, const Item& item, Rows<C> p, C scale, int64_t width,
+                   const Side<T>& keys, const Side<T>& rows, C* scratch) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   constexpr bool in_place = sizeof(T) == sizeof(C);
-  C* mixing = scratch + band_scratch(a);  // or a band's rows, side by side
+  C* mixing = scratch + band_scratch<C>(a);  // or a band's rows, side by side
   C* sums = mixing + mix_scratch<C>(kMostRows + band_keys(a), width);
   const int64_t apart = in_place ? width / W2 * W2 : 0;  // columns from here on have sums apart
   int64_t cleared = 0;
@@ -154,22 +181,20 @@ void span_products(const Attention& a, const Item& item, int64_t row, int64_t en
       for (int64_t c = 0; c < apart; ++c) rows.to[cleared * rows.to_row + c] = T{};
   };
   for (int64_t x = 0; rows.to && x < sums_scratch<T>(a, width); ++x) sums[x] = 0;
-  for_bands(a, item, row, end, kLoose, [&](const Band& band) {
-    const int64_t n = band.to > band.from ? band.to - band.from : 0;
-    if (n) spread(a, item, band, p, scratch);
+  const auto see = [&](int64_t r) { return seen_by(a, item, r); };
+  for_bands(0, a.Tq, 0, item.seen, kLoose, see, [&](const Band& band) {
+    const int64_t n = band.to - band.from;
+    const int64_t next = band.row + band.rows;
     if (keys.to) {
-      T* to = keys.to + band.row * keys.to_row;
-      const T* from = keys.from + (n ? band.from : 0) * keys.from_row;
-      int64_t c = 0;
-      if constexpr (in_place) {
-        for (; band.rows > 2 && c + W2 <= width; c += W2)
-          mix_rows<true, false>(scratch, n, 1, band.rows, n, from + c, keys.from_row, scale,
-                                to + c, keys.to_row, W2);
-      }
-      if (c < width)
-        mix(scratch, n, 1, band.rows, n, from + c, keys.from_row, width - c, scale, to + c,
-            keys.to_row, mixing);
+      expect(keys.from, keys.from_row, band.to, band.rows, item.seen, width);
+      expect(keys.to, keys.to_row, next, band.rows, a.Tq, width);
     }
+    if (rows.to) {
+      expect(rows.from, rows.from_row, next, band.rows, a.Tq, width);
+      expect(rows.to, rows.to_row, band.to, band.rows, item.seen, width);
+    }
+    spread(a, item, band, p, scratch);
+    if (keys.to) band_product<T>(scratch, n, band, scale, width, keys, mixing);
     if (!rows.to || !n) return;
     clear_to(band.to);
     const T* from = rows.from + band.row * rows.from_row;

@@ -95,6 +95,15 @@ static inline void store_part(C* p, Vec<C> x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
+// The lanes j with from <= first + j < to.
+template <class C>
+static inline Flags<C> lanes_within(int64_t first, int64_t from, int64_t to) {
+  using I = decltype(Flags<C>{}[0] + 0);
+  Flags<C> lane;
+  for (int i = 0; i < Vector<C>::width; ++i) lane[i] = i;
+  return (lane >= (I)(from - first)) & (lane < (I)(to - first));
+}
+
 template <class C>
 static inline C sum(Vec<C> x) {
   C s[Vector<C>::width];
@@ -104,12 +113,14 @@ static inline C sum(Vec<C> x) {
   return s[0];
 }
 
-// The largest element, passing over NaN; at least 0.
+// The largest element; there may be no NaN.
 template <class C>
 static inline C highest(Vec<C> x) {
-  C best = 0;
-  for (int i = 0; i < Vector<C>::width; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  C s[Vector<C>::width];
+  __builtin_memcpy(s, &x, sizeof x);
+  for (int n = Vector<C>::width / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) s[i] = s[i] > s[i + n] ? s[i] : s[i + n];
+  return s[0];
 }
 
 // out[i] = the sum of x[i]
