@@ -6,6 +6,7 @@
 // stored unless weights are asked for. What a row may not see is left out by selection, never
 // multiplied by 0, for it may be NaN.
 #pragma once
+#include "step.cuh"
 #include "tile.cuh"
 
 namespace attnfast {
@@ -49,18 +50,10 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
       for (int x = 0; x < 2; ++x) {
         const int64_t j = j0 + lane + 32 * x, column = j - own.origin;
         const bool exists = own.from <= j && j < own.to;
-        bool seen = exists;
-        if (exists && a.mask.data) seen = at<uint8_t>(a.mask, tile, i)[column * a.mask.column];
-        s[r][x] *= C(a.scale);
-        if (exists && a.bias.data) {
-          const C bias = widen(at<T>(a.bias, tile, i)[column * a.bias.column]);
-          s[r][x] += bias;
-          if (bias == -INFINITY) seen = false;  // also where the score is NaN
-        }
-        if (!seen) s[r][x] = -INFINITY;
+        s[r][x] = exists ? finish_score<T>(a, tile, i, column, s[r][x]) : C(-INFINITY);
         if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[column] = s[r][x];
       }
-      const C top = fmax(highest[r], warp_max(fmax(s[r][0], s[r][1])));
+      const C top = fmax(highest[r], of_warp<Max>(fmax(s[r][0], s[r][1])));
       const C shift = top == -INFINITY ? 0 : top;
       const C fade = exp(highest[r] - shift);
       highest[r] = top;
@@ -96,157 +89,15 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = i0 + r;
-    const C total = warp_sum(mass[r]), share = total == 0 ? 0 : 1 / total;
+    const C total = of_warp<Add>(mass[r]), share = total == 0 ? 0 : 1 / total;
     if (i >= a.Tq) break;
     T* out = at<T>(a.context, tile, i);
     for (int x = 0; x < kColumns<C>; ++x) {
       const int64_t c = first + 32 * x + lane;
       if (c < a.Dv) narrow(context[r][x] * share, out[c]);
     }
-    if (first != 0) continue;
-    const C log_sum_exp = total == 0 ? -INFINITY : highest[r] + log(total);
-    if (lane == 0) *at<C>(a.log_sum_exp, tile, i) = log_sum_exp;
-    if (!a.weights.data) continue;
-    C* weights = at<C>(a.weights, tile, i);
-    const Seen own = seen_by(a, tile, i, n);
-    for (int64_t c = lane; c < a.W; c += 32) {
-      const bool exists = own.from <= c + own.origin && c + own.origin < own.to;
-      const C p = exists && total != 0 ? exp(weights[c] - highest[r]) : 0;
-      weights[c] = p == 0 ? 0 : p * share;
-    }
+    if (first == 0) finish_row(a, tile, i, seen_by(a, tile, i, n), highest[r], total, lane, 32);
   }
-}
-
-// ---- forward of a decoder's step, the only row of a sequence: latency is all its cost ----------
-
-constexpr int kStepKeys = 64;  // of a block; longer rows are shared by several
-constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way together
-
-// Two features of a score. Every pair of a query and a key meets once, so nothing is factored:
-// e^{2(q + k)} is taken as it is, of what tanh does not tell from 1 no more than its limit.
-template <Score S, class C>
-__device__ C pair_score(C q0, C q1, C k0, C k1, C w0, C w1) {
-  if constexpr (S == Score::dot) {
-    return q0 * k0 + q1 * k1;
-  } else if constexpr (sizeof(C) == 8) {
-    return w0 * tanh(q0 + k0) + w1 * tanh(q1 + k1);
-  } else {
-    constexpr float limit = 2 * kFactoredLimit;  // d0 d1 < 2^126
-    float x0 = q0 + k0, x1 = q1 + k1;
-    x0 = x0 > limit ? limit : x0 < -limit ? -limit : x0;  // NaN stays
-    x1 = x1 > limit ? limit : x1 < -limit ? -limit : x1;
-    const float d0 = 1 + expf(2 * x0), d1 = 1 + expf(2 * x1);
-    return (w0 + w1) - 2 * ((w0 * d1 + w1 * d0) * reciprocal(d0 * d1));
-  }
-}
-
-// Scores, in their place, become weights; all threads of the block take part.
-template <class C>
-__device__ void finish_step(const Attention& a, const Tile& tile, const Seen& own, C top, C total) {
-  if (threadIdx.x == 0)
-    *at<C>(a.log_sum_exp, tile, 0) = total == 0 ? C(-INFINITY) : top + log(total);
-  if (!a.weights.data) return;
-  C* weights = at<C>(a.weights, tile, 0);
-  for (int64_t c = threadIdx.x; c < a.W; c += kThreads) {
-    const bool exists = own.from <= c + own.origin && c + own.origin < own.to;
-    const C p = exists && total != 0 ? exp(weights[c] - top) : 0;
-    weights[c] = p == 0 ? 0 : p / total;
-  }
-}
-
-template <class T, Score S>
-__global__ void __launch_bounds__(kThreads) step(const Attention a) {
-  using C = typename Accumulate<T>::type;
-  __shared__ C share[kStepKeys];  // scores, then e^{score - top}
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = locate(a, 1, 1);
-  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
-  const int64_t j0 = own.from + blockIdx.y * int64_t{kStepKeys};
-  const int keys = max(int64_t{0}, min(own.to - j0, int64_t{kStepKeys}));
-  const T* q = at<T>(a.query, tile, 0);
-  const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
-
-  for (int first = warp * kAtOnce; first < keys; first += kWarps * kAtOnce) {
-    C s[kAtOnce] = {};
-    const T* k[kAtOnce];
-    for (int x = 0; x < kAtOnce; ++x) k[x] = at<T>(a.key, tile, j0 + min(first + x, keys - 1));
-#pragma unroll 1
-    for (int64_t c = 2 * lane; c < a.A; c += 64) {
-      const bool two = c + 1 < a.A;
-      const C q0 = widen(q[c]), q1 = two ? widen(q[c + 1]) : 0;
-      const C w0 = w ? widen(w[c]) : 0, w1 = w && two ? widen(w[c + 1]) : 0;
-      for (int x = 0; x < kAtOnce; ++x)
-        s[x] += pair_score<S>(q0, q1, widen(k[x][c]), two ? widen(k[x][c + 1]) : C(0), w0, w1);
-    }
-    for (int x = 0; x < kAtOnce; ++x) {
-      s[x] = warp_sum(s[x]);
-      if (lane != x || first + x >= keys) continue;
-      const int64_t column = j0 + first + x - own.origin;
-      bool seen = true;
-      if (a.mask.data) seen = at<uint8_t>(a.mask, tile, 0)[column * a.mask.column];
-      C score = s[x] * C(a.scale);
-      if (a.bias.data) {
-        const C bias = widen(at<T>(a.bias, tile, 0)[column * a.bias.column]);
-        score += bias;
-        if (bias == -INFINITY) seen = false;  // also where the score is NaN
-      }
-      share[first + x] = seen ? score : C(-INFINITY);
-      if (a.weights.data) at<C>(a.weights, tile, 0)[column] = share[first + x];
-    }
-  }
-  __syncthreads();
-  C mine[2];
-  for (int x = 0; x < 2; ++x) mine[x] = lane + 32 * x < keys ? share[lane + 32 * x] : -INFINITY;
-  const C top = warp_max(fmax(mine[0], mine[1])), shift = top == -INFINITY ? 0 : top;
-  for (C& x : mine) x = exp(x - shift);
-  const C mass = warp_sum(mine[0] + mine[1]);
-  __syncthreads();  // every warp has read the scores
-  if (warp < 2 && lane + 32 * warp < keys) share[lane + 32 * warp] = mine[warp];
-  __syncthreads();
-
-  C* part = nullptr;
-  C factor = 1;
-  if (a.parts.data) {
-    part = at<C>(a.parts, tile, blockIdx.y);
-    if (threadIdx.x == 0) part[a.Dv] = shift, part[a.Dv + 1] = mass;
-  } else {
-    factor = mass == 0 ? C(0) : 1 / mass;
-  }
-  for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
-    const T* value = at<T>(a.value, tile, j0) + c;
-    C sum = 0;
-#pragma unroll 4
-    for (int j = 0; j < keys; ++j, value += a.value.row)
-      if (share[j] != 0) sum += share[j] * widen(*value);
-    if (part)
-      part[c] = sum;
-    else
-      narrow(sum * factor, at<T>(a.context, tile, 0)[c]);
-  }
-  if (!part) finish_step(a, tile, own, shift, mass);
-}
-
-// What the parts of a row add up to.
-template <class T>
-__global__ void __launch_bounds__(kThreads) combine(const Attention a, int64_t parts) {
-  using C = typename Accumulate<T>::type;
-  const Tile tile = locate(a, 1, 1);
-  const C* part = at<C>(a.parts, tile, 0);
-  C top = -INFINITY, total = 0;
-  for (int64_t i = 0; i < parts; ++i)  // a part without keys has mass 0
-    if (part[i * a.parts.row + a.Dv + 1] != 0) top = fmax(top, part[i * a.parts.row + a.Dv]);
-  if (top == -INFINITY) top = 0;
-  const auto fade = [&](int64_t i) {
-    const C mass = part[i * a.parts.row + a.Dv + 1];
-    return mass == 0 ? C(0) : exp(part[i * a.parts.row + a.Dv] - top);
-  };
-  for (int64_t i = 0; i < parts; ++i) total += part[i * a.parts.row + a.Dv + 1] * fade(i);
-  for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
-    C sum = 0;
-    for (int64_t i = 0; i < parts; ++i) sum += part[i * a.parts.row + c] * fade(i);
-    narrow(total == 0 ? C(0) : sum / total, at<T>(a.context, tile, 0)[c]);
-  }
-  finish_step(a, tile, seen_by(a, tile, 0, keys_seen(a, tile.b)), top, total);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
@@ -284,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
   __syncwarp();  // scores come back to other lanes than wrote them
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = i0 + r;
-    const C mean = warp_sum(products[r]);
+    const C mean = of_warp<Add>(products[r]);
     if (i >= a.Tq) break;
     const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, i) : 0;
     const C* weights = at<C>(a.weights, tile, i);
@@ -470,11 +321,6 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
 
 // ---- launches: each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments) -----
 
-inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
-
-inline int64_t key_parts(const Attention& a) {
-  return a.Tq == 1 ? max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}) : 1;
-}
 inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
 inline int64_t blocks_of_keys(const Attention& a) { return tiles(a.Tk, kSumRows); }
 
@@ -483,14 +329,9 @@ void launch_forward(const Attention& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     constexpr int columns = 32 * kColumns<typename Accumulate<T>::type>;
+    if (a.Tq == 1) return launch_step<T>(a, launch);
     const auto kernel = a.weight.data ? forward<T, Score::additive> : forward<T, Score::dot>;
     const int64_t slices = a.Dv ? tiles(a.Dv, columns) : 1;  // the weights are due all the same
-    if (a.Tq == 1) {
-      const int64_t parts = key_parts(a);
-      launch(a.weight.data ? step<T, Score::additive> : step<T, Score::dot>, a.B * a.H, parts, a);
-      if (parts > 1) launch(combine<T>, a.B * a.H, 1, a, parts);
-      return;
-    }
     launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a);
   });
 }

@@ -51,31 +51,6 @@ struct Row {
   }
 };
 
-// Over the threads of the block, in the same order always; all of them take part.
-template <class C>
-__device__ C block_sum(C x) {
-  __shared__ C parts[kWarps];
-  x = warp_sum(x);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  C total = 0;
-  for (const C part : parts) total += part;
-  __syncthreads();
-  return total;
-}
-
-template <class C>
-__device__ C block_max(C x) {
-  __shared__ C parts[kWarps];
-  x = warp_max(x);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  C top = -INFINITY;
-  for (const C part : parts) top = fmax(top, part);
-  __syncthreads();
-  return top;
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads, 6) distribution(const Copying a) {
   using C = typename Accumulate<T>::type;
@@ -83,11 +58,11 @@ __global__ void __launch_bounds__(kThreads, 6) distribution(const Copying a) {
   T* out = r.template at<T>(a.distribution);
   C top = -INFINITY;
   for (int64_t v = threadIdx.x; v < r.V; v += kThreads) top = fmax(top, C(widen(r.logits[v])));
-  top = block_max(top);
+  top = of_block<Max>(top);
   if (top == -INFINITY) top = 0;
   C part = 0;
   for (int64_t v = threadIdx.x; v < r.V; v += kThreads) part += exp(widen(r.logits[v]) - top);
-  const C total = block_sum(part);
+  const C total = of_block<Add>(part);
   const bool none = total == 0;  // no word can be generated
   const double log_total = none ? 0 : ::log(static_cast<double>(total));
   const double log_sum_exp = none ? -HUGE_VAL : top + log_total;
@@ -129,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const Copyi
     const C x = widen(r.logits[v]), g = widen(grad[v]), s = a.log ? C(1) : S(x);
     if (x != -INFINITY && s != 0) part += s * g;
   }
-  double total = block_sum(part), all = total;  // all: sum G of the words that can come
+  double total = of_block<Add>(part), all = total;  // all: sum G of the words that can come
   double minus = 0, plus = 0;
   for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
     const int64_t w = r.source[i];
@@ -145,8 +120,8 @@ __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const Copyi
     narrow(C(x > most ? most : x < -most ? -most : x), grad_weights[i]);
     (r.generates(r.exists(w) ? w : r.N) ? minus : plus) += copied;
   }
-  total -= block_sum(minus);
-  all += block_sum(plus);
+  total -= of_block<Add>(minus);
+  all += of_block<Add>(plus);
   const double p = r.gate.p;
   if (threadIdx.x == 0)
     narrow(C(a.log ? total - p * all : p * r.gate.q * total), *r.template at<T>(a.grad_gate));

@@ -53,16 +53,36 @@ __device__ inline float reciprocal(float x) { return __fdividef(1.f, x); }
 __device__ inline float logistic(float x) { return 1 / (1 + expf(2 * x)); }
 __device__ inline double logistic(double x) { return 0.5 * (1 - tanh(x)); }
 
-template <class C>
-__device__ C warp_sum(C x) {
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+struct Add {
+  template <class C>
+  __device__ C operator()(C x, C y) const {
+    return x + y;
+  }
+};
+struct Max {
+  template <class C>
+  __device__ C operator()(C x, C y) const {
+    return fmax(x, y);
+  }
+};
+
+// The numbers of a warp's or a block's threads joined, always in the same order; all take part.
+template <class Join, class C>
+__device__ C of_warp(C x) {
+  for (int step = 16; step > 0; step /= 2) x = Join()(x, __shfl_xor_sync(kAll, x, step));
   return x;
 }
 
-template <class C>
-__device__ C warp_max(C x) {
-  for (int step = 16; step > 0; step /= 2) x = fmax(x, __shfl_xor_sync(kAll, x, step));
-  return x;
+template <class Join, class C>
+__device__ C of_block(C x) {
+  __shared__ C parts[kWarps];
+  x = of_warp<Join>(x);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  C joined = parts[0];
+  for (int warp = 1; warp < kWarps; ++warp) joined = Join()(joined, parts[warp]);
+  __syncthreads();
+  return joined;
 }
 
 // Call f with a zero of the dtype's element type.
@@ -82,6 +102,8 @@ void by_dtype(Dtype dtype, F f) {
 struct Tile {
   int64_t b, h, part, row;
 };
+
+inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 
 __device__ inline Tile locate(const Attention& a, int64_t rows, int height) {
   const int64_t parts = (rows + height - 1) / height, bh = blockIdx.x / parts;
@@ -146,6 +168,36 @@ __device__ bool beyond(const C (&x)[N]) {
 }
 
 // ---- scores -----------------------------------------------------------------------------------
+
+// A product becomes the score of row i in a column: scale, bias, mask; -inf where it is hidden, also
+// where it is NaN.
+template <class T, class C>
+__device__ C finish_score(const Attention& a, const Tile& tile, int64_t i, int64_t column, C s) {
+  s *= C(a.scale);
+  if (a.bias.data) {
+    const C bias = widen(at<T>(a.bias, tile, i)[column * a.bias.column]);
+    s = bias == -INFINITY ? C(-INFINITY) : s + bias;
+  }
+  const bool seen = !a.mask.data || at<uint8_t>(a.mask, tile, i)[column * a.mask.column];
+  return seen ? s : C(-INFINITY);
+}
+
+// The scores of row i, in their place, become weights: one thread's share of the work, and log sum exp.
+// `total` is the sum of e^{score - top}.
+template <class C>
+__device__ void finish_row(const Attention& a, const Tile& tile, int64_t i, const Seen& own, C top,
+                           C total, int thread, int threads) {
+  if (thread == 0)
+    *at<C>(a.log_sum_exp, tile, i) = total == 0 ? C(-INFINITY) : top + log(total);
+  if (!a.weights.data) return;
+  C* weights = at<C>(a.weights, tile, i);
+  const C share = total == 0 ? 0 : 1 / total;
+  for (int64_t c = thread; c < a.W; c += threads) {
+    const bool exists = own.from <= c + own.origin && c + own.origin < own.to;
+    const C p = exists && total != 0 ? exp(weights[c] - top) : 0;
+    weights[c] = p == 0 ? 0 : p * share;
+  }
+}
 
 constexpr int kRows = 4;                  // query rows of a warp
 constexpr int kQueries = kWarps * kRows;  // of a block
@@ -222,7 +274,7 @@ __device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64
     for (int n = 0; n < kKeys / kWarps; ++n) staged.k[warp + n * kWarps][lane] = part_k[n];
     if (S == Score::additive && warp == 0) {
       staged.w[lane] = part_w[0];
-      const C total = warp_sum(part_w[0]);
+      const C total = of_warp<Add>(part_w[0]);
       if (lane == 0) staged.total = total;
     }
     __syncthreads();
