@@ -1,5 +1,5 @@
-// The two operators of coverage_attention. A launcher includes this file once, defines the two
-// functions below and registers the operators.
+// The two operators of coverage_attention. A launcher includes this file once, defines the functions
+// below and registers the operators.
 #pragma once
 #include "coverage.h"
 #include "launch.h"
@@ -10,6 +10,8 @@ namespace {
 // Fill what is out; `query` tells the device.
 void run_forward(Coverage&, const Tensor& query);
 void run_backward(Coverage&, const Tensor& query);
+int64_t grad_weight_parts(const Attention&);   // see launch_attention.h; without filters
+int64_t scratch_numbers(const Coverage&);      // of each sequence and head
 
 // The arguments of the history, as check_history of attnfast.ops.coverage wants them.
 struct History {
@@ -111,6 +113,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
   a.last = view(last, false);
   a.loss = View{loss.data_ptr(), a.H, 1};
   if (transition) a.odds = view(odds);
+  const Tensor scratch = out({a.B, a.H, scratch_numbers(a)}, sums);
+  a.scratch = View{scratch.data_ptr(), scratch.stride(0), scratch.stride(1)};
   run_forward(a, query);
   return {context, weights, last, loss, odds};
 }
@@ -159,10 +163,11 @@ coverage_attention_backward(
   const auto part = [&](bool needed, std::vector<int64_t> sizes, View& v) {
     sizes.insert(sizes.begin(), {a.B, a.H});
     const Tensor x = out(needed, sizes, sums);
-    if (needed) v = View{x.data_ptr(), x.stride(0), x.stride(1)};
+    if (needed) v = View{x.data_ptr(), x.stride(0), x.stride(1), sizes.back()};
     return x;
   };
-  const Tensor part_weight = part(need_grad_key && weight, {1, a.A}, a.grad_weight);
+  const Tensor part_weight =
+      part(need_grad_key && weight, {K ? 1 : grad_weight_parts(a), a.A}, a.grad_weight);
   const bool of_filters = need_grad_filters && filters;
   const Tensor part_filters = part(of_filters, {K, a.channels, W}, a.grad_filters);
   const Tensor part_projection = part(of_filters, {a.A, K}, a.grad_projection);
@@ -190,6 +195,9 @@ coverage_attention_backward(
     c.call.keep.push_back(packed(*grad_loss));
     a.grad_loss = View{c.call.keep.back().data_ptr(), a.H, 1};
   }
+  View room;
+  const Tensor scratch = part(true, {scratch_numbers(a)}, room);
+  a.scratch = room;
   run_backward(a, query);
 
   const Tensor none = out(false, {}, sums);

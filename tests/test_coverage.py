@@ -175,9 +175,11 @@ def skip_unless(backend: str, case: History) -> None:
         pytest.skip(f"{backend}: {reason}")
 
 
-@pytest.mark.parametrize(
-    "case", histories(), ids=lambda c: f"{c.score}-{'-'.join(c.terms)}-{c.seed}"
-)
+def name(case: History) -> str:
+    return f"{case.score}-{'-'.join(case.terms)}-{case.seed}"
+
+
+@pytest.mark.parametrize("case", histories(), ids=name)
 def test_table(case, backend):
     skip_unless(backend, case)
     check(case, backend)
@@ -360,14 +362,14 @@ def test_a_key_out_of_reach_may_have_any_score(backend):
     torch.testing.assert_close(weights[0, 0].cpu(), torch.cat([wanted, torch.zeros(2)]))
 
 
-@pytest.mark.parametrize(
-    ("previous", "bias"),
-    [
-        ([1.0, 0.0, 1e-41, 2e-41], [-math.inf, -math.inf, 0.0, 0.0]),
-        ([1.0, 1e-40, 0.0, 0.0], [-110.0, 0.0, 0.0, 0.0]),
-        ([1 - 1e-6, 1e-6, 0.0, 0.0], [-50.0, 0.0, 85.0, 0.0]),
-    ],
-)
+VANISHING = [  # the last weights, the scores
+    ([1.0, 0.0, 1e-41, 2e-41], [-math.inf, -math.inf, 0.0, 0.0]),
+    ([1.0, 1e-40, 0.0, 0.0], [-110.0, 0.0, 0.0, 0.0]),
+    ([1 - 1e-6, 1e-6, 0.0, 0.0], [-50.0, 0.0, 85.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("previous", "bias"), VANISHING)
 def test_odds_that_vanish(previous, bias, backend):
     """Forward attention with all its odds at keys of next to no score: finite throughout."""
     skip_unless(backend, History("dot", 1, 1, 4, 1, 1))

@@ -12,6 +12,7 @@ import pytest
 import table
 import test_attention
 import test_copying
+import test_coverage
 import test_memory
 import test_span
 import torch
@@ -20,6 +21,7 @@ from table import Case, cases, fuzz
 import attnfast.memory
 import attnfast.ops.attention
 import attnfast.ops.copying
+import attnfast.ops.coverage
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -52,7 +54,8 @@ def library(tmp_path_factory):
 @pytest.fixture
 def host(library, monkeypatch):
     """Let backend="cuda" run on CPU tensors; return its name."""
-    for module in (attnfast.ops.attention, attnfast.ops.copying, attnfast.memory):
+    ops = attnfast.ops
+    for module in (ops.attention, ops.copying, ops.coverage, attnfast.memory):
         monkeypatch.setattr(module, "choose", lambda *_: "cuda")
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"
@@ -98,6 +101,34 @@ def test_copying_table(case, host):
 def test_copying_fuzz(host):
     for case in test_copying.fuzz(0, 24):
         test_copying.check(case, host)
+
+
+HISTORIES = [x for x in test_coverage.histories() if x.B * (x.H or 1) * x.Tq <= 16]
+
+
+@pytest.mark.parametrize("case", HISTORIES, ids=test_coverage.name)
+def test_coverage_table(case, host):
+    test_coverage.check(case, host)
+
+
+def test_coverage_fuzz(host):
+    for case in [case for case in test_coverage.fuzz(0, 40) if case.Tq * case.B <= 8]:
+        test_coverage.check(case, host)
+
+
+def test_what_the_history_owes(host, monkeypatch):
+    """The properties that test_coverage.py asks of every backend, by name."""
+    monkeypatch.setattr(test_coverage, "skip_unless", lambda *_: None)
+    for score in ("additive", "dot"):
+        test_coverage.test_steps_are_the_whole(score, host)
+    for terms in (("penalty",), ("transition", "coverage_weight", "location")):
+        test_coverage.test_hidden_keys_change_nothing(terms, host)
+    test_coverage.test_a_key_out_of_reach_may_have_any_score(host)
+    for previous, bias in test_coverage.VANISHING:
+        test_coverage.test_odds_that_vanish(previous, bias, host)
+    for factor in (1e4, -5e4):
+        test_coverage.test_large_scores(factor, host)
+    test_coverage.test_empty_rows(host)
 
 
 @pytest.mark.parametrize("case", test_memory.CASES, ids=str)

@@ -24,6 +24,16 @@ BUDGETS = {
     )
 } | {"find_rows_of_keys": (40, 0)}
 BUDGETS |= {
+    f"{kernel}<{dtype}{score}>": (168, (32 if dtype == "double" else 16) << 10)
+    for dtype in ("float", "double", "__half", "__nv_bfloat16")
+    for kernel, score in (
+        ("products", ", 0"),
+        ("products", ", 1"),
+        ("scan", ""),
+        ("scan_backward", ""),
+    )
+}
+BUDGETS |= {
     f"{kernel}<{dtype}>": (80, 64)
     for kernel in ("distribution", "distribution_gradient")
     for dtype in ("float", "double", "__half", "__nv_bfloat16")

@@ -539,8 +539,8 @@ int64_t scratch_elements(const Attention& a) {
   const int64_t mixing = a.span.data ? mix_scratch<C>(kMostRows + band_keys(a), widest) + band : 0;
   const int64_t passes[] = {
       Scores<float, C>::room(a.rows, widest) + mixing,              // all but those below
-      mixing + span_sums(a),                                        // grad_inputs
-      mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
+      a.span.data ? mixing + span_sums(a)                           // products
+                  : mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
       backward && a.weight.data ? 2 * longest * 2 * W2 + W2 + band : 0,  // grad_slice
       17 * A,                                                       // grad_step
   };

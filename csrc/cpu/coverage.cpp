@@ -17,6 +17,9 @@ const CoverageKernels& kernels() {
   return chosen;
 }
 
+int64_t grad_weight_parts(const Attention&) { return 1; }
+int64_t scratch_numbers(const Coverage&) { return 0; }
+
 // Passes one after the other for every (sequence, head) where they have as many items: then one
 // thread's arithmetic hides the other's reading.
 void run(std::initializer_list<Pass> passes, const Coverage& a) {

@@ -59,7 +59,7 @@ int64_t padded(int64_t width) {
 // Where the scores of an item lie: the weights' place, or the start of a thread's scratch.
 template <class C>
 int64_t scores_scratch(const Attention& a) {
-  return a.scores.data || a.span.data ? 0 : a.rows * a.W;
+  return a.scores.data || a.span.data ? 0 : round_up(a.rows * a.W, 64 / sizeof(C));
 }
 template <class C>
 Rows<C> scores_of(const Attention& a, const Item& item, Scratch<C>& scratch) {

@@ -6,6 +6,7 @@
 
 #include "../../csrc/cuda/attention.cuh"
 #include "../../csrc/cuda/copying.cuh"
+#include "../../csrc/cuda/coverage.cuh"
 
 using namespace attnfast;
 
@@ -55,6 +56,28 @@ int main(int, char** argv) {
     a.lengths = lengths.data();
     launch_forward(a, LaunchOnHost<kThreads>{});
     launch_backward(a, LaunchOnHost<kThreads>{});
+
+    if (a.compact || a.Tq > 4) continue;  // the history: one block goes from row to row
+    Coverage h = {};
+    static_cast<Attention&>(h) = a;
+    h.filters_count = additive ? 3 : 0;
+    h.width = additive ? 5 : 0;
+    for (View* x : {&h.filters, &h.grad_filters})
+      if (additive) *x = tensor(h.filters_count, h.channels * h.width);
+    for (View* x : {&h.projection, &h.grad_projection})
+      if (additive) *x = tensor(a.A, h.filters_count);
+    for (View* x : {&h.rate, &h.first, &h.previous, &h.last, &h.grad_last, &h.grad_rate,
+                    &h.grad_first, &h.grad_previous})
+      *x = tensor(1, a.Tk);
+    for (View* x : {&h.transition, &h.grad_transition}) *x = tensor(1, a.Tq);
+    for (View* x : {&h.penalty, &h.loss, &h.grad_loss, &h.grad_penalty}) *x = tensor(1, 1);
+    h.odds = tensor(a.Tq, a.Tk);
+    h.grad_weight = tensor(additive ? 1 : grad_weight_parts(a), a.A);
+    h.scratch = tensor(1, scratch_numbers(h));
+    launch_forward(h, LaunchOnHost<kThreads>{});
+    h.backward = h.grad_score_given = true;
+    h.scratch = tensor(1, scratch_numbers(h));
+    launch_backward(h, LaunchOnHost<kThreads>{});
   }
   std::vector<int64_t> source(a.B * a.Tk);
   std::vector<double> log_sum_exp(a.B * a.Tq);

@@ -1,0 +1,384 @@
+// coverage_attention on the GPU: device code on raw pointers; the launcher is coverage.cu. The
+// formulas are those of cpu/coverage_kernel.cpp.
+//
+// A row's scores need the weights of the rows before, so a block takes a sequence and head and goes
+// from row to row; what needs no history comes before and after, from all blocks. A key belongs to
+// one thread, and so does a feature: it alone adds to their sums, and nothing is added atomically.
+#pragma once
+#include "../coverage.h"
+#include "attention.cuh"
+
+namespace attnfast {
+namespace {
+
+// x_ij = the product of a query's and a key's row, or their score.
+template <class T, Score S>
+__global__ void __launch_bounds__(kThreads, 3) products(const Attention a, const View query,
+                                                        const View key, int64_t width,
+                                                        const View out, bool scores) {
+  using C = typename Accumulate<T>::type;
+  __shared__ Staged<C> staged;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, a.Tq, kQueries);
+  const int64_t n = keys_seen(a, tile.b), j0 = blockIdx.y * int64_t{kKeys};
+  if (j0 >= n) return;
+  const Rows<T> q = {at<T>(query, tile, tile.row), query.row,
+                     min(a.Tq - tile.row, int64_t{kQueries})};
+  const Rows<T> k = {at<T>(key, tile, j0), key.row, min(n - j0, int64_t{kKeys})};
+  const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
+  C s[kRows][2];
+  score_tile<S>(q, k, w, width, staged, s);
+  for (int r = 0; r < kRows; ++r)
+    for (int x = 0; x < 2; ++x) {
+      const int64_t i = tile.row + warp * kRows + r, j = j0 + lane + 32 * x;
+      if (i < a.Tq && j < n)
+        at<C>(out, tile, i)[j] = scores ? finish_score<T>(a, tile, i, j, s[r][x]) : s[r][x];
+    }
+}
+
+// A signal over the keys, 0 past both ends; null is 0 everywhere.
+template <class C>
+struct Signal {
+  const C* x;
+  int64_t size;
+  __device__ C operator[](int64_t j) const { return x && 0 <= j && j < size ? x[j] : C(0); }
+};
+
+// What a block reads and keeps.
+template <class T, class C = typename Accumulate<T>::type>
+struct Scan {
+  const Coverage& a;
+  const Tile tile;
+  const int64_t n, K, W, taps;
+  const T* const weight;
+  const C *const filters, *const projection, *const rate;
+  const C penalty;
+  C *coverages, *past, *grad_coverage, *found, *grad_found, *slopes, *grad_keys;
+
+  __device__ explicit Scan(const Coverage& a)
+      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), K(a.filters_count), W(a.width),
+        taps(a.channels * W), weight(K ? at<T>(a.weight, tile, 0) : nullptr),
+        filters(row(a.filters)), projection(row(a.projection)), rate(row(a.rate)),
+        penalty(a.penalty.data ? *row(a.penalty) : C(0)) {
+    C* next = row(a.scratch);
+    const auto take = [&](int64_t numbers) {
+      C* p = next;
+      next += numbers;
+      return p;
+    };
+    found = take(a.Tk * K);
+    if (!a.backward) return;
+    coverages = take(a.Tq * a.Tk);
+    past = take(a.Tk);
+    grad_coverage = take(a.Tk);
+    grad_found = take(a.Tk * K);
+    slopes = take(K ? a.Tk * a.A : 0);
+    grad_keys = take(K ? a.Tk * a.A : 0);
+  }
+
+  // All of it; see above.
+  static int64_t numbers(const Coverage& a) {
+    const int64_t K = a.filters_count, forward = a.Tk * K;
+    if (!a.backward) return forward;
+    return 2 * forward + (a.Tq + 2) * a.Tk + (K ? 2 * a.Tk * a.A : 0);
+  }
+
+  __device__ C* row(const View& v, int64_t i = 0) const {
+    return v.data ? at<C>(v, tile, i) : nullptr;
+  }
+  // The weights of the row before.
+  __device__ Signal<C> last(int64_t t) const {
+    return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk};
+  }
+
+  // What the filters find around every key.
+  __device__ void find(const Signal<C>& last, const Signal<C>& coverage) const {
+    for (int64_t index = threadIdx.x; index < n * K; index += kThreads) {
+      const int64_t j = index / K, k = index % K;
+      C sum = 0;
+      for (int64_t x = 0; x < a.channels; ++x) {
+        const Signal<C>& signal = x ? coverage : last;
+        const C* filter = filters + k * taps + x * W;
+        for (int64_t c = 0; c < W; ++c) sum += filter[c] * signal[j + c - W / 2];
+      }
+      found[index] = sum;
+    }
+  }
+
+  // The scores of row t with the features in the tanh: warps take keys, lanes features.
+  __device__ void score(int64_t t, C* out) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const T* q = at<T>(a.query, tile, t);
+    for (int64_t first = warp * kAtOnce; first < n; first += kWarps * kAtOnce) {
+      const T* k[kAtOnce];
+      const C* features[kAtOnce];
+      C s[kAtOnce] = {};
+      for (int x = 0; x < kAtOnce; ++x) {
+        const int64_t j = min(first + x, n - 1);
+        k[x] = at<T>(a.key, tile, j);
+        features[x] = found + j * K;
+      }
+      for (int64_t c = lane; c < a.A; c += 32) {
+        C z[kAtOnce] = {};
+        for (int64_t i = 0; i < K; ++i) {
+          const C u = projection[c * K + i];
+          for (int x = 0; x < kAtOnce; ++x) z[x] += features[x][i] * u;
+        }
+        const C qc = widen(q[c]), w = widen(weight[c]);
+        for (int x = 0; x < kAtOnce; ++x) s[x] += w * tanh(z[x] + widen(k[x][c]) + qc);
+      }
+      for (int x = 0; x < kAtOnce; ++x) {
+        s[x] = of_warp<Add>(s[x]);
+        if (lane == x && first + x < n)
+          out[first + x] = finish_score<T>(a, tile, t, first + x, s[x]);
+      }
+    }
+  }
+
+  // From the gradients of row t's scores to those of its query, of keys, parameters and the history.
+  __device__ void score_backward(int64_t t, const C* g) const {
+    const Signal<C> last = this->last(t), coverage = {coverages + t * a.Tk, a.Tk};
+    find(last, coverage);
+    __syncthreads();
+    const T* q = at<T>(a.query, tile, t);
+    C *grad_weight = row(a.grad_weight), *grad_projection = row(a.grad_projection);
+    for (int64_t c = threadIdx.x; c < a.A; c += kThreads) {
+      const C qc = widen(q[c]), w = widen(weight[c]), *u = projection + c * K;
+      C grad_q = 0, grad_w = 0;
+      for (int64_t j = 0; j < n; ++j) {
+        C slope = 0;
+        if (g[j] != 0) {
+          C z = 0;
+          for (int64_t i = 0; i < K; ++i) z += found[j * K + i] * u[i];
+          const C x = tanh(z + widen(at<T>(a.key, tile, j)[c]) + qc), scaled = C(a.scale) * g[j];
+          slope = scaled * w * (1 - x * x);
+          grad_w += scaled * x;
+          grad_q += slope;
+          if (a.grad_key.data) grad_keys[j * a.A + c] += slope;
+        }
+        slopes[j * a.A + c] = slope;
+      }
+      if (a.grad_query.data) narrow(grad_q, at<T>(a.grad_query, tile, t)[c]);
+      if (grad_weight) grad_weight[c] += grad_w;
+      for (int64_t i = 0; grad_projection && i < K; ++i) {
+        C sum = 0;
+        for (int64_t j = 0; j < n; ++j)
+          if (g[j] != 0) sum += slopes[j * a.A + c] * found[j * K + i];
+        grad_projection[c * K + i] += sum;
+      }
+    }
+    __syncthreads();
+    for (int64_t index = threadIdx.x; index < n * K; index += kThreads) {
+      const int64_t j = index / K, i = index % K;
+      C sum = 0;
+      for (int64_t c = 0; g[j] != 0 && c < a.A; ++c)
+        sum += slopes[j * a.A + c] * projection[c * K + i];
+      grad_found[index] = sum;
+    }
+    __syncthreads();
+    C* grad_filters = row(a.grad_filters);
+    for (int64_t index = threadIdx.x; grad_filters && index < K * taps; index += kThreads) {
+      const int64_t i = index / taps, x = index % taps / W, c = index % taps % W;
+      const Signal<C>& signal = x ? coverage : last;
+      C sum = 0;
+      for (int64_t j = 0; j < n; ++j)
+        if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - W / 2];
+      grad_filters[index] += sum;
+    }
+    for (int64_t p = threadIdx.x; p < a.Tk; p += kThreads)
+      for (int64_t x = 0; x < a.channels; ++x) {
+        C sum = 0;
+        for (int64_t c = 0; c < W; ++c) {
+          const int64_t j = p - c + W / 2;
+          if (j < 0 || j >= n || g[j] == 0) continue;
+          for (int64_t i = 0; i < K; ++i)
+            sum += grad_found[j * K + i] * filters[i * taps + x * W + c];
+        }
+        (x ? grad_coverage : past)[p] += sum;
+      }
+    __syncthreads();
+  }
+};
+
+// Forward attention's odds, (1 - u) p_j + u p_{j-1}; less than a normal float is 0.
+template <class C>
+__device__ C transition_odds(const Signal<C>& last, C u, int64_t j) {
+  const C r = (1 - u) * last[j] + u * last[j - 1];
+  return r < C(1.1754943508222875e-38) ? 0 : r;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
+  using C = typename Accumulate<T>::type;
+  const Scan<T> s(a);
+  C* coverage = s.row(a.last);
+  const C* first = s.row(a.first);
+  for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) coverage[j] = first ? first[j] : C(0);
+  double loss = 0;
+  for (int64_t t = 0; t < a.Tq; ++t) {
+    const Signal<C> last = s.last(t);
+    C *row = s.row(a.weights, t), *odds = s.row(a.odds, t);
+    const C u = a.transition.data ? s.row(a.transition)[t] : C(0);
+    __syncthreads();  // the row before is done
+    if (s.K) {
+      s.find(last, {coverage, a.Tk});
+      __syncthreads();
+      s.score(t, row);
+      __syncthreads();
+    }
+    C top = -INFINITY;
+    for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+      if (s.penalty != 0) row[j] -= s.penalty * coverage[j];
+      if (!odds || transition_odds(last, u, j) != 0) top = fmax(top, row[j]);
+    }
+    top = of_block<Max>(top);
+    if (top == -INFINITY) top = 0;
+    C part = 0;
+    for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+      const C x = row[j] - top, e = exp(odds && x > 80 ? C(80) : x);
+      if (odds) odds[j] = e;
+      row[j] = odds && row[j] != -INFINITY ? e * transition_odds(last, u, j) : e;
+      part += row[j];
+    }
+    const C total = of_block<Add>(part), share = total == 0 ? 0 : 1 / total;
+    for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+      if (j >= s.n) {
+        row[j] = 0;
+        if (odds) odds[j] = 0;
+        continue;
+      }
+      const C p = row[j] == 0 ? 0 : row[j] * share, c = coverage[j];
+      row[j] = p;
+      if (odds) {
+        const C x = odds[j] * share, most = 5.54e34;  // e^80
+        odds[j] = x > most ? most : x;
+      }
+      loss += p <= c ? p : c;
+      coverage[j] = c + (s.rate ? s.rate[j] * p : p);
+    }
+  }
+  loss = of_block<Add>(loss);
+  if (threadIdx.x == 0) *s.row(a.loss) = loss;
+}
+
+// Rows from the last to the first. grad_score holds grad_context . value and becomes the scores'
+// gradient; `past` is the gradient of the row's weights as the next row's past, grad_coverage that of
+// the coverage after the row, then before it.
+template <class T>
+__global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
+  using C = typename Accumulate<T>::type;
+  const Scan<T> s(a);
+  const C *first = s.row(a.first), *grad_last = s.row(a.grad_last);
+  const C grad_loss = a.grad_loss.data ? *s.row(a.grad_loss) : C(0);
+  C* grad_rate = s.row(a.grad_rate);
+  for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+    C coverage = first ? first[j] : C(0);  // before every row
+    for (int64_t t = 0; t < a.Tq; ++t) {
+      s.coverages[t * a.Tk + j] = coverage;
+      const C w = s.row(a.weights, t)[j];
+      coverage += s.rate ? s.rate[j] * w : w;
+    }
+    s.past[j] = 0;
+    s.grad_coverage[j] = grad_last ? grad_last[j] : C(0);
+    if (grad_rate) grad_rate[j] = 0;
+  }
+  const auto clear = [&](C* x, int64_t size) {
+    for (int64_t i = threadIdx.x; x && i < size; i += kThreads) x[i] = 0;
+  };
+  if (s.K) {
+    clear(s.row(a.grad_weight), a.A);
+    clear(s.row(a.grad_filters), s.K * s.taps);
+    clear(s.row(a.grad_projection), a.A * s.K);
+    clear(s.grad_keys, a.Tk * a.A);
+  }
+  __syncthreads();
+
+  double grad_penalty = 0;
+  for (int64_t t = a.Tq - 1; t >= 0; --t) {
+    const Signal<C> last = s.last(t);
+    const C *weights = s.row(a.weights, t), *coverage = s.coverages + t * a.Tk;
+    const C *extra = s.row(a.grad_weights, t), *odds = s.row(a.odds, t);
+    C *g = s.row(a.grad_score, t), part = 0;
+    for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+      const C w = weights[j], c = s.grad_coverage[j];
+      const bool smaller = w <= coverage[j];
+      C x = g[j] + (extra ? extra[j] : C(0)) + s.past[j] + (s.rate ? s.rate[j] * c : c);
+      if (smaller) x += grad_loss;
+      if (w != 0) part += w * x;
+      g[j] = x;
+      if (grad_rate) grad_rate[j] += c * w;
+      if (!smaller) s.grad_coverage[j] = c + grad_loss;
+    }
+    const C mean = of_block<Add>(part);
+    for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) s.past[j] = 0;
+    if (odds) {
+      const C u = s.row(a.transition)[t];
+      const auto grad_odds = [&](int64_t j) {
+        return j < s.n && odds[j] != 0 ? odds[j] * (g[j] - mean) : C(0);
+      };
+      double grad_u = 0;
+      for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+        const C r = grad_odds(j);
+        s.past[j] = (1 - u) * r + u * grad_odds(j + 1);
+        grad_u += r * (last[j - 1] - last[j]);
+      }
+      grad_u = of_block<Add>(grad_u);
+      if (threadIdx.x == 0) s.row(a.grad_transition)[t] = grad_u;
+    }
+    for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+      const C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
+      g[j] = x;
+      if (x != 0) grad_penalty -= x * coverage[j];
+      s.grad_coverage[j] -= s.penalty * x;
+    }
+    if (!s.K) continue;
+    __syncthreads();
+    s.score_backward(t, g);
+  }
+
+  grad_penalty = of_block<Add>(grad_penalty);
+  if (threadIdx.x == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
+  for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+    if (a.grad_first.data) s.row(a.grad_first)[j] = s.grad_coverage[j];
+    if (a.grad_previous.data) s.row(a.grad_previous)[j] = s.past[j];
+  }
+  if (!s.K || !a.grad_key.data) return;
+  for (int64_t index = threadIdx.x; index < a.Tk * a.A; index += kThreads)
+    narrow(s.grad_keys[index], at<T>(a.grad_key, s.tile, index / a.A)[index % a.A]);
+}
+
+// ---- launches: see attention.cuh ----------------------------------------------------------------
+
+inline int64_t scratch_numbers(const Coverage& a) { return Scan<float>::numbers(a); }
+
+template <class Launch>
+void launch_forward(const Coverage& a, const Launch& launch) {
+  const Attention& rows = a;
+  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, false, {}};
+  by_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto scores = a.weight.data ? products<T, Score::additive> : products<T, Score::dot>;
+    if (!a.filters_count)
+      launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows, a.query, a.key,
+             a.A, a.weights, true);
+    launch(scan<T>, a.B * a.H, 1, a);
+    launch(grad_rows<T, Score::dot>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice), rows,
+           context);
+  });
+}
+
+template <class Launch>
+void launch_backward(const Coverage& a, const Launch& launch) {
+  Attention rows = a;
+  if (a.filters_count) rows.grad_query = rows.grad_key = rows.grad_weight = {};
+  by_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    launch(products<T, Score::dot>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
+           a.grad_context, a.value, a.Dv, a.grad_score, false);
+    launch(scan_backward<T>, a.B * a.H, 1, a);
+  });
+  launch_backward(rows, launch);
+}
+
+}  // namespace
+}  // namespace attnfast
