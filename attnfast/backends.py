@@ -68,7 +68,8 @@ def _reference(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-#: Every backend with the function that says why it cannot run a call, in order of preference.
+#: Every backend with the function that says why it cannot run a call, in order of preference: see
+#: :func:`in_order`.
 BACKENDS: dict[str, Callable[[torch.device, torch.dtype], str | None]] = {
     "triton": _triton,
     "cuda": _cuda,
@@ -93,10 +94,24 @@ def why_not(
     return None if registered else f"it has no {operator} yet"
 
 
+def in_order(operator: str, step: bool) -> list[str]:
+    """Return the backends to try, the best first, for an operator and one query (``step``) or more.
+
+    Latency is all that a decoder's step costs, and a scan over its rows: there CUDA C++ comes
+    before Triton. Until both have been measured on a GPU this is an expectation.
+    """
+    order = [name for name in BACKENDS if name != "triton" or not triton_interpreted()]
+    if step or operator == "coverage_attention":
+        order.sort(key=lambda name: name != "cuda")  # the rest stay as they are
+    return order
+
+
 @functools.cache
-def _choose(backend: str | None, device: torch.device, dtype: torch.dtype, operator: str) -> str:
+def _choose(
+    backend: str | None, device: torch.device, dtype: torch.dtype, operator: str, step: bool
+) -> str:
     if backend is None:
-        order = [name for name in BACKENDS if name != "triton" or not triton_interpreted()]
+        order = in_order(operator, step)
         reasons = {name: why_not(name, device, dtype, operator) for name in order}
         chosen = next(name for name in order if reasons[name] is None)
         if chosen == "reference":
@@ -115,10 +130,14 @@ def _choose(backend: str | None, device: torch.device, dtype: torch.dtype, opera
 
 
 def choose(
-    backend: str | None, device: torch.device, dtype: torch.dtype, operator: str = "attention"
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    operator: str = "attention",
+    step: bool = False,
 ) -> str:
     """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
-    return _choose(backend if backend is None else str(backend), device, dtype, operator)
+    return _choose(backend if backend is None else str(backend), device, dtype, operator, step)
 
 
 # What torch.compiler.assume_constant_result sets, without its import of all of dynamo.

@@ -281,7 +281,7 @@ def prepare(
     memory = Memory(key, value, lengths, mask, weight, backend)
     if torch.compiler.is_compiling():
         return memory
-    backend = choose(backend, key.device, key.dtype)
+    backend = choose(backend, key.device, key.dtype, step=True)
     memory = memory._replace(backend=backend)
     token, waiting = None, _Waiting()
     if (
@@ -336,7 +336,7 @@ def attend(
                 query, memory, steps, scale, None if plain else around, need_weights
             )
         key, value, weight = autocast(key, value, weight)
-        backend = choose(backend, query.device, query.dtype)
+        backend = choose(backend, query.device, query.dtype, step=True)
         terms = (query, key, value, weight, None, mask, lengths)
         if plain:
             return run(*terms, None, 0, None, scale, need_weights, backend)[:2]

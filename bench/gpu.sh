@@ -23,7 +23,7 @@ few="cuda and (empty_rows or not_seen or half_inputs)"  # rows, keys and feature
 for tool in memcheck racecheck initcheck synccheck; do
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 30 compute-sanitizer --tool "$tool" \
     --error-exitcode 9 --kernel-regex kns=attnfast \
-    "$python" -m pytest -q tests/test_attention.py tests/test_span.py -k "$few"
+    "$python" -m pytest -q tests/test_attention.py tests/test_span.py tests/test_coverage.py -k "$few"
 done
 step triton 100 "$python" -m pytest -q tests -k "triton and not compile and not fuzz"
 step bench 120 "$python" -m pytest -q bench/test_attention.py --benchmark-json="$out/bench.json"

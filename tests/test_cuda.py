@@ -56,7 +56,7 @@ def host(library, monkeypatch):
     """Let backend="cuda" run on CPU tensors; return its name."""
     ops = attnfast.ops
     for module in (ops.attention, ops.copying, ops.coverage, attnfast.memory):
-        monkeypatch.setattr(module, "choose", lambda *_: "cuda")
+        monkeypatch.setattr(module, "choose", lambda *_, **__: "cuda")
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import attnfast
+from attnfast import backends
 from attnfast.backends import load_library, why_not
 
 ROOT = Path(__file__).parent.parent
@@ -272,3 +273,32 @@ def test_build_against_the_wrong_torch(source, version, found):
     assert "\n" not in said
     assert "attnfast needs torch >= 2.10 to build against" in said
     assert found in said
+
+
+@pytest.mark.parametrize(
+    ("operator", "step", "wanted"),
+    [
+        ("attention", False, "triton"),
+        ("attention", True, "cuda"),
+        ("coverage_attention", False, "cuda"),
+        ("copy_distribution", False, "triton"),
+    ],
+)
+def test_the_backend_goes_by_operator_and_shape(operator, step, wanted, monkeypatch):
+    """What is bound by latency goes to CUDA C++ first, where a GPU can run both."""
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)
+    device = torch.device("cuda")
+    assert backends.choose(None, device, torch.float32, operator, step) == wanted
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_one_query_is_a_step(queries, monkeypatch):
+    asked = []
+    choose = attnfast.ops.attention.choose
+    monkeypatch.setattr(
+        attnfast.ops.attention, "choose", lambda *a, **k: asked.append(k["step"]) or choose(*a, **k)
+    )
+    attnfast.dot_attention(*(torch.zeros(2, n, 4) for n in (queries, 3, 3)))
+    assert asked == [queries == 1]

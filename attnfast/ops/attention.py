@@ -496,7 +496,7 @@ def _attention(
             check_scale(scale, "a finite number or None")
         if temperature != 1:
             scale, bias = scale / temperature, None if bias is None else bias / temperature
-        backend = choose(backend, query.device, query.dtype)
+        backend = choose(backend, query.device, query.dtype, step=query.shape[-2] == 1)
         terms = (query, key, value, weight, bias, mask, lengths)
         if (
             span is None
