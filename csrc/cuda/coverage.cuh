@@ -196,7 +196,6 @@ struct Scan {
         }
         (x ? grad_coverage : past)[p] += sum;
       }
-    __syncthreads();
   }
 };
 
@@ -291,7 +290,6 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
     clear(s.row(a.grad_projection), a.A * s.K);
     clear(s.grad_keys, a.Tk * a.A);
   }
-  __syncthreads();
 
   double grad_penalty = 0;
   for (int64_t t = a.Tq - 1; t >= 0; --t) {
@@ -309,7 +307,7 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
       if (grad_rate) grad_rate[j] += c * w;
       if (!smaller) s.grad_coverage[j] = c + grad_loss;
     }
-    const C mean = of_block<Add>(part);
+    const C mean = of_block<Add>(part);  // and all that the row after, or the start, has left is there
     for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) s.past[j] = 0;
     if (odds) {
       const C u = s.row(a.transition)[t];
@@ -331,9 +329,7 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
       if (x != 0) grad_penalty -= x * coverage[j];
       s.grad_coverage[j] -= s.penalty * x;
     }
-    if (!s.K) continue;
-    __syncthreads();
-    s.score_backward(t, g);
+    if (s.K) s.score_backward(t, g);
   }
 
   grad_penalty = of_block<Add>(grad_penalty);
