@@ -496,7 +496,8 @@ def _attention(
             check_scale(scale, "a finite number or None")
         if temperature != 1:
             scale, bias = scale / temperature, None if bias is None else bias / temperature
-        backend = choose(backend, query.device, query.dtype, step=query.shape[-2] == 1)
+        step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (a constant for torch.compile)
+        backend = choose(backend, query.device, query.dtype, step=step)
         terms = (query, key, value, weight, bias, mask, lengths)
         if (
             span is None
