@@ -30,6 +30,7 @@ from attnfast.ops.span import (
     Span,
     Spans,
     at_keys,
+    bounds_in_phases,
     check_span,
     first_position,
     from_phases,
@@ -376,14 +377,18 @@ class _Columns(NamedTuple):
 def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys) -> _Columns:
     """Bring what one span says of the keys into columns; see :data:`SCHEMAS`."""
     Tk = key.shape[-2]
-    p = rows_at(position, query, Tk, lengths)
-    rows = span.locate(p, Tk)
     # Of windows wider than all keys the columns are taken from the keys in the end.
     compact = span.compact and span.columns(Tk) <= -(-Tk // span.stride)
     some = compact or span.stride > 1  # the columns are not simply all keys
     terms = bias is not None or mask is not None
+    need_keys = need_keys or sigma is not None or (some and terms)
+    need_bounds = span.phases == 1 and span.sides != (None, None)  # phases have their own
     keys: Any = None
-    if need_keys or sigma is not None or (some and terms):
+    bounds = narrow = None
+    if need_keys or need_bounds or span.compact:
+        p = rows_at(position, query, Tk, lengths)
+        rows = span.locate(p, Tk)
+    if need_keys:
         keys = span.columns_of(rows, Tk, lengths, compact)
     if some and terms:
         bias, mask = (None if x is None else at_keys(x, keys) for x in (bias, mask))
@@ -391,13 +396,8 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys
         sigma = rows_at(sigma, query, Tk, None) if isinstance(sigma, Tensor) else sigma
         prior = log_prior(keys, p, sigma, accumulation_dtype(query.dtype)).to(query.dtype)
         bias = prior if bias is None else bias + prior
-    bounds = None
-    if span.stride > 1 and not span.fixed:
-        stop = span.stop(rows, Tk, lengths)
-        bounds = torch.stack(torch.broadcast_tensors(rows.start, stop), -1)
-    elif span.sides != (None, None):
+    if need_bounds:
         bounds = torch.stack([rows.start, rows.stop], -1)
-    narrow = None
     if span.compact and not compact:
         narrow = rows.start.unsqueeze(-1) + torch.arange(span.columns(Tk), device=query.device)
     return _Columns(bias, mask, bounds, span.columns(Tk) if compact else 0, keys, narrow)
@@ -413,7 +413,7 @@ def run_span(
         query, key, bias, mask, lengths, span, position, sigma, isinstance(need_weights, str)
     )
     bias, mask, bounds, columns, *_ = seen
-    if k == 1 or span.fixed:
+    if span.phases == 1:
         if k > 1:
             key, value = key[..., ::k, :], value[..., ::k, :]
             lengths = None if lengths is None else (lengths + (k - 1)).div(k, rounding_mode="floor")
@@ -423,18 +423,17 @@ def run_span(
         )  # fmt: skip
     else:
         heads = query.shape[1] if query.dim() == 4 else 1
-        front = first_position(position, Tq, Tk) % k
-
-        def phases(x, front):
-            x = x.unsqueeze(1) if x.dim() == 3 else x
-            return to_phases(x.expand(-1, heads, -1, -1), k, front)
-
+        first = first_position(position, Tq, Tk)
+        front, bounds = first % k, bounds_in_phases(span, Tq, first, Tk, lengths, heads, query)
         if weight is not None and weight.dim() == 2:
             weight = weight.repeat_interleave(k, 0)
-        bias, mask = (None if x is None else phases(x, front) for x in (bias, mask))
+        rows = (*query.shape[1:-1], -1)
+        bias, mask = (
+            None if x is None else to_phases(x.expand(-1, *rows), k, front) for x in (bias, mask)
+        )
         results = run(
-            phases(query, front), phases(key, 0), phases(value, 0), weight, bias, mask, None,
-            phases(bounds, front), columns, None, scale, need_weights, backend,
+            to_phases(query, k, front), to_phases(key, k, 0), to_phases(value, k, 0), weight, bias,
+            mask, None, bounds, columns, None, scale, need_weights, backend,
         )  # fmt: skip
         context, weights, log_sum_exp = (
             None if x is None else from_phases(x, k, front, query)

@@ -89,6 +89,11 @@ class Span:
         """Whether a row sees no more keys than the window holds."""
         return None not in self.sides
 
+    @property
+    def phases(self) -> int:
+        """How many phases rows and keys fall into, each with its own keys: 1 for a fixed stride."""
+        return 1 if self.fixed else self.stride
+
     def columns(self, Tk: int) -> int:
         """Return W, how many columns the weights have."""
         left, right = self.sides
@@ -109,7 +114,7 @@ class Span:
             last = p if right is None else (p + right).floor().long()
         else:
             p = p.long()
-            p = p if k > 1 and not self.fixed else p.clamp(-far, far)
+            p = p if self.phases > 1 else p.clamp(-far, far)
             first = p if left is None else p - left
             last = p if right is None else p + right
         first = torch.zeros_like(p, dtype=torch.int64) if left is None else first
@@ -260,7 +265,7 @@ def check_position(position: object, spans: Sequence[Span]) -> None:
     number = _whole(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
     if not (given or named or number):
         refuse("position", "None, a number, 'end', 'diagonal' or a tensor", repr(position))
-    strides = any(x.stride > 1 and not x.fixed for x in spans)
+    strides = any(x.phases > 1 for x in spans)
     if strides and (given or (named and position == "diagonal")):
         got = "a tensor" if given else repr(position)
         refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
@@ -294,20 +299,49 @@ def at_keys(x: Tensor, keys: Tensor) -> Tensor:
     return wide[(*where, keys.clamp_min(0))].to(x.dtype).expand(shape)
 
 
+def bounds_in_phases(
+    span: Span, Tq: int, first: int, Tk: int, lengths: Tensor | None, heads: int, like: Tensor
+) -> Tensor | None:
+    """Return which keys of their phase rows see, for queries and keys of :func:`to_phases`.
+
+    ``[B, H·k, T / k, 2]`` or 1 in place of B and H·k; None where all see all.
+    """
+    k, (left, right) = span.phases, span.sides
+    front, device = first % k, like.device
+    padded = front or Tq % k
+    if left is right is None and lengths is None and not padded and not Tk % k:
+        return None
+    place = torch.arange(-(-(front + Tq) // k), device=device)  # of a row in its phase
+    phase = torch.arange(k, device=device).unsqueeze(-1)
+    row = place * k + (phase - front)
+    place = place + first // k
+    start = torch.zeros_like(place) if left is None else place - left // k
+    stop = torch.full_like(place, -(-Tk // k)) if right is None else place + (right // k + 1)
+    if lengths is not None or Tk % k:
+        ends = Tk if lengths is None else lengths.clamp(0, Tk).view(-1, 1, 1)
+        stop = torch.minimum(stop, _steps(ends - phase, k))
+    if padded:  # rows that do not exist see nothing
+        stop = stop.masked_fill((row < 0) | (row >= Tq), 0)
+    bounds = torch.stack(torch.broadcast_tensors(start, stop), -1)
+    bounds = bounds.view(*[1] * (4 - bounds.dim()), *bounds.shape)
+    return bounds if bounds.shape[1] == 1 else bounds.repeat(1, heads, 1, 1)
+
+
 def to_phases(x: Tensor, k: int, front: int) -> Tensor:
     """Lay ``[B, (H,) T, C]`` out as ``[B, H·k, T / k, C]``, zeros in front and at the end."""
-    x = x.unsqueeze(1) if x.dim() == 3 else x
-    end = -(front + x.shape[2]) % k
+    end = -(front + x.shape[-2]) % k
     if front or end:
         x = torch.nn.functional.pad(x, (0, 0, front, end))
-    return x.unflatten(2, (-1, k)).transpose(2, 3).flatten(1, 2)
+    x = x.unflatten(-2, (-1, k)).transpose(-3, -2)
+    return x if x.dim() == 4 else x.flatten(1, 2)
 
 
 def from_phases(x: Tensor, k: int, front: int, like: Tensor) -> Tensor:
     """Lay ``[B, H·k, T / k, C]`` out in the order of rows ``like [B, (H,) T, ·]``."""
-    x = x.unflatten(1, (-1, k)).transpose(2, 3).flatten(2, 3)
-    x = x[:, :, front : front + like.shape[-2]]
-    return x if like.dim() == 4 else x.squeeze(1)
+    x = x if like.dim() == 3 else x.unflatten(1, (-1, k))
+    x = x.transpose(-3, -2).flatten(-3, -2)
+    T = like.shape[-2]
+    return x if x.shape[-2] == T else x[..., front : front + T, :]
 
 
 def to_dense(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:

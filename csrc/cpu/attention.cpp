@@ -39,15 +39,17 @@ bool even(const Attention& a, const View& x) {
   return a.H == 1 || a.B == 1 || x.batch == a.H * x.head;
 }
 
-// Whether PyTorch's matrix product beats ours, for dot scores: enough rows to repay its packing, and
-// few keys beyond the lengths, which only ours leaves out.
+// Whether PyTorch's matrix product beats ours, for dot scores: enough rows to repay its packing,
+// few keys beyond the lengths, which only ours leaves out, and, in the forward, rows of keys side by
+// side: those of a stride are far apart, and share a few sets of the cache.
 bool multiplies(const Attention& a) {
   if (a.weight.data || a.span.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
   if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
   if (std::max(a.A, a.Dv) < kLibraryColumns) return false;
   if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;
   if (!even(a, a.query) || !even(a, a.key) || !even(a, a.value)) return false;
-  if (a.grad_context.data && !even(a, a.grad_context)) return false;
+  const bool backward = a.grad_context.data;
+  if (backward ? !even(a, a.grad_context) : a.key.row != a.A) return false;
   if (!a.lengths) return true;
   return 4 * std::accumulate(a.lengths, a.lengths + a.B, int64_t{0}) >= 3 * a.B * a.Tk;
 }
