@@ -32,7 +32,7 @@ struct Attention {
   int64_t W;                     // columns of scores and weights: Tk, or, if they are
   bool compact;                  // compact, of which column m is the span's m-th key
   View exponentials;             // CPU: e^{2 key}, float, rows padded with 0 to kPadding, or absent
-  View context;                  // out, contiguous, of dtype
+  View context;                  // out, column stride 1, of dtype
   View weights, log_sum_exp;     // out (in, for the backward), contiguous, of the accumulation
                                  // dtype; weights may be absent
   View grad_context;             // column stride 1
@@ -42,7 +42,7 @@ struct Attention {
   bool grad_score_given;         // or it is the first thing to compute
   bool grad_score_returned;      // CPU: for itself; else it may take the scale, as
   double grad_score_scale = 1;   // this
-  View grad_query, grad_key, grad_value;  // contiguous; absent where not needed, as grad_weight
+  View grad_query, grad_key, grad_value;  // column stride 1; absent where not needed, as grad_weight
   View grad_weight;              // rows [B, H, grad_weight_parts, A] that add up to the gradient, of
                                  // the accumulation dtype
   View parts;                    // CUDA: [B, H, key_parts, Dv + 2] of the accumulation dtype

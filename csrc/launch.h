@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -33,12 +34,14 @@ ScalarType accumulation(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A contiguous tensor, past the dispatcher, which is a good part of a small call.
-Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, ScalarType dtype) {
+// A tensor whose axes lie in memory as in `order`, past the dispatcher, which is a good part of a
+// small call.
+Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, ScalarType dtype,
+             const std::vector<int64_t>& order) {
   std::vector<int64_t> strides(sizes.size());
   int64_t elements = 1;
-  for (size_t i = sizes.size(); i-- > 0; elements *= std::max<int64_t>(sizes[i], 1))
-    strides[i] = elements;
+  for (size_t i = order.size(); i-- > 0; elements *= std::max<int64_t>(sizes[order[i]], 1))
+    strides[order[i]] = elements;
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle handle;
@@ -46,6 +49,12 @@ Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, Sc
       sizes.size(), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
       to<int32_t>(from(device.type())), device.index(), &handle));
   return Tensor(handle);
+}
+
+Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  return empty(device, sizes, dtype, order);
 }
 
 // [B, (H,) rows, columns], or [B, (H,) rows] with `columns` false.
@@ -85,6 +94,19 @@ std::vector<int64_t> shape(const Tensor& rows_of, int64_t columns) {
   std::vector<int64_t> s(rows_of.sizes().begin(), rows_of.sizes().end());
   s.back() = columns;
   return s;
+}
+
+// Room for rows of another width, heads in the order in which those of x lie in memory, as
+// attnfast.ops.operators.empty_rows says.
+Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
+  std::vector<int64_t> sizes = shape(x, columns), order = {0, 1, 2, 3};
+  if (sizes.size() == 4)
+    std::stable_sort(order.begin(), order.end() - 1,
+                     [&](int64_t i, int64_t j) { return x.stride(i) > x.stride(j); });
+  const auto spread = [&](int64_t i) { return x.stride(i) == 0; };
+  if (sizes.size() < 4 || std::any_of(order.begin(), order.end(), spread))
+    order.resize(sizes.size()), std::iota(order.begin(), order.end(), 0);
+  return empty(x.device(), sizes, dtype, order);
 }
 
 // Whether the arguments fit together; attnfast.ops.attention.check says in a sentence what does not.

@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
   std::vector<int64_t> rows = shape(query, 0);
   rows.pop_back();
   Tensor log_sum_exp = empty(query.device(), rows, sums);
-  Tensor context = empty(query.device(), shape(query, a.Dv), query.scalar_type());
+  Tensor context = empty_rows(query, a.Dv, query.scalar_type());
   a.context = view(context);
   if (need_weights) a.weights = view(weights);
   a.log_sum_exp = view(log_sum_exp, false);
@@ -51,26 +51,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Call call(query, key, value, weight, {}, {}, lengths, span, columns, exponentials, scale);
   Attention& a = call.a;
   const ScalarType sums = accumulation(query);
-  const auto gradient = [&](bool needed, std::vector<int64_t> sizes, ScalarType dtype, View& out) {
-    const Tensor x = empty(query.device(), needed ? sizes : std::vector<int64_t>{0}, dtype);
-    if (needed) out = view(x);
-    return x;
-  };
-  const auto like = [&](const Tensor& x) {
-    return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
-  };
   const ScalarType dtype = query.scalar_type();
-  const Tensor grad_query = gradient(need_grad_query, like(query), dtype, a.grad_query);
-  const Tensor grad_key = gradient(need_grad_key, like(key), dtype, a.grad_key);
-  const Tensor grad_value = gradient(need_grad_key, like(value), dtype, a.grad_value);
+  const auto gradient = [&](bool needed, const Tensor& x, View& out) {
+    if (!needed) return empty(query.device(), {0}, dtype);
+    const Tensor grad = empty_rows(x, x.size(x.dim() - 1), dtype);
+    out = view(grad);
+    return grad;
+  };
+  const Tensor grad_query = gradient(need_grad_query, query, a.grad_query);
+  const Tensor grad_key = gradient(need_grad_key, key, a.grad_key);
+  const Tensor grad_value = gradient(need_grad_key, value, a.grad_value);
   const bool need_grad_weight = need_grad_key && weight;
-  Tensor grad_weight = gradient(need_grad_weight,
-                             {a.B, a.H, need_grad_weight ? grad_weight_parts(a) : 0, a.A}, sums,
-                             a.grad_weight);
+  Tensor grad_weight = empty(query.device(), {0}, sums);
+  if (need_grad_weight) {
+    grad_weight = empty(query.device(), {a.B, a.H, grad_weight_parts(a), a.A}, sums);
+    a.grad_weight = view(grad_weight);
+  }
   a.grad_score_given = given_grad_score.has_value();
   a.grad_score_returned = need_grad_score;
   Tensor grad_score = a.grad_score_given ? packed(*given_grad_score)
-                                         : empty(query.device(), like(weights), sums);
+                                         : empty(query.device(), shape(weights, a.W), sums);
   const Tensor saved = packed(weights);
   a.weights = view(saved);
   a.grad_score = view(grad_score);

@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
   };
   std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
   std::vector<int64_t> heads(keys.begin(), keys.end() - 1);
-  const Tensor context = out(shape(query, a.Dv), query.scalar_type());
+  const Tensor context = empty_rows(query, a.Dv, query.scalar_type());
   const Tensor weights = out(shape(query, a.Tk), sums);
   const Tensor last = out(keys, sums), loss = out(heads, sums);
   const Tensor odds = transition ? out(shape(query, a.Tk), sums) : out({0}, sums);
@@ -140,8 +140,9 @@ coverage_attention_backward(
     return out(needed, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()), type);
   };
   const auto rows = [&](const Tensor& x, bool needed, View& v) {
-    const Tensor grad = like(x, needed, dtype);
-    if (needed) v = view(grad);
+    if (!needed) return out(false, {}, dtype);
+    const Tensor grad = empty_rows(x, x.size(x.dim() - 1), dtype);
+    v = view(grad);
     return grad;
   };
   const auto numbers = [&](const Optional& x, View& v) {

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnfast.backends import HALF, triton_interpreted
-from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
@@ -183,9 +183,9 @@ def _scores(
 @triton.jit
 def _forward(
     p_q, p_k, p_v, p_weight, p_eq, p_ek, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
-    p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span, scale,
-    H, Tq, Tk, W, A, AP, Dv, COMPACT: tl.constexpr,
-    SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
+    p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span,
+    s_context, scale, H, Tq, Tk, W, A, AP, Dv, COMPACT: tl.constexpr, SCORES: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
 
@@ -279,7 +279,8 @@ def _forward(
     b_shift = tl.where(m_empty, 0, b_m)
     b_inverse = 1 / tl.where(m_empty, 1, b_l)
     if p_context is not None:
-        p_c = p_context + o_row[:, None] * Dv + o_v[None, :]
+        p_c = p_context + i_b * s_context[0] + i_h * s_context[1] + o_v[None, :]
+        p_c += o_q.to(tl.int64)[:, None] * s_context[2]
         tl.store(p_c, b_c * b_inverse[:, None], mask=m_q[:, None] & m_v[None, :])
     if i_v == 0:
         b_lse = tl.where(m_empty, -float("inf"), b_shift + tl.log(tl.where(m_empty, 1, b_l)))
@@ -303,7 +304,7 @@ def _forward(
 
 @triton.jit
 def _product(
-    p_m, p_x, p_lengths, p_span, p_rows, p_out, s_x, s_span, scale, H, Tk, W, M, K, N,
+    p_m, p_x, p_lengths, p_span, p_rows, p_out, s_x, s_span, s_out, scale, H, Tk, W, M, K, N,
     OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, CLEAN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -364,7 +365,7 @@ def _product(
         if CLEAN:
             b_x = _finite(b_x)
         b_out = tl.dot(b_m.to(b_x.dtype), b_x, b_out, input_precision="ieee", out_dtype=acc)
-    p_out += (i_bh * M + o_m)[:, None] * N + o_n[None, :]
+    p_out += i_b * s_out[0] + i_h * s_out[1] + o_m.to(tl.int64)[:, None] * s_out[2] + o_n[None, :]
     tl.store(p_out, b_out * _scalar(scale, acc), mask=m_m[:, None] & m_n[None, :])
 
 
@@ -452,7 +453,7 @@ def _column_of(
 @triton.jit
 def _additive_gradient(
     p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_span, p_rows,
-    p_dx, p_dw, s_x, s_y, s_weight, s_span, scale, H, Tk, W, Tx, Ty, A,
+    p_dx, p_dw, s_x, s_y, s_weight, s_span, s_dx, scale, H, Tk, W, Tx, Ty, A,
     OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
@@ -562,7 +563,8 @@ def _additive_gradient(
     b_weight = tl.load(p_weight, mask=m_a, other=0).to(acc)
     if p_dx is not None:
         b_dx *= (4 * scale * b_weight)[None, :]
-        tl.store(p_dx + (i_bh * Tx + o_x)[:, None] * A + o_a[None, :], b_dx, mask=m_xa)
+        p_dx += i_b * s_dx[0] + i_h * s_dx[1] + o_x[:, None] * s_dx[2] + o_a[None, :]
+        tl.store(p_dx, b_dx, mask=m_xa)
     if p_dw is not None:
         b_dw = scale * (tl.sum(b_sum, 0) - 2 * tl.sum(b_dw, 0))
         tl.store(p_dw + (i_bh * NX + i_x) * A + o_a, b_dw, mask=m_a)
@@ -663,8 +665,8 @@ def _multiply(
     BM, BK, BN = _block(M, _tile(64, span, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
     rows = None if over_keys else _rows_of_keys(span, columns, B, H, Tk, BM)
     _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
-        m, x, lengths, span, rows, out, x.stride(), _strides(span), _pair(scale),
-        H, Tk, m.shape[-1], M, K, N,
+        m, x, lengths, span, rows, out, x.stride(), _strides(span), out.stride(),
+        _pair(scale), H, Tk, m.shape[-1], M, K, N,
         OVER_KEYS=over_keys, COMPACT=columns > 0, CLEAN=clean, BM=BM, BK=BK, BN=BN,
         num_warps=4 if x.dtype in HALF else 8, enable_fp_fusion=True,
     )  # fmt: skip
@@ -681,6 +683,7 @@ def sweep(
     """
     acc, Dv = accumulation_dtype(query.dtype), value.shape[-1]
     query, key, value, weight, lengths, span = _prepare(query, key, value, weight, lengths, span)
+    context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
     BQ, BV = _block(Tq, _tile(64, span, columns), 1), _block(Dv, 128)
@@ -703,7 +706,7 @@ def sweep(
             query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
             span, within, weights, lse, query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
-            _strides(span), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
+            _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
             COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
             num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
@@ -718,7 +721,7 @@ def forward(
 ):  # fmt: skip
     """Run the operator ``attention`` of :data:`attnfast.ops.attention.SCHEMAS`."""
     acc, rows, Tk, Dv = accumulation_dtype(query.dtype), query.shape[:-1], *value.shape[-2:]
-    context = query.new_empty((*rows, Dv))
+    context = empty_rows(query, Dv)
     weights = query.new_empty((*rows, columns or Tk) if need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
     sweep(
@@ -736,7 +739,7 @@ def backward(
     """Run the operator ``attention_backward`` of :data:`attnfast.ops.attention.SCHEMAS`."""
 
     def empty(needed: bool, x: Tensor) -> Tensor:
-        return x.new_empty(x.shape if needed else 0)
+        return empty_rows(x) if needed else x.new_empty(0)
 
     grad_query = empty(need_grad_query, query)
     grad_key, grad_value = empty(need_grad_key, key), empty(need_grad_key, value)
@@ -745,6 +748,7 @@ def backward(
     ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
     query, key, value, weight, lengths, span = _prepare(query, key, value, weight, lengths, span)
     grad_context, grad_weights = _heads(grad_context), _heads(grad_weights)
+    dq, dk, dv = _heads(grad_query), _heads(grad_key), _heads(grad_value)
     (B, H, Tq, A), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
     BQ, BK = _block(Tq, _tile(64, span, columns)), _block(Tk, 32)
     BV = _block(Dv, _depth(query.dtype))
@@ -759,12 +763,12 @@ def backward(
                 BQ=BQ, BK=BK, BV=BV, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
         if need_grad_key:
-            _multiply(weights, grad_context, *seen, grad_value, 1.0, over_keys=False, clean=False)
+            _multiply(weights, grad_context, *seen, dv, 1.0, over_keys=False, clean=False)
         if weight is None:
             if need_grad_query:
-                _multiply(ds, key, *seen, grad_query, scale, over_keys=True, clean=True)
+                _multiply(ds, key, *seen, dq, scale, over_keys=True, clean=True)
             if need_grad_key:
-                _multiply(ds, query, *seen, grad_key, scale, over_keys=False, clean=True)
+                _multiply(ds, query, *seen, dk, scale, over_keys=False, clean=True)
         elif need_grad_query or need_grad_key:
             factored = ds.dtype == torch.float32
             BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
@@ -775,8 +779,9 @@ def backward(
             parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
             _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
                 query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths, span, None,
-                grad_query if need_grad_query else None, parts if need_grad_weight else None,
-                query.stride(), key.stride(), weight.stride(), _strides(span), _pair(scale),
+                dq if need_grad_query else None, parts if need_grad_weight else None,
+                query.stride(), key.stride(), weight.stride(), _strides(span),
+                _strides(dq if need_grad_query else None), _pair(scale),
                 H, Tk, W, Tq, Tk, A,
                 OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
                 num_warps=4, enable_fp_fusion=True,
@@ -784,8 +789,8 @@ def backward(
             if need_grad_key:
                 _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
                     key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, span,
-                    _rows_of_keys(span, columns, B, H, Tk, BK), grad_key, None,
-                    key.stride(), query.stride(), weight.stride(), _strides(span), _pair(scale),
+                    _rows_of_keys(span, columns, B, H, Tk, BK), dk, None, key.stride(),
+                    query.stride(), weight.stride(), _strides(span), dk.stride(), _pair(scale),
                     H, Tk, W, Tk, Tq, A,
                     OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ, BA=BA,
                     num_warps=4, enable_fp_fusion=True,

@@ -28,7 +28,7 @@ from attnfast.kernels.attention import (
 )
 
 from attnfast.ops.attention import refuse
-from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
 TINY = tl.constexpr(1.1754943508222875e-38)  # odds below it count as 0
@@ -447,7 +447,7 @@ def forward(
 ):  # fmt: skip
     """Run the operator ``coverage_attention`` of :data:`attnfast.ops.coverage.SCHEMAS`."""
     acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], key.shape[-2])
-    context = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    context = empty_rows(query, value.shape[-1])
     keys = key.shape[:-1]
     weights = query.new_empty(shape, dtype=acc)
     last = query.new_zeros(keys, dtype=acc) if coverage is None else coverage.contiguous().clone()
@@ -474,7 +474,9 @@ def forward(
                 (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
                 scale=_pair(scale), **options,
             )  # fmt: skip
-            _multiply(weights, v, lengths, None, 0, context, 1.0, over_keys=True, clean=False)
+            _multiply(
+                weights, v, lengths, None, 0, _heads(context), 1.0, over_keys=True, clean=False
+            )
     return context, weights, last, loss, odds
 
 
@@ -533,15 +535,18 @@ def backward(
         return x.sum(0, dtype=torch.float64).to(like.dtype).reshape(like.shape)
 
     if features:
-        grad_value = value.new_empty(value.shape if need_grad_key else 0)
+        grad_value = empty_rows(value) if need_grad_key else value.new_empty(0)
         if need_grad_key:
             with torch.cuda.device_of(query):
                 _multiply(
-                    weights.contiguous(), _heads(grad_context), lengths, None, 0, grad_value, 1.0,
+                    weights.contiguous(), _heads(grad_context), lengths, None, 0,
+                    _heads(grad_value), 1.0,
                     over_keys=False, clean=False,
                 )  # fmt: skip
-        grad_query = dq.to(query.dtype) if need_grad_query else query.new_empty(0)
-        grad_key = dk.to(query.dtype) if need_grad_key else query.new_empty(0)
+        grad_query, grad_key = (
+            empty_rows(x).copy_(dx) if needed else x.new_empty(0)
+            for x, dx, needed in ((query, dq, need_grad_query), (key, dk, need_grad_key))
+        )
         grad_weight = (
             added(dweight, weight, weight.dim() == 2) if need_grad_key else query.new_empty(0)
         )

@@ -24,7 +24,14 @@ from torch.autograd import forward_ad
 
 from attnfast.backends import FLOATS, HALF, choose
 from attnfast.errors import refuse
-from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
+from attnfast.ops.operators import (
+    LIBRARIES,
+    accumulation_dtype,
+    call,
+    define,
+    empty_rows,
+    operators_of,
+)
 from attnfast.ops.span import (
     Position,
     Span,
@@ -146,7 +153,7 @@ def _fake(
     rows = query.shape[:-1]
     shape = (*rows, columns or key.shape[-2]) if need_weights else (0,)
     weights = query.new_empty(shape, dtype=dtype)
-    context = query.new_empty((*rows, value.shape[-1]))
+    context = empty_rows(query, value.shape[-1])
     return context, weights, query.new_empty(rows, dtype=dtype)
 
 
@@ -156,9 +163,9 @@ def _fake_backward(
     need_grad_score,
 ):  # fmt: skip
     return (
-        query.new_empty(query.shape if need_grad_query else (0,)),
-        query.new_empty(key.shape if need_grad_key else (0,)),
-        query.new_empty(value.shape if need_grad_key else (0,)),
+        empty_rows(query) if need_grad_query else query.new_empty(0),
+        empty_rows(key) if need_grad_key else query.new_empty(0),
+        empty_rows(value) if need_grad_key else query.new_empty(0),
         query.new_empty(weight.shape if need_grad_key and weight is not None else (0,)),
         weights.new_empty(weights.shape if need_grad_score and grad_score is None else (0,)),
     )

@@ -34,7 +34,14 @@ from attnfast.ops.attention import (
     score,
     visible_keys,
 )
-from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
+from attnfast.ops.operators import (
+    LIBRARIES,
+    accumulation_dtype,
+    call,
+    define,
+    empty_rows,
+    operators_of,
+)
 
 #: ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
 #: ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
@@ -137,7 +144,7 @@ def _fake(
     dtype = accumulation_dtype(query.dtype)
     shape = (*query.shape[:-1], key.shape[-2])
     return (
-        query.new_empty((*query.shape[:-1], value.shape[-1])),
+        empty_rows(query, value.shape[-1]),
         query.new_empty(shape, dtype=dtype),
         query.new_empty(key.shape[:-1], dtype=dtype),
         query.new_empty(key.shape[:-2], dtype=dtype),
@@ -154,7 +161,7 @@ def _fake_backward(
         return weights.new_empty((0,)) if x is None or not needed else torch.empty_like(x)
 
     def half(x: Tensor | None, needed: bool) -> Tensor:
-        return query.new_empty((0,) if x is None or not needed else x.shape)
+        return query.new_empty((0,)) if x is None or not needed else empty_rows(x)
 
     return (
         half(query, need_grad_query),

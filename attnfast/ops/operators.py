@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 LIBRARIES = {
@@ -17,6 +18,20 @@ LIBRARIES = {
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums are taken in: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_rows(x: Tensor, columns: int | None = None) -> Tensor:
+    """Return room for rows like those of x, heads in the order in which they lie in memory.
+
+    Who has transposed a query ``[B, T, H, A]`` so transposes its context back without a copy.
+    """
+    *lead, _ = strides = x.stride()
+    shape = (*x.shape[:-1], x.shape[-1] if columns is None else columns)
+    if x.dim() < 4 or 0 in strides:
+        return x.new_empty(shape)
+    order = sorted(range(3), key=lambda axis: -lead[axis])
+    out = x.new_empty([*(shape[axis] for axis in order), shape[-1]])
+    return out.permute(*(order.index(axis) for axis in range(3)), 3)
 
 
 def operators_of(backend: str) -> Any:

@@ -20,6 +20,8 @@ const AttentionKernels& kernels() {
 constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
 // Scores that pass at a time where they are not returned, and the fewest rows of them.
 constexpr int64_t kPart = 1 << 20, kPartRows = 16;
+// Multiply-adds of one matrix from which the library earns a call of its own.
+constexpr int64_t kOwnCall = 1 << 26;
 constexpr int64_t kSoftmaxDepth = 8;  // of a softmax alone, in features of a score
 
 void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_threads) {
@@ -34,22 +36,30 @@ int64_t blocks_of_keys(const Attention&) { return 0; }
 
 // ---- with a library's products ------------------------------------------------------------------
 
-// Whether the matrices of all sequences and heads lie evenly.
+// Whether one call of a library can take the matrices of all sequences and heads.
 bool even(const Attention& a, const View& x) {
   return a.H == 1 || a.B == 1 || x.batch == a.H * x.head;
 }
+bool together(const Attention& a) {
+  const auto dense = [&](const View& x, int64_t rows, int64_t columns) {
+    return !x.data || (x.row == columns && even(a, x) &&
+                       (a.H == 1 ? x.batch : x.head) == rows * columns);
+  };
+  return even(a, a.query) && even(a, a.key) && even(a, a.value) && even(a, a.grad_context) &&
+      dense(a.context, a.Tq, a.Dv) && dense(a.grad_query, a.Tq, a.A) &&
+      dense(a.grad_key, a.Tk, a.A) && dense(a.grad_value, a.Tk, a.Dv);
+}
 
 // Whether PyTorch's matrix product beats ours, for dot scores: enough rows to repay its packing,
-// few keys beyond the lengths, which only ours leaves out, and, in the forward, rows of keys side by
-// side: those of a stride are far apart, and share a few sets of the cache.
+// few keys beyond the lengths, which only ours leaves out, and one call for all matrices, or, in the
+// backward, large ones.
 bool multiplies(const Attention& a) {
   if (a.weight.data || a.span.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
   if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
   if (std::max(a.A, a.Dv) < kLibraryColumns) return false;
   if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;
-  if (!even(a, a.query) || !even(a, a.key) || !even(a, a.value)) return false;
-  const bool backward = a.grad_context.data;
-  if (backward ? !even(a, a.grad_context) : a.key.row != a.A) return false;
+  const bool large = a.grad_context.data && a.Tq * a.Tk * std::max(a.A, a.Dv) >= kOwnCall;
+  if (!large && !together(a)) return false;
   if (!a.lengths) return true;
   return 4 * std::accumulate(a.lengths, a.lengths + a.B, int64_t{0}) >= 3 * a.B * a.Tk;
 }
@@ -59,17 +69,23 @@ View transposed(View x) {
   return x;
 }
 
-// out = left right: matrices [m, k] and [k, n] of every sequence and head.
+// out = left right: matrices [m, k] and [k, n] of every sequence and head, all at once if they lie
+// evenly, else sequence by sequence.
 void multiply(const Attention& a, const View& left, const View& right, const View& out, int64_t m,
               int64_t k, int64_t n) {
-  const auto tensor = [&](const View& x, int64_t rows, int64_t columns) {
-    return torch::stable::from_blob(x.data, {a.B * a.H, rows, columns},
-                                    {a.H == 1 ? x.batch : x.head, x.row, x.column}, kCpu,
-                                    dtype_of_sums(a));
-  };
-  const Tensor product = tensor(out, m, n);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(product.get(), tensor(left, m, k).get(),
-                                                tensor(right, k, n).get()));
+  const bool together = even(a, left) && even(a, right) && even(a, out);
+  const int64_t size = a.dtype == Dtype::f64 ? 8 : 4;
+  for (int64_t b = 0; b < (together ? 1 : a.B); ++b) {
+    const auto tensor = [&](const View& x, int64_t rows, int64_t columns) {
+      return torch::stable::from_blob(static_cast<char*>(x.data) + b * x.batch * size,
+                                      {together ? a.B * a.H : a.H, rows, columns},
+                                      {a.H == 1 ? x.batch : x.head, x.row, x.column}, kCpu,
+                                      dtype_of_sums(a));
+    };
+    const Tensor product = tensor(out, m, n);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(product.get(), tensor(left, m, k).get(),
+                                                  tensor(right, k, n).get()));
+  }
 }
 
 // The forward of rows [row, row + rows) of sequences [b, b + n) alone.

@@ -30,6 +30,7 @@ class Scores {
     C* q_scratch = scratch.take(item.rows * width);
     k_scratch = scratch.take(kKeyBlock * width);
     k_exp = scratch.take(kTransposed<C> * width);
+    expect_apart(at<T>(query, item, item.row), query.row, item.rows, depth);
     q = gather(at<T>(query, item, item.row), query.row, item.rows, depth, width, q_scratch);
     if (!additive) return;
     q_exp = scratch.take(item.rows * width);
@@ -53,6 +54,7 @@ class Scores {
       }
     }
     const int64_t n = to - from;
+    expect_apart(at<T>(key, item, from), key.row, n, depth);
     keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
     if constexpr (sizeof(C) == 4) {
       if (additive && q_range + exponentials(keys, n, depth, width, k_exp) <= kFactoredLimit) {
@@ -169,7 +171,8 @@ void context(const Attention& a, int64_t index, void* memory) {
   Scratch<C> scratch = {static_cast<C*>(memory)};
   const Rows<C> p = scores_of(a, item, scratch);
   multiply(a, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
-           min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.Dv, scratch.next);
+           min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.context.row,
+           scratch.next);
 }
 
 // All of it for rows with spans: scores, weights and context of a band follow one another in a matrix
@@ -181,7 +184,8 @@ void forward_span(const Attention& a, int64_t index, void* memory) {
   Scores<T> scores(a, item, a.query, a.key, a.A, a.weight.data, scratch);
   const SeenByRows seen(a, item);
   C* matrix = scratch.take(band_scratch<C>(a));
-  const Side<T> side = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, item.row), a.Dv};
+  const Side<T> side = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, item.row),
+                        a.context.row};
   Flags<C> zeros = {};
   for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
     const int64_t n = band.to - band.from, stride = band_row<C>(n);
@@ -361,9 +365,11 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
   C factor[W2] = {};
   for (int64_t x = 0; x < width; ++x) factor[x] = 4 * scale * widen(weight[x]);
   if (a.grad_query.data)
-    unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c, a.A);
+    unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c,
+                 a.grad_query.row);
   if (a.grad_key.data) {
-    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c, a.A);
+    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c,
+                 a.grad_key.row);
     clear<T>(a.grad_key, item, 0, keys.from, c, width);
     clear<T>(a.grad_key, item, keys.to, a.Tk, c, width);
   }
@@ -450,16 +456,16 @@ void grad_dot(const Attention& a, const Item& item, int64_t c, int64_t width, C*
   if (a.span.data) {
     Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row}, rows = {at<T>(a.query, item, 0) + c,
                                                                   a.query.row};
-    if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.A;
-    if (a.grad_key.data) rows.to = at<T>(a.grad_key, item, 0) + c, rows.to_row = a.A;
+    if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.grad_query.row;
+    if (a.grad_key.data) rows.to = at<T>(a.grad_key, item, 0) + c, rows.to_row = a.grad_key.row;
     return span_products<T>(a, item, Rows<C>{g, a.W}, scale, width, keys, rows, scratch);
   }
   if (a.grad_query.data)
     multiply(a, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
-        at<T>(a.grad_query, item, 0) + c, a.A, scratch);
+        at<T>(a.grad_query, item, 0) + c, a.grad_query.row, scratch);
   if (a.grad_key.data)
     multiply(a, g, 1, a.Tk, item.seen, a.Tq, at<T>(a.query, item, 0) + c, a.query.row, width, scale,
-        at<T>(a.grad_key, item, 0) + c, a.A, scratch);
+        at<T>(a.grad_key, item, 0) + c, a.grad_key.row, scratch);
 }
 
 // A slice of the features of query, key and weight, or of the columns of value.
@@ -472,12 +478,13 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
     const int64_t c = (item.part - features) * a.columns, width = min(a.columns, a.Dv - c);
     if (a.span.data) {
       const Side<T> rows = {at<T>(a.grad_context, item, 0) + c, a.grad_context.row,
-                            at<T>(a.grad_value, item, 0) + c, a.Dv};
+                            at<T>(a.grad_value, item, 0) + c, a.grad_value.row};
       const Rows<C> p = {at<C>(a.weights, item, 0), a.W};
       return span_products<T>(a, item, p, (C)1, width, Side<T>{}, rows, scratch);
     }
     multiply(a, at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
-        a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.Dv, scratch);
+        a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.grad_value.row,
+        scratch);
     clear<T>(a.grad_value, item, item.seen, a.Tk, c, width);
     return;
   }

@@ -14,12 +14,18 @@ struct Rows {
 };
 
 // Have the cache fetch rows [from, from + n), those of them before `end`: what comes next, in steps too
-// short for the processor to foresee.
+// short for the processor to foresee. (GCC drops a call of a function that does nothing else.)
 template <class T>
-void expect(const T* rows, int64_t stride, int64_t from, int64_t n, int64_t end, int64_t width) {
+__attribute__((always_inline)) inline void expect(const T* rows, int64_t stride, int64_t from, int64_t n, int64_t end, int64_t width) {
   for (int64_t r = from; r < min(from + n, end); ++r)
     for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T))
       __builtin_prefetch(rows + r * stride + c);
+}
+
+// The same for `n` rows that are to be read now, unless they lie side by side.
+template <class T>
+__attribute__((always_inline)) inline void expect_apart(const T* rows, int64_t stride, int64_t n, int64_t width) {
+  if (stride != width) expect(rows, stride, 0, n, n, width);
 }
 
 // Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
@@ -189,11 +195,11 @@ void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
   }
 }
 
-// out[c * out_stride + r] = row r, column c: zeros past the last row, up to two vectors.
+// out[c * out_stride + r] = row r, column c: zeros past the last row, for what happens to lie there
+// may be so small that it is multiplied a hundred times slower.
 template <class C>
 void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out,
                int64_t out_stride) {
-  const int64_t end = round_up(n, 2 * Vector<C>::width);
   int64_t r = 0;
 #if defined(__AVX2__)
   if constexpr (sizeof(C) == 4) {
@@ -204,7 +210,7 @@ void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out
 #endif
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t i = r; i < n; ++i) out[c * out_stride + i] = rows[i * stride + c];
-    for (int64_t i = n; i < end; ++i) out[c * out_stride + i] = 0;
+    for (int64_t i = n; i < out_stride; ++i) out[c * out_stride + i] = 0;
   }
 }
 
