@@ -238,6 +238,36 @@ def results(case: Case, args: dict[str, Tensor | None], how, names=NAMES) -> dic
     return {k: v.detach() for k, v in outputs.items()}
 
 
+FEATURE_AXES = {"query": -1, "key": -1, "weight": -1, "coverage_weight": -1, "projection": -2}
+
+
+def in_orders(how) -> list:
+    """Return eager code that sums its features in five orders.
+
+    What it loses in one is a matter of luck, and of the library that a processor's products come
+    from.
+    """
+
+    def ordered(seed: int):
+        def run(**args):
+            order = torch.randperm(
+                args["key"].shape[-1], generator=torch.Generator().manual_seed(seed)
+            )
+            for name, axis in FEATURE_AXES.items():
+                if args.get(name) is not None:
+                    args[name] = args[name].index_select(axis, order)
+            return how(**args)
+
+        return run
+
+    return [how, *(ordered(seed) for seed in range(1, 5))]
+
+
+def losses(case: Case, how) -> list[dict[str, Tensor]]:
+    """Return the results of eager code in five orders, for :func:`check`."""
+    return [results(case, inputs(case), run) for run in in_orders(how)]
+
+
 def oracle_of(case: Case, how) -> dict[str, Tensor]:
     """Return the results of ``how`` in float64 on the CPU, from the case's own numbers."""
     args = {
@@ -255,7 +285,7 @@ def oracle(case: Case) -> dict[str, Tensor]:
 def check(case: Case, got: dict[str, Tensor], wanted: dict[str, Tensor], *plain: dict[str, Tensor]):
     """Assert the project's one rule for numbers (see the constants above).
 
-    ``plain`` are results of eager code, of the one that lost most if there are several.
+    ``plain`` are results of eager code; the one that lost most counts.
     """
     for name, want in wanted.items():
         result = got[name].double().cpu()
@@ -265,8 +295,8 @@ def check(case: Case, got: dict[str, Tensor], wanted: dict[str, Tensor], *plain:
         same = result == want  # infinities
         assert not (result.isnan() & ~want.isnan()).any(), f"{name} has NaN in {case}"
         error = (result - want).masked_fill(same, 0).abs()
-        losses = ((x[name].double().cpu() - want).masked_fill(same, 0) for x in plain)
-        base = max(loss.abs().nan_to_num(0).max() for loss in losses)
+        lost = ((x[name].double().cpu() - want).masked_fill(same, 0) for x in plain)
+        base = max(x.abs().nan_to_num(0).max() for x in lost)
         finite = want.masked_fill(want.isinf(), 0)
         ulp = torch.finfo(case.dtype).eps * float(finite.abs().max())
         floor = max(FLOOR[case.dtype], FLOOR_ULPS[case.dtype] * ulp)

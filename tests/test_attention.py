@@ -15,6 +15,7 @@ from table import (
     eager,
     fuzz,
     inputs,
+    losses,
     oracle,
     results,
     runnable,
@@ -33,7 +34,7 @@ def run(case, backend, **changes):
 
 
 def judge(case, backend):
-    check(case, run(case, backend), oracle(case), results(case, inputs(case), eager))
+    check(case, run(case, backend), oracle(case), *losses(case, eager))
 
 
 def name(case):
