@@ -242,7 +242,7 @@ FEATURE_AXES = {"query": -1, "key": -1, "weight": -1, "coverage_weight": -1, "pr
 
 
 def in_orders(how) -> list:
-    """Return eager code that sums its features in five orders.
+    """Return eager code that sums features, and in its gradients columns of values, in five orders.
 
     What it loses in one is a matter of luck, and of the library that a processor's products come
     from.
@@ -250,13 +250,15 @@ def in_orders(how) -> list:
 
     def ordered(seed: int):
         def run(**args):
-            order = torch.randperm(
-                args["key"].shape[-1], generator=torch.Generator().manual_seed(seed)
-            )
+            g = torch.Generator().manual_seed(seed)
+            features = torch.randperm(args["key"].shape[-1], generator=g)
+            columns = torch.randperm(args["value"].shape[-1], generator=g)
             for name, axis in FEATURE_AXES.items():
                 if args.get(name) is not None:
-                    args[name] = args[name].index_select(axis, order)
-            return how(**args)
+                    args[name] = args[name].index_select(axis, features)
+            args["value"] = args["value"].index_select(-1, columns)
+            context, *rest = how(**args)
+            return context.index_select(-1, columns.argsort()), *rest
 
         return run
 
