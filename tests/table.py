@@ -128,6 +128,8 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     """Return the same numbers in memory laid out otherwise."""
     if layout == "transposed":  # features outside of time
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "time first":  # before the heads, or before the batch
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3)
     if layout == "sliced":  # a part of something larger, NaN around it
         room = x.new_full((*x.shape[:-2], x.shape[-2] + 3, x.shape[-1] + 5), math.nan)
         view = room[..., 1 : 1 + x.shape[-2], 2 : 2 + x.shape[-1]]

@@ -60,6 +60,9 @@ def histories() -> list[History]:
         table.append(
             History("additive", 2, 3, 40, 19, 6, terms=("location", "state"), filters=filters)
         )
+    for term in ("penalty", "location"):
+        case = History("additive", 2, 4, 17, 16, 8, 2, terms=(term,), layout="time first")
+        table.append(case)
     sizes = [(0, 3, 5, 8, 8), (2, 0, 5, 8, 8), (2, 3, 0, 8, 8), (2, 3, 5, 8, 0), (2, 3, 5, 0, 8)]
     table += [History("additive", *s, terms=("penalty", "location")) for s in sizes]
     table.append(History("additive", 2, 3, 5, 8, 8, terms=("location",), filters=(0, 1, 3)))
@@ -428,7 +431,8 @@ def test_second_derivatives_and_forward_mode_raise(backend):
 
 
 def test_opcheck(backend):
-    case = History("additive", 2, 3, 5, 8, 7, terms=(*TERMS, "location", "lengths", "mask", "bias"))
+    terms = (*TERMS, "location", "lengths", "mask", "bias")
+    case = History("additive", 2, 3, 5, 8, 7, H=2, terms=terms, layout="time first")
     skip_unless(backend, case)
     if backend == "reference":
         pytest.skip("not a registered op")

@@ -137,6 +137,8 @@ def cases():
     for score in ("dot", "additive"):
         case = Case(score, 2, 19, 23, 8, 8, 5, terms=("lengths", "bias"), weight_per_head=True)
         out.append((case, heads, None))
+        case = Case(score, 2, 19, 23, 8, 16, 3, layout="time first")
+        out += [(case, span, None) for span in (Span(window=3), Span(stride=4))]
         out += [
             (Case(score, 2, *shape), Span(window=3), None)
             for shape in ((0, 5, 8, 8), (3, 0, 8, 8), (9, 20, 0, 8), (9, 20, 8, 0))

@@ -51,9 +51,10 @@ from attnfast.ops.span import (
 )
 
 #: ``weights`` and ``log_sum_exp`` come in the accumulation dtype (float32; float64 for float64);
-#: ``weights`` has size [0] unless needed. ``bias`` and ``mask`` have the shape of the scores or 1
-#: in place of a size. ``span [B, (H,) Tq, 2]``, int64, or 1 in place of B and H, holds the first
-#: key that a row may see and the one after the last, which may lie outside of the sequence.
+#: ``weights`` has size [0] unless needed; context and gradients of query, key and value lie in
+#: memory as :func:`empty_rows` says. ``bias`` and ``mask`` have the shape of the scores or 1 in
+#: place of a size. ``span [B, (H,) Tq, 2]``, int64, or 1 in place of B and H, holds the first key
+#: that a row may see and the one after the last, which may lie outside of the sequence.
 #: With ``columns`` W > 0 scores are compact, ``[B, (H,) Tq, W]``: column m of row i is key
 #: ``span[i, 0] + m``, and keys beyond the W-th are not seen; else they are ``[B, (H,) Tq, Tk]``.
 #: ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys.
@@ -584,7 +585,9 @@ def additive_attention(
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype, then
         ``log_sum_exp [B, Tq]`` if asked for. With a list of spans weights are a list too, one
         ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
-        log-sum-exp −inf and gradients 0.
+        log-sum-exp −inf and gradients 0. With heads the context lies in memory as the query does,
+        like that of ``scaled_dot_product_attention``: who has transposed ``[B, Tq, H, A]``
+        transposes back without a copy.
 
     For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp), so that a
     score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager float32 code loses.

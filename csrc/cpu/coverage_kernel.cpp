@@ -149,14 +149,13 @@ inline void tanh_quotient(Vec<float> z, Vec<float>& n, Vec<float>& d) {
   d = d * u + 1.f;
 }
 
-// s = -tanh(z) / 2 of two vectors: one division for both.
+// s = -tanh(z) / 2 of two vectors
 inline void half_tanh(Vec<float> z0, Vec<float> z1, Vec<float>& s0, Vec<float>& s1) {
   Vec<float> n0, n1, d0, d1;
   tanh_quotient(z0, n0, d0);
   tanh_quotient(z1, n1, d1);
-  const Vec<float> r = -0.5f * reciprocal(d0 * d1);
-  s0 = n0 * d1 * r;
-  s1 = n1 * d0 * r;
+  s0 = n0 * (-0.5f * reciprocal(d0));
+  s1 = n1 * (-0.5f * reciprocal(d1));
 }
 inline void half_tanh(Vec<double> z0, Vec<double> z1, Vec<double>& s0, Vec<double>& s1) {
   s0 = logistic(z0) - 0.5;
