@@ -34,7 +34,7 @@ def run(case, backend, **changes):
 
 
 def judge(case, backend):
-    check(case, run(case, backend), oracle(case), *losses(case, eager))
+    check(case, run(case, backend), oracle(case), losses(case, eager))
 
 
 def name(case):
@@ -251,7 +251,8 @@ def test_large_scores(factor, backend):
     with torch.no_grad():
         plain = eager(**wanted_args)
         got = attend({**args, "weight": weight}, backend=backend, **OUTPUTS)
-    check(case, *(dict(zip(NAMES, outputs)) for outputs in (got, wanted, plain)))
+    got, wanted, plain = (dict(zip(NAMES, outputs)) for outputs in (got, wanted, plain))
+    check(case, got, wanted, [plain])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_factored_domain(q, k, backend):
         {x: v.detach().to(device).requires_grad_() for x, v in leaves.items()},
         lambda **a: attend(a, backend=backend, **OUTPUTS),
     )
-    check(case, got, results(case, double, eager), results(case, leaves, eager))
+    check(case, got, results(case, double, eager), [results(case, leaves, eager)])
 
 
 @pytest.mark.parametrize("k", [-12.3, -1e-3, 0.0, 0.7, 10.9, 21.8, -40.0])

@@ -154,8 +154,8 @@ def check(case: History, backend: str) -> None:
     }
     wanted = run(replace(case, dtype=torch.float64), exact, "reference")
     orders = table.in_orders(attend("reference"))
-    plain = [table.results(case, arguments(case), how, NAMES) for how in orders]
-    table.check(case, run(case, arguments(case, DEVICE[backend]), backend), wanted, *plain)
+    plain = (table.results(case, arguments(case), how, NAMES) for how in orders)
+    table.check(case, run(case, arguments(case, DEVICE[backend]), backend), wanted, plain)
 
 
 def unfit(backend: str, case: History) -> str | None:

@@ -60,7 +60,7 @@ def plain(key, value, weight, mask, lengths):
 def judge(case, backend):
     args = inputs(case, DEVICE[backend])
     got = results(case, args, recurrent(functools.partial(with_memory, backend=backend)))
-    check(case, got, oracle_of(case, recurrent(plain)), *losses(case, recurrent(plain)))
+    check(case, got, oracle_of(case, recurrent(plain)), losses(case, recurrent(plain)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -107,7 +107,7 @@ def judge(case, span, position, backend):
         case, args,
         lambda **a: attend(a, span=span, position=argument, backend=backend, **OUTPUTS),
     )  # fmt: skip
-    check(case, got, oracle_of(case, exact), *losses(case, seen(eager)))
+    check(case, got, oracle_of(case, exact), losses(case, seen(eager)))
 
 
 SIZES = ((17, 17), (33, 20), (9, 70), (1, 40), (70, 129), (3, 2))
