@@ -16,7 +16,8 @@ struct Rows {
 // Have the cache fetch rows [from, from + n), those of them before `end`: what comes next, in steps too
 // short for the processor to foresee. (GCC drops a call of a function that does nothing else.)
 template <class T>
-__attribute__((always_inline)) inline void expect(const T* rows, int64_t stride, int64_t from, int64_t n, int64_t end, int64_t width) {
+__attribute__((always_inline)) inline void expect(const T* rows, int64_t stride, int64_t from,
+                                                  int64_t n, int64_t end, int64_t width) {
   for (int64_t r = from; r < min(from + n, end); ++r)
     for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T))
       __builtin_prefetch(rows + r * stride + c);
@@ -24,7 +25,8 @@ __attribute__((always_inline)) inline void expect(const T* rows, int64_t stride,
 
 // The same for `n` rows that are to be read now, unless they lie side by side.
 template <class T>
-__attribute__((always_inline)) inline void expect_apart(const T* rows, int64_t stride, int64_t n, int64_t width) {
+__attribute__((always_inline)) inline void expect_apart(const T* rows, int64_t stride, int64_t n,
+                                                        int64_t width) {
   if (stride != width) expect(rows, stride, 0, n, n, width);
 }
 
