@@ -390,7 +390,9 @@ def test_empty_rows(score, backend):
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("span", [SPAN, Span(stride=4), Span(causal=True)], ids=name)
+@pytest.mark.parametrize(
+    "span", [SPAN, Span(stride=4), Span(window=0, stride=4), Span(causal=True)], ids=name
+)
 def test_what_is_not_seen_changes_nothing(span, score, backend):
     """NaN in keys and values that no row sees."""
     leave_out(backend, span.stride > 1)
