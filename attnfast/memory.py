@@ -221,9 +221,8 @@ def _attend_once(
     bias = bounds = seen = None
     columns = 0
     if around is not None:
-        spread = isinstance(need_weights, str)
         span, position, sigma = around
-        seen = columns_of(query, key, None, mask, lengths, span, position, sigma, spread)
+        seen = columns_of(query, key, None, mask, lengths, span, position, sigma, need_weights)
         bias, mask, bounds, columns, *_ = seen
     if steps.token is not None and torch.is_grad_enabled():
         refuse_tangents(query, key, value, weight, bias)

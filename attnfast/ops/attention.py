@@ -382,18 +382,20 @@ class _Columns(NamedTuple):
         return to_columns(weights, self.narrow) if form and self.narrow is not None else weights
 
 
-def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys) -> _Columns:
+def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_weights) -> _Columns:
     """Bring what one span says of the keys into columns; see :data:`SCHEMAS`."""
     Tk = key.shape[-2]
     # Of windows wider than all keys the columns are taken from the keys in the end.
     compact = span.compact and span.columns(Tk) <= -(-Tk // span.stride)
     some = compact or span.stride > 1  # the columns are not simply all keys
     terms = bias is not None or mask is not None
-    need_keys = need_keys or sigma is not None or (some and terms)
+    spread = isinstance(need_weights, str)
+    need_keys = spread or sigma is not None or (some and terms)
+    need_narrow = need_weights and not spread and span.compact and not compact
     need_bounds = span.phases == 1 and span.sides != (None, None)  # phases have their own
     keys: Any = None
     bounds = narrow = None
-    if need_keys or need_bounds or span.compact:
+    if need_keys or need_bounds or need_narrow:
         p = rows_at(position, query, Tk, lengths)
         rows = span.locate(p, Tk)
     if need_keys:
@@ -406,7 +408,7 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_keys
         bias = prior if bias is None else bias + prior
     if need_bounds:
         bounds = torch.stack([rows.start, rows.stop], -1)
-    if span.compact and not compact:
+    if need_narrow:
         narrow = rows.start.unsqueeze(-1) + torch.arange(span.columns(Tk), device=query.device)
     return _Columns(bias, mask, bounds, span.columns(Tk) if compact else 0, keys, narrow)
 
@@ -417,9 +419,7 @@ def run_span(
 ):  # fmt: skip
     """Run a backend on what one span leaves of the keys; results as :func:`run`'s."""
     Tq, Tk, k = query.shape[-2], key.shape[-2], span.stride
-    seen = columns_of(
-        query, key, bias, mask, lengths, span, position, sigma, isinstance(need_weights, str)
-    )
+    seen = columns_of(query, key, bias, mask, lengths, span, position, sigma, need_weights)
     bias, mask, bounds, columns, *_ = seen
     if span.phases == 1:
         if k > 1:

@@ -55,7 +55,7 @@ class Span:
     else they are all keys.
 
     Raises:
-        ValueError: a negative window, or a stride below 1.
+        ValueError: a negative window, a stride below 1, or one of them 2³¹ and more.
 
     Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025, for local attention; Child et
     al., "Generating Long Sequences with Sparse Transformers", arXiv:1904.10509, for strides.
@@ -69,12 +69,15 @@ class Span:
     def __post_init__(self):
         window = self.window
         sides = window if isinstance(window, (tuple, list)) else (window, window)
-        if len(sides) != 2 or not all(x is None or (_whole(x) and x >= 0) for x in sides):
+        if len(sides) != 2 or not all(x is None or (_whole(x) and 0 <= x < 2**31) for x in sides):
             raise ValueError(
-                f"window must be a number, (left, right) or None, none negative, got {window!r}"
+                "window must be a number, (left, right) or None, none negative, all below 2**31, "
+                f"got {window!r}"
             )
-        if not _whole(self.stride) or self.stride < 1:
-            raise ValueError(f"stride must be a whole number of at least 1, got {self.stride!r}")
+        if not _whole(self.stride) or not 1 <= self.stride < 2**31:
+            raise ValueError(
+                f"stride must be a whole number of at least 1, below 2**31, got {self.stride!r}"
+            )
         object.__setattr__(self, "window", tuple(None if x is None else int(x) for x in sides))
         object.__setattr__(self, "stride", int(self.stride))
 
