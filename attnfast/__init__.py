@@ -2,10 +2,11 @@
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
 :func:`copy_distribution`; which keys a row may see: :class:`Span`; given alignments:
-:func:`alignment_loss`. Modules: :mod:`attnfast.nn`.
+:func:`alignment_loss`. Modules: :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
 """
 
 from attnfast import nn
+from attnfast.hosts import register_host, replace
 from attnfast.losses import alignment_loss
 from attnfast.ops.attention import additive_attention, dot_attention
 from attnfast.ops.copying import copy_distribution
@@ -22,4 +23,6 @@ __all__ = [
     "coverage_attention",
     "dot_attention",
     "nn",
+    "register_host",
+    "replace",
 ]

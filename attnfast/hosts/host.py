@@ -1,0 +1,165 @@
+"""A host: a class of somebody's attention, and the methods that take the place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.hosts.recall import PLACE
+
+__all__ = ["Draw", "Host", "dressed", "host_of", "register_host", "undressed"]
+
+
+class Draw:
+    """Random input of a probe, the same for the same seed."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.device = dtype, device
+        self.leaves: list[Tensor] = []
+
+    def __call__(self, *shape: int, grad: bool = True) -> Tensor:
+        """Return normal numbers; their gradients are compared unless ``grad`` is False."""
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        x = x.to(self.device, self.dtype).requires_grad_(grad)
+        if grad:
+            self.leaves.append(x)
+        return x
+
+    def numbers(self, *values: int) -> Tensor:
+        """Return whole numbers, such as lengths."""
+        return torch.tensor(values, device=self.device)
+
+    def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:
+        """Return a boolean mask ``[B, Tk]``, True up to the lengths."""
+        return torch.arange(Tk, device=self.device) < self.numbers(*lengths).unsqueeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """One class of attention of another project.
+
+    Args:
+        name: what a report calls it.
+        methods: a class whose methods take the place of the module's; ``super()`` in them is the
+            module's own class.
+        classes: the names of the module's class, ``package.module.Class``, or ``Class`` alone for
+            code that people copy into their own.
+        parameters: the names of the parameters that it must have.
+        optional: the names of those that it may have; any other is a reason to leave it alone.
+        example: ``example(module, draw)`` calls a module of this kind, several steps on padded
+            input, and yields what it returns; ``draw(*shape)`` makes the input (see :class:`Draw`).
+        why_not: says why a module is left alone, or returns None.
+        note: what is different, if anything, for the report.
+        dtype: what the example is computed with.
+    """
+
+    name: str
+    methods: type
+    classes: tuple[str, ...]
+    parameters: frozenset[str]
+    example: Callable[[nn.Module, Draw], Iterable[Any]]
+    optional: frozenset[str] = frozenset()
+    why_not: Callable[[Any], str | None] = lambda module: None
+    note: str = ""
+    dtype: torch.dtype = torch.float64
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the module is one of these, by the names of its class and its parameters."""
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        short = {c.__qualname__ for c in type(module).__mro__}
+        named = any(c in (full if "." in c else short) for c in self.classes)
+        return named and self.parameters <= names <= self.parameters | self.optional
+
+
+#: Every host that is known, by its name.
+HOSTS: dict[str, Host] = {}
+
+
+def register_host(
+    methods: type,
+    *,
+    name: str,
+    classes: Iterable[str],
+    parameters: Iterable[str],
+    example: Callable[[Any, Draw], Iterable[Any]],
+    optional: Iterable[str] = (),
+    why_not: Callable[[Any], str | None] = lambda module: None,
+    note: str = "",
+    dtype: torch.dtype = torch.float64,
+) -> Host:
+    """Make :func:`attnfast.replace` know one more class of attention.
+
+    Args: those of :class:`Host`. One of the same name is replaced.
+
+    Raises:
+        TypeError: ``methods`` is not a class, or a name is not a string.
+    """
+    lists = {"classes": classes, "parameters": parameters, "optional": optional}
+    if not isinstance(methods, type):
+        raise TypeError(f"methods must be a class, got {methods!r}")
+    for argument, names in lists.items():
+        if isinstance(names, str) or not all(isinstance(x, str) for x in names):
+            raise TypeError(f"{argument} must be a list of names, got {names!r}")
+    host = Host(
+        name, methods, tuple(classes), frozenset(parameters), example, frozenset(optional),
+        why_not, note, dtype,
+    )  # fmt: skip
+    HOSTS[name] = host
+    return host
+
+
+def host_of(module: nn.Module) -> Host | None:
+    """Return the host whose class and parameters the module has, the last registered first."""
+    return next((h for h in reversed(HOSTS.values()) if h.fits(module)), None)
+
+
+class _Dressed:
+    """What the classes of replaced modules have besides their host's methods."""
+
+    def __reduce_ex__(self, protocol):
+        made, (cls, *args), state, *rest = super().__reduce_ex__(max(protocol, 2))
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k != PLACE}
+        if cls is type(self):
+            made, cls, args = _remade, cls._attnfast_own, [cls._attnfast_host.name, *args]
+        return (made, (cls, *args), state, *rest)
+
+
+def _remade(own: type, name: str, *args: Any) -> Any:
+    """Make a replaced module again, from a pickle or as a copy."""
+    if name not in HOSTS:
+        raise RuntimeError(f"a pickled module was replaced as {name}: register that host first")
+    cls = _dress(own, HOSTS[name])
+    return cls.__new__(cls, *args)
+
+
+@cache
+def _dress(own: type, host: Host) -> type:
+    """Return a subclass of the module's own class with the host's methods."""
+    names = {
+        "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__,
+        "_attnfast_own": own, "_attnfast_host": host,
+    }  # fmt: skip
+    return type(own.__name__, (_Dressed, host.methods, own), names)
+
+
+def dressed(module: nn.Module, host: Host | None = None) -> Host | None:
+    """Give the module the host's methods; without a host, return the one whose methods it has."""
+    if host is not None:
+        object.__setattr__(module, "__class__", _dress(type(module), host))  # type: ignore[arg-type]
+    return getattr(type(module), "_attnfast_host", None)
+
+
+def undressed(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    own = getattr(type(module), "_attnfast_own", None)
+    if own is not None:
+        object.__setattr__(module, "__class__", own)
+        module.__dict__.pop(PLACE, None)

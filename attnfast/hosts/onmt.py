@@ -1,0 +1,82 @@
+"""OpenNMT-py and its successor eole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnfast.hosts.host import register_host
+from attnfast.hosts.recall import attend, project
+
+EMPTY = "a source without words has weights 0 instead of NaN"
+
+
+def attended(self, src, source, **seen):
+    """Attend by the module's score, and project what comes out beside the query."""
+    if self.attn_type == "mlp":
+        key, weight = project(self, "key", self.linear_context, source), self.v.weight
+        query = self.linear_query(src)
+    else:
+        key, weight = source, None
+        query = self.linear_in(src) if self.attn_type == "general" else src
+    context, weights = attend(self, query, key, source, weight, **seen)
+    out = self.linear_out(torch.cat([context, src], -1))
+    return out if self.attn_type == "mlp" else torch.tanh(out), weights
+
+
+class OpenNMT:
+    """Scores of Luong and Bahdanau; coverage goes into keys and values, tanh(h + w C)."""
+
+    def forward(self, src, enc_out, src_len=None, coverage=None):
+        if coverage is not None:  # the host changes its argument
+            enc_out += self.linear_cover(coverage.view(-1, 1)).view_as(enc_out)
+            enc_out = torch.tanh(enc_out)
+        return attended(self, src, enc_out, lengths=src_len)
+
+
+class Eole:
+    """The same with a mask of padding."""
+
+    def forward(self, src, enc_out, src_pad_mask=None, coverage=None):
+        if coverage is not None and self.linear_cover is not None:
+            feature = self.linear_cover(coverage.view(-1, 1)).view_as(enc_out)
+            enc_out = torch.tanh(enc_out + feature)
+        return attended(self, src, enc_out, mask=None if src_pad_mask is None else ~src_pad_mask)
+
+
+def example(attention, draw, seen):
+    source = draw(3, 5, attention.dim)
+    yield attention(draw(3, 4, attention.dim), source, seen)
+    for _ in range(3):
+        yield attention(draw(3, attention.dim), source, seen)
+    if getattr(attention, "linear_cover", None) is not None:
+        yield attention(draw(3, attention.dim), source * 1, seen, draw(3, 5))
+
+
+COMMON: dict[str, Any] = {
+    "parameters": ["linear_out.weight"],
+    "optional": [
+        "linear_in.weight", "linear_context.weight", "linear_query.weight", "linear_query.bias",
+        "v.weight", "linear_out.bias", "linear_cover.weight",
+    ],
+    "why_not": lambda attention: (
+        "its weights are a sparsemax" if attention.attn_func != "softmax" else None
+    ),
+    "note": EMPTY,
+}  # fmt: skip
+
+register_host(
+    OpenNMT,
+    name="OpenNMT-py's GlobalAttention",
+    classes=["onmt.modules.global_attention.GlobalAttention"],
+    example=lambda attention, draw: example(attention, draw, draw.numbers(5, 2, 4)),
+    **COMMON,
+)
+register_host(
+    Eole,
+    name="eole's GlobalAttention",
+    classes=["eole.modules.global_attention.GlobalAttention"],
+    example=lambda attention, draw: example(attention, draw, ~draw.seen((5, 2, 4), 5).unsqueeze(1)),
+    **COMMON,
+)

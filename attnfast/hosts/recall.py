@@ -1,0 +1,159 @@
+"""What an adapter computes once per source and keeps: projected keys, prepared memory.
+
+A host calls its attention at every decoder step with the same source. What depends on the source
+alone is kept until one of the tensors that it was made of is another, was changed in place, or the
+way of calling changed; a backward through it ends it too, for its graph is gone then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.memory import Memory, prepare
+from attnfast.memory import attend as attend_to
+from attnfast.ops.coverage import coverage_attention
+
+__all__ = ["attend", "project", "recall", "touch"]
+
+PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
+
+
+class _Kept:
+    """A result, and what it was made of."""
+
+    def __init__(self, result: Any, of: tuple[Any, ...], way: tuple[Any, ...]):
+        self.result, self.way = result, way
+        self.of = tuple(
+            (weakref.ref(x), x._version) if isinstance(x, Tensor) else (x, None) for x in of
+        )
+
+    def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
+        if self.way != way or len(of) != len(self.of):
+            return False
+        for x, (kept, version) in zip(of, self.of):
+            if version is None:
+                if isinstance(x, Tensor) or x != kept:
+                    return False
+            elif not isinstance(x, Tensor) or kept() is not x or x._version != version:
+                return False
+        return True
+
+
+def _way(of: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return how results are computed now, or None where nothing may be kept."""
+    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True):
+        return None  # under checkpointing each call saves what it needs itself
+    tensors = [x for x in of if isinstance(x, Tensor)]
+    if any(x.is_inference() for x in tensors):  # these do not know that they were changed
+        return None
+    kind = tensors[0].device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_grad_enabled(), autocast
+
+
+def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> Any:
+    """Return ``make()``, or what it returned last time if it was made ``of`` the same.
+
+    Args:
+        module: the host's module, which keeps the result, a tensor or a memory, under
+            ``name``.
+        make: computes it from nothing that may change but ``of``.
+        of: tensors, compared by identity and version, and other values, compared as they are.
+
+    A parameter changed through ``.data`` does not say so; between two sources that does no harm.
+    """
+    way = _way(of)
+    kept = module.__dict__.setdefault(PLACE, {})
+    if way is None:
+        kept.pop(name, None)
+        return make()
+    found = kept.get(name)
+    if found is not None and found.holds(of, way):
+        return found.result
+    result = make()
+    kept[name] = _Kept(result, of, way)
+    node: Any = result.steps and result.steps.token if isinstance(result, Memory) else result
+    if node is not None and node.grad_fn is not None:
+        owner, entry = weakref.ref(module), weakref.ref(kept[name])
+
+        def forget(_: Any) -> None:
+            kept = getattr(owner(), PLACE, {})
+            if name in kept and kept[name] is entry():
+                del kept[name]
+
+        node.grad_fn.register_prehook(forget)
+    return result
+
+
+def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
+    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``."""
+    if type(layer) is not nn.Linear:
+        return layer(states)
+    return recall(module, name, lambda: layer(states), states, layer.weight, layer.bias)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    weight: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    **history: Any,
+) -> tuple[Any, Tensor]:
+    """Attend to a memory that is prepared once per source; return context and weights.
+
+    Args:
+        module: the host's module, which keeps the memory.
+        query: ``[B, (H,) A]`` for one decoder step, ``[B, (H,) Tq, A]`` for many.
+        key, value: ``[B, (H,) Tk, A]`` and ``[B, (H,) Tk, Dv]``, the same tensors at every step;
+            value None where the host wants weights alone.
+        weight: of the additive score, ``[A]``, ``[1, A]`` or with heads ``[H, A]``; None for the
+            dot score.
+        lengths: ``[B]``, the same tensor at every step.
+        mask: boolean ``[B, Tk]``, or of the shape of the weights, True where a key may be attended
+            to.
+        scale: multiplies the score.
+        history: what :func:`attnfast.coverage_attention` takes besides, if the score knows it.
+    """
+    step = query.dim() < key.dim()
+    query = query.unsqueeze(-2) if step else query
+    flat = weight is not None and key.dim() == 3
+    if mask is not None and mask.dim() < key.dim():
+        mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
+    if history:
+        context, weights, _ = coverage_attention(
+            query, key, key[..., :1] if value is None else value,
+            weight.view(-1) if flat else weight,  # type: ignore[union-attr]
+            lengths=lengths, mask=mask, scale=scale, need_weights=True, **history,
+        )  # fmt: skip
+    else:
+        memory = recall(
+            module, "memory",
+            lambda: prepare(
+                key, key[..., :1] if value is None else value,
+                weight.view(-1) if flat else weight, lengths=lengths,  # type: ignore[union-attr]
+            ),
+            key, value, weight, lengths,
+        )  # fmt: skip
+        memory = memory if mask is None else memory._replace(mask=mask)
+        context, weights = attend_to(query, memory, scale=scale, need_weights=True)
+    if step:
+        context, weights = context.squeeze(-2), weights.squeeze(-2)  # type: ignore[union-attr]
+    return None if value is None else context, weights  # type: ignore[return-value]
+
+
+def touch(x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """Return x; parameters that cannot change it, as a bias before a softmax, have gradient 0."""
+    for p in parameters:
+        if p is not None and p.requires_grad and torch.is_grad_enabled():
+            x = x + p.flatten()[:0].sum()
+    return x

@@ -1,0 +1,433 @@
+"""attnfast.replace: the mechanism, on a host of the tests' own. The hosts are in tests/hosts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hosts.doubles import Plain
+from torch import nn
+
+import attnfast
+from attnfast.hosts import HOSTS, attend, project, touch
+from attnfast.hosts.host import dressed
+from attnfast.hosts.recall import PLACE
+
+PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
+
+
+class Served:
+    """The methods of Plain's replacement."""
+
+    def forward(self, state, memory, mask=None):
+        key = project(self, "key", self.key, memory)
+        context, self.last = attend(
+            self, self.query(state), key, memory, self.energy.weight, mask=mask
+        )
+        return touch(context, self.energy.bias), self.last
+
+
+class Wrong(Served):
+    """Forgets the mask."""
+
+    def forward(self, state, memory, mask=None):
+        return super().forward(state, memory)
+
+
+class WrongLater(Served):
+    """Right at the first step only."""
+
+    def forward(self, state, memory, mask=None):
+        again, self.again = getattr(self, "again", 0), getattr(self, "again", 0) + 1
+        return super().forward(state * (1 + 1e-3 * again), memory, mask)
+
+
+def example(module, draw):
+    memory = draw(2, 4, module.key.in_features)
+    for _ in range(3):
+        yield module(draw(2, module.query.in_features), memory, draw.seen((4, 2), 4))
+
+
+def register(methods=Served, **more):
+    terms = {"classes": ["Plain"], "parameters": PARAMETERS, "example": example, "name": "plain"}
+    return attnfast.register_host(methods, **{**terms, **more})
+
+
+@pytest.fixture(autouse=True)
+def hosts():
+    known = dict(HOSTS)
+    register()
+    yield
+    HOSTS.clear()
+    HOSTS.update(known)
+
+
+def model(n=1):
+    torch.manual_seed(0)
+    return nn.ModuleDict({f"a{i}": Plain() for i in range(n)})
+
+
+def inputs(B=2, Tk=4, steps=3):
+    torch.manual_seed(1)
+    memory = torch.randn(B, Tk, 6, requires_grad=True)
+    mask = torch.arange(Tk) < torch.tensor([Tk, Tk - 2] * (B // 2)).unsqueeze(1)
+    return [torch.randn(B, 6, requires_grad=True) for _ in range(steps)], memory, mask
+
+
+def run(attention, states, memory, mask):
+    """All outputs and gradients of a recurrent loop."""
+    context, outputs = 0, []
+    for state in states:
+        context, weights = attention(state + context, memory, mask)
+        outputs += [context, weights]
+    loss = sum((x.sin() * (i + 1)).sum() for i, x in enumerate(outputs))
+    leaves = [*states, memory, *attention.parameters()]
+    return outputs, torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def same(got, want):
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def projections(attention):
+    """Count the calls of the key's projection."""
+    calls = []
+    attention.key.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_same_numbers_in_place():
+    m = model()
+    args, plain = inputs(), copy.deepcopy(m)
+    report = attnfast.replace(m)
+    assert [x.path for x in report.replaced] == ["a0"] and not report.left
+    same(run(m["a0"], *args), run(plain["a0"], *args))
+    assert type(m["a0"]).forward is Served.forward
+    assert isinstance(m["a0"], Plain) and repr(m) == repr(plain)
+    assert m.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(m["a0"].last, run(plain["a0"], *args)[0][-1])
+    report.undo()
+    assert type(m["a0"]) is Plain and PLACE not in vars(m["a0"])
+
+
+def test_hooks_fire_and_parameters_stay():
+    m = model()["a0"]
+    before, calls = list(m.parameters()), []
+    m.register_forward_hook(lambda *_: calls.append("after"))
+    m.register_forward_pre_hook(lambda *_: calls.append("before"))
+    attnfast.replace(m)
+    assert not calls  # the probe ran on copies
+    states, memory, mask = inputs(steps=1)
+    m(states[0], memory, mask)
+    assert calls == ["before", "after"]
+    assert all(a is b for a, b in zip(before, m.parameters(), strict=True))
+
+
+def test_the_probe_leaves_no_trace():
+    m = model()["a0"]
+    states, memory, mask = inputs()
+    run(m, states, memory, mask)  # its state has a history now
+    last, random, grads = m.last, torch.get_rng_state(), [p.grad for p in m.parameters()]
+    attnfast.replace(m)
+    assert m.last is last and torch.equal(random, torch.get_rng_state())
+    assert [p.grad for p in m.parameters()] == grads and m.training
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_served_too(way):
+    m = model()
+    attnfast.replace(m)
+    args = inputs()
+    want = run(m["a0"], *args)
+    if way == "deepcopy":
+        with torch.no_grad():
+            m["a0"](args[0][0], *args[1:])
+        twin = copy.deepcopy(m)
+    elif way == "pickle":
+        m["a0"].last = None
+        twin = pickle.loads(pickle.dumps(m))
+    else:
+        m["a0"].last = None
+        file = io.BytesIO()
+        torch.save(m, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert dressed(twin["a0"]) is HOSTS["plain"] and type(twin["a0"]) is type(m["a0"])
+    same(run(twin["a0"], *args), want)
+
+
+def test_a_pickle_of_an_unknown_host():
+    m = model()
+    attnfast.replace(m)
+    data = pickle.dumps(m)
+    del HOSTS["plain"]
+    with pytest.raises(RuntimeError, match="replaced as plain: register that host first"):
+        pickle.loads(data)
+
+
+@pytest.mark.parametrize("methods", [Wrong, WrongLater])
+def test_what_differs_is_left_alone(methods):
+    register(methods)
+    m = model(2)
+    report = attnfast.replace(m)
+    assert not report.replaced and all("differ" in x.left for x in report.left)
+    assert type(m["a0"]) is Plain
+    assert "a0: Plain left alone: " in str(report)
+    with pytest.raises(RuntimeError, match=r"a0: Plain left alone: .*differ.*; a1: Plain"):
+        attnfast.replace(m, strict=True)
+
+
+def test_a_missing_gradient_is_a_difference():
+    class Untouched(Served):
+        def forward(self, state, memory, mask=None):
+            key = project(self, "key", self.key, memory)
+            return attend(self, self.query(state), key, memory, self.energy.weight, mask=mask)
+
+    register(Untouched)
+    report = attnfast.replace(model())
+    assert not report.replaced
+
+
+def test_other_parameters_are_not_known():
+    m = model()
+    m["a0"].gate = nn.Linear(2, 2)
+    assert not attnfast.replace(m).found
+    m["a0"].__class__ = type("MyAttention", (Plain,), {})
+    assert "not known" in str(attnfast.replace(m))
+
+
+def test_subclasses_that_compute_something_else_are_left_alone():
+    class Plain2(Plain):
+        def forward(self, state, memory, mask=None):
+            return super().forward(state * 2, memory, mask)
+
+    report = attnfast.replace(nn.ModuleList([Plain2(), Plain()]))
+    assert [x.path for x in report.left] == ["0"] and [x.path for x in report.replaced] == ["1"]
+
+
+def test_why_not_and_a_failing_example():
+    register(why_not=lambda module: "it is a Tuesday")
+    assert "it is a Tuesday" in str(attnfast.replace(model()))
+
+    def fails(module, draw):
+        yield module(draw(1))
+
+    register(example=fails)
+    assert "its own class fails on an example: TypeError" in str(attnfast.replace(model()))
+
+
+def test_twice_and_nothing():
+    m = model()
+    attnfast.replace(m)
+    report = attnfast.replace(m)
+    assert "served already" in str(report) and not report.replaced
+    assert str(attnfast.replace(nn.Linear(2, 2))) == "no attention that is known"
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+        attnfast.replace(3)
+    with pytest.raises(TypeError, match="parameters must be a list of names, got 'a'"):
+        register(parameters="a")
+
+
+def test_strict_changes_nothing_before_it_raises():
+    m = nn.ModuleList([Plain(), Plain()])
+    register(why_not=lambda module: "the second" if module is m[1] else None)
+    with pytest.raises(RuntimeError, match="1: Plain left alone: the second"):
+        attnfast.replace(m, strict=True)
+    assert type(m[0]) is Plain
+
+
+# ---- keys are projected once per source, and never stale -----------------------------------------
+
+
+def test_keys_are_projected_once_per_source():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    calls = projections(m)
+    for _ in range(2):
+        states, memory, mask = inputs(steps=4)
+        same(run(m, states, memory, mask), run(plain, states, memory, mask))
+    assert len(calls) == 2
+
+
+def test_after_an_optimiser_step():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    for attention in (m, plain):
+        optimiser = torch.optim.SGD(attention.parameters(), 0.5)
+        for _ in range(2):
+            optimiser.zero_grad()
+            sum(attention(s, memory, mask)[0].sum() for s in states).backward()
+            optimiser.step()
+    with torch.no_grad():
+        for s in states:
+            torch.testing.assert_close(m(s, memory, mask), plain(s, memory, mask))
+
+
+def test_a_step_between_two_calls_without_gradients():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    with torch.no_grad():
+        for change in (m.key.weight, m.energy.weight, memory):
+            m(states[0], memory, mask)
+            change.mul_(1.5)
+            if change is not memory:
+                dict(plain.named_parameters())[
+                    next(k for k, p in m.named_parameters() if p is change)
+                ].mul_(1.5)
+            torch.testing.assert_close(m(states[1], memory, mask), plain(states[1], memory, mask))
+
+
+def test_backward_twice_over_one_source():
+    """The graph of the kept keys is gone after the first."""
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    args = inputs()
+    for _ in range(2):
+        same(run(m, *args), run(plain, *args))
+
+
+def test_retained_graph_and_a_loss_for_each_step():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    grads = []
+    for attention in (m, plain):
+        losses = [attention(s, memory, mask)[0].square().sum() for s in states]
+        grads.append(
+            [
+                torch.autograd.grad(x, [memory, *attention.parameters()], retain_graph=True)
+                for x in losses
+            ]
+        )
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_grad_mode_may_change():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    args = inputs()
+    with torch.no_grad():
+        m(args[0][0], *args[1:])
+    same(run(m, *args), run(plain, *args))
+    with torch.inference_mode():
+        torch.testing.assert_close(m(args[0][0], *args[1:]), plain(args[0][0], *args[1:]))
+    same(run(m, *args), run(plain, *args))
+
+
+def test_slices_and_beams():
+    """The batch shrinks, and a beam search repeats and reorders sources."""
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs(B=4)
+    with torch.no_grad():
+        for index in ([0, 1, 2, 3], [0, 1, 2], [2, 0], [0, 0, 2, 2, 3, 3], [3, 3, 0, 2, 2, 1]):
+            for s in states:
+                args = s[index], memory[index], mask[index]
+                torch.testing.assert_close(m(*args), plain(*args))
+            views = states[0][: len(index)], memory[: len(index)], mask[: len(index)]
+            torch.testing.assert_close(m(*views), plain(*views))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    grads = []
+    for attention in (m, plain):
+        losses = [
+            torch.utils.checkpoint.checkpoint(
+                lambda s, h, a=attention: a(s, h, mask)[0], s, memory, use_reentrant=reentrant
+            )
+            .square()
+            .sum()
+            for s in states
+        ]
+        for p in attention.parameters():
+            p.grad = None
+        memory.grad = None
+        sum(losses).backward()
+        grads.append([memory.grad, *(p.grad for p in attention.parameters())])
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    m(states[0], memory, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = m(states[0], memory, mask), plain(states[0], memory, mask)
+    torch.testing.assert_close(
+        [x.float() for x in got], [x.float() for x in want], atol=2e-2, rtol=2e-2
+    )
+    assert m(states[0], memory, mask)[0].dtype == torch.float32
+
+
+def test_nothing_of_a_source_stays_after_backward():
+    m = model()["a0"]
+    attnfast.replace(m)
+    run(m, *inputs())
+    assert not vars(m)[PLACE]
+
+
+def test_layers_that_are_not_plain_are_called_at_every_step():
+    m = model()["a0"]
+    m.key = nn.utils.parametrizations.weight_norm(m.key)
+    names = [n for n, _ in m.named_parameters()]
+    register(parameters=names)
+    plain = copy.deepcopy(m)
+    assert attnfast.replace(m).replaced
+    same(run(m, *inputs()), run(plain, *inputs()))
+
+
+def test_compile():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    got = torch.compile(m)(states[0], memory, mask)
+    torch.testing.assert_close(got, plain(states[0], memory, mask))
+
+
+def test_data_parallel_replicas_use_their_own_parameters():
+    m = model()["a0"]
+    attnfast.replace(m)
+    replica = m._replicate_for_data_parallel()
+    with torch.no_grad():
+        replica._parameters = {k: p * 2 for k, p in m._parameters.items()}
+        for name, layer in m.named_children():
+            twin = copy.deepcopy(layer)
+            for p in twin.parameters():
+                p.mul_(2)
+            replica._modules = {**replica._modules, name: twin}
+        states, memory, mask = inputs()
+        plain = Plain()
+        plain.load_state_dict(replica.state_dict())
+        torch.testing.assert_close(replica(states[0], memory, mask), plain(states[0], memory, mask))
+
+
+def test_the_report_says_it_all():
+    register(note="nothing else")
+    m = nn.ModuleDict({"x": Plain(), "MultiheadAttention": nn.MultiheadAttention(4, 2)})
+    text = str(attnfast.replace(m)).splitlines()
+    assert text[0].startswith("x: Plain served by ") and text[0].endswith("as plain; nothing else")
+    assert text[1].startswith("MultiheadAttention: MultiheadAttention left alone: ")
+    assert all(a != b for a, b in pairwise(text))
