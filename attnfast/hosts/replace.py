@@ -143,10 +143,10 @@ def _copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _outcome(module: nn.Module, host: Host, dtype, device) -> tuple[list, list]:
-    """Run the host's example; return its results and state, and the gradients of all of it."""
+def _outcome(module: nn.Module, example, dtype, device) -> tuple[list, list]:
+    """Run an example; return its results and state, and the gradients of all of it."""
     draw = Draw(dtype, device)
-    results = list(tensors(list(host.example(module, draw))))
+    results = list(tensors(list(example(module, draw))))
     state = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != PLACE}
     results += tensors(list(state.values()))
     weighted = Draw(dtype, device, seed=1)
@@ -177,7 +177,7 @@ def why_not_alike(module: nn.Module, host: Host) -> str | None:
                 with torch.random.fork_rng(), torch.enable_grad():
                     torch.manual_seed(0)
                     try:
-                        outcomes.append(_outcome(twin, host, dtype, device))
+                        outcomes.append(_outcome(twin, host.example, dtype, device))
                     except Exception as error:
                         whose = "its replacement" if served else "its own class"
                         return f"{whose} fails on an example: {type(error).__name__}: {error}"

@@ -1,0 +1,99 @@
+"""What the tests of the hosts share: real packages without what they never call, and comparisons."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import attnfast
+from attnfast.hosts.host import Draw
+from attnfast.hosts.replace import _outcome
+
+
+class _Unused(types.ModuleType):
+    """Stands for a package that is imported and never called: all its names are empty classes."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__call__": lambda *_: lambda f: f})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for packages and for all that is in them."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if any(name == n or name.startswith(f"{n}.") for n in self.names):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Unused(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@contextmanager
+def _stand_ins(names):
+    finder = _Finder(names)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [n for n, m in sys.modules.items() if isinstance(m, _Unused)]:
+            del sys.modules[name]
+
+
+def real(name: str, *unused: str):
+    """Import a module of a real package; ``unused`` are packages that its attention never calls.
+
+    Skips the file where the package is not installed.
+    """
+    with _stand_ins(unused):
+        try:
+            return importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            pytest.skip(f"{error}: `make hosts` installs it", allow_module_level=True)
+
+
+def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False, True)):
+    """Compare ``run(module, draw)`` before and after: results, state and gradients of all."""
+    name = type(module).__qualname__
+    for dtype in dtypes:
+        for train in training:
+            plain = copy.deepcopy(module).to(dtype).train(train)
+            served = copy.deepcopy(plain)
+            report = attnfast.replace(served)
+            assert [x.path for x in report.replaced] == [""], f"{name}: {report}"
+            torch.manual_seed(0)
+            want = _outcome(plain, run, dtype, torch.device("cpu"))
+            torch.manual_seed(0)
+            got = _outcome(served, run, dtype, torch.device("cpu"))
+            tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {}
+            if dtype == torch.float32:
+                tolerance = {"rtol": 1e-4, "atol": 1e-5}
+            for a, b in zip(got, want, strict=True):
+                for x, y in zip(a, b, strict=True):
+                    assert (x is None) == (y is None), f"{name}: a gradient is missing"
+                    if x is not None:
+                        torch.testing.assert_close(x, y, **tolerance)
+            report.undo()
+            assert type(served) is type(module)
+
+
+__all__ = ["Draw", "compare", "real"]
