@@ -1,4 +1,4 @@
-"""What the tests of the hosts share: real packages without what they never call, and comparisons."""
+"""What the tests of the hosts share: real packages, without what they never call; comparisons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -15,18 +16,18 @@ import torch
 
 import attnfast
 from attnfast.hosts.host import Draw
-from attnfast.hosts.replace import _outcome
+from attnfast.hosts.replace import _outcome, tensors
 
 
 class _Unused(types.ModuleType):
     """Stands for a package that is imported and never called: all its names are empty classes."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__call__": lambda *_: lambda f: f})
+        return type(name, (), {"__init__": lambda *_, **__: None, "__call__": lambda _, x=None: x})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -64,7 +65,8 @@ def real(name: str, *unused: str):
 
     Skips the file where the package is not installed.
     """
-    with _stand_ins(unused):
+    with _stand_ins(unused), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             return importlib.import_module(name)
         except (ImportError, OSError) as error:
@@ -96,4 +98,26 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             assert type(served) is type(module)
 
 
-__all__ = ["Draw", "compare", "real"]
+def same_training_step(plain, served, run):
+    """Compare results of ``run(model)`` and all gradients of one step of training."""
+    outcomes = []
+    for model in (plain, served):
+        torch.manual_seed(0)
+        results = list(tensors(run(model)))
+        loss = sum((x.float() * torch.randn(x.shape)).sum() for x in results if x.requires_grad)
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        outcomes.append((results, [g for g in grads if g is not None]))
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def greedy_tokens(model, source, lengths, words, steps=12):
+    """Decode greedily with ``model.start(source, lengths)`` and ``model.step(words, memory)``."""
+    with torch.no_grad():
+        memory = model.start(source, lengths)
+        for _ in range(steps):
+            words = torch.cat([words, model.step(words[:, -1:], memory)[0].argmax(-1)], 1)
+    return words
+
+
+__all__ = ["Draw", "compare", "greedy_tokens", "real", "same_training_step"]
