@@ -48,7 +48,7 @@ def test_sanitizers(sanitizer, tmp_path):
     options = {"TSAN_OPTIONS": "halt_on_error=1"}
     for sizes in (
         "1 1 17 66 66 33 0", "1 1 40 70 8 8 5", "2 2 3 5 1 1 0", "1 1 3 0 4 4 0", "1 1 2 3 0 0 2",
-        "2 1 1 150 9 40 0", "1 1 1 150 8 8 70",
+        "2 1 1 150 9 40 0", "1 1 1 150 8 8 70", "1 1 3 140 0 4 0",
     ):  # fmt: skip
         done = subprocess.run(
             [program, *sizes.split()], env={**os.environ, **options}, text=True, capture_output=True

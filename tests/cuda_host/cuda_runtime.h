@@ -1,17 +1,27 @@
-// As much of CUDA as the kernels use, on the host: every CUDA thread of a block is a std::thread,
-// the blocks of a launch run one after the other. Slow, but the numbers are real, and sanitizers see
-// every access.
+// As much of CUDA as the kernels use, on the host: every CUDA thread of a block is a fiber, which runs
+// until it has to wait; the blocks of a launch run one after the other. The numbers are real, and
+// sanitizers see every access: to ThreadSanitizer fibers are threads that only a barrier puts in order.
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <ucontext.h>
 
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#else
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void* __tsan_get_current_fiber() { return nullptr; }
+inline void __tsan_switch_to_fiber(void*, unsigned) {}
+#endif
 
 #define __device__
 #define __global__
@@ -24,7 +34,6 @@ struct dim3 {
   unsigned x, y;
 };
 inline dim3 blockIdx;
-inline thread_local dim3 threadIdx;
 
 // ---- half types ---------------------------------------------------------------------------------
 
@@ -52,15 +61,60 @@ inline float __fdividef(float a, float b) { return a / b; }
 
 // ---- threads that wait for each other -----------------------------------------------------------
 
+// What puts fibers in turn is none of ThreadSanitizer's business.
+#define SHIM __attribute__((no_sanitize("thread"), noinline)) inline
+
+struct Fiber {
+  ucontext_t context;
+  char* stack;
+  void* tsan;
+  bool runs;
+  unsigned turn;  // of its votes
+};
+constexpr unsigned kMostThreads = 256;
+inline Fiber fibers[kMostThreads + 1];  // the last is the one that launches
+inline unsigned running;
+
+SHIM dim3 this_thread() { return {running, 0}; }
+#define threadIdx this_thread()
+
+SHIM void run(unsigned next) {
+  Fiber &from = fibers[running], &to = fibers[next];
+  running = next;
+  __tsan_switch_to_fiber(to.tsan, 1);  // 1: the switch orders nothing
+  swapcontext(&from.context, &to.context);
+}
+// Lets the next fiber go on that has not ended; after the last one the launch goes on.
+SHIM void run_another() {
+  unsigned next = running;
+  for (unsigned i = 0; i < kMostThreads; ++i) {
+    next = (next + 1) % kMostThreads;
+    if (fibers[next].runs) return next == running ? void() : run(next);
+  }
+  run(kMostThreads);
+}
+
+struct Barrier {
+  unsigned size, arrived = 0, turn = 0;
+  char before[2] = {};  // what comes before this turn; who is a turn ahead leaves it in the other
+  SHIM void arrive_and_wait() {
+    const unsigned mine = turn;
+    __tsan_release(&before[mine % 2]);
+    if (++arrived == size) arrived = 0, ++turn;
+    while (turn == mine) run_another();
+    __tsan_acquire(&before[mine % 2]);
+  }
+};
+
 // What 32 threads exchange through; the two waits keep one exchange out of the next.
 struct Warp {
-  std::barrier<> barrier{32};
+  Barrier barrier{32};
   double values[32];
 };
 struct Block {
-  explicit Block(int threads) : barrier(threads), warps(threads / 32) {}
-  std::barrier<> barrier;
-  std::atomic<int> votes[2] = {0, 0};
+  explicit Block(unsigned threads) : barrier{threads}, warps(threads / 32) {}
+  Barrier barrier;
+  int votes[2] = {0, 0};
   std::vector<Warp> warps;
 };
 inline std::unique_ptr<Block> block;
@@ -69,9 +123,8 @@ inline Warp& warp() { return block->warps[threadIdx.x / 32]; }
 inline void __syncthreads() { block->barrier.arrive_and_wait(); }
 inline void __syncwarp() { warp().barrier.arrive_and_wait(); }
 
-inline int __syncthreads_or(int vote) {
-  static thread_local int turn = 0;
-  turn ^= 1;
+SHIM int __syncthreads_or(int vote) {
+  const unsigned turn = fibers[running].turn ^= 1;
   block->votes[turn] |= vote;
   __syncthreads();
   const int any = block->votes[turn];
@@ -107,24 +160,54 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
-template <int threads>
+template <unsigned threads>
 struct LaunchOnHost {
+  inline static const void* all_blocks;
+
+  template <class AllBlocks>
+  SHIM static void begin() {
+    __tsan_acquire(fibers);
+    (*static_cast<const AllBlocks*>(all_blocks))();
+    __tsan_release(fibers);
+    fibers[running].runs = false;
+    run_another();
+  }
+
+  template <class AllBlocks>
+  SHIM static void launch(const AllBlocks& what) {
+    constexpr size_t kStack = 1 << 18;
+    all_blocks = &what;
+    block = std::make_unique<Block>(threads);
+    for (unsigned t = 0; t < threads; ++t) {
+      Fiber& fiber = fibers[t];
+      if (!fiber.stack) {
+        fiber.stack = static_cast<char*>(malloc(kStack));
+        fiber.tsan = __tsan_create_fiber(0);
+      }
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack;
+      fiber.context.uc_stack.ss_size = kStack;
+      makecontext(&fiber.context, begin<AllBlocks>, 0);
+      fiber.runs = true;
+    }
+    fibers[kMostThreads].tsan = __tsan_get_current_fiber();
+    running = kMostThreads;
+    __tsan_release(fibers);
+    run(0);
+    __tsan_acquire(fibers);
+  }
+
   template <class... Args>
   void operator()(void (*kernel)(Args...), int64_t blocks_x, int64_t blocks_y,
                   const Args&... args) const {
-    block = std::make_unique<Block>(threads);
-    std::vector<std::thread> all;
-    for (unsigned t = 0; t < unsigned{threads}; ++t)
-      all.emplace_back([&, t] {
-        threadIdx = {t, 0};
-        for (unsigned y = 0; y < blocks_y; ++y)
-          for (unsigned x = 0; x < blocks_x; ++x) {
-            if (t == 0) blockIdx = {x, y};
-            __syncthreads();
-            kernel(args...);
-            __syncthreads();
-          }
-      });
-    for (std::thread& t : all) t.join();
+    launch([&] {
+      for (unsigned y = 0; y < blocks_y; ++y)
+        for (unsigned x = 0; x < blocks_x; ++x) {
+          if (threadIdx.x == 0) blockIdx = {x, y};
+          __syncthreads();
+          kernel(args...);
+          __syncthreads();
+        }
+    });
   }
 };
