@@ -1,4 +1,5 @@
-// What a launcher of coverage_attention hands to its kernels, as attention.h does of attention.
+// What a launcher of coverage_attention hands to its kernels, as attention.h does of attention, and
+// forward attention's limits.
 #pragma once
 #include "attention.h"
 
@@ -21,4 +22,16 @@ struct Coverage : Attention {
   View scratch;                                           // CUDA: [B, H, what it takes]
 };
 
+namespace {
+
+constexpr double kMostExponent = 80, kMostOdds = 5.54e34;  // e^80 is the largest gradient of odds
+
+// Forward attention's r_j = (1 - u) p_j + u p_{j-1}; less than a normal float is 0.
+template <class C>
+ATTNFAST_DEVICE inline C transition_odds(C u, C here, C before) {
+  const C r = (1 - u) * here + u * before;
+  return r < C(1.1754943508222875e-38) ? 0 : r;
+}
+
+}  // namespace
 }  // namespace attnfast

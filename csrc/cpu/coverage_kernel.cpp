@@ -239,7 +239,7 @@ void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
   Vec<C> total = {};
   for (int64_t j = 0; j < n; j += V) {
     Vec<C> x = load_part(e + j, n - j, (C)-__builtin_inf()) - top;
-    const Vec<C> limited = x > (C)80 ? splat((C)80) : x;
+    const Vec<C> limited = x > (C)kMostExponent ? splat((C)kMostExponent) : x;
     Vec<C> y = exp(limited);
     y = x < (C)-87 ? Vec<C>{} : y;
     y = x == x ? y : x;
@@ -249,19 +249,9 @@ void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
     store_part(e + j, mass, n - j);
   }
   const C mass = sum<C>(total), inverse = mass == 0 ? 0 : 1 / mass;
-  constexpr C kLargest = 5.54e34;  // e^80
   for (int64_t j = 0; j < n; ++j) {
     e[j] *= inverse;
-    odds[j] = odds[j] * inverse > kLargest ? kLargest : odds[j] * inverse;
-  }
-}
-
-// (1 - u) p_j + u p_{j-1}; less than a normal float is 0
-template <class C>
-void transition_odds(const C* previous, C u, int64_t n, C* out) {
-  for (int64_t j = 0; j < n; ++j) {
-    const C r = (1 - u) * previous[j] + (j ? u * previous[j - 1] : C{});
-    out[j] = r < (C)1.1754943508222875e-38 ? 0 : r;
+    odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : odds[j] * inverse;
   }
 }
 
@@ -296,9 +286,12 @@ void forward(const Attention& attention, int64_t index, void* memory) {
     finish_scores<T>(a, item, t, 0, n, row);
     for (int64_t j = 0; penalty != 0 && j < n; ++j) row[j] -= penalty * coverage[j];
     if (a.transition.data) {
-      transition_odds(last, row_of<C>(a.transition, item)[t], n, factor);
+      const C u = row_of<C>(a.transition, item)[t];
       C* kept = row_of<C>(a.odds, item, t);
-      for (int64_t j = 0; j < n; ++j) factor[j] = row[j] == -(C)__builtin_inf() ? 0 : factor[j];
+      for (int64_t j = 0; j < n; ++j) {
+        const C r = transition_odds(u, last[j], j ? last[j - 1] : C{});
+        factor[j] = row[j] == -(C)__builtin_inf() ? 0 : r;
+      }
       softmax_with_odds(row, odds, n, factor);
       for (int64_t j = 0; j < a.Tk; ++j) kept[j] = j < n ? odds[j] : 0;
     } else {

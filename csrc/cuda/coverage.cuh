@@ -199,13 +199,6 @@ struct Scan {
   }
 };
 
-// Forward attention's odds, (1 - u) p_j + u p_{j-1}; less than a normal float is 0.
-template <class C>
-__device__ C transition_odds(const Signal<C>& last, C u, int64_t j) {
-  const C r = (1 - u) * last[j] + u * last[j - 1];
-  return r < C(1.1754943508222875e-38) ? 0 : r;
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
   using C = typename Accumulate<T>::type;
@@ -218,6 +211,7 @@ __global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
     const Signal<C> last = s.last(t);
     C *row = s.row(a.weights, t), *odds = s.row(a.odds, t);
     const C u = a.transition.data ? s.row(a.transition)[t] : C(0);
+    const auto odds_before = [&](int64_t j) { return transition_odds(u, last[j], last[j - 1]); };
     __syncthreads();  // the row before is done
     if (s.K) {
       s.find(last, {coverage, a.Tk});
@@ -228,15 +222,15 @@ __global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
     C top = -INFINITY;
     for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
       if (s.penalty != 0) row[j] -= s.penalty * coverage[j];
-      if (!odds || transition_odds(last, u, j) != 0) top = fmax(top, row[j]);
+      if (!odds || odds_before(j) != 0) top = fmax(top, row[j]);
     }
     top = of_block<Max>(top);
     if (top == -INFINITY) top = 0;
     C part = 0;
     for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
-      const C x = row[j] - top, e = exp(odds && x > 80 ? C(80) : x);
+      const C x = row[j] - top, e = exp(odds && x > C(kMostExponent) ? C(kMostExponent) : x);
       if (odds) odds[j] = e;
-      row[j] = odds && row[j] != -INFINITY ? e * transition_odds(last, u, j) : e;
+      row[j] = odds && row[j] != -INFINITY ? e * odds_before(j) : e;
       part += row[j];
     }
     const C total = of_block<Add>(part), share = total == 0 ? 0 : 1 / total;
@@ -249,8 +243,8 @@ __global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
       const C p = row[j] == 0 ? 0 : row[j] * share, c = coverage[j];
       row[j] = p;
       if (odds) {
-        const C x = odds[j] * share, most = 5.54e34;  // e^80
-        odds[j] = x > most ? most : x;
+        const C x = odds[j] * share;
+        odds[j] = x > C(kMostOdds) ? C(kMostOdds) : x;
       }
       loss += p <= c ? p : c;
       coverage[j] = c + (s.rate ? s.rate[j] * p : p);
