@@ -6,24 +6,26 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 TWO := -n 2 --dist loadfile
 
-.PHONY: demo test lint bench gpu sanitize check-machine
+.PHONY: demo test hosts lint bench gpu sanitize check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
 	$(BIN)/attnfast demo
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims.
-test: .venv/installed .venv/oldest-triton
+test: .venv/installed .venv/oldest-triton hosts
 	$(BIN)/pytest -q $(TWO)
 	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q $(TWO) tests -k "triton and not (fuzz or opcheck or deterministic or test_span)"
+
+# The projects whose attention attnfast serves; what is not there is left out of tests and benches.
+hosts: .venv/hosts
 
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# With `pip install --no-deps espnet joeynmt` in .venv their attention takes part.
-bench: .venv/installed
+bench: .venv/installed hosts
 	$(BIN)/pytest bench --benchmark-json=bench.json
 	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)
 
@@ -62,6 +64,10 @@ check-machine:
 
 .venv/installed: .venv/torch $(SOURCES)
 	$(PIP) --no-build-isolation -e '.[translate,test,triton,lint]'
+	touch $@
+
+.venv/hosts: tests/hosts/requirements.txt | .venv/installed
+	$(PIP) --no-deps -r $<
 	touch $@
 
 # Its interpreter wants a NumPy of its time.
