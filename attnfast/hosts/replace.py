@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
     Every module whose class and parameters are known is first called beside its replacement, on
     copies of both: several steps on small random padded input, in float64 and as the model is.
-    Where outputs, gradients or state differ the module is left alone. Classes (for ``isinstance``),
+    Where outputs, gradients or state differ, or its methods take arguments that the replacement
+    does not know, the module is left alone. Classes (for ``isinstance``),
     parameters, ``state_dict``, hooks, arguments, results and attributes stay as they are; models
     can be copied and pickled.
 
@@ -104,7 +106,12 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         if dressed(module) is not None:
             found.left = "it is served already"
         else:
-            found.left = host.why_not(module) or why_not_alike(module, host) or ""
+            found.left = (
+                why_not_called_alike(module, host)
+                or host.why_not(module)
+                or why_not_alike(module, host)
+                or ""
+            )
     known = [x.module for x in report.found if x.host is not None]
     report.found = [  # what only holds known attention is not worth a line
         x
@@ -157,6 +164,21 @@ def _outcome(module: nn.Module, example, dtype, device) -> tuple[list, list]:
     )
     leaves = [*draw.leaves, *(p for p in module.parameters() if p.requires_grad)]
     return results, list(torch.autograd.grad(loss, leaves, allow_unused=True))
+
+
+def why_not_called_alike(module: nn.Module, host: Host) -> str | None:
+    """Say which arguments the module's methods take and their replacements do not, or None."""
+    for name, method in inspect.getmembers(host.methods, inspect.isfunction):
+        own = getattr(type(module), name, None)
+        if not inspect.isfunction(own):
+            continue
+        taken = inspect.signature(method).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            continue
+        more = [x for x in list(inspect.signature(own).parameters)[1:] if x not in taken]
+        if more:
+            return f"its own {name} takes {', '.join(more)}, which its replacement does not"
+    return None
 
 
 def why_not_alike(module: nn.Module, host: Host) -> str | None:
