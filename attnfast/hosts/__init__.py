@@ -22,6 +22,7 @@ __all__ = [
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
     "espnet",
+    "joeynmt",
     "onmt",
 )
 for name in ADAPTERS:
