@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from attnfast.hosts.recall import PLACE
 
-__all__ = ["Draw", "Host", "dressed", "host_of", "register_host", "undressed"]
+__all__ = ["Draw", "Host", "arguments", "dressed", "host_of", "register_host", "undressed"]
 
 
 class Draw:
@@ -163,3 +164,9 @@ def undressed(module: nn.Module) -> None:
     if own is not None:
         object.__setattr__(module, "__class__", own)
         module.__dict__.pop(PLACE, None)
+
+
+def arguments(module: nn.Module, name: str = "forward") -> list[str]:
+    """Return the names of what a method of the module's own class takes."""
+    own = getattr(type(module), "_attnfast_own", type(module))
+    return list(inspect.signature(getattr(own, name)).parameters)[1:]

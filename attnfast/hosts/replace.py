@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.backends import choose
-from attnfast.hosts.host import Draw, Host, dressed, host_of, undressed
+from attnfast.hosts.host import Draw, Host, arguments, dressed, host_of, undressed
 from attnfast.hosts.recall import PLACE
 
 __all__ = ["Report", "replace"]
@@ -169,13 +169,12 @@ def _outcome(module: nn.Module, example, dtype, device) -> tuple[list, list]:
 def why_not_called_alike(module: nn.Module, host: Host) -> str | None:
     """Say which arguments the module's methods take and their replacements do not, or None."""
     for name, method in inspect.getmembers(host.methods, inspect.isfunction):
-        own = getattr(type(module), name, None)
-        if not inspect.isfunction(own):
+        if not inspect.isfunction(getattr(type(module), name, None)):
             continue
         taken = inspect.signature(method).parameters
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             continue
-        more = [x for x in list(inspect.signature(own).parameters)[1:] if x not in taken]
+        more = [x for x in arguments(module, name) if x not in taken]
         if more:
             return f"its own {name} takes {', '.join(more)}, which its replacement does not"
     return None

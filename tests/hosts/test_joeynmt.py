@@ -53,11 +53,12 @@ def test_keys_come_first(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_another_training_step(kind):
-    plain = make(kind)
+    plain = make(kind).double()
     served = copy.deepcopy(plain)
     assert attnfast.replace(served).replaced
     torch.manual_seed(0)
-    source, query, seen = torch.randn(2, 4, 9), torch.randn(2, 1, 6), torch.ones(2, 1, 4)
+    source, query = torch.randn(2, 4, 9).double(), torch.randn(2, 1, 6).double()
+    seen = torch.ones(2, 1, 4)
     for attention in (plain, served):
         optimiser = torch.optim.SGD(attention.parameters(), 0.5)
         for _ in range(3):
