@@ -24,6 +24,7 @@ __all__ = [
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
     "bentrevett",
+    "d2l",
     "espnet",
     "fairseq",
     "gnmt",
