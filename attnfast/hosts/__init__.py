@@ -29,6 +29,7 @@ ADAPTERS = (
     "fairseq",
     "gnmt",
     "joeynmt",
+    "keras",
     "onmt",
     "tutorials",
 )

@@ -92,7 +92,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = Report()
     inner: set[nn.Module] = set()  # parts of known attention
-    for path, module in model.named_modules():
+    for path, module in _modules(model):
         host = host_of(module)
         ours = type(module).__module__.startswith("attnfast.")
         if module in inner or ours or (host is None and "Att" not in type(module).__name__):
@@ -126,6 +126,18 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         found.backend = choose(None, parameter.device, parameter.dtype, step=True)
         dressed(found.module, found.host)
     return report
+
+
+def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their paths, also layers that Keras keeps in lists of its own."""
+    seen = set() if seen is None else seen
+    known = list(model.named_modules(seen, path))
+    yield from known
+    for path, module in known:
+        if hasattr(module, "_flatten_layers"):
+            for layer in module._flatten_layers(include_self=False, recursive=False):
+                if layer not in seen:
+                    yield from _modules(layer, f"{path}.{layer.name}".lstrip("."), seen)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -192,12 +204,12 @@ def why_not_alike(module: nn.Module, host: Host) -> str | None:
         for dtype, device, tolerance in ways:
             outcomes = []
             for served in (False, True):
-                twin = _copy(module).to(device, dtype).train(training)
-                if served:
-                    dressed(twin, host)
                 with torch.random.fork_rng(), torch.enable_grad():
                     torch.manual_seed(0)
                     try:
+                        twin = _copy(module).to(device, dtype).train(training)
+                        if served:
+                            dressed(twin, host)
                         outcomes.append(_outcome(twin, host.example, dtype, device))
                     except Exception as error:
                         whose = "its replacement" if served else "its own class"
