@@ -23,6 +23,7 @@ __all__ = [
 
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
+    "allennlp",
     "bentrevett",
     "d2l",
     "espnet",

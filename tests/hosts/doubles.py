@@ -164,3 +164,26 @@ def bentrevett(edition="", masked=True, K=6, Q=4):
                 return self.weights(hidden, encoder_outputs)
 
     return Attention()
+
+
+class AdditiveAttention(nn.Module):
+    """AllenNLP's."""
+
+    __module__ = "allennlp.modules.attention.additive_attention"
+
+    def __init__(self, vector_dim, matrix_dim, normalize=True):
+        super().__init__()
+        self._normalize = normalize
+        self._w_matrix = nn.Parameter(torch.randn(vector_dim, vector_dim))
+        self._u_matrix = nn.Parameter(torch.randn(matrix_dim, vector_dim))
+        self._v_vector = nn.Parameter(torch.randn(vector_dim, 1))
+
+    def forward(self, vector, matrix, matrix_mask=None):
+        """vector [B, Q], matrix [B, Tk, K], matrix_mask [B, Tk], False or 0 for padding."""
+        features = (vector @ self._w_matrix).unsqueeze(1) + matrix @ self._u_matrix
+        scores = (torch.tanh(features) @ self._v_vector).squeeze(2)
+        if not self._normalize or matrix_mask is None:
+            return scores.softmax(-1) if self._normalize else scores
+        seen = matrix_mask.to(scores)
+        weights = (scores * seen).softmax(-1) * seen
+        return weights / (weights.sum(-1, keepdim=True) + 1e-13)
