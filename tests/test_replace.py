@@ -243,6 +243,14 @@ def test_why_not_and_a_failing_example():
     assert "its own class fails on an example: TypeError" in str(attnfast.replace(model()))
 
 
+def test_what_cannot_be_copied_is_left_alone():
+    class Single(Plain):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("there is only one")
+
+    assert "RuntimeError: there is only one" in str(attnfast.replace(Single()))
+
+
 def test_twice_and_nothing():
     m = model()
     attnfast.replace(m)
