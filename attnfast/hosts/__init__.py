@@ -3,7 +3,7 @@
 import importlib
 
 from attnfast.hosts.host import HOSTS, Draw, Host, register_host
-from attnfast.hosts.recall import attend, project, recall, touch
+from attnfast.hosts.recall import attend, batch_first, project, project_both, recall, touch
 from attnfast.hosts.replace import Report, replace
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "Host",
     "Report",
     "attend",
+    "batch_first",
     "project",
+    "project_both",
     "recall",
     "register_host",
     "replace",
@@ -21,8 +23,16 @@ __all__ = [
 
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
+    "allennlp",
+    "bentrevett",
+    "d2l",
     "espnet",
+    "fairseq",
+    "gnmt",
+    "joeynmt",
+    "keras",
     "onmt",
+    "tutorials",
 )
 for name in ADAPTERS:
     importlib.import_module(f"attnfast.hosts.{name}")
