@@ -33,6 +33,7 @@ from attnfast.ops.attention import (
     check,
     check_scale,
     columns_of,
+    is_relu,
     refuse_tangents,
     run,
     run_spans,
@@ -96,7 +97,8 @@ class Steps:
         self.token = token  # None: not deferred
         self.waiting = waiting
         self.operators = operators_of(str(memory.backend))
-        self.keeps = memory.backend == "cpu" and weight is not None and key.dtype != torch.float64
+        exact = key.dtype == torch.float64 or memory.relu
+        self.keeps = memory.backend == "cpu" and weight is not None and not exact
         self._exponentials: Tensor | None = None
         self._features: _Features | None = None
 
@@ -151,8 +153,8 @@ class Memory(NamedTuple):
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
-    the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None. None may
-    be changed in place while it is in use.
+    the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None; ``relu``,
+    whether the rectifier stands for tanh. None may be changed in place while it is in use.
     """
 
     key: Tensor
@@ -163,6 +165,7 @@ class Memory(NamedTuple):
     backend: str | None = None
     steps: Steps | None = None
     fertility: Tensor | None = None
+    relu: bool = False
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
@@ -178,10 +181,20 @@ class _Prepared(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, operators
+        ctx: Any,
+        key,
+        value,
+        weight,
+        filters,
+        projection,
+        before,
+        lengths,
+        waiting,
+        operators,
+        relu=False,
     ):
         ctx.save_for_backward(key, value, weight, lengths, filters, projection)
-        ctx.waiting, ctx.operators = waiting, operators
+        ctx.waiting, ctx.operators, ctx.relu = waiting, operators, relu
         ctx.set_materialize_grads(False)
         return key.new_empty(0)
 
@@ -189,7 +202,7 @@ class _Prepared(Function):
     def backward(ctx: Any, _):
         steps = ctx.waiting.take()
         if not steps:
-            return (None,) * 9
+            return (None,) * 10
         key, value, weight, lengths, *features = ctx.saved_tensors
         if features[0] is not None:
             query, weights, grad_score, grad_context, *states = map(_rows, zip(*steps))
@@ -200,7 +213,7 @@ class _Prepared(Function):
                 None, None, None, *states, weights, weights.new_empty(0), grad_score, 1.0,
                 False, True, False, any(ctx.needs_input_grad[3:5]),
             )  # fmt: skip
-            return *grads, grad_filters, grad_projection, None, None, None, None
+            return *grads, grad_filters, grad_projection, *[None] * 5
         grads = []
         for columns in dict.fromkeys(step[0] for step in steps):
             alike = [step[1:] for step in steps if step[0] == columns]
@@ -211,10 +224,10 @@ class _Prepared(Function):
             _, *more, _ = call(
                 ctx.operators.attention_backward.default,
                 grad_context, None, None, query, key, value, weight, lengths, bounds,
-                columns[0], None, weights, grad_score, 1.0, False, True, False,
+                columns[0], None, weights, grad_score, 1.0, ctx.relu, False, True, False,
             )  # fmt: skip
             grads = [a + b for a, b in zip(grads, more)] if grads else more
-        return *grads[:2], None if weight is None else grads[2], *[None] * 6
+        return *grads[:2], None if weight is None else grads[2], *[None] * 7
 
 
 def _rows(parts: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -230,15 +243,16 @@ class _Step(Function):
 
     @staticmethod
     def forward(ctx: Any, query, token, bias, mask, span, columns, memory, scale, need_weights):
-        key, value, lengths, _, weight, _, steps, _ = memory
+        key, value, lengths, _, weight, _, steps, _, relu = memory
         exponentials = steps.exponentials()
         context, weights, _ = call(
             steps.operators.attention.default,
             query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
-            True,
+            relu, True,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, weights)
         ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
+        ctx.relu = relu
         ctx.columns, ctx.bias_shape = columns, None if bias is None else bias.shape
         ctx.set_materialize_grads(False)
         return (context, weights) if need_weights else context
@@ -251,7 +265,7 @@ class _Step(Function):
         grad_query, _, _, _, grad_score = call(
             ctx.operators.attention_backward.default,
             grad_context, grad_weights, None, query, key, value, weight, lengths, span,
-            ctx.columns, exponentials, weights, None, ctx.scale, True, False, True,
+            ctx.columns, exponentials, weights, None, ctx.scale, ctx.relu, True, False, True,
         )  # fmt: skip
         grad_bias = None
         if ctx.needs_input_grad[2]:
@@ -306,7 +320,7 @@ def _attend_once(
     need_weights: bool | str,
 ) -> tuple[Any, ...]:
     """Attend with one query that the steps serve, within a span at a position if given."""
-    key, value, lengths, mask, weight, backend, *_ = memory
+    key, value, lengths, mask, weight, backend, *_, relu = memory
     bias = bounds = seen = None
     columns = 0
     if around is not None:
@@ -323,7 +337,7 @@ def _attend_once(
     else:
         context, weights, _ = run(
             query, key, value, weight, bias, mask, lengths, bounds, columns, steps.exponentials(),
-            scale, need_weights, backend,
+            scale, relu, need_weights, backend,
         )  # fmt: skip
     if seen is not None:
         weights = seen.returned(weights, key.shape[-2], need_weights)
@@ -335,6 +349,7 @@ def prepare(
     value: Tensor,
     weight: Tensor | None = None,
     *,
+    activation: str = "tanh",
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
     backend: str | None = None,
@@ -345,6 +360,7 @@ def prepare(
         key: ``[B, Tk, A]`` or ``[B, H, Tk, A]``, float32, float64, bfloat16 or float16.
         value: ``[B, Tk, Dv]`` or ``[B, H, Tk, Dv]``.
         weight: ``[A]`` or ``[H, A]`` for the additive score; None for the dot score.
+        activation: of the additive score, as in :func:`attnfast.additive_attention`.
         lengths: ``[B]``: keys at ``lengths[b]`` and beyond are not seen.
         mask: boolean ``[B, (H or 1,) 1, Tk]``, True where a key may be attended to.
         backend: as in :func:`attnfast.additive_attention`.
@@ -366,7 +382,8 @@ def prepare(
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
     check(one, key, value, weight, None, mask, lengths)
     lengths = None if lengths is None else lengths.long()
-    memory = Memory(key, value, lengths, mask, weight, backend)
+    relu = is_relu(activation)
+    memory = Memory(key, value, lengths, mask, weight, backend, relu=relu)
     if torch.compiler.is_compiling():
         return memory
     backend = choose(backend, key.device, key.dtype, step=True)
@@ -378,7 +395,16 @@ def prepare(
         and any(x is not None and x.requires_grad for x in (key, value, weight))
     ):
         token = _Prepared.apply(
-            key, value, weight, None, None, None, lengths, waiting, operators_of(backend)
+            key,
+            value,
+            weight,
+            None,
+            None,
+            None,
+            lengths,
+            waiting,
+            operators_of(backend),
+            relu,
         )
     return memory._replace(steps=Steps(memory, token, waiting))
 
@@ -409,7 +435,7 @@ def attend(
     at the end of a backward; second derivatives and forward mode raise.
     """
     check_scale(scale)
-    key, value, lengths, mask, weight, backend, steps, _ = memory
+    key, value, lengths, mask, weight, backend, steps, _, relu = memory
     (query,) = autocast(query)
     around = (span, position, sigma)
     plain = all(x is None for x in around) and not isinstance(need_weights, str)
@@ -429,8 +455,8 @@ def attend(
         backend = choose(backend, query.device, query.dtype, step=True)
         terms = (query, key, value, weight, None, mask, lengths)
         if plain:
-            return run(*terms, None, 0, None, scale, need_weights, backend)[:2]
-        return run_spans(*terms, span, position, sigma, scale, need_weights, backend)[:2]
+            return run(*terms, None, 0, None, scale, relu, need_weights, backend)[:2]
+        return run_spans(*terms, span, position, sigma, scale, relu, need_weights, backend)[:2]
     except Exception:
         if isinstance(query, Tensor):
             *lead, _, features = key.shape
@@ -464,7 +490,9 @@ def attend_with_history(
         weight, filters and projection are taken for all such calls at once, at the end of a
         backward.
     """
-    key, value, lengths, mask, weight, backend, steps, fertility = memory
+    key, value, lengths, mask, weight, backend, steps, fertility, relu = memory
+    if relu:
+        refuse("memory", "one of tanh: a history knows no other activation", "one of relu")
     features = {"coverage_weight": coverage_weight, "filters": filters, "projection": projection}
     terms = {**features, "mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)

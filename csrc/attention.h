@@ -23,6 +23,7 @@ struct Attention {
   Dtype dtype;
   int64_t B, H, Tq, Tk, A, Dv;
   double scale;
+  bool relu;                     // the additive score's activation is not tanh but max(0, .)
   View query, key, value;        // column stride 1
   View weight;                   // [H, A] by its head stride; absent: dot score
   View bias, mask;               // any strides

@@ -20,9 +20,10 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
                                              const Optional bias, const Optional mask,
                                              const Optional lengths, const Optional span,
                                              int64_t columns, const Optional exponentials,
-                                             double scale, bool need_weights) {
+                                             double scale, bool relu, bool need_weights) {
   Call call(query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale);
   Attention& a = call.a;
+  a.relu = relu;
   const ScalarType sums = accumulation(query);
   Tensor weights = need_weights ? empty(query.device(), shape(query, a.W), sums)
                                 : empty(query.device(), {0}, sums);
@@ -46,10 +47,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor grad_context, const Optional grad_weights, const Optional grad_log_sum_exp,
     const Tensor query, const Tensor key, const Tensor value, const Optional weight,
     const Optional lengths, const Optional span, int64_t columns, const Optional exponentials,
-    const Tensor weights, const Optional given_grad_score, double scale, bool need_grad_query,
-    bool need_grad_key, bool need_grad_score) {
+    const Tensor weights, const Optional given_grad_score, double scale, bool relu,
+    bool need_grad_query, bool need_grad_key, bool need_grad_score) {
   Call call(query, key, value, weight, {}, {}, lengths, span, columns, exponentials, scale);
   Attention& a = call.a;
+  a.relu = relu;
   const ScalarType sums = accumulation(query);
   const ScalarType dtype = query.scalar_type();
   const auto gradient = [&](bool needed, const Tensor& x, View& out) {

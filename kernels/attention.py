@@ -7,7 +7,7 @@ The additive score never takes a tanh per (query, key, feature). With E(x) = e^{
 so exponentials are taken once per query element and once per key element, and two terms share a
 reciprocal: w0/d0 + w1/d1 = (w0·d1 + w1·d0) / (d0·d1). The product d0·d1 stays in float32's range
 where max|q| + max|k| ≤ 21.8. Tiles beyond that, a weight of extreme norm, and float64 take a direct
-path: one exponential per element, right for every finite input.
+path: one exponential per element, right for every finite input. The rectifier has neither.
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
@@ -126,7 +126,8 @@ def _exponentials(
 @triton.jit
 def _scores(
     p_q, p_k, p_weight, p_eq, p_ek, s_qa, s_ka, s_wa, near, m_q, m_k, A,
-    ADDITIVE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, acc: tl.constexpr,
+    ADDITIVE: tl.constexpr, RELU: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    BA: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
     """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
 
@@ -173,9 +174,12 @@ def _scores(
                 b_q = tl.load(p_q + tl.cast(a, tl.int64) * s_qa, mask=m_q, other=0).to(acc)
                 b_k = tl.load(p_k + tl.cast(a, tl.int64) * s_ka, mask=m_k, other=0).to(acc)
                 b_x = b_q[:, None] + b_k[None, :]
-                b_t = tl.exp(-2 * tl.abs(b_x))
-                b_tanh = 1 - 2 * b_t * _reciprocal(1 + b_t)
-                b_part += b_w * tl.where(b_x < 0, -b_tanh, b_tanh)
+                if RELU:
+                    b_part += b_w * tl.where(b_x < 0, 0, b_x)
+                else:
+                    b_t = tl.exp(-2 * tl.abs(b_x))
+                    b_tanh = 1 - 2 * b_t * _reciprocal(1 + b_t)
+                    b_part += b_w * tl.where(b_x < 0, -b_tanh, b_tanh)
             b_s += b_part
     return b_s
 
@@ -184,8 +188,8 @@ def _scores(
 def _forward(
     p_q, p_k, p_v, p_weight, p_eq, p_ek, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
     p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span,
-    s_context, scale, H, Tq, Tk, W, A, AP, Dv, COMPACT: tl.constexpr, SCORES: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
+    s_context, scale, H, Tq, Tk, W, A, AP, Dv, RELU: tl.constexpr, COMPACT: tl.constexpr,
+    SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
 
@@ -241,7 +245,7 @@ def _forward(
         b_s = scale * _scores(
             p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile,
             s_q[3], s_k[3], s_wa, near, m_q, m_k, A,
-            p_weight is not None, BQ, BK, BA, acc,
+            p_weight is not None, RELU, BQ, BK, BA, acc,
         )  # fmt: skip
         m_column = m_q[:, None] & (o_k < Tk)[None, :] if p_span is None else m_s
         o_s = o_q.to(tl.int64)[:, None], o_column.to(tl.int64)
@@ -454,7 +458,7 @@ def _column_of(
 def _additive_gradient(
     p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_span, p_rows,
     p_dx, p_dw, s_x, s_y, s_weight, s_span, s_dx, scale, H, Tk, W, Tx, Ty, A,
-    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
+    RELU: tl.constexpr, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """dx = scale · w Σ_y ds 4r(1 − r) of BX rows and BA features, and dw = scale · Σ ds (1 − 2r).
@@ -551,12 +555,17 @@ def _additive_gradient(
                     )
                 b_y = tl.load(p_y + tl.cast(y, tl.int64) * s_y[2], mask=m_a, other=0).to(acc)
                 b_z = b_x + _finite(b_y)[None, :]
-                b_t = tl.exp(-2 * tl.abs(b_z))
-                b_inverse = _reciprocal(1 + b_t)
-                b_dx += b_ds[:, None] * (b_t * b_inverse * b_inverse)
-                if p_dw is not None:
-                    b_dw += b_ds[:, None] * (tl.where(b_z > 0, b_t, 1) * b_inverse)
-                    b_sum += b_ds
+                if RELU:  # in the place of r(1 − r) and r stand 1/4 of the slope and −z/2
+                    b_dx += tl.where(b_z > 0, 0.25 * b_ds[:, None], 0)
+                    if p_dw is not None:
+                        b_dw += b_ds[:, None] * tl.where(b_z > 0, -0.5 * b_z, 0)
+                else:
+                    b_t = tl.exp(-2 * tl.abs(b_z))
+                    b_inverse = _reciprocal(1 + b_t)
+                    b_dx += b_ds[:, None] * (b_t * b_inverse * b_inverse)
+                    if p_dw is not None:
+                        b_dw += b_ds[:, None] * (tl.where(b_z > 0, b_t, 1) * b_inverse)
+                        b_sum += b_ds
     # [BA]
     scale = _scalar(scale, acc)
     p_weight += i_h * s_weight[0] + o_a * s_weight[1]
@@ -673,8 +682,8 @@ def _multiply(
 
 
 def sweep(
-    query, key, value, weight, bias, mask, lengths, span, columns: int, scale: float, context,
-    weights, lse,
+    query, key, value, weight, bias, mask, lengths, span, columns: int, scale: float, relu: bool,
+    context, weights, lse,
 ) -> None:  # fmt: skip
     """Launch :func:`_forward` for context, weights and log-sum-exp.
 
@@ -688,7 +697,7 @@ def sweep(
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
     BQ, BV = _block(Tq, _tile(64, span, columns), 1), _block(Dv, 128)
     BA = _block(A, _depth(query.dtype))
-    factored = weight is not None and acc == torch.float32
+    factored = weight is not None and acc == torch.float32 and not relu
     BK = _block(Tk, 32 if factored else _depth(query.dtype))
     # The weights, if they are there, save taking the scores again for values wider than a block,
     # and save registers where a dot has no tensor cores.
@@ -707,7 +716,7 @@ def sweep(
             span, within, weights, lse, query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
             _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
-            COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
+            RELU=relu, COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
             num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
         if separate and context is not None:
@@ -717,7 +726,7 @@ def sweep(
 
 def forward(
     query, key, value, weight, bias, mask, lengths, span, columns: int, exponentials,
-    scale: float, need_weights: bool,
+    scale: float, relu: bool, need_weights: bool,
 ):  # fmt: skip
     """Run the operator ``attention`` of :data:`attnfast.ops.attention.SCHEMAS`."""
     acc, rows, Tk, Dv = accumulation_dtype(query.dtype), query.shape[:-1], *value.shape[-2:]
@@ -725,7 +734,7 @@ def forward(
     weights = query.new_empty((*rows, columns or Tk) if need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
     sweep(
-        query, key, value, weight, bias, mask, lengths, span, columns, scale, context,
+        query, key, value, weight, bias, mask, lengths, span, columns, scale, relu, context,
         weights if need_weights else None, lse,
     )  # fmt: skip
     return context, weights, lse
@@ -733,8 +742,8 @@ def forward(
 
 def backward(
     grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
-    columns: int, exponentials, weights, grad_score, scale: float, need_grad_query: bool,
-    need_grad_key: bool, need_grad_score: bool,
+    columns: int, exponentials, weights, grad_score, scale: float, relu: bool,
+    need_grad_query: bool, need_grad_key: bool, need_grad_score: bool,
 ):  # fmt: skip
     """Run the operator ``attention_backward`` of :data:`attnfast.ops.attention.SCHEMAS`."""
 
@@ -770,7 +779,7 @@ def backward(
             if need_grad_key:
                 _multiply(ds, query, *seen, dk, scale, over_keys=False, clean=True)
         elif need_grad_query or need_grad_key:
-            factored = ds.dtype == torch.float32
+            factored = ds.dtype == torch.float32 and not relu
             BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
             e_q = e_k = (None, None)
             if factored:
@@ -783,7 +792,7 @@ def backward(
                 query.stride(), key.stride(), weight.stride(), _strides(span),
                 _strides(dq if need_grad_query else None), _pair(scale),
                 H, Tk, W, Tq, Tk, A,
-                OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
+                RELU=relu, OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
                 num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
             if need_grad_key:
@@ -792,8 +801,8 @@ def backward(
                     _rows_of_keys(span, columns, B, H, Tk, BK), dk, None, key.stride(),
                     query.stride(), weight.stride(), _strides(span), dk.stride(), _pair(scale),
                     H, Tk, W, Tk, Tq, A,
-                    OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ, BA=BA,
-                    num_warps=4, enable_fp_fusion=True,
+                    RELU=relu, OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ,
+                    BA=BA, num_warps=4, enable_fp_fusion=True,
                 )  # fmt: skip
                 grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
     keep_score = need_grad_score and grad_score is None

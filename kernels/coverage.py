@@ -471,8 +471,9 @@ def forward(
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
         attention.sweep(
-            query, key, value, weight, bias, mask, lengths, None, 0, scale, None, weights, lse
-        )
+            query, key, value, weight, bias, mask, lengths, None, 0, scale, False, None,
+            weights, lse,
+        )  # fmt: skip
     q, k, v, w, lengths, _ = attention._prepare(query, key, value, weight, lengths, None)
     B, H, Tq, _ = q.shape
     Tk = options["Tk"]
@@ -570,7 +571,7 @@ def backward(
     else:
         grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(
             grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights,
-            ds, scale, need_grad_query, need_grad_key, False,
+            ds, scale, False, need_grad_query, need_grad_key, False,
         )  # fmt: skip
 
     def none():

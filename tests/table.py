@@ -32,7 +32,7 @@ RMS = 5e-3
 class Case:
     """One call of attention; ``terms`` are among lengths, mask, bias."""
 
-    score: str
+    score: str  # dot, additive, or relu: additive with the rectifier
     B: int
     Tq: int
     Tk: int
@@ -91,6 +91,13 @@ def cases() -> list[Case]:
         for dtype in (torch.float64, torch.bfloat16, torch.float16):
             for shape in ((2, 17, 33, 59, 64, 2), (3, 5, 97, 128, 33, None)):
                 table.append(Case(score, *shape, dtype=dtype, terms=("lengths", "mask", "bias")))
+    sizes = ((17, 65, 64, 33), (1, 130, 72, 40), (5, 3, 7, 1), (129, 64, 33, 8), (3, 0, 8, 8))
+    for shape, term, layout in zip(sizes, TERMS, itertools.cycle(LAYOUTS)):
+        table.append(Case("relu", 2, *shape, terms=term, layout=layout))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        table.append(Case("relu", 2, 17, 33, 59, 64, 2, dtype=dtype, terms=("lengths", "mask")))
+    table.append(Case("relu", 2, 3, 5, 8, 8, 4, weight_per_head=True))
+    table.append(Case("relu", 2, 7, 19, 40, 24, scale=1e3))
     return table
 
 
@@ -162,7 +169,7 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
     else:
         for name in ("query", "key", "value"):
             args[name] = _laid_out(args[name], case.layout)
-    if case.score == "additive":
+    if case.score != "dot":
         shape = (*case.heads, case.A) if case.weight_per_head else (case.A,)
         args["weight"] = floats(*shape, scale=2 / max(case.A, 1) ** 0.5)
     if "bias" in case.terms:
@@ -173,11 +180,13 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
         args["mask"] = (torch.rand(shape, generator=g) > 0.3).to(device)
     if "lengths" in case.terms:
         args["lengths"] = torch.randint(0, case.Tk + 1, (case.B,), generator=g).to(device)
-    return {k: _leaf(v) for k, v in args.items()}
+    args = {k: _leaf(v) for k, v in args.items()}
+    return {**args, "activation": "relu"} if case.score == "relu" else args
 
 
 def _leaf(x: Tensor | None) -> Tensor | None:
-    return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+    floats = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach().requires_grad_() if floats else x
 
 
 def attend(args: dict[str, Tensor | None], **options):
@@ -190,12 +199,12 @@ def attend(args: dict[str, Tensor | None], **options):
     return attnfast.additive_attention(query, key, value, weight, **args)
 
 
-def eager(query, key, value, weight=None, bias=None, mask=None, lengths=None):
+def eager(query, key, value, weight=None, bias=None, mask=None, lengths=None, activation="tanh"):
     """Attend as people write it, in the tensors' own dtype: context, weights, log-sum-exp."""
     if weight is None:
         score = query @ key.transpose(-1, -2)
     else:
-        features = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3))
+        features = getattr(torch, activation)(query.unsqueeze(-2) + key.unsqueeze(-3))
         score = (
             features @ weight
             if weight.dim() == 1
@@ -205,7 +214,7 @@ def eager(query, key, value, weight=None, bias=None, mask=None, lengths=None):
         score = score + bias
     if lengths is not None:
         seen = torch.arange(key.shape[-2], device=key.device) < lengths.unsqueeze(-1)
-        seen = seen.view(-1, *[1] * (score.dim() - 2), key.shape[-2])
+        seen = seen.view(len(lengths), *[1] * (score.dim() - 2), key.shape[-2])
         mask = seen if mask is None else seen & mask
     if mask is None:
         weights = score.softmax(-1)
@@ -223,7 +232,7 @@ def results(case: Case, args: dict[str, Tensor | None], how, names=NAMES) -> dic
     """Return the outputs of ``how(**args)`` and the gradients of a random sum of them."""
     outputs = dict(zip(names, how(**args)))
     g = torch.Generator().manual_seed(case.seed + 1)
-    leaves = {k: v for k, v in args.items() if v is not None and v.requires_grad}
+    leaves = {k: v for k, v in args.items() if isinstance(v, Tensor) and v.requires_grad}
     upstream = []
     for name, x in outputs.items():
         noise = torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.device)
@@ -276,15 +285,20 @@ def losses(case: Case, how) -> Iterator[dict[str, Tensor]]:
 def oracle_of(case: Case, how) -> dict[str, Tensor]:
     """Return the results of ``how`` in float64 on the CPU, from the case's own numbers."""
     args = {
-        k: _leaf(v.detach().double() if v is not None and v.is_floating_point() else v)
+        k: _leaf(v.double() if isinstance(v, Tensor) and v.is_floating_point() else v)
         for k, v in inputs(case).items()
     }
     return results(case, args, how)
 
 
+def exact(activation="tanh", **args):
+    """Call the reference."""
+    return reference(**args, span=None, columns=0, scale=1.0, relu=activation == "relu")
+
+
 def oracle(case: Case) -> dict[str, Tensor]:
     """Return the reference's results in float64 on the CPU."""
-    return oracle_of(case, lambda **a: reference(**a, span=None, columns=0, scale=1.0))
+    return oracle_of(case, exact)
 
 
 def off(x: Tensor, want: Tensor) -> Tensor:

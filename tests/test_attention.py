@@ -441,16 +441,16 @@ def test_opcheck(score, backend):
     ops = getattr(torch.ops, f"attnfast_{backend}")
     call = (
         *(args[k] for k in ("query", "key", "value", "weight")),
-        args["bias"], args["mask"], args["lengths"], None, 0, None, 0.5, True,
+        args["bias"], args["mask"], args["lengths"], None, 0, None, 0.5, False, True,
     )  # fmt: skip
     torch.library.opcheck(ops.attention.default, call)
     context, weights, log_sum_exp = ops.attention(*call)
     grads = [torch.randn_like(x) for x in (context, weights, log_sum_exp)]
     backward = (*grads, *call[:4], args["lengths"], None, 0, None, weights)
     for rest in (
-        (None, 0.5, True, True, True),
-        (None, 0.5, True, False, False),
-        (weights, 0.5, False, True, False),  # begins at the gradient of the scores
+        (None, 0.5, False, True, True, True),
+        (None, 0.5, True, True, False, False),
+        (weights, 0.5, False, False, True, False),  # begins at the gradient of the scores
     ):
         torch.library.opcheck(ops.attention_backward.default, (*backward, *rest))
     args = inputs(Case(score, 2, 3, 5, 8, 7, H=2, layout="time first"), DEVICE[backend])
@@ -537,6 +537,7 @@ GOOD = Case("additive", 2, 3, 5, 8, 7)
         ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
         ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
         ({"temperature": torch.ones(())}, r"temperature must be a positive number, got tensor\(1"),
+        ({"activation": "gelu"}, "activation must be 'tanh' or 'relu', got 'gelu'"),
         ({"backend": "cudnn"}, "backend must be None or one of .*got 'cudnn'"),
     ],
 )

@@ -15,12 +15,15 @@ BUDGETS = {
     for kernel, score, registers, kib in (
         ("forward", ", 0>", 255, 16),  # two blocks on a multiprocessor; the others three and four
         ("forward", ", 1>", 168, 16),
+        ("forward", ", 2>", 168, 16),
         ("step", ", 0>", 96, 1),
         ("step", ", 1>", 128, 1),
+        ("step", ", 2>", 128, 1),
         ("combine", ">", 64, 0),
         ("grad_score", ">", 168, 12),
         ("grad_rows", ", 0>", 128, 14),
         ("grad_rows", ", 1>", 168 if dtype == "double" else 128, 14),
+        ("grad_rows", ", 2>", 128, 14),
     )
 } | {"find_rows_of_keys": (40, 0)}
 BUDGETS |= {

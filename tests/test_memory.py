@@ -25,6 +25,8 @@ CASES = [
     Case("additive", 2, 3, 0, 8, 8),
     Case("additive", 2, 3, 5, 0, 8),
     Case("dot", 2, 3, 5, 0, 8),
+    Case("relu", 2, 4, 70, 33, 24, terms=("lengths", "mask")),
+    Case("relu", 2, 3, 9, 17, 8, H=2, dtype=torch.bfloat16, weight_per_head=True),
     Case("dot", 3, 5, 33, 40, 24, terms=("lengths",)),
     Case("dot", 2, 3, 9, 17, 8, H=2, terms=("mask",)),
     Case("dot", 2, 3, 9, 17, 8, dtype=torch.float64),
@@ -35,8 +37,9 @@ CASES = [
 def recurrent(step_of):
     """Return a decoder whose every query depends on the context before it."""
 
-    def run(query, key, value, weight, bias=None, mask=None, lengths=None):
-        step = step_of(key, value, weight, None if mask is None else mask[..., :1, :], lengths)
+    def run(query, key, value, weight, bias=None, mask=None, lengths=None, **options):
+        mask = None if mask is None else mask[..., :1, :]
+        step = step_of(key, value, weight, mask, lengths, **options)
         contexts, weights, feedback = [], [], 0
         for q in query.split(1, -2):
             context, weight = step(q + feedback)
@@ -53,8 +56,8 @@ def with_memory(key, value, weight, mask, lengths, **options):
     return lambda q: attend(q, m, need_weights=True)
 
 
-def plain(key, value, weight, mask, lengths):
-    return lambda q: eager(q, key, value, weight, None, mask, lengths)[:2]
+def plain(key, value, weight, mask, lengths, **options):
+    return lambda q: eager(q, key, value, weight, None, mask, lengths, **options)[:2]
 
 
 def judge(case, backend):

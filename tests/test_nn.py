@@ -17,6 +17,7 @@ LENGTHS = torch.tensor([7, 4, 1])
 def modules():
     return {
         "bahdanau": BahdanauAttention(Q, K, A, bias=True),
+        "bahdanau, relu": BahdanauAttention(Q, K, A, activation="relu"),
         "dot": LuongAttention(K, K, "dot"),
         "scaled_dot": LuongAttention(K, K, "scaled_dot"),
         "general": LuongAttention(Q, K, "general"),
@@ -57,7 +58,8 @@ def by_hand(module, query, source):
         q, k, v = module.query_proj(query), module.key_proj(source), source
     if module.weight is not None:
         w = module.weight if module.weight.dim() == 1 else module.weight[:, None, None]
-        score = (torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3)) * w).sum(-1)
+        activation = getattr(torch, module.activation)
+        score = (activation(q.unsqueeze(-2) + k.unsqueeze(-3)) * w).sum(-1)
     else:
         score = q @ k.transpose(-1, -2) * (module.scale or q.shape[-1] ** -0.5)
     weights = score.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -15,6 +15,7 @@ from table import (
     attend,
     check,
     eager,
+    exact,
     inputs,
     losses,
     oracle_of,
@@ -26,7 +27,6 @@ import attnfast
 from attnfast import Span
 from attnfast.diagnostics import peak_memory
 from attnfast.ops import attention
-from attnfast.ops.attention import reference
 
 OUTPUTS = {"need_weights": "dense", "need_log_sum_exp": True}
 SPANS = (
@@ -101,13 +101,12 @@ def judge(case, span, position, backend):
         allowed = mask.expand(case.B, *case.heads, case.Tq, case.Tk)
         return masked
 
-    exact = seen(lambda **a: reference(**a, span=None, columns=0, scale=1.0))
     span = list(span) if isinstance(span, tuple) else span
     got = results(
         case, args,
         lambda **a: attend(a, span=span, position=argument, backend=backend, **OUTPUTS),
     )  # fmt: skip
-    check(case, got, oracle_of(case, exact), losses(case, seen(eager)))
+    check(case, got, oracle_of(case, seen(exact)), losses(case, seen(eager)))
 
 
 SIZES = ((17, 17), (33, 20), (9, 70), (1, 40), (70, 129), (3, 2))
@@ -132,6 +131,9 @@ def cases():
         dtype = draw.choice((torch.float64, torch.bfloat16, torch.float16))
         half = Case(score, 2, 17, 20, 8, 8, dtype=dtype, terms=("lengths", "mask"))
         case = replace(half, seed=len(out))
+        out.append((case, span, None))
+    for span in SPANS[::3]:
+        case = Case("relu", 2, 17, 20, 33, 8, draw.choice((None, 3)), seed=len(out))
         out.append((case, span, None))
     heads = (Span(window=1), Span(stride=4), Span(window=1), Span(stride=4, fixed=True), Span())
     for score in ("dot", "additive"):
@@ -277,7 +279,7 @@ def test_prior(learned, span, score, backend):
     width = width if learned else torch.tensor(1.5)
     prior = -((torch.arange(9) - center.unsqueeze(-1)) ** 2) / (2 * width.unsqueeze(-1) ** 2)
     mask = mask_of(span, center.detach(), 9)
-    want = reference(**{**exact, "bias": prior, "mask": mask}, span=None, columns=0, scale=1.0)
+    want = table.exact(**{**exact, "bias": prior, "mask": mask})
     for a, b in zip(got, want):
         torch.testing.assert_close(a.double().cpu(), b, atol=2e-5, rtol=1e-5)
     if not learned:

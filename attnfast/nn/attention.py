@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.memory import Memory, attend, prepare
+from attnfast.ops.attention import is_relu
 from attnfast.ops.span import check_form
 
 
@@ -18,6 +19,7 @@ class _Attention(nn.Module):
     key_proj: nn.Module
     weight: nn.Parameter | None
     temperature: float = 1.0
+    activation = "tanh"
     has_history = False  # whether calls take and return one
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
@@ -46,7 +48,10 @@ class _Attention(nn.Module):
 
     def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
         """Make the memory of projected keys."""
-        return prepare(key, value, self.weight, lengths=lengths, mask=mask, backend=self.backend)
+        return prepare(
+            key, value, self.weight, activation=self.activation, lengths=lengths, mask=mask,
+            backend=self.backend,
+        )  # fmt: skip
 
     def _attend(self, query: Tensor, memory: Memory, need_weights: bool | str, **span: Any):
         """Run the op on a projected query, within a span, position and sigma if given."""
@@ -85,7 +90,7 @@ class BahdanauAttention(_Attention):
         query_dim, key_dim, attn_dim: features of the decoder states, of the encoder states, and
             of the space that they are compared in.
         bias: give the query projection a bias.
-        backend: as in :func:`attnfast.additive_attention`.
+        activation, backend: as in :func:`attnfast.additive_attention`.
 
     Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473.
     """
@@ -96,9 +101,12 @@ class BahdanauAttention(_Attention):
         key_dim: int,
         attn_dim: int,
         bias: bool = False,
+        activation: str = "tanh",
         backend: str | None = None,
     ):
+        is_relu(activation)
         super().__init__((attn_dim,), 1.0, backend)
+        self.activation = activation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 

@@ -4,7 +4,8 @@ r"""Attention without history: every query row weighs the keys it may see, rows 
     α_ij    = exp(e_ij − log_sum_exp_i)  over the keys j that row i may see, 0 elsewhere
     c_i     = Σ_j α_ij v_j
 
-with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a tanh(q_a + k_a)`` (additive) when a weight is given.
+with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a f(q_a + k_a)`` (additive) when a weight is given, f
+being tanh or the rectifier.
 What a row may see is a span of keys (:mod:`attnfast.ops.span`), a length, a mask.
 
 This file is the contract. A backend implements the two operators of :data:`SCHEMAS`, under its own
@@ -57,7 +58,8 @@ from attnfast.ops.span import (
 #: that a row may see and the one after the last, which may lie outside of the sequence.
 #: With ``columns`` W > 0 scores are compact, ``[B, (H,) Tq, W]``: column m of row i is key
 #: ``span[i, 0] + m``, and keys beyond the W-th are not seen; else they are ``[B, (H,) Tq, Tk]``.
-#: ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys.
+#: ``exponentials`` is what ``attnfast_cpu::exponentials`` made of the keys. ``relu`` makes f of the
+#: additive score the rectifier.
 #: The backward takes the saved weights, which are exactly 0 where a row may not see a key, and
 #: returns tensors of size [0] for the gradients that are not needed; ``need_grad_key`` stands for
 #: key, value and weight. It begins at ``grad_score``, the gradient of the scores, if that is given.
@@ -65,13 +67,13 @@ SCHEMAS = {
     "attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
         "Tensor? lengths, Tensor? span, int columns, Tensor? exponentials, float scale, "
-        "bool need_weights) -> (Tensor context, Tensor weights, Tensor log_sum_exp)"
+        "bool relu, bool need_weights) -> (Tensor context, Tensor weights, Tensor log_sum_exp)"
     ),
     "attention_backward": (
         "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_log_sum_exp, Tensor query, "
         "Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? span, int columns, "
         "Tensor? exponentials, Tensor weights, Tensor? grad_score, float scale, "
-        "bool need_grad_query, bool need_grad_key, bool need_grad_score) -> "
+        "bool relu, bool need_grad_query, bool need_grad_key, bool need_grad_score) -> "
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
         "Tensor grad_score)"
     ),
@@ -99,12 +101,13 @@ def visible_keys(
     return visible, key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor | None) -> Tensor:
+def score(query: Tensor, key: Tensor, weight: Tensor | None, relu: bool = False) -> Tensor:
     """Return the dot scores ``[B, Tq, Tk]``, or the additive ones with a weight."""
     if weight is None:
         return query @ key.transpose(-1, -2)
     weight = weight[:, None, None, :] if weight.dim() == 2 else weight  # [H, A]: one for each head
-    return (weight * torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3))).sum(-1)
+    features = query.unsqueeze(-2) + key.unsqueeze(-3)
+    return (weight * (features.relu() if relu else features.tanh())).sum(-1)
 
 
 def reference(
@@ -118,6 +121,7 @@ def reference(
     span: Tensor | None,
     columns: int,
     scale: float,
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute context, weights and log-sum-exp in plain PyTorch: the oracle of every backend."""
     dtype = accumulation_dtype(query.dtype)
@@ -132,7 +136,7 @@ def reference(
             bias, mask = (None if x is None else to_dense(x, keys, len(j)) for x in (bias, mask))
         mask = inside if mask is None else inside & mask
     visible, k, v = visible_keys(q, k, v, bias, mask, lengths)
-    e = scale * score(q, k, None if weight is None else weight.to(dtype))
+    e = scale * score(q, k, None if weight is None else weight.to(dtype), relu)
     if bias is not None:
         e = e + bias.to(dtype)
 
@@ -146,7 +150,7 @@ def reference(
 
 
 def _fake(
-    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
+    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale, relu,
     need_weights,
 ):  # fmt: skip
     check(query, key, value, weight, bias, mask, lengths, span, columns)
@@ -160,8 +164,8 @@ def _fake(
 
 def _fake_backward(
     grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
-    columns, exponentials, weights, grad_score, scale, need_grad_query, need_grad_key,
-    need_grad_score,
+    columns, exponentials, weights, grad_score, scale, relu, need_grad_query,
+    need_grad_key, need_grad_score,
 ):  # fmt: skip
     return (
         empty_rows(query) if need_grad_query else query.new_empty(0),
@@ -173,9 +177,11 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs, output):
-    query, key, value, weight, bias, _, lengths, span, columns, exponentials, scale, _ = inputs
+    query, key, value, weight, bias, _, lengths, span, columns, exponentials, scale, relu, _ = (
+        inputs
+    )
     ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, output[1])
-    ctx.columns, ctx.scale = columns, scale
+    ctx.columns, ctx.scale, ctx.relu = columns, scale, relu
     ctx.bias_shape = None if bias is None else bias.shape
     ctx.set_materialize_grads(False)
 
@@ -189,7 +195,8 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
     grad_query, grad_key, grad_value, grad_weight, grad_bias = call(
         ctx.operator,
         grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
-        ctx.columns, exponentials, weights, None, ctx.scale, need_query, need_key, need_bias,
+        ctx.columns, exponentials, weights, None, ctx.scale, ctx.relu, need_query, need_key,
+        need_bias,
     )  # fmt: skip
     if need_bias:
         grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
@@ -199,7 +206,7 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
         grad_value if need_key else None,
         grad_weight if need_key and weight is not None else None,
         grad_bias if need_bias else None,
-        *[None] * 7,
+        *[None] * 8,
     )
 
 
@@ -318,6 +325,13 @@ def check_scale(scale: object, expected: str = "a finite number") -> None:
         refuse("scale", expected, repr(scale))
 
 
+def is_relu(activation: object) -> bool:
+    """Say which of the two an activation is; refuse others."""
+    if activation not in ("tanh", "relu"):
+        refuse("activation", "'tanh' or 'relu'", repr(activation))
+    return activation == "relu"
+
+
 def check_temperature(temperature: object) -> None:
     """Refuse what is not a positive number."""
     if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
@@ -344,17 +358,17 @@ def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | N
 
 
 def run(
-    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
+    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale, relu,
     need_weights, backend,
 ):  # fmt: skip
     """Run a backend; return context, weights as users get them, log-sum-exp."""
     inputs, seen = (query, key, value, weight, bias), (mask, lengths, span, columns)
     if backend == "reference":
         check(*inputs, *seen)
-        context, weights, log_sum_exp = reference(*inputs, *seen, scale)
+        context, weights, log_sum_exp = reference(*inputs, *seen, scale, relu)
         return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
     refuse_tangents(*inputs)
-    operators, rest = operators_of(backend), (*seen, exponentials, scale)
+    operators, rest = operators_of(backend), (*seen, exponentials, scale, relu)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if keep and not torch.compiler.is_compiling():
         context, weights, log_sum_exp = _Attention.apply(*inputs, *rest, True, operators)
@@ -414,8 +428,8 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_weig
 
 
 def run_span(
-    query, key, value, weight, bias, mask, lengths, span, position, sigma, scale, need_weights,
-    backend,
+    query, key, value, weight, bias, mask, lengths, span, position, sigma, scale, relu,
+    need_weights, backend,
 ):  # fmt: skip
     """Run a backend on what one span leaves of the keys; results as :func:`run`'s."""
     Tq, Tk, k = query.shape[-2], key.shape[-2], span.stride
@@ -426,7 +440,7 @@ def run_span(
             key, value = key[..., ::k, :], value[..., ::k, :]
             lengths = None if lengths is None else (lengths + (k - 1)).div(k, rounding_mode="floor")
         context, weights, log_sum_exp = run(
-            query, key, value, weight, bias, mask, lengths, bounds, columns, None, scale,
+            query, key, value, weight, bias, mask, lengths, bounds, columns, None, scale, relu,
             need_weights, backend,
         )  # fmt: skip
     else:
@@ -441,7 +455,7 @@ def run_span(
         )
         results = run(
             to_phases(query, k, front), to_phases(key, k, 0), to_phases(value, k, 0), weight, bias,
-            mask, None, bounds, columns, None, scale, need_weights, backend,
+            mask, None, bounds, columns, None, scale, relu, need_weights, backend,
         )  # fmt: skip
         context, weights, log_sum_exp = (
             None if x is None else from_phases(x, k, front, query)
@@ -452,8 +466,8 @@ def run_span(
 
 
 def run_spans(
-    query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale, need_weights,
-    backend,
+    query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale, relu,
+    need_weights, backend,
 ):  # fmt: skip
     """Run a backend with a span for each head; heads of the same one go together.
 
@@ -462,7 +476,7 @@ def run_spans(
     if isinstance(spans, Span):
         return run_span(
             query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale,
-            need_weights, backend,
+            relu, need_weights, backend,
         )  # fmt: skip
 
     def heads(x, index):
@@ -478,7 +492,7 @@ def run_spans(
         results.append(run_span(
             *(heads(x, index) for x in (query, key, value)), of_heads, heads(bias, index),
             heads(mask, index), lengths, span, heads(position, index), heads(sigma, index), scale,
-            need_weights, backend,
+            relu, need_weights, backend,
         ))  # fmt: skip
     contexts, weights, sums = zip(*results)
     if need_weights is True:
@@ -490,8 +504,8 @@ def run_spans(
 
 
 def _attention(
-    query, key, value, weight, scale, lengths, mask, bias, span, position, sigma, temperature,
-    need_weights, need_log_sum_exp, backend,
+    query, key, value, weight, scale, relu, lengths, mask, bias, span, position, sigma,
+    temperature, need_weights, need_log_sum_exp, backend,
 ):  # fmt: skip
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
@@ -512,14 +526,16 @@ def _attention(
             and sigma is None
             and not isinstance(need_weights, str)
         ):
-            context, weights, log_sum_exp = run(*terms, None, 0, None, scale, need_weights, backend)
+            context, weights, log_sum_exp = run(
+                *terms, None, 0, None, scale, relu, need_weights, backend
+            )
         else:
             check(*terms)
             check_span(query, key, span, position, sigma, need_weights)
             span = Span() if span is None else span
             sigma = None if sigma is None else sigma * temperature**0.5
             context, weights, log_sum_exp = run_spans(
-                *terms, span, position, sigma, scale, need_weights, backend
+                *terms, span, position, sigma, scale, relu, need_weights, backend
             )
     except Exception:
         check(query, key, value, weight, bias, mask, lengths)
@@ -533,6 +549,7 @@ def additive_attention(
     value: Tensor,
     weight: Tensor,
     *,
+    activation: str = "tanh",
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -559,6 +576,7 @@ def additive_attention(
         key: ``[B, Tk, A]`` (or with heads), dtype and device of the query, as ``value``.
         value: ``[B, Tk, Dv]`` (or with heads).
         weight: ``[A]``; with heads also ``[H, A]``.
+        activation: ``"tanh"``, or ``"relu"`` for max(0, q + k) in its place.
         lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are not seen. On the
             CPU a length outside 0…Tk is refused; on a GPU it is clamped, for checking would wait.
         mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
@@ -603,8 +621,8 @@ def additive_attention(
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
     return _attention(
-        query, key, value, weight, 1.0, lengths, mask, bias, span, position, sigma, temperature,
-        need_weights, need_log_sum_exp, backend,
+        query, key, value, weight, 1.0, is_relu(activation), lengths, mask, bias, span, position,
+        sigma, temperature, need_weights, need_log_sum_exp, backend,
     )  # fmt: skip
 
 
@@ -642,6 +660,6 @@ def dot_attention(
     NeurIPS 2017, arXiv:1706.03762.
     """
     return _attention(
-        query, key, value, None, scale, lengths, mask, bias, span, position, sigma, temperature,
-        need_weights, need_log_sum_exp, backend,
+        query, key, value, None, scale, False, lengths, mask, bias, span, position, sigma,
+        temperature, need_weights, need_log_sum_exp, backend,
     )  # fmt: skip

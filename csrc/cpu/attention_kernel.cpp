@@ -38,7 +38,8 @@ class Scores {
     Vec<C> total = {};
     for (int64_t c = 0; c < width; c += Vector<C>::width) total += load(w + c);
     base = sum<C>(total);
-    if constexpr (sizeof(C) == 4) q_range = exponentials(q, item.rows, depth, width, q_exp);
+    if constexpr (sizeof(C) == 4)
+      if (factorable()) q_range = exponentials(q, item.rows, depth, width, q_exp);
   }
 
   // Prepare keys [from, to), at most kKeyBlock, for tiles to take.
@@ -48,7 +49,7 @@ class Scores {
     rows = {q_exp, width};
     path = Score::factored;
     if constexpr (sizeof(C) == 4) {
-      if (additive && a.exponentials.data && q_range <= kPreparedLimit) {
+      if (factorable() && a.exponentials.data && q_range <= kPreparedLimit) {
         keys = {at<C>(a.exponentials, item, from), round_up(depth, kPadding)};
         return;
       }
@@ -57,13 +58,13 @@ class Scores {
     expect_apart(at<T>(key, item, from), key.row, n, depth);
     keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
     if constexpr (sizeof(C) == 4) {
-      if (additive && q_range + exponentials(keys, n, depth, width, k_exp) <= kFactoredLimit) {
+      if (factorable() && q_range + exponentials(keys, n, depth, width, k_exp) <= kFactoredLimit) {
         keys = {k_exp, width};
         return;
       }
     }
     rows = q;
-    path = additive ? Score::direct : Score::dot;
+    path = !additive ? Score::dot : a.relu ? Score::relu : Score::direct;
     if (!additive && a.span.data)
       transpose(keys.data, keys.stride, n, width, k_exp, kTransposed<C>);
   }
@@ -77,7 +78,7 @@ class Scores {
     if (path == Score::dot && a.span.data)
       return dot_transposed(qs, n, k_exp + j, kTransposed<C>, nk, width, out, stride);
     if (path == Score::dot) return dot_block(qs, n, ks, nk, width, out, stride, k_exp);
-    auto block = score_block<C, Score::direct>;
+    auto block = path == Score::relu ? score_block<C, Score::relu> : score_block<C, Score::direct>;
     if constexpr (sizeof(C) == 4) {
       if (path == Score::factored) block = score_block<C, Score::factored>;
     }
@@ -94,6 +95,8 @@ class Scores {
   int64_t to() const { return last; }
 
  private:
+  bool factorable() const { return additive && !a.relu; }
+
   const Attention& a;
   const Item& item;
   const View& key;
@@ -342,11 +345,11 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
   for (C* x = grad_q; x < grad_w + W2; ++x) *x = 0;
   const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, q) +
                   pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, k);
-  auto blocks = grad_blocks<C, false>;
+  auto blocks = a.relu ? grad_blocks<C, Score::relu> : grad_blocks<C, Score::direct>;
   if constexpr (sizeof(C) == 4) {
-    if (range <= kFactoredLimit) {
+    if (range <= kFactoredLimit && !a.relu) {
       exponentials(Rows<C>{q, W2}, a.Tq + n, W2, W2, q);  // k follows q
-      blocks = grad_blocks<C, true>;
+      blocks = grad_blocks<C, Score::factored>;
     }
   }
   if (a.span.data) {
@@ -392,7 +395,8 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(weight[x]) : C{};
   const C* q = gather(at<T>(a.query, item, 0) + c, 0, 1, width, wide, scratch).data;
   C q_range = 0;
-  if constexpr (sizeof(C) == 4) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
+  if constexpr (sizeof(C) == 4)
+    if (!a.relu) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
   const auto put_row = [&](T* out, const C* x) {
     for (int64_t i = 0; i < width; i += W)
@@ -425,20 +429,24 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
       }
       k[i] = gather(at<T>(a.key, item, row) + c, 0, 1, width, wide, k_scratch + i * wide).data;
       if constexpr (sizeof(C) == 4) {
+        if (a.relu) continue;
         const C most = exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_exp + i * wide);
         range = most > range ? most : range;
       }
     }
     const bool keys = a.grad_key.data;
     if constexpr (sizeof(C) == 4) {
-      if (!prepared && q_range + range <= kFactoredLimit) {
+      if (!prepared && !a.relu && q_range + range <= kFactoredLimit) {
         near = true;
         for (int i = 0; i < 4; ++i) k[i] = k_exp + i * wide;
       }
-      const auto rows = keys ? grad_rows<C, true, true> : grad_rows<C, true, false>;
+      const auto rows =
+          keys ? grad_rows<C, Score::factored, true> : grad_rows<C, Score::factored, false>;
       if (near) rows(q_exp, k, gradient, wide, grad_q, grad_k, grad_w);
     }
-    const auto rows = keys ? grad_rows<C, false, true> : grad_rows<C, false, false>;
+    const auto rows = a.relu ? (keys ? grad_rows<C, Score::relu, true> : grad_rows<C, Score::relu, false>)
+                             : (keys ? grad_rows<C, Score::direct, true>
+                                     : grad_rows<C, Score::direct, false>);
     if (!near) rows(q, k, gradient, wide, grad_q, grad_k, grad_w);
     for (int i = 0; keys && i < found; ++i)
       put_row(at<T>(a.grad_key, item, key[i]) + c, grad_k + i * wide);

@@ -1,4 +1,4 @@
-// Scores of tiles of queries and keys; the two paths of the additive one.
+// Scores of tiles of queries and keys; the two paths of the additive one, and that of relu.
 //
 // With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
 // two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). Beyond kFactoredLimit
@@ -10,7 +10,12 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-enum class Score { dot, factored, direct };
+enum class Score { dot, factored, direct, relu };
+
+template <class C>
+inline Vec<C> rectified(Vec<C> z) {
+  return z < (C)0 ? Vec<C>{} : z;  // and NaN as it is
+}
 
 // e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0. Returns the largest
 // |x|, passing over NaN: a NaN in a masked key must not choose the path.
@@ -30,7 +35,7 @@ C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
   return highest<C>(most);
 }
 
-// out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c tanh(q_ic + k_jc) where base is sum_c w_c
+// out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc) where base is sum_c w_c
 template <class C, Score S, int I, int J>
 void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out,
                 int64_t out_stride) {
@@ -55,6 +60,9 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
           if constexpr (S == Score::factored) {
             const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
             acc[i][j] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1);
+          } else if constexpr (S == Score::relu) {
+            acc[i][j] += w0 * rectified<C>(q0 + k0);
+            acc[i][j] += w1 * rectified<C>(q1 + k1);
           } else {
             acc[i][j] += w0 * logistic(q0 + k0);
             acc[i][j] += w1 * logistic(q1 + k1);
@@ -72,7 +80,8 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
     } else {
       for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
     }
-    for (int j = 0; j < J; ++j) out[i * out_stride + j] = S == Score::dot ? score[j] : base - 2 * score[j];
+    constexpr bool of_tanh = S == Score::factored || S == Score::direct;
+    for (int j = 0; j < J; ++j) out[i * out_stride + j] = of_tanh ? base - 2 * score[j] : score[j];
   }
 }
 
@@ -118,23 +127,33 @@ void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk
     mix_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride, W2);
 }
 
-// s = 1 / (1 + e^{2(q + k)}) - 1/2 = -tanh(q + k) / 2 of two vectors of features
-template <class C, bool factored>
-inline void half_tanh(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& s0, Vec<C>& s1) {
-  if constexpr (factored) {
+// s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2
+template <class C, Score S>
+inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& s0, Vec<C>& s1) {
+  if constexpr (S == Score::factored) {
     const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
     const Vec<C> r = reciprocal(d0 * d1);
     s0 = r * d1 - (C)0.5;
     s1 = r * d0 - (C)0.5;
+  } else if constexpr (S == Score::relu) {
+    s0 = rectified<C>(q0 + k0) * (C)-0.5;
+    s1 = rectified<C>(q1 + k1) * (C)-0.5;
   } else {
     s0 = logistic(q0 + k0) - (C)0.5;
     s1 = logistic(q1 + k1) - (C)0.5;
   }
 }
 
+// g f'(q + k) / 4, of a quarter of g and t = g s; of tanh, g (1/4 - s^2)
+template <Score S, class C>
+inline Vec<C> quarter_slope(C quarter, Vec<C> t, Vec<C> s) {
+  if constexpr (S == Score::relu) return s < (C)0 ? splat(quarter) : Vec<C>{};
+  else return quarter - t * s;
+}
+
 // For I queries and n keys, two vectors of features, packed: with g the gradient of the score
-//   grad_q_i += sum_j g (1/4 - s^2),  grad_k_j += sum_i g (1/4 - s^2),  grad_w += sum_ij g s
-template <class C, bool factored, int I>
+//   grad_q_i += sum_j g f' / 4,  grad_k_j += sum_i g f' / 4,  grad_w += sum_ij g s
+template <class C, Score S, int I>
 void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q,
                C* grad_k, C* grad_w) {
   constexpr int W = Vector<C>::width;
@@ -148,10 +167,10 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
     Vec<C> gk0 = load(grad_k + j * 2 * W), gk1 = load(grad_k + j * 2 * W + W);
     for (int i = 0; i < I; ++i) {
       Vec<C> s0, s1;
-      half_tanh<C, factored>(q0[i], q1[i], k0, k1, s0, s1);
+      half_activation<C, S>(q0[i], q1[i], k0, k1, s0, s1);
       const C gij = g[i * g_stride + j], quarter = gij * (C)0.25;
       const Vec<C> t0 = gij * s0, t1 = gij * s1;
-      const Vec<C> u0 = quarter - t0 * s0, u1 = quarter - t1 * s1;
+      const Vec<C> u0 = quarter_slope<S>(quarter, t0, s0), u1 = quarter_slope<S>(quarter, t1, s1);
       gw0 += t0;
       gw1 += t1;
       gq0[i] += u0;
@@ -172,7 +191,7 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
 
 // The same for all queries and keys, by blocks: what is touched stays in the first cache, and sums
 // of sums lose less than one long sum.
-template <class C, bool factored>
+template <class C, Score S>
 void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
                  C* grad_q, C* grad_k, C* grad_w) {
   constexpr int W2 = 2 * Vector<C>::width;
@@ -186,7 +205,7 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
       for (int64_t x = 0; x < W2; ++x) part_w[x] = 0;
       for (int64_t i = i0; i < end;) {
         const bool two = i + 2 <= end;
-        const auto tile = two ? grad_tile<C, factored, 2> : grad_tile<C, factored, 1>;
+        const auto tile = two ? grad_tile<C, S, 2> : grad_tile<C, S, 1>;
         tile(q + i * W2, k + j * W2, g + i * g_stride + j, g_stride, keys, grad_q + i * W2, part_k,
              part_w);
         i += two ? 2 : 1;
@@ -199,7 +218,7 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
 
 // The same for one query and four whole rows of keys; without `keys` only grad_q. grad_k [4, width] is
 // written, not added to.
-template <class C, bool factored, bool keys>
+template <class C, Score S, bool keys>
 void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, C* grad_q,
                C* grad_k, C* grad_w) {
   constexpr int W = Vector<C>::width;
@@ -208,10 +227,10 @@ void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t widt
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
     for (int j = 0; j < 4; ++j) {
       Vec<C> s0, s1;
-      half_tanh<C, factored>(q0, q1, load(k[j] + c), load(k[j] + c + W), s0, s1);
+      half_activation<C, S>(q0, q1, load(k[j] + c), load(k[j] + c + W), s0, s1);
       const C quarter = g[j] * (C)0.25;
       const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
-      const Vec<C> u0 = quarter - t0 * s0, u1 = quarter - t1 * s1;
+      const Vec<C> u0 = quarter_slope<S>(quarter, t0, s0), u1 = quarter_slope<S>(quarter, t1, s1);
       gq0 += u0;
       gq1 += u1;
       if constexpr (keys) {

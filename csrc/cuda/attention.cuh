@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(con
   const int64_t first = blockIdx.y * int64_t{32 * kColumns<C>};
   const Rows<T> q = {at<T>(a.query, tile, tile.row), a.query.row,
                      min(a.Tq - tile.row, int64_t{kQueries})};
-  const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
+  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
 
   C highest[kRows], mass[kRows], context[kRows][kColumns<C>] = {};  // mass: this lane's share
 #pragma unroll
@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
 // in the part of the rows, so that no two blocks add to the same number:
 //   dot       out_r = scale * sum_c g_rc y_c
 //   additive  out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
+//   relu      out_r = 4 scale w * sum_c g_rc / 4 where s < 0,  s = -relu(x_r + y_c) / 2
 // and, on the way, grad_weight = -2 scale * sum_rc g_rc s.
 struct Sum {
   View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
@@ -214,7 +215,10 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
         if (g != 0) out[r][0] += g * y0, out[r][1] += g * y1;
       } else {
         C s0, s1;
-        if constexpr (direct) {
+        if constexpr (S == Score::relu) {
+          s0 = C(-0.5) * rectified(x[r][0] + y0);
+          s1 = C(-0.5) * rectified(x[r][1] + y1);
+        } else if constexpr (direct) {
           s0 = logistic(x[r][0] + y0) - C(0.5);
           s1 = logistic(x[r][1] + y1) - C(0.5);
         } else {
@@ -224,7 +228,10 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
         }
         const C t0 = g * s0, t1 = g * s1, quarter = g * C(0.25);
         grad_weight[0] += t0, grad_weight[1] += t1;
-        out[r][0] += quarter - t0 * s0, out[r][1] += quarter - t1 * s1;
+        if constexpr (S == Score::relu)
+          out[r][0] += s0 < 0 ? quarter : 0, out[r][1] += s1 < 0 ? quarter : 0;
+        else
+          out[r][0] += quarter - t0 * s0, out[r][1] += quarter - t1 * s1;
       }
     }
   }
@@ -251,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
 
   C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
   bool far = false;
-  if constexpr (S == Score::additive) {
+  if constexpr (S != Score::dot) {
     const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
     for (int half = 0; half < 2; ++half) {
       C part[kHeight];
@@ -267,7 +274,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     C y[2][kSumColumns / kWarps];
     for (int half = 0; half < 2; ++half) {
       load(from, lane + 32 * half, width, y[half]);
-      if constexpr (S == Score::additive) drop_nan(y[half]);
+      if constexpr (S != Score::dot) drop_nan(y[half]);
     }
     bool direct = true;
     if constexpr (factorable)
@@ -302,7 +309,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
   for (int half = 0; half < 2; ++half) {
     const int64_t c = lane + 32 * half;
     C factor = sum.scale;
-    if (S == Score::additive && c < width) factor *= 4 * widen(at<T>(a.weight, tile, 0)[slice + c]);
+    if (S != Score::dot && c < width) factor *= 4 * widen(at<T>(a.weight, tile, 0)[slice + c]);
     for (int r = 0; sum.out.data && r < kHeight; ++r) {
       const int64_t row = warp + r * kWarps;
       if (row < rows && c < width)
@@ -330,7 +337,9 @@ void launch_forward(const Attention& a, const Launch& launch) {
     using T = decltype(zero);
     constexpr int columns = 32 * kColumns<typename Accumulate<T>::type>;
     if (a.Tq == 1) return launch_step<T>(a, launch);
-    const auto kernel = a.weight.data ? forward<T, Score::additive> : forward<T, Score::dot>;
+    const auto kernel = !a.weight.data ? forward<T, Score::dot>
+                        : a.relu       ? forward<T, Score::relu>
+                                       : forward<T, Score::additive>;
     const int64_t slices = a.Dv ? tiles(a.Dv, columns) : 1;  // the weights are due all the same
     launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a);
   });
@@ -349,7 +358,9 @@ void launch_backward(const Attention& a, const Launch& launch) {
     const auto add = [&](auto kernel, const Sum& sum) {
       launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
     };
-    const auto score = a.weight.data ? grad_rows<T, Score::additive> : grad_rows<T, Score::dot>;
+    const auto score = !a.weight.data ? grad_rows<T, Score::dot>
+                       : a.relu       ? grad_rows<T, Score::relu>
+                                      : grad_rows<T, Score::additive>;
     if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
     if (a.grad_query.data || a.grad_weight.data) add(score, query);
     if (a.grad_key.data) add(score, key);

@@ -15,6 +15,8 @@ template <Score S, class C>
 __device__ C pair_score(C q0, C q1, C k0, C k1, C w0, C w1) {
   if constexpr (S == Score::dot) {
     return q0 * k0 + q1 * k1;
+  } else if constexpr (S == Score::relu) {
+    return w0 * rectified(q0 + k0) + w1 * rectified(q1 + k1);
   } else if constexpr (sizeof(C) == 8) {
     return w0 * tanh(q0 + k0) + w1 * tanh(q1 + k1);
   } else {
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) step(const Attention a) {
   const int64_t j0 = own.from + blockIdx.y * int64_t{kStepKeys};
   const int keys = max(int64_t{0}, min(own.to - j0, int64_t{kStepKeys}));
   const T* q = at<T>(a.query, tile, 0);
-  const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
+  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
 
   for (int first = warp * kAtOnce; first < keys; first += kWarps * kAtOnce) {
     C s[kAtOnce] = {};
@@ -122,7 +124,10 @@ inline int64_t key_parts(const Attention& a) {
 template <class T, class Launch>
 void launch_step(const Attention& a, const Launch& launch) {
   const int64_t parts = key_parts(a);
-  launch(a.weight.data ? step<T, Score::additive> : step<T, Score::dot>, a.B * a.H, parts, a);
+  const auto kernel = !a.weight.data ? step<T, Score::dot>
+                      : a.relu       ? step<T, Score::relu>
+                                     : step<T, Score::additive>;
+  launch(kernel, a.B * a.H, parts, a);
   if (parts > 1) launch(combine<T>, a.B * a.H, 1, a, parts);
 }
 

@@ -24,7 +24,7 @@ constexpr unsigned kAll = 0xffffffff;  // lanes
 // factored path loses.
 constexpr float kFactoredLimit = 10.9f;
 
-enum class Score { dot, additive };
+enum class Score { dot, additive, relu };
 
 // ---- numbers ----------------------------------------------------------------------------------
 
@@ -205,13 +205,19 @@ constexpr int kKeys = 64;                 // at a time, two for each lane
 constexpr int kFeatures = 32;             // staged at a time
 constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows meet all banks
 
+// and NaN as it is
+template <class C>
+__device__ C rectified(C z) {
+  return z < 0 ? C(0) : z;
+}
+
 template <class C>
 struct Staged {
   alignas(16) C q[kQueries][kPitch], k[kKeys][kPitch], w[kFeatures];
   C total;  // of w
 };
 
-// s[r][x] += sum over the staged features of q k (dot) or of w tanh(q + k), for query row r of this
+// s[r][x] += sum over the staged features of q k (dot), of w tanh(q + k) or of w relu(q + k), for query row r of this
 // warp and key lane + 32 x. `lost` is what s has rounded away (Kahan), for a long sum in order would
 // lose more than the eager code's.
 template <Score S, bool direct, class C>
@@ -229,6 +235,9 @@ __device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2], C (&lo
         if constexpr (S == Score::dot) {
           const C first = q0 * k0;
           sum[r][x] += first + q1 * k1;
+        } else if constexpr (S == Score::relu) {
+          sum[r][x] += w0 * rectified(q0 + k0);
+          sum[r][x] += w1 * rectified(q1 + k1);
         } else if constexpr (direct) {
           sum[r][x] += Wide(w0) * tanh(q0 + k0);
           sum[r][x] += Wide(w1) * tanh(q1 + k1);
@@ -259,7 +268,7 @@ __device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64
     C part_q[kQueries / kWarps], part_k[kKeys / kWarps];
     load(q, c, width, part_q);
     load(k, c, width, part_k);
-    C part_w[1] = {S == Score::additive && c < width ? widen(w[c]) : C(0)};
+    C part_w[1] = {S != Score::dot && c < width ? widen(w[c]) : C(0)};
     bool direct = true;
     if constexpr (S == Score::additive && sizeof(C) == 4) {
       direct = __syncthreads_or(beyond(part_q) || beyond(part_k) || beyond(part_w));
@@ -272,7 +281,7 @@ __device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64
     }
     for (int n = 0; n < kQueries / kWarps; ++n) staged.q[warp + n * kWarps][lane] = part_q[n];
     for (int n = 0; n < kKeys / kWarps; ++n) staged.k[warp + n * kWarps][lane] = part_k[n];
-    if (S == Score::additive && warp == 0) {
+    if (S != Score::dot && warp == 0) {
       staged.w[lane] = part_w[0];
       const C total = of_warp<Add>(part_w[0]);
       if (lane == 0) staged.total = total;
