@@ -22,6 +22,10 @@ __all__ = [
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
     "espnet",
+    "espnet_coverage",
+    "espnet_forward",
+    "espnet_heads",
+    "espnet_location",
     "onmt",
 )
 for name in ADAPTERS:
