@@ -27,6 +27,7 @@ ADAPTERS = (
     "espnet_heads",
     "espnet_location",
     "onmt",
+    "tacotron2",
 )
 for name in ADAPTERS:
     importlib.import_module(f"attnfast.hosts.{name}")

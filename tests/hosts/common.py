@@ -6,10 +6,12 @@ import copy
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +75,21 @@ def real(name: str, *unused: str):
             pytest.skip(f"{error}: `make hosts` installs it", allow_module_level=True)
 
 
+def alone(name: str):
+    """Import a module from its file, without the packages that it is in; skip as ``real`` does."""
+    package, *path = name.split(".")
+    found = importlib.util.find_spec(package)
+    if found is None:
+        pytest.skip(
+            f"No module named {package!r}: `make hosts` installs it", allow_module_level=True
+        )
+    file = Path(found.origin).parent.joinpath(*path).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False, True)):
     """Compare ``run(module, draw)`` before and after: results, state and gradients of all."""
     name = type(module).__qualname__
@@ -104,7 +121,7 @@ def same_training_step(plain, served, run):
     for model in (plain, served):
         torch.manual_seed(0)
         results = list(tensors(run(model)))
-        loss = sum((x.float() * torch.randn(x.shape)).sum() for x in results if x.requires_grad)
+        loss = sum((x * torch.randn_like(x)).sum() for x in results if x.requires_grad)
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         outcomes.append((results, [g for g in grads if g is not None]))
     for a, b in zip(*outcomes, strict=True):
@@ -120,4 +137,4 @@ def greedy_tokens(model, source, lengths, words, steps=12):
     return words
 
 
-__all__ = ["Draw", "compare", "greedy_tokens", "real", "same_training_step"]
+__all__ = ["Draw", "alone", "compare", "greedy_tokens", "real", "same_training_step"]
