@@ -27,6 +27,7 @@ ADAPTERS = (
     "espnet_heads",
     "espnet_location",
     "onmt",
+    "speechbrain",
     "tacotron2",
 )
 for name in ADAPTERS:

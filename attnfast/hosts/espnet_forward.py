@@ -66,6 +66,7 @@ def with_durations(attention, draw, states, lengths, z, past, **more):
     return attention(states, lengths, draw(*states.shape[:2], 1).sigmoid(), z, past, **more)
 
 
+register = partial(register, note="a source without frames has uniform weights, not NaN")
 register(Forward, "AttForward", LOCATED, example=windowed)
 AGENT = [*LOCATED, "mlp_ta.weight", "mlp_ta.bias"]
 register(TransitionAgent, "AttForwardTA", AGENT, example=partial(windowed, call=with_output))

@@ -64,3 +64,7 @@ def windowed(attention, draw, call=call):
 
 register(Location, "AttLoc", LOCATED, example=windowed)
 register(RecurrentLocation, "AttLocRec", RECURRENT, dtype=torch.float32)
+register(
+    Location, "AttLoc2D", LOCATED,
+    why_not=lambda attention: "its filters see more rows of weights than the last",
+)  # fmt: skip

@@ -77,6 +77,11 @@ def test_hierarchical_attention(name):
     compare(make(name, han_mode=True), use, KINDS[name][1])
 
 
+def test_two_dimensional_filters_are_left_alone():
+    report = attnfast.replace(espnet.AttLoc2D(6, 5, 7, 4, 3, 2))
+    assert "left alone: its filters see more rows of weights than the last" in str(report)
+
+
 WINDOWED = ["AttLoc", "AttForward", "AttForwardTA"]
 
 
