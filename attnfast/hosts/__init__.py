@@ -21,6 +21,7 @@ __all__ = [
 
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
+    "coqui",
     "espnet",
     "espnet_coverage",
     "espnet_forward",

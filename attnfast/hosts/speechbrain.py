@@ -75,5 +75,5 @@ for methods, cls, parameters in (
 ):
     register_host(
         methods, name=f"SpeechBrain's {cls}", classes=[f"speechbrain.nnet.attention.{cls}"],
-        parameters=parameters, example=example, note="a source without frames has weights 0, not NaN",
+        parameters=parameters, example=example, note="an empty source has weights 0, not NaN",
     )  # fmt: skip

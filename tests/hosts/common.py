@@ -12,6 +12,7 @@ import types
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -75,19 +76,19 @@ def real(name: str, *unused: str):
             pytest.skip(f"{error}: `make hosts` installs it", allow_module_level=True)
 
 
-def alone(name: str):
-    """Import a module from its file, without the packages that it is in; skip as ``real`` does."""
-    package, *path = name.split(".")
-    found = importlib.util.find_spec(package)
+def alone(name: str, *unused: str):
+    """Import a module of a real package without running the packages that it is in."""
+    parents = ["."] + name.split(".")[:-1]
+    found = importlib.util.find_spec(parents[1])
     if found is None:
-        pytest.skip(
-            f"No module named {package!r}: `make hosts` installs it", allow_module_level=True
-        )
-    file = Path(found.origin).parent.joinpath(*path).with_suffix(".py")
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        pytest.skip(f"no module {parents[1]}: `make hosts` installs it", allow_module_level=True)
+    folder, bare = Path(found.origin).parent.parent, []
+    for depth in range(2, len(parents) + 1):
+        module = types.ModuleType(".".join(parents[1:depth]))
+        module.__path__ = [str(folder.joinpath(*parents[1:depth]))]
+        bare.append(module)
+    with mock.patch.dict(sys.modules, {m.__name__: m for m in bare}):
+        return real(name, *unused)
 
 
 def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False, True)):
