@@ -28,6 +28,7 @@ ADAPTERS = (
     "espnet_heads",
     "espnet_location",
     "onmt",
+    "pointer_summarizer",
     "speechbrain",
     "tacotron2",
 )

@@ -89,3 +89,29 @@ class Tacotron2Attention(nn.Module):
 
 
 Tacotron2Attention.__qualname__ = Tacotron2Attention.__name__ = "Attention"
+
+
+class PointerAttention(nn.Module):
+    """atulkum's pointer_summarizer (training_ptr_gen/model.py), whose config is a global."""
+
+    def __init__(self, features, is_coverage=True):
+        super().__init__()
+        self.is_coverage = is_coverage
+        if is_coverage:
+            self.W_c = nn.Linear(1, features, bias=False)
+        self.decode_proj = nn.Linear(features, features)
+        self.v = nn.Linear(features, 1, bias=False)
+
+    def forward(self, s_t_hat, encoder_outputs, encoder_feature, enc_padding_mask, coverage):
+        """encoder_feature [B · Tk, features]; enc_padding_mask [B, Tk] 1 at words, 0 at padding."""
+        B, Tk, features = encoder_outputs.shape
+        sums = encoder_feature.view(B, Tk, features) + self.decode_proj(s_t_hat).unsqueeze(1)
+        if self.is_coverage:
+            sums = sums + self.W_c(coverage.view(B, Tk, 1))
+        products = self.v(torch.tanh(sums)).squeeze(2).softmax(1) * enc_padding_mask
+        weights = products / products.sum(1, keepdim=True)
+        context = (weights.unsqueeze(1) @ encoder_outputs).view(-1, features)
+        return context, weights, coverage.view(-1, Tk) + weights if self.is_coverage else coverage
+
+
+PointerAttention.__qualname__ = PointerAttention.__name__ = "Attention"
