@@ -11,6 +11,9 @@ that its backward comes after theirs, whatever subset of the steps took part::
     keys, values, weight ─ _Prepared ─ token ─┬─ _Step 1 ─ context 1
                                               ├─ _Step 2 ─ context 2
                                               └─ …
+
+Steps with a history go the same way; those with filters take a token of their own, which the
+filters went into too.
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ from attnfast.ops.attention import (
     run,
     run_spans,
 )
+from attnfast.ops.coverage import coverage_attention, gradients, inputs_of, setup_context
 from attnfast.ops.operators import call, operators_of
 from attnfast.ops.span import Position, Span, Spans, check_span
 
-__all__ = ["Memory", "attend", "prepare"]
+__all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 
 
 class _Left(list):
@@ -72,6 +76,16 @@ class _Waiting:
         return taken
 
 
+class _Features(NamedTuple):
+    """Filters and their projection, and the token of the steps that use them."""
+
+    of: tuple[Any, ...]
+    filters: Tensor
+    projection: Tensor
+    token: Tensor
+    waiting: _Waiting
+
+
 class Steps:
     """What the steps of one memory share: the exponentials of its keys, gradients that wait."""
 
@@ -84,6 +98,7 @@ class Steps:
         self.operators = operators_of(str(memory.backend))
         self.keeps = memory.backend == "cpu" and weight is not None and key.dtype != torch.float64
         self._exponentials: Tensor | None = None
+        self._features: _Features | None = None
 
     def serve(self, query: Tensor, memory: Memory) -> bool:
         """Whether this is one query for the tensors that the steps were made for."""
@@ -105,6 +120,30 @@ class Steps:
                 kept = self.operators.exponentials(key.detach(), lengths)
             self._exponentials, self.keeps = kept, kept.dim() > 1  # empty beyond its domain
         return self._exponentials if self.keeps else None
+
+    def features(self, of: tuple[Any, ...], filters: Tensor, projection: Tensor) -> _Features:
+        """Return the token of steps with such filters, made once for what they are made ``of``."""
+        of = tuple((x, None if x is None else x._version) for x in of)
+        known = self._features
+        if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
+            key, value, lengths, weight = self.of
+            waiting, operators = _Waiting(), self.operators
+            token = _Prepared.apply(
+                key, value, weight, filters, projection, self.token, lengths, waiting, operators
+            )
+            known = self._features = _Features(
+                of, filters.detach(), projection.detach(), token, waiting
+            )
+            if token.grad_fn is not None:
+                itself = weakref.ref(self)
+
+                def forget(_: Any) -> None:  # the graph of the filters is gone now
+                    steps = itself()
+                    if steps is not None and steps._features is known:
+                        steps._features = None
+
+                token.grad_fn.register_prehook(forget)
+        return known
 
 
 class Memory(NamedTuple):
@@ -138,9 +177,11 @@ class _Prepared(Function):
     """Makes the token that every step takes; its backward is that of all steps together."""
 
     @staticmethod
-    def forward(ctx: Any, key, value, weight, lengths, waiting, backend):
-        ctx.save_for_backward(key, value, weight, lengths)
-        ctx.waiting, ctx.operators = waiting, operators_of(backend)
+    def forward(
+        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, operators
+    ):
+        ctx.save_for_backward(key, value, weight, lengths, filters, projection)
+        ctx.waiting, ctx.operators = waiting, operators
         ctx.set_materialize_grads(False)
         return key.new_empty(0)
 
@@ -148,9 +189,18 @@ class _Prepared(Function):
     def backward(ctx: Any, _):
         steps = ctx.waiting.take()
         if not steps:
-            return (None,) * 6
-        key, value, weight, lengths = ctx.saved_tensors
-        grads: list[Tensor] = []
+            return (None,) * 9
+        key, value, weight, lengths, *features = ctx.saved_tensors
+        if features[0] is not None:
+            query, weights, grad_score, grad_context, *states = map(_rows, zip(*steps))
+            _, *grads, _, grad_filters, grad_projection, _, _, _, _, _ = call(
+                ctx.operators.coverage_attention_backward.default,
+                grad_context, None, None, None, query, key, value, weight, lengths, *features,
+                None, None, None, *states, weights, weights.new_empty(0), grad_score, 1.0,
+                False, True, False, any(ctx.needs_input_grad[3:5]),
+            )  # fmt: skip
+            return *grads, grad_filters, grad_projection, None, None, None, None
+        grads = []
         for columns in dict.fromkeys(step[0] for step in steps):
             alike = [step[1:] for step in steps if step[0] == columns]
             query, weights, grad_score, grad_context, *span = (
@@ -163,7 +213,17 @@ class _Prepared(Function):
                 columns[0], None, weights, grad_score, 1.0, False, True, False,
             )  # fmt: skip
             grads = [a + b for a, b in zip(grads, more)] if grads else more
-        return *grads[:2], None if weight is None else grads[2], None, None, None
+        return *grads[:2], None if weight is None else grads[2], *[None] * 6
+
+
+def _rows(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Put the rows of several steps together; a state that only some know was 0."""
+    one = next((x for x in parts if x is not None), None)
+    return (
+        None
+        if one is None
+        else torch.cat([torch.zeros_like(one) if x is None else x for x in parts], -2)
+    )
 
 
 class _Step(Function):
@@ -206,6 +266,36 @@ class _Step(Function):
             span = span.expand(*query.shape[:-1], 2)
             ctx.waiting.leave((ctx.columns, True), *left, span)
         return grad_query, None, grad_bias, *[None] * 6
+
+
+class _HistoryStep(Function):
+    """The same with a history. ``inputs`` are the operator's; what waits is detached."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments):
+        *inputs, _, waiting, operators = arguments
+        outputs = call(operators.coverage_attention.default, *inputs)
+        setup_context(ctx, inputs, outputs)
+        ctx.operator, ctx.waiting = operators.coverage_attention_backward.default, waiting
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs):
+        grads, grad_score = gradients(ctx, *grad_outputs[:4], need_grad_score=True)
+        query, _, value, _, _, filters, _, _, _, _, coverage, previous, weights, _ = (
+            ctx.saved_tensors
+        )
+        grad_context = grad_outputs[0]
+        if grad_context is None:
+            grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+        left = (query, weights, grad_score * ctx.scale, grad_context)
+        if filters is None:
+            ctx.waiting.leave((0, False), *left)
+        else:
+            ctx.waiting.leave(
+                *left, *(None if x is None else x.unsqueeze(-2) for x in (coverage, previous))
+            )
+        return *grads, None, None, None
 
 
 def _attend_once(
@@ -288,7 +378,9 @@ def prepare(
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, weight))
     ):
-        token = _Prepared.apply(key, value, weight, lengths, waiting, backend)
+        token = _Prepared.apply(
+            key, value, weight, None, None, None, lengths, waiting, operators_of(backend)
+        )
     return memory._replace(steps=Steps(memory, token, waiting))
 
 
@@ -348,3 +440,58 @@ def attend(
                 refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
         check(query, key, value, weight, None, mask, lengths)
         raise
+
+
+def attend_with_history(
+    query: Tensor,
+    memory: Memory,
+    *,
+    need_weights: bool = False,
+    need_loss: bool = False,
+    coverage_weight: Tensor | None = None,
+    filters: Tensor | None = None,
+    projection: Tensor | None = None,
+    **terms: Any,
+) -> tuple[Tensor | None, ...]:
+    """Attend as :func:`attnfast.coverage_attention` does, to a memory.
+
+    Args:
+        query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
+        memory: key, value, weight, lengths, mask, fertility and backend.
+        need_weights, need_loss, coverage_weight, filters, projection, terms: as there.
+
+    Returns:
+        what :func:`attnfast.coverage_attention` does. With one query the gradients of keys, values,
+        weight, filters and projection are taken for all such calls at once, at the end of a
+        backward.
+    """
+    key, value, lengths, mask, weight, backend, steps, fertility = memory
+    features = {"coverage_weight": coverage_weight, "filters": filters, "projection": projection}
+    terms = {**features, "mask": mask, "fertility": fertility, **terms}
+    (query,) = autocast(query)
+    deferred = (
+        steps is not None
+        and steps.token is not None
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and isinstance(query, Tensor)
+        and steps.serve(query, memory)
+    )
+    if not deferred:
+        return coverage_attention(
+            query, key, value, weight, lengths=lengths, backend=backend, need_weights=need_weights,
+            need_loss=need_loss, **terms,
+        )  # fmt: skip
+    inputs = list(inputs_of(query, key, value, weight, lengths=lengths, **terms))
+    refuse_tangents(*(x for x in inputs if isinstance(x, Tensor)))
+    token, waiting = steps.token, steps.waiting  # type: ignore[union-attr]
+    if inputs[7] is not None and not inputs[7].shape[-3]:
+        inputs[7:9] = None, None
+    if inputs[7] is not None:
+        of = tuple(features.values())
+        _, inputs[7], inputs[8], token, waiting = steps.features(of, *inputs[7:9])  # type: ignore
+    inputs[1:4] = (None if x is None else x.detach() for x in inputs[1:4])
+    operators = steps.operators  # type: ignore[union-attr]
+    context, weights, coverage, loss, _ = _HistoryStep.apply(*inputs, token, waiting, operators)
+    result = (context, as_returned(weights, query.dtype, need_weights), coverage)
+    return (*result, loss) if need_loss else result

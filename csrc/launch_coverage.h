@@ -18,7 +18,7 @@ struct History {
   Optional filters, projection, penalty, rate, transition, coverage, previous;
 };
 
-bool fit(const History& h, const Tensor& query, const Tensor& key) {
+bool fit(const History& h, const Tensor& query, const Tensor& key, bool apart) {
   const auto sizes = [](const Tensor& x) {
     return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
   };
@@ -29,14 +29,17 @@ bool fit(const History& h, const Tensor& query, const Tensor& key) {
   const int64_t A = rows.back(), H = query.dim() == 4 ? query.size(1) : 1;
   rows.pop_back();
   keys.pop_back();
-  for (const Optional* x : {&h.rate, &h.coverage, &h.previous})
-    if (*x && (!number(**x) || sizes(**x) != keys)) return false;
+  if (h.rate && (!number(*h.rate) || sizes(*h.rate) != keys)) return false;
+  const std::vector<int64_t> states = apart ? shape(query, keys.back()) : keys;
+  for (const Optional* x : {&h.coverage, &h.previous})
+    if (*x && (!number(**x) || sizes(**x) != states)) return false;
   if (h.transition && (!number(*h.transition) || sizes(*h.transition) != rows)) return false;
   if (h.penalty) {
     const auto s = sizes(*h.penalty);
     if (!number(*h.penalty) || s.size() != 1 || (s[0] != 1 && s[0] != H)) return false;
   }
   if (h.filters.has_value() != h.projection.has_value()) return false;
+  if (apart && (!h.filters || h.filters->size(h.filters->dim() - 3) == 0)) return false;
   if (!h.filters) return true;
   const auto f = sizes(*h.filters), p = sizes(*h.projection);
   const size_t n = f.size();
@@ -55,10 +58,10 @@ View view_of_parameters(const Tensor& x, bool of_heads, std::vector<Tensor>& kee
   return v;
 }
 
-// [B, (H,) n] whose last sizes are side by side.
-View view_of_numbers(const Tensor& x, std::vector<Tensor>& keep) {
+// [B, (H,) n], or with rows [B, (H,) Tq, n], whose last sizes are side by side.
+View view_of_numbers(const Tensor& x, std::vector<Tensor>& keep, bool rows = false) {
   keep.push_back(packed(x));
-  return view(keep.back(), false);
+  return view(keep.back(), rows);
 }
 
 struct CoverageCall {
@@ -67,11 +70,12 @@ struct CoverageCall {
 
   CoverageCall(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
                const Optional& bias, const Optional& mask, const Optional& lengths,
-               const History& h, double scale)
+               const History& h, double scale, bool apart = false)
       : call(query, key, value, weight, bias, mask, lengths, {}, 0, {}, scale) {
-    if (!fit(h, query, key))
+    if (!fit(h, query, key, apart))
       throw std::runtime_error("coverage_attention's arguments do not fit together");
     static_cast<Attention&>(a) = call.a;
+    a.apart = apart;
     if (h.filters) {
       const int64_t n = h.filters->dim();
       a.filters_count = h.filters->size(n - 3);
@@ -84,8 +88,8 @@ struct CoverageCall {
     }
     if (h.penalty) a.penalty = view_of_parameters(*h.penalty, h.penalty->size(0) > 1, call.keep);
     if (h.rate) a.rate = view_of_numbers(*h.rate, call.keep);
-    if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep);
-    if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep);
+    if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep, apart);
+    if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep, apart);
     if (h.transition) a.transition = view_of_numbers(*h.transition, call.keep);
   }
 };
@@ -127,10 +131,11 @@ coverage_attention_backward(
     const Optional weight, const Optional lengths, const Optional filters,
     const Optional projection, const Optional penalty, const Optional rate,
     const Optional transition, const Optional coverage, const Optional previous,
-    const Tensor weights, const Tensor odds, double scale, bool need_grad_query,
+    const Tensor weights, const Tensor odds, const Optional given, double scale, bool need_grad_query,
     bool need_grad_key, bool need_grad_score, bool need_grad_filters) {
+  const bool apart = given.has_value();
   CoverageCall c(query, key, value, weight, {}, {}, lengths,
-                 {filters, projection, penalty, rate, transition, coverage, previous}, scale);
+                 {filters, projection, penalty, rate, transition, coverage, previous}, scale, apart);
   Coverage& a = c.a;
   const ScalarType sums = accumulation(query), dtype = query.scalar_type();
   const auto out = [&](bool needed, const std::vector<int64_t>& sizes, ScalarType type) {
@@ -146,7 +151,7 @@ coverage_attention_backward(
     return grad;
   };
   const auto numbers = [&](const Optional& x, View& v) {
-    if (!x) return out(false, {}, sums);
+    if (!x || apart) return out(false, {}, sums);
     const Tensor grad = like(*x, true, sums);
     v = view(grad, false);
     return grad;
@@ -172,7 +177,8 @@ coverage_attention_backward(
   const bool of_filters = need_grad_filters && filters;
   const Tensor part_filters = part(of_filters, {K, a.channels, W}, a.grad_filters);
   const Tensor part_projection = part(of_filters, {a.A, K}, a.grad_projection);
-  const Tensor part_penalty = part(penalty.has_value(), {}, a.grad_penalty);
+  const bool of_penalty = penalty && !apart;
+  const Tensor part_penalty = part(of_penalty, {}, a.grad_penalty);
   const auto added = [&](const Optional& x, const Tensor& parts, bool needed, bool of_heads,
                          bool row, ScalarType type) {
     if (!needed) return like(*x, false, type);
@@ -183,7 +189,8 @@ coverage_attention_backward(
   };
 
   const Tensor saved = packed(weights), saved_odds = packed(odds);
-  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), sums);
+  const Tensor grad_score =
+      apart ? packed(*given) : empty(query.device(), shape(query, a.Tk), sums);
   a.weights = view(saved);
   if (transition) a.odds = view(saved_odds);
   a.grad_score = view(grad_score);
@@ -201,19 +208,19 @@ coverage_attention_backward(
   a.scratch = room;
   run_backward(a, query);
 
-  const Tensor none = out(false, {}, sums);
+  const auto none = [&] { return out(false, {}, sums); };
   return {grad_query, grad_key, grad_value,
           weight ? added(weight, part_weight, need_grad_key, weight->dim() == 2, true, dtype)
                  : out(false, {}, dtype),
-          need_grad_score ? grad_score : none,
-          filters ? added(filters, part_filters, of_filters, filters->dim() == 4, false, sums) : none,
+          need_grad_score && !apart ? grad_score : none(),
+          filters ? added(filters, part_filters, of_filters, filters->dim() == 4, false, sums) : none(),
           projection ? added(projection, part_projection, of_filters, projection->dim() == 3, false,
                              sums)
-                     : none,
-          penalty ? torch::stable::reshape(
+                     : none(),
+          of_penalty ? torch::stable::reshape(
                         added(penalty, part_penalty, true, penalty->size(0) > 1, false, sums),
                         {penalty->size(0)})
-                  : none,
+                  : none(),
           grad_rate, grad_transition, grad_first, grad_previous};
 }
 

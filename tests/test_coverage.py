@@ -16,6 +16,7 @@ from torch.autograd import forward_ad, gradcheck
 import attnfast
 from attnfast.backends import why_not
 from attnfast.diagnostics import peak_memory
+from attnfast.memory import attend_with_history, prepare
 from attnfast.ops.coverage import SCHEMAS
 
 NAMES = ("context", "weights", "coverage", "loss")
@@ -141,12 +142,38 @@ def attend(backend: str):
     )
 
 
-def run(case: History, args: dict, backend: str) -> dict[str, torch.Tensor]:
+def in_steps(backend: str):
+    """Return the same as a decoder does it: a prepared memory, one query after the other."""
+
+    def attend(query, key, value, weight=None, *, lengths=None, fertility=None, **terms):
+        memory = prepare(key, value, weight, lengths=lengths, backend=backend)
+        memory = memory._replace(fertility=fertility)
+        by_row = {k: terms.pop(k) for k in ("mask", "bias") if terms.get(k) is not None}
+        steps, lost, state = [], 0, {k: terms.pop(k, None) for k in ("coverage", "previous")}
+        for t in range(query.shape[-2]):
+            now = {k: x.expand(*x.shape[:-2], query.shape[-2], -1)[..., t : t + 1, :]
+                   for k, x in by_row.items()}  # fmt: skip
+            if terms.get("transition") is not None:
+                now["transition"] = terms["transition"][..., t : t + 1]
+            context, weights, coverage, loss = attend_with_history(
+                query[..., t : t + 1, :], memory, scale=1.0, need_weights=True, need_loss=True,
+                **{**terms, **now}, **state,
+            )  # fmt: skip
+            state = {"coverage": coverage, "previous": weights.squeeze(-2)}
+            steps.append((context, weights))
+            lost = lost + loss
+        contexts, weights = (torch.cat(x, -2) for x in zip(*steps))
+        return contexts, weights, coverage, lost
+
+    return attend
+
+
+def run(case: History, args: dict, backend: str, how=attend) -> dict[str, torch.Tensor]:
     """Return results and gradients."""
-    return table.results(case, args, attend(backend), NAMES)
+    return table.results(case, args, how(backend), NAMES)
 
 
-def check(case: History, backend: str) -> None:
+def check(case: History, backend: str, how=attend) -> None:
     """Compare with the oracle by the project's one rule; the oracle in this dtype is eager code."""
     exact = {
         k: v.detach().double().requires_grad_() if v is not None and v.is_floating_point() else v
@@ -155,7 +182,7 @@ def check(case: History, backend: str) -> None:
     wanted = run(replace(case, dtype=torch.float64), exact, "reference")
     orders = table.in_orders(attend("reference"))
     plain = (table.results(case, arguments(case), how, NAMES) for how in orders)
-    table.check(case, run(case, arguments(case, DEVICE[backend]), backend), wanted, plain)
+    table.check(case, run(case, arguments(case, DEVICE[backend]), backend, how), wanted, plain)
 
 
 def unfit(backend: str, case: History) -> str | None:
@@ -298,6 +325,51 @@ def test_steps_are_the_whole(score, backend):
         torch.autograd.grad(sum(x.sin().sum() for x in parts), [query, transition]),
         torch.autograd.grad(sum(x.sin().sum() for x in whole), [query, transition]),
     ):
+        torch.testing.assert_close(got, want)
+
+
+STEPS = [
+    History("additive", 2, 4, 19, 12, 7, terms=("location", "lengths")),
+    History("additive", 2, 4, 70, 33, 7, terms=("location",), filters=(17, 1, 7)),
+    History("additive", 2, 3, 19, 20, 7, terms=("coverage_weight", "mask", "bias")),
+    History("additive", 2, 3, 9, 8, 5, terms=("penalty", "lengths")),
+    History("additive", 2, 3, 9, 8, 5, 2, terms=(*TERMS, *FEATURES), per_head=True),
+    History("additive", 2, 3, 9, 8, 5, 2, terms=FEATURES, dtype=torch.float64),
+    History("additive", 2, 3, 9, 8, 5, terms=("transition", "penalty")),
+    History("additive", 2, 3, 9, 8, 5, terms=("location",), filters=(0, 1, 3)),
+    History("dot", 2, 3, 9, 16, 5, terms=("penalty", "transition"), scale=0.5),
+]
+
+
+@pytest.mark.parametrize("case", STEPS, ids=name)
+def test_gradients_that_wait(case, backend):
+    """Steps over one memory leave the gradients of keys, values and parameters for the end."""
+    skip_unless(backend, case)
+    check(case, backend, in_steps)
+
+
+def test_filters_that_change_between_steps(backend):
+    """Other filters, and a backward between the steps, over one memory."""
+    case = History("additive", 2, 3, 9, 8, 5, terms=("location",), dtype=torch.float64)
+    skip_unless(backend, case)
+    args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
+    query, key, value, weight, *features = args.values()
+    leaves, grads = [key, value, weight, *features], []
+    for deferred in (True, False):
+        memory = prepare(key, value, weight, backend=backend)
+        memory = memory if deferred else memory._replace(steps=None)
+        state, loss = {"previous": key.new_ones(key.shape[:-1])}, 0
+        for factor in (1, 2, 2, 1):
+            filters, projection = (factor * x for x in features)
+            context, weights, _ = attend_with_history(
+                query[:, :1], memory, filters=filters, projection=projection, need_weights=True,
+                **state,
+            )  # fmt: skip
+            state = {"previous": weights.squeeze(-2)}
+            loss = loss + context.sin().sum()
+        once = torch.autograd.grad(loss, leaves, retain_graph=True)
+        grads.append([*once, *torch.autograd.grad(loss * 2, leaves)])
+    for got, want in zip(*grads):
         torch.testing.assert_close(got, want)
 
 
@@ -449,9 +521,15 @@ def test_opcheck(backend):
     torch.library.opcheck(ops.coverage_attention.default, call)
     *outputs, odds = ops.coverage_attention(*call)
     grads = [torch.randn_like(x) for x in outputs]
-    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds, 0.5)
+    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds, None, 0.5)
     for needed in ((True,) * 4, (True, False, False, False)):
         torch.library.opcheck(ops.coverage_attention_backward.default, (*backward, *needed))
+    states = (torch.randn_like(outputs[1]) for _ in range(3))
+    apart = (grads[0], None, None, None, *tensors, args["lengths"], *history[:2], None, None, None,
+             next(states), next(states), outputs[1], odds[:0], next(states), 1.0)  # fmt: skip
+    torch.library.opcheck(
+        ops.coverage_attention_backward.default, (*apart, False, True, False, True)
+    )
     assert set(SCHEMAS) == {"coverage_attention", "coverage_attention_backward"}
 
 

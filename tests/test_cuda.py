@@ -111,6 +111,11 @@ def test_coverage_table(case, host):
     test_coverage.check(case, host)
 
 
+@pytest.mark.parametrize("case", test_coverage.STEPS, ids=test_coverage.name)
+def test_coverage_in_steps(case, host):
+    test_coverage.check(case, host, test_coverage.in_steps)
+
+
 def test_coverage_fuzz(host):
     for case in [case for case in test_coverage.fuzz(0, 40) if case.Tq * case.B <= 8]:
         test_coverage.check(case, host)

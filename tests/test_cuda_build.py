@@ -31,6 +31,7 @@ BUDGETS |= {
         ("products", ", 1"),
         ("scan", ""),
         ("scan_backward", ""),
+        ("apart_backward", ""),
     )
 }
 BUDGETS |= {

@@ -335,4 +335,4 @@ def test_bad_arguments():
     for scale in (float("nan"), "2", torch.ones(())):
         with pytest.raises(ValueError, match="scale must be a finite number, got "):
             attend(x, prepare(x, x), scale=scale)
-    assert set(memory.__all__) == {"Memory", "attend", "prepare"}
+    assert set(memory.__all__) == {"Memory", "attend", "attend_with_history", "prepare"}

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast.memory import Memory, prepare
+from attnfast.memory import Memory, attend_with_history, prepare
 from attnfast.memory import attend as attend_to
-from attnfast.ops.coverage import coverage_attention
 
 __all__ = ["attend", "project", "recall", "touch"]
 
@@ -129,23 +128,17 @@ def attend(
     flat = weight is not None and key.dim() == 3
     if mask is not None and mask.dim() < key.dim():
         mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
-    if history:
-        context, weights, _ = coverage_attention(
-            query, key, key[..., :1] if value is None else value,
-            weight.view(-1) if flat else weight,  # type: ignore[union-attr]
-            lengths=lengths, mask=mask, scale=scale, need_weights=True, **history,
-        )  # fmt: skip
-    else:
-        memory = recall(
-            module, "memory",
-            lambda: prepare(
-                key, key[..., :1] if value is None else value,
-                weight.view(-1) if flat else weight, lengths=lengths,  # type: ignore[union-attr]
-            ),
-            key, value, weight, lengths,
-        )  # fmt: skip
-        memory = memory if mask is None else memory._replace(mask=mask)
-        context, weights = attend_to(query, memory, scale=scale, need_weights=True)
+    memory = recall(
+        module, "memory",
+        lambda: prepare(
+            key, key[..., :1] if value is None else value,
+            weight.view(-1) if flat else weight, lengths=lengths,  # type: ignore[union-attr]
+        ),
+        key, value, weight, lengths,
+    )  # fmt: skip
+    memory = memory if mask is None else memory._replace(mask=mask)
+    how: Any = attend_with_history if history else attend_to
+    context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
     if step:
         context, weights = context.squeeze(-2), weights.squeeze(-2)  # type: ignore[union-attr]
     return None if value is None else context, weights  # type: ignore[return-value]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.errors import refuse
-from attnfast.memory import Memory
+from attnfast.memory import Memory, attend_with_history
 from attnfast.nn.attention import _Attention
-from attnfast.ops.coverage import coverage_attention
 
 
 class History(NamedTuple):
@@ -45,9 +44,6 @@ class HistoryAttention(_Attention):
         super().__init__((attn_dim,), 1.0, backend)
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
-
-    def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
-        return Memory(key, value, lengths, mask, self.weight, self.backend)
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
         """Return the arguments of :func:`attnfast.coverage_attention` that make the kind."""
@@ -98,19 +94,15 @@ class HistoryAttention(_Attention):
             seen = target_mask.reshape(*query.shape[:2], 1)
             mask = seen if mask is None else seen & mask
         history = self.start(memory) if history is None else history
-        result: Any = coverage_attention(
+        result: Any = attend_with_history(
             query,
-            memory.key,
-            memory.value,
-            memory.weight,
+            memory,
             coverage=history.coverage,
             previous=history.previous,
-            lengths=memory.lengths,
             mask=mask,
             temperature=self.temperature,
             need_weights=True,
             need_loss=True,
-            backend=memory.backend,
             **self._terms(memory),
             **terms,
         )

@@ -47,7 +47,9 @@ from attnfast.ops.operators import (
 #: ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
 #: dtype, as are ``weights``, ``coverage``, ``loss [B, (H)]`` and ``odds``, which is exp(e) over the
 #: sum that α is divided by, of size [0] without a transition. The backward takes the saved weights,
-#: which are exactly 0 where a row may not see a key; what is not needed comes with size [0].
+#: which are exactly 0 where a row may not see a key; what is not needed comes with size [0]. With
+#: ``grad_score`` given, that of rows with filters which know not each other, ``coverage`` and
+#: ``previous [B, (H,) Tq, Tk]`` are the state of every row, and it has no gradient.
 SCHEMAS = {
     "coverage_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
@@ -59,8 +61,8 @@ SCHEMAS = {
         "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_coverage, Tensor? grad_loss, "
         "Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? filters, "
         "Tensor? projection, Tensor? penalty, Tensor? rate, Tensor? transition, Tensor? coverage, "
-        "Tensor? previous, Tensor weights, Tensor odds, float scale, bool need_grad_query, "
-        "bool need_grad_key, bool need_grad_score, bool need_grad_filters) -> "
+        "Tensor? previous, Tensor weights, Tensor odds, Tensor? grad_score, float scale, "
+        "bool need_grad_query, bool need_grad_key, bool need_grad_score, bool need_grad_filters) -> "
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
         "Tensor grad_score, Tensor grad_filters, Tensor grad_projection, Tensor grad_penalty, "
         "Tensor grad_rate, Tensor grad_transition, Tensor grad_coverage, Tensor grad_previous)"
@@ -154,9 +156,11 @@ def _fake(
 
 def _fake_backward(
     grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
-    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, scale,
-    need_grad_query, need_grad_key, need_grad_score, need_grad_filters,
+    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, grad_score,
+    scale, need_grad_query, need_grad_key, need_grad_score, need_grad_filters,
 ):  # fmt: skip
+    chained = grad_score is None
+
     def like(x: Tensor | None, needed: bool = True) -> Tensor:
         return weights.new_empty((0,)) if x is None or not needed else torch.empty_like(x)
 
@@ -168,14 +172,14 @@ def _fake_backward(
         half(key, need_grad_key),
         half(value, need_grad_key),
         half(weight, need_grad_key),
-        like(weights, need_grad_score),
+        like(weights, need_grad_score and chained),
         like(filters, need_grad_filters),
         like(projection, need_grad_filters),
-        *(like(x) for x in (penalty, rate, transition, coverage, previous)),
+        *(like(x, chained) for x in (penalty, rate, transition, coverage, previous)),
     )
 
 
-def _setup_context(ctx: Any, inputs, output):
+def setup_context(ctx: Any, inputs, output):
     query, key, value, weight, bias, _, lengths, *history, scale = inputs
     _, weights, _, _, odds = output
     ctx.save_for_backward(query, key, value, weight, lengths, *history, weights, odds)
@@ -185,7 +189,10 @@ def _setup_context(ctx: Any, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_context, grad_weights, grad_coverage, grad_loss, _):
+def gradients(
+    ctx: Any, grad_context, grad_weights, grad_coverage, grad_loss, need_grad_score: bool
+) -> tuple[list, Tensor]:
+    """Return the gradients of all inputs, and those of the scores."""
     query, key, value, weight, lengths, *rest = ctx.saved_tensors
     if grad_context is None:
         grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
@@ -195,16 +202,21 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_coverage, grad_loss, _)
     grads = call(
         ctx.operator,
         grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
-        *rest, ctx.scale, need_query, need_key, need_bias, need_filters,
+        *rest, None, ctx.scale, need_query, need_key, need_grad_score or need_bias, need_filters,
     )  # fmt: skip
     grad_query, grad_key, grad_value, grad_weight, grad_score, *grad_history = grads
+    grad_bias = None
     if need_bias:
-        grad_score = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
-    grads = [grad_query, grad_key, grad_value, grad_weight, grad_score, None, None, *grad_history]
-    return *(g if need else None for g, need in zip(grads, needed)), None
+        grad_bias = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
+    grads = [grad_query, grad_key, grad_value, grad_weight, grad_bias, None, None, *grad_history]
+    return [*(g if need else None for g, need in zip(grads, needed)), None], grad_score
 
 
-_Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
+def _backward(ctx: Any, *grads):
+    return tuple(gradients(ctx, *grads[:4], need_grad_score=False)[0])
+
+
+_Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, setup_context, _backward)
 
 
 @torch.library.impl("attnfast_triton::coverage_attention", "default", lib=LIBRARIES["triton"])
@@ -275,7 +287,7 @@ def check_history(
         refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
 
 
-def _with_coverage_feature(
+def with_coverage_feature(
     filters: Tensor | None, projection: Tensor | None, coverage_weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return filters and projection, the coverage feature among them: a filter of width 1."""
@@ -294,6 +306,72 @@ def _with_coverage_feature(
         torch.cat([x.expand(*heads, *x.shape[-3:]) for x in (filters, one)], -3),
         torch.cat([x.expand(*heads, *x.shape[-2:]) for x in (projection, column)], -1),
     )
+
+
+def inputs_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    *,
+    penalty: Any = None,
+    coverage_weight: Tensor | None = None,
+    filters: Tensor | None = None,
+    projection: Tensor | None = None,
+    fertility: Tensor | None = None,
+    transition: Any = None,
+    coverage: Tensor | None = None,
+    previous: Tensor | None = None,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Any:
+    """Check the arguments of :func:`coverage_attention`; return the operator's."""
+    query, key, value, weight, bias = autocast(query, key, value, weight, bias)
+    check(query, key, value, weight, bias, mask, lengths)
+    check_temperature(temperature)
+    if scale is None:
+        scale = 1.0 if weight is not None else max(query.shape[-1], 1) ** -0.5
+    check_scale(scale, "a finite number or None")
+    dtype = accumulation_dtype(query.dtype)
+    if weight is None and (filters is not None or coverage_weight is not None):
+        refuse("weight", "given: coverage_weight and filters belong in the additive score", None)
+    if coverage_weight is not None:
+        heads = list(query.shape[1:-2])
+        shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
+        if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
+            got = getattr(coverage_weight, "shape", coverage_weight)
+            refuse("coverage_weight", f"{shapes[-1]} to fit the query", got)
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
+
+    filters, projection = cast(filters), cast(projection)
+    check_history(query, key, filters, projection, None, None, None, None, None)
+    filters, projection = with_coverage_feature(filters, projection, cast(coverage_weight))
+
+    def number(name: str, x: Any, shape) -> Any:
+        if x is None or isinstance(x, Tensor):
+            return x if x is None or x.dim() else x.expand(shape).to(dtype)
+        if not isinstance(x, (int, float)) or not math.isfinite(x):
+            refuse(name, "a finite number or a tensor", repr(x))
+        return query.new_full(shape, x, dtype=dtype)
+
+    penalty = number("penalty", penalty, (1,))
+    transition = number("transition", transition, query.shape[:-1])
+    if transition is not None and previous is None:
+        refuse("previous", "given with a transition: the weights that it starts from", None)
+    rate = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
+    if temperature != 1:
+        scale = scale / temperature
+        bias = None if bias is None else bias / temperature
+        penalty = None if penalty is None else penalty / temperature
+    penalty, transition, coverage, previous = map(cast, (penalty, transition, coverage, previous))
+    history: Any = (filters, projection, penalty, rate, transition, coverage, previous)
+    check_history(query, key, *history)
+    return query, key, value, weight, bias, mask, lengths, *history, scale
 
 
 def coverage_attention(
@@ -368,50 +446,14 @@ def coverage_attention(
     NeurIPS 2015, arXiv:1506.07503; Zhang, Ling and Dai, "Forward Attention in Sequence-to-Sequence
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
-    query, key, value, weight, bias = autocast(query, key, value, weight, bias)
-    check(query, key, value, weight, bias, mask, lengths)
-    check_temperature(temperature)
-    if scale is None:
-        scale = 1.0 if weight is not None else max(query.shape[-1], 1) ** -0.5
-    check_scale(scale, "a finite number or None")
-    dtype = accumulation_dtype(query.dtype)
-    if weight is None and (filters is not None or coverage_weight is not None):
-        refuse("weight", "given: coverage_weight and filters belong in the additive score", None)
-    if coverage_weight is not None:
-        heads = list(query.shape[1:-2])
-        shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
-        if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
-            got = getattr(coverage_weight, "shape", coverage_weight)
-            refuse("coverage_weight", f"{shapes[-1]} to fit the query", got)
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
-
-    filters, projection = cast(filters), cast(projection)
-    check_history(query, key, filters, projection, None, None, None, None, None)
-    filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
-
-    def number(name: str, x: Any, shape) -> Any:
-        if x is None or isinstance(x, Tensor):
-            return x if x is None or x.dim() else x.expand(shape).to(dtype)
-        if not isinstance(x, (int, float)) or not math.isfinite(x):
-            refuse(name, "a finite number or a tensor", repr(x))
-        return query.new_full(shape, x, dtype=dtype)
-
-    penalty = number("penalty", penalty, (1,))
-    transition = number("transition", transition, query.shape[:-1])
-    if transition is not None and previous is None:
-        refuse("previous", "given with a transition: the weights that it starts from", None)
-    rate = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
-    if temperature != 1:
-        scale = scale / temperature
-        bias = None if bias is None else bias / temperature
-        penalty = None if penalty is None else penalty / temperature
-    penalty, transition, coverage, previous = map(cast, (penalty, transition, coverage, previous))
-    history: Any = (filters, projection, penalty, rate, transition, coverage, previous)
-    check_history(query, key, *history)
+    inputs = inputs_of(
+        query, key, value, weight, penalty=penalty, coverage_weight=coverage_weight,
+        filters=filters, projection=projection, fertility=fertility, transition=transition,
+        coverage=coverage, previous=previous, scale=scale, lengths=lengths, mask=mask, bias=bias,
+        temperature=temperature,
+    )  # fmt: skip
+    query = inputs[0]
     backend = choose(backend, query.device, query.dtype, "coverage_attention")
-    inputs: Any = (query, key, value, weight, bias, mask, lengths, *history, scale)
     if backend == "reference":
         context, weights, coverage, loss = reference(*inputs)
     else:

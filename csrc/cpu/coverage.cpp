@@ -38,7 +38,8 @@ void run_forward(Coverage& a, const Tensor&) {
 void run_backward(Coverage& a, const Tensor&) {
   a.scores = a.grad_score;
   share_out_rows(a);
-  run({rows().grad_score[0], kernels().backward}, a);  // grad_context . value, then the scan
+  if (a.apart) run({kernels().backward_apart}, a);
+  else run({rows().grad_score[0], kernels().backward}, a);  // grad_context . value, then the scan
   Attention inputs = a;
   share_out_columns(inputs);
   if (a.filters_count) inputs.weight = inputs.grad_query = inputs.grad_key = inputs.grad_weight = {};

@@ -58,7 +58,7 @@ struct Place {
     if (!a.backward) return;
     grad.take(scratch, a.Tk, W);
     grad_before.take(scratch, a.Tk, W);
-    coverages = scratch.take(a.Tq * a.Tk);
+    coverages = scratch.take(a.apart ? 0 : a.Tq * a.Tk);
     if (!K) return;
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
@@ -256,12 +256,12 @@ void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
 }
 
 template <class C>
-void load_state(const Coverage& a, const Item& item, Place<C>& p) {
+void load_state(const Coverage& a, const Item& item, Place<C>& p, int64_t row = 0) {
   p.state.clear(a.Tk, p.W);
   const View* views[] = {&a.previous, &a.first};
   for (int i = 0; i < 2; ++i)
     if (views[i]->data)
-      copy(row_of<C>(*views[i], item), a.Tk, p.state.channel[i]);
+      copy(row_of<C>(*views[i], item, row), a.Tk, p.state.channel[i]);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
@@ -376,7 +376,8 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
       const auto tile = n - i >= 4 ? grad_tile<4, C> : grad_tile<1, C>;
       tile(p, k + i, gradient + i, p.found + i * p.found_row, p.grad_z + i * p.A, grad_k + i);
     }
-    times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
+    if (a.grad_filters.data || !a.apart)
+      times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
     if (a.grad_filters.data) {
       mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
       add_up(p.grad_projection, p.product, p.K * p.A);
@@ -384,6 +385,7 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
           p.mixing);
       add_up(p.grad_filters, p.product, p.K * p.taps);
     }
+    if (a.apart) continue;
     mix(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
         p.mixing);
     for (int64_t i = 0; i < n; ++i)
@@ -394,6 +396,17 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
   if (!a.grad_query.data) return;
   T* out = at<T>(a.grad_query, item, t);
   for (int64_t c = 0; c < a.A; ++c) narrow(4 * p.weight[c] * p.grad_query[c], out[c]);
+}
+
+template <class C>
+void begin_grad_features(const Coverage& a, Place<C>& p) {
+  pack_columns(p.A, p.K, [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
+    return 4 * p.weight[c] * p.projection[k * p.A + c];
+  }, p.slope);
+  for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
+  for (C* x = p.grad_key; a.grad_key.data && x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
+  for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
+  for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
 }
 
 template <class T, class C>
@@ -440,13 +453,7 @@ void backward(const Attention& attention, int64_t index, void* memory) {
   }
   if (p.K) {
     prepare_features<T>(a, item, p);
-    pack_columns(p.A, p.K, [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
-      return 4 * p.weight[c] * p.projection[k * p.A + c];
-    }, p.slope);
-    for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
-    for (C* x = p.grad_key; a.grad_key.data && x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
-    for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
-    for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
+    begin_grad_features(a, p);
   }
   p.grad.clear(a.Tk, p.W);
   C* grad_coverage = p.grad.channel[1];
@@ -514,6 +521,22 @@ void backward(const Attention& attention, int64_t index, void* memory) {
     copy(p.grad.channel[0], a.Tk, row_of<C>(a.grad_previous, item));
 }
 
+// The backward of rows apart: keys, weight and the features' parameters.
+template <class T, class C = typename Accumulate<T>::type>
+void backward_apart(const Attention& attention, int64_t index, void* memory) {
+  const Coverage& a = of(attention);
+  const Item item(a, index, 1, 1);
+  Scratch<C> scratch{static_cast<C*>(memory)};
+  Place<C> p(a, scratch);
+  prepare_features<T>(a, item, p);
+  begin_grad_features(a, p);
+  for (int64_t t = 0; t < a.Tq; ++t) {
+    load_state(a, item, p, t);
+    grad_features<T>(a, item, t, row_of<C>(a.grad_score, item, t), p);
+  }
+  put_grad_features<T>(a, item, p);
+}
+
 // ---- the table --------------------------------------------------------------------------------
 
 template <class C>
@@ -537,6 +560,7 @@ extern const CoverageKernels coverage = {
     scratch,
     {items, ATTNFAST_BY_DTYPE(forward)},
     {items, ATTNFAST_BY_DTYPE(backward)},
+    {items, ATTNFAST_BY_DTYPE(backward_apart)},
 };
 
 }  // namespace VARIANT

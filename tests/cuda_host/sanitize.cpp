@@ -78,6 +78,11 @@ int main(int, char** argv) {
     h.backward = h.grad_score_given = true;
     h.scratch = tensor(1, scratch_numbers(h));
     launch_backward(h, LaunchOnHost<kThreads>{});
+    if (!additive) continue;
+    h.apart = true;
+    for (View* x : {&h.first, &h.previous}) *x = tensor(a.Tq, a.Tk);
+    h.scratch = tensor(1, scratch_numbers(h));
+    launch_backward(h, LaunchOnHost<kThreads>{});
   }
   std::vector<int64_t> source(a.B * a.Tk);
   std::vector<double> log_sum_exp(a.B * a.Tq);

@@ -56,6 +56,8 @@ class Model(torch.nn.Module):
         self.encoder = torch.nn.LSTM(12, 16, batch_first=True)
         self.decoder = decoder("LSTM", False, 1, 16, kind, embeddings=words, **more)
         self.out = torch.nn.Linear(16, 20)
+        for p in self.parameters():  # OpenNMT leaves that to its training: words have no values yet
+            torch.nn.init.uniform_(p, -0.3, 0.3)
 
     def start(self, source, lengths):
         states, final = self.encoder(source)
