@@ -210,6 +210,28 @@ def test_subclasses_that_compute_something_else_are_left_alone():
     assert [x.path for x in report.left] == ["0"] and [x.path for x in report.replaced] == ["1"]
 
 
+def test_arguments_that_a_replacement_does_not_take():
+    class Older(Plain):
+        def forward(self, state, memory, mask=None, sharpness=1):
+            return super().forward(state, memory, mask)
+
+    class Wider(Plain):
+        def forward(self, *inputs, **more):
+            return super().forward(*inputs, **more)
+
+    reports = [str(attnfast.replace(cls())) for cls in (Older, Wider)]
+    what = "left alone: its own forward takes {}, which its replacement does not"
+    assert what.format("sharpness") in reports[0]
+    assert what.format("inputs, more") in reports[1]
+
+    class Any(Served):
+        def forward(self, *inputs, **more):
+            return super().forward(*inputs, **more)
+
+    register(Any)
+    assert attnfast.replace(Plain()).replaced
+
+
 def test_why_not_and_a_failing_example():
     register(why_not=lambda module: "it is a Tuesday")
     assert "it is a Tuesday" in str(attnfast.replace(model()))
@@ -219,6 +241,14 @@ def test_why_not_and_a_failing_example():
 
     register(example=fails)
     assert "its own class fails on an example: TypeError" in str(attnfast.replace(model()))
+
+
+def test_what_cannot_be_copied_is_left_alone():
+    class Single(Plain):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("there is only one")
+
+    assert "RuntimeError: there is only one" in str(attnfast.replace(Single()))
 
 
 def test_twice_and_nothing():

@@ -3,7 +3,7 @@
 import importlib
 
 from attnfast.hosts.host import HOSTS, Draw, Host, register_host
-from attnfast.hosts.recall import attend, project, recall, touch
+from attnfast.hosts.recall import attend, batch_first, project, project_both, recall, touch
 from attnfast.hosts.replace import Report, replace
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "Host",
     "Report",
     "attend",
+    "batch_first",
     "project",
+    "project_both",
     "recall",
     "register_host",
     "replace",
@@ -21,16 +23,24 @@ __all__ = [
 
 #: The files of adapters, each of which registers its hosts.
 ADAPTERS = (
+    "allennlp",
+    "bentrevett",
     "coqui",
+    "d2l",
     "espnet",
     "espnet_coverage",
     "espnet_forward",
     "espnet_heads",
     "espnet_location",
+    "fairseq",
+    "gnmt",
+    "joeynmt",
+    "keras",
     "onmt",
     "pointer_summarizer",
     "speechbrain",
     "tacotron2",
+    "tutorials",
 )
 for name in ADAPTERS:
     importlib.import_module(f"attnfast.hosts.{name}")

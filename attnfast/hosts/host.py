@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from attnfast.hosts.recall import PLACE
 
-__all__ = ["Draw", "Host", "dressed", "host_of", "register_host", "undressed"]
+__all__ = ["Draw", "Host", "arguments", "dressed", "host_of", "register_host", "undressed"]
 
 
 class Draw:
@@ -73,7 +74,10 @@ class Host:
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module is one of these, by the names of its class and its parameters."""
-        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        names = {
+            name.rpartition("/")[2]  # Keras puts the layers' names before it
+            for name, _ in module.named_parameters(remove_duplicate=False)
+        }
         full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
         short = {c.__qualname__ for c in type(module).__mro__}
         named = any(c in (full if "." in c else short) for c in self.classes)
@@ -123,24 +127,31 @@ def host_of(module: nn.Module) -> Host | None:
     return next((h for h in reversed(HOSTS.values()) if h.fits(module)), None)
 
 
+_set_class = object.__dict__["__class__"].__set__  # whatever a class makes of its attributes
+
+
 class _Dressed:
     """What the classes of replaced modules have besides their host's methods."""
 
     def __reduce_ex__(self, protocol):
-        made, (cls, *args), state, *rest = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(state, dict):
-            state = {k: v for k, v in state.items() if k != PLACE}
-        if cls is type(self):
-            made, cls, args = _remade, cls._attnfast_own, [cls._attnfast_host.name, *args]
-        return (made, (cls, *args), state, *rest)
+        dressed_as = type(self)
+        _set_class(self, dressed_as._attnfast_own)
+        try:
+            made, args, *rest = self.__reduce_ex__(max(protocol, 2))
+        finally:
+            _set_class(self, dressed_as)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {k: v for k, v in rest[0].items() if k != PLACE}
+        return (_remade, (dressed_as._attnfast_host.name, made, *args), *rest)
 
 
-def _remade(own: type, name: str, *args: Any) -> Any:
+def _remade(name: str, made: Callable[..., Any], *args: Any) -> Any:
     """Make a replaced module again, from a pickle or as a copy."""
     if name not in HOSTS:
         raise RuntimeError(f"a pickled module was replaced as {name}: register that host first")
-    cls = _dress(own, HOSTS[name])
-    return cls.__new__(cls, *args)
+    module = made(*args)
+    dressed(module, HOSTS[name])
+    return module
 
 
 @cache
@@ -156,7 +167,7 @@ def _dress(own: type, host: Host) -> type:
 def dressed(module: nn.Module, host: Host | None = None) -> Host | None:
     """Give the module the host's methods; without a host, return the one whose methods it has."""
     if host is not None:
-        object.__setattr__(module, "__class__", _dress(type(module), host))  # type: ignore[arg-type]
+        _set_class(module, _dress(type(module), host))  # type: ignore[arg-type]
     return getattr(type(module), "_attnfast_host", None)
 
 
@@ -164,5 +175,11 @@ def undressed(module: nn.Module) -> None:
     """Give the module its own class back."""
     own = getattr(type(module), "_attnfast_own", None)
     if own is not None:
-        object.__setattr__(module, "__class__", own)
+        _set_class(module, own)
         module.__dict__.pop(PLACE, None)
+
+
+def arguments(module: nn.Module, name: str = "forward") -> list[str]:
+    """Return the names of what a method of the module's own class takes."""
+    own = getattr(type(module), "_attnfast_own", type(module))
+    return list(inspect.signature(getattr(own, name)).parameters)[1:]

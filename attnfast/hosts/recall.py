@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnfast.memory import Memory, attend_with_history, prepare
 from attnfast.memory import attend as attend_to
 
-__all__ = ["attend", "project", "recall", "touch"]
+__all__ = ["attend", "batch_first", "project", "project_both", "recall", "touch"]
 
 PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
 
@@ -94,6 +95,20 @@ def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> T
     if type(layer) is not nn.Linear:
         return layer(states)
     return recall(module, name, lambda: layer(states), states, layer.weight, layer.bias)
+
+
+def project_both(
+    module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the two terms of ``layer([query; states])``, that of the states once per source."""
+    n = query.shape[-1]
+    key = recall(module, "key", lambda: F.linear(states, layer.weight[:, n:]), states, layer.weight)
+    return F.linear(query, layer.weight[:, :n], layer.bias), key
+
+
+def batch_first(module: nn.Module, states: Tensor) -> Tensor:
+    """Return time-first states with the batch first, the same tensor at every step."""
+    return recall(module, "states", lambda: states.transpose(0, 1), states)
 
 
 def attend(

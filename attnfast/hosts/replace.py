@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.backends import choose
-from attnfast.hosts.host import Draw, Host, dressed, host_of, undressed
+from attnfast.hosts.host import Draw, Host, arguments, dressed, host_of, undressed
 from attnfast.hosts.recall import PLACE
 
 __all__ = ["Report", "replace"]
@@ -66,7 +67,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
     Every module whose class and parameters are known is first called beside its replacement, on
     copies of both: several steps on small random padded input, in float64 and as the model is.
-    Where outputs, gradients or state differ the module is left alone. Classes (for ``isinstance``),
+    Where outputs, gradients or state differ, or its methods take arguments that the replacement
+    does not know, the module is left alone. Classes (for ``isinstance``),
     parameters, ``state_dict``, hooks, arguments, results and attributes stay as they are; models
     can be copied and pickled.
 
@@ -90,7 +92,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = Report()
     inner: set[nn.Module] = set()  # parts of known attention
-    for path, module in model.named_modules():
+    for path, module in _modules(model):
         host = host_of(module)
         ours = type(module).__module__.startswith("attnfast.")
         if module in inner or ours or (host is None and "Att" not in type(module).__name__):
@@ -104,7 +106,12 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         if dressed(module) is not None:
             found.left = "it is served already"
         else:
-            found.left = host.why_not(module) or why_not_alike(module, host) or ""
+            found.left = (
+                why_not_called_alike(module, host)
+                or host.why_not(module)
+                or why_not_alike(module, host)
+                or ""
+            )
     known = [x.module for x in report.found if x.host is not None]
     report.found = [  # what only holds known attention is not worth a line
         x
@@ -119,6 +126,18 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         found.backend = choose(None, parameter.device, parameter.dtype, step=True)
         dressed(found.module, found.host)
     return report
+
+
+def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their paths, also layers that Keras keeps in lists of its own."""
+    seen = set() if seen is None else seen
+    known = list(model.named_modules(seen, path))
+    yield from known
+    for path, module in known:
+        if hasattr(module, "_flatten_layers"):
+            for layer in module._flatten_layers(include_self=False, recursive=False):
+                if layer not in seen:
+                    yield from _modules(layer, f"{path}.{layer.name}".lstrip("."), seen)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -159,6 +178,20 @@ def _outcome(module: nn.Module, example, dtype, device) -> tuple[list, list]:
     return results, list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
+def why_not_called_alike(module: nn.Module, host: Host) -> str | None:
+    """Say which arguments the module's methods take and their replacements do not, or None."""
+    for name, method in inspect.getmembers(host.methods, inspect.isfunction):
+        if not inspect.isfunction(getattr(type(module), name, None)):
+            continue
+        taken = inspect.signature(method).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            continue
+        more = [x for x in arguments(module, name) if x not in taken]
+        if more:
+            return f"its own {name} takes {', '.join(more)}, which its replacement does not"
+    return None
+
+
 def why_not_alike(module: nn.Module, host: Host) -> str | None:
     """Say in what the module and its replacement differ on the host's example, or None."""
     parameter = next(module.parameters(), torch.empty(0))
@@ -171,12 +204,12 @@ def why_not_alike(module: nn.Module, host: Host) -> str | None:
         for dtype, device, tolerance in ways:
             outcomes = []
             for served in (False, True):
-                twin = _copy(module).to(device, dtype).train(training)
-                if served:
-                    dressed(twin, host)
                 with torch.random.fork_rng(), torch.enable_grad():
                     torch.manual_seed(0)
                     try:
+                        twin = _copy(module).to(device, dtype).train(training)
+                        if served:
+                            dressed(twin, host)
                         outcomes.append(_outcome(twin, host.example, dtype, device))
                     except Exception as error:
                         whose = "its replacement" if served else "its own class"

@@ -1,0 +1,62 @@
+"""Attention of PyTorch's tutorials, which people copy: translation and chatbot."""
+
+from __future__ import annotations
+
+from attnfast.hosts.host import register_host
+from attnfast.hosts.recall import attend, batch_first, project, project_both, touch
+
+
+class Translation:
+    """e = v · tanh(W q + a + U h + b) + c."""
+
+    def forward(self, query, keys):
+        key, weight = project(self, "key", self.Ua, keys), self.Va.weight
+        context, weights = attend(self, self.Wa(query), key, keys, weight)
+        return touch(context, self.Va.bias), weights
+
+
+class Chatbot:
+    """Luong's scores of a step: q · h, q · (W h + b), v · tanh(W [q; h] + b)."""
+
+    def forward(self, hidden, encoder_outputs):
+        if len(hidden) != 1:
+            return super().forward(hidden, encoder_outputs)
+        query, key, weight = hidden[0], batch_first(self, encoder_outputs), None
+        if self.method == "general":
+            key = project(self, "key", self.attn, key)
+        elif self.method == "concat":
+            (query, key), weight = project_both(self, self.attn, query, key), self.v
+        return attend(self, query, key, None, weight)[1].unsqueeze(1)
+
+
+def translation(attention, draw):
+    size = attention.Wa.in_features
+    for B, Tk in ((3, 5), (2, 4)):
+        source = draw(B, Tk, attention.Ua.in_features)
+        for _ in range(3):
+            yield attention(draw(B, 1, size), source)
+
+
+def chatbot(attention, draw):
+    size = attention.hidden_size
+    for B, Tk in ((3, 5), (2, 4)):
+        source = draw(Tk, B, size)
+        for _ in range(3):
+            yield attention(draw(1, B, size), source)
+
+
+register_host(
+    Translation,
+    name="the translation tutorial's BahdanauAttention",
+    classes=["BahdanauAttention"],
+    parameters=["Wa.weight", "Wa.bias", "Ua.weight", "Ua.bias", "Va.weight", "Va.bias"],
+    example=translation,
+)
+register_host(
+    Chatbot,
+    name="the chatbot tutorial's Attn",
+    classes=["Attn"],
+    parameters=[],
+    optional=["attn.weight", "attn.bias", "v"],
+    example=chatbot,
+)
