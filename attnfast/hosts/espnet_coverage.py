@@ -4,6 +4,7 @@ import torch
 
 from attnfast.hosts.espnet import SCORED, begin, register, score
 from attnfast.hosts.espnet_location import LOCATED, located, uniform
+from attnfast.hosts.recall import recall
 
 
 class Coverage:
@@ -12,8 +13,9 @@ class Coverage:
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_list, scaling=2.0):
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)) + self.wvec.bias
         att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
-        coverage, feature = sum(att_prev_list), self.wvec.weight.view(-1)
-        context, weights = score(self, query, scaling, coverage=coverage, coverage_weight=feature)
+        feature = recall(self, "feature", lambda: self.wvec.weight.view(-1), self.wvec.weight)
+        history = {"coverage": sum(att_prev_list), "coverage_weight": feature}
+        context, weights = score(self, query, scaling, **history)
         att_prev_list += [weights]  # the host's own list
         return context, att_prev_list
 

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from attnfast.hosts.espnet import SCORED, begin, call, example, lengths_of, register, score
+from attnfast.hosts.recall import recall
 
 LOCATED = [*SCORED, "loc_conv.weight", "mlp_att.weight"]
 RECURRENT = [*SCORED, "loc_conv.weight", "att_lstm.weight_ih", "att_lstm.weight_hh"]
@@ -16,9 +17,10 @@ def uniform(self):
 
 def located(self, query, scale, previous, **more):
     """Return context and weights, the score with features U (F ∗ previous)."""
-    filters, projection = self.loc_conv.weight.squeeze(2), self.mlp_att.weight
-    features = {"filters": filters, "projection": projection, "previous": previous}
-    return score(self, query, scale, **features, **more)
+    kernel, projection = self.loc_conv.weight, self.mlp_att.weight
+    filters = recall(self, "filters", lambda: kernel.squeeze(2), kernel)
+    more = {"filters": filters, "projection": projection, "previous": previous, **more}
+    return score(self, query, scale, **more)
 
 
 def window(self, last=None, backward=1, forward=3):
