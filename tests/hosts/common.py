@@ -20,6 +20,7 @@ import torch
 import attnfast
 from attnfast.hosts.host import Draw
 from attnfast.hosts.replace import _outcome, tensors
+from attnfast.memory import _Prepared
 
 
 class _Unused(types.ModuleType):
@@ -116,6 +117,15 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             assert type(served) is type(module)
 
 
+def preparations(module, run):
+    """Return how often the served module prepares a memory, or its filters, in ``run``."""
+    served = copy.deepcopy(module).float().train()
+    assert attnfast.replace(served).replaced
+    with mock.patch.object(_Prepared, "apply", wraps=_Prepared.apply) as apply:
+        list(run(served, Draw(torch.float32, torch.device("cpu"))))
+    return apply.call_count
+
+
 def same_training_step(plain, served, run):
     """Compare results of ``run(model)`` and all gradients of one step of training."""
     outcomes = []
@@ -138,4 +148,12 @@ def greedy_tokens(model, source, lengths, words, steps=12):
     return words
 
 
-__all__ = ["Draw", "alone", "compare", "greedy_tokens", "real", "same_training_step"]
+__all__ = [
+    "Draw",
+    "alone",
+    "compare",
+    "greedy_tokens",
+    "preparations",
+    "real",
+    "same_training_step",
+]

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hosts.common import alone, compare, same_training_step
+from hosts.common import alone, compare, preparations, same_training_step
 
 import attnfast
 
@@ -38,6 +38,11 @@ def decode(attention, draw, steps=4):
 @pytest.mark.parametrize("location", [False, True])
 def test_attention(location):
     compare(make(location), decode, SINGLE)
+
+
+@pytest.mark.parametrize("location", [False, True])
+def test_a_source_is_prepared_once(location):
+    assert preparations(make(location), decode) == (6 if location else 3)  # filters besides
 
 
 @pytest.mark.parametrize(("location", "agent", "mask"), list(product([False, True], repeat=3)))

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from hosts.common import Draw, compare, real, same_training_step
+from hosts.common import Draw, compare, preparations, real, same_training_step
 
 import attnfast
 from attnfast.hosts.replace import tensors
@@ -69,6 +69,13 @@ def use(attention, draw, scaling=None, steps=3, cumulate=False):
 def test_every_attention(name):
     for scaling in (None, 0.7):
         compare(make(name), lambda m, draw, s=scaling: use(m, draw, s), KINDS[name][1])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_source_is_prepared_once(name):
+    """Once for each of three, and once for its filters."""
+    filters = "Loc" in name or "Forward" in name or name == "AttCov"
+    assert preparations(make(name), use) == (6 if filters and name != "AttLocRec" else 3)
 
 
 @pytest.mark.parametrize("name", [n for n in KINDS if "For" not in n and "GDC" not in n])

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hosts.common import compare, same_training_step
+from hosts.common import compare, preparations, same_training_step
 from hosts.doubles import PointerAttention
 
 import attnfast
@@ -27,6 +27,12 @@ def decode(attention, draw, steps=3):
 @pytest.mark.parametrize("is_coverage", [False, True])
 def test_attention(is_coverage):
     compare(PointerAttention(6, is_coverage), decode)
+
+
+@pytest.mark.parametrize("is_coverage", [False, True])
+def test_a_source_is_prepared_once(is_coverage):
+    attention = PointerAttention(6, is_coverage)  # three sources; coverage's feature besides
+    assert preparations(attention, decode) == (6 if is_coverage else 3)
 
 
 def test_coverage_that_is_switched_off_is_left_alone():

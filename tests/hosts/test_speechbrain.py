@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hosts.common import compare, real, same_training_step
+from hosts.common import compare, preparations, real, same_training_step
 
 import attnfast
 
@@ -41,6 +41,12 @@ def test_attention(kind):
     compare(cls(6, 5, 7, 4, *more), lambda m, draw: use(m, draw, whole=False), BOTH)
     if kind != "keyvalue":
         compare(cls(6, 5, 7, 4, *more, scaling=1.7), use, dtypes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_is_prepared_once(kind):
+    cls, more, _ = KINDS[kind]  # three sources; filters besides
+    assert preparations(cls(6, 5, 7, 4, *more), use) == (6 if kind == "location" else 3)
 
 
 def test_a_search_may_write_the_last_weights():

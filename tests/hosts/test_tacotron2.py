@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hosts.common import alone, compare, same_training_step
+from hosts.common import alone, compare, preparations, same_training_step
 from hosts.doubles import Tacotron2Attention
 
 import attnfast
@@ -33,6 +33,11 @@ def decode(attention, draw, masked=True, steps=3):
 def test_attention(cls):
     for width in (1, 5, 31):
         compare(cls(5, 6, 7, 3, width), decode)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_source_is_prepared_once(cls):
+    assert preparations(cls(5, 6, 7, 3, 5), decode) == 6  # three, each with its filters
 
 
 def test_without_a_mask():
