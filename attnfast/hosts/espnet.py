@@ -57,14 +57,14 @@ def call(attention, draw, *args, **more):
 
 
 def example(attention, draw, call=call):
-    """Call any of ESPnet's attention: two sources, several steps each."""
+    """Call any of ESPnet's attention; of the sources it sees the first, or in han_mode all."""
     for lengths in ([5, 2, 4], [3, 6]):
         attention.reset()
         width = attention.eprojs if hasattr(attention, "eprojs") else attention.eunits
-        source, past = draw(len(lengths), max(lengths), width), None
-        yield call(attention, draw, source, lengths, None, None)
+        shape, past = (len(lengths), max(lengths), width), None
+        yield call(attention, draw, draw(*shape), lengths, None, None)
         for scaling in (2.0, 1.5, 2.0):
-            inputs = source, lengths, draw(len(lengths), attention.dunits), past
+            inputs = draw(*shape), lengths, draw(len(lengths), attention.dunits), past
             context, past = call(attention, draw, *inputs, scaling=scaling)
             yield context, list(past) if isinstance(past, list) else past  # the host's list grows
 

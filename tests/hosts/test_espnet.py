@@ -14,6 +14,7 @@ from attnfast.hosts.replace import tensors
 
 espnet = real("espnet.nets.pytorch_backend.rnn.attentions")
 decoders = real("espnet.nets.pytorch_backend.rnn.decoders")
+tacotron2 = real("espnet.nets.pytorch_backend.tacotron2.decoder")
 
 BOTH = (torch.float64, torch.float32)
 SINGLE = (torch.float32,)  # the host's own first weights are float32, whatever its parameters are
@@ -202,3 +203,24 @@ def test_whole_decoders(name):
         same_training_step(plain, served, lambda m: m(source, lengths, words))
         found = [model.search(source, lengths, beam) for model in (plain, served)]
         assert found[0] == found[1] and len(found[0]) == 6
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_decoder_of_tacotron_2(name):
+    """Steps of training, and between them synthesis with and without windows."""
+    plain = tacotron2.Decoder(
+        6, 4, make(name), dlayers=1, dunits=5, prenet_layers=1, prenet_units=3, postnet_layers=0,
+        cumulate_att_w=name == "AttLoc",
+    )  # fmt: skip
+    served = copy.deepcopy(plain)
+    assert [x.path for x in attnfast.replace(served).replaced] == ["att"]
+    source, lengths, speech = torch.randn(3, 7, 6), torch.tensor([7, 2, 5]), torch.randn(3, 4, 4)
+    for constrained in (False, True):
+        same_training_step(plain.train(), served.train(), lambda m: m(source, lengths, speech))
+        options = {"use_att_constraint": constrained, "backward_window": 1, "forward_window": 2}
+        spoken = []
+        for m in (plain.eval(), served.eval()):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                spoken.append(m.inference(source[0], maxlenratio=1.5, **options))
+        torch.testing.assert_close(*spoken, rtol=1e-4, atol=1e-5)
