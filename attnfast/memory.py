@@ -193,6 +193,7 @@ class _Prepared(Function):
         key, value, weight, lengths, *features = ctx.saved_tensors
         if features[0] is not None:
             query, weights, grad_score, grad_context, *states = map(_rows, zip(*steps))
+            assert weights is not None
             _, *grads, _, grad_filters, grad_projection, _, _, _, _, _ = call(
                 ctx.operators.coverage_attention_backward.default,
                 grad_context, None, None, None, query, key, value, weight, lengths, *features,
@@ -219,11 +220,9 @@ class _Prepared(Function):
 def _rows(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     """Put the rows of several steps together; a state that only some know was 0."""
     one = next((x for x in parts if x is not None), None)
-    return (
-        None
-        if one is None
-        else torch.cat([torch.zeros_like(one) if x is None else x for x in parts], -2)
-    )
+    if one is None:
+        return None
+    return torch.cat([torch.zeros_like(one) if x is None else x for x in parts], -2)
 
 
 class _Step(Function):
@@ -281,7 +280,7 @@ class _HistoryStep(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs):
-        grads, grad_score = gradients(ctx, *grad_outputs[:4], need_grad_score=True)
+        grads, grad_score = gradients(ctx, True, *grad_outputs)
         query, _, value, _, _, filters, _, _, _, _, coverage, previous, weights, _ = (
             ctx.saved_tensors
         )

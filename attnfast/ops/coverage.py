@@ -62,8 +62,8 @@ SCHEMAS = {
         "Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? filters, "
         "Tensor? projection, Tensor? penalty, Tensor? rate, Tensor? transition, Tensor? coverage, "
         "Tensor? previous, Tensor weights, Tensor odds, Tensor? grad_score, float scale, "
-        "bool need_grad_query, bool need_grad_key, bool need_grad_score, bool need_grad_filters) -> "
-        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
+        "bool need_grad_query, bool need_grad_key, bool need_grad_score, bool need_grad_filters) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
         "Tensor grad_score, Tensor grad_filters, Tensor grad_projection, Tensor grad_penalty, "
         "Tensor grad_rate, Tensor grad_transition, Tensor grad_coverage, Tensor grad_previous)"
     ),
@@ -190,7 +190,7 @@ def setup_context(ctx: Any, inputs, output):
 
 
 def gradients(
-    ctx: Any, grad_context, grad_weights, grad_coverage, grad_loss, need_grad_score: bool
+    ctx: Any, need_grad_score: bool, grad_context, grad_weights, grad_coverage, grad_loss, _odds
 ) -> tuple[list, Tensor]:
     """Return the gradients of all inputs, and those of the scores."""
     query, key, value, weight, lengths, *rest = ctx.saved_tensors
@@ -213,7 +213,7 @@ def gradients(
 
 
 def _backward(ctx: Any, *grads):
-    return tuple(gradients(ctx, *grads[:4], need_grad_score=False)[0])
+    return tuple(gradients(ctx, False, *grads)[0])
 
 
 _Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, setup_context, _backward)

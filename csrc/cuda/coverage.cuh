@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
 
 // The backward of rows apart: keys, weight and the features' parameters.
 template <class T>
-__global__ void __launch_bounds__(kThreads) apart_backward(const Coverage a) {
+__global__ void __launch_bounds__(kThreads, 3) apart_backward(const Coverage a) {
   const Scan<T> s(a);
   s.begin_backward();
   for (int64_t t = 0; t < a.Tq; ++t) s.score_backward(t, s.row(a.grad_score, t));
