@@ -232,6 +232,29 @@ def test_arguments_that_a_replacement_does_not_take():
     assert attnfast.replace(Plain()).replaced
 
 
+def test_subclasses_with_methods_of_their_own_are_left_alone():
+    """What they do differently need not show on the example."""
+
+    class Logged(Plain):
+        def forward(self, state, memory, mask=None):
+            return super().forward(state, memory, mask)
+
+    class Kept(Plain):
+        """Has more, but nothing else."""
+
+        dropout = 0.1
+
+        def more(self):
+            return self.last
+
+        def extra_repr(self):
+            return "more"
+
+    report = attnfast.replace(nn.ModuleList([Logged(), Kept()]))
+    assert [x.path for x in report.replaced] == ["1"]
+    assert "0: Logged left alone: its class Logged has a forward of its own" in str(report)
+
+
 def test_why_not_and_a_failing_example():
     register(why_not=lambda module: "it is a Tuesday")
     assert "it is a Tuesday" in str(attnfast.replace(model()))

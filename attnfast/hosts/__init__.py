@@ -25,13 +25,21 @@ __all__ = [
 ADAPTERS = (
     "allennlp",
     "bentrevett",
+    "coqui",
     "d2l",
     "espnet",
+    "espnet_coverage",
+    "espnet_forward",
+    "espnet_heads",
+    "espnet_location",
     "fairseq",
     "gnmt",
     "joeynmt",
     "keras",
     "onmt",
+    "pointer_summarizer",
+    "speechbrain",
+    "tacotron2",
     "tutorials",
 )
 for name in ADAPTERS:

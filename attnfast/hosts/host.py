@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import filter as filter_names
 from functools import cache
 from typing import Any
 
@@ -51,7 +52,8 @@ class Host:
             module's own class.
         classes: the names of the module's class, ``package.module.Class``, or ``Class`` alone for
             code that people copy into their own.
-        parameters: the names of the parameters that it must have.
+        parameters: the names of the parameters that it must have; a ``*`` in one stands for the
+            numbers of a list of layers.
         optional: the names of those that it may have; any other is a reason to leave it alone.
         example: ``example(module, draw)`` calls a module of this kind, several steps on padded
             input, and yields what it returns; ``draw(*shape)`` makes the input (see :class:`Draw`).
@@ -79,7 +81,8 @@ class Host:
         full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
         short = {c.__qualname__ for c in type(module).__mro__}
         named = any(c in (full if "." in c else short) for c in self.classes)
-        return named and self.parameters <= names <= self.parameters | self.optional
+        known = {n for p in self.parameters | self.optional for n in filter_names(names, p)}
+        return named and all(filter_names(names, p) for p in self.parameters) and names == known
 
 
 #: Every host that is known, by its name.

@@ -192,8 +192,22 @@ def why_not_called_alike(module: nn.Module, host: Host) -> str | None:
     return None
 
 
+def why_not_inherited(module: nn.Module, host: Host) -> str | None:
+    """Say which method of the host's class a subclass of it has of its own, or None."""
+    for cls in type(module).__mro__:
+        if {cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"} & set(host.classes):
+            return None
+        for name in vars(cls):
+            known = hasattr(host.methods, name) or hasattr(super(cls, module), name)
+            if known and (name == "forward" or not hasattr(nn.Module, name)):
+                return f"its class {cls.__name__} has a {name} of its own"
+    return None
+
+
 def why_not_alike(module: nn.Module, host: Host) -> str | None:
     """Say in what the module and its replacement differ on the host's example, or None."""
+    if overrides := why_not_inherited(module, host):
+        return overrides
     parameter = next(module.parameters(), torch.empty(0))
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "its parameters have no shape yet: replace it after the first call"

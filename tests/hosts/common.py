@@ -6,10 +6,13 @@ import copy
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch
 import attnfast
 from attnfast.hosts.host import Draw
 from attnfast.hosts.replace import _outcome, tensors
+from attnfast.memory import _Prepared
 
 
 class _Unused(types.ModuleType):
@@ -73,6 +77,21 @@ def real(name: str, *unused: str):
             pytest.skip(f"{error}: `make hosts` installs it", allow_module_level=True)
 
 
+def alone(name: str, *unused: str):
+    """Import a module of a real package without running the packages that it is in."""
+    parents = ["."] + name.split(".")[:-1]
+    found = importlib.util.find_spec(parents[1])
+    if found is None:
+        pytest.skip(f"no module {parents[1]}: `make hosts` installs it", allow_module_level=True)
+    folder, bare = Path(found.origin).parent.parent, []
+    for depth in range(2, len(parents) + 1):
+        module = types.ModuleType(".".join(parents[1:depth]))
+        module.__path__ = [str(folder.joinpath(*parents[1:depth]))]
+        bare.append(module)
+    with mock.patch.dict(sys.modules, {m.__name__: m for m in bare}):
+        return real(name, *unused)
+
+
 def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False, True)):
     """Compare ``run(module, draw)`` before and after: results, state and gradients of all."""
     name = type(module).__qualname__
@@ -98,13 +117,22 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             assert type(served) is type(module)
 
 
+def preparations(module, run):
+    """Return how often the served module prepares a memory, or its filters, in ``run``."""
+    served = copy.deepcopy(module).float().train()
+    assert attnfast.replace(served).replaced
+    with mock.patch.object(_Prepared, "apply", wraps=_Prepared.apply) as apply:
+        list(run(served, Draw(torch.float32, torch.device("cpu"))))
+    return apply.call_count
+
+
 def same_training_step(plain, served, run):
     """Compare results of ``run(model)`` and all gradients of one step of training."""
     outcomes = []
     for model in (plain, served):
         torch.manual_seed(0)
         results = list(tensors(run(model)))
-        loss = sum((x.float() * torch.randn(x.shape)).sum() for x in results if x.requires_grad)
+        loss = sum((x * torch.randn_like(x)).sum() for x in results if x.requires_grad)
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         outcomes.append((results, [g for g in grads if g is not None]))
     for a, b in zip(*outcomes, strict=True):
@@ -120,4 +148,12 @@ def greedy_tokens(model, source, lengths, words, steps=12):
     return words
 
 
-__all__ = ["Draw", "compare", "greedy_tokens", "real", "same_training_step"]
+__all__ = [
+    "Draw",
+    "alone",
+    "compare",
+    "greedy_tokens",
+    "preparations",
+    "real",
+    "same_training_step",
+]

@@ -1,0 +1,35 @@
+"""ESPnet's attention with coverage, the sum of all weights before, plain or convolved."""
+
+import torch
+
+from attnfast.hosts.espnet import SCORED, begin, register, score
+from attnfast.hosts.espnet_location import LOCATED, located, uniform
+from attnfast.hosts.recall import recall
+
+
+class Coverage:
+    """f = u C + c, C the sum of all weights before."""
+
+    def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_list, scaling=2.0):
+        query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)) + self.wvec.bias
+        att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
+        feature = recall(self, "feature", lambda: self.wvec.weight.view(-1), self.wvec.weight)
+        history = {"coverage": sum(att_prev_list), "coverage_weight": feature}
+        context, weights = score(self, query, scaling, **history)
+        att_prev_list += [weights]  # the host's own list
+        return context, att_prev_list
+
+
+class CoverageLocation:
+    """f = U (F ∗ C)."""
+
+    def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_list, scaling=2.0):
+        query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z))
+        att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
+        context, weights = located(self, query, scaling, sum(att_prev_list))
+        att_prev_list += [weights]
+        return context, att_prev_list
+
+
+register(Coverage, "AttCov", [*SCORED, "wvec.weight", "wvec.bias"], dtype=torch.float32)
+register(CoverageLocation, "AttCovLoc", LOCATED, dtype=torch.float32)

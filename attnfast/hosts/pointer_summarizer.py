@@ -1,0 +1,51 @@
+"""Attention of atulkum's pointer_summarizer, a pointer-generator network with coverage."""
+
+from attnfast.hosts.host import register_host
+from attnfast.hosts.recall import attend, recall
+
+
+class PointerGenerator:
+    """e = v · tanh(W h + V s + b + w_c C), C the sum of the weights so far if there is coverage.
+
+    The host multiplies its softmax by the mask and normalises again: the softmax of what is seen.
+    """
+
+    def forward(self, s_t_hat, encoder_outputs, encoder_feature, enc_padding_mask, coverage):
+        key = recall(
+            self, "key", lambda: encoder_feature.reshape(encoder_outputs.shape), encoder_feature
+        )
+        mask = recall(self, "mask", lambda: enc_padding_mask != 0, enc_padding_mask)
+        covered, history = hasattr(self, "W_c"), {}
+        if covered:
+            coverage = coverage.view(-1, key.size(1))
+            feature = recall(self, "feature", lambda: self.W_c.weight.view(-1), self.W_c.weight)
+            history = {"coverage": coverage, "coverage_weight": feature}
+        context, weights = attend(
+            self, self.decode_proj(s_t_hat), key, encoder_outputs, self.v.weight, mask=mask,
+            **history,
+        )  # fmt: skip
+        return context, weights, coverage + weights if covered else coverage
+
+
+def example(attention, draw):
+    """Decode two batches; the feature has the words of all sources in one dimension."""
+    width = attention.decode_proj.in_features
+    for lengths in ((5, 2, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        outputs, feature = draw(B, Tk, width), draw(B * Tk, width)
+        mask, coverage = draw.seen(lengths, Tk).to(draw.dtype), draw(B, Tk)
+        for _ in range(3):
+            result = attention(draw(B, width), outputs, feature, mask, coverage)
+            coverage = result[2]
+            yield result
+
+
+register_host(
+    PointerGenerator,
+    name="pointer_summarizer's attention",
+    classes=["Attention"],
+    parameters=["decode_proj.weight", "decode_proj.bias", "v.weight"],
+    optional=["W_c.weight"],
+    example=example,
+    note="a source without words has weights 0 instead of NaN",
+)
