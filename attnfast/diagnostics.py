@@ -17,10 +17,18 @@ def best_device() -> torch.device:
 
 
 def peak_memory(function: Callable[[], object], device: torch.device | None = None) -> int:
-    """Return the most bytes that ``function`` held at once, beyond what was held before it.
+    """Return the most bytes that ``function`` held at once: see :func:`memory_of`."""
+    return memory_of(function, device)[0]
 
-    On a GPU this is the account of PyTorch's allocator. On the CPU it is the running maximum of
-    bytes allocated minus bytes freed, as ``torch.profiler`` records them.
+
+def memory_of(
+    function: Callable[[], object], device: torch.device | None = None
+) -> tuple[int, int]:
+    """Return the most bytes that ``function`` held at once, and those that its result holds.
+
+    Both beyond what was held before it. A result that requires gradients holds what was saved for
+    its backward. On a GPU this is the account of PyTorch's allocator. On the CPU it is the running
+    maximum of bytes allocated minus bytes freed, as ``torch.profiler`` records them.
 
     Args:
         function: it is called once.
@@ -30,19 +38,22 @@ def peak_memory(function: Callable[[], object], device: torch.device | None = No
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before
+        result = function()
+        highest, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del result
+        return highest - before, held - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints that it starts
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        function()
+        result = function()
+    del result
     recorded = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = [(e.start_ns(), e.nbytes()) for e in recorded if e.name() == "[memory]"]
     held = highest = 0
     for _, change in sorted(changes):
         held += change
         highest = max(highest, held)
-    return highest
+    return highest, held
 
 
 def median_times(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -56,17 +56,21 @@ def markdown(report: dict) -> str:
         peers = list(members[0]["peers"])
         text.append(f"## {group[0]}, {group[1]}\n")
         other = "eager" if "eager" in peers else peers[0]
+        kept = "kept" in members[0]
         sizes = members[0].get("size_names", "B, Tq, Tk, A, Dv")
         head = ["shape", sizes, members[0]["ours"], *peers, "peak memory", other]
+        head += ["kept for the backward", other] * kept
         text.append("| " + " | ".join(head) + " |")
         text.append("|---|---|" + "--:|" * (len(head) - 2))
         for r in members:
-            ratios = [times(r["peers"][p] / r["median"]) for p in peers]
+            of = r["peers"]
+            ratios = [times(of[p] / r["median"]) if p in of else "" for p in peers]
             memory = [size(r["memory"][r["ours"]]), size(r["memory"][other])]
             sizes = ", ".join(map(str, r["sizes"]))
             cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
+            cells += [size(r["kept"][name]) for name in (r["ours"], other) if kept]
             text.append("| " + " | ".join(cells) + " |")
-        by_peer = ([r["peers"][p] / r["median"] for r in members] for p in peers)
+        by_peer = ([r["peers"][p] / r["median"] for r in members if p in r["peers"]] for p in peers)
         ratios = [statistics.geometric_mean(x) for x in by_peer]
         text.append("| geometric mean | | | " + " | ".join(map(times, ratios)) + " | | |")
         text.append("")

@@ -203,7 +203,8 @@ def test_kernels_shadow_no_other_package():
 def public():
     """Yield every public function, class and method of the modules meant for users."""
     for info in pkgutil.walk_packages(attnfast.__path__, "attnfast."):
-        if re.search(r"__main__|kernels|_C_", info.name):
+        adapter = info.name.rpartition(".")[2] in attnfast.hosts.ADAPTERS
+        if adapter or re.search(r"__main__|kernels|_C_", info.name):
             continue
         module = importlib.import_module(info.name)
         for name, thing in vars(module).items():

@@ -313,7 +313,9 @@ def test_a_row_ends_with_its_columns(backend):
         args = inputs(case, device)
         q, k, v = (args[x].to(dtype) for x in ("query", "key", "value"))
         terms = (None, None, None, None, bounds.to(device), 3, None)
-        return results(case, args, lambda **_: attention.run(q, k, v, *terms, 1.0, True, name))
+        return results(
+            case, args, lambda **_: attention.run(q, k, v, *terms, 1.0, False, True, name)
+        )
 
     exact = run(CPU, torch.float64, "reference")
     for key, value in run(DEVICE[backend], torch.float32, backend).items():
@@ -508,11 +510,11 @@ def test_opcheck(score, backend):
     bounds = torch.tensor([[[-1, 2], [0, 3], [2, 9]]], device=DEVICE[backend])
     tensors = [args[k] for k in ("query", "key", "value", "weight")]
     bias = torch.randn(2, 3, 3, device=DEVICE[backend])
-    call = (*tensors, bias, bias > -1, None, bounds, 3, None, 0.5, True)
+    call = (*tensors, bias, bias > -1, None, bounds, 3, None, 0.5, False, True)
     torch.library.opcheck(ops.attention.default, call)
     outputs = ops.attention(*call)
     grads = [torch.randn_like(x) for x in outputs]
-    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, True, True, True)
+    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, False, True, True, True)
     torch.library.opcheck(ops.attention_backward.default, (*grads, *rest))
 
 

@@ -38,6 +38,7 @@ ADAPTERS = (
     "keras",
     "onmt",
     "pointer_summarizer",
+    "sgrvinod",
     "speechbrain",
     "tacotron2",
     "tutorials",

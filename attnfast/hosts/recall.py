@@ -29,19 +29,29 @@ class _Kept:
     def __init__(self, result: Any, of: tuple[Any, ...], way: tuple[Any, ...]):
         self.result, self.way = result, way
         self.of = tuple(
-            (weakref.ref(x), x._version) if isinstance(x, Tensor) else (x, None) for x in of
+            (weakref.ref(_base(x)), _part(x)) if isinstance(x, Tensor) else (x, None) for x in of
         )
 
     def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
         if self.way != way or len(of) != len(self.of):
             return False
-        for x, (kept, version) in zip(of, self.of):
-            if version is None:
+        for x, (kept, part) in zip(of, self.of):
+            if part is None:
                 if isinstance(x, Tensor) or x != kept:
                     return False
-            elif not isinstance(x, Tensor) or kept() is not x or x._version != version:
+            elif not isinstance(x, Tensor) or kept() is not _base(x) or _part(x) != part:
                 return False
         return True
+
+
+def _base(x: Tensor) -> Tensor:
+    """Return the tensor, or that of which it is a view: a slice is another at every step."""
+    return x if x._base is None else x._base
+
+
+def _part(x: Tensor) -> tuple[Any, ...]:
+    """Return which view it is, and in which version."""
+    return x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 def _way(of: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -121,6 +131,7 @@ def attend(
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float = 1.0,
+    activation: str = "tanh",
     **history: Any,
 ) -> tuple[Any, Tensor]:
     """Attend to a memory that is prepared once per source; return context and weights.
@@ -136,6 +147,7 @@ def attend(
         mask: boolean ``[B, Tk]``, or of the shape of the weights, True where a key may be attended
             to.
         scale: multiplies the score.
+        activation: of the additive score, as in :func:`attnfast.additive_attention`.
         history: what :func:`attnfast.coverage_attention` takes besides, if the score knows it.
     """
     step = query.dim() < key.dim()
@@ -147,9 +159,10 @@ def attend(
         module, "memory",
         lambda: prepare(
             key, key[..., :1] if value is None else value,
-            weight.view(-1) if flat else weight, lengths=lengths,  # type: ignore[union-attr]
+            weight.view(-1) if flat else weight,  # type: ignore[union-attr]
+            activation=activation, lengths=lengths,
         ),
-        key, value, weight, lengths,
+        key, value, weight, lengths, activation,
     )  # fmt: skip
     memory = memory if mask is None else memory._replace(mask=mask)
     how: Any = attend_with_history if history else attend_to

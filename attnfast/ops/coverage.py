@@ -180,6 +180,7 @@ def _fake_backward(
 
 
 def setup_context(ctx: Any, inputs, output):
+    """Keep what :func:`gradients` needs."""
     query, key, value, weight, bias, _, lengths, *history, scale = inputs
     _, weights, _, _, odds = output
     ctx.save_for_backward(query, key, value, weight, lengths, *history, weights, odds)

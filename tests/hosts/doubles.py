@@ -117,6 +117,26 @@ class PointerAttention(nn.Module):
 PointerAttention.__qualname__ = PointerAttention.__name__ = "Attention"
 
 
+class CaptionAttention(nn.Module):
+    """sgrvinod's tutorial on captioning (models.py)."""
+
+    def __init__(self, encoder_dim, decoder_dim, attention_dim, activation=torch.relu):
+        super().__init__()
+        self.encoder_att = nn.Linear(encoder_dim, attention_dim)
+        self.decoder_att = nn.Linear(decoder_dim, attention_dim)
+        self.full_att = nn.Linear(attention_dim, 1)
+        self.activation = activation
+
+    def forward(self, encoder_out, decoder_hidden):
+        """encoder_out [B, pixels, encoder_dim], decoder_hidden [B, decoder_dim]."""
+        sums = self.encoder_att(encoder_out) + self.decoder_att(decoder_hidden).unsqueeze(1)
+        alpha = self.full_att(self.activation(sums)).squeeze(2).softmax(1)
+        return (encoder_out * alpha.unsqueeze(2)).sum(1), alpha
+
+
+CaptionAttention.__qualname__ = CaptionAttention.__name__ = "Attention"
+
+
 class GNMTAttention(nn.Module):
     """NVIDIA GNMT's BahdanauAttention."""
 
