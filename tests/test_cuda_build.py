@@ -23,7 +23,7 @@ BUDGETS = {
         ("grad_score", ">", 168, 12),
         ("grad_rows", ", 0>", 128, 14),
         ("grad_rows", ", 1>", 168 if dtype == "double" else 128, 14),
-        ("grad_rows", ", 2>", 128, 14),
+        ("grad_rows", ", 2>", 168 if dtype == "double" else 128, 14),
     )
 } | {"find_rows_of_keys": (40, 0)}
 BUDGETS |= {

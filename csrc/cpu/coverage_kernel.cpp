@@ -98,6 +98,25 @@ void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const 
     mix_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
 }
 
+// The same where the columns are few, v [K, columns] as it is: one product after the other. Both have
+// rows of whole vectors.
+constexpr int64_t kFew = 3;
+
+template <class C>
+void times_few(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K, C* out,
+               int64_t out_stride) {
+  constexpr int V = Vector<C>::width;
+  for (int64_t i = 0; i < n; ++i, p += stride, out += out_stride)
+    for (int64_t k = 0; k < K; ++k) {
+      Vec<C> x0 = {}, x1 = {};
+      for (int64_t c = 0; c < columns; c += 2 * V) {
+        x0 += load(p + c) * load(v + k * columns + c);
+        x1 += load(p + c + V) * load(v + k * columns + c + V);
+      }
+      out[k] = sum<C>(x0 + x1);
+    }
+}
+
 template <class C>
 void copy(const C* from, int64_t n, C* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
@@ -376,8 +395,9 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
       const auto tile = n - i >= 4 ? grad_tile<4, C> : grad_tile<1, C>;
       tile(p, k + i, gradient + i, p.found + i * p.found_row, p.grad_z + i * p.A, grad_k + i);
     }
+    const auto times = p.K <= kFew ? times_few<C> : times_packed<C>;
     if (a.grad_filters.data || !a.apart)
-      times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
+      times(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
     if (a.grad_filters.data) {
       mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
       add_up(p.grad_projection, p.product, p.K * p.A);
@@ -400,9 +420,11 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
 
 template <class C>
 void begin_grad_features(const Coverage& a, Place<C>& p) {
-  pack_columns(p.A, p.K, [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
+  const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
     return 4 * p.weight[c] * p.projection[k * p.A + c];
-  }, p.slope);
+  };
+  if (p.K > kFew) pack_columns(p.A, p.K, slope, p.slope);
+  for (int64_t x = 0; p.K <= kFew && x < p.K * p.A; ++x) p.slope[x] = slope(x % p.A, x / p.A);
   for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
   for (C* x = p.grad_key; a.grad_key.data && x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
   for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
