@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -484,3 +486,24 @@ def test_the_report_says_it_all():
     assert text[0].startswith("x: Plain served by ") and text[0].endswith("as plain; nothing else")
     assert text[1].startswith("MultiheadAttention: MultiheadAttention left alone: ")
     assert all(a != b for a, b in pairwise(text))
+
+
+def test_the_host_of_the_readme():
+    class Attention(nn.Module):
+        """What the README's methods stand in for."""
+
+        def __init__(self):
+            super().__init__()
+            self.W, self.U = nn.Linear(6, 5, bias=False), nn.Linear(4, 5)
+            self.v = nn.Linear(5, 1)
+
+        def forward(self, state, source, mask=None):
+            energy = self.v((self.W(state).unsqueeze(1) + self.U(source)).tanh()).squeeze(2)
+            weights = energy.masked_fill(~mask, -1e9).softmax(1)
+            return (weights.unsqueeze(1) @ source).squeeze(1), weights
+
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "example(" in x)
+    Attention.__module__, Attention.__qualname__ = "speller", "Attention"
+    exec(code, {"attnfast": attnfast})
+    assert str(attnfast.replace(Attention(), strict=True)).endswith("as speller")

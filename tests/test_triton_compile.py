@@ -34,6 +34,7 @@ CASES = list(
     itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("plain", "all", "span"))
 )
 CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
+CASES += [("float32", "relu", "all")]
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values; the scan's gradient also
 #: puts by what it needs once for every row.
@@ -90,7 +91,8 @@ def record(cases: list[tuple]) -> list[tuple]:
             torch.zeros(B, H, *size, dtype=getattr(torch, dtype))
             for size in ((Tq, A), (Tk, A), (Tk, Dv))
         )
-        weight = query.new_zeros(A) if score == "additive" else None
+        weight = None if score == "dot" else query.new_zeros(A)
+        relu = score == "relu"
         bias = mask = lengths = span = grad_weights = grad_lse = None
         columns = 0
         if extras == "span":
@@ -104,12 +106,12 @@ def record(cases: list[tuple]) -> list[tuple]:
             lengths = torch.tensor([Tk, 17])
             grad_weights, grad_lse = weights, weights[..., 0]
         context, *_ = attention.forward(
-            query, key, value, weight, bias, mask, lengths, span, columns, None, 1.0,
+            query, key, value, weight, bias, mask, lengths, span, columns, None, 1.0, relu,
             extras != "plain",
         )  # fmt: skip
         attention.backward(
             context, grad_weights, grad_lse, query, key, value, weight, lengths, span, columns,
-            None, weights, None, 1.0, True, True, bias is not None,
+            None, weights, None, 1.0, relu, True, True, bias is not None,
         )  # fmt: skip
     return launches
 

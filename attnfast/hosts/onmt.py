@@ -9,8 +9,6 @@ import torch
 from attnfast.hosts.host import register_host
 from attnfast.hosts.recall import attend, project
 
-EMPTY = "a source without words has weights 0 instead of NaN"
-
 
 def attended(self, src, source, **seen):
     """Attend by the module's score, and project what comes out beside the query."""
@@ -60,10 +58,8 @@ COMMON: dict[str, Any] = {
         "linear_in.weight", "linear_context.weight", "linear_query.weight", "linear_query.bias",
         "v.weight", "linear_out.bias", "linear_cover.weight",
     ],
-    "why_not": lambda attention: (
-        "its weights are a sparsemax" if attention.attn_func != "softmax" else None
-    ),
-    "note": EMPTY,
+    "why_not": lambda m: "its weights are a sparsemax" if m.attn_func != "softmax" else None,
+    "note": "a source without words has weights 0 instead of NaN",
 }  # fmt: skip
 
 register_host(
