@@ -19,6 +19,7 @@ filters went into too.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,8 @@ class _Waiting:
         return taken
 
 
-class _Features(NamedTuple):
+@dataclass(eq=False)
+class _Features:
     """Filters and their projection, and the token of the steps that use them."""
 
     of: tuple[Any, ...]
@@ -137,12 +139,11 @@ class Steps:
                 of, filters.detach(), projection.detach(), token, waiting
             )
             if token.grad_fn is not None:
-                itself = weakref.ref(self)
+                steps, made = weakref.ref(self), weakref.ref(known)
 
                 def forget(_: Any) -> None:  # the graph of the filters is gone now
-                    steps = itself()
-                    if steps is not None and steps._features is known:
-                        steps._features = None
+                    if (here := steps()) is not None and here._features is made():
+                        here._features = None
 
                 token.grad_fn.register_prehook(forget)
         return known
@@ -493,8 +494,8 @@ def attend_with_history(
     key, value, lengths, mask, weight, backend, steps, fertility, relu = memory
     if relu:
         refuse("memory", "one of tanh: a history knows no other activation", "one of relu")
-    features = {"coverage_weight": coverage_weight, "filters": filters, "projection": projection}
-    terms = {**features, "mask": mask, "fertility": fertility, **terms}
+    made_of = {"coverage_weight": coverage_weight, "filters": filters, "projection": projection}
+    terms = {**made_of, "mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
     deferred = (
         steps is not None
@@ -515,8 +516,9 @@ def attend_with_history(
     if inputs[7] is not None and not inputs[7].shape[-3]:
         inputs[7:9] = None, None
     if inputs[7] is not None:
-        of = tuple(features.values())
-        _, inputs[7], inputs[8], token, waiting = steps.features(of, *inputs[7:9])  # type: ignore
+        features = steps.features(tuple(made_of.values()), *inputs[7:9])  # type: ignore[union-attr]
+        inputs[7:9] = features.filters, features.projection
+        token, waiting = features.token, features.waiting
     inputs[1:4] = (None if x is None else x.detach() for x in inputs[1:4])
     operators = steps.operators  # type: ignore[union-attr]
     context, weights, coverage, loss, _ = _HistoryStep.apply(*inputs, token, waiting, operators)

@@ -1,9 +1,11 @@
 """coverage_attention against the float64 oracle, and the oracle against the papers' formulas."""
 
 import functools
+import gc
 import itertools
 import math
 import random
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -371,6 +373,21 @@ def test_filters_that_change_between_steps(backend):
         grads.append([*once, *torch.autograd.grad(loss * 2, leaves)])
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_steps_leave_nothing(reached):
+    """Neither after a backward nor without one."""
+    args = arguments(History("additive", 2, 3, 9, 8, 5, terms=("location",)))
+    memory = prepare(args["key"] * 1, args["value"], args["weight"])
+    terms = {k: args[k] for k in ("filters", "projection")}
+    result = attend_with_history(args["query"][:, :1], memory, **terms)
+    if reached:
+        result[0].sum().backward()
+    alive = weakref.ref(memory.steps), weakref.ref(memory.key)
+    del memory, result
+    gc.collect()
+    assert [x() for x in alive] == [None, None]
 
 
 @pytest.mark.parametrize("heads", [None, 2])
