@@ -95,6 +95,7 @@ class Steps:
     def __init__(self, memory: Memory, token: Tensor | None = None, waiting: Any = None):
         key, weight = memory.key, memory.weight
         self.of = (key, memory.value, memory.lengths, weight)
+        self.how = (memory.backend, memory.relu)
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.token = token  # None: not deferred
         self.waiting = waiting
@@ -112,6 +113,7 @@ class Steps:
             and memory.value is value
             and memory.lengths is lengths
             and memory.weight is weight
+            and (memory.backend, memory.relu) == self.how
             and query.dtype == key.dtype
             and query.shape == self.query_shape
         )
@@ -133,7 +135,16 @@ class Steps:
             key, value, lengths, weight = self.of
             waiting, operators = _Waiting(), self.operators
             token = _Prepared.apply(
-                key, value, weight, filters, projection, self.token, lengths, waiting, operators
+                key,
+                value,
+                weight,
+                filters,
+                projection,
+                self.token,
+                lengths,
+                waiting,
+                operators,
+                False,
             )
             known = self._features = _Features(
                 of, filters.detach(), projection.detach(), token, waiting
@@ -192,7 +203,7 @@ class _Prepared(Function):
         lengths,
         waiting,
         operators,
-        relu=False,
+        relu,
     ):
         ctx.save_for_backward(key, value, weight, lengths, filters, projection)
         ctx.waiting, ctx.operators, ctx.relu = waiting, operators, relu
@@ -483,7 +494,7 @@ def attend_with_history(
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
-        memory: key, value, weight, lengths, mask, fertility and backend.
+        memory: key, value, weight, lengths, mask, fertility and backend; its activation is tanh.
         need_weights, need_loss, coverage_weight, filters, projection, terms: as there.
 
     Returns:
@@ -502,6 +513,7 @@ def attend_with_history(
         and steps.token is not None
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not torch._C._autograd._top_saved_tensors_default_hooks(True)  # checkpointing
         and isinstance(query, Tensor)
         and steps.serve(query, memory)
     )

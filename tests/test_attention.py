@@ -215,6 +215,22 @@ def test_a_row_is_not_touched_by_what_others_see(score, size, backend):
             assert b[key][0, 1].isnan().any(), key
 
 
+@pytest.mark.parametrize("Tq", [1, 3, 20])
+def test_what_relu_may_not_see_may_be_infinite(Tq, backend):
+    """Its slope there is not 0, as that of tanh is."""
+    case = Case("relu", 2, Tq, 9, 33, 5)
+    if not runnable(backend, case):
+        pytest.skip(f"{backend} does not run this case here")
+    clean = inputs(case, DEVICE[backend])
+    mask = torch.ones(2, 1, 9, dtype=torch.bool, device=DEVICE[backend])
+    mask[1, :, 4:7] = False
+    key = clean["key"].detach().clone()
+    key[1, 4:7] = math.inf
+    a, b = run(case, backend, mask=mask), run(case, backend, mask=mask, key=key.requires_grad_())
+    for name in a:
+        assert_same(a[name], b[name], case, backend)
+
+
 def test_an_empty_row_beside_a_nan():
     """The other rows see the value that is NaN, and no weight of theirs is 0."""
     args = inputs(Case("dot", 1, 9, 20, 64, 64))

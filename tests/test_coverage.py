@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from table import CPU, DEVICE, LAYOUTS, Case, inputs
 from torch.autograd import forward_ad, gradcheck
+from torch.utils.checkpoint import checkpoint
 
 import attnfast
 from attnfast.backends import why_not
@@ -371,6 +372,21 @@ def test_filters_that_change_between_steps(backend):
             loss = loss + context.sin().sum()
         once = torch.autograd.grad(loss, leaves, retain_graph=True)
         grads.append([*once, *torch.autograd.grad(loss * 2, leaves)])
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
+
+
+def test_checkpointed_steps():
+    args = arguments(History("additive", 2, 3, 9, 8, 5, terms=("location",)))
+    terms = {k: args[k] for k in ("filters", "projection")}
+    leaves, grads = [args["key"], args["value"], *terms.values()], []
+    for how in (lambda step, *a: step(*a), functools.partial(checkpoint, use_reentrant=False)):
+        memory, previous, loss = prepare(args["key"], args["value"], args["weight"]), None, 0
+        for query in args["query"].split(1, -2):
+            step = functools.partial(attend_with_history, memory=memory, need_weights=True, **terms)
+            context, weights, _ = how(lambda q, p, s=step: s(q, previous=p), query, previous)
+            previous, loss = weights.squeeze(-2), loss + context.sin().sum()
+        grads.append(torch.autograd.grad(loss, leaves))
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want)
 

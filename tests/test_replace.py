@@ -257,6 +257,12 @@ def test_subclasses_with_methods_of_their_own_are_left_alone():
     assert "0: Logged left alone: its class Logged has a forward of its own" in str(report)
 
 
+def test_layers_with_hooks_are_left_to_the_host():
+    m = model()["a0"]
+    m.energy.register_forward_hook(lambda module, args, output: 3 * output)
+    assert "left alone: its energy has hooks" in str(attnfast.replace(m))
+
+
 def test_why_not_and_a_failing_example():
     register(why_not=lambda module: "it is a Tuesday")
     assert "it is a Tuesday" in str(attnfast.replace(model()))

@@ -13,7 +13,8 @@ class Coverage:
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_list, scaling=2.0):
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)) + self.wvec.bias
         att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
-        feature = recall(self, "feature", lambda: self.wvec.weight.view(-1), self.wvec.weight)
+        weight = self.wvec.weight
+        feature = recall(self, "feature", lambda: weight.view(-1), weight, self.enc_h)
         history = {"coverage": sum(att_prev_list), "coverage_weight": feature}
         context, weights = score(self, query, scaling, **history)
         att_prev_list += [weights]  # the host's own list

@@ -12,7 +12,7 @@ from attnfast.hosts.recall import attend, recall, touch
 
 def together(self, name, parts, join=torch.stack):
     """Return the parts of all heads in one tensor, joined anew where one of them changed."""
-    return recall(self, name, lambda: join(parts), *parts)
+    return recall(self, name, lambda: join(parts), *parts, self.enc_h)
 
 
 def attended(self, states, lengths, z, **more):

@@ -18,7 +18,7 @@ def uniform(self):
 def located(self, query, scale, previous, **more):
     """Return context and weights, the score with features U (F ∗ previous)."""
     kernel, projection = self.loc_conv.weight, self.mlp_att.weight
-    filters = recall(self, "filters", lambda: kernel.squeeze(2), kernel)
+    filters = recall(self, "filters", lambda: kernel.squeeze(2), kernel, self.enc_h)
     more = {"filters": filters, "projection": projection, "previous": previous, **more}
     return score(self, query, scale, **more)
 

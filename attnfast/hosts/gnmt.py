@@ -6,10 +6,10 @@ from attnfast.hosts.host import register_host
 from attnfast.hosts.recall import attend, batch_first, project, recall
 
 
-def normalized(self):
+def normalized(self, keys):
     """Return the weight g v / ‖v‖, the same tensor at every step."""
     v, g = self.linear_att, self.normalize_scalar
-    return recall(self, "weight", lambda: v / v.norm() * g, v, g)
+    return recall(self, "weight", lambda: v / v.norm() * g, v, g, keys)
 
 
 class GNMT:
@@ -22,7 +22,7 @@ class GNMT:
         key, weight = project(self, "key", self.linear_k, keys), self.linear_att
         query = self.linear_q(query)
         if self.normalize:
-            query, weight = query + self.normalize_bias, normalized(self)
+            query, weight = query + self.normalize_bias, normalized(self, keys)
         mask = None if self.mask is None else ~self.mask
         context, weights = attend(self, query, key, keys, weight, mask=mask)
         if query.dim() == 3 and not self.batch_first:

@@ -18,7 +18,8 @@ class PointerGenerator:
         covered, history = hasattr(self, "W_c"), {}
         if covered:
             coverage = coverage.view(-1, key.size(1))
-            feature = recall(self, "feature", lambda: self.W_c.weight.view(-1), self.W_c.weight)
+            weight = self.W_c.weight
+            feature = recall(self, "feature", lambda: weight.view(-1), weight, encoder_feature)
             history = {"coverage": coverage, "coverage_weight": feature}
         context, weights = attend(
             self, self.decode_proj(s_t_hat), key, encoder_outputs, self.v.weight, mask=mask,

@@ -51,7 +51,8 @@ def _base(x: Tensor) -> Tensor:
 
 def _part(x: Tensor) -> tuple[Any, ...]:
     """Return which view it is, and in which version."""
-    return x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.requires_grad
+    place = x.device, x.data_ptr() if x.numel() else 0  # ``.data`` may have been another's
+    return *place, x._version, x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 def _way(of: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -75,7 +76,8 @@ def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> A
         make: computes it from nothing that may change but ``of``.
         of: tensors, compared by identity and version, and other values, compared as they are.
 
-    A parameter changed through ``.data`` does not say so; between two sources that does no harm.
+    Some changes are not seen: those through ``.data``, by a fused optimiser, in NumPy's view of a
+    tensor. Where the source is among what it is made ``of``, they count from the next source on.
     """
     way = _way(of)
     kept = module.__dict__.setdefault(PLACE, {})
@@ -86,15 +88,15 @@ def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> A
     if found is not None and found.holds(of, way):
         return found.result
     result = make()
-    kept[name] = _Kept(result, of, way)
+    entry = kept[name] = _Kept(result, of, way)
     node: Any = result.steps and result.steps.token if isinstance(result, Memory) else result
     if node is not None and node.grad_fn is not None:
-        owner, entry = weakref.ref(module), weakref.ref(kept[name])
+        owner, made = weakref.ref(module), weakref.ref(entry)
 
         def forget(_: Any) -> None:
             kept = getattr(owner(), PLACE, {})
-            if name in kept and kept[name] is entry():
-                del kept[name]
+            if kept.get(name) is made():
+                kept.pop(name, None)
 
         node.grad_fn.register_prehook(forget)
     return result

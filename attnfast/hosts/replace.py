@@ -73,8 +73,10 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     can be copied and pickled.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
-    same tensors, unchanged in place. A parameter changed through ``.data`` between two calls with
-    one source is not noticed.
+    same tensors, unchanged in place. Between two calls with one source a parameter that changes
+    through ``.data`` or a fused optimiser is not noticed, and of several backwards over one source
+    all but the last need ``retain_graph=True``. Weights of inner layers may be read without a call
+    of the layer: prune, normalise or adapt layers before, or ``report.undo()`` first.
 
     Args:
         model: any module; its parameters are not touched.
@@ -204,10 +206,19 @@ def why_not_inherited(module: nn.Module, host: Host) -> str | None:
     return None
 
 
+def why_not_hooked(module: nn.Module) -> str | None:
+    """Say which inner layer has hooks, which would not be called, or None."""
+    for name, part in module.named_modules():
+        hooks = (v for k, v in vars(part).items() if k.endswith("_hooks") and "state_dict" not in k)
+        if part is not module and any(hooks):
+            return f"its {name} has hooks"
+    return None
+
+
 def why_not_alike(module: nn.Module, host: Host) -> str | None:
     """Say in what the module and its replacement differ on the host's example, or None."""
-    if overrides := why_not_inherited(module, host):
-        return overrides
+    if reason := why_not_inherited(module, host) or why_not_hooked(module):
+        return reason
     parameter = next(module.parameters(), torch.empty(0))
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "its parameters have no shape yet: replace it after the first call"

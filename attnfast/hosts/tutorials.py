@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from attnfast.hosts.host import register_host
 from attnfast.hosts.recall import attend, batch_first, project, project_both, touch
 
@@ -19,7 +21,8 @@ class Chatbot:
     """Luong's scores of a step: q · h, q · (W h + b), v · tanh(W [q; h] + b)."""
 
     def forward(self, hidden, encoder_outputs):
-        if len(hidden) != 1:
+        plain = self.method == "dot" or type(self.attn) is nn.Linear
+        if len(hidden) != 1 or not plain:
             return super().forward(hidden, encoder_outputs)
         query, key, weight = hidden[0], batch_first(self, encoder_outputs), None
         if self.method == "general":

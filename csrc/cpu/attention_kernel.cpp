@@ -299,13 +299,13 @@ void grad_score_span(const Attention& a, int64_t index, void* memory) {
 // counts as 0: a row that may see it has NaN weights and so a NaN grad_score; for the others it must
 // not exist.
 template <class T, class C>
-C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, C* out) {
+C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, bool finite, C* out) {
   constexpr int W = Vector<C>::width;
   pack(src, stride, n, width, out);
   Vec<C> most = {};
   for (C* x = out; x < out + n * 2 * W; x += W) {
     Vec<C> v = load(x);
-    v = v == v ? v : Vec<C>{};
+    v = finite ? (v - v == 0 ? v : Vec<C>{}) : (v == v ? v : Vec<C>{});
     store(x, v);
     most = v > most ? v : most;
     most = -v > most ? -v : most;
@@ -343,8 +343,8 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
   C* grad_k = grad_q + a.Tq * W2;
   C* grad_w = grad_k + n * W2;
   for (C* x = grad_q; x < grad_w + W2; ++x) *x = 0;
-  const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, q) +
-                  pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, k);
+  const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, a.relu, q) +
+                  pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, a.relu, k);
   auto blocks = a.relu ? grad_blocks<C, Score::relu> : grad_blocks<C, Score::direct>;
   if constexpr (sizeof(C) == 4) {
     if (range <= kFactoredLimit && !a.relu) {

@@ -193,11 +193,11 @@ __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a)
   }
 }
 
-// NaN counts as 0 under tanh: a row that may see it has NaN weights and so a NaN g; for the others
+// NaN counts as 0 under tanh, and what is not finite under relu: a row that may see it has NaN weights and so a NaN g; for the others
 // it must not exist.
-template <class C, int N>
-__device__ void drop_nan(C (&x)[N]) {
-  for (C& v : x) v = v == v ? v : 0;
+template <Score S, class C, int N>
+__device__ void drop_unseen(C (&x)[N]) {
+  for (C& v : x) v = (S == Score::relu ? v - v == 0 : v == v) ? v : 0;
 }
 
 // Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice; rows and
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     for (int half = 0; half < 2; ++half) {
       C part[kHeight];
       load(from, lane + 32 * half, width, part);
-      drop_nan(part);
+      drop_unseen<S>(part);
       far |= beyond(part);
       for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
     }
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     C y[2][kSumColumns / kWarps];
     for (int half = 0; half < 2; ++half) {
       load(from, lane + 32 * half, width, y[half]);
-      if constexpr (S != Score::dot) drop_nan(y[half]);
+      if constexpr (S != Score::dot) drop_unseen<S>(y[half]);
     }
     bool direct = true;
     if constexpr (factorable)

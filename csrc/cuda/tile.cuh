@@ -217,7 +217,7 @@ struct Staged {
   C total;  // of w
 };
 
-// s[r][x] += sum over the staged features of q k (dot), of w tanh(q + k) or of w relu(q + k), for query row r of this
+// s[r][x] += sum over the staged features of q k (dot) or of w f(q + k), for query row r of this
 // warp and key lane + 32 x. `lost` is what s has rounded away (Kahan), for a long sum in order would
 // lose more than the eager code's.
 template <Score S, bool direct, class C>

@@ -64,3 +64,20 @@ def test_a_mask_of_another_batch_is_an_error():
     attention.set_mask(torch.tensor([3, 2]), torch.randn(3, 2, 6))
     with pytest.raises(ValueError, match="mask"):
         attention(torch.randn(3, 4), torch.randn(3, 3, 6))
+
+
+def test_what_is_made_of_parameters_does_not_outlive_a_source():
+    """Neither its values, where a change says nothing of itself, nor its graph."""
+    torch.manual_seed(0)
+    plain = GNMTAttention(4, 6, 5, True).double()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    sources, query = torch.randn(3, 7, 3, 6).double(), torch.randn(3, 4).double()
+    with torch.no_grad():
+        served(query, sources[0])
+        for attention in (plain, served):
+            attention.linear_att.data.mul_(2)
+        torch.testing.assert_close(served(query, sources[1]), plain(query, sources[1]))
+    losses = [served(query, source)[0].sum() for source in sources]
+    for loss in losses:
+        loss.backward()
