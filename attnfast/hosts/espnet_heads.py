@@ -10,9 +10,9 @@ from attnfast.hosts.espnet_location import uniform
 from attnfast.hosts.recall import attend, recall, touch
 
 
-def together(self, name, parts, join=torch.stack):
-    """Return the parts of all heads in one tensor, joined anew where one of them changed."""
-    return recall(self, name, lambda: join(parts), *parts, self.enc_h)
+def together(self, name, parts, source, join=torch.stack):
+    """Return the parts of all heads in one tensor, once per source."""
+    return recall(self, name, lambda: join(parts), *parts, source)
 
 
 def attended(self, states, lengths, z, **more):
@@ -25,12 +25,12 @@ def attended(self, states, lengths, z, **more):
         self.pre_compute_v = [layer(states) for layer in self.mlp_v]
     z = begin_step(self, states, lengths, z)
     query = stack([act(layer(z)) for layer in self.mlp_q])
-    key = together(self, "keys", self.pre_compute_k, stack)
-    value = together(self, "values", self.pre_compute_v, stack)
-    weight = together(self, "weight", [g.weight for g in scores], torch.cat) if scores else None
+    key = together(self, "keys", self.pre_compute_k, self.enc_h, stack)
+    value = together(self, "values", self.pre_compute_v, self.enc_h, stack)
+    rows = [g.weight for g in scores] or None
+    weight = rows and together(self, "weight", rows, self.enc_h, torch.cat)
     context, weights = attend(self, query, key, value, weight, lengths=lengths_of(self), **more)
-    context = touch(context.flatten(1), *(g.bias for g in scores))
-    return self.mlp_o(context), list(weights.unbind(1))
+    return self.mlp_o(touch(context.flatten(1), *(g.bias for g in scores))), list(weights.unbind(1))
 
 
 def located(self, states, lengths, z, previous, scale):
@@ -44,8 +44,8 @@ def located(self, states, lengths, z, previous, scale):
     previous = [uniform(self)] * self.aheads if previous is None else list(previous)
     return attended(
         self, states, lengths, z, scale=scale, previous=torch.stack(previous, 1),
-        filters=together(self, "filters", [x.weight for x in self.loc_conv], padded),
-        projection=together(self, "projection", [x.weight for x in self.mlp_att]),
+        filters=together(self, "filters", [x.weight for x in self.loc_conv], states, padded),
+        projection=together(self, "projection", [x.weight for x in self.mlp_att], states),
     )  # fmt: skip
 
 

@@ -217,11 +217,11 @@ def why_not_hooked(module: nn.Module) -> str | None:
 
 def why_not_alike(module: nn.Module, host: Host) -> str | None:
     """Say in what the module and its replacement differ on the host's example, or None."""
-    if reason := why_not_inherited(module, host) or why_not_hooked(module):
-        return reason
     parameter = next(module.parameters(), torch.empty(0))
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "its parameters have no shape yet: replace it after the first call"
+    if reason := why_not_inherited(module, host) or why_not_hooked(module):
+        return reason
     ways = [(host.dtype, torch.device("cpu"), 1e-9 if host.dtype == torch.float64 else 1e-4)]
     if parameter.dtype in (torch.float32, torch.float64):
         ways.append((parameter.dtype, parameter.device, 1e-4))
