@@ -698,7 +698,7 @@ def sweep(
     BQ, BV = _block(Tq, _tile(64, span, columns), 1), _block(Dv, 128)
     BA = _block(A, _depth(query.dtype))
     factored = weight is not None and acc == torch.float32 and not relu
-    BK = _block(Tk, 32 if factored else _depth(query.dtype))
+    BK = _block(Tk, 32 if factored or relu else _depth(query.dtype))
     # The weights, if they are there, save taking the scores again for values wider than a block,
     # and save registers where a dot has no tensor cores.
     separate = weights is not None and (Dv > BV or query.dtype not in HALF)
