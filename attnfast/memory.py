@@ -135,17 +135,9 @@ class Steps:
             key, value, lengths, weight = self.of
             waiting, operators = _Waiting(), self.operators
             token = _Prepared.apply(
-                key,
-                value,
-                weight,
-                filters,
-                projection,
-                self.token,
-                lengths,
-                waiting,
-                operators,
+                key, value, weight, filters, projection, self.token, lengths, waiting, operators,
                 False,
-            )
+            )  # fmt: skip
             known = self._features = _Features(
                 of, filters.detach(), projection.detach(), token, waiting
             )
@@ -193,18 +185,8 @@ class _Prepared(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        key,
-        value,
-        weight,
-        filters,
-        projection,
-        before,
-        lengths,
-        waiting,
-        operators,
-        relu,
-    ):
+        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, operators, relu
+    ):  # fmt: skip
         ctx.save_for_backward(key, value, weight, lengths, filters, projection)
         ctx.waiting, ctx.operators, ctx.relu = waiting, operators, relu
         ctx.set_materialize_grads(False)

@@ -383,9 +383,8 @@ def _scan_gradient(
             tl.debug_barrier()
 
         if not APART:
-            for j in range(
-                0, Tk, BK
-            ):  # what this row leaves for the weights and coverage before it
+            # what this row leaves for the weights and coverage before it
+            for j in range(0, Tk, BK):
                 o_k = j + tl.arange(0, BK)
                 m_k = o_k < Tk
                 b_dp = tl.zeros([BK], acc)

@@ -180,6 +180,15 @@ def test_checkpointed_steps(parts, reentrant):
         same(gradients(out, got), gradients(out, want))
 
 
+def test_steps_serve_their_own_activation():
+    case = Case("additive", 2, 1, 9, 8, 5)
+    args = inputs(case)
+    query, leaves = args["query"], [args[k] for k in ("key", "value", "weight")]
+    memories = prepare(*leaves)._replace(relu=True), prepare(*leaves, activation="relu")
+    got, want = (gradients(leaves, attend(query, m)[0]) for m in memories)
+    same(got, want)
+
+
 def test_second_derivative_raises(parts):
     leaves, (first, *_) = parts
     grads = gradients([first, *leaves], steps_of(leaves)(first), create_graph=True)

@@ -67,10 +67,10 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
     Every module whose class and parameters are known is first called beside its replacement, on
     copies of both: several steps on small random padded input, in float64 and as the model is.
-    Where outputs, gradients or state differ, or its methods take arguments that the replacement
-    does not know, the module is left alone. Classes (for ``isinstance``),
-    parameters, ``state_dict``, hooks, arguments, results and attributes stay as they are; models
-    can be copied and pickled.
+    Where outputs, gradients or state differ, its methods take arguments that the replacement does
+    not know, a subclass has methods of its own, or an inner layer has hooks, it is left alone.
+    Classes (for ``isinstance``), parameters, ``state_dict``, hooks, arguments, results and
+    attributes stay as they are; models can be copied and pickled.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
     same tensors, unchanged in place. Between two calls with one source a parameter that changes

@@ -288,7 +288,7 @@ def check_history(
         refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
 
 
-def with_coverage_feature(
+def _with_coverage_feature(
     filters: Tensor | None, projection: Tensor | None, coverage_weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return filters and projection, the coverage feature among them: a filter of width 1."""
@@ -351,7 +351,7 @@ def inputs_of(
 
     filters, projection = cast(filters), cast(projection)
     check_history(query, key, filters, projection, None, None, None, None, None)
-    filters, projection = with_coverage_feature(filters, projection, cast(coverage_weight))
+    filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
 
     def number(name: str, x: Any, shape) -> Any:
         if x is None or isinstance(x, Tensor):
