@@ -13,7 +13,8 @@ that its backward comes after theirs, whatever subset of the steps took part::
                                               └─ …
 
 Steps with a history go the same way; those with filters take a token of their own, which the
-filters went into too.
+filters went into too. Taking their features' tanh again at the end would cost more than to read and
+write the keys' gradient at every step, so they add theirs to sums, and only the values' waits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from attnfast.backends import FLOATS, choose
 from attnfast.errors import refuse
@@ -40,7 +42,7 @@ from attnfast.ops.attention import (
     run_spans,
 )
 from attnfast.ops.coverage import coverage_attention, gradients, inputs_of, setup_context
-from attnfast.ops.operators import call, operators_of
+from attnfast.ops.operators import call, operators_of, or_zeros
 from attnfast.ops.span import Position, Span, Spans, check_span
 
 __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
@@ -48,6 +50,8 @@ __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 
 class _Left(list):
     """What the steps of one backward left; a list that can be referred to weakly."""
+
+    sums: tuple[Tensor, ...] | None = None
 
 
 class _Waiting:
@@ -60,22 +64,23 @@ class _Waiting:
     def __init__(self):
         self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
 
-    def leave(self, *gradients: Any) -> None:
-        """Keep the gradients of a step until the end of the running backward."""
+    def here(self) -> _Left:
+        """Return what is left in the running backward, to add to until its end."""
         task = torch._C._current_graph_task_id()
         left = self.left.get(task)
         if left is None:
             left = self.left[task] = _Left()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda left=left: None)  # type: ignore[misc]
-        left.append(gradients)
+        return left
 
-    def take(self) -> list[tuple[Any, ...]]:
-        """Return what was left in the running backward, and forget it."""
+    def take(self) -> tuple[list[tuple[Any, ...]], tuple[Tensor, ...] | None]:
+        """Return what was left in the running backward, and its sums, and forget them."""
         left = self.left.get(torch._C._current_graph_task_id(), _Left())
-        taken = list(left)
+        taken, sums = list(left), left.sums
         left.clear()
-        return taken
+        left.sums = None
+        return taken, sums
 
 
 @dataclass(eq=False)
@@ -194,21 +199,18 @@ class _Prepared(Function):
 
     @staticmethod
     def backward(ctx: Any, _):
-        steps = ctx.waiting.take()
+        steps, sums = ctx.waiting.take()
         if not steps:
             return (None,) * 10
         key, value, weight, lengths, *features = ctx.saved_tensors
-        if features[0] is not None:
-            query, weights, grad_score, grad_context, *states = map(_rows, zip(*steps))
-            assert weights is not None
-            _, *grads, _, grad_filters, grad_projection, _, _, _, _, _ = call(
-                ctx.operators.coverage_attention_backward.default,
-                grad_context, None, None, None, query, key, value, weight, lengths, *features,
-                None, None, None, *states, weights, weights.new_empty(0), grad_score, 1.0,
-                False, True, False, any(ctx.needs_input_grad[3:5]),
-            )  # fmt: skip
-            return *grads, grad_filters, grad_projection, *[None] * 5
-        grads = []
+        if sums is not None:
+            weights, grad_context = (torch.cat(x, -2) for x in zip(*steps))
+            grad_value = weights.mT @ grad_context.to(weights.dtype)
+            grad_key, *parts = sums  # of every sequence and head
+            of_all = (weight, *features)
+            summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, of_all)]
+            return grad_key.to(key.dtype), grad_value.to(value.dtype), *summed, *[None] * 5
+        grads: list[Tensor] = []
         for columns in dict.fromkeys(step[0] for step in steps):
             alike = [step[1:] for step in steps if step[0] == columns]
             query, weights, grad_score, grad_context, *span = (
@@ -222,14 +224,6 @@ class _Prepared(Function):
             )  # fmt: skip
             grads = [a + b for a, b in zip(grads, more)] if grads else more
         return *grads[:2], None if weight is None else grads[2], *[None] * 7
-
-
-def _rows(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Put the rows of several steps together; a state that only some know was 0."""
-    one = next((x for x in parts if x is not None), None)
-    if one is None:
-        return None
-    return torch.cat([torch.zeros_like(one) if x is None else x for x in parts], -2)
 
 
 class _Step(Function):
@@ -254,8 +248,7 @@ class _Step(Function):
     @staticmethod
     def backward(ctx: Any, grad_context, grad_weights=None):
         query, key, value, weight, lengths, span, exponentials, weights = ctx.saved_tensors
-        if grad_context is None:
-            grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+        grad_context = or_zeros(grad_context, query, value)
         grad_query, _, _, _, grad_score = call(
             ctx.operators.attention_backward.default,
             grad_context, grad_weights, None, query, key, value, weight, lengths, span,
@@ -268,10 +261,10 @@ class _Step(Function):
             grad_score = grad_score * ctx.scale
         left = (query, weights, grad_score, grad_context)
         if span is None:
-            ctx.waiting.leave((0, False), *left)
+            ctx.waiting.here().append(((0, False), *left))
         else:  # rows of several steps go together where their weights have as many columns
             span = span.expand(*query.shape[:-1], 2)
-            ctx.waiting.leave((ctx.columns, True), *left, span)
+            ctx.waiting.here().append(((ctx.columns, True), *left, span))
         return grad_query, None, grad_bias, *[None] * 6
 
 
@@ -283,25 +276,28 @@ class _HistoryStep(Function):
         *inputs, _, waiting, operators = arguments
         outputs = call(operators.coverage_attention.default, *inputs)
         setup_context(ctx, inputs, outputs)
-        ctx.operator, ctx.waiting = operators.coverage_attention_backward.default, waiting
+        ctx.operators, ctx.waiting = operators, waiting
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs):
-        grads, grad_score = gradients(ctx, True, *grad_outputs)
-        query, _, value, _, _, filters, _, _, _, _, coverage, previous, weights, _ = (
-            ctx.saved_tensors
-        )
-        grad_context = grad_outputs[0]
-        if grad_context is None:
-            grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
-        left = (query, weights, grad_score * ctx.scale, grad_context)
+        query, key, value, weight, _, filters, projection, *_, weights, _ = ctx.saved_tensors
+        grad_context = or_zeros(grad_outputs[0], query, value)
+        left = ctx.waiting.here()
         if filters is None:
-            ctx.waiting.leave((0, False), *left)
-        else:
-            ctx.waiting.leave(
-                *left, *(None if x is None else x.unsqueeze(-2) for x in (coverage, previous))
-            )
+            ctx.operator = ctx.operators.coverage_attention_backward.default
+            grads, grad_score = gradients(ctx, grad_outputs, need_grad_score=True)
+            left.append(((0, False), query, weights, grad_score * ctx.scale, grad_context))
+            return *grads, None, None, None
+        if left.sums is None:
+            batch = weights.shape[:-2]
+            of_all = (x.shape[-n:] for x, n in ((weight, 1), (filters, 3), (projection, 2)))
+            shapes = (key.shape, *((*batch, *shape) for shape in of_all))
+            left.sums = tuple(weights.new_zeros(shape) for shape in shapes)
+        ctx.operator = ctx.operators.coverage_attention_backward_into.default
+        grads, _ = gradients(ctx, grad_outputs, sums=left.sums)
+        left.append((weights, grad_context))
         return *grads, None, None, None
 
 

@@ -70,7 +70,7 @@ def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) 
     once = {name: time_one(name) for name in calls}
     share = 4 / len(calls)  # seconds for each
     rounds = {
-        name: max(5 if seconds < 1 else 2, min(100, int(share / max(seconds, 1e-4))))
+        name: max(5 if seconds < 1 else 3, min(100, int(share / max(seconds, 1e-4))))
         for name, seconds in once.items()
     }
     times: dict[str, list[float]] = {name: [] for name in peers}

@@ -8,12 +8,12 @@ namespace attnfast {
 // Numbers are of the accumulation dtype, their rows contiguous; what is absent has null data.
 struct Coverage : Attention {
   bool backward = false;
-  bool apart = false;  // the backward of rows that know not each other: grad_score, first and previous
-                       // are given for each of them, and no gradient goes to the history
+  bool sums = false;  // grad_key, grad_weight, grad_filters and grad_projection are added to, for each
+                      // [B, H], and of the accumulation dtype
   int64_t filters_count = 0, channels = 2, width = 0;  // K filters of W taps; none: K is 0
   View filters, projection;  // [K, channels, W] and [A, K], each head's own by the head stride
   View penalty;              // [H] by its head stride
-  View rate, first, previous;                             // [B, H, Tk]; apart: [B, H, Tq, Tk]
+  View rate, first, previous;                             // [B, H, Tk]
   View transition;                                        // [B, H, Tq]
   View last, loss;                                        // out: coverage [B, H, Tk]; [B, H]
   View odds;                                              // out (in): [B, H, Tq, Tk]

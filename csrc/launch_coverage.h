@@ -18,7 +18,7 @@ struct History {
   Optional filters, projection, penalty, rate, transition, coverage, previous;
 };
 
-bool fit(const History& h, const Tensor& query, const Tensor& key, bool apart) {
+bool fit(const History& h, const Tensor& query, const Tensor& key) {
   const auto sizes = [](const Tensor& x) {
     return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
   };
@@ -30,16 +30,14 @@ bool fit(const History& h, const Tensor& query, const Tensor& key, bool apart) {
   rows.pop_back();
   keys.pop_back();
   if (h.rate && (!number(*h.rate) || sizes(*h.rate) != keys)) return false;
-  const std::vector<int64_t> states = apart ? shape(query, keys.back()) : keys;
   for (const Optional* x : {&h.coverage, &h.previous})
-    if (*x && (!number(**x) || sizes(**x) != states)) return false;
+    if (*x && (!number(**x) || sizes(**x) != keys)) return false;
   if (h.transition && (!number(*h.transition) || sizes(*h.transition) != rows)) return false;
   if (h.penalty) {
     const auto s = sizes(*h.penalty);
     if (!number(*h.penalty) || s.size() != 1 || (s[0] != 1 && s[0] != H)) return false;
   }
   if (h.filters.has_value() != h.projection.has_value()) return false;
-  if (apart && (!h.filters || h.filters->size(h.filters->dim() - 3) == 0)) return false;
   if (!h.filters) return true;
   const auto f = sizes(*h.filters), p = sizes(*h.projection);
   const size_t n = f.size();
@@ -58,10 +56,10 @@ View view_of_parameters(const Tensor& x, bool of_heads, std::vector<Tensor>& kee
   return v;
 }
 
-// [B, (H,) n], or with rows [B, (H,) Tq, n], whose last sizes are side by side.
-View view_of_numbers(const Tensor& x, std::vector<Tensor>& keep, bool rows = false) {
+// [B, (H,) n], whose last sizes are side by side.
+View view_of_numbers(const Tensor& x, std::vector<Tensor>& keep) {
   keep.push_back(packed(x));
-  return view(keep.back(), rows);
+  return view(keep.back(), false);
 }
 
 struct CoverageCall {
@@ -70,12 +68,11 @@ struct CoverageCall {
 
   CoverageCall(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
                const Optional& bias, const Optional& mask, const Optional& lengths,
-               const History& h, double scale, bool apart = false)
+               const History& h, double scale)
       : call(query, key, value, weight, bias, mask, lengths, {}, 0, {}, scale) {
-    if (!fit(h, query, key, apart))
+    if (!fit(h, query, key))
       throw std::runtime_error("coverage_attention's arguments do not fit together");
     static_cast<Attention&>(a) = call.a;
-    a.apart = apart;
     if (h.filters) {
       const int64_t n = h.filters->dim();
       a.filters_count = h.filters->size(n - 3);
@@ -88,8 +85,8 @@ struct CoverageCall {
     }
     if (h.penalty) a.penalty = view_of_parameters(*h.penalty, h.penalty->size(0) > 1, call.keep);
     if (h.rate) a.rate = view_of_numbers(*h.rate, call.keep);
-    if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep, apart);
-    if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep, apart);
+    if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep);
+    if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep);
     if (h.transition) a.transition = view_of_numbers(*h.transition, call.keep);
   }
 };
@@ -123,19 +120,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
   return {context, weights, last, loss, odds};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-           Tensor>
-coverage_attention_backward(
-    const Tensor grad_context, const Optional grad_weights, const Optional grad_coverage,
-    const Optional grad_loss, const Tensor query, const Tensor key, const Tensor value,
-    const Optional weight, const Optional lengths, const Optional filters,
-    const Optional projection, const Optional penalty, const Optional rate,
-    const Optional transition, const Optional coverage, const Optional previous,
-    const Tensor weights, const Tensor odds, const Optional given, double scale, bool need_grad_query,
-    bool need_grad_key, bool need_grad_score, bool need_grad_filters) {
-  const bool apart = given.has_value();
-  CoverageCall c(query, key, value, weight, {}, {}, lengths,
-                 {filters, projection, penalty, rate, transition, coverage, previous}, scale, apart);
+// What steps add the gradients of key, weight, filters and projection to: one for each sequence and
+// head, of the accumulation dtype.
+struct Sums {
+  Tensor key, weight, filters, projection;
+
+  void put(Coverage& a, const Tensor& query) const {
+    const bool heads = query.dim() == 4;
+    const auto of = [&](const Tensor& x, std::vector<int64_t> sizes) {
+      if (heads) sizes.insert(sizes.begin(), a.H);
+      sizes.insert(sizes.begin(), a.B);
+      const bool fits = x.is_contiguous() && x.scalar_type() == accumulation(query) &&
+                        std::equal(sizes.begin(), sizes.end(), x.sizes().begin(), x.sizes().end());
+      if (!fits || x.device() != query.device())
+        throw std::runtime_error("coverage_attention's sums do not fit its arguments");
+      return View{x.data_ptr(), x.stride(0), heads ? x.stride(1) : 0, sizes.back()};
+    };
+    a.sums = true;
+    a.grad_key = of(key, {a.Tk, a.A});
+    a.grad_weight = of(weight, {a.A});
+    a.grad_filters = of(filters, {a.filters_count, a.channels, a.width});
+    a.grad_projection = of(projection, {a.A, a.filters_count});
+  }
+};
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                             Tensor, Tensor, Tensor>;
+
+Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
+                   const Optional& grad_coverage, const Optional& grad_loss, const Tensor& query,
+                   const Tensor& key, const Tensor& value, const Optional& weight,
+                   const Optional& lengths, const History& history, const Tensor& weights,
+                   const Tensor& odds, double scale, bool need_grad_query,
+                   bool need_grad_key, bool need_grad_score, bool need_grad_filters,
+                   const Sums* of_steps = nullptr) {
+  const auto& [filters, projection, penalty, rate, transition, coverage, previous] = history;
+  CoverageCall c(query, key, value, weight, {}, {}, lengths, history, scale);
   Coverage& a = c.a;
   const ScalarType sums = accumulation(query), dtype = query.scalar_type();
   const auto out = [&](bool needed, const std::vector<int64_t>& sizes, ScalarType type) {
@@ -151,7 +171,7 @@ coverage_attention_backward(
     return grad;
   };
   const auto numbers = [&](const Optional& x, View& v) {
-    if (!x || apart) return out(false, {}, sums);
+    if (!x) return out(false, {}, sums);
     const Tensor grad = like(*x, true, sums);
     v = view(grad, false);
     return grad;
@@ -177,8 +197,8 @@ coverage_attention_backward(
   const bool of_filters = need_grad_filters && filters;
   const Tensor part_filters = part(of_filters, {K, a.channels, W}, a.grad_filters);
   const Tensor part_projection = part(of_filters, {a.A, K}, a.grad_projection);
-  const bool of_penalty = penalty && !apart;
-  const Tensor part_penalty = part(of_penalty, {}, a.grad_penalty);
+  if (of_steps) of_steps->put(a, query);
+  const Tensor part_penalty = part(penalty.has_value(), {}, a.grad_penalty);
   const auto added = [&](const Optional& x, const Tensor& parts, bool needed, bool of_heads,
                          bool row, ScalarType type) {
     if (!needed) return like(*x, false, type);
@@ -189,8 +209,7 @@ coverage_attention_backward(
   };
 
   const Tensor saved = packed(weights), saved_odds = packed(odds);
-  const Tensor grad_score =
-      apart ? packed(*given) : empty(query.device(), shape(query, a.Tk), sums);
+  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), sums);
   a.weights = view(saved);
   if (transition) a.odds = view(saved_odds);
   a.grad_score = view(grad_score);
@@ -212,16 +231,45 @@ coverage_attention_backward(
   return {grad_query, grad_key, grad_value,
           weight ? added(weight, part_weight, need_grad_key, weight->dim() == 2, true, dtype)
                  : out(false, {}, dtype),
-          need_grad_score && !apart ? grad_score : none(),
+          need_grad_score ? grad_score : none(),
           filters ? added(filters, part_filters, of_filters, filters->dim() == 4, false, sums) : none(),
           projection ? added(projection, part_projection, of_filters, projection->dim() == 3, false,
                              sums)
                      : none(),
-          of_penalty ? torch::stable::reshape(
+          penalty ? torch::stable::reshape(
                         added(penalty, part_penalty, true, penalty->size(0) > 1, false, sums),
                         {penalty->size(0)})
                   : none(),
           grad_rate, grad_transition, grad_first, grad_previous};
+}
+
+Gradients coverage_attention_backward(
+    const Tensor grad_context, const Optional grad_weights, const Optional grad_coverage,
+    const Optional grad_loss, const Tensor query, const Tensor key, const Tensor value,
+    const Optional weight, const Optional lengths, const Optional filters,
+    const Optional projection, const Optional penalty, const Optional rate,
+    const Optional transition, const Optional coverage, const Optional previous,
+    const Tensor weights, const Tensor odds, double scale, bool need_grad_query, bool need_grad_key,
+    bool need_grad_score, bool need_grad_filters) {
+  return backward(grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight,
+                  lengths, {filters, projection, penalty, rate, transition, coverage, previous},
+                  weights, odds, scale, need_grad_query, need_grad_key, need_grad_score,
+                  need_grad_filters);
+}
+
+Gradients coverage_attention_backward_into(
+    const Tensor grad_context, const Optional grad_weights, const Optional grad_coverage,
+    const Optional grad_loss, const Tensor query, const Tensor key, const Tensor value,
+    const Optional weight, const Optional lengths, const Optional filters,
+    const Optional projection, const Optional penalty, const Optional rate,
+    const Optional transition, const Optional coverage, const Optional previous,
+    const Tensor weights, const Tensor odds, Tensor sum_key, Tensor sum_weight, Tensor sum_filters,
+    Tensor sum_projection, double scale, bool need_grad_query, bool need_grad_score) {
+  if (!weight || !filters) throw std::runtime_error("sums are of steps with filters");
+  const Sums sums = {sum_key, sum_weight, sum_filters, sum_projection};
+  return backward(grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight,
+                  lengths, {filters, projection, penalty, rate, transition, coverage, previous},
+                  weights, odds, scale, need_grad_query, false, need_grad_score, false, &sums);
 }
 
 }  // namespace

@@ -207,14 +207,13 @@ def _scan_gradient(
     p_dq, p_dk, p_dweight, p_dfilters, p_dprojection, p_dpenalty, p_drate, p_dtransition,
     s_q, s_k, s_weight, s_filters, s_projection, s_penalty, scale,
     H, Tq, Tk, A, K, W, C: tl.constexpr,
-    BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr, APART: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """From g = dc vᵀ + dP, in the place of ds, to ds and all that flows through the history.
 
     ``dlast`` is the gradient of the weights as the next row's past, ``dcoverage`` that of the
     coverage after a row, then before it; ``before`` and ``dr``, ``dfound`` are for what the rows
-    leave and the threads exchange. With ``APART`` ds is there, ``previous`` and ``before`` hold a
-    state for each row, and nothing flows through the history.
+    leave and the threads exchange.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     i_bh = tl.program_id(0).to(tl.int64)
@@ -224,10 +223,7 @@ def _scan_gradient(
     p_weights += i_bh * Tq * Tk
     p_before += i_bh * Tq * Tk
     p_ds += i_bh * Tq * Tk
-    if APART:
-        p_previous += i_bh * Tq * Tk
-    else:
-        p_previous += i_bh * Tk
+    p_previous += i_bh * Tk
     p_dlast += i_bh * Tk
     p_dcoverage += i_bh * Tk
     penalty = 0.0
@@ -248,79 +244,74 @@ def _scan_gradient(
         p_dk += i_bh * Tk * A
     o_f = tl.arange(0, BF)
 
-    if not APART:
-        for j in range(0, Tk, BR):  # the coverage before every row
-            o_k = j + tl.arange(0, BR)
-            m_k = o_k < Tk
-            b_c = tl.load(p_first + i_bh * Tk + o_k, mask=m_k, other=0)
-            b_rate = tl.full([BR], 1, acc)
-            if p_rate is not None:
-                b_rate = tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
-            for t in range(Tq):
-                o_row = tl.cast(t, tl.int64) * Tk + o_k
-                tl.store(p_before + o_row, b_c, mask=m_k)
-                b_c += b_rate * tl.load(p_weights + o_row, mask=m_k, other=0)
-        tl.debug_barrier()
+    for j in range(0, Tk, BR):  # the coverage before every row
+        o_k = j + tl.arange(0, BR)
+        m_k = o_k < Tk
+        b_c = tl.load(p_first + i_bh * Tk + o_k, mask=m_k, other=0)
+        b_rate = tl.full([BR], 1, acc)
+        if p_rate is not None:
+            b_rate = tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
+        for t in range(Tq):
+            o_row = tl.cast(t, tl.int64) * Tk + o_k
+            tl.store(p_before + o_row, b_c, mask=m_k)
+            b_c += b_rate * tl.load(p_weights + o_row, mask=m_k, other=0)
+    tl.debug_barrier()
 
     b_dpenalty = tl.zeros([BR], acc)
     for i in range(Tq):
         t = Tq - 1 - i
         o_row = tl.cast(t, tl.int64) * Tk
-        if APART:
-            p_last = p_previous + o_row
-        elif t == 0:
+        if t == 0:
             p_last = p_previous
         else:
             p_last = p_weights + o_row - Tk
-        if not APART:
-            b_mean = tl.zeros([BR], acc)
-            for j in range(0, n, BR):
-                o_k = j + tl.arange(0, BR)
-                m_k = o_k < n
-                # [BR]
-                b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
-                b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
-                b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
-                b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0)
-                b_g += tl.load(p_dlast + o_k, mask=m_k, other=0)
-                if p_rate is None:
-                    b_g += b_dc
-                else:
-                    b_g += b_dc * tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
-                    p_dr_k = p_drate + i_bh * Tk + o_k
-                    b_drate = tl.load(p_dr_k, mask=m_k, other=0) + b_dc * b_p
-                    tl.store(p_dr_k, b_drate, mask=m_k)
-                b_g += tl.where(b_p <= b_c, grad_loss, 0)
-                b_dc += tl.where(b_p <= b_c, 0, grad_loss)
-                b_mean += tl.where(b_p == 0, 0, b_p * b_g)
-                tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
-                tl.store(p_ds + o_row + o_k, b_g, mask=m_k)
-            mean = tl.sum(b_mean, 0)
-            tl.debug_barrier()
+        b_mean = tl.zeros([BR], acc)
+        for j in range(0, n, BR):
+            o_k = j + tl.arange(0, BR)
+            m_k = o_k < n
+            # [BR]
+            b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
+            b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
+            b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
+            b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0)
+            b_g += tl.load(p_dlast + o_k, mask=m_k, other=0)
+            if p_rate is None:
+                b_g += b_dc
+            else:
+                b_g += b_dc * tl.load(p_rate + i_bh * Tk + o_k, mask=m_k, other=0)
+                p_dr_k = p_drate + i_bh * Tk + o_k
+                b_drate = tl.load(p_dr_k, mask=m_k, other=0) + b_dc * b_p
+                tl.store(p_dr_k, b_drate, mask=m_k)
+            b_g += tl.where(b_p <= b_c, grad_loss, 0)
+            b_dc += tl.where(b_p <= b_c, 0, grad_loss)
+            b_mean += tl.where(b_p == 0, 0, b_p * b_g)
+            tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
+            tl.store(p_ds + o_row + o_k, b_g, mask=m_k)
+        mean = tl.sum(b_mean, 0)
+        tl.debug_barrier()
 
         u = 0.0
         b_du = tl.zeros([BR], acc)
         if p_transition is not None:
             u = tl.load(p_transition + i_bh * Tq + t)
-        if not APART:
-            for j in range(0, Tk, BR):
-                o_k = j + tl.arange(0, BR)
-                m_k = o_k < n
-                b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
-                b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
-                b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0) - mean
-                b_ds = tl.where(b_p == 0, 0, b_p * b_g)
-                tl.store(p_ds + o_row + o_k, b_ds, mask=o_k < Tk)
-                if p_penalty is not None:
-                    b_dpenalty -= b_ds * b_c
-                    b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0) - penalty * b_ds
-                    tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
-                if p_transition is not None:
-                    b_odds = tl.load(p_odds + i_bh * Tq * Tk + o_row + o_k, mask=m_k, other=0)
-                    b_dr = tl.where(b_odds == 0, 0, b_odds * b_g)
-                    tl.store(p_dr + i_bh * Tk + o_k, b_dr, mask=o_k < Tk)
-                    b_before = tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
-                    b_du += b_dr * (b_before - tl.load(p_last + o_k, mask=m_k, other=0))
+        for j in range(0, Tk, BR):
+            o_k = j + tl.arange(0, BR)
+            m_k = o_k < n
+            b_p = tl.load(p_weights + o_row + o_k, mask=m_k, other=0)
+            b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
+            b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0) - mean
+            b_ds = tl.where(b_p == 0, 0, b_p * b_g)
+            tl.store(p_ds + o_row + o_k, b_ds, mask=o_k < Tk)
+            if p_penalty is not None:
+                b_dpenalty -= b_ds * b_c
+                b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0) - penalty * b_ds
+                tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
+            if p_transition is not None:
+                b_odds = tl.load(p_odds + i_bh * Tq * Tk + o_row + o_k, mask=m_k, other=0)
+                b_dr = tl.where(b_odds == 0, 0, b_odds * b_g)
+                tl.store(p_dr + i_bh * Tk + o_k, b_dr, mask=o_k < Tk)
+                b_before = tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
+                b_du += b_dr * (b_before - tl.load(p_last + o_k, mask=m_k, other=0))
         if p_transition is not None:
             tl.store(p_dtransition + i_bh * Tq + t, tl.sum(b_du, 0))
         tl.debug_barrier()
@@ -382,31 +373,30 @@ def _scan_gradient(
                         tl.atomic_add(p_f + W, b_df, mask=o_f < K, sem="relaxed")
             tl.debug_barrier()
 
-        if not APART:
-            # what this row leaves for the weights and coverage before it
-            for j in range(0, Tk, BK):
-                o_k = j + tl.arange(0, BK)
-                m_k = o_k < Tk
-                b_dp = tl.zeros([BK], acc)
-                if p_transition is not None:
-                    p_dr_k = p_dr + i_bh * Tk + o_k
-                    b_dp += (1 - u) * tl.load(p_dr_k, mask=m_k, other=0)
-                    b_dp += u * tl.load(p_dr_k + 1, mask=o_k < Tk - 1, other=0)
-                if p_filters is not None:
-                    b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
-                    for w in range(W):
-                        o_x = o_k - w + W // 2  # the key that sees this one under tap w
-                        p_df = p_dfound + o_x[:, None] * BF + o_f[None, :]
-                        m_x = ((o_x >= 0) & (o_x < n))[:, None] & (o_f < K)[None, :]
-                        b_df = tl.load(p_df, mask=m_x, other=0)
-                        p_f = p_filters + o_f * (C * W) + w
-                        b_dp += tl.sum(b_df * tl.load(p_f, mask=o_f < K, other=0)[None, :], 1)
-                        if C == 2:
-                            b_f = tl.load(p_f + W, mask=o_f < K, other=0)
-                            b_dc += tl.sum(b_df * b_f[None, :], 1)
-                    tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
-                tl.store(p_dlast + o_k, b_dp, mask=m_k)
-            tl.debug_barrier()
+        # what this row leaves for the weights and coverage before it
+        for j in range(0, Tk, BK):
+            o_k = j + tl.arange(0, BK)
+            m_k = o_k < Tk
+            b_dp = tl.zeros([BK], acc)
+            if p_transition is not None:
+                p_dr_k = p_dr + i_bh * Tk + o_k
+                b_dp += (1 - u) * tl.load(p_dr_k, mask=m_k, other=0)
+                b_dp += u * tl.load(p_dr_k + 1, mask=o_k < Tk - 1, other=0)
+            if p_filters is not None:
+                b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
+                for w in range(W):
+                    o_x = o_k - w + W // 2  # the key that sees this one under tap w
+                    p_df = p_dfound + o_x[:, None] * BF + o_f[None, :]
+                    m_x = ((o_x >= 0) & (o_x < n))[:, None] & (o_f < K)[None, :]
+                    b_df = tl.load(p_df, mask=m_x, other=0)
+                    p_f = p_filters + o_f * (C * W) + w
+                    b_dp += tl.sum(b_df * tl.load(p_f, mask=o_f < K, other=0)[None, :], 1)
+                    if C == 2:
+                        b_f = tl.load(p_f + W, mask=o_f < K, other=0)
+                        b_dc += tl.sum(b_df * b_f[None, :], 1)
+                tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
+            tl.store(p_dlast + o_k, b_dp, mask=m_k)
+        tl.debug_barrier()
     if p_penalty is not None:
         tl.store(p_dpenalty + i_bh, tl.sum(b_dpenalty, 0))
 
@@ -494,11 +484,11 @@ def forward(
 
 def backward(
     grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
-    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, grad_score,
+    filters, projection, penalty, rate, transition, coverage, previous, weights, odds,
     scale: float, need_grad_query: bool, need_grad_key: bool, need_grad_score: bool,
-    need_grad_filters: bool,
+    need_grad_filters: bool, sums=None,
 ):  # fmt: skip
-    """Run the operator ``coverage_attention_backward``."""
+    """Run ``coverage_attention_backward``, with ``sums`` the operator that adds to these."""
     acc, (Tq, A) = weights.dtype, query.shape[-2:]
     keys, heads = key.shape[:-1], key.shape[:-2]
 
@@ -508,24 +498,22 @@ def backward(
     def packed(x):
         return None if x is None else x.contiguous()
 
-    apart = grad_score is not None
-    if apart:
-        ds = grad_score
-    else:
-        ds = torch.matmul(grad_context.to(acc), value.to(acc).mT)  # NaN where no weight is: unread
-        if grad_weights is not None:
-            ds += grad_weights
+    ds = torch.matmul(grad_context.to(acc), value.to(acc).mT)  # NaN where no weight is: unread
+    if grad_weights is not None:
+        ds += grad_weights
     ds = ds.contiguous()
     own_filters, own_projection, options = _options(query, key, filters, projection, penalty)
     features, BF = own_filters is not None, options["BF"]
-    states = ds.shape if apart else keys
-    first, last = (zeros(*states) if x is None else x.contiguous() for x in (coverage, previous))
+    first, last = (zeros(*keys) if x is None else x.contiguous() for x in (coverage, previous))
     dlast = zeros(*keys)
     dcoverage = zeros(*keys) if grad_coverage is None else grad_coverage.contiguous().clone()
-    dq, dk = zeros(*query.shape, needed=features), zeros(*key.shape, needed=features)
-    dweight = zeros(*heads, A, needed=features)
-    dfilters = zeros(*heads, options["K"], options["C"], options["W"], needed=features)
-    dprojection = zeros(*heads, A, options["K"], needed=features)
+    dq = zeros(*query.shape, needed=features)
+    dk, dweight, dfilters, dprojection = sums or (
+        zeros(*key.shape, needed=features),
+        zeros(*heads, A, needed=features),
+        zeros(*heads, options["K"], options["C"], options["W"], needed=features),
+        zeros(*heads, A, options["K"], needed=features),
+    )
     dpenalty = zeros(*heads, needed=penalty is not None)
     drate = zeros(*keys, needed=rate is not None)
     dtransition = zeros(*query.shape[:-1], needed=transition is not None)
@@ -537,11 +525,11 @@ def backward(
                 q, k, w, lengths, own_filters, own_projection, penalty, packed(rate),
                 packed(transition), last,
                 weights.contiguous(), odds.contiguous(), first, packed(grad_loss), ds,
-                first if apart else torch.empty_like(ds), dlast, dcoverage, torch.empty_like(dlast),
+                torch.empty_like(ds), dlast, dcoverage, torch.empty_like(dlast),
                 zeros(*keys, BF, needed=features), dq, dk, dweight, dfilters, dprojection,
                 dpenalty, drate, dtransition, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(),
-                scale=_pair(scale), APART=apart, **options,
+                scale=_pair(scale), **options,
             )  # fmt: skip
 
     def added(x, like, of_heads: bool):
@@ -585,9 +573,9 @@ def backward(
         grad_projection = torch.zeros_like(projection) if wanted else none()
     return (
         grad_query, grad_key, grad_value, grad_weight,
-        ds if need_grad_score and not apart else none(), grad_filters, grad_projection,
+        ds if need_grad_score else none(), grad_filters, grad_projection,
         none() if penalty is None else added(dpenalty, penalty, penalty.shape[0] > 1),
         drate, dtransition,
-        none() if coverage is None or apart else dcoverage,
-        none() if previous is None or apart else dlast,
+        none() if coverage is None else dcoverage,
+        none() if previous is None else dlast,
     )  # fmt: skip

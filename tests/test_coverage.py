@@ -335,6 +335,7 @@ STEPS = [
     History("additive", 2, 4, 19, 12, 7, terms=("location", "lengths")),
     History("additive", 2, 4, 70, 33, 7, terms=("location",), filters=(17, 1, 7)),
     History("additive", 2, 3, 19, 20, 7, terms=("coverage_weight", "mask", "bias")),
+    History("additive", 2, 3, 19, 32, 7, terms=("location", "lengths"), dtype=torch.float16),
     History("additive", 2, 3, 9, 8, 5, terms=("penalty", "lengths")),
     History("additive", 2, 3, 9, 8, 5, 2, terms=(*TERMS, *FEATURES), per_head=True),
     History("additive", 2, 3, 9, 8, 5, 2, terms=FEATURES, dtype=torch.float64),
@@ -554,14 +555,14 @@ def test_opcheck(backend):
     torch.library.opcheck(ops.coverage_attention.default, call)
     *outputs, odds = ops.coverage_attention(*call)
     grads = [torch.randn_like(x) for x in outputs]
-    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds, None, 0.5)
+    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds)
     for needed in ((True,) * 4, (True, False, False, False)):
-        torch.library.opcheck(ops.coverage_attention_backward.default, (*backward, *needed))
-    states = (torch.randn_like(outputs[1]) for _ in range(3))
-    apart = (grads[0], None, None, None, *tensors, args["lengths"], *history[:2], None, None, None,
-             next(states), next(states), outputs[1], odds[:0], next(states), 1.0)  # fmt: skip
+        torch.library.opcheck(ops.coverage_attention_backward.default, (*backward, 0.5, *needed))
+    shapes = (x.shape[-n:] for x, n in ((args["weight"], 1), (history[0], 3), (history[1], 2)))
+    sums = [torch.zeros(args["key"].shape, device=DEVICE[backend])]
+    sums += [torch.zeros(*outputs[3].shape, *shape, device=DEVICE[backend]) for shape in shapes]
     torch.library.opcheck(
-        ops.coverage_attention_backward.default, (*apart, False, True, False, True)
+        ops.coverage_attention_backward_into.default, (*backward, *sums, 0.5, True, True)
     )
     assert set(SCHEMAS) == {"coverage_attention", "coverage_attention_backward"}
 

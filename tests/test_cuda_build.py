@@ -34,7 +34,6 @@ BUDGETS |= {
         ("products", ", 1"),
         ("scan", ""),
         ("scan_backward", ""),
-        ("apart_backward", ""),
     )
 }
 BUDGETS |= {

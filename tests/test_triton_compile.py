@@ -142,12 +142,8 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
         )
         coverage.backward(
             context, weights if every else None, last if every else None, grad,
-            query, key, value, weight, lengths, *terms, weights, odds, None, 1.0, *[True] * 4,
+            query, key, value, weight, lengths, *terms, weights, odds, 1.0, *[True] * 4,
         )  # fmt: skip
-    coverage.backward(
-        context, None, None, None, query, key, value, weight, lengths, filters, projection, None,
-        None, None, weights, weights, weights, odds, weights, 1.0, False, True, False, True,
-    )  # fmt: skip
 
 
 def describe(value, path, constants, attributes):

@@ -7,6 +7,13 @@ from attnfast.hosts.espnet_location import LOCATED, located, uniform
 from attnfast.hosts.recall import recall
 
 
+def total(self, weights):
+    """Return the sum of the host's list, which grows by one at every step."""
+    *before, last = weights
+    now = recall(self, "total", lambda: sum(before), *before) + last if before else last
+    return recall(self, "total", lambda: now, *weights)
+
+
 class Coverage:
     """f = u C + c, C the sum of all weights before."""
 
@@ -15,7 +22,7 @@ class Coverage:
         att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
         weight = self.wvec.weight
         feature = recall(self, "feature", lambda: weight.view(-1), weight, self.enc_h)
-        history = {"coverage": sum(att_prev_list), "coverage_weight": feature}
+        history = {"coverage": total(self, att_prev_list), "coverage_weight": feature}
         context, weights = score(self, query, scaling, **history)
         att_prev_list += [weights]  # the host's own list
         return context, att_prev_list
@@ -27,7 +34,7 @@ class CoverageLocation:
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_list, scaling=2.0):
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z))
         att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
-        context, weights = located(self, query, scaling, sum(att_prev_list))
+        context, weights = located(self, query, scaling, total(self, att_prev_list))
         att_prev_list += [weights]
         return context, att_prev_list
 

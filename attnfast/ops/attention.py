@@ -32,6 +32,7 @@ from attnfast.ops.operators import (
     define,
     empty_rows,
     operators_of,
+    or_zeros,
 )
 from attnfast.ops.span import (
     Position,
@@ -188,8 +189,7 @@ def _setup_context(ctx: Any, inputs, output):
 
 def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
     query, key, value, weight, lengths, span, exponentials, weights = ctx.saved_tensors
-    if grad_context is None:
-        grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+    grad_context = or_zeros(grad_context, query, value)
     need_query, need_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     need_key = any(ctx.needs_input_grad[1:4])
     grad_query, grad_key, grad_value, grad_weight, grad_bias = call(

@@ -41,15 +41,25 @@ from attnfast.ops.operators import (
     define,
     empty_rows,
     operators_of,
+    or_zeros,
 )
 
 #: ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
 #: ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
 #: dtype, as are ``weights``, ``coverage``, ``loss [B, (H)]`` and ``odds``, which is exp(e) over the
 #: sum that α is divided by, of size [0] without a transition. The backward takes the saved weights,
-#: which are exactly 0 where a row may not see a key; what is not needed comes with size [0]. With
-#: ``grad_score`` given, that of rows with filters which know not each other, ``coverage`` and
-#: ``previous [B, (H,) Tq, Tk]`` are the state of every row, and it has no gradient.
+#: which are exactly 0 where a row may not see a key; what is not needed comes with size [0]. Steps
+#: with filters that share their keys add what these and the parameters get to sums, of the
+#: accumulation dtype, one for each sequence (and head), and leave the value's gradient for the end.
+_BACKWARD = (
+    "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_coverage, Tensor? grad_loss, "
+    "Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? filters, "
+    "Tensor? projection, Tensor? penalty, Tensor? rate, Tensor? transition, Tensor? coverage, "
+    "Tensor? previous, Tensor weights, Tensor odds, {}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
+    "Tensor grad_score, Tensor grad_filters, Tensor grad_projection, Tensor grad_penalty, "
+    "Tensor grad_rate, Tensor grad_transition, Tensor grad_coverage, Tensor grad_previous)"
+)
 SCHEMAS = {
     "coverage_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? bias, Tensor? mask, "
@@ -57,17 +67,18 @@ SCHEMAS = {
         "Tensor? transition, Tensor? coverage, Tensor? previous, float scale) "
         "-> (Tensor context, Tensor weights, Tensor coverage, Tensor loss, Tensor odds)"
     ),
-    "coverage_attention_backward": (
-        "(Tensor grad_context, Tensor? grad_weights, Tensor? grad_coverage, Tensor? grad_loss, "
-        "Tensor query, Tensor key, Tensor value, Tensor? weight, Tensor? lengths, Tensor? filters, "
-        "Tensor? projection, Tensor? penalty, Tensor? rate, Tensor? transition, Tensor? coverage, "
-        "Tensor? previous, Tensor weights, Tensor odds, Tensor? grad_score, float scale, "
-        "bool need_grad_query, bool need_grad_key, bool need_grad_score, bool need_grad_filters) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, "
-        "Tensor grad_score, Tensor grad_filters, Tensor grad_projection, Tensor grad_penalty, "
-        "Tensor grad_rate, Tensor grad_transition, Tensor grad_coverage, Tensor grad_previous)"
+    "coverage_attention_backward": _BACKWARD.format(
+        "float scale, bool need_grad_query, bool need_grad_key, bool need_grad_score, "
+        "bool need_grad_filters"
     ),
 }
+INTO = (
+    "coverage_attention_backward_into",
+    _BACKWARD.format(
+        "Tensor(a!) sum_key, Tensor(b!) sum_weight, Tensor(c!) sum_filters, "
+        "Tensor(d!) sum_projection, float scale, bool need_grad_query, bool need_grad_score"
+    ),
+)
 
 
 def windows(signals: Tensor, width: int) -> Tensor:
@@ -156,11 +167,9 @@ def _fake(
 
 def _fake_backward(
     grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
-    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, grad_score,
-    scale, need_grad_query, need_grad_key, need_grad_score, need_grad_filters,
+    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, scale,
+    need_grad_query, need_grad_key, need_grad_score, need_grad_filters,
 ):  # fmt: skip
-    chained = grad_score is None
-
     def like(x: Tensor | None, needed: bool = True) -> Tensor:
         return weights.new_empty((0,)) if x is None or not needed else torch.empty_like(x)
 
@@ -172,10 +181,10 @@ def _fake_backward(
         half(key, need_grad_key),
         half(value, need_grad_key),
         half(weight, need_grad_key),
-        like(weights, need_grad_score and chained),
+        like(weights, need_grad_score),
         like(filters, need_grad_filters),
         like(projection, need_grad_filters),
-        *(like(x, chained) for x in (penalty, rate, transition, coverage, previous)),
+        *(like(x) for x in (penalty, rate, transition, coverage, previous)),
     )
 
 
@@ -191,30 +200,39 @@ def setup_context(ctx: Any, inputs, output):
 
 
 def gradients(
-    ctx: Any, need_grad_score: bool, grad_context, grad_weights, grad_coverage, grad_loss, _odds
+    ctx: Any,
+    grads: tuple[Tensor | None, ...],
+    need_grad_score: bool = False,
+    sums: tuple[Tensor, ...] | None = None,
 ) -> tuple[list, Tensor]:
-    """Return the gradients of all inputs, and those of the scores."""
+    """Return the gradients of all inputs, and those of the scores, from those of the outputs.
+
+    With ``sums`` those of key, weight, filters and projection are added there instead, by the
+    operator ``INTO``, and value has none.
+    """
+    grad_context, *grad_outputs, _odds = grads
     query, key, value, weight, lengths, *rest = ctx.saved_tensors
-    if grad_context is None:
-        grad_context = query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+    grad_context = or_zeros(grad_context, query, value)
     needed = ctx.needs_input_grad
     need_query, need_key, need_bias = needed[0], any(needed[1:4]), needed[4]
-    need_filters = needed[7] or needed[8]
-    grads = call(
+    need_filters, need_score = needed[7] or needed[8], need_grad_score or need_bias
+    if sums is None:
+        more = (ctx.scale, need_query, need_key, need_score, need_filters)
+    else:
+        more = (*sums, ctx.scale, need_query, need_score)
+    grad_query, grad_key, grad_value, grad_weight, grad_score, *grad_history = call(
         ctx.operator,
-        grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
-        *rest, None, ctx.scale, need_query, need_key, need_grad_score or need_bias, need_filters,
+        grad_context, *grad_outputs, query, key, value, weight, lengths, *rest, *more,
     )  # fmt: skip
-    grad_query, grad_key, grad_value, grad_weight, grad_score, *grad_history = grads
     grad_bias = None
     if need_bias:
         grad_bias = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
-    grads = [grad_query, grad_key, grad_value, grad_weight, grad_bias, None, None, *grad_history]
+    grads = (grad_query, grad_key, grad_value, grad_weight, grad_bias, None, None, *grad_history)
     return [*(g if need else None for g, need in zip(grads, needed)), None], grad_score
 
 
 def _backward(ctx: Any, *grads):
-    return tuple(gradients(ctx, False, *grads)[0])
+    return tuple(gradients(ctx, grads)[0])
 
 
 _Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, setup_context, _backward)
@@ -230,13 +248,35 @@ def _triton(*args):
     return coverage.forward(*args)
 
 
-@torch.library.impl(
-    "attnfast_triton::coverage_attention_backward", "default", lib=LIBRARIES["triton"]
-)
+def _fake_backward_into(*args):
+    *args, _, _, _, _, scale, need_grad_query, need_grad_score = args
+    return _fake_backward(*args, scale, need_grad_query, False, need_grad_score, False)
+
+
 def _triton_backward(*args):
     from attnfast.kernels import coverage
 
     return coverage.backward(*args)
+
+
+def _triton_backward_into(*args):
+    from attnfast.kernels import coverage
+
+    *args, sum_key, sum_weight, sum_filters, sum_projection, scale, need_query, need_score = args
+    sums = (sum_key, sum_weight, sum_filters, sum_projection)
+    return coverage.backward(*args, scale, need_query, False, need_score, False, sums)
+
+
+for _backend, _library in LIBRARIES.items():
+    _library.define("".join(INTO))
+    torch.library.register_fake(
+        f"attnfast_{_backend}::{INTO[0]}", _fake_backward_into, lib=_library
+    )
+for _name, _kernel in {
+    "coverage_attention_backward": _triton_backward,
+    INTO[0]: _triton_backward_into,
+}.items():
+    torch.library.impl(f"attnfast_triton::{_name}", "default", _kernel, lib=LIBRARIES["triton"])
 
 
 def check_history(

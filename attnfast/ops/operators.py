@@ -34,6 +34,13 @@ def empty_rows(x: Tensor, columns: int | None = None) -> Tensor:
     return out.permute(*(order.index(axis) for axis in range(3)), 3)
 
 
+def or_zeros(grad_context: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
+    """Return a context's gradient, zeros where autograd has none."""
+    if grad_context is not None:
+        return grad_context
+    return query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+
+
 def operators_of(backend: str) -> Any:
     """Return the namespace of a compiled backend's operators."""
     return getattr(torch.ops, f"attnfast_{backend}")

@@ -38,8 +38,8 @@ void run_forward(Coverage& a, const Tensor&) {
 void run_backward(Coverage& a, const Tensor&) {
   a.scores = a.grad_score;
   share_out_rows(a);
-  if (a.apart) run({kernels().backward_apart}, a);
-  else run({rows().grad_score[0], kernels().backward}, a);  // grad_context . value, then the scan
+  run({rows().grad_score[0], kernels().backward}, a);  // grad_context . value, then the scan
+  if (a.filters_count && !a.grad_value.data) return;
   Attention inputs = a;
   share_out_columns(inputs);
   if (a.filters_count) inputs.weight = inputs.grad_query = inputs.grad_key = inputs.grad_weight = {};
@@ -51,6 +51,7 @@ void run_backward(Coverage& a, const Tensor&) {
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   m.impl("coverage_attention", TORCH_BOX(&coverage_attention));
   m.impl("coverage_attention_backward", TORCH_BOX(&coverage_attention_backward));
+  m.impl("coverage_attention_backward_into", TORCH_BOX(&coverage_attention_backward_into));
 }
 
 }  // namespace attnfast

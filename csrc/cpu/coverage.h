@@ -10,7 +10,6 @@ struct CoverageKernels {
   size_t (*scratch)(const Coverage&);  // bytes
   Pass forward;                        // scores, if they have no features, become weights
   Pass backward;                       // what the weights' gradient leaves for the scores
-  Pass backward_apart;                 // what the scores' gradient leaves for keys and parameters
 };
 
 // clang-format off

@@ -28,6 +28,12 @@ struct Signals {
   }
 };
 
+// Whether the keys' gradients are added to where they belong, not to scratch.
+template <class C>
+bool in_place(const Coverage& a) {
+  return a.sums && a.A == padded<C>(a.A);
+}
+
 // What an item keeps. Padded to two vectors: A, K and the taps of a filter on all channels.
 template <class C>
 struct Place {
@@ -58,12 +64,12 @@ struct Place {
     if (!a.backward) return;
     grad.take(scratch, a.Tk, W);
     grad_before.take(scratch, a.Tk, W);
-    coverages = scratch.take(a.apart ? 0 : a.Tq * a.Tk);
+    coverages = scratch.take(a.Tq * a.Tk);
     if (!K) return;
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
     grad_weight = scratch.take(A);
-    grad_key = scratch.take(a.grad_key.data ? a.Tk * A : 0);
+    grad_key = scratch.take(a.grad_key.data && !in_place<C>(a) ? a.Tk * A : 0);
     grad_found = scratch.take(kKeyBlock * found_row);
     slope = scratch.take(A * found_row);
     grad_window = scratch.take(kKeyBlock * taps);
@@ -153,54 +159,60 @@ void find(Place<C>& p, const int64_t* keys, int64_t n) {
   times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
 }
 
-// tanh z = z P(z^2) / Q(z^2) within 2e-8 up to |z| = 9, fitted by reweighted least squares; beyond, 1
-// to the last bit.
-inline void tanh_quotient(Vec<float> z, Vec<float>& n, Vec<float>& d) {
-  z = at_least(at_most(z, 9.f), -9.f);
-  const Vec<float> u = z * z;
-  Vec<float> p = u * 1.335340185e-8f + 2.060817470e-5f;
-  p = p * u + 3.495533821e-3f;
-  p = p * u + 1.338098051e-1f;
-  n = (p * u + 9.999999796e-1f) * z;
-  d = u * 7.776041999e-7f + 3.285545229e-4f;
-  d = d * u + 2.587677724e-2f;
-  d = d * u + 4.671429616e-1f;
-  d = d * u + 1.f;
+// s = -tanh(z) / 2 of several vectors. tanh z = z P(z^2) / Q(z^2) within 2e-8 up to |z| = 9, fitted by
+// reweighted least squares; beyond, 1 to the last bit. Four vectors take each step together: one
+// after the other, the processor would not look far enough ahead to overlap them.
+template <int N>
+inline void half_tanh(const Vec<float> (&z)[N], Vec<float> (&s)[N]) {
+  constexpr int n = N < 4 ? N : 4;
+  constexpr float P[] = {1.335340185e-8f, 2.060817470e-5f, 3.495533821e-3f, 1.338098051e-1f,
+                         9.999999796e-1f};
+  constexpr float Q[] = {7.776041999e-7f, 3.285545229e-4f, 2.587677724e-2f, 4.671429616e-1f, 1.f};
+  for (int from = 0; from < N; from += n) {
+    Vec<float> x[n], u[n], p[n], q[n];
+    for (int i = 0; i < n; ++i) x[i] = at_least(at_most(z[from + i], 9.f), -9.f);
+    for (int i = 0; i < n; ++i) u[i] = x[i] * x[i];
+    for (int i = 0; i < n; ++i) q[i] = u[i] * Q[0] + Q[1];
+    for (int i = 0; i < n; ++i) p[i] = u[i] * (-0.5f * P[0]) + -0.5f * P[1];
+#pragma GCC unroll 3
+    for (int k = 2; k < 5; ++k) {
+      for (int i = 0; i < n; ++i) q[i] = q[i] * u[i] + Q[k];
+      for (int i = 0; i < n; ++i) p[i] = p[i] * u[i] + -0.5f * P[k];
+    }
+    for (int i = 0; i < n; ++i) s[from + i] = p[i] * x[i] * reciprocal(q[i]);
+  }
+}
+template <int N>
+inline void half_tanh(const Vec<double> (&z)[N], Vec<double> (&s)[N]) {
+  for (int i = 0; i < N; ++i) s[i] = logistic(z[i]) - 0.5;
 }
 
-// s = -tanh(z) / 2 of two vectors
-inline void half_tanh(Vec<float> z0, Vec<float> z1, Vec<float>& s0, Vec<float>& s1) {
-  Vec<float> n0, n1, d0, d1;
-  tanh_quotient(z0, n0, d0);
-  tanh_quotient(z1, n1, d1);
-  s0 = n0 * (-0.5f * reciprocal(d0));
-  s1 = n1 * (-0.5f * reciprocal(d1));
-}
-inline void half_tanh(Vec<double> z0, Vec<double> z1, Vec<double>& s0, Vec<double>& s1) {
-  s0 = logistic(z0) - 0.5;
-  s1 = logistic(z1) - 0.5;
-}
-
-// z = q + k_j + sum_k found_jk U_k of J keys, two vectors of features from c on.
+// z = q + k_j + sum_k found_jk U_k of J keys, two vectors of features from c on: z[2 j] and z[2 j + 1].
 template <int J, class C>
 inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
-                     Vec<C> (&z0)[J], Vec<C> (&z1)[J]) {
+                     Vec<C> (&z)[2 * J]) {
   constexpr int V = Vector<C>::width;
-  for (int j = 0; j < J; ++j) z0[j] = z1[j] = Vec<C>{};
+  for (Vec<C>& x : z) x = Vec<C>{};
   for (int64_t i = 0; i < p.K; ++i) {
     const C* u = p.projection + i * p.A + c;
     const Vec<C> u0 = load(u), u1 = load(u + V);
     for (int j = 0; j < J; ++j) {
-      z0[j] += found[j * p.found_row + i] * u0;
-      z1[j] += found[j * p.found_row + i] * u1;
+      z[2 * j] += found[j * p.found_row + i] * u0;
+      z[2 * j + 1] += found[j * p.found_row + i] * u1;
     }
   }
   for (int j = 0; j < J; ++j) {  // the larger numbers last: less is rounded away
-    z0[j] += load(k[j] + c);
-    z1[j] += load(k[j] + c + V);
-    z0[j] += load(q + c);
-    z1[j] += load(q + c + V);
+    z[2 * j] += load(k[j] + c);
+    z[2 * j + 1] += load(k[j] + c + V);
+    z[2 * j] += load(q + c);
+    z[2 * j + 1] += load(q + c + V);
   }
+}
+
+// Have the cache fetch column c of the J keys after these: 2 KB apart, they look like no stream to it.
+template <int J, class C>
+inline void expect_next(const C* const* k, int64_t c) {
+  for (int j = J; j < 2 * J; ++j) __builtin_prefetch(k[j] + c);
 }
 
 // out[j] = sum_c w_c tanh(z_jc) of J keys
@@ -209,24 +221,23 @@ void tanh_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
   constexpr int V = Vector<C>::width;
   Vec<C> acc[J] = {};
   for (int64_t c = 0; c < p.A; c += 2 * V) {
-    Vec<C> z0[J], z1[J];
-    features<J>(p, p.query, k, found, c, z0, z1);
+    Vec<C> z[2 * J], s[2 * J];
+    expect_next<J>(k, c);
+    features<J>(p, p.query, k, found, c, z);
+    half_tanh(z, s);
     const Vec<C> w0 = load(p.weight + c), w1 = load(p.weight + c + V);
-    for (int j = 0; j < J; ++j) {
-      Vec<C> s0, s1;
-      half_tanh(z0[j], z1[j], s0, s1);
-      acc[j] += w0 * s0 + w1 * s1;
-    }
+    for (int j = 0; j < J; ++j) acc[j] += w0 * s[2 * j] + w1 * s[2 * j + 1];
   }
   for (int j = 0; j < J; ++j) out[j] = -2 * sum<C>(acc[j]);
 }
 
-// Rows of n keys at the given positions.
+// Rows of n keys at the given positions; after them the last, again, for who looks ahead.
 template <class T, class C>
 void key_rows(const Coverage& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
               const C** out) {
   for (int64_t i = 0; i < n; ++i)
     out[i] = gather(at<T>(a.key, item, keys[i]), 0, 1, a.A, p.A, p.key + i * p.A).data;
+  for (int64_t i = n; i < n + 4; ++i) out[i] = out[n - 1];
 }
 
 // The additive scores of row t with the history's features in the tanh.
@@ -235,7 +246,7 @@ void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
   if (q != p.query) copy(q, a.A, p.query);
   int64_t keys[kKeyBlock];
-  const C* k[kKeyBlock];
+  const C* k[kKeyBlock + 4];
   for (int64_t j = 0; j < item.seen; j += kKeyBlock) {
     const int64_t n = min(kKeyBlock, item.seen - j);
     for (int64_t i = 0; i < n; ++i) keys[i] = j + i;
@@ -275,12 +286,11 @@ void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
 }
 
 template <class C>
-void load_state(const Coverage& a, const Item& item, Place<C>& p, int64_t row = 0) {
+void load_state(const Coverage& a, const Item& item, Place<C>& p) {
   p.state.clear(a.Tk, p.W);
   const View* views[] = {&a.previous, &a.first};
   for (int i = 0; i < 2; ++i)
-    if (views[i]->data)
-      copy(row_of<C>(*views[i], item, row), a.Tk, p.state.channel[i]);
+    if (views[i]->data) copy(row_of<C>(*views[i], item), a.Tk, p.state.channel[i]);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
@@ -333,19 +343,21 @@ void forward(const Attention& attention, int64_t index, void* memory) {
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// With s = -tanh(z) / 2 and g the gradients of J scores: grad_z_jc = g_j (1/4 - s^2) and what it adds
-// to the gradients of query, keys and weight, which still lack their factors.
+// With s = -tanh(z) / 2 and g the gradients of J scores: grad_z_jc = g_j (1/4 - s^2), which lacks
+// 4 w_c, as what it adds to grad_query does; what g_j s adds to grad_weight lacks -2.
 template <int J, class C>
 void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* grad_z,
                C* const* grad_k) {
   constexpr int V = Vector<C>::width;
   for (int64_t c = 0; c < p.A; c += 2 * V) {
-    Vec<C> z0[J], z1[J];
-    features<J>(p, p.query, k, found, c, z0, z1);
+    Vec<C> z[2 * J], s[2 * J];
+    expect_next<J>(k, c);
+    features<J>(p, p.query, k, found, c, z);
+    half_tanh(z, s);
+    const Vec<C> slope0 = load(p.weight + c) * (C)4, slope1 = load(p.weight + c + V) * (C)4;
     Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {};
     for (int j = 0; j < J; ++j) {
-      Vec<C> s0, s1;
-      half_tanh(z0[j], z1[j], s0, s1);
+      const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
       const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
       const Vec<C> u0 = g[j] * (C)0.25 - t0 * s0, u1 = g[j] * (C)0.25 - t1 * s1;
       w0 += t0;
@@ -355,8 +367,8 @@ void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* gr
       store(grad_z + j * p.A + c, u0);
       store(grad_z + j * p.A + c + V, u1);
       if (!grad_k[j]) continue;
-      add(grad_k[j] + c, u0);
-      add(grad_k[j] + c + V, u1);
+      add(grad_k[j] + c, slope0 * u0);
+      add(grad_k[j] + c + V, slope1 * u1);
     }
     add(p.grad_query + c, q0);
     add(p.grad_query + c + V, q1);
@@ -380,7 +392,7 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
   for (int64_t c = 0; c < p.A; ++c) p.grad_query[c] = 0;
   for (int64_t j = 0; j < item.seen;) {
     int64_t keys[kKeyBlock], n = 0;
-    const C* k[kKeyBlock];
+    const C* k[kKeyBlock + 4];
     C *grad_k[kKeyBlock], gradient[kKeyBlock];
     for (; j < item.seen && n < kKeyBlock; ++j) {
       if (g[j] == 0) continue;
@@ -396,8 +408,7 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
       tile(p, k + i, gradient + i, p.found + i * p.found_row, p.grad_z + i * p.A, grad_k + i);
     }
     const auto times = p.K <= kFew ? times_few<C> : times_packed<C>;
-    if (a.grad_filters.data || !a.apart)
-      times(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
+    times(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
     if (a.grad_filters.data) {
       mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
       add_up(p.grad_projection, p.product, p.K * p.A);
@@ -405,7 +416,6 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
           p.mixing);
       add_up(p.grad_filters, p.product, p.K * p.taps);
     }
-    if (a.apart) continue;
     mix(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
         p.mixing);
     for (int64_t i = 0; i < n; ++i)
@@ -419,36 +429,40 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
 }
 
 template <class C>
-void begin_grad_features(const Coverage& a, Place<C>& p) {
+void begin_grad_features(const Coverage& a, const Item& item, Place<C>& p) {
   const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
     return 4 * p.weight[c] * p.projection[k * p.A + c];
   };
   if (p.K > kFew) pack_columns(p.A, p.K, slope, p.slope);
   for (int64_t x = 0; p.K <= kFew && x < p.K * p.A; ++x) p.slope[x] = slope(x % p.A, x / p.A);
   for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
-  for (C* x = p.grad_key; a.grad_key.data && x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
+  if (in_place<C>(a)) p.grad_key = row_of<C>(a.grad_key, item);
+  else if (a.grad_key.data)
+    for (C* x = p.grad_key; x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
   for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
   for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
 }
 
 template <class T, class C>
 void put_grad_features(const Coverage& a, const Item& item, const Place<C>& p) {
-  if (a.grad_key.data) {
-    for (int64_t j = 0; j < a.Tk; ++j) {
-      T* out = at<T>(a.grad_key, item, j);
-      for (int64_t c = 0; c < a.A; ++c)
-        narrow(j < item.seen ? 4 * p.weight[c] * p.grad_key[j * p.A + c] : C{}, out[c]);
+  const auto put = [&](const View& v, int64_t i, C x) {
+    C& out = row_of<C>(v, item)[i];
+    out = a.sums ? out + x : x;
+  };
+  for (int64_t j = 0; a.grad_key.data && !in_place<C>(a) && j < a.Tk; ++j)
+    for (int64_t c = 0; c < a.A; ++c) {
+      const C x = j < item.seen ? p.grad_key[j * p.A + c] : C{};
+      if (a.sums) row_of<C>(a.grad_key, item, j)[c] += x;
+      else narrow(x, at<T>(a.grad_key, item, j)[c]);
     }
-  }
-  if (a.grad_weight.data)
-    for (int64_t c = 0; c < a.A; ++c) row_of<C>(a.grad_weight, item)[c] = -2 * p.grad_weight[c];
-  if (!a.grad_filters.data) return;
-  C *filters = row_of<C>(a.grad_filters, item), *projection = row_of<C>(a.grad_projection, item);
-  for (int64_t k = 0; k < p.K; ++k) {
-    for (int64_t c = 0; c < p.channels * p.W; ++c)
-      filters[k * p.channels * p.W + c] = p.grad_filters[k * p.taps + c];
+  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c)
+    put(a.grad_weight, c, -2 * p.grad_weight[c]);
+  for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
+    const int64_t taps = p.channels * p.W;
+    for (int64_t c = 0; c < taps; ++c)
+      put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
     for (int64_t c = 0; c < a.A; ++c)
-      projection[c * p.K + k] = 4 * p.weight[c] * p.grad_projection[k * p.A + c];
+      put(a.grad_projection, c * p.K + k, 4 * p.weight[c] * p.grad_projection[k * p.A + c]);
   }
 }
 
@@ -475,7 +489,7 @@ void backward(const Attention& attention, int64_t index, void* memory) {
   }
   if (p.K) {
     prepare_features<T>(a, item, p);
-    begin_grad_features(a, p);
+    begin_grad_features(a, item, p);
   }
   p.grad.clear(a.Tk, p.W);
   C* grad_coverage = p.grad.channel[1];
@@ -543,22 +557,6 @@ void backward(const Attention& attention, int64_t index, void* memory) {
     copy(p.grad.channel[0], a.Tk, row_of<C>(a.grad_previous, item));
 }
 
-// The backward of rows apart: keys, weight and the features' parameters.
-template <class T, class C = typename Accumulate<T>::type>
-void backward_apart(const Attention& attention, int64_t index, void* memory) {
-  const Coverage& a = of(attention);
-  const Item item(a, index, 1, 1);
-  Scratch<C> scratch{static_cast<C*>(memory)};
-  Place<C> p(a, scratch);
-  prepare_features<T>(a, item, p);
-  begin_grad_features(a, p);
-  for (int64_t t = 0; t < a.Tq; ++t) {
-    load_state(a, item, p, t);
-    grad_features<T>(a, item, t, row_of<C>(a.grad_score, item, t), p);
-  }
-  put_grad_features<T>(a, item, p);
-}
-
 // ---- the table --------------------------------------------------------------------------------
 
 template <class C>
@@ -582,7 +580,6 @@ extern const CoverageKernels coverage = {
     scratch,
     {items, ATTNFAST_BY_DTYPE(forward)},
     {items, ATTNFAST_BY_DTYPE(backward)},
-    {items, ATTNFAST_BY_DTYPE(backward_apart)},
 };
 
 }  // namespace VARIANT

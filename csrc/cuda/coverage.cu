@@ -26,6 +26,7 @@ void run_backward(Coverage& a, const Tensor& query) {
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) {
   m.impl("coverage_attention", TORCH_BOX(&coverage_attention));
   m.impl("coverage_attention_backward", TORCH_BOX(&coverage_attention_backward));
+  m.impl("coverage_attention_backward_into", TORCH_BOX(&coverage_attention_backward_into));
 }
 
 }  // namespace attnfast

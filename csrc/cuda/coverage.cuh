@@ -68,30 +68,27 @@ struct Scan {
     };
     found = take(a.Tk * K);
     if (!a.backward) return;
-    coverages = take(a.apart ? 0 : a.Tq * a.Tk);
+    coverages = take(a.Tq * a.Tk);
     past = take(a.Tk);
     grad_coverage = take(a.Tk);
     grad_found = take(a.Tk * K);
     slopes = take(K ? a.Tk * a.A : 0);
-    grad_keys = take(K ? a.Tk * a.A : 0);
+    grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
   }
 
   // All of it; see above.
   static int64_t numbers(const Coverage& a) {
     const int64_t K = a.filters_count, forward = a.Tk * K;
     if (!a.backward) return forward;
-    return 2 * forward + ((a.apart ? 0 : a.Tq) + 2) * a.Tk + (K ? 2 * a.Tk * a.A : 0);
+    return 2 * forward + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0);
   }
 
   __device__ C* row(const View& v, int64_t i = 0) const {
     return v.data ? at<C>(v, tile, i) : nullptr;
   }
-  // The weights of the row before, and in a backward the coverage before the row.
+  // The weights of the row before.
   __device__ Signal<C> last(int64_t t) const {
-    return {t && !a.apart ? row(a.weights, t - 1) : row(a.previous, t), a.Tk};
-  }
-  __device__ Signal<C> coverage(int64_t t) const {
-    return {a.apart ? row(a.first, t) : coverages + t * a.Tk, a.Tk};
+    return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk};
   }
 
   // What the filters find around every key.
@@ -140,7 +137,7 @@ struct Scan {
 
   // From the gradients of row t's scores to those of its query, of keys, parameters and the history.
   __device__ void score_backward(int64_t t, const C* g) const {
-    const Signal<C> last = this->last(t), coverage = this->coverage(t);
+    const Signal<C> last = this->last(t), coverage = {coverages + t * a.Tk, a.Tk};
     find(last, coverage);
     __syncthreads();
     const T* q = at<T>(a.query, tile, t);
@@ -188,7 +185,7 @@ struct Scan {
         if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - W / 2];
       grad_filters[index] += sum;
     }
-    for (int64_t p = threadIdx.x; !a.apart && p < a.Tk; p += kThreads)
+    for (int64_t p = threadIdx.x; p < a.Tk; p += kThreads)
       for (int64_t x = 0; x < a.channels; ++x) {
         C sum = 0;
         for (int64_t c = 0; c < W; ++c) {
@@ -203,6 +200,7 @@ struct Scan {
 
   // What score_backward adds to, before the rows.
   __device__ void begin_backward() const {
+    if (a.sums) return;
     const auto clear = [&](C* x, int64_t size) {
       for (int64_t i = threadIdx.x; x && i < size; i += kThreads) x[i] = 0;
     };
@@ -214,7 +212,7 @@ struct Scan {
 
   // The gradient of the keys, after the rows.
   __device__ void put_grad_keys() const {
-    if (!a.grad_key.data) return;
+    if (!a.grad_key.data || a.sums) return;
     __syncthreads();
     for (int64_t index = threadIdx.x; index < a.Tk * a.A; index += kThreads)
       narrow(grad_keys[index], at<T>(a.grad_key, tile, index / a.A)[index % a.A]);
@@ -349,15 +347,6 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
   if (s.K) s.put_grad_keys();
 }
 
-// The backward of rows apart: keys, weight and the features' parameters.
-template <class T>
-__global__ void __launch_bounds__(kThreads, 3) apart_backward(const Coverage a) {
-  const Scan<T> s(a);
-  s.begin_backward();
-  for (int64_t t = 0; t < a.Tq; ++t) s.score_backward(t, s.row(a.grad_score, t));
-  s.put_grad_keys();
-}
-
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
 inline int64_t scratch_numbers(const Coverage& a) { return Scan<float>::numbers(a); }
@@ -384,7 +373,6 @@ void launch_backward(const Coverage& a, const Launch& launch) {
   if (a.filters_count) rows.grad_query = rows.grad_key = rows.grad_weight = {};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (a.apart) return launch(apart_backward<T>, a.B * a.H, 1, a);
     launch(products<T, Score::dot>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
            a.grad_context, a.value, a.Dv, a.grad_score, false);
     launch(scan_backward<T>, a.B * a.H, 1, a);

@@ -24,5 +24,6 @@ STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CPU, m) {
   m.impl("copy_distribution_backward", TORCH_BOX(&copy_distribution_backward));
   m.impl("coverage_attention", TORCH_BOX(&coverage_attention));
   m.impl("coverage_attention_backward", TORCH_BOX(&coverage_attention_backward));
+  m.impl("coverage_attention_backward_into", TORCH_BOX(&coverage_attention_backward_into));
 }
 }  // namespace attnfast

@@ -79,8 +79,9 @@ int main(int, char** argv) {
     h.scratch = tensor(1, scratch_numbers(h));
     launch_backward(h, LaunchOnHost<kThreads>{});
     if (!additive) continue;
-    h.apart = true;
-    for (View* x : {&h.first, &h.previous}) *x = tensor(a.Tq, a.Tk);
+    h.sums = true;  // and a step of many
+    h.Tq = 1;
+    h.grad_value = {};
     h.scratch = tensor(1, scratch_numbers(h));
     launch_backward(h, LaunchOnHost<kThreads>{});
   }
