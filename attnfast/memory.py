@@ -1,32 +1,15 @@
-"""Prepared memory: what a decoder attends to, step after step, and the gradients that can wait.
+"""Prepared memory: what a decoder attends to, step after step.
 
-A recurrent decoder attends with one query at a time, to the same keys. Only the query's gradient
-is needed for the recurrence. So a step's backward computes no more than that and leaves the
-gradient of its scores with the memory; once the last step has run, one pass over all steps gives
-the gradients of keys, values and weight.
-
-In autograd's terms :func:`prepare` is a node whose output, an empty token, every step consumes, so
-that its backward comes after theirs, whatever subset of the steps took part::
-
-    keys, values, weight ─ _Prepared ─ token ─┬─ _Step 1 ─ context 1
-                                              ├─ _Step 2 ─ context 2
-                                              └─ …
-
-Steps with a history go the same way; those with filters take a token of their own, which the
-filters went into too. Taking their features' tanh again at the end would cost more than to read and
-write the keys' gradient at every step, so they add theirs to sums, and only the values' waits.
+What a decoder computes once for a source is kept in a :class:`Memory`. Each step attends to it with
+one query; :mod:`attnfast.steps` tells how their gradients are taken.
 """
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from attnfast.backends import FLOATS, choose
 from attnfast.errors import refuse
@@ -41,120 +24,11 @@ from attnfast.ops.attention import (
     run,
     run_spans,
 )
-from attnfast.ops.coverage import coverage_attention, gradients, inputs_of, setup_context
-from attnfast.ops.operators import call, operators_of, or_zeros
+from attnfast.ops.coverage import coverage_attention, inputs_of
 from attnfast.ops.span import Position, Span, Spans, check_span
+from attnfast.steps import HistoryStep, Step, Steps
 
 __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
-
-
-class _Left(list):
-    """What the steps of one backward left; a list that can be referred to weakly."""
-
-    sums: tuple[Tensor, ...] | None = None
-
-
-class _Waiting:
-    """Gradients that steps have left, by the running backward's number in autograd's engine.
-
-    One that never reaches the memory (only a query's gradient was asked for, or it failed) must
-    not be counted by the next: the engine alone holds what was left, and forgets it at the end.
-    """
-
-    def __init__(self):
-        self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
-
-    def here(self) -> _Left:
-        """Return what is left in the running backward, to add to until its end."""
-        task = torch._C._current_graph_task_id()
-        left = self.left.get(task)
-        if left is None:
-            left = self.left[task] = _Left()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda left=left: None)  # type: ignore[misc]
-        return left
-
-    def take(self) -> tuple[list[tuple[Any, ...]], tuple[Tensor, ...] | None]:
-        """Return what was left in the running backward, and its sums, and forget them."""
-        left = self.left.get(torch._C._current_graph_task_id(), _Left())
-        taken, sums = list(left), left.sums
-        left.clear()
-        left.sums = None
-        return taken, sums
-
-
-@dataclass(eq=False)
-class _Features:
-    """Filters and their projection, and the token of the steps that use them."""
-
-    of: tuple[Any, ...]
-    filters: Tensor
-    projection: Tensor
-    token: Tensor
-    waiting: _Waiting
-
-
-class Steps:
-    """What the steps of one memory share: the exponentials of its keys, gradients that wait."""
-
-    def __init__(self, memory: Memory, token: Tensor | None = None, waiting: Any = None):
-        key, weight = memory.key, memory.weight
-        self.of = (key, memory.value, memory.lengths, weight)
-        self.how = (memory.backend, memory.relu)
-        self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
-        self.token = token  # None: not deferred
-        self.waiting = waiting
-        self.operators = operators_of(str(memory.backend))
-        exact = key.dtype == torch.float64 or memory.relu
-        self.keeps = memory.backend == "cpu" and weight is not None and not exact
-        self._exponentials: Tensor | None = None
-        self._features: _Features | None = None
-
-    def serve(self, query: Tensor, memory: Memory) -> bool:
-        """Whether this is one query for the tensors that the steps were made for."""
-        key, value, lengths, weight = self.of
-        return (
-            memory.key is key
-            and memory.value is value
-            and memory.lengths is lengths
-            and memory.weight is weight
-            and (memory.backend, memory.relu) == self.how
-            and query.dtype == key.dtype
-            and query.shape == self.query_shape
-        )
-
-    def exponentials(self) -> Tensor | None:
-        """Return what the CPU's additive score keeps of the keys, taken at the first step."""
-        if self.keeps and self._exponentials is None:
-            key, _, lengths, _ = self.of
-            with torch.inference_mode(False):  # or no backward could save them
-                kept = self.operators.exponentials(key.detach(), lengths)
-            self._exponentials, self.keeps = kept, kept.dim() > 1  # empty beyond its domain
-        return self._exponentials if self.keeps else None
-
-    def features(self, of: tuple[Any, ...], filters: Tensor, projection: Tensor) -> _Features:
-        """Return the token of steps with such filters, made once for what they are made ``of``."""
-        of = tuple((x, None if x is None else x._version) for x in of)
-        known = self._features
-        if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
-            key, value, lengths, weight = self.of
-            waiting, operators = _Waiting(), self.operators
-            token = _Prepared.apply(
-                key, value, weight, filters, projection, self.token, lengths, waiting, operators,
-                False,
-            )  # fmt: skip
-            known = self._features = _Features(
-                of, filters.detach(), projection.detach(), token, waiting
-            )
-            if token.grad_fn is not None:
-                steps, made = weakref.ref(self), weakref.ref(known)
-
-                def forget(_: Any) -> None:  # the graph of the filters is gone now
-                    if (here := steps()) is not None and here._features is made():
-                        here._features = None
-
-                token.grad_fn.register_prehook(forget)
-        return known
 
 
 class Memory(NamedTuple):
@@ -185,122 +59,6 @@ class Memory(NamedTuple):
         return memory if self.steps is None else memory._replace(steps=Steps(memory))
 
 
-class _Prepared(Function):
-    """Makes the token that every step takes; its backward is that of all steps together."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, operators, relu
-    ):  # fmt: skip
-        ctx.save_for_backward(key, value, weight, lengths, filters, projection)
-        ctx.waiting, ctx.operators, ctx.relu = waiting, operators, relu
-        ctx.set_materialize_grads(False)
-        return key.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _):
-        steps, sums = ctx.waiting.take()
-        if not steps:
-            return (None,) * 10
-        key, value, weight, lengths, *features = ctx.saved_tensors
-        if sums is not None:
-            weights, grad_context = (torch.cat(x, -2) for x in zip(*steps))
-            grad_value = weights.mT @ grad_context.to(weights.dtype)
-            grad_key, *parts = sums  # of every sequence and head
-            of_all = (weight, *features)
-            summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, of_all)]
-            return grad_key.to(key.dtype), grad_value.to(value.dtype), *summed, *[None] * 5
-        grads: list[Tensor] = []
-        for columns in dict.fromkeys(step[0] for step in steps):
-            alike = [step[1:] for step in steps if step[0] == columns]
-            query, weights, grad_score, grad_context, *span = (
-                torch.cat(x, -2) for x in zip(*alike)
-            )
-            bounds = span[0] if span else None
-            _, *more, _ = call(
-                ctx.operators.attention_backward.default,
-                grad_context, None, None, query, key, value, weight, lengths, bounds,
-                columns[0], None, weights, grad_score, 1.0, ctx.relu, False, True, False,
-            )  # fmt: skip
-            grads = [a + b for a, b in zip(grads, more)] if grads else more
-        return *grads[:2], None if weight is None else grads[2], *[None] * 7
-
-
-class _Step(Function):
-    """One query's attention; its backward is the query's alone, and leaves the rest."""
-
-    @staticmethod
-    def forward(ctx: Any, query, token, bias, mask, span, columns, memory, scale, need_weights):
-        key, value, lengths, _, weight, _, steps, _, relu = memory
-        exponentials = steps.exponentials()
-        context, weights, _ = call(
-            steps.operators.attention.default,
-            query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
-            relu, True,
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, weights)
-        ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
-        ctx.relu = relu
-        ctx.columns, ctx.bias_shape = columns, None if bias is None else bias.shape
-        ctx.set_materialize_grads(False)
-        return (context, weights) if need_weights else context
-
-    @staticmethod
-    def backward(ctx: Any, grad_context, grad_weights=None):
-        query, key, value, weight, lengths, span, exponentials, weights = ctx.saved_tensors
-        grad_context = or_zeros(grad_context, query, value)
-        grad_query, _, _, _, grad_score = call(
-            ctx.operators.attention_backward.default,
-            grad_context, grad_weights, None, query, key, value, weight, lengths, span,
-            ctx.columns, exponentials, weights, None, ctx.scale, ctx.relu, True, False, True,
-        )  # fmt: skip
-        grad_bias = None
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
-        if ctx.scale != 1:
-            grad_score = grad_score * ctx.scale
-        left = (query, weights, grad_score, grad_context)
-        if span is None:
-            ctx.waiting.here().append(((0, False), *left))
-        else:  # rows of several steps go together where their weights have as many columns
-            span = span.expand(*query.shape[:-1], 2)
-            ctx.waiting.here().append(((ctx.columns, True), *left, span))
-        return grad_query, None, grad_bias, *[None] * 6
-
-
-class _HistoryStep(Function):
-    """The same with a history. ``inputs`` are the operator's; what waits is detached."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments):
-        *inputs, _, waiting, operators = arguments
-        outputs = call(operators.coverage_attention.default, *inputs)
-        setup_context(ctx, inputs, outputs)
-        ctx.operators, ctx.waiting = operators, waiting
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs):
-        query, key, value, weight, _, filters, projection, *_, weights, _ = ctx.saved_tensors
-        grad_context = or_zeros(grad_outputs[0], query, value)
-        left = ctx.waiting.here()
-        if filters is None:
-            ctx.operator = ctx.operators.coverage_attention_backward.default
-            grads, grad_score = gradients(ctx, grad_outputs, need_grad_score=True)
-            left.append(((0, False), query, weights, grad_score * ctx.scale, grad_context))
-            return *grads, None, None, None
-        if left.sums is None:
-            batch = weights.shape[:-2]
-            of_all = (x.shape[-n:] for x, n in ((weight, 1), (filters, 3), (projection, 2)))
-            shapes = (key.shape, *((*batch, *shape) for shape in of_all))
-            left.sums = tuple(weights.new_zeros(shape) for shape in shapes)
-        ctx.operator = ctx.operators.coverage_attention_backward_into.default
-        grads, _ = gradients(ctx, grad_outputs, sums=left.sums)
-        left.append((weights, grad_context))
-        return *grads, None, None, None
-
-
 def _attend_once(
     query: Tensor,
     memory: Memory,
@@ -319,8 +77,8 @@ def _attend_once(
         bias, mask, bounds, columns, *_ = seen
     if steps.token is not None and torch.is_grad_enabled():
         refuse_tangents(query, key, value, weight, bias)
-        result = _Step.apply(
-            query, steps.token, bias, mask, bounds, columns, memory, scale, bool(need_weights)
+        result = Step.apply(
+            query, steps.token, bias, mask, bounds, columns, steps, scale, bool(need_weights)
         )
         context, weights = result if need_weights else (result, None)
         weights = None if weights is None else as_returned(weights, query.dtype, True)
@@ -378,25 +136,12 @@ def prepare(
         return memory
     backend = choose(backend, key.device, key.dtype, step=True)
     memory = memory._replace(backend=backend)
-    token, waiting = None, _Waiting()
-    if (
+    deferred = (
         backend != "reference"
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, weight))
-    ):
-        token = _Prepared.apply(
-            key,
-            value,
-            weight,
-            None,
-            None,
-            None,
-            lengths,
-            waiting,
-            operators_of(backend),
-            relu,
-        )
-    return memory._replace(steps=Steps(memory, token, waiting))
+    )
+    return memory._replace(steps=Steps(memory, deferred))
 
 
 def attend(
@@ -465,6 +210,7 @@ def attend_with_history(
     need_loss: bool = False,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
+    over: str = "previous",
     projection: Tensor | None = None,
     **terms: Any,
 ) -> tuple[Tensor | None, ...]:
@@ -473,17 +219,20 @@ def attend_with_history(
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
         memory: key, value, weight, lengths, mask, fertility and backend; its activation is tanh.
-        need_weights, need_loss, coverage_weight, filters, projection, terms: as there.
+        need_weights, need_loss, coverage_weight, filters, over, projection, terms: as there.
 
     Returns:
-        what :func:`attnfast.coverage_attention` does. With one query the gradients of keys, values,
-        weight, filters and projection are taken for all such calls at once, at the end of a
-        backward.
+        what :func:`attnfast.coverage_attention` does. With one query keys, values, weight,
+        filters and projection get their gradients of all such calls at the end of a backward;
+        second derivatives and forward mode raise.
     """
     key, value, lengths, mask, weight, backend, steps, fertility, relu = memory
     if relu:
         refuse("memory", "one of tanh: a history knows no other activation", "one of relu")
-    made_of = {"coverage_weight": coverage_weight, "filters": filters, "projection": projection}
+    made_of = {
+        "coverage_weight": coverage_weight, "filters": filters, "over": over,
+        "projection": projection,
+    }  # fmt: skip
     terms = {**made_of, "mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
     deferred = (
@@ -511,6 +260,6 @@ def attend_with_history(
         token, waiting = features.token, features.waiting
     inputs[1:4] = (None if x is None else x.detach() for x in inputs[1:4])
     operators = steps.operators  # type: ignore[union-attr]
-    context, weights, coverage, loss, _ = _HistoryStep.apply(*inputs, token, waiting, operators)
+    context, weights, coverage, loss, _ = HistoryStep.apply(*inputs, token, waiting, operators)
     result = (context, as_returned(weights, query.dtype, need_weights), coverage)
     return (*result, loss) if need_loss else result

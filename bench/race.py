@@ -55,6 +55,25 @@ def timed(way, leaves=None, grad=None):
     return run
 
 
+def roofline(special: float, plain: float, moved: int) -> float | None:
+    """Return the seconds below which no GPU of this kind can stay; None on a CPU.
+
+    A multiprocessor issues 16 special functions and 128 float32 instructions a clock, an A100's 64;
+    tensor cores are left out, for they do not multiply float32.
+
+    Args:
+        special, plain: how many of these the formula needs.
+        moved: bytes of what is read and written once.
+    """
+    if DEVICE.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    clocks = gpu.multi_processor_count * gpu.clock_rate * 1e3
+    bandwidth = 2 * gpu.memory_clock_rate * 1e3 * gpu.memory_bus_width / 8
+    lanes = 64 if (gpu.major, gpu.minor) == (8, 0) else 128
+    return max(special / (16 * clocks), plain / (lanes * clocks), moved / bandwidth)
+
+
 def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
     """Time the first of ``calls`` against the others, in turns."""
     ours, *peers = calls

@@ -60,6 +60,8 @@ def markdown(report: dict) -> str:
         sizes = members[0].get("size_names", "B, Tq, Tk, A, Dv")
         head = ["shape", sizes, members[0]["ours"], *peers, "peak memory", other]
         head += ["kept for the backward", other] * kept
+        bounds = all(r.get("bound") for r in members)
+        head += ["of the roofline"] * bounds
         text.append("| " + " | ".join(head) + " |")
         text.append("|---|---|" + "--:|" * (len(head) - 2))
         for r in members:
@@ -69,6 +71,7 @@ def markdown(report: dict) -> str:
             sizes = ", ".join(map(str, r["sizes"]))
             cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
             cells += [size(r["kept"][name]) for name in (r["ours"], other) if kept]
+            cells += [f"{100 * r['bound'] / r['median']:.0f} %"] if bounds else []
             text.append("| " + " | ".join(cells) + " |")
         by_peer = ([r["peers"][p] / r["median"] for r in members if p in r["peers"]] for p in peers)
         ratios = [statistics.geometric_mean(x) for x in by_peer]

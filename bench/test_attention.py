@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import table
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, eager, race, timed
+from race import DECODERS, DEVICE, DIRECTIONS, eager, race, roofline, timed
 from table import Case, attend, inputs
 
 from attnfast.backends import BACKENDS, choose, why_not
@@ -86,6 +86,28 @@ def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) 
     table.check(first, run(way, args, grad), wanted, [plain])
 
 
+#: Special functions and float32 instructions for each (query, key, feature), and instructions for
+#: each (query, key, column of values); see the bounds in docs/performance.md.
+OPERATIONS = {
+    ("additive", "forward"): (0.5, 3, 1),
+    ("additive", "forward + backward"): (1, 10.5, 3),
+    ("dot", "forward"): (0, 1, 1),
+    ("dot", "forward + backward"): (0, 3, 3),
+}
+
+
+def bound(case: Case, direction: str) -> float | None:
+    """Return the least time of a call on this GPU: every tensor is read or written once a pass."""
+    special, plain, more = OPERATIONS[case.score, direction]
+    pairs, keys = case.B * case.Tq * case.Tk, case.B * case.Tk
+    inputs = case.B * case.Tq * case.A + keys * (case.A + case.Dv)
+    numbers = inputs + case.B * case.Tq * case.Dv + pairs
+    numbers += (numbers + inputs) * (direction != "forward")
+    return roofline(
+        pairs * case.A * special, pairs * (case.A * plain + case.Dv * more), numbers * 4
+    )
+
+
 def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> None:
     """Check the first way against the oracle, then time it against the others."""
     args = inputs(case, DEVICE)
@@ -104,6 +126,7 @@ def test_attention(benchmark, score, shape, direction):
     case = Case(score, *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25 if score == "dot" else 1.0)
     benchmark.group = score
     measure(benchmark, case, shape, direction, contenders(score))
+    benchmark.extra_info["bound"] = bound(case, direction)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -118,6 +141,7 @@ def test_dot_without_weights(benchmark, shape, direction):
     }
     benchmark.group = "dot, no weights returned"
     measure(benchmark, case, shape, direction, ways)
+    benchmark.extra_info["bound"] = bound(case, direction)
 
 
 def recurrent(step_of):

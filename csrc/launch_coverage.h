@@ -1,4 +1,4 @@
-// The two operators of coverage_attention. A launcher includes this file once, defines the functions
+// The operators of coverage_attention. A launcher includes this file once, defines the functions
 // below and registers the operators.
 #pragma once
 #include "coverage.h"

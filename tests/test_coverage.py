@@ -347,7 +347,7 @@ STEPS = [
 
 @pytest.mark.parametrize("case", STEPS, ids=name)
 def test_gradients_that_wait(case, backend):
-    """Steps over one memory leave the gradients of keys, values and parameters for the end."""
+    """Steps over one memory give keys, values and parameters their gradients at the end."""
     skip_unless(backend, case)
     check(case, backend, in_steps)
 
@@ -375,6 +375,41 @@ def test_filters_that_change_between_steps(backend):
         grads.append([*once, *torch.autograd.grad(loss * 2, leaves)])
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("terms", [("penalty",), ("location",)])
+def test_steps_have_no_second_derivative(terms, backend):
+    """Also where the context's gradient is a constant, and for what is taken at the end."""
+    case = History("additive", 2, 3, 9, 8, 5, terms=terms)
+    skip_unless(backend, case)
+    if backend == "reference":
+        pytest.skip("PyTorch differentiates it")
+    args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
+    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "weight"))
+    memory = prepare(key, value, weight, backend=backend)
+    context, *_ = attend_with_history(query[:, :1], memory, **args)
+    leaves = [query, key, value, weight, *(x for x in args.values() if x.requires_grad)]
+    for grad in torch.autograd.grad(context.sum(), leaves, create_graph=True):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            grad.sum().backward(retain_graph=True)
+
+
+def test_hidden_rows_may_have_any_gradient():
+    """What comes for a row that sees nothing, NaN or not, changes no other row's."""
+    args = arguments(History("additive", 2, 2, 9, 8, 5, terms=("location",)))
+    leaves = [args["key"], args["value"], args["weight"]]
+    terms = {k: args[k] for k in ("filters", "projection")}
+    nothing = torch.zeros(2, 1, 9, dtype=torch.bool)
+    grads = []
+    for poison in (0.0, math.nan):
+        memory, total = prepare(*leaves), 0
+        for query, mask in zip(args["query"].split(1, -2), (nothing, ~nothing)):
+            context, *_ = attend_with_history(query, memory._replace(mask=mask), **terms)
+            total = total + (context * (poison if mask is nothing else 1.0)).sum()
+        grads.append(torch.autograd.grad(total, [*leaves, *terms.values()]))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
+        assert got.isfinite().all()
 
 
 def test_checkpointed_steps():

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from attnfast.nn import (
     LocationAwareAttention,
     PointerGenerator,
 )
+from attnfast.steps import Prepared
 
 B, TQ, TK, Q, K, A = 3, 4, 7, 10, 12, 8
 LENGTHS = torch.tensor([7, 4, 1])
@@ -106,6 +108,28 @@ def test_steps_are_the_whole(module):
         torch.testing.assert_close(step[1], weights[:, t])
     for a, b in zip(history, whole):
         torch.testing.assert_close(a, b)
+
+
+def test_steps_share_their_gradients(module):
+    """All steps take one token of the memory, or of the filters, and are the whole's in the end."""
+    query, source = states()
+    source.requires_grad_()
+    leaves, grads = [source, *module.parameters()], []
+    context, _, history = module(query, module.prepare(source, LENGTHS))
+    loss = context.sin().sum() + history.loss.sum()
+    grads.append(torch.autograd.grad(loss, leaves))
+    history, loss = None, 0
+    with mock.patch.object(Prepared, "apply", wraps=Prepared.apply) as apply:
+        memory = module.prepare(source, LENGTHS)
+        for t in range(TQ):
+            context, _, history = module(query[:, t], memory, history)
+            loss = loss + context.sin().sum()
+    grads.append(torch.autograd.grad(loss + history.loss.sum(), leaves))
+    filters = ("coverage_weight", "location_conv")
+    filters = any(getattr(module, name, None) is not None for name in filters)
+    assert apply.call_count == 1 + filters
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
 
 
 def test_a_search_may_reorder(module):

@@ -10,7 +10,7 @@ import torch
 from table import DEVICE, Case, check, eager, inputs, losses, oracle_of, results, runnable
 from torch.utils.checkpoint import checkpoint
 
-from attnfast import memory
+from attnfast import memory, steps
 from attnfast.memory import attend, prepare
 
 CASES = [
@@ -227,13 +227,13 @@ def test_a_backward_leaves_nothing(parts, fails):
 def test_gradients_of_many_steps_are_taken_at_once(parts, monkeypatch):
     leaves, (first, second, _) = parts
     calls = []
-    original = memory.call
+    original = steps.call
 
     def record(operator, *args):
         calls.append((operator.name(), args[-2]))  # need_grad_key
         return original(operator, *args)
 
-    monkeypatch.setattr(memory, "call", record)
+    monkeypatch.setattr(steps, "call", record)
     step = steps_of(leaves)
     gradients(leaves, step(first) + step(second))
     backward = [late for name, late in calls if name.endswith("attention_backward")]

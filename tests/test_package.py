@@ -78,8 +78,9 @@ def test_the_cuda_library_finds_its_symbols(tmp_path):
             ctypes.CDLL(library)
         from attnfast.backends import load_library
         print(load_library("_C_cuda"))
-        for operator in ("attention", "attention_backward", "copy_distribution"):
-            name = f"attnfast_cuda::{{operator}}"
+        names = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("attnfast_cuda:")]
+        assert len(names) > 6, names
+        for name in names:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name
     """)
     assert done.stdout.strip() == "None", done.stdout + done.stderr

@@ -105,15 +105,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
             found.left = "its class or its parameters are not known"
             continue
         inner.update(module.modules())
-        if dressed(module) is not None:
-            found.left = "it is served already"
-        else:
-            found.left = (
-                why_not_called_alike(module, host)
-                or host.why_not(module)
-                or why_not_alike(module, host)
-                or ""
-            )
+        found.left = why_left(module, host) or ""
     known = [x.module for x in report.found if x.host is not None]
     report.found = [  # what only holds known attention is not worth a line
         x
@@ -180,6 +172,21 @@ def _outcome(module: nn.Module, example, dtype, device) -> tuple[list, list]:
     return results, list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
+def why_left(module: nn.Module, host: Host) -> str | None:
+    """Say why a module of a known class is left alone, or None."""
+    if dressed(module) is not None:
+        return "it is served already"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        return "its parameters have no shape yet: replace it after the first call"
+    return (
+        why_not_called_alike(module, host)
+        or host.why_not(module)
+        or why_not_inherited(module, host)
+        or why_not_hooked(module)
+        or why_not_alike(module, host)
+    )
+
+
 def why_not_called_alike(module: nn.Module, host: Host) -> str | None:
     """Say which arguments the module's methods take and their replacements do not, or None."""
     for name, method in inspect.getmembers(host.methods, inspect.isfunction):
@@ -218,10 +225,6 @@ def why_not_hooked(module: nn.Module) -> str | None:
 def why_not_alike(module: nn.Module, host: Host) -> str | None:
     """Say in what the module and its replacement differ on the host's example, or None."""
     parameter = next(module.parameters(), torch.empty(0))
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        return "its parameters have no shape yet: replace it after the first call"
-    if reason := why_not_inherited(module, host) or why_not_hooked(module):
-        return reason
     ways = [(host.dtype, torch.device("cpu"), 1e-9 if host.dtype == torch.float64 else 1e-4)]
     if parameter.dtype in (torch.float32, torch.float64):
         ways.append((parameter.dtype, parameter.device, 1e-4))

@@ -226,10 +226,11 @@ class LocationAwareAttention(HistoryAttention):
     def _terms(self, memory: Memory) -> dict[str, Any]:
         if self.location_conv is None or self.location_proj is None:
             return {}
-        filters = self.location_conv.weight
-        if self.over == "cumulative":  # the second channel
-            filters = nn.functional.pad(filters, (0, 0, 1, 0))
-        return {"filters": filters, "projection": self.location_proj.weight}
+        return {
+            "filters": self.location_conv.weight,
+            "over": "coverage" if self.over == "cumulative" else "previous",
+            "projection": self.location_proj.weight,
+        }
 
 
 class ForwardAttention(LocationAwareAttention):

@@ -358,6 +358,7 @@ def inputs_of(
     penalty: Any = None,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
+    over: str = "previous",
     projection: Tensor | None = None,
     fertility: Tensor | None = None,
     transition: Any = None,
@@ -391,6 +392,10 @@ def inputs_of(
 
     filters, projection = cast(filters), cast(projection)
     check_history(query, key, filters, projection, None, None, None, None, None)
+    if over not in ("previous", "coverage"):
+        refuse("over", "'previous' or 'coverage'", repr(over))
+    if over == "coverage" and filters is not None and filters.shape[-2] == 1:
+        filters = torch.nn.functional.pad(filters, (0, 0, 1, 0))  # the second channel
     filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
 
     def number(name: str, x: Any, shape) -> Any:
@@ -424,6 +429,7 @@ def coverage_attention(
     penalty: float | Tensor | None = None,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
+    over: str = "previous",
     projection: Tensor | None = None,
     fertility: Tensor | None = None,
     transition: float | Tensor | None = None,
@@ -457,6 +463,7 @@ def coverage_attention(
         filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`: ``[K, 1, W]``
             on the last row's weights or ``[K, 2, W]`` on these and the coverage, W odd, zeros past
             the ends; with heads also ``[H, K, 2, W]``.
+        over: what filters of one channel look at, ``"previous"`` or ``"coverage"``.
         projection: U of the location features, ``[A, K]`` or ``[H, A, K]``.
         fertility: φ > 0, how much attention a key asks for, ``[B, Tk]`` (or with heads); None
             means 1.
@@ -489,9 +496,9 @@ def coverage_attention(
     """
     inputs = inputs_of(
         query, key, value, weight, penalty=penalty, coverage_weight=coverage_weight,
-        filters=filters, projection=projection, fertility=fertility, transition=transition,
-        coverage=coverage, previous=previous, scale=scale, lengths=lengths, mask=mask, bias=bias,
-        temperature=temperature,
+        filters=filters, over=over, projection=projection, fertility=fertility,
+        transition=transition, coverage=coverage, previous=previous, scale=scale, lengths=lengths,
+        mask=mask, bias=bias, temperature=temperature,
     )  # fmt: skip
     query = inputs[0]
     backend = choose(backend, query.device, query.dtype, "coverage_attention")

@@ -20,7 +20,7 @@ import torch
 import attnfast
 from attnfast.hosts.host import Draw
 from attnfast.hosts.replace import _outcome, tensors
-from attnfast.memory import _Prepared
+from attnfast.steps import Prepared
 
 
 class _Unused(types.ModuleType):
@@ -121,7 +121,7 @@ def preparations(module, run):
     """Return how often the served module prepares a memory, or its filters, in ``run``."""
     served = copy.deepcopy(module).float().train()
     assert attnfast.replace(served).replaced
-    with mock.patch.object(_Prepared, "apply", wraps=_Prepared.apply) as apply:
+    with mock.patch.object(Prepared, "apply", wraps=Prepared.apply) as apply:
         list(run(served, Draw(torch.float32, torch.device("cpu"))))
     return apply.call_count
 
