@@ -50,7 +50,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
             result = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return result
-        raising = torch._C._functions.DelayedError(TWICE, len(result))
+        raising: Any = torch._C._functions.DelayedError(TWICE, len(result))
         return raising(*(None if x is None else x.detach().requires_grad_() for x in result))
 
     return run
