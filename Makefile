@@ -15,7 +15,7 @@ demo: .venv/installed
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims.
 test: .venv/installed .venv/oldest-triton hosts
 	$(BIN)/pytest -q $(TWO)
-	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q $(TWO) tests -k "triton and not (fuzz or opcheck or deterministic or test_span)"
+	PYTHONPATH=.venv/oldest-triton $(BIN)/pytest -q $(TWO) tests -k "triton and not (fuzz or opcheck or gradcheck or deterministic or test_span)"
 
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
 hosts: .venv/hosts

@@ -265,7 +265,8 @@ Gradients coverage_attention_backward_into(
     const Optional transition, const Optional coverage, const Optional previous,
     const Tensor weights, const Tensor odds, Tensor sum_key, Tensor sum_weight, Tensor sum_filters,
     Tensor sum_projection, double scale, bool need_grad_query, bool need_grad_score) {
-  if (!weight || !filters) throw std::runtime_error("sums are of steps with filters");
+  if (!weight || !filters || filters->size(filters->dim() - 3) == 0)
+    throw std::runtime_error("sums are of steps with filters");
   const Sums sums = {sum_key, sum_weight, sum_filters, sum_projection};
   return backward(grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight,
                   lengths, {filters, projection, penalty, rate, transition, coverage, previous},

@@ -7,12 +7,7 @@ import torch.nn.functional as F
 
 from attnfast.hosts.espnet import begin_step, lengths_of, register
 from attnfast.hosts.espnet_location import uniform
-from attnfast.hosts.recall import attend, recall, touch
-
-
-def together(self, name, parts, source, join=torch.stack):
-    """Return the parts of all heads in one tensor, once per source."""
-    return recall(self, name, lambda: join(parts), *parts, source)
+from attnfast.hosts.recall import attend, together, touch
 
 
 def attended(self, states, lengths, z, **more):
@@ -21,8 +16,11 @@ def attended(self, states, lengths, z, **more):
     act = (lambda x: x) if scores else torch.tanh
     if self.pre_compute_k is None or self.pre_compute_v is None or self.han_mode:
         self.enc_h, self.h_length = states, states.size(1)
-        self.pre_compute_k = [act(layer(states)) for layer in self.mlp_k]
-        self.pre_compute_v = [layer(states) for layer in self.mlp_v]
+        key = stack([act(layer(states)) for layer in self.mlp_k])
+        value = stack([layer(states) for layer in self.mlp_v])
+        self.pre_compute_k, self.pre_compute_v = list(key.unbind(1)), list(value.unbind(1))
+        together(self, "keys", self.pre_compute_k, states, lambda _: key)  # the one they are from
+        together(self, "values", self.pre_compute_v, states, lambda _: value)
     z = begin_step(self, states, lengths, z)
     query = stack([act(layer(z)) for layer in self.mlp_q])
     key = together(self, "keys", self.pre_compute_k, self.enc_h, stack)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from attnfast.memory import Memory, attend_with_history, prepare
 from attnfast.memory import attend as attend_to
 
-__all__ = ["attend", "batch_first", "project", "project_both", "recall", "touch"]
+__all__ = ["attend", "batch_first", "project", "project_both", "recall", "together", "touch"]
 
 PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
 
@@ -100,6 +100,17 @@ def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> A
 
         node.grad_fn.register_prehook(forget)
     return result
+
+
+def together(
+    module: nn.Module,
+    name: str,
+    parts: list[Tensor],
+    source: Tensor,
+    join: Callable[[list[Tensor]], Tensor] = torch.stack,
+) -> Tensor:
+    """Return the parts of all heads in one tensor, ``join(parts)``, once per source."""
+    return recall(module, name, lambda: join(parts), *parts, source)
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:

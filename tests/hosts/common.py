@@ -96,11 +96,12 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
     """Compare ``run(module, draw)`` before and after: results, state and gradients of all."""
     name = type(module).__qualname__
     for dtype in dtypes:
+        replaced = copy.deepcopy(module).to(dtype)
+        report = attnfast.replace(replaced)
+        assert [x.path for x in report.replaced] == [""], f"{name}: {report}"
         for train in training:
             plain = copy.deepcopy(module).to(dtype).train(train)
-            served = copy.deepcopy(plain)
-            report = attnfast.replace(served)
-            assert [x.path for x in report.replaced] == [""], f"{name}: {report}"
+            served = copy.deepcopy(replaced).train(train)
             torch.manual_seed(0)
             want = _outcome(plain, run, dtype, torch.device("cpu"))
             torch.manual_seed(0)
@@ -113,8 +114,8 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
                     assert (x is None) == (y is None), f"{name}: a gradient is missing"
                     if x is not None:
                         torch.testing.assert_close(x, y, **tolerance)
-            report.undo()
-            assert type(served) is type(module)
+        report.undo()
+        assert type(replaced) is type(module)
 
 
 def preparations(module, run):
