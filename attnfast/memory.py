@@ -56,7 +56,11 @@ class Memory(NamedTuple):
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
         memory = self._replace(**chosen, steps=None)
-        return memory if self.steps is None else memory._replace(steps=Steps(memory))
+        return memory if self.steps is None else memory._replace(steps=Steps(*memory._made_of()))
+
+    def _made_of(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the tensors that steps share, and what serves them."""
+        return (self.key, self.value, self.lengths, self.weight), (self.backend, self.relu)
 
 
 def _attend_once(
@@ -141,7 +145,7 @@ def prepare(
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, weight))
     )
-    return memory._replace(steps=Steps(memory, deferred))
+    return memory._replace(steps=Steps(*memory._made_of(), deferred=deferred))
 
 
 def attend(
@@ -181,7 +185,7 @@ def attend(
             span = Span() if span is None else span
         steady = plain or (isinstance(span, Span) and span.stride == 1)
         serves = steady and steps is not None and not torch.compiler.is_compiling()
-        if serves and steps.serve(query, memory):  # type: ignore[union-attr]
+        if serves and steps.serve(query, *memory._made_of()):  # type: ignore[union-attr]
             around = (span, position, sigma)
             return _attend_once(
                 query, memory, steps, scale, None if plain else around, need_weights
@@ -242,7 +246,7 @@ def attend_with_history(
         and not torch.compiler.is_compiling()
         and not torch._C._autograd._top_saved_tensors_default_hooks(True)  # checkpointing
         and isinstance(query, Tensor)
-        and steps.serve(query, memory)
+        and steps.serve(query, *memory._made_of())
     )
     if not deferred:
         return coverage_attention(

@@ -23,7 +23,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from torch.autograd import Function
 
 from attnfast.ops.coverage import gradients, setup_context
 from attnfast.ops.operators import call, operators_of, or_zeros
-
-if TYPE_CHECKING:
-    from attnfast.memory import Memory
 
 TWICE = b"a decoder's steps have no second derivative on the compiled backends; 'reference' has"
 
@@ -105,32 +102,31 @@ class Features:
 class Steps:
     """What the steps of one memory share: the exponentials of its keys, gradients that wait."""
 
-    def __init__(self, memory: Memory, deferred: bool = False):
-        key, value, lengths, _, weight, backend, *_, relu = memory
-        self.of = (key, value, lengths, weight)
-        self.how = (backend, relu)
+    def __init__(self, of: tuple[Any, ...], how: tuple[Any, ...], deferred: bool = False):
+        key, value, lengths, weight = self.of = of
+        backend, relu = self.how = how
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
-        self.operators = operators_of(str(backend))
+        self.operators = operators_of(backend)
         self.waiting = Waiting()
         self.token = None  # not deferred
         if deferred:
             self.token = Prepared.apply(
                 key, value, weight, None, None, None, lengths, self.waiting, self.operators, relu
             )
-        exact = key.dtype == torch.float64 or memory.relu
-        self.keeps = memory.backend == "cpu" and weight is not None and not exact
+        exact = key.dtype == torch.float64 or relu
+        self.keeps = backend == "cpu" and weight is not None and not exact
         self._exponentials: Tensor | None = None
         self._features: Features | None = None
 
-    def serve(self, query: Tensor, memory: Memory) -> bool:
-        """Whether this is one query for the tensors that the steps were made for."""
+    def serve(self, query: Tensor, of: tuple[Any, ...], how: tuple[Any, ...]) -> bool:
+        """Whether this is one query for the very tensors that the steps were made of."""
         key, value, lengths, weight = self.of
         return (
-            memory.key is key
-            and memory.value is value
-            and memory.lengths is lengths
-            and memory.weight is weight
-            and (memory.backend, memory.relu) == self.how
+            of[0] is key
+            and of[1] is value
+            and of[2] is lengths
+            and of[3] is weight
+            and how == self.how
             and query.dtype == key.dtype
             and query.shape == self.query_shape
         )
