@@ -652,6 +652,7 @@ X = torch.ones(2, 3, 4)
         ),
         ({"filters": torch.ones(2, 1, 3)}, "projection must be given when"),
         ({"projection": torch.ones(4, 2)}, "filters must be given when"),
+        ({"over": "next"}, "over must be 'previous' or 'coverage', got 'next'"),
         (
             {"filters": torch.ones(2, 1, 4), "projection": torch.ones(4, 2)},
             "filters must be .* with an odd width W",
