@@ -69,7 +69,7 @@ struct Place {
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
     grad_weight = scratch.take(A);
-    grad_key = scratch.take(a.grad_key.data && !in_place<C>(a) ? a.Tk * A : 0);
+    grad_key = scratch.take(in_place<C>(a) ? 0 : a.grad_key.data ? a.Tk * A : A);
     grad_found = scratch.take(kKeyBlock * found_row);
     slope = scratch.take(A * found_row);
     grad_window = scratch.take(kKeyBlock * taps);
@@ -102,25 +102,6 @@ void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const 
   constexpr int64_t W2 = 2 * Vector<C>::width;
   for (int64_t k = 0; k < K; k += W2, v += columns * W2)
     mix_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
-}
-
-// The same where the columns are few, v [K, columns] as it is: one product after the other. Both have
-// rows of whole vectors.
-constexpr int64_t kFew = 3;
-
-template <class C>
-void times_few(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K, C* out,
-               int64_t out_stride) {
-  constexpr int V = Vector<C>::width;
-  for (int64_t i = 0; i < n; ++i, p += stride, out += out_stride)
-    for (int64_t k = 0; k < K; ++k) {
-      Vec<C> x0 = {}, x1 = {};
-      for (int64_t c = 0; c < columns; c += 2 * V) {
-        x0 += load(p + c) * load(v + k * columns + c);
-        x1 += load(p + c + V) * load(v + k * columns + c + V);
-      }
-      out[k] = sum<C>(x0 + x1);
-    }
 }
 
 template <class C>
@@ -344,18 +325,25 @@ void forward(const Attention& attention, int64_t index, void* memory) {
 // ---- backward ---------------------------------------------------------------------------------
 
 // With s = -tanh(z) / 2 and g the gradients of J scores: grad_z_jc = g_j (1/4 - s^2), which lacks
-// 4 w_c, as what it adds to grad_query does; what g_j s adds to grad_weight lacks -2.
-template <int J, class C>
-void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* grad_z,
-               C* const* grad_k) {
+// 4 w_c, as what it adds to grad_query does; what g_j s adds to grad_weight lacks -2. Where `one` filter
+// is all there are, grad_z goes to grad_found and grad_projection here, else it is stored.
+template <int J, bool one, class C>
+void grad_tile(const Place<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
+               C* grad_z, C* grad_found) {
   constexpr int V = Vector<C>::width;
-  for (int64_t c = 0; c < p.A; c += 2 * V) {
+  Vec<C> f[J] = {};
+  C *const grad_query = p.grad_query, *const grad_weight = p.grad_weight;
+  C* const grad_projection = p.grad_projection;
+  const C *const q = p.query, *const weight = p.weight, *const slope = p.slope;
+  const int64_t A = p.A;
+  for (int64_t c = 0; c < A; c += 2 * V) {
     Vec<C> z[2 * J], s[2 * J];
     expect_next<J>(k, c);
-    features<J>(p, p.query, k, found, c, z);
+    expect_next<J>(grad_k, c);
+    features<J>(p, q, k, found, c, z);
     half_tanh(z, s);
-    const Vec<C> slope0 = load(p.weight + c) * (C)4, slope1 = load(p.weight + c + V) * (C)4;
-    Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {};
+    const Vec<C> slope0 = load(weight + c) * (C)4, slope1 = load(weight + c + V) * (C)4;
+    Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {}, p0 = {}, p1 = {};
     for (int j = 0; j < J; ++j) {
       const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
       const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
@@ -364,17 +352,28 @@ void grad_tile(Place<C>& p, const C* const* k, const C* g, const C* found, C* gr
       w1 += t1;
       q0 += u0;
       q1 += u1;
-      store(grad_z + j * p.A + c, u0);
-      store(grad_z + j * p.A + c + V, u1);
-      if (!grad_k[j]) continue;
       add(grad_k[j] + c, slope0 * u0);
       add(grad_k[j] + c + V, slope1 * u1);
+      if constexpr (one) {
+        f[j] += u0 * load(slope + c) + u1 * load(slope + c + V);
+        p0 += found[j * p.found_row] * u0;
+        p1 += found[j * p.found_row] * u1;
+      } else {
+        store(grad_z + j * A + c, u0);
+        store(grad_z + j * A + c + V, u1);
+      }
     }
-    add(p.grad_query + c, q0);
-    add(p.grad_query + c + V, q1);
-    add(p.grad_weight + c, w0);
-    add(p.grad_weight + c + V, w1);
+    add(grad_query + c, q0);
+    add(grad_query + c + V, q1);
+    add(grad_weight + c, w0);
+    add(grad_weight + c + V, w1);
+    if constexpr (one) {
+      add(grad_projection + c, p0);
+      add(grad_projection + c + V, p1);
+    }
   }
+  if constexpr (one)
+    for (int j = 0; j < J; ++j) grad_found[j * p.found_row] = sum<C>(f[j]);
 }
 
 template <class C>
@@ -393,25 +392,31 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
   for (int64_t j = 0; j < item.seen;) {
     int64_t keys[kKeyBlock], n = 0;
     const C* k[kKeyBlock + 4];
-    C *grad_k[kKeyBlock], gradient[kKeyBlock];
+    C *grad_k[kKeyBlock + 4], gradient[kKeyBlock];
     for (; j < item.seen && n < kKeyBlock; ++j) {
       if (g[j] == 0) continue;
-      grad_k[n] = a.grad_key.data ? p.grad_key + j * p.A : nullptr;
+      grad_k[n] = p.grad_key + (a.grad_key.data ? j * p.A : 0);
       gradient[n] = scale * g[j];
       keys[n++] = j;
     }
     if (n == 0) break;
+    for (int64_t i = n; i < n + 4; ++i) grad_k[i] = grad_k[n - 1];
     find(p, keys, n);
     key_rows<T>(a, item, p, keys, n, k);
+    const bool one = p.K == 1;
     for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
-      const auto tile = n - i >= 4 ? grad_tile<4, C> : grad_tile<1, C>;
-      tile(p, k + i, gradient + i, p.found + i * p.found_row, p.grad_z + i * p.A, grad_k + i);
+      const auto tile = n - i >= 4 ? (one ? grad_tile<4, true, C> : grad_tile<4, false, C>)
+                                   : (one ? grad_tile<1, true, C> : grad_tile<1, false, C>);
+      const int64_t of_filters = i * p.found_row;
+      tile(p, k + i, gradient + i, p.found + of_filters, grad_k + i, p.grad_z + i * p.A,
+           p.grad_found + of_filters);
     }
-    const auto times = p.K <= kFew ? times_few<C> : times_packed<C>;
-    times(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
+    if (!one) times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
     if (a.grad_filters.data) {
-      mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
-      add_up(p.grad_projection, p.product, p.K * p.A);
+      if (!one) {
+        mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
+        add_up(p.grad_projection, p.product, p.K * p.A);
+      }
       mix(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
           p.mixing);
       add_up(p.grad_filters, p.product, p.K * p.taps);
@@ -433,8 +438,8 @@ void begin_grad_features(const Coverage& a, const Item& item, Place<C>& p) {
   const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
     return 4 * p.weight[c] * p.projection[k * p.A + c];
   };
-  if (p.K > kFew) pack_columns(p.A, p.K, slope, p.slope);
-  for (int64_t x = 0; p.K <= kFew && x < p.K * p.A; ++x) p.slope[x] = slope(x % p.A, x / p.A);
+  if (p.K > 1) pack_columns(p.A, p.K, slope, p.slope);
+  for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
   for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
   if (in_place<C>(a)) p.grad_key = row_of<C>(a.grad_key, item);
   else if (a.grad_key.data)
