@@ -18,7 +18,16 @@ from torch.nn import functional as F
 from attnfast.memory import Memory, attend_with_history, prepare
 from attnfast.memory import attend as attend_to
 
-__all__ = ["attend", "batch_first", "project", "project_both", "recall", "together", "touch"]
+__all__ = [
+    "Seen",
+    "attend",
+    "batch_first",
+    "project",
+    "project_both",
+    "recall",
+    "together",
+    "touch",
+]
 
 PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
 
@@ -28,20 +37,32 @@ class _Kept:
 
     def __init__(self, result: Any, of: tuple[Any, ...], way: tuple[Any, ...]):
         self.result, self.way = result, way
-        self.of = tuple(
-            (weakref.ref(_base(x)), _part(x)) if isinstance(x, Tensor) else (x, None) for x in of
-        )
+        self.of = tuple(Seen(x) if isinstance(x, Tensor) else x for x in of)
 
     def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
-        if self.way != way or len(of) != len(self.of):
+        return (
+            self.way == way
+            and len(of) == len(self.of)
+            and all(
+                seen.again(x) if isinstance(seen, Seen) else not isinstance(x, Tensor) and x == seen
+                for x, seen in zip(of, self.of)
+            )
+        )
+
+
+class Seen:
+    """A tensor as it was: the object, or that of which it is a view, and what is told of it."""
+
+    def __init__(self, x: Tensor):
+        self.itself, self.base = weakref.ref(x), weakref.ref(_base(x))
+        self.state, self.part = _state(x), _part(x)
+
+    def again(self, x: Any) -> bool:
+        if self.itself() is x:
+            return _state(x) == self.state
+        if not isinstance(x, Tensor) or x.is_inference() or self.base() is not _base(x):
             return False
-        for x, (kept, part) in zip(of, self.of):
-            if part is None:
-                if isinstance(x, Tensor) or x != kept:
-                    return False
-            elif not isinstance(x, Tensor) or kept() is not _base(x) or _part(x) != part:
-                return False
-        return True
+        return _state(x) == self.state and _part(x) == self.part
 
 
 def _base(x: Tensor) -> Tensor:
@@ -49,20 +70,21 @@ def _base(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
+def _state(x: Tensor) -> tuple[Any, ...]:
+    """Return what may change of one tensor: version and place, for ``.data`` may be another's."""
+    return x._version, x.data_ptr() if x.numel() else 0, x.requires_grad
+
+
 def _part(x: Tensor) -> tuple[Any, ...]:
-    """Return which view it is, and in which version."""
-    place = x.device, x.data_ptr() if x.numel() else 0  # ``.data`` may have been another's
-    return *place, x._version, x.shape, x.stride(), x.dtype, x.requires_grad
+    """Return which view it is."""
+    return x.device, x.shape, x.stride(), x.dtype
 
 
-def _way(of: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _way(x: Tensor) -> tuple[Any, ...] | None:
     """Return how results are computed now, or None where nothing may be kept."""
     if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True):
         return None  # under checkpointing each call saves what it needs itself
-    tensors = [x for x in of if isinstance(x, Tensor)]
-    if any(x.is_inference() for x in tensors):  # these do not know that they were changed
-        return None
-    kind = tensors[0].device.type
+    kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return torch.is_grad_enabled(), autocast
 
@@ -79,7 +101,7 @@ def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> A
     Some changes are not seen: those through ``.data``, by a fused optimiser, in NumPy's view of a
     tensor. Where the source is among what it is made ``of``, they count from the next source on.
     """
-    way = _way(of)
+    way = _way(next(x for x in of if isinstance(x, Tensor)))
     kept = module.__dict__.setdefault(PLACE, {})
     if way is None:
         kept.pop(name, None)
@@ -88,9 +110,12 @@ def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> A
     if found is not None and found.holds(of, way):
         return found.result
     result = make()
+    if any(isinstance(x, Tensor) and x.is_inference() for x in of):
+        kept.pop(name, None)  # these do not know that they were changed
+        return result
     entry = kept[name] = _Kept(result, of, way)
     node: Any = result.steps and result.steps.token if isinstance(result, Memory) else result
-    if node is not None and node.grad_fn is not None:
+    if getattr(node, "grad_fn", None) is not None:
         owner, made = weakref.ref(module), weakref.ref(entry)
 
         def forget(_: Any) -> None:
