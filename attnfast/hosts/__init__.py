@@ -3,7 +3,15 @@
 import importlib
 
 from attnfast.hosts.host import HOSTS, Draw, Host, register_host
-from attnfast.hosts.recall import attend, batch_first, project, project_both, recall, touch
+from attnfast.hosts.recall import (
+    attend,
+    batch_first,
+    project,
+    project_both,
+    project_joined,
+    recall,
+    touch,
+)
 from attnfast.hosts.replace import Report, replace
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "batch_first",
     "project",
     "project_both",
+    "project_joined",
     "recall",
     "register_host",
     "replace",

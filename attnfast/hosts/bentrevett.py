@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from attnfast.hosts.host import arguments, register_host
-from attnfast.hosts.recall import attend, batch_first, project_both
+from attnfast.hosts.recall import attend, batch_first, is_plain, project_both
 
 
 def parts(attention):
@@ -20,7 +18,7 @@ class Bentrevett:
 
     def forward(self, hidden, encoder_outputs, mask=None):
         layer, weight = parts(self)
-        if type(layer) is not nn.Linear:  # which is more than its weight
+        if not is_plain(layer):
             return super().forward(hidden, encoder_outputs, *[] if mask is None else [mask])
         query, key = project_both(self, layer, hidden, batch_first(self, encoder_outputs))
         return attend(self, query, key, None, weight, mask=None if mask is None else mask != 0)[1]

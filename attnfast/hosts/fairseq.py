@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, batch_first
+from attnfast.hosts.recall import attend, batch_first, project_joined
 
 
 class Fairseq:
@@ -15,7 +15,8 @@ class Fairseq:
         source = batch_first(self, source_hids)
         mask = None if encoder_padding_mask is None else encoder_padding_mask.t() == 0
         context, weights = attend(self, self.input_proj(input), source, source, mask=mask)
-        return torch.tanh(self.output_proj(torch.cat((context, input), 1))), weights.t()
+        out = project_joined(self, self.output_proj, context, input, source_hids)
+        return torch.tanh(out), weights.t()
 
 
 def example(attention, draw):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, project
+from attnfast.hosts.recall import attend, project, project_joined
 
 
 def attended(self, src, source, **seen):
@@ -19,7 +19,7 @@ def attended(self, src, source, **seen):
         key, weight = source, None
         query = self.linear_in(src) if self.attn_type == "general" else src
     context, weights = attend(self, query, key, source, weight, **seen)
-    out = self.linear_out(torch.cat([context, src], -1))
+    out = project_joined(self, self.linear_out, context, src, source)
     return out if self.attn_type == "mlp" else torch.tanh(out), weights
 
 

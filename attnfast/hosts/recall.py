@@ -22,8 +22,10 @@ __all__ = [
     "Seen",
     "attend",
     "batch_first",
+    "is_plain",
     "project",
     "project_both",
+    "project_joined",
     "recall",
     "together",
     "touch",
@@ -58,9 +60,11 @@ class Seen:
         self.state, self.part = _state(x), _part(x)
 
     def again(self, x: Any) -> bool:
-        if self.itself() is x:
+        if not isinstance(x, Tensor):
+            return False
+        if x is self.itself():
             return _state(x) == self.state
-        if not isinstance(x, Tensor) or x.is_inference() or self.base() is not _base(x):
+        if x.is_inference() or self.base() is not _base(x):
             return False
         return _state(x) == self.state and _part(x) == self.part
 
@@ -139,19 +143,49 @@ def together(
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
-    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``."""
-    if type(layer) is not nn.Linear:
+    """Return ``layer(states)``, once per source where it is ``nn.Linear`` of a parameter.
+
+    A weight that a hook computes, as a normalised or a pruned one, is another only after a call.
+    """
+    if type(layer) is not nn.Linear or "weight" not in layer._parameters:
         return layer(states)
     return recall(module, name, lambda: layer(states), states, layer.weight, layer.bias)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether its weight and bias stand for a layer: it need not be called."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+    return type(layer) is nn.Linear and not any((*hooks, layer._backward_pre_hooks))
+
+
+def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first n columns of a layer's weight and the others, taken once per source.
+
+    A slice's gradient is as large as the whole, so one that every step took would cost them more.
+    """
+    weight: Any = layer.weight
+    sizes = [n, weight.shape[1] - n]
+    return recall(module, "halves", lambda: weight.split(sizes, 1), weight, n, source)
 
 
 def project_both(
     module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the two terms of ``layer([query; states])``, that of the states once per source."""
-    n = query.shape[-1]
-    key = recall(module, "key", lambda: F.linear(states, layer.weight[:, n:]), states, layer.weight)
-    return F.linear(query, layer.weight[:, :n], layer.bias), key
+    of_query, of_states = halves(module, layer, query.shape[-1], states)
+    key = recall(module, "key", lambda: F.linear(states, of_states), states, layer.weight)
+    return F.linear(query, of_query, layer.bias), key
+
+
+def project_joined(
+    module: nn.Module, layer: nn.Module, context: Tensor, query: Tensor, source: Tensor
+) -> Tensor:
+    """Return ``layer([context; query])``; a plain one's backward shares the query with others'."""
+    if not is_plain(layer):
+        return layer(torch.cat([context, query], -1))
+    of_context, of_query = halves(module, layer, context.shape[-1], source)
+    bias: Any = layer.bias
+    return F.linear(context, of_context) + F.linear(query, of_query, bias)
 
 
 def batch_first(module: nn.Module, states: Tensor) -> Tensor:

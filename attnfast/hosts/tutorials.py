@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, batch_first, project, project_both, touch
+from attnfast.hosts.recall import (
+    attend,
+    batch_first,
+    is_plain,
+    project,
+    project_both,
+    touch,
+)
 
 
 class Translation:
@@ -21,7 +26,7 @@ class Chatbot:
     """Luong's scores of a step: q · h, q · (W h + b), v · tanh(W [q; h] + b)."""
 
     def forward(self, hidden, encoder_outputs):
-        plain = self.method == "dot" or type(self.attn) is nn.Linear
+        plain = self.method == "dot" or is_plain(self.attn)
         if len(hidden) != 1 or not plain:
             return super().forward(hidden, encoder_outputs)
         query, key, weight = hidden[0], batch_first(self, encoder_outputs), None
