@@ -38,6 +38,7 @@ bool in_place(const Coverage& a) {
 template <class C>
 struct Place {
   int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
+  int64_t key_rows;                            // of grad_key: one for all where nobody asks for it
   Signals<C> state, grad, grad_before;
   C *window, *found, *filters, *packed_filters, *projection, *query, *weight, *key;  // forward
   C *coverages, *grad_z, *grad_query, *grad_weight, *grad_key, *grad_found, *slope;  // backward
@@ -50,6 +51,7 @@ struct Place {
     A = padded<C>(a.A);
     found_row = padded<C>(K);
     taps = padded<C>(channels * W);
+    key_rows = a.grad_key.data ? a.Tk : 1;
     state.take(scratch, a.Tk, W);
     if (K) {
       window = scratch.take(kKeyBlock * taps);
@@ -69,7 +71,7 @@ struct Place {
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
     grad_weight = scratch.take(A);
-    grad_key = scratch.take(in_place<C>(a) ? 0 : a.grad_key.data ? a.Tk * A : A);
+    grad_key = scratch.take(in_place<C>(a) ? 0 : key_rows * A);
     grad_found = scratch.take(kKeyBlock * found_row);
     slope = scratch.take(A * found_row);
     grad_window = scratch.take(kKeyBlock * taps);
@@ -214,8 +216,8 @@ void tanh_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
 
 // Rows of n keys at the given positions; after them the last, again, for who looks ahead.
 template <class T, class C>
-void key_rows(const Coverage& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
-              const C** out) {
+void take_keys(const Coverage& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
+               const C** out) {
   for (int64_t i = 0; i < n; ++i)
     out[i] = gather(at<T>(a.key, item, keys[i]), 0, 1, a.A, p.A, p.key + i * p.A).data;
   for (int64_t i = n; i < n + 4; ++i) out[i] = out[n - 1];
@@ -232,7 +234,7 @@ void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<
     const int64_t n = min(kKeyBlock, item.seen - j);
     for (int64_t i = 0; i < n; ++i) keys[i] = j + i;
     find(p, keys, n);
-    key_rows<T>(a, item, p, keys, n, k);
+    take_keys<T>(a, item, p, keys, n, k);
     for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
       const auto tile = n - i >= 4 ? tanh_tile<4, C> : tanh_tile<1, C>;
       tile(p, k + i, p.found + i * p.found_row, out + j + i);
@@ -395,14 +397,14 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
     C *grad_k[kKeyBlock + 4], gradient[kKeyBlock];
     for (; j < item.seen && n < kKeyBlock; ++j) {
       if (g[j] == 0) continue;
-      grad_k[n] = p.grad_key + (a.grad_key.data ? j * p.A : 0);
+      grad_k[n] = p.grad_key + (a.grad_key.data ? j : 0) * p.A;
       gradient[n] = scale * g[j];
       keys[n++] = j;
     }
     if (n == 0) break;
     for (int64_t i = n; i < n + 4; ++i) grad_k[i] = grad_k[n - 1];
     find(p, keys, n);
-    key_rows<T>(a, item, p, keys, n, k);
+    take_keys<T>(a, item, p, keys, n, k);
     const bool one = p.K == 1;
     for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
       const auto tile = n - i >= 4 ? (one ? grad_tile<4, true, C> : grad_tile<4, false, C>)
@@ -442,8 +444,8 @@ void begin_grad_features(const Coverage& a, const Item& item, Place<C>& p) {
   for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
   for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
   if (in_place<C>(a)) p.grad_key = row_of<C>(a.grad_key, item);
-  else if (a.grad_key.data)
-    for (C* x = p.grad_key; x < p.grad_key + a.Tk * p.A; ++x) *x = 0;
+  else
+    for (C* x = p.grad_key; x < p.grad_key + p.key_rows * p.A; ++x) *x = 0;
   for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
   for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
 }
