@@ -14,6 +14,7 @@ import table
 import torch
 from race import DECODERS, DEVICE, DIRECTIONS, eager, race, roofline, timed
 from table import Case, attend, inputs
+from torch.nn.attention.flex_attention import flex_attention
 
 from attnfast.backends import BACKENDS, choose, why_not
 from attnfast.memory import attend as attend_to
@@ -32,12 +33,25 @@ SHAPES = {  # B, Tq, Tk, A, Dv
     "many features": (4, 64, 64, 1024, 1024),
 }
 
+FLEXIBLE = ("short, many", "long")  # of 128 features; each takes seconds to compile
+
 
 def scaled_dot_product(query, key, value, **_):
     """PyTorch's own fused attention; it takes four dimensions and returns no weights."""
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=1.0)
     return out.squeeze(1), None
+
+
+def flexible():
+    """Return FlexAttention of one head: score functions of q·k alone, and no weights."""
+    flex = torch.compile(flex_attention, dynamic=False)
+
+    def run(query, key, value, **_):
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return flex(query, key, value, scale=1.0).squeeze(1), None
+
+    return run
 
 
 def contenders(score: str) -> dict:
@@ -139,6 +153,9 @@ def test_dot_without_weights(benchmark, shape, direction):
         "SDPA": scaled_dot_product,
         "eager": eager,
     }
+    if DEVICE.type == "cuda" and shape in FLEXIBLE:  # on a CPU it has no backward
+        torch._dynamo.reset()
+        ways["FlexAttention"] = flexible()
     benchmark.group = "dot, no weights returned"
     measure(benchmark, case, shape, direction, ways)
     benchmark.extra_info["bound"] = bound(case, direction)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hosts.doubles import Plain
 from torch import nn
+from torch.nn.utils import prune
 
 import attnfast
 from attnfast.hosts import HOSTS, attend, project, touch
@@ -115,6 +116,7 @@ def test_same_numbers_in_place():
     torch.testing.assert_close(m["a0"].last, run(plain["a0"], *args)[0][-1])
     report.undo()
     assert type(m["a0"]) is Plain and PLACE not in vars(m["a0"])
+    assert "a0: Plain left alone: its replacement was undone" in str(report)
 
 
 def test_hooks_fire_and_parameters_stay():
@@ -457,6 +459,20 @@ def test_layers_that_are_not_plain_are_called_at_every_step():
     plain = copy.deepcopy(m)
     assert attnfast.replace(m).replaced
     same(run(m, *inputs()), run(plain, *inputs()))
+
+
+@torch.no_grad()  # or the backward would forget the keys
+def test_a_weight_that_a_hook_computes_is_seen_to_change():
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    for attention in (m, plain):
+        prune.random_unstructured(attention.key, "weight", 0.0)
+    for state in states:
+        torch.testing.assert_close(m(state, memory, mask), plain(state, memory, mask))
+        for attention in (m, plain):
+            attention.key.weight_orig.mul_(2)
 
 
 def test_compile():

@@ -143,11 +143,11 @@ def together(
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
-    """Return ``layer(states)``, once per source where it is ``nn.Linear`` of a parameter.
+    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``.
 
-    A weight that a hook computes, as a normalised or a pruned one, is another only after a call.
+    A hook before its forward may compute the weight, normalised or pruned, at every call.
     """
-    if type(layer) is not nn.Linear or "weight" not in layer._parameters:
+    if type(layer) is not nn.Linear or layer._forward_pre_hooks:
         return layer(states)
     return recall(module, name, lambda: layer(states), states, layer.weight, layer.bias)
 
@@ -180,7 +180,7 @@ def project_both(
 def project_joined(
     module: nn.Module, layer: nn.Module, context: Tensor, query: Tensor, source: Tensor
 ) -> Tensor:
-    """Return ``layer([context; query])``; a plain one's backward shares the query with others'."""
+    """Return ``layer([context; query])``; of a plain layer autograd then saves no copy of both."""
     if not is_plain(layer):
         return layer(torch.cat([context, query], -1))
     of_context, of_query = halves(module, layer, context.shape[-1], source)

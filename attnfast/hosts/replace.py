@@ -57,6 +57,7 @@ class Report:
         """Give every module its own methods back."""
         for x in self.replaced:
             undressed(x.module)
+            x.left = "its replacement was undone"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.found)) or "no attention that is known"

@@ -79,6 +79,28 @@ def test_a_source_is_prepared_once(name):
     assert preparations(make(name), use) == (6 if filters and name != "AttLocRec" else 3)
 
 
+def use_changed(attention, draw):
+    """The list of weights is not always the one before and one more."""
+    attention.reset()
+    states, past = draw(2, 7, 6), None
+    for change in range(6):
+        context, past = attention(states, [7, 4], draw(2, 5), past)
+        yield context, list(past)
+        if change == 1:
+            past[1] = 2 * past[1]
+        elif change == 2:
+            past[0].mul_(0.5)
+        elif change == 3:
+            past = past[:2]
+        elif change == 4:
+            past = past[::-1]
+
+
+@pytest.mark.parametrize("name", ["AttCov", "AttCovLoc"])
+def test_another_list_of_weights(name):
+    compare(make(name), use_changed, SINGLE)
+
+
 @pytest.mark.parametrize("name", [n for n in KINDS if "For" not in n and "GDC" not in n])
 def test_hierarchical_attention(name):
     """Keys are made anew at every step."""

@@ -41,6 +41,17 @@ def test_global_attention(kind, coverage):
     )
 
 
+def test_an_inner_hook_that_comes_later_fires():
+    plain = onmt.GlobalAttention(9, attn_type="mlp")
+    served = copy.deepcopy(plain)
+    assert attnfast.replace(served).replaced
+    source, query = torch.randn(3, 7, 9), torch.randn(3, 9)
+    for m in (plain, served):
+        m(query, source)
+        m.linear_out.register_forward_hook(lambda module, args, out: 3 * out)
+    torch.testing.assert_close(served(query, source), plain(query, source))
+
+
 @pytest.mark.parametrize("module", [onmt, eole])
 def test_sparsemax_is_left_alone(module):
     report = attnfast.replace(module.GlobalAttention(8, attn_func="sparsemax"))
