@@ -398,6 +398,7 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   if constexpr (sizeof(C) == 4)
     if (!a.relu) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
+  const int64_t ahead = prepared ? 4 * a.exponentials.row : 0;
   const auto put_row = [&](T* out, const C* x) {
     for (int64_t i = 0; i < width; i += W)
       put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
@@ -442,12 +443,12 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
       }
       const auto rows =
           keys ? grad_rows<C, Score::factored, true> : grad_rows<C, Score::factored, false>;
-      if (near) rows(q_exp, k, gradient, wide, grad_q, grad_k, grad_w);
+      if (near) rows(q_exp, k, gradient, wide, ahead, grad_q, grad_k, grad_w);
     }
     const auto rows = a.relu ? (keys ? grad_rows<C, Score::relu, true> : grad_rows<C, Score::relu, false>)
                              : (keys ? grad_rows<C, Score::direct, true>
                                      : grad_rows<C, Score::direct, false>);
-    if (!near) rows(q, k, gradient, wide, grad_q, grad_k, grad_w);
+    if (!near) rows(q, k, gradient, wide, ahead, grad_q, grad_k, grad_w);
     for (int i = 0; keys && i < found; ++i)
       put_row(at<T>(a.grad_key, item, key[i]) + c, grad_k + i * wide);
   }

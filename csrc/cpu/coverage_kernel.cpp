@@ -195,7 +195,7 @@ inline void features(const Place<C>& p, const C* q, const C* const* k, const C* 
 // Have the cache fetch column c of the J keys after these: 2 KB apart, they look like no stream to it.
 template <int J, class C>
 inline void expect_next(const C* const* k, int64_t c) {
-  for (int j = J; j < 2 * J; ++j) __builtin_prefetch(k[j] + c);
+  for (int j = J; j < 2 * J; ++j) expect_step(k[j] + c);
 }
 
 // out[j] = sum_c w_c tanh(z_jc) of J keys

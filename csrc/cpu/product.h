@@ -30,6 +30,13 @@ __attribute__((always_inline)) inline void expect_apart(const T* rows, int64_t s
   if (stride != width) expect(rows, stride, 0, n, n, width);
 }
 
+// The same for two vectors, what a tile takes at a time of a row.
+template <class C>
+__attribute__((always_inline)) inline void expect_step(const C* x) {
+  for (int64_t c = 0; c < 2 * Vector<C>::width; c += 64 / (int64_t)sizeof(C))
+    __builtin_prefetch(x + c);
+}
+
 // Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
 // they are so already.
 template <class T, class C>

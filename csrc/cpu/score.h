@@ -45,6 +45,8 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
   for (int64_t c0 = 0; c0 < padded; c0 += kFeatures) {
     Vec<C> acc[I][J] = {};
     for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * W) {
+      if constexpr (I == 1 && J == 4)  // a query alone waits for its keys: have the next four come
+        for (int j = 0; j < J; ++j) expect_step(k.data + (J + j) * k.stride + c);
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
         const Vec<C> q0 = load(qi), q1 = load(qi + W);
@@ -217,14 +219,15 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
 }
 
 // The same for one query and four whole rows of keys; without `keys` only grad_q. grad_k [4, width] is
-// written, not added to.
+// written, not added to. The next four rows are expected so far `ahead`.
 template <class C, Score S, bool keys>
-void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, C* grad_q,
-               C* grad_k, C* grad_w) {
+void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, int64_t ahead,
+               C* grad_q, C* grad_k, C* grad_w) {
   constexpr int W = Vector<C>::width;
   for (int64_t c = 0; c < width; c += 2 * W) {
     const Vec<C> q0 = load(q + c), q1 = load(q + c + W);
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
+    for (int j = 0; j < 4; ++j) expect_step(k[j] + ahead + c);
     for (int j = 0; j < 4; ++j) {
       Vec<C> s0, s1;
       half_activation<C, S>(q0, q1, load(k[j] + c), load(k[j] + c + W), s0, s1);
