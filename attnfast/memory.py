@@ -13,17 +13,15 @@ from torch import Tensor
 
 from attnfast.backends import FLOATS, choose
 from attnfast.errors import refuse
-from attnfast.ops.attention import (
+from attnfast.ops.arguments import (
     as_returned,
     autocast,
     check,
     check_scale,
-    columns_of,
     is_relu,
     refuse_tangents,
-    run,
-    run_spans,
 )
+from attnfast.ops.attention import columns_of, run, run_spans
 from attnfast.ops.coverage import coverage_attention, inputs_of
 from attnfast.ops.span import Position, Span, Spans, check_span
 from attnfast.steps import HistoryStep, Step, Steps

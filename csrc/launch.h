@@ -109,7 +109,7 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
   return empty(x.device(), sizes, dtype, order);
 }
 
-// Whether the arguments fit together; attnfast.ops.attention.check says in a sentence what does not.
+// Whether the arguments fit together; attnfast.ops.arguments.check says in a sentence what does not.
 bool fit(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
          const Optional& bias, const Optional& mask, const Optional& lengths, const Optional& span,
          int64_t columns) {

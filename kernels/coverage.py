@@ -27,7 +27,7 @@ from attnfast.kernels.attention import (
     _strides,
 )
 
-from attnfast.ops.attention import refuse
+from attnfast.errors import refuse
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use

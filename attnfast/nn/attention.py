@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.memory import Memory, attend, prepare
-from attnfast.ops.attention import is_relu
+from attnfast.ops.arguments import is_relu
 from attnfast.ops.span import check_form
 
 

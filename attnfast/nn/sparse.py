@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from attnfast.errors import refuse
 from attnfast.memory import Memory
 from attnfast.nn.attention import LuongAttention, MultiHeadAttention
-from attnfast.ops.attention import accumulation_dtype, additive_attention, dot_attention
+from attnfast.ops.attention import additive_attention, dot_attention
+from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import Span, check_form, log_prior, to_form
 
 

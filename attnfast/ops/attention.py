@@ -11,7 +11,7 @@ What a row may see is a span of keys (:mod:`attnfast.ops.span`), a length, a mas
 This file is the contract. A backend implements the two operators of :data:`SCHEMAS`, under its own
 namespace ``attnfast_<backend>``; the CPU also ``exponentials``, which those two take. The reference
 is the oracle. Every operator refuses arguments that do not fit together, before it computes;
-:func:`check` finds the sentence that says why.
+:func:`attnfast.ops.arguments.check` finds the sentence that says why.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from attnfast.backends import FLOATS, HALF, choose
-from attnfast.errors import refuse
+from attnfast.backends import choose
+from attnfast.ops.arguments import (
+    as_returned,
+    autocast,
+    check,
+    check_scale,
+    check_temperature,
+    is_relu,
+    refuse_tangents,
+)
 from attnfast.ops.operators import (
     LIBRARIES,
     accumulation_dtype,
@@ -236,125 +243,6 @@ def _triton_backward(*args):
     from attnfast.kernels import attention
 
     return attention.backward(*args)
-
-
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    span: Tensor | None = None,
-    columns: int = 0,
-) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    if not isinstance(query, Tensor):
-        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}") from None
-    device, dtype = query.device, query.dtype
-    for name, x, optional in (
-        ("key", key, False),
-        ("value", value, False),
-        ("weight", weight, True),
-        ("bias", bias, True),
-        ("mask", mask, True),
-        ("lengths", lengths, True),
-    ):
-        if optional and x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
-        if x.device != device:
-            refuse(name, f"on the query's device {device}", x.device)
-        if x.dtype != dtype and name not in ("mask", "lengths"):
-            refuse(name, f"of the query's dtype {dtype}", x.dtype)
-    if dtype not in FLOATS:
-        refuse("query", "float32, float64, bfloat16 or float16", dtype)
-    q, k, v = query.shape, key.shape, value.shape
-    if len(q) not in (3, 4):
-        refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(q))
-    if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != q[-1]:
-        refuse("key", f"{[*q[:-2], 'Tk', q[-1]]} to fit the query", list(k))
-    if v[:-1] != k[:-1]:
-        refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
-    if weight is not None and weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
-        shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
-        refuse("weight", f"{shapes} to fit the query", list(weight.shape))
-    if mask is None and bias is None and lengths is None and span is None:
-        return
-    scores = (*q[:-1], columns or k[-2])
-    if span is not None:
-        fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
-        if not fits or any(a not in (1, b) for a, b in zip(span.shape, q[:-2])):
-            refuse("span", f"{[*q[:-1], 2]}, or 1 in place of B and H", list(span.shape))
-        if span.dtype != torch.int64 or span.device != device:
-            refuse("span", f"int64 on {device}", f"{span.dtype} on {span.device}")
-    if mask is not None and mask.dtype != torch.bool:
-        refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
-    for name, x in (("mask", mask), ("bias", bias)):
-        if x is not None and (
-            x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
-        ):
-            refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
-    if lengths is not None:
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != q[:1]:
-            got = f"{lengths.dtype} {list(lengths.shape)}"
-            refuse("lengths", f"int64 or int32 of shape [{q[0]}]", got)
-        readable = type(lengths) is Tensor and device.type == "cpu"  # not a fake one
-        if readable and not torch.compiler.is_compiling():
-            for length in lengths.tolist():
-                if not 0 <= length <= k[-2]:
-                    refuse("lengths", f"between 0 and {k[-2]}, the number of keys", length)
-
-
-def refuse_tangents(*inputs: Tensor | None) -> None:
-    """Raise in forward-mode differentiation, where a registered operator gives silent zeros."""
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
-    ):
-        raise RuntimeError(
-            "attention has no forward-mode derivative on the compiled backends; "
-            "backend='reference' has"
-        )
-
-
-def check_scale(scale: object, expected: str = "a finite number") -> None:
-    """Refuse what is not a finite number: a tensor would lose its gradient."""
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        refuse("scale", expected, repr(scale))
-
-
-def is_relu(activation: object) -> bool:
-    """Say which of the two an activation is; refuse others."""
-    if activation not in ("tanh", "relu"):
-        refuse("activation", "'tanh' or 'relu'", repr(activation))
-    return activation == "relu"
-
-
-def check_temperature(temperature: object) -> None:
-    """Refuse what is not a positive number."""
-    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-        refuse("temperature", "a positive number", repr(temperature))
-
-
-def autocast(*inputs):
-    """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
-    if not torch._C._is_any_autocast_enabled():
-        return inputs
-    device = inputs[0].device.type if isinstance(inputs[0], Tensor) else None
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return inputs
-    dtype = torch.get_autocast_dtype(device)
-    narrow = (torch.float32, *HALF)
-    return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in inputs]
-
-
-def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | None:
-    """Return the weights of an operator as users get them."""
-    if not needed:
-        return None
-    return weights if weights.dtype == dtype else weights.to(dtype)
 
 
 def run(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnfast.backends import FLOATS, HALF, choose
 from attnfast.errors import refuse
-from attnfast.ops.attention import refuse_tangents
+from attnfast.ops.arguments import refuse_tangents
 from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their

@@ -24,16 +24,15 @@ from torch import Tensor
 
 from attnfast.backends import choose
 from attnfast.errors import refuse
-from attnfast.ops.attention import (
+from attnfast.ops.arguments import (
     as_returned,
     autocast,
     check,
     check_scale,
     check_temperature,
     refuse_tangents,
-    score,
-    visible_keys,
 )
+from attnfast.ops.attention import score, visible_keys
 from attnfast.ops.operators import (
     LIBRARIES,
     accumulation_dtype,
