@@ -143,11 +143,8 @@ def together(
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
-    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``.
-
-    A hook before its forward may compute the weight, normalised or pruned, at every call.
-    """
-    if type(layer) is not nn.Linear or layer._forward_pre_hooks:
+    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``."""
+    if type(layer) is not nn.Linear:
         return layer(states)
     return recall(module, name, lambda: layer(states), states, layer.weight, layer.bias)
 
