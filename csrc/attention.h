@@ -46,7 +46,6 @@ struct Attention {
   View grad_query, grad_key, grad_value;  // column stride 1; absent where not needed, as grad_weight
   View grad_weight;              // rows [B, H, grad_weight_parts, A] that add up to the gradient, of
                                  // the accumulation dtype
-  View parts;                    // CUDA: [B, H, key_parts, Dv + 2] of the accumulation dtype
   View rows_of_keys;             // CUDA: with a span, int64 [B, H, blocks of keys, 2], zeros
   View scores;                   // CPU: the place of the scores, if not a thread's scratch; may be weights
   View ranges;                   // CPU: out of prepare, float [B, H, blocks of keys]

@@ -1,4 +1,4 @@
-// The two operators of attention. A launcher includes this file once, defines the five functions
+// The two operators of attention. A launcher includes this file once, defines the four functions
 // below and registers the operators.
 #pragma once
 #include "launch.h"
@@ -6,9 +6,7 @@
 namespace attnfast {
 namespace {
 
-// Parts of the keys of a row whose sums meet in a.parts, if more than one; rows of grad_weight for
-// each [B, H]; blocks of keys, with spans, of which the rows are looked up.
-int64_t key_parts(const Attention&);
+// Rows of grad_weight for each [B, H]; blocks of keys, with spans, of which the rows are looked up.
 int64_t grad_weight_parts(const Attention&);
 int64_t blocks_of_keys(const Attention&);
 // Fill what is out; `query` tells the device.
@@ -34,11 +32,6 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
   a.context = view(context);
   if (need_weights) a.weights = view(weights);
   a.log_sum_exp = view(log_sum_exp, false);
-  std::optional<Tensor> parts;
-  if (key_parts(a) > 1) {
-    parts = empty(query.device(), {a.B, a.H, key_parts(a), a.Dv + 2}, sums);
-    a.parts = view(*parts);
-  }
   run_forward(a, query);
   return {context, weights, log_sum_exp};
 }

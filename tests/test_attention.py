@@ -57,6 +57,40 @@ def test_fuzz(seed, backend):
             judge(case, backend)  # a failure prints the case: paste it into judge()
 
 
+# One query, of which alone the gradient is asked: what a step over prepared keys comes to.
+STEPS = [
+    Case("dot", 2, 1, 65, 33, 40, 2, terms=("lengths",)),
+    Case("dot", 3, 1, 150, 1030, 24, terms=("mask",), layout="sliced"),
+    Case("dot", 1, 1, 530, 24, 16, terms=("lengths",)),
+    Case("additive", 2, 1, 150, 70, 1100, terms=("lengths", "mask", "bias")),
+    Case("additive", 2, 1, 64, 8, 8, 3, weight_per_head=True, layout="transposed"),
+    Case("additive", 1, 1, 530, 24, 16, terms=("bias",)),
+    Case("additive", 5, 1, 12, 8, 8, terms=("lengths",), scale=30.0),
+    Case("additive", 2, 1, 200, 40, 24, dtype=torch.float64, terms=("mask",)),
+    Case("additive", 2, 1, 200, 40, 24, dtype=torch.bfloat16, terms=("lengths",)),
+    Case("relu", 2, 1, 130, 33, 24, terms=("lengths", "mask")),
+    Case("relu", 2, 1, 70, 33, 24, 2, dtype=torch.float16, weight_per_head=True),
+]
+
+
+def judge_step(case, backend):
+    wanted = oracle(case)
+    wanted = {k: v for k, v in wanted.items() if k in (*NAMES, "grad of query")}
+    frozen = {
+        k: v.detach() if isinstance(v, torch.Tensor) else v
+        for k, v in inputs(case, DEVICE[backend]).items()
+        if k != "query"
+    }
+    check(case, run(case, backend, **frozen), wanted, losses(case, eager))
+
+
+@pytest.mark.parametrize("case", STEPS, ids=name)
+def test_a_step_on_frozen_keys(case, backend):
+    if not runnable(backend, case):
+        pytest.skip(f"{backend} does not run this case here")
+    judge_step(case, backend)
+
+
 @pytest.mark.parametrize("score", ["dot", "additive"])
 @pytest.mark.parametrize(
     "sizes", [(2, 9, 20, 33, 17), (2, 64, 70, 64, 64), (1, 1, 40, 16, 8)], ids=str

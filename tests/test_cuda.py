@@ -75,6 +75,11 @@ def test_table(case, host):
     test_attention.judge(case, host)
 
 
+@pytest.mark.parametrize("case", test_attention.STEPS, ids=test_attention.name)
+def test_a_step_on_frozen_keys(case, host):
+    test_attention.judge_step(case, host)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_fuzz(seed, host):
     for case in [case for case in fuzz(seed, 32, 100_000) if tiles(case) < 20][:8]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attnfast
+from attnfast import memory as memories
 from attnfast.backends import why_not
 
 pytestmark = pytest.mark.gpu
@@ -14,8 +15,8 @@ def leaf(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
 
 
-def memory(dtype=torch.float32) -> list[torch.Tensor]:
-    return [leaf(B, n, m, dtype=dtype) for n, m in ((Tq, A), (Tk, A), (Tk, Dv))]
+def memory(dtype=torch.float32, keys=Tk) -> list[torch.Tensor]:
+    return [leaf(B, n, m, dtype=dtype) for n, m in ((Tq, A), (keys, A), (keys, Dv))]
 
 
 def additive(leaves, backend, **options):
@@ -35,6 +36,12 @@ def window(leaves, backend):
 def step(leaves, backend):
     query, *rest = leaves
     return additive([query[:, :1], *rest], backend)
+
+
+def prepared_steps(leaves, backend):
+    query, *rest = leaves
+    source = memories.prepare(*rest, backend=backend)
+    return [memories.attend(q, source)[0] for q in query.split(1, 1)]
 
 
 def location(leaves, backend):
@@ -64,7 +71,8 @@ CALLS = {
     "additive, bfloat16": (
         "attention", additive, lambda: [*memory(torch.bfloat16), leaf(A, dtype=torch.bfloat16)],
     ),
-    "a step": ("attention", step, lambda: [*memory(), leaf(A)]),
+    "a step": ("attention", step, lambda: [*memory(keys=150), leaf(A)]),
+    "prepared steps": ("attention", prepared_steps, lambda: [*memory(keys=150), leaf(A)]),
     "window": ("attention", window, lambda: [*memory(), leaf(A)]),
     "dot": ("attention", dot, memory),
     "penalty": ("coverage_attention", penalty, memory),

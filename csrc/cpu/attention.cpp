@@ -30,7 +30,6 @@ void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_th
 
 void run(std::initializer_list<Pass> passes, const Attention& a) { run(passes, a, threads_for(a)); }
 
-int64_t key_parts(const Attention&) { return 1; }
 int64_t grad_weight_parts(const Attention&) { return 1; }
 int64_t blocks_of_keys(const Attention&) { return 0; }
 

@@ -326,7 +326,11 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
   }
 }
 
-// ---- launches: each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments) -----
+// ---- launches -----------------------------------------------------------------------------------
+//
+// Each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments). launch.together does
+// so with blocks that differ in y as a cluster, of which launch.most_together(kernel) tells the
+// largest; launch.scratch<C>(numbers) is memory that lasts until the kernels are through.
 
 inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
 inline int64_t blocks_of_keys(const Attention& a) { return tiles(a.Tk, kSumRows); }
@@ -355,6 +359,7 @@ void launch_backward(const Attention& a, const Launch& launch) {
     launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, a);
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
+    if (launch_step_backward<T>(a, launch)) return;
     const auto add = [&](auto kernel, const Sum& sum) {
       launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
     };

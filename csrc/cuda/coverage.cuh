@@ -97,7 +97,7 @@ struct Scan {
       const int64_t j = index / K, k = index % K;
       C sum = 0;
       for (int64_t x = 0; x < a.channels; ++x) {
-        const Signal<C>& signal = x ? coverage : last;
+        const Signal<C> signal = x ? coverage : last;
         const C* filter = filters + k * taps + x * W;
         for (int64_t c = 0; c < W; ++c) sum += filter[c] * signal[j + c - W / 2];
       }
@@ -113,6 +113,7 @@ struct Scan {
       const T* k[kAtOnce];
       const C* features[kAtOnce];
       C s[kAtOnce] = {};
+#pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
         const int64_t j = min(first + x, n - 1);
         k[x] = at<T>(a.key, tile, j);
@@ -122,11 +123,14 @@ struct Scan {
         C z[kAtOnce] = {};
         for (int64_t i = 0; i < K; ++i) {
           const C u = projection[c * K + i];
+#pragma unroll
           for (int x = 0; x < kAtOnce; ++x) z[x] += features[x][i] * u;
         }
         const C qc = widen(q[c]), w = widen(weight[c]);
+#pragma unroll
         for (int x = 0; x < kAtOnce; ++x) s[x] += w * tanh(z[x] + widen(k[x][c]) + qc);
       }
+#pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
         s[x] = of_warp<Add>(s[x]);
         if (lane == x && first + x < n)
@@ -179,7 +183,7 @@ struct Scan {
     C* grad_filters = row(a.grad_filters);
     for (int64_t index = threadIdx.x; grad_filters && index < K * taps; index += kThreads) {
       const int64_t i = index / taps, x = index % taps / W, c = index % taps % W;
-      const Signal<C>& signal = x ? coverage : last;
+      const Signal<C> signal = x ? coverage : last;
       C sum = 0;
       for (int64_t j = 0; j < n; ++j)
         if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - W / 2];

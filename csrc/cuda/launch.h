@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <array>
+#include <atomic>
 #include <limits>
 #include <string>
 
@@ -13,25 +15,76 @@ namespace attnfast {
 namespace {
 
 class Launch {
+  torch::stable::Device device;
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
   int threads;
+  mutable std::vector<Tensor> kept;
+
+  static void check(cudaError_t error) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // or the next launch would report it again
+    throw std::runtime_error(cudaGetErrorString(error));
+  }
+
+  template <class... Args>
+  void start(void (*kernel)(Args...), int64_t x, int64_t y, int64_t cluster,
+             const Args&... args) const {
+    if (x == 0 || y == 0) return;
+    if (x > std::numeric_limits<int32_t>::max() || y > 65535)
+      throw std::runtime_error("more blocks than a grid holds");
+    cudaLaunchAttribute dimension{};
+    dimension.id = cudaLaunchAttributeClusterDimension;
+    dimension.val.clusterDim = {1, static_cast<unsigned>(cluster), 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(x, y);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &dimension;
+    config.numAttrs = cluster > 1;
+    check(cudaLaunchKernelEx(&config, kernel, args...));
+  }
 
  public:
-  Launch(const Tensor& like, int threads) : guard(like.get_device_index()), threads(threads) {
+  Launch(const Tensor& like, int threads)
+      : device(like.device()), guard(device.index()), threads(threads) {
     void* current = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &current));
     stream = static_cast<cudaStream_t>(current);
   }
 
   template <class... Args>
   void operator()(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
-    if (x == 0 || y == 0) return;
-    if (x > std::numeric_limits<int32_t>::max() || y > 65535)
-      throw std::runtime_error("more blocks than a grid holds");
-    kernel<<<dim3(x, y), threads, 0, stream>>>(args...);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+    start(kernel, x, y, 1, args...);
+  }
+
+  // The same, blocks that differ in y being a cluster.
+  template <class... Args>
+  void together(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
+    start(kernel, x, y, y, args...);
+  }
+
+  // The blocks of the largest cluster: 1 where the device has none, or runs code made for one that
+  // has none.
+  template <class... Args>
+  int most_together(void (*kernel)(Args...)) const {
+    static std::array<std::atomic<int>, 64> known;  // by device; 0: nobody has asked
+    std::atomic<int>& most = known.at(device.index());
+    if (most == 0) {
+      int clusters = 0;
+      cudaFuncAttributes code{};
+      check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device.index()));
+      check(cudaFuncGetAttributes(&code, kernel));
+      most = clusters && code.ptxVersion >= 90 ? 8 : 1;
+    }
+    return most;
+  }
+
+  // Memory that lasts until the kernels are through.
+  template <class C>
+  C* scratch(int64_t numbers) const {
+    kept.push_back(empty(device, {numbers}, sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float));
+    return static_cast<C*>(kept.back().data_ptr());
   }
 };
 

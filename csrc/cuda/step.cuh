@@ -1,13 +1,70 @@
-// The forward of a decoder's step, the only row of a sequence, whose cost is all latency: its keys are
-// shared by blocks.
+// A decoder's step, the only row of a sequence, whose cost is all latency: its keys are shared by
+// blocks. Where these are a cluster (sm_90 and later, up to 512 keys) one launch is enough.
 #pragma once
 #include "tile.cuh"
 
 namespace attnfast {
 namespace {
 
-constexpr int kStepKeys = 64;  // of a block; longer rows are shared by several
-constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way together
+constexpr int kStepKeys = 64;       // of a block
+constexpr int kAtOnce = 4;          // keys of a warp, whose loads are under way together
+constexpr int kStepColumns = 1024;  // of which blocks exchange their sums at a time
+
+// ---- blocks of one row: those along grid.y ------------------------------------------------------
+
+// Wait for all threads of the row's blocks, and see what they have written.
+__device__ inline void wait_for_blocks() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if (gridDim.y > 1) {
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+// What a shared variable is in another block of the row.
+template <class C>
+__device__ const C* of_another(const C* mine, unsigned block) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if (gridDim.y > 1) return static_cast<const C*>(__cluster_map_shared_rank(mine, block));
+#endif
+  return mine;
+}
+
+// Add up what the blocks have: sum(c) of each, for the columns c < width; one of them calls
+// out(c, total). Comes last: no block leaves while another looks at its variables.
+template <class C, class Sum, class Out>
+__device__ void add_up_blocks(int64_t width, const Sum& sum, const Out& out) {
+  __shared__ C sums[kStepColumns];
+  int64_t first = 0;
+  do {
+    const int count = min(width - first, int64_t{kStepColumns});
+    for (int c = threadIdx.x; c < count; c += kThreads) sums[c] = sum(first + c);
+    wait_for_blocks();
+    for (int c = threadIdx.x + blockIdx.y * kThreads; c < count; c += kThreads * gridDim.y) {
+      C total = 0;
+      for (unsigned block = 0; block < gridDim.y; ++block) total += of_another(sums, block)[c];
+      out(first + c, total);
+    }
+    wait_for_blocks();
+  } while ((first += kStepColumns) < width);
+}
+
+// ---- a block's keys -----------------------------------------------------------------------------
+
+struct StepKeys {
+  Seen own;     // all that the row sees
+  int64_t from;  // the first that this block takes
+  int count;
+};
+
+__device__ inline StepKeys keys_of_block(const Attention& a, const Tile& tile) {
+  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
+  const int64_t from = own.from + blockIdx.y * int64_t{kStepKeys};
+  return {own, from, static_cast<int>(max(int64_t{0}, min(own.to - from, int64_t{kStepKeys})))};
+}
 
 // Two features of a score. Every pair of a query and a key meets once, so nothing is factored:
 // e^{2(q + k)} is taken as it is, of what tanh does not tell from 1 no more than its limit.
@@ -29,38 +86,70 @@ __device__ C pair_score(C q0, C q1, C k0, C k1, C w0, C w1) {
   }
 }
 
-template <class T, Score S>
-__global__ void __launch_bounds__(kThreads) step(const Attention a) {
-  using C = typename Accumulate<T>::type;
-  __shared__ C share[kStepKeys];  // scores, then e^{score - top}
+// The scores of a query row and the block's keys, each handed to finish(key, score) once.
+template <Score S, class C, class T, class Finish>
+__device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t width,
+                           const Finish& finish) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = locate(a, 1, 1);
-  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
-  const int64_t j0 = own.from + blockIdx.y * int64_t{kStepKeys};
-  const int keys = max(int64_t{0}, min(own.to - j0, int64_t{kStepKeys}));
-  const T* q = at<T>(a.query, tile, 0);
-  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
-
-  for (int first = warp * kAtOnce; first < keys; first += kWarps * kAtOnce) {
+  for (int first = warp * kAtOnce; first < keys.count; first += kWarps * kAtOnce) {
     C s[kAtOnce] = {};
     const T* k[kAtOnce];
-    for (int x = 0; x < kAtOnce; ++x) k[x] = at<T>(a.key, tile, j0 + min(first + x, keys - 1));
+#pragma unroll
+    for (int x = 0; x < kAtOnce; ++x)
+      k[x] = keys.data + min(int64_t{first} + x, keys.count - 1) * keys.stride;
 #pragma unroll 1
-    for (int64_t c = 2 * lane; c < a.A; c += 64) {
-      const bool two = c + 1 < a.A;
+    for (int64_t c = 2 * lane; c < width; c += 64) {
+      const bool two = c + 1 < width;
       const C q0 = widen(q[c]), q1 = two ? widen(q[c + 1]) : 0;
       const C w0 = w ? widen(w[c]) : 0, w1 = w && two ? widen(w[c + 1]) : 0;
+#pragma unroll
       for (int x = 0; x < kAtOnce; ++x)
         s[x] += pair_score<S>(q0, q1, widen(k[x][c]), two ? widen(k[x][c + 1]) : C(0), w0, w1);
     }
+#pragma unroll
     for (int x = 0; x < kAtOnce; ++x) {
       s[x] = of_warp<Add>(s[x]);
-      if (lane != x || first + x >= keys) continue;
-      const int64_t column = j0 + first + x - own.origin;
-      share[first + x] = finish_score<T>(a, tile, 0, column, s[x]);
-      if (a.weights.data) at<C>(a.weights, tile, 0)[column] = share[first + x];
+      if (lane == x && first + x < keys.count) finish(first + x, s[x]);
     }
   }
+}
+
+// ---- forward ------------------------------------------------------------------------------------
+
+// The softmax of a row from those of its parts: part(i) is the largest score and the mass of one.
+template <class C>
+struct End {
+  C top, mass;  // mass 0: nothing was seen
+
+  __device__ C faded(C to) const { return mass == 0 ? C(0) : exp(top - to); }
+};
+
+template <class C, class Part>
+__device__ End<C> join(int64_t parts, const Part& part) {
+  End<C> all = {-INFINITY, 0};
+  for (int64_t i = 0; i < parts; ++i)
+    if (part(i).mass != 0) all.top = fmax(all.top, part(i).top);
+  if (all.top == -INFINITY) all.top = 0;
+  for (int64_t i = 0; i < parts; ++i) all.mass += part(i).mass * part(i).faded(all.top);
+  return all;
+}
+
+// Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.
+template <class T, Score S>
+__global__ void __launch_bounds__(kThreads, 4) step(const Attention a, const View parts) {
+  using C = typename Accumulate<T>::type;
+  __shared__ C share[kStepKeys];  // scores, then e^{score - top}
+  __shared__ End<C> end;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, 1, 1);
+  const auto [own, from, keys] = keys_of_block(a, tile);
+  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const Rows<T> key = {at<T>(a.key, tile, from), a.key.row, keys};
+  score_keys<S, C>(at<T>(a.query, tile, 0), w, key, a.A, [&, own = own, from = from](int j, C s) {
+    const int64_t column = from + j - own.origin;
+    share[j] = finish_score<T>(a, tile, 0, column, s);
+    if (a.weights.data) at<C>(a.weights, tile, 0)[column] = share[j];
+  });
   __syncthreads();
   C mine[2];
   for (int x = 0; x < 2; ++x) mine[x] = lane + 32 * x < keys ? share[lane + 32 * x] : -INFINITY;
@@ -68,67 +157,152 @@ __global__ void __launch_bounds__(kThreads) step(const Attention a) {
   for (C& x : mine) x = exp(x - shift);
   const C mass = of_warp<Add>(mine[0] + mine[1]);
   __syncthreads();  // every warp has read the scores
-  if (warp < 2 && lane + 32 * warp < keys) share[lane + 32 * warp] = mine[warp];
-  __syncthreads();
+  if (warp < 2 && lane + 32 * warp < keys) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
 
-  C* part = nullptr;
-  C factor = 1;
-  if (a.parts.data) {
-    part = at<C>(a.parts, tile, blockIdx.y);
-    if (threadIdx.x == 0) part[a.Dv] = shift, part[a.Dv + 1] = mass;
-  } else {
-    factor = mass == 0 ? C(0) : 1 / mass;
-  }
-  for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
-    const T* value = at<T>(a.value, tile, j0) + c;
+  const auto mix = [&, from = from, keys = keys](int64_t c) {
+    const T* value = at<T>(a.value, tile, from) + c;
     C sum = 0;
 #pragma unroll 4
     for (int j = 0; j < keys; ++j, value += a.value.row)
       if (share[j] != 0) sum += share[j] * widen(*value);
-    if (part)
-      part[c] = sum;
-    else
-      narrow(sum * factor, at<T>(a.context, tile, 0)[c]);
+    return sum;
+  };
+  if (parts.data) {
+    __syncthreads();
+    C* part = at<C>(parts, tile, blockIdx.y);
+    if (threadIdx.x == 0) part[a.Dv] = shift, part[a.Dv + 1] = mass;
+    for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) part[c] = mix(c);
+    return;
   }
-  if (!part) finish_row(a, tile, 0, own, shift, mass, threadIdx.x, kThreads);
+  if (threadIdx.x == 0) end = {shift, mass};
+  wait_for_blocks();
+  const End<C> all = join<C>(gridDim.y, [&](unsigned block) { return *of_another(&end, block); });
+  const C factor = all.mass == 0 ? C(0) : end.faded(all.top) / all.mass;
+  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads,
+             kThreads * gridDim.y);
+  add_up_blocks<C>(
+      a.Dv, [&](int64_t c) { return factor * mix(c); },
+      [&](int64_t c, C total) { narrow(total, at<T>(a.context, tile, 0)[c]); });
 }
 
 // What the parts of a row add up to.
 template <class T>
-__global__ void __launch_bounds__(kThreads) combine(const Attention a, int64_t parts) {
+__global__ void __launch_bounds__(kThreads) combine(const Attention a, const View parts,
+                                                    int64_t count) {
   using C = typename Accumulate<T>::type;
   const Tile tile = locate(a, 1, 1);
-  const C* part = at<C>(a.parts, tile, 0);
-  C top = -INFINITY, total = 0;
-  for (int64_t i = 0; i < parts; ++i)  // a part without keys has mass 0
-    if (part[i * a.parts.row + a.Dv + 1] != 0) top = fmax(top, part[i * a.parts.row + a.Dv]);
-  if (top == -INFINITY) top = 0;
-  const auto fade = [&](int64_t i) {
-    const C mass = part[i * a.parts.row + a.Dv + 1];
-    return mass == 0 ? C(0) : exp(part[i * a.parts.row + a.Dv] - top);
+  const auto part = [&](int64_t i) {
+    const C* end = at<C>(parts, tile, i) + a.Dv;
+    return End<C>{end[0], end[1]};
   };
-  for (int64_t i = 0; i < parts; ++i) total += part[i * a.parts.row + a.Dv + 1] * fade(i);
+  const End<C> all = join<C>(count, part);
   for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
     C sum = 0;
-    for (int64_t i = 0; i < parts; ++i) sum += part[i * a.parts.row + c] * fade(i);
-    narrow(total == 0 ? C(0) : sum / total, at<T>(a.context, tile, 0)[c]);
+    for (int64_t i = 0; i < count; ++i) sum += at<C>(parts, tile, i)[c] * part(i).faded(all.top);
+    narrow(all.mass == 0 ? C(0) : sum / all.mass, at<T>(a.context, tile, 0)[c]);
   }
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
-  finish_row(a, tile, 0, own, top, total, threadIdx.x, kThreads);
+  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x, kThreads);
 }
 
+// ---- backward -----------------------------------------------------------------------------------
+
+// The gradients of scores and query, all that a step over a prepared memory wants; see grad_score
+// and grad_rows for the formulas.
+template <class T, Score S>
+__global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) {
+  using C = typename Accumulate<T>::type;
+  __shared__ C share[kStepKeys];  // x, then grad_score
+  __shared__ C product;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, 1, 1);
+  const auto [own, from, keys] = keys_of_block(a, tile);
+  const int64_t column = from - own.origin;  // of the first key
+  const Rows<T> value = {at<T>(a.value, tile, from), a.value.row, keys};
+  score_keys<Score::dot, C>(at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value,
+                            a.Dv, [&](int j, C x) {
+    share[j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
+  });
+  __syncthreads();
+  C p[2], x[2], sum = 0;
+  for (int half = 0; half < 2; ++half) {
+    const int j = lane + 32 * half;
+    p[half] = j < keys ? at<C>(a.weights, tile, 0)[column + j] : 0;
+    x[half] = j < keys ? share[j] : 0;
+    if (p[half] != 0) sum += p[half] * x[half];
+  }
+  sum = of_warp<Add>(sum);
+  if (threadIdx.x == 0) product = sum;
+  wait_for_blocks();  // and every warp has read x
+  C mean = 0;
+  for (unsigned block = 0; block < gridDim.y; ++block) mean += *of_another(&product, block);
+  const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
+  C* grad_score = at<C>(a.grad_score, tile, 0);
+  if (const int j = lane + 32 * warp; warp < 2 && j < keys) {
+    const C weight = warp ? p[1] : p[0];
+    share[j] = weight == 0 ? 0 : weight * ((warp ? x[1] : x[0]) - mean + extra);
+    grad_score[column + j] = share[j];
+  }
+  for (int64_t c = threadIdx.x + blockIdx.y * kThreads; c < a.W; c += kThreads * gridDim.y)
+    if (c + own.origin < own.from || c + own.origin >= own.to) grad_score[c] = 0;
+  __syncthreads();
+
+  const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const auto gradient = [&, from = from, keys = keys](int64_t c) {
+    const T* k = at<T>(a.key, tile, from) + c;
+    const C q0 = widen(q[c]);
+    C sum = 0;
+#pragma unroll 4
+    for (int j = 0; j < keys; ++j, k += a.key.row) {
+      if (share[j] == 0) continue;
+      if constexpr (S == Score::dot) {
+        sum += share[j] * widen(*k);
+      } else if constexpr (S == Score::relu) {
+        sum += q0 + widen(*k) > 0 ? share[j] : 0;
+      } else {
+        const C r = logistic(q0 + widen(*k)), s = r - C(0.5);
+        sum += share[j] * (1 - 4 * s * s);
+      }
+    }
+    return S == Score::dot ? sum : sum * widen(w[c]);
+  };
+  add_up_blocks<C>(a.A, gradient, [&](int64_t c, C total) {
+    narrow(C(a.scale) * total, at<T>(a.grad_query, tile, 0)[c]);
+  });
+}
+
+// ---- launches -----------------------------------------------------------------------------------
+
 inline int64_t key_parts(const Attention& a) {
-  return a.Tq == 1 ? max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}) : 1;
+  return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1});
 }
 
 template <class T, class Launch>
 void launch_step(const Attention& a, const Launch& launch) {
-  const int64_t parts = key_parts(a);
+  const int64_t blocks = key_parts(a);
   const auto kernel = !a.weight.data ? step<T, Score::dot>
                       : a.relu       ? step<T, Score::relu>
                                      : step<T, Score::additive>;
-  launch(kernel, a.B * a.H, parts, a);
-  if (parts > 1) launch(combine<T>, a.B * a.H, 1, a, parts);
+  if (blocks <= launch.most_together(kernel))
+    return launch.together(kernel, a.B * a.H, blocks, a, View{});
+  using C = typename Accumulate<T>::type;
+  const int64_t row = a.Dv + 2, head = blocks * row, batch = a.H * head;
+  const View parts = {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
+  launch(kernel, a.B * a.H, blocks, a, parts);
+  launch(combine<T>, a.B * a.H, 1, a, parts, blocks);
+}
+
+// Whether it was a step's backward that one launch can do.
+template <class T, class Launch>
+bool launch_step_backward(const Attention& a, const Launch& launch) {
+  const auto kernel = !a.weight.data ? step_backward<T, Score::dot>
+                      : a.relu       ? step_backward<T, Score::relu>
+                                     : step_backward<T, Score::additive>;
+  const bool others = a.grad_key.data || a.grad_value.data || a.grad_weight.data;
+  if (a.Tq != 1 || a.grad_score_given || !a.grad_query.data || others) return false;
+  if (key_parts(a) > launch.most_together(kernel)) return false;
+  launch.together(kernel, a.B * a.H, key_parts(a), a);
+  return true;
 }
 
 }  // namespace

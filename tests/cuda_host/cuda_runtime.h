@@ -1,5 +1,6 @@
 // As much of CUDA as the kernels use, on the host: every CUDA thread of a block is a fiber, which runs
-// until it has to wait; the blocks of a launch run one after the other. The numbers are real, and
+// until it has to wait; the blocks of a launch run one after the other, those of a cluster side by side,
+// each on a thread of its own, whose variables are the block's shared memory. The numbers are real, and
 // sanitizers see every access: to ThreadSanitizer fibers are threads that only a barrier puts in order.
 #pragma once
 #include <math.h>
@@ -10,7 +11,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #if defined(__SANITIZE_THREAD__)
@@ -19,13 +22,14 @@
 inline void __tsan_acquire(void*) {}
 inline void __tsan_release(void*) {}
 inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void __tsan_destroy_fiber(void*) {}
 inline void* __tsan_get_current_fiber() { return nullptr; }
 inline void __tsan_switch_to_fiber(void*, unsigned) {}
 #endif
 
 #define __device__
 #define __global__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __launch_bounds__(...)
 using std::max;
 using std::min;
@@ -33,7 +37,7 @@ using std::min;
 struct dim3 {
   unsigned x, y;
 };
-inline dim3 blockIdx;
+inline thread_local dim3 blockIdx, gridDim;
 
 // ---- half types ---------------------------------------------------------------------------------
 
@@ -72,8 +76,8 @@ struct Fiber {
   unsigned turn;  // of its votes
 };
 constexpr unsigned kMostThreads = 256;
-inline Fiber fibers[kMostThreads + 1];  // the last is the one that launches
-inline unsigned running;
+inline thread_local Fiber fibers[kMostThreads + 1];  // the last is the one that launches
+inline thread_local unsigned running;
 
 SHIM dim3 this_thread() { return {running, 0}; }
 #define threadIdx this_thread()
@@ -117,7 +121,7 @@ struct Block {
   int votes[2] = {0, 0};
   std::vector<Warp> warps;
 };
-inline std::unique_ptr<Block> block;
+inline thread_local std::unique_ptr<Block> block;
 
 inline Warp& warp() { return block->warps[threadIdx.x / 32]; }
 inline void __syncthreads() { block->barrier.arrive_and_wait(); }
@@ -137,6 +141,24 @@ inline void atomicMax(unsigned long long* to, unsigned long long x) {
   std::atomic_ref<unsigned long long> most(*to);
   for (auto seen = most.load(); seen < x && !most.compare_exchange_weak(seen, x);) {
   }
+}
+
+// Blocks that wait for each other, and where the variables of each one's thread lie.
+struct Cluster {
+  explicit Cluster(unsigned blocks) : barrier(blocks), shared(blocks) {}
+  std::barrier<> barrier;
+  std::vector<const char*> shared;
+};
+inline thread_local Cluster* cluster;
+inline thread_local char own_shared;
+
+inline void __cluster_barrier_arrive() {
+  __syncthreads();
+  if (threadIdx.x == 0) cluster->barrier.arrive_and_wait();
+}
+inline void __cluster_barrier_wait() { __syncthreads(); }
+inline void* __cluster_map_shared_rank(const void* mine, unsigned rank) {
+  return const_cast<char*>(static_cast<const char*>(mine) - &own_shared + cluster->shared[rank]);
 }
 
 template <class C>
@@ -162,7 +184,8 @@ inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
 template <unsigned threads>
 struct LaunchOnHost {
-  inline static const void* all_blocks;
+  inline static thread_local const void* all_blocks;
+  mutable std::vector<std::unique_ptr<char[]>> kept;
 
   template <class AllBlocks>
   SHIM static void begin() {
@@ -197,17 +220,52 @@ struct LaunchOnHost {
     __tsan_acquire(fibers);
   }
 
+  // The blocks [first_y, last_y) of every x.
   template <class... Args>
-  void operator()(void (*kernel)(Args...), int64_t blocks_x, int64_t blocks_y,
-                  const Args&... args) const {
+  static void run_blocks(void (*kernel)(Args...), dim3 grid, unsigned first_y, unsigned last_y,
+                         const Args&... args) {
     launch([&] {
-      for (unsigned y = 0; y < blocks_y; ++y)
-        for (unsigned x = 0; x < blocks_x; ++x) {
-          if (threadIdx.x == 0) blockIdx = {x, y};
+      for (unsigned y = first_y; y < last_y; ++y)
+        for (unsigned x = 0; x < grid.x; ++x) {
+          if (threadIdx.x == 0) blockIdx = {x, y}, gridDim = grid;
           __syncthreads();
           kernel(args...);
           __syncthreads();
         }
     });
+  }
+
+  template <class... Args>
+  void operator()(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
+    const dim3 grid = {static_cast<unsigned>(x), static_cast<unsigned>(y)};
+    run_blocks(kernel, grid, 0, grid.y, args...);
+  }
+
+  template <class... Args>
+  void together(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
+    if (y == 1) return (*this)(kernel, x, y, args...);
+    const dim3 grid = {static_cast<unsigned>(x), static_cast<unsigned>(y)};
+    Cluster shared(grid.y);
+    std::vector<std::jthread> blocks;
+    for (unsigned rank = 0; rank < grid.y; ++rank)
+      blocks.emplace_back([&, rank] {
+        cluster = &shared;
+        shared.shared[rank] = &own_shared;
+        shared.barrier.arrive_and_wait();  // all know where
+        run_blocks(kernel, grid, rank, rank + 1, args...);
+        for (Fiber& fiber : fibers) {
+          if (!fiber.stack) continue;
+          free(fiber.stack);
+          __tsan_destroy_fiber(fiber.tsan);
+        }
+      });
+  }
+
+  int most_together(...) const { return 8; }
+
+  template <class C>
+  C* scratch(int64_t numbers) const {
+    kept.emplace_back(new char[numbers * sizeof(C)]);
+    return reinterpret_cast<C*>(kept.back().get());
   }
 };

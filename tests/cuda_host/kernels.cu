@@ -4,10 +4,24 @@
 #include "../../csrc/cuda/coverage.cuh"
 
 namespace attnfast {
-void all(const Attention& a, const Copying& c, const Coverage& h) {
-  const auto launch = [](auto kernel, int64_t x, int64_t y, const auto&... args) {
+struct Launch {
+  template <class... Args>
+  void operator()(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
     kernel<<<dim3(x, y), kThreads>>>(args...);
-  };
+  }
+  template <class... Args>
+  void together(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
+    kernel<<<dim3(x, y), kThreads>>>(args...);
+  }
+  int most_together(...) const { return 1; }
+  template <class C>
+  C* scratch(int64_t) const {
+    return nullptr;
+  }
+};
+
+void all(const Attention& a, const Copying& c, const Coverage& h) {
+  const Launch launch;
   launch_forward(a, launch);
   launch_backward(a, launch);
   launch_forward(c, launch);

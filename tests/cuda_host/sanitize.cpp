@@ -42,7 +42,6 @@ int main(int, char** argv) {
     a.context = tensor(a.Tq, a.Dv);
     a.weights = tensor(a.Tq, a.W);
     a.log_sum_exp = tensor(a.Tq, 1);
-    a.parts = key_parts(a) > 1 ? tensor(key_parts(a), a.Dv + 2) : View{};
     a.grad_context = tensor(a.Tq, a.Dv);
     a.grad_weights = tensor(a.Tq, a.W);
     a.grad_log_sum_exp = tensor(a.Tq, 1);
@@ -56,6 +55,11 @@ int main(int, char** argv) {
     a.lengths = lengths.data();
     launch_forward(a, LaunchOnHost<kThreads>{});
     launch_backward(a, LaunchOnHost<kThreads>{});
+    if (a.Tq == 1) {  // and a step over a prepared memory
+      Attention only = a;
+      only.grad_key = only.grad_value = only.grad_weight = {};
+      launch_backward(only, LaunchOnHost<kThreads>{});
+    }
 
     if (a.compact || a.Tq > 4) continue;  // the history: one block goes from row to row
     Coverage h = {};
