@@ -49,10 +49,21 @@ bool together(const Attention& a) {
       dense(a.grad_key, a.Tk, a.A) && dense(a.grad_value, a.Tk, a.Dv);
 }
 
+// Whether a library's products use all that ours do: MKL leaves AVX-512 to Intel's processors.
+bool library_keeps_up() {
+#if defined(__x86_64__)
+  static const bool keeps_up = &kernels() != &avx512::attention || __builtin_cpu_is("intel");
+  return keeps_up;
+#else
+  return true;
+#endif
+}
+
 // Whether PyTorch's matrix product beats ours, for dot scores: enough rows to repay its packing,
 // few keys beyond the lengths, which only ours leaves out, and one call for all matrices, or, in the
 // backward, large ones.
 bool multiplies(const Attention& a) {
+  if (!library_keeps_up()) return false;
   if (a.weight.data || a.span.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
   if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
   if (std::max(a.A, a.Dv) < kLibraryColumns) return false;

@@ -135,12 +135,26 @@ void weights(const Attention& a, int64_t index, void* memory) {
   Scratch<C> scratch = {static_cast<C*>(memory)};
   const Rows<C> s = scores_of(a, item, scratch);
   Flags<C> zeros = {};
-  for (int64_t i = 0; i < item.rows; ++i) {
-    C* row = const_cast<C*>(s.data) + i * s.stride;
-    multiply_by((C)a.scale, item.seen, row);
-    finish_scores<T>(a, item, item.row + i, 0, item.seen, row);
-    *at<C>(a.log_sum_exp, item, item.row + i) = softmax(row, item.seen, zeros);
-    clear_outside(row, a.W, 0, item.seen);
+  // Step by step over a few rows that stay in the first-level cache, so that none waits for another.
+  constexpr int64_t kMost = 16, kNumbers = 2048;
+  const int64_t group = min(kMost, parts(kNumbers, item.seen + 1));
+  for (int64_t first = 0; first < item.rows; first += group) {
+    const int64_t last = min(first + group, item.rows);
+    const auto row = [&](int64_t i) { return const_cast<C*>(s.data) + i * s.stride; };
+    const auto numbers = [&](int64_t i) { return Exactly<C>{row(i), item.seen}; };
+    C top[kMost], mass[kMost];
+    for (int64_t i = first; i < last; ++i) {
+      multiply_by((C)a.scale, item.seen, row(i));
+      finish_scores<T>(a, item, item.row + i, 0, item.seen, row(i));
+    }
+    for (int64_t i = first; i < last; ++i) top[i - first] = largest(numbers(i));
+    for (int64_t i = first; i < last; ++i)
+      mass[i - first] = exponentiate(numbers(i), top[i - first]);
+    for (int64_t i = first; i < last; ++i) {
+      *at<C>(a.log_sum_exp, item, item.row + i) =
+          normalise(numbers(i), top[i - first], mass[i - first], zeros);
+      clear_outside(row(i), a.W, 0, item.seen);
+    }
   }
   tell_of_zeros<C>(a, item, zeros);
 }

@@ -93,12 +93,14 @@ void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_th
   run_group(first, passes.end());
 }
 
-// Rows of one item: enough to repay the preparation of the keys, few enough that scores stay in
-// cache and that every thread gets several items. Where rows alone make too few items, keys and
-// columns are shared out too.
+// Rows of one item: as many as repay the preparation of the keys, few enough that scores stay in
+// cache and that threads get as many items each, or several. Where rows alone make too few items,
+// keys and columns are shared out too.
 void share_out_rows(Attention& a) {
   const int64_t threads = threads_for(a);
-  const int64_t share = a.B * a.H * a.Tq / (4 * threads);
+  int64_t pieces = 1;  // of a sequence and head
+  while (a.B * a.H * pieces % threads != 0 && a.B * a.H * pieces < 4 * threads) ++pieces;
+  const int64_t share = (a.Tq + pieces - 1) / pieces;
   const int64_t cached = (int64_t{1} << 18) / std::max<int64_t>(a.W, 1);
   a.rows = std::clamp<int64_t>(std::min(share, cached), 4, kMostRows);
   a.rows = std::min(a.rows, std::max<int64_t>(a.Tq, 1));
