@@ -21,7 +21,6 @@ struct Coverage : Attention {
   View grad_filters, grad_projection;                     // out: a part for each [B, H]
   View grad_penalty;                                      // out: a part for each [B, H]
   View grad_rate, grad_transition, grad_first, grad_previous;  // out
-  View scratch;                                           // CUDA: [B, H, what it takes]
 };
 
 namespace {

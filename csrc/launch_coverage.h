@@ -10,8 +10,7 @@ namespace {
 // Fill what is out; `query` tells the device.
 void run_forward(Coverage&, const Tensor& query);
 void run_backward(Coverage&, const Tensor& query);
-int64_t grad_weight_parts(const Attention&);   // see launch_attention.h; without filters
-int64_t scratch_numbers(const Coverage&);      // of each sequence and head
+int64_t grad_weight_parts(const Attention&);  // see launch_attention.h; without filters
 
 // The arguments of the history, as check_history of attnfast.ops.coverage wants them.
 struct History {
@@ -114,8 +113,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
   a.last = view(last, false);
   a.loss = View{loss.data_ptr(), a.H, 1};
   if (transition) a.odds = view(odds);
-  const Tensor scratch = out({a.B, a.H, scratch_numbers(a)}, sums);
-  a.scratch = View{scratch.data_ptr(), scratch.stride(0), scratch.stride(1)};
   run_forward(a, query);
   return {context, weights, last, loss, odds};
 }
@@ -222,9 +219,6 @@ Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
     c.call.keep.push_back(packed(*grad_loss));
     a.grad_loss = View{c.call.keep.back().data_ptr(), a.H, 1};
   }
-  View room;
-  const Tensor scratch = part(true, {scratch_numbers(a)}, room);
-  a.scratch = room;
   run_backward(a, query);
 
   const auto none = [&] { return out(false, {}, sums); };

@@ -60,6 +60,9 @@ def histories() -> list[History]:
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         table.append(History("additive", 2, 3, 33, 20, 9, 2, dtype=dtype, terms=every))
         table.append(History("dot", 2, 3, 33, 20, 9, dtype=dtype, terms=(*TERMS, "lengths")))
+    for Tk, terms in ((150, every), (200, ("location",)), (560, ("coverage_weight", "transition"))):
+        table.append(History("additive", 1, 2, Tk, 20, 9, terms=terms, seed=next(seeds)))
+    table.append(History("dot", 1, 3, 560, 16, 9, terms=(*TERMS, "lengths"), scale=0.5))
     for filters in ((1, 1, 1), (1, 1, 31), (16, 1, 3), (17, 2, 7), (33, 2, 1)):
         table.append(
             History("additive", 2, 3, 40, 19, 6, terms=("location", "state"), filters=filters)

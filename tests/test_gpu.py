@@ -75,9 +75,10 @@ CALLS = {
     "prepared steps": ("attention", prepared_steps, lambda: [*memory(keys=150), leaf(A)]),
     "window": ("attention", window, lambda: [*memory(), leaf(A)]),
     "dot": ("attention", dot, memory),
-    "penalty": ("coverage_attention", penalty, memory),
+    "penalty": ("coverage_attention", penalty, lambda: memory(keys=150)),
     "location": (
-        "coverage_attention", location, lambda: [*memory(), leaf(A), leaf(K, 1, 5), leaf(A, K)],
+        "coverage_attention", location,
+        lambda: [*memory(keys=150), leaf(A), leaf(K, 1, 5), leaf(A, K)],
     ),
     "copying": (
         "copy_distribution", copying, lambda: [leaf(B, Tq, V), leaf(B, Tq, Tk), leaf(B, Tq)],

@@ -18,7 +18,6 @@ const CoverageKernels& kernels() {
 }
 
 int64_t grad_weight_parts(const Attention&) { return 1; }
-int64_t scratch_numbers(const Coverage&) { return 0; }
 
 // Passes one after the other for every (sequence, head) where they have as many items: then one
 // thread's arithmetic hides the other's reading.

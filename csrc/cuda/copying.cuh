@@ -5,8 +5,8 @@
 // source are put right, each by the thread of its first key. What the keys of a word add up to comes
 // from comparing each with each, a few hundred, so that nothing is added atomically.
 #pragma once
-#include "tile.cuh"
 #include "../word.h"
+#include "cluster.cuh"
 
 namespace attnfast {
 namespace {
@@ -57,12 +57,13 @@ __global__ void __launch_bounds__(kThreads, 6) distribution(const Copying a) {
   const Row<T> r(a);
   T* out = r.template at<T>(a.distribution);
   C top = -INFINITY;
+  int turn = 0;
   for (int64_t v = threadIdx.x; v < r.V; v += kThreads) top = fmax(top, C(widen(r.logits[v])));
-  top = of_block<Max>(top);
+  top = of_blocks<Max>(top, turn);
   if (top == -INFINITY) top = 0;
   C part = 0;
   for (int64_t v = threadIdx.x; v < r.V; v += kThreads) part += exp(widen(r.logits[v]) - top);
-  const C total = of_block<Add>(part);
+  const C total = of_blocks<Add>(part, turn);
   const bool none = total == 0;  // no word can be generated
   const double log_total = none ? 0 : ::log(static_cast<double>(total));
   const double log_sum_exp = none ? -HUGE_VAL : top + log_total;
@@ -100,11 +101,12 @@ __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const Copyi
   const auto S = [&](C x) { return none ? C(0) : exp(x - high - low); };
 
   C part = 0;
+  int turn = 0;
   for (int64_t v = threadIdx.x; v < r.V; v += kThreads) {
     const C x = widen(r.logits[v]), g = widen(grad[v]), s = a.log ? C(1) : S(x);
     if (x != -INFINITY && s != 0) part += s * g;
   }
-  double total = of_block<Add>(part), all = total;  // all: sum G of the words that can come
+  double total = of_blocks<Add>(part, turn), all = total;  // all: sum G of the words that can come
   double minus = 0, plus = 0;
   for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
     const int64_t w = r.source[i];
@@ -120,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const Copyi
     narrow(C(x > most ? most : x < -most ? -most : x), grad_weights[i]);
     (r.generates(r.exists(w) ? w : r.N) ? minus : plus) += copied;
   }
-  total -= of_block<Add>(minus);
-  all += of_block<Add>(plus);
+  total -= of_blocks<Add>(minus, turn);
+  all += of_blocks<Add>(plus, turn);
   const double p = r.gate.p;
   if (threadIdx.x == 0)
     narrow(C(a.log ? total - p * all : p * r.gate.q * total), *r.template at<T>(a.grad_gate));

@@ -1,9 +1,10 @@
 // coverage_attention on the GPU: device code on raw pointers; the launcher is coverage.cu. The
 // formulas are those of cpu/coverage_kernel.cpp.
 //
-// A row's scores need the weights of the rows before, so a block takes a sequence and head and goes
-// from row to row; what needs no history comes before and after, from all blocks. A key belongs to
-// one thread, and so does a feature: it alone adds to their sums, and nothing is added atomically.
+// A row's scores need the weights of the rows before, so the blocks of a cluster, each with its share
+// of the keys, take a sequence and head and go from row to row; what needs no history comes before and
+// after, from all blocks. A key belongs to one thread, which alone adds to its sums; what is summed
+// over keys, each block adds up for itself, and nothing is added atomically.
 #pragma once
 #include "../coverage.h"
 #include "attention.cuh"
@@ -44,23 +45,27 @@ struct Signal {
   __device__ C operator[](int64_t j) const { return x && 0 <= j && j < size ? x[j] : C(0); }
 };
 
-// What a block reads and keeps.
+// What a block reads and keeps. Its keys are [from, to), of which the row may see those before `seen`.
 template <class T, class C = typename Accumulate<T>::type>
 struct Scan {
   const Coverage& a;
   const Tile tile;
-  const int64_t n, K, W, taps;
+  const int64_t n, from, to, seen, K, W, taps;
   const T* const weight;
   const C *const filters, *const projection, *const rate;
   const C penalty;
+  // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]
   C *coverages, *past, *grad_coverage, *found, *grad_found, *slopes, *grad_keys;
+  C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
 
-  __device__ explicit Scan(const Coverage& a)
-      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), K(a.filters_count), W(a.width),
-        taps(a.channels * W), weight(K ? at<T>(a.weight, tile, 0) : nullptr),
-        filters(row(a.filters)), projection(row(a.projection)), rate(row(a.rate)),
+  __device__ Scan(const Coverage& a, const View& scratch)
+      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)),
+        from(blockIdx.y * share(a, gridDim.y)), to(min(from + share(a, gridDim.y), a.Tk)),
+        seen(min(to, n)), K(a.filters_count), W(a.width), taps(a.channels * W),
+        weight(K ? at<T>(a.weight, tile, 0) : nullptr), filters(row(a.filters)),
+        projection(row(a.projection)), rate(row(a.rate)),
         penalty(a.penalty.data ? *row(a.penalty) : C(0)) {
-    C* next = row(a.scratch);
+    C* next = row(scratch);
     const auto take = [&](int64_t numbers) {
       C* p = next;
       next += numbers;
@@ -73,14 +78,22 @@ struct Scan {
     grad_coverage = take(a.Tk);
     grad_found = take(a.Tk * K);
     slopes = take(K ? a.Tk * a.A : 0);
+    parts = take(kMostBlocks * part_size()) + blockIdx.y * part_size();
     grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
   }
 
-  // All of it; see above.
+  // Of each sequence and head; see above.
   static int64_t numbers(const Coverage& a) {
     const int64_t K = a.filters_count, forward = a.Tk * K;
     if (!a.backward) return forward;
-    return 2 * forward + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0);
+    const int64_t parts = K ? a.A + K * a.channels * a.width + a.A * K : 0;
+    return 2 * forward + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
+           kMostBlocks * parts;
+  }
+  __device__ int64_t part_size() const { return K ? a.A + K * taps + a.A * K : 0; }
+
+  static __device__ int64_t share(const Coverage& a, int64_t blocks) {
+    return (a.Tk + blocks - 1) / blocks;
   }
 
   __device__ C* row(const View& v, int64_t i = 0) const {
@@ -91,9 +104,9 @@ struct Scan {
     return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk};
   }
 
-  // What the filters find around every key.
+  // What the filters find around the block's keys.
   __device__ void find(const Signal<C>& last, const Signal<C>& coverage) const {
-    for (int64_t index = threadIdx.x; index < n * K; index += kThreads) {
+    for (int64_t index = from * K + threadIdx.x; index < seen * K; index += kThreads) {
       const int64_t j = index / K, k = index % K;
       C sum = 0;
       for (int64_t x = 0; x < a.channels; ++x) {
@@ -109,13 +122,13 @@ struct Scan {
   __device__ void score(int64_t t, C* out) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const T* q = at<T>(a.query, tile, t);
-    for (int64_t first = warp * kAtOnce; first < n; first += kWarps * kAtOnce) {
+    for (int64_t first = from + warp * kAtOnce; first < seen; first += kWarps * kAtOnce) {
       const T* k[kAtOnce];
       const C* features[kAtOnce];
       C s[kAtOnce] = {};
 #pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
-        const int64_t j = min(first + x, n - 1);
+        const int64_t j = min(first + x, seen - 1);
         k[x] = at<T>(a.key, tile, j);
         features[x] = found + j * K;
       }
@@ -133,7 +146,7 @@ struct Scan {
 #pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
         s[x] = of_warp<Add>(s[x]);
-        if (lane == x && first + x < n)
+        if (lane == x && first + x < seen)
           out[first + x] = finish_score<T>(a, tile, t, first + x, s[x]);
       }
     }
@@ -145,11 +158,11 @@ struct Scan {
     find(last, coverage);
     __syncthreads();
     const T* q = at<T>(a.query, tile, t);
-    C *grad_weight = row(a.grad_weight), *grad_projection = row(a.grad_projection);
-    for (int64_t c = threadIdx.x; c < a.A; c += kThreads) {
+    C *const grad_filters = parts + a.A, *const grad_projection = grad_filters + K * taps;
+    const auto of_feature = [&](int64_t c) {
       const C qc = widen(q[c]), w = widen(weight[c]), *u = projection + c * K;
       C grad_q = 0, grad_w = 0;
-      for (int64_t j = 0; j < n; ++j) {
+      for (int64_t j = from; j < seen; ++j) {
         C slope = 0;
         if (g[j] != 0) {
           C z = 0;
@@ -162,34 +175,35 @@ struct Scan {
         }
         slopes[j * a.A + c] = slope;
       }
-      if (a.grad_query.data) narrow(grad_q, at<T>(a.grad_query, tile, t)[c]);
-      if (grad_weight) grad_weight[c] += grad_w;
-      for (int64_t i = 0; grad_projection && i < K; ++i) {
+      parts[c] += grad_w;
+      for (int64_t i = 0; a.grad_projection.data && i < K; ++i) {
         C sum = 0;
-        for (int64_t j = 0; j < n; ++j)
+        for (int64_t j = from; j < seen; ++j)
           if (g[j] != 0) sum += slopes[j * a.A + c] * found[j * K + i];
         grad_projection[c * K + i] += sum;
       }
-    }
-    __syncthreads();
-    for (int64_t index = threadIdx.x; index < n * K; index += kThreads) {
+      return grad_q;
+    };
+    add_up_blocks<C>(a.A, of_feature, [&](int64_t c, C grad_q) {
+      if (a.grad_query.data) narrow(grad_q, at<T>(a.grad_query, tile, t)[c]);
+    });
+    for (int64_t index = from * K + threadIdx.x; index < seen * K; index += kThreads) {
       const int64_t j = index / K, i = index % K;
       C sum = 0;
       for (int64_t c = 0; g[j] != 0 && c < a.A; ++c)
         sum += slopes[j * a.A + c] * projection[c * K + i];
       grad_found[index] = sum;
     }
-    __syncthreads();
-    C* grad_filters = row(a.grad_filters);
-    for (int64_t index = threadIdx.x; grad_filters && index < K * taps; index += kThreads) {
+    wait_for_blocks();
+    for (int64_t index = threadIdx.x; a.grad_filters.data && index < K * taps; index += kThreads) {
       const int64_t i = index / taps, x = index % taps / W, c = index % taps % W;
       const Signal<C> signal = x ? coverage : last;
       C sum = 0;
-      for (int64_t j = 0; j < n; ++j)
+      for (int64_t j = from; j < seen; ++j)
         if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - W / 2];
       grad_filters[index] += sum;
     }
-    for (int64_t p = threadIdx.x; p < a.Tk; p += kThreads)
+    for (int64_t p = from + threadIdx.x; p < to; p += kThreads)
       for (int64_t x = 0; x < a.channels; ++x) {
         C sum = 0;
         for (int64_t c = 0; c < W; ++c) {
@@ -204,39 +218,46 @@ struct Scan {
 
   // What score_backward adds to, before the rows.
   __device__ void begin_backward() const {
+    for (int64_t i = threadIdx.x; i < part_size(); i += kThreads) parts[i] = 0;
     if (a.sums) return;
-    const auto clear = [&](C* x, int64_t size) {
-      for (int64_t i = threadIdx.x; x && i < size; i += kThreads) x[i] = 0;
-    };
-    clear(row(a.grad_weight), a.A);
-    clear(row(a.grad_filters), K * taps);
-    clear(row(a.grad_projection), a.A * K);
-    clear(grad_keys, a.Tk * a.A);
+    for (int64_t i = from * a.A + threadIdx.x; i < to * a.A; i += kThreads) grad_keys[i] = 0;
   }
 
-  // The gradient of the keys, after the rows.
-  __device__ void put_grad_keys() const {
+  // The gradients of keys and parameters, after the rows of all blocks.
+  __device__ void end_backward() const {
+    C *const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
+    const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size();
+    const C* part = parts - blockIdx.y * size;
+#pragma unroll
+    for (int x = 0; x < 3; part += sizes[x], ++x)
+      for (int64_t i = threadIdx.x + blockIdx.y * kThreads; outs[x] && i < sizes[x];
+           i += kThreads * gridDim.y) {
+        C sum = a.sums ? outs[x][i] : C(0);
+        for (unsigned block = 0; block < gridDim.y; ++block) sum += part[block * size + i];
+        outs[x][i] = sum;
+      }
     if (!a.grad_key.data || a.sums) return;
-    __syncthreads();
-    for (int64_t index = threadIdx.x; index < a.Tk * a.A; index += kThreads)
+    for (int64_t index = from * a.A + threadIdx.x; index < to * a.A; index += kThreads)
       narrow(grad_keys[index], at<T>(a.grad_key, tile, index / a.A)[index % a.A]);
   }
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
+__global__ void __launch_bounds__(kThreads, 3) scan(const Coverage a, const View scratch) {
   using C = typename Accumulate<T>::type;
-  const Scan<T> s(a);
+  const Scan<T> s(a, scratch);
+  const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
   C* coverage = s.row(a.last);
   const C* first = s.row(a.first);
-  for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) coverage[j] = first ? first[j] : C(0);
+  for (int64_t j = begin; j < s.to; j += kThreads) coverage[j] = first ? first[j] : C(0);
   double loss = 0;
+  int turn = 0;
   for (int64_t t = 0; t < a.Tq; ++t) {
     const Signal<C> last = s.last(t);
     C *row = s.row(a.weights, t), *odds = s.row(a.odds, t);
     const C u = a.transition.data ? s.row(a.transition)[t] : C(0);
     const auto odds_before = [&](int64_t j) { return transition_odds(u, last[j], last[j - 1]); };
-    __syncthreads();  // the row before is done
+    if (s.K || odds) wait_for_blocks();  // their keys' weights and coverage count too
     if (s.K) {
       s.find(last, {coverage, a.Tk});
       __syncthreads();
@@ -244,21 +265,21 @@ __global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
       __syncthreads();
     }
     C top = -INFINITY;
-    for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+    for (int64_t j = begin; j < s.seen; j += kThreads) {
       if (s.penalty != 0) row[j] -= s.penalty * coverage[j];
       if (!odds || odds_before(j) != 0) top = fmax(top, row[j]);
     }
-    top = of_block<Max>(top);
+    top = of_blocks<Max>(top, turn);
     if (top == -INFINITY) top = 0;
     C part = 0;
-    for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+    for (int64_t j = begin; j < s.seen; j += kThreads) {
       const C x = row[j] - top, e = exp(odds && x > C(kMostExponent) ? C(kMostExponent) : x);
       if (odds) odds[j] = e;
       row[j] = odds && row[j] != -INFINITY ? e * odds_before(j) : e;
       part += row[j];
     }
-    const C total = of_block<Add>(part), share = total == 0 ? 0 : 1 / total;
-    for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+    const C total = of_blocks<Add>(part, turn), share = total == 0 ? 0 : 1 / total;
+    for (int64_t j = begin; j < s.to; j += kThreads) {
       if (j >= s.n) {
         row[j] = 0;
         if (odds) odds[j] = 0;
@@ -274,21 +295,24 @@ __global__ void __launch_bounds__(kThreads) scan(const Coverage a) {
       coverage[j] = c + (s.rate ? s.rate[j] * p : p);
     }
   }
-  loss = of_block<Add>(loss);
-  if (threadIdx.x == 0) *s.row(a.loss) = loss;
+  loss = of_blocks<Add>(loss, turn);
+  if (begin == 0) *s.row(a.loss) = loss;
+  wait_for_blocks();  // which may still look
 }
 
 // Rows from the last to the first. grad_score holds grad_context . value and becomes the scores'
 // gradient; `past` is the gradient of the row's weights as the next row's past, grad_coverage that of
 // the coverage after the row, then before it.
 template <class T>
-__global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
+__global__ void __launch_bounds__(kThreads, 3) scan_backward(const Coverage a, const View scratch) {
   using C = typename Accumulate<T>::type;
-  const Scan<T> s(a);
+  const Scan<T> s(a, scratch);
+  const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
+  int turn = 0;
   const C *first = s.row(a.first), *grad_last = s.row(a.grad_last);
   const C grad_loss = a.grad_loss.data ? *s.row(a.grad_loss) : C(0);
   C* grad_rate = s.row(a.grad_rate);
-  for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+  for (int64_t j = begin; j < s.to; j += kThreads) {
     C coverage = first ? first[j] : C(0);  // before every row
     for (int64_t t = 0; t < a.Tq; ++t) {
       s.coverages[t * a.Tk + j] = coverage;
@@ -307,7 +331,7 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
     const C *weights = s.row(a.weights, t), *coverage = s.coverages + t * a.Tk;
     const C *extra = s.row(a.grad_weights, t), *odds = s.row(a.odds, t);
     C *g = s.row(a.grad_score, t), part = 0;
-    for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+    for (int64_t j = begin; j < s.seen; j += kThreads) {
       const C w = weights[j], c = s.grad_coverage[j];
       const bool smaller = w <= coverage[j];
       C x = g[j] + (extra ? extra[j] : C(0)) + s.past[j] + (s.rate ? s.rate[j] * c : c);
@@ -317,23 +341,24 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
       if (grad_rate) grad_rate[j] += c * w;
       if (!smaller) s.grad_coverage[j] = c + grad_loss;
     }
-    const C mean = of_block<Add>(part);  // and all that the row after, or the start, has left is there
-    for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) s.past[j] = 0;
+    // after it, all that the row after, or the start, has left is there
+    const C mean = of_blocks<Add>(part, turn);
+    for (int64_t j = begin; j < s.to; j += kThreads) s.past[j] = 0;
     if (odds) {
       const C u = s.row(a.transition)[t];
       const auto grad_odds = [&](int64_t j) {
         return j < s.n && odds[j] != 0 ? odds[j] * (g[j] - mean) : C(0);
       };
       double grad_u = 0;
-      for (int64_t j = threadIdx.x; j < s.n; j += kThreads) {
+      for (int64_t j = begin; j < s.seen; j += kThreads) {
         const C r = grad_odds(j);
         s.past[j] = (1 - u) * r + u * grad_odds(j + 1);
         grad_u += r * (last[j - 1] - last[j]);
       }
-      grad_u = of_block<Add>(grad_u);
-      if (threadIdx.x == 0) s.row(a.grad_transition)[t] = grad_u;
+      grad_u = of_blocks<Add>(grad_u, turn);
+      if (begin == 0) s.row(a.grad_transition)[t] = grad_u;
     }
-    for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+    for (int64_t j = begin; j < s.to; j += kThreads) {
       const C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
       g[j] = x;
       if (x != 0) grad_penalty -= x * coverage[j];
@@ -342,18 +367,26 @@ __global__ void __launch_bounds__(kThreads) scan_backward(const Coverage a) {
     if (s.K) s.score_backward(t, g);
   }
 
-  grad_penalty = of_block<Add>(grad_penalty);
-  if (threadIdx.x == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
-  for (int64_t j = threadIdx.x; j < a.Tk; j += kThreads) {
+  grad_penalty = of_blocks<Add>(grad_penalty, turn);  // all blocks are through with their rows
+  if (begin == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
+  for (int64_t j = begin; j < s.to; j += kThreads) {
     if (a.grad_first.data) s.row(a.grad_first)[j] = s.grad_coverage[j];
     if (a.grad_previous.data) s.row(a.grad_previous)[j] = s.past[j];
   }
-  if (s.K) s.put_grad_keys();
+  if (s.K) s.end_backward();
+  wait_for_blocks();  // which may still look
 }
 
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
-inline int64_t scratch_numbers(const Coverage& a) { return Scan<float>::numbers(a); }
+template <class T, class Launch>
+void launch_scan(const Coverage& a, const Launch& launch) {
+  using C = typename Accumulate<T>::type;
+  const auto kernel = a.backward ? scan_backward<T> : scan<T>;
+  const int64_t most = launch.most_together(kernel), size = Scan<T>::numbers(a);
+  const View scratch = {launch.template scratch<C>(a.B * a.H * size), a.H * size, size};
+  launch.together(kernel, a.B * a.H, max(min(tiles(a.Tk, kStepKeys), most), int64_t{1}), a, scratch);
+}
 
 template <class Launch>
 void launch_forward(const Coverage& a, const Launch& launch) {
@@ -365,7 +398,7 @@ void launch_forward(const Coverage& a, const Launch& launch) {
     if (!a.filters_count)
       launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows, a.query, a.key,
              a.A, a.weights, true);
-    launch(scan<T>, a.B * a.H, 1, a);
+    launch_scan<T>(a, launch);
     launch(grad_rows<T, Score::dot>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice), rows,
            context);
   });
@@ -379,7 +412,7 @@ void launch_backward(const Coverage& a, const Launch& launch) {
     using T = decltype(zero);
     launch(products<T, Score::dot>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
            a.grad_context, a.value, a.Dv, a.grad_score, false);
-    launch(scan_backward<T>, a.B * a.H, 1, a);
+    launch_scan<T>(a, launch);
   });
   launch_backward(rows, launch);
 }

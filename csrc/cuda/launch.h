@@ -75,7 +75,7 @@ class Launch {
       cudaFuncAttributes code{};
       check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device.index()));
       check(cudaFuncGetAttributes(&code, kernel));
-      most = clusters && code.ptxVersion >= 90 ? 8 : 1;
+      most = clusters && code.ptxVersion >= 90 ? kMostBlocks : 1;
     }
     return most;
   }

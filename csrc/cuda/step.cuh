@@ -1,56 +1,13 @@
 // A decoder's step, the only row of a sequence, whose cost is all latency: its keys are shared by
 // blocks. Where these are a cluster (sm_90 and later, up to 512 keys) one launch is enough.
 #pragma once
-#include "tile.cuh"
+#include "cluster.cuh"
 
 namespace attnfast {
 namespace {
 
-constexpr int kStepKeys = 64;       // of a block
-constexpr int kAtOnce = 4;          // keys of a warp, whose loads are under way together
-constexpr int kStepColumns = 1024;  // of which blocks exchange their sums at a time
-
-// ---- blocks of one row: those along grid.y ------------------------------------------------------
-
-// Wait for all threads of the row's blocks, and see what they have written.
-__device__ inline void wait_for_blocks() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  if (gridDim.y > 1) {
-    __cluster_barrier_arrive();
-    __cluster_barrier_wait();
-    return;
-  }
-#endif
-  __syncthreads();
-}
-
-// What a shared variable is in another block of the row.
-template <class C>
-__device__ const C* of_another(const C* mine, unsigned block) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  if (gridDim.y > 1) return static_cast<const C*>(__cluster_map_shared_rank(mine, block));
-#endif
-  return mine;
-}
-
-// Add up what the blocks have: sum(c) of each, for the columns c < width; one of them calls
-// out(c, total). Comes last: no block leaves while another looks at its variables.
-template <class C, class Sum, class Out>
-__device__ void add_up_blocks(int64_t width, const Sum& sum, const Out& out) {
-  __shared__ C sums[kStepColumns];
-  int64_t first = 0;
-  do {
-    const int count = min(width - first, int64_t{kStepColumns});
-    for (int c = threadIdx.x; c < count; c += kThreads) sums[c] = sum(first + c);
-    wait_for_blocks();
-    for (int c = threadIdx.x + blockIdx.y * kThreads; c < count; c += kThreads * gridDim.y) {
-      C total = 0;
-      for (unsigned block = 0; block < gridDim.y; ++block) total += of_another(sums, block)[c];
-      out(first + c, total);
-    }
-    wait_for_blocks();
-  } while ((first += kStepColumns) < width);
-}
+constexpr int kStepKeys = 64;  // of a block
+constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way together
 
 // ---- a block's keys -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
+constexpr int kMostBlocks = 8;           // of a cluster, on any GPU that has clusters
 // While both sides stay within this, d0 d1 <= (1 + e^{4 * 10.9})^2 < 2^126. Beyond, a staged tile
 // takes the direct path, tanh(q + k); so it does where the weights would magnify the 3 ulp that the
 // factored path loses.
@@ -54,35 +55,25 @@ __device__ inline float logistic(float x) { return 1 / (1 + expf(2 * x)); }
 __device__ inline double logistic(double x) { return 0.5 * (1 - tanh(x)); }
 
 struct Add {
+  static constexpr float none = 0;  // changes nothing
   template <class C>
   __device__ C operator()(C x, C y) const {
     return x + y;
   }
 };
 struct Max {
+  static constexpr float none = -INFINITY;
   template <class C>
   __device__ C operator()(C x, C y) const {
     return fmax(x, y);
   }
 };
 
-// The numbers of a warp's or a block's threads joined, always in the same order; all take part.
+// The numbers of a warp's threads joined, always in the same order; all take part.
 template <class Join, class C>
 __device__ C of_warp(C x) {
   for (int step = 16; step > 0; step /= 2) x = Join()(x, __shfl_xor_sync(kAll, x, step));
   return x;
-}
-
-template <class Join, class C>
-__device__ C of_block(C x) {
-  __shared__ C parts[kWarps];
-  x = of_warp<Join>(x);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  C joined = parts[0];
-  for (int warp = 1; warp < kWarps; ++warp) joined = Join()(joined, parts[warp]);
-  __syncthreads();
-  return joined;
 }
 
 // Call f with a zero of the dtype's element type.

@@ -77,16 +77,13 @@ int main(int, char** argv) {
     for (View* x : {&h.penalty, &h.loss, &h.grad_loss, &h.grad_penalty}) *x = tensor(1, 1);
     h.odds = tensor(a.Tq, a.Tk);
     h.grad_weight = tensor(additive ? 1 : grad_weight_parts(a), a.A);
-    h.scratch = tensor(1, scratch_numbers(h));
     launch_forward(h, LaunchOnHost<kThreads>{});
     h.backward = h.grad_score_given = true;
-    h.scratch = tensor(1, scratch_numbers(h));
     launch_backward(h, LaunchOnHost<kThreads>{});
     if (!additive) continue;
     h.sums = true;  // and a step of many
     h.Tq = 1;
     h.grad_value = {};
-    h.scratch = tensor(1, scratch_numbers(h));
     launch_backward(h, LaunchOnHost<kThreads>{});
   }
   std::vector<int64_t> source(a.B * a.Tk);

@@ -1,0 +1,67 @@
+// Blocks that work on the same rows: those along grid.y, a cluster where there are several (sm_90 and
+// later). They wait for each other and read each other's shared memory.
+#pragma once
+#include "tile.cuh"
+
+namespace attnfast {
+namespace {
+
+// Wait for all threads of these blocks, and see what they have written.
+__device__ inline void wait_for_blocks() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if (gridDim.y > 1) {
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+// What a shared variable is in another block. None may leave before it has been looked at.
+template <class C>
+__device__ const C* of_another(const C* mine, unsigned block) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if (gridDim.y > 1) return static_cast<const C*>(__cluster_map_shared_rank(mine, block));
+#endif
+  return mine;
+}
+
+// The numbers of all threads of all blocks joined, always in the same order. Waits for the blocks once,
+// after which one may come to the next call while others still look: `turn` gives that another place.
+template <class Join, class C>
+__device__ C of_blocks(C x, int& turn) {
+  static_assert(kMostBlocks * kWarps == 32);  // a lane for each warp
+  __shared__ C parts[2][kWarps];
+  const unsigned lane = threadIdx.x % 32, block = lane / kWarps;
+  turn ^= 1;
+  x = of_warp<Join>(x);
+  if (lane == 0) parts[turn][threadIdx.x / 32] = x;
+  wait_for_blocks();
+  x = Join::none;
+  if (block < gridDim.y) x = of_another(parts[turn], block)[lane % kWarps];
+  return of_warp<Join>(x);
+}
+
+// Add up what the blocks have: sum(c) of each, for the columns c < width; one of them calls
+// out(c, total). No block goes on while another looks at its sums.
+template <class C, class Sum, class Out>
+__device__ void add_up_blocks(int64_t width, const Sum& sum, const Out& out) {
+  constexpr int kAtATime = 1024;
+  __shared__ C sums[kAtATime];
+  int64_t first = 0;
+  do {
+    const int count = min(width - first, int64_t{kAtATime});
+    for (int c = threadIdx.x; c < count; c += kThreads) sums[c] = sum(first + c);
+    wait_for_blocks();
+    for (int c = threadIdx.x + blockIdx.y * kThreads; c < count; c += kThreads * gridDim.y) {
+      C total = 0;
+      for (unsigned block = 0; block < gridDim.y; ++block) total += of_another(sums, block)[c];
+      out(first + c, total);
+    }
+    wait_for_blocks();
+  } while ((first += kAtATime) < width);
+}
+
+}  // namespace
+}  // namespace attnfast
