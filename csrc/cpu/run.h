@@ -116,14 +116,15 @@ void share_out_rows(Attention& a) {
   a.columns = part(a.Dv, kPadding);
 }
 
-// Narrow slices make use of registers; whole rows, for one query, of the memory's bandwidth.
+// Columns of one item of a backward: a few registers' worth, more only where that leaves each thread
+// two items; whole rows, for one query, of the memory's bandwidth.
 void share_out_columns(Attention& a) {
   const int64_t widest = std::max<int64_t>({a.A, a.Dv, 1}), items = std::max<int64_t>(a.B * a.H, 1);
-  a.columns = kPadding;
-  const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;
-  if (a.Tq > 1 && (!a.span.data || half)) return;  // half types have a column's sums apart
-  const int64_t slices = (2 * threads_for(a) + items - 1) / items;
-  a.columns = std::max<int64_t>((widest + slices * kPadding - 1) / (slices * kPadding), 1) * kPadding;
+  const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;  // a column's sums are apart
+  const bool rows = a.Tq == 1 || (a.span.data && !half);
+  const int64_t most = rows ? widest : half ? kPadding : 4 * kPadding;
+  const int64_t slices = (2 * threads_for(a) + items - 1) / items, n = slices * kPadding;
+  a.columns = std::clamp<int64_t>((widest + n - 1) / n * kPadding, kPadding, std::max(most, kPadding));
 }
 
 }  // namespace
