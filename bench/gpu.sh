@@ -27,7 +27,7 @@ for tool in memcheck racecheck initcheck synccheck; do
     "$python" -m pytest -q tests/test_attention.py tests/test_span.py tests/test_coverage.py -k "$few"
 done
 step triton 80 "$python" -m pytest -q tests -k "triton and not compile and not fuzz"
-step bench 170 "$python" -m pytest -q bench/test_coverage.py bench/test_attention.py \
+step bench 125 "$python" -m pytest -q bench/test_coverage.py bench/test_attention.py \
   --benchmark-json="$out/bench.json"
 step report 20 "$python" bench/report.py "$out/bench.json" --out "$out/gpu"
 exit $failed

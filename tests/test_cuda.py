@@ -3,6 +3,7 @@
 On a GPU the backend ``cuda`` takes part in test_attention.py like every other.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -49,6 +50,7 @@ def library(tmp_path_factory):
         f"-L{torch_folder}/lib", "-ltorch_cpu",
     )  # fmt: skip
     torch.ops.load_library(str(out))
+    return ctypes.CDLL(str(out))
 
 
 @pytest.fixture
@@ -75,9 +77,25 @@ def test_table(case, host):
     test_attention.judge(case, host)
 
 
+@pytest.fixture(params=[1, 2, 8])
+def blocks(request, library):
+    """The most blocks of a cluster; 1 is what a GPU without clusters has."""
+    library.set_most_together(request.param)
+    yield request.param
+    library.set_most_together(8)
+
+
 @pytest.mark.parametrize("case", test_attention.STEPS, ids=test_attention.name)
-def test_a_step_on_frozen_keys(case, host):
+def test_a_step_on_frozen_keys(case, host, blocks, library):
+    library.take_launches()
     test_attention.judge_step(case, host)
+    parts = -(-case.Tk // 64)  # a launch forward and one backward, or two and two
+    assert library.take_launches() == (2 if parts <= blocks else 4)
+
+
+@pytest.mark.parametrize(("case", "span", "position"), test_span.STEPS, ids=lambda x: None)
+def test_a_step_within_a_span(case, span, position, host, blocks):
+    test_span.judge(case, span, position, host, frozen=True)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -119,6 +137,14 @@ HISTORIES = [x for x in test_coverage.histories() if x.B * (x.H or 1) * x.Tq <= 
 
 @pytest.mark.parametrize("case", HISTORIES, ids=test_coverage.name)
 def test_coverage_table(case, host):
+    test_coverage.check(case, host)
+
+
+LONG = [case for case in HISTORIES if case.Tk > 128]
+
+
+@pytest.mark.parametrize("case", LONG, ids=test_coverage.name)
+def test_coverage_by_fewer_blocks(case, host, blocks):
     test_coverage.check(case, host)
 
 

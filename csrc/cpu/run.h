@@ -97,12 +97,12 @@ void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_th
 // cache and that threads get as many items each, or several. Where rows alone make too few items,
 // keys and columns are shared out too.
 void share_out_rows(Attention& a) {
-  const int64_t threads = threads_for(a);
-  int64_t pieces = 1;  // of a sequence and head
-  while (a.B * a.H * pieces % threads != 0 && a.B * a.H * pieces < 4 * threads) ++pieces;
-  const int64_t share = (a.Tq + pieces - 1) / pieces;
+  const int64_t threads = threads_for(a), sequences = a.B * a.H;
   const int64_t cached = (int64_t{1} << 18) / std::max<int64_t>(a.W, 1);
-  a.rows = std::clamp<int64_t>(std::min(share, cached), 4, kMostRows);
+  const int64_t most = std::clamp<int64_t>(cached, 4, kMostRows);
+  int64_t pieces = std::max<int64_t>((a.Tq + most - 1) / most, 1);  // of a sequence and head
+  while (sequences * pieces % threads != 0 && sequences * pieces < 4 * threads) ++pieces;
+  a.rows = std::clamp<int64_t>((a.Tq + pieces - 1) / pieces, 4, most);
   a.rows = std::min(a.rows, std::max<int64_t>(a.Tq, 1));
   a.keys = std::max<int64_t>(a.Tk, 1);
   a.columns = std::max<int64_t>(a.Dv, 1);

@@ -7,7 +7,6 @@
 // multiplied by 0, for it may be NaN.
 #pragma once
 #include "step.cuh"
-#include "tile.cuh"
 
 namespace attnfast {
 namespace {

@@ -78,17 +78,17 @@ struct Scan {
     grad_coverage = take(a.Tk);
     grad_found = take(a.Tk * K);
     slopes = take(K ? a.Tk * a.A : 0);
-    parts = take(kMostBlocks * part_size()) + blockIdx.y * part_size();
+    parts = take(gridDim.y * part_size()) + blockIdx.y * part_size();
     grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
   }
 
   // Of each sequence and head; see above.
-  static int64_t numbers(const Coverage& a) {
+  static int64_t numbers(const Coverage& a, int64_t blocks) {
     const int64_t K = a.filters_count, forward = a.Tk * K;
     if (!a.backward) return forward;
     const int64_t parts = K ? a.A + K * a.channels * a.width + a.A * K : 0;
     return 2 * forward + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
-           kMostBlocks * parts;
+           blocks * parts;
   }
   __device__ int64_t part_size() const { return K ? a.A + K * taps + a.A * K : 0; }
 
@@ -383,9 +383,11 @@ template <class T, class Launch>
 void launch_scan(const Coverage& a, const Launch& launch) {
   using C = typename Accumulate<T>::type;
   const auto kernel = a.backward ? scan_backward<T> : scan<T>;
-  const int64_t most = launch.most_together(kernel), size = Scan<T>::numbers(a);
+  int64_t blocks = tiles(a.Tk, kStepKeys);
+  blocks = blocks <= 1 ? 1 : min(blocks, int64_t{launch.most_together(kernel)});
+  const int64_t size = Scan<T>::numbers(a, blocks);
   const View scratch = {launch.template scratch<C>(a.B * a.H * size), a.H * size, size};
-  launch.together(kernel, a.B * a.H, max(min(tiles(a.Tk, kStepKeys), most), int64_t{1}), a, scratch);
+  launch.together(kernel, a.B * a.H, blocks, a, scratch);
 }
 
 template <class Launch>

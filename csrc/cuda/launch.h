@@ -4,9 +4,9 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/c/shim.h>
 
-#include <array>
-#include <atomic>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "../launch.h"
@@ -64,20 +64,26 @@ class Launch {
     start(kernel, x, y, y, args...);
   }
 
-  // The blocks of the largest cluster: 1 where the device has none, or runs code made for one that
-  // has none.
+  // The blocks of the largest cluster, up to kMostBlocks: 1 where the device has none, or runs code made
+  // for one that has none.
   template <class... Args>
   int most_together(void (*kernel)(Args...)) const {
-    static std::array<std::atomic<int>, 64> known;  // by device; 0: nobody has asked
-    std::atomic<int>& most = known.at(device.index());
-    if (most == 0) {
-      int clusters = 0;
-      cudaFuncAttributes code{};
-      check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device.index()));
-      check(cudaFuncGetAttributes(&code, kernel));
-      most = clusters && code.ptxVersion >= 90 ? kMostBlocks : 1;
+    static std::mutex one;
+    static std::map<std::pair<const void*, int>, int> known;
+    const std::lock_guard lock(one);
+    int& most = known[{reinterpret_cast<const void*>(kernel), device.index()}];
+    if (most) return most;
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, kernel));
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1, kMostBlocks);
+    config.blockDim = dim3(threads);
+    if (code.ptxVersion < 90 ||
+        cudaOccupancyMaxPotentialClusterSize(&most, kernel, &config) != cudaSuccess) {
+      cudaGetLastError();
+      most = 1;
     }
-    return most;
+    return most = std::clamp(most, 1, kMostBlocks);
   }
 
   // Memory that lasts until the kernels are through.

@@ -217,8 +217,8 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) 
       } else if constexpr (S == Score::relu) {
         sum += q0 + widen(*k) > 0 ? share[j] : 0;
       } else {
-        const C r = logistic(q0 + widen(*k)), s = r - C(0.5);
-        sum += share[j] * (1 - 4 * s * s);
+        const C r = logistic(q0 + widen(*k));
+        sum += share[j] * 4 * r * (1 - r);
       }
     }
     return S == Score::dot ? sum : sum * widen(w[c]);
@@ -240,7 +240,7 @@ void launch_step(const Attention& a, const Launch& launch) {
   const auto kernel = !a.weight.data ? step<T, Score::dot>
                       : a.relu       ? step<T, Score::relu>
                                      : step<T, Score::additive>;
-  if (blocks <= launch.most_together(kernel))
+  if (blocks == 1 || blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, View{});
   using C = typename Accumulate<T>::type;
   const int64_t row = a.Dv + 2, head = blocks * row, batch = a.H * head;
@@ -257,8 +257,9 @@ bool launch_step_backward(const Attention& a, const Launch& launch) {
                                      : step_backward<T, Score::additive>;
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_weight.data;
   if (a.Tq != 1 || a.grad_score_given || !a.grad_query.data || others) return false;
-  if (key_parts(a) > launch.most_together(kernel)) return false;
-  launch.together(kernel, a.B * a.H, key_parts(a), a);
+  const int64_t blocks = key_parts(a);
+  if (blocks > 1 && blocks > launch.most_together(kernel)) return false;
+  launch.together(kernel, a.B * a.H, blocks, a);
   return true;
 }
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
-constexpr int kMostBlocks = 8;           // of a cluster, on any GPU that has clusters
+constexpr int kMostBlocks = 8;           // of a cluster
 // While both sides stay within this, d0 d1 <= (1 + e^{4 * 10.9})^2 < 2^126. Beyond, a staged tile
 // takes the direct path, tanh(q + k); so it does where the weights would magnify the 3 ulp that the
 // factored path loses.

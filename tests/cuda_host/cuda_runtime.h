@@ -197,6 +197,9 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
+inline int most_together = 8;  // blocks of a cluster; without any, 1
+inline int launches = 0;
+
 template <unsigned threads>
 struct LaunchOnHost {
   inline static thread_local const void* all_blocks;
@@ -254,6 +257,7 @@ struct LaunchOnHost {
   template <class... Args>
   void operator()(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
     const dim3 grid = {static_cast<unsigned>(x), static_cast<unsigned>(y)};
+    ++launches;
     run_blocks(kernel, grid, 0, grid.y, args...);
   }
 
@@ -261,6 +265,7 @@ struct LaunchOnHost {
   void together(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
     if (y == 1) return (*this)(kernel, x, y, args...);
     const dim3 grid = {static_cast<unsigned>(x), static_cast<unsigned>(y)};
+    ++launches;
     Cluster shared(grid.y);
     std::vector<std::jthread> blocks;
     for (unsigned rank = 0; rank < grid.y; ++rank)
@@ -277,11 +282,12 @@ struct LaunchOnHost {
       });
   }
 
-  int most_together(...) const { return 8; }
+  int most_together(...) const { return ::most_together; }
 
   template <class C>
   C* scratch(int64_t numbers) const {
     kept.emplace_back(new char[numbers * sizeof(C)]);
+    memset(kept.back().get(), 0xff, numbers * sizeof(C));  // NaN
     return reinterpret_cast<C*>(kept.back().get());
   }
 };

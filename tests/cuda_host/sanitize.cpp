@@ -1,5 +1,6 @@
 // One call forward and backward for a sanitizer to watch; every tensor is an allocation of its own,
-// of the exact size. Takes B H Tq Tk A Dv W; with W columns a row sees the W keys from its own on.
+// of the exact size. Takes B H Tq Tk A Dv W and the blocks of a cluster; with W columns a row sees the
+// W keys from its own on.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -21,6 +22,7 @@ int main(int, char** argv) {
     return View{x.data(), a.H * rows * columns, rows * columns, columns, 1};
   };
   const int64_t columns = atoll(argv[7]);
+  most_together = atoi(argv[8]);
   a.compact = columns > 0;
   a.W = a.compact ? columns : a.Tk;
   std::vector<int64_t> span, rows_of_keys;
@@ -61,7 +63,7 @@ int main(int, char** argv) {
       launch_backward(only, LaunchOnHost<kThreads>{});
     }
 
-    if (a.compact || a.Tq > 4) continue;  // the history: one block goes from row to row
+    if (a.compact || a.Tq > 4) continue;  // the history goes from row to row
     Coverage h = {};
     static_cast<Attention&>(h) = a;
     h.filters_count = additive ? 3 : 0;
