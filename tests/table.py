@@ -189,6 +189,12 @@ def _leaf(x: Tensor | None) -> Tensor | None:
     return x.detach().requires_grad_() if floats else x
 
 
+def frozen(args: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return the arguments, of which the query alone requires a gradient."""
+    tensors = {k: v for k, v in args.items() if isinstance(v, Tensor) and k != "query"}
+    return {**args, **{k: v.detach() for k, v in tensors.items()}}
+
+
 def attend(args: dict[str, Tensor | None], **options):
     """Call the public function that the arguments belong to."""
     args = {**args, **options}

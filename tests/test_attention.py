@@ -13,6 +13,7 @@ from table import (
     cases,
     check,
     eager,
+    frozen,
     fuzz,
     inputs,
     losses,
@@ -74,14 +75,10 @@ STEPS = [
 
 
 def judge_step(case, backend):
-    wanted = oracle(case)
-    wanted = {k: v for k, v in wanted.items() if k in (*NAMES, "grad of query")}
-    frozen = {
-        k: v.detach() if isinstance(v, torch.Tensor) else v
-        for k, v in inputs(case, DEVICE[backend]).items()
-        if k != "query"
-    }
-    check(case, run(case, backend, **frozen), wanted, losses(case, eager))
+    got = run(case, backend, **frozen(inputs(case, DEVICE[backend])))
+    wanted = {k: v for k, v in oracle(case).items() if k in got}
+    assert "grad of query" in wanted and "grad of key" not in wanted
+    check(case, got, wanted, losses(case, eager))
 
 
 @pytest.mark.parametrize("case", STEPS, ids=name)

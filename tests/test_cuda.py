@@ -95,7 +95,7 @@ def test_a_step_on_frozen_keys(case, host, blocks, library):
 
 @pytest.mark.parametrize(("case", "span", "position"), test_span.STEPS, ids=lambda x: None)
 def test_a_step_within_a_span(case, span, position, host, blocks):
-    test_span.judge(case, span, position, host, frozen=True)
+    test_span.judge(case, span, position, host, freeze=True)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -16,6 +16,7 @@ from table import (
     check,
     eager,
     exact,
+    frozen,
     inputs,
     losses,
     oracle_of,
@@ -81,15 +82,14 @@ def place(position, case, lengths):
     return position, i + shift
 
 
-def judge(case, span, position, backend, frozen=False):
+def judge(case, span, position, backend, freeze=False):
     """Check a backend's outputs and gradients; ``span`` may be one for each head.
 
     With frozen keys the query's gradient alone is asked for.
     """
     args = inputs(case, DEVICE[backend])
-    if frozen:
-        args = {k: v.detach() if k in ("key", "value", "weight") and v is not None else v
-                for k, v in args.items()}  # fmt: skip
+    if freeze:
+        args = frozen(args)
     argument, p = place(position, case, inputs(case)["lengths"])
     if isinstance(argument, torch.Tensor):
         argument = argument.to(DEVICE[backend])
@@ -113,7 +113,7 @@ def judge(case, span, position, backend, frozen=False):
         lambda **a: attend(a, span=span, position=argument, backend=backend, **OUTPUTS),
     )  # fmt: skip
     wanted = oracle_of(case, seen(exact))
-    if frozen:
+    if freeze:
         wanted = {k: v for k, v in wanted.items() if k in got}
     check(case, got, wanted, losses(case, seen(eager)))
 
@@ -326,7 +326,7 @@ STEPS = [
 def test_a_step_on_frozen_keys(case, span, position, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
-    judge(case, span, position, backend, frozen=True)
+    judge(case, span, position, backend, freeze=True)
 
 
 def test_a_row_ends_with_its_columns(backend):

@@ -11,7 +11,7 @@ struct Launch {
   }
   template <class... Args>
   void together(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
-    kernel<<<dim3(x, y), kThreads>>>(args...);
+    (*this)(kernel, x, y, args...);
   }
   int most_together(...) const { return 1; }
   template <class C>
