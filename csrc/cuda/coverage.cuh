@@ -78,7 +78,7 @@ struct Scan {
     grad_coverage = take(a.Tk);
     grad_found = take(a.Tk * K);
     slopes = take(K ? a.Tk * a.A : 0);
-    parts = take(gridDim.y * part_size()) + blockIdx.y * part_size();
+    parts = take(gridDim.y * part_size(a)) + blockIdx.y * part_size(a);
     grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
   }
 
@@ -86,11 +86,13 @@ struct Scan {
   static int64_t numbers(const Coverage& a, int64_t blocks) {
     const int64_t K = a.filters_count, forward = a.Tk * K;
     if (!a.backward) return forward;
-    const int64_t parts = K ? a.A + K * a.channels * a.width + a.A * K : 0;
     return 2 * forward + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
-           blocks * parts;
+           blocks * part_size(a);
   }
-  __device__ int64_t part_size() const { return K ? a.A + K * taps + a.A * K : 0; }
+  static __host__ __device__ int64_t part_size(const Coverage& a) {
+    const int64_t K = a.filters_count;
+    return K ? a.A + K * a.channels * a.width + a.A * K : 0;
+  }
 
   static __device__ int64_t share(const Coverage& a, int64_t blocks) {
     return (a.Tk + blocks - 1) / blocks;
@@ -218,7 +220,7 @@ struct Scan {
 
   // What score_backward adds to, before the rows.
   __device__ void begin_backward() const {
-    for (int64_t i = threadIdx.x; i < part_size(); i += kThreads) parts[i] = 0;
+    for (int64_t i = threadIdx.x; i < part_size(a); i += kThreads) parts[i] = 0;
     if (a.sums) return;
     for (int64_t i = from * a.A + threadIdx.x; i < to * a.A; i += kThreads) grad_keys[i] = 0;
   }
@@ -226,7 +228,7 @@ struct Scan {
   // The gradients of keys and parameters, after the rows of all blocks.
   __device__ void end_backward() const {
     C *const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
-    const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size();
+    const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size(a);
     const C* part = parts - blockIdx.y * size;
 #pragma unroll
     for (int x = 0; x < 3; part += sizes[x], ++x)

@@ -28,6 +28,7 @@ inline void __tsan_switch_to_fiber(void*, unsigned) {}
 #endif
 
 #define __device__
+#define __host__
 #define __global__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
