@@ -13,93 +13,102 @@ namespace {
 
 // ---- forward ----------------------------------------------------------------------------------
 
-// Columns of the context that a lane sums up; a wider context takes more blocks, on grid.y, which
+// Columns of the context that a thread sums up; a wider context takes more blocks, on grid.y, which
 // compute the scores again.
 template <class C>
-constexpr int kColumns = sizeof(C) == 4 ? 16 : 2;
+constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, S == Score::dot ? 2 : 3) forward(const Attention a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(const Attention a,
+                                                       const Factored factored) {
   using C = typename Accumulate<T>::type;
-  constexpr int kGroup = sizeof(C) == 4 ? 4 : 2;  // columns at a time
   __shared__ Staged<C> staged;
-  alignas(16) __shared__ C mixing[kWarps][kKeys][kRows];
+  alignas(16) __shared__ C mixing[kKeys][kQueries + 4];
+  __shared__ C highest[kQueries], mass[kQueries], factor[kQueries];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
-  const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
-  const int64_t first = blockIdx.y * int64_t{32 * kColumns<C>};
-  const Rows<T> q = {at<T>(a.query, tile, tile.row), a.query.row,
-                     min(a.Tq - tile.row, int64_t{kQueries})};
-  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const int rows = min(a.Tq - tile.row, int64_t{kQueries});
+  const int64_t n = keys_seen(a, tile.b), first = blockIdx.y * int64_t{kThreads * kColumns<C>};
+  const int64_t column = first + threadIdx.x;  // of the context, and every kThreads-th after it
+  C context[kQueries][kColumns<C>] = {};
+  if (threadIdx.x < kQueries) highest[threadIdx.x] = -INFINITY, mass[threadIdx.x] = 0;
 
-  C highest[kRows], mass[kRows], context[kRows][kColumns<C>] = {};  // mass: this lane's share
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) highest[r] = -INFINITY, mass[r] = 0;
-
-  const Seen all = seen_by_all(a, tile, q.count, n);
+  const Seen all = seen_by_all(a, tile, rows, n);
+#pragma unroll 1
   for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
     const int keys = min(all.to - j0, int64_t{kKeys});
-    C s[kRows][2];
-    score_tile<S>(q, Rows<T>{at<T>(a.key, tile, j0), a.key.row, keys}, w, a.A, staged, s);
-    if (i0 >= a.Tq) continue;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t i = i0 + r;
-      const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
-      for (int x = 0; x < 2; ++x) {
-        const int64_t j = j0 + lane + 32 * x, column = j - own.origin;
-        const bool exists = own.from <= j && j < own.to;
-        s[r][x] = exists ? finish_score<T>(a, tile, i, column, s[r][x]) : C(-INFINITY);
-        if (exists && a.weights.data && first == 0) at<C>(a.weights, tile, i)[column] = s[r][x];
-      }
-      const C top = fmax(highest[r], of_warp<Max>(fmax(s[r][0], s[r][1])));
-      const C shift = top == -INFINITY ? 0 : top;
-      const C fade = exp(highest[r] - shift);
-      highest[r] = top;
-      mass[r] *= fade;
-      for (int x = 0; x < kColumns<C>; ++x) context[r][x] *= fade;
-      for (int x = 0; x < 2; ++x) {
-        const C p = exp(s[r][x] - shift);
-        mass[r] += p;
-        mixing[warp][lane + 32 * x][r] = p;
-      }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int g = 0; g < kColumns<C>; g += kGroup) {
-      const int64_t c = first + 32 * g + lane;
-      if (c - lane >= a.Dv) break;
-      const T* value = at<T>(a.value, tile, j0) + c;
+    score_tile<S, T>(a, factored, tile, j0, keys, staged);
 #pragma unroll 1
-      for (int j = 0; j < keys; ++j, value += a.value.row) {
-        C v[kGroup];
-        for (int x = 0; x < kGroup; ++x) v[x] = c + 32 * x < a.Dv ? widen(value[32 * x]) : 0;
-        for (int r = 0; r < kRows; ++r) {
-          const C p = mixing[warp][j][r];
-          for (int x = 0; x < kGroup; ++x)
-            if (p != 0) context[r][g + x] += p * v[x];
-        }
+    for (int r = warp; r < kQueries; r += kWarps) {
+      const int64_t i = tile.row + r, j = j0 + lane;
+      const Seen own = r < rows ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
+      C s = -INFINITY;
+      if (own.from <= j && j < own.to) {
+        s = finish_score<T>(a, tile, i, j - own.origin, staged.score(r, lane));
+        if (a.weights.data && first == 0) at<C>(a.weights, tile, i)[j - own.origin] = s;
       }
+      const C before = highest[r], top = fmax(before, of_warp<Max>(s));
+      const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
+      const C more = of_warp<Add>(p);
+      mixing[lane][r] = p;
+      if (lane == 0) highest[r] = top, factor[r] = fade, mass[r] = mass[r] * fade + more;
     }
-    __syncwarp();  // without features, no other wait comes before the next block of keys
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < kQueries; ++r)
+      for (int x = 0; x < kColumns<C>; ++x) context[r][x] *= factor[r];
+    const T* value = at<T>(a.value, tile, j0) + column;
+#pragma unroll 1
+    for (int j = 0; j < keys && column < a.Dv; j += kAtOnce, value += kAtOnce * a.value.row) {
+      C v[kAtOnce][kColumns<C>], none = 0;
+#pragma unroll
+      for (int y = 0; y < kAtOnce; ++y)
+        for (int x = 0; x < kColumns<C>; ++x) {
+          const bool exists = j + y < keys && column + kThreads * x < a.Dv;
+          v[y][x] = exists ? widen(value[y * a.value.row + kThreads * x]) : 0;
+          none += 0 * v[y][x];
+        }
+      const auto add = [&](auto finite) {
+#pragma unroll
+        for (int y = 0; y < kAtOnce; ++y)
+          for (int r = 0; r < kQueries; ++r) {
+            const C p = mixing[j + y][r];
+            for (int x = 0; x < kColumns<C>; ++x)
+              if (decltype(finite)::value || p != 0) context[r][x] += p * v[y][x];
+          }
+      };
+      if (none == 0) add(std::true_type{});
+      else add(std::false_type{});  // it must not meet a weight of 0
+    }
   }
 
-  __syncwarp();  // scores come back to other lanes than wrote them
+  __syncthreads();  // and scores come back to other lanes than wrote them
+  if (first == 0)
+    for (int r = warp; r < rows; r += kWarps)
+      finish_row(a, tile, tile.row + r, seen_by(a, tile, tile.row + r, n), highest[r], mass[r], lane, 32);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t i = i0 + r;
-    const C total = of_warp<Add>(mass[r]), share = total == 0 ? 0 : 1 / total;
-    if (i >= a.Tq) break;
-    T* out = at<T>(a.context, tile, i);
+  for (int r = 0; r < kQueries; ++r) {
+    if (r >= rows) break;
+    const C share = mass[r] == 0 ? 0 : 1 / mass[r];
+    T* out = at<T>(a.context, tile, tile.row + r);
     for (int x = 0; x < kColumns<C>; ++x) {
-      const int64_t c = first + 32 * x + lane;
+      const int64_t c = column + kThreads * x;
       if (c < a.Dv) narrow(context[r][x] * share, out[c]);
     }
-    if (first == 0) finish_row(a, tile, i, seen_by(a, tile, i, n), highest[r], total, lane, 32);
   }
 }
 
 // ---- backward ---------------------------------------------------------------------------------
+
+// staged.score(row, key) becomes grad_context_i . v_j of a tile; see score_tile.
+template <class T, class C>
+__device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0, int64_t keys,
+                                Staged<C>& staged) {
+  const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
+                     min(a.Tq - tile.row, int64_t{kQueries})};
+  const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, keys};
+  score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, nullptr);
+}
 
 // grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
 // x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
@@ -110,25 +119,20 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
   const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
-  const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
-                     min(a.Tq - tile.row, int64_t{kQueries})};
   C products[kRows] = {};
-  const Seen all = seen_by_all(a, tile, g.count, n);
+  const Seen all = seen_by_all(a, tile, min(a.Tq - tile.row, int64_t{kQueries}), n);
   for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
-    const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, min(all.to - j0, int64_t{kKeys})};
-    C s[kRows][2];
-    score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, s);
+    score_gradients<T>(a, tile, j0, min(all.to - j0, int64_t{kKeys}), staged);
     for (int r = 0; r < kRows; ++r) {
-      const int64_t i = i0 + r;
+      const int64_t i = i0 + r, j = j0 + lane;
       const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
-      for (int x = 0; x < 2; ++x) {
-        const int64_t j = j0 + lane + 32 * x, column = j - own.origin;
-        if (j < own.from || j >= own.to) continue;
-        if (a.grad_weights.data) s[r][x] += at<C>(a.grad_weights, tile, i)[column];
-        const C p = at<C>(a.weights, tile, i)[column];
-        if (p != 0) products[r] += p * s[r][x];
-        at<C>(a.grad_score, tile, i)[column] = s[r][x];
-      }
+      const int64_t column = j - own.origin;
+      if (j < own.from || j >= own.to) continue;
+      C x = staged.score(warp * kRows + r, lane);
+      if (a.grad_weights.data) x += at<C>(a.grad_weights, tile, i)[column];
+      const C p = at<C>(a.weights, tile, i)[column];
+      if (p != 0) products[r] += p * x;
+      at<C>(a.grad_score, tile, i)[column] = x;
     }
   }
   __syncwarp();  // scores come back to other lanes than wrote them
@@ -338,13 +342,13 @@ template <class Launch>
 void launch_forward(const Attention& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    constexpr int columns = 32 * kColumns<typename Accumulate<T>::type>;
+    constexpr int columns = kThreads * kColumns<typename Accumulate<T>::type>;
     if (a.Tq == 1) return launch_step<T>(a, launch);
     const auto kernel = !a.weight.data ? forward<T, Score::dot>
                         : a.relu       ? forward<T, Score::relu>
                                        : forward<T, Score::additive>;
     const int64_t slices = a.Dv ? tiles(a.Dv, columns) : 1;  // the weights are due all the same
-    launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a);
+    launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a, factored<T>(a, launch));
   });
 }
 

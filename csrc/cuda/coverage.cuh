@@ -12,29 +12,25 @@
 namespace attnfast {
 namespace {
 
-// x_ij = the product of a query's and a key's row, or their score.
-template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 3) products(const Attention a, const View query,
-                                                        const View key, int64_t width,
-                                                        const View out, bool scores) {
+// x_ij = grad_context_i . v_j, in the place of the scores' gradients, or the scores in that of the weights.
+template <class T, Score S, bool backward>
+__global__ void __launch_bounds__(kThreads, 3) products(const Attention a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
   const int64_t n = keys_seen(a, tile.b), j0 = blockIdx.y * int64_t{kKeys};
   if (j0 >= n) return;
-  const Rows<T> q = {at<T>(query, tile, tile.row), query.row,
-                     min(a.Tq - tile.row, int64_t{kQueries})};
-  const Rows<T> k = {at<T>(key, tile, j0), key.row, min(n - j0, int64_t{kKeys})};
-  const T* w = S == Score::additive ? at<T>(a.weight, tile, 0) : nullptr;
-  C s[kRows][2];
-  score_tile<S>(q, k, w, width, staged, s);
-  for (int r = 0; r < kRows; ++r)
-    for (int x = 0; x < 2; ++x) {
-      const int64_t i = tile.row + warp * kRows + r, j = j0 + lane + 32 * x;
-      if (i < a.Tq && j < n)
-        at<C>(out, tile, i)[j] = scores ? finish_score<T>(a, tile, i, j, s[r][x]) : s[r][x];
-    }
+  const int64_t keys = min(n - j0, int64_t{kKeys});
+  if constexpr (backward) score_gradients<T>(a, tile, j0, keys, staged);
+  else score_tile<S, T>(a, factored, tile, j0, keys, staged);
+  for (int r = warp; r < kQueries; r += kWarps) {
+    const int64_t i = tile.row + r, j = j0 + lane;
+    if (i >= a.Tq || j >= n) continue;
+    const C s = staged.score(r, lane);
+    if (backward) at<C>(a.grad_score, tile, i)[j] = s;
+    else at<C>(a.weights, tile, i)[j] = finish_score<T>(a, tile, i, j, s);
+  }
 }
 
 // A signal over the keys, 0 past both ends; null is 0 everywhere.
@@ -398,10 +394,10 @@ void launch_forward(const Coverage& a, const Launch& launch) {
   const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, false, {}};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const auto scores = a.weight.data ? products<T, Score::additive> : products<T, Score::dot>;
+    const auto scores = a.weight.data ? products<T, Score::additive, false> : products<T, Score::dot, false>;
     if (!a.filters_count)
-      launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows, a.query, a.key,
-             a.A, a.weights, true);
+      launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
+             factored<T>(rows, launch));
     launch_scan<T>(a, launch);
     launch(grad_rows<T, Score::dot>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice), rows,
            context);
@@ -414,8 +410,8 @@ void launch_backward(const Coverage& a, const Launch& launch) {
   if (a.filters_count) rows.grad_query = rows.grad_key = rows.grad_weight = {};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch(products<T, Score::dot>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
-           a.grad_context, a.value, a.Dv, a.grad_score, false);
+    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
+           Factored{});
     launch_scan<T>(a, launch);
   });
   launch_backward(rows, launch);

@@ -1,8 +1,10 @@
 // What ops on the GPU share: numbers, tiles, and the scores of a tile of queries and a block of keys.
 //
-// The additive score is the factored one: with Eq = e^{2q} and Ek = e^{2k} taken once per staged
-// element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and two features share a reciprocal:
-//   w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1).
+// The additive score is the factored one: with Eq = e^{2q} and Ek = e^{2k} taken once per element,
+// tanh(q + k) = 1 - 2/d, d = 1 + Eq Ek, and two features share a reciprocal, the query's side of the
+// second being divided by its weight:
+//   w0/d0 + w1/d1 = (w0 D + d0) / (d0 D),  D = d1/w1 = 1/w1 + (Eq/w1) Ek.
+// What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,10 +22,12 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 constexpr int kMostBlocks = 8;           // of a cluster
-// While both sides stay within this, d0 d1 <= (1 + e^{4 * 10.9})^2 < 2^126. Beyond, a staged tile
-// takes the direct path, tanh(q + k); so it does where the weights would magnify the 3 ulp that the
-// factored path loses.
+// While both sides stay within this, d0 <= 1 + e^{4 * 10.9} < 2^63; weights, too, for they magnify the
+// 3 ulp that the factored path loses.
 constexpr float kFactoredLimit = 10.9f;
+// At least so much is the largest weight of a chunk. One that divides and lies below 2^-30 of that counts as
+// so much, so that |D| < 2^105; and where d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
+constexpr float kLeastWeight = 1.f / (1 << 12);
 
 enum class Score { dot, additive, relu };
 
@@ -192,9 +196,10 @@ __device__ void finish_row(const Attention& a, const Tile& tile, int64_t i, cons
 
 constexpr int kRows = 4;                  // query rows of a warp
 constexpr int kQueries = kWarps * kRows;  // of a block
-constexpr int kKeys = 64;                 // at a time, two for each lane
-constexpr int kFeatures = 32;             // staged at a time
+constexpr int kKeys = 32;                 // at a time, one for each lane
+constexpr int kFeatures = 16;             // that a warp stages at a time
 constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows meet all banks
+constexpr int kSumPitch = kKeys + 8;      // and lanes that write their sums
 
 // and NaN as it is
 template <class C>
@@ -202,90 +207,249 @@ __device__ C rectified(C z) {
   return z < 0 ? C(0) : z;
 }
 
+// For each warp the features that it takes, of the queries and then of the keys; at last its sums.
 template <class C>
 struct Staged {
-  alignas(16) C q[kQueries][kPitch], k[kKeys][kPitch], w[kFeatures];
-  C total;  // of w
+  alignas(16) C rows[kWarps][kQueries + kKeys][kPitch], w[kWarps][kFeatures];
+
+  __device__ C& sum(int warp, int row, int key) {
+    return (&rows[warp][0][0])[row * kSumPitch + key];
+  }
+  // Of all warps, after score_tile.
+  __device__ C score(int row, int key) {
+    C score = 0;
+    for (int warp = 0; warp < kWarps; ++warp) score += sum(warp, row, key);
+    return score;
+  }
 };
 
-// s[r][x] += sum over the staged features of q k (dot) or of w f(q + k), for query row r of this
-// warp and key lane + 32 x. `lost` is what s has rounded away (Kahan), for a long sum in order would
-// lose more than the eager code's.
-template <Score S, bool direct, class C>
-__device__ void score_features(const Staged<C>& staged, C (&s)[kRows][2], C (&lost)[kRows][2]) {
+// Four neighbours, in one load where they lie as they should.
+template <class T>
+struct alignas(sizeof(T) < 4 ? 8 : 16) Quad {
+  T x[4];
+};
+// Whether rows begin where four may be loaded at once.
+template <class T>
+__device__ bool aligned(const Rows<T>& x) {
+  return reinterpret_cast<uintptr_t>(x.data) % alignof(Quad<T>) == 0 && x.stride % 4 == 0;
+}
+// Four features, zeros past the `count` that a row still has.
+template <class T, class C>
+__device__ void load(const T* from, bool aligned, int64_t count, C (&out)[4]) {
+  if (aligned && count >= 4) {
+    const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(from);
+    for (int i = 0; i < 4; ++i) out[i] = widen(quad.x[i]);
+  } else {
+    for (int i = 0; i < 4; ++i) out[i] = i < count ? widen(from[i]) : 0;
+  }
+}
+
+// Sum w tanh(q + k) of the features that a warp takes; see score_tile. Rare, so exact.
+template <class T>
+__device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width) {
+  double sum = 0;
+#pragma unroll 1
+  for (int64_t first = threadIdx.x / 32 * kFeatures; first < width; first += kWarps * kFeatures)
+#pragma unroll 1
+    for (int64_t c = first; c < min(first + kFeatures, width); ++c)
+      sum += double(widen(w[c])) * tanh(widen(q[c]) + widen(k[c]));
+  return sum;
+}
+
+// What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every second
+// feature 1 / -2w, of which the queries' is a multiple. After the weights the sum of each chunk's w.
+struct Factored {
+  View query, key, weight;
+};
+
+// Four features' weights, as above; three other lanes have those of the rest of the chunk, and all
+// its sum in `total`.
+__device__ inline void divide_by_second(float (&w)[4], float& total) {
+  float most = 0;
+  for (const float x : w) most = fmax(most, fabs(x));
+  for (int step = 1; step < 4; step *= 2) most = fmax(most, __shfl_xor_sync(kAll, most, step));
+  const bool holds = kLeastWeight <= most && most <= kFactoredLimit;
+  const float least = most / (1 << 30);
+  total = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (i % 2 && fabs(w[i]) < least) w[i] = least;
+    total += w[i];
+    w[i] = !holds ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
+  }
+  for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
+}
+
+// The rows of queries, or of keys, that a block takes.
+template <class T, bool keys>
+__device__ void factor_rows(const Attention& a, const Factored& out, int64_t block) {
+  const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  using Wide = std::conditional_t<S == Score::additive && direct, double, C>;  // rare, so exact
-  Wide sum[kRows][2] = {};
-#pragma unroll(direct ? 1 : 2)  // two pairs are 16 bytes of a row
-  for (int c = 0; c < kFeatures; c += 2) {
-    const C w0 = staged.w[c], w1 = staged.w[c + 1];
-    for (int x = 0; x < 2; ++x) {
-      const C *k = &staged.k[lane + 32 * x][c], k0 = k[0], k1 = k[1];
-      for (int r = 0; r < kRows; ++r) {
-        const C *q = &staged.q[warp * kRows + r][c], q0 = q[0], q1 = q[1];
-        if constexpr (S == Score::dot) {
-          const C first = q0 * k0;
-          sum[r][x] += first + q1 * k1;
-        } else if constexpr (S == Score::relu) {
-          sum[r][x] += w0 * rectified(q0 + k0);
-          sum[r][x] += w1 * rectified(q1 + k1);
-        } else if constexpr (direct) {
-          sum[r][x] += Wide(w0) * tanh(q0 + k0);
-          sum[r][x] += Wide(w1) * tanh(q1 + k1);
-        } else {
-          const C d0 = q0 * k0 + 1, d1 = q1 * k1 + 1;
-          sum[r][x] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1);
-        }
+  const int64_t count = keys ? a.Tk : a.Tq, blocks = (count + kQueries - 1) / kQueries;
+  const int64_t bh = block / blocks, part = block % blocks, width = out.key.row;
+  const Tile tile = {bh / a.H, bh % a.H, part, part * kQueries};
+  const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
+                        min((keys ? keys_seen(a, tile.b) : a.Tq) - tile.row, int64_t{kQueries})};
+  const bool fours = aligned(rows);
+  for (int64_t first = 0; first < width; first += 128) {
+    const int64_t c = first + 4 * lane;
+    float w[4], total;
+    load(at<T>(a.weight, tile, 0) + c, false, a.A - c, w);
+    divide_by_second(w, total);
+    if (c >= width) break;
+    if (!keys && tile.b == 0 && part == 0 && warp == 0) {
+      float* weights = at<float>(out.weight, tile, 0);
+      for (int i = 0; i < 4; ++i) weights[c + i] = w[i];
+      if (lane % 4 == 0) weights[width + c / kFeatures] = total;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = warp * kRows + r;
+      if (row >= rows.count) break;
+      float x[4];
+      load(rows.data + row * rows.stride + c, fours, a.A - c, x);
+      float* e = at<float>(to, tile, tile.row + row) + c;
+      for (int i = 0; i < 4; ++i) {
+        x[i] = fabs(x[i]) <= kFactoredLimit ? expf(2 * x[i]) : NAN;
+        e[i] = keys || i % 2 == 0 ? x[i] : x[i] * w[i];
       }
     }
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int x = 0; x < 2; ++x) {
-      const C part = direct ? C(sum[r][x]) : staged.total - 2 * C(sum[r][x]);
-      const C more = part - lost[r][x], total = s[r][x] + more;
-      lost[r][x] = (total - s[r][x]) - more;
-      s[r][x] = total;
-    }
 }
 
-// The same over all features; every thread of the block takes part.
+template <class T>
+__global__ void __launch_bounds__(kThreads) factor(const Attention a, const Factored out) {
+  const int64_t blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
+  if (blockIdx.x < blocks) factor_rows<T, false>(a, out, blockIdx.x);
+  else factor_rows<T, true>(a, out, blockIdx.x - blocks);
+}
+
+template <class T, class Launch>
+Factored factored(const Attention& a, const Launch& launch) {
+  Factored out = {};
+  if constexpr (sizeof(typename Accumulate<T>::type) == 4) {
+    if (!a.weight.data || a.relu) return out;
+    const int64_t width = tiles(a.A, kFeatures) * kFeatures;
+    const auto rows = [&](int64_t B, int64_t count, int64_t row) {
+      const int64_t head = count * row, batch = a.H * head;
+      return View{launch.template scratch<float>(B * batch), batch, head, row, 1};
+    };
+    out = {rows(a.B, a.Tq, width), rows(a.B, a.Tk, width), rows(1, 1, width + width / kFeatures)};
+    launch(factor<T>, a.B * a.H * (tiles(a.Tq, kQueries) + tiles(a.Tk, kQueries)), 1, a, out);
+  }
+  return out;
+}
+
+// Add q k (dot) or w f(q + k) of the staged features, of the tile's queries lane / 8 + 4 r and its keys
+// lane % 8 + 8 x.
+template <Score S, class C>
+__device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
+  const int lane = threadIdx.x % 32;
+  const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
+#pragma unroll(sizeof(C) == 4 ? 1 : 1)
+  for (int c = 0; c < kFeatures; c += 4) {
+    C k[4][4];
+    for (int x = 0; x < 4; ++x)
+      for (int i = 0; i < 4; ++i) k[x][i] = keys[8 * x][c + i];
+    for (int r = 0; r < 4; ++r) {
+      const C* q = &queries[4 * r][c];
+      for (int x = 0; x < 4; ++x)
+        for (int i = 0; i < 4; i += 2) {
+          const C q0 = q[i], q1 = q[i + 1], k0 = k[x][i], k1 = k[x][i + 1];
+          if constexpr (S == Score::dot) {
+            sum[r][x] += q0 * k0;
+            sum[r][x] += q1 * k1;
+          } else if constexpr (S == Score::relu) {
+            sum[r][x] += w[c + i] * rectified(q0 + k0);
+            sum[r][x] += w[c + i + 1] * rectified(q1 + k1);
+          } else {
+            const C d0 = q0 * k0 + 1, d1 = q1 * k1 + w[c + i + 1];
+            sum[r][x] += (w[c + i] * d1 + d0) * reciprocal(d0 * d1);
+          }
+        }
+    }
+  }
+}
+
+// staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share the
+// features, of which they take chunks; every thread of the block takes part. Where the score is additive, X is float and q, k and w are
+// factored, or it is double; and `again(row, key)` is what the warp's features add up to, tanh by tanh.
+template <Score S, class X, class C, class Again>
+__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int64_t width,
+                           Staged<C>& staged, const Again& again) {
+  constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
+  constexpr bool factored = S == Score::additive && sizeof(C) == 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4 * 4;
+  const bool fours = factored || (aligned(q) && aligned(k));
+  C(*const rows)[kPitch] = staged.rows[warp], *const weights = staged.w[warp];
+  using Step = std::conditional_t<factored, int, int64_t>;
+  const X* from[kSteps];  // past the last row the last again
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    const Rows<X>& side = n < kQueries / 8 ? q : k;
+    const int row = lane / 4 + 8 * n - (n < kQueries / 8 ? 0 : kQueries);
+    from[n] = side.data + min(row, static_cast<int>(side.count) - 1) * Step(side.stride) + quad;
+  }
+  C sum[4][4] = {};
+  __syncthreads();  // the scores of the tile before have been looked at
+#pragma unroll 1
+  for (int64_t first = warp * kFeatures; first < width; first += kWarps * kFeatures) {
+    C part[4][4];
+    for (int r = 0; r < 4; ++r)
+      for (int x = 0; x < 4; ++x) part[r][x] = factored ? widen(w[width + first / kFeatures]) : C(0);
+    if constexpr (S != Score::additive || factored) {
+      C x[kSteps][4];
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n)
+        load(from[n] + first, fours, factored ? 4 : width - first - quad, x[n]);
+      C v = 0;
+      if (S != Score::dot && lane < kFeatures && first + lane < width) v = widen(w[first + lane]);
+      __syncwarp();  // the features staged before are used up
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n)
+        for (int i = 0; i < 4; ++i) rows[lane / 4 + 8 * n][quad + i] = x[n][i];
+      if (S != Score::dot && lane < kFeatures) weights[lane] = v;
+      __syncwarp();
+      score_features<S>(rows, weights, part);
+    }
+    for (int r = 0; r < 4; ++r)  // sums of sums lose less
+      for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
+  }
+  if constexpr (S == Score::additive) {
+#pragma unroll 1
+    for (int pair = 0; pair < 16; ++pair) {
+      C value = NAN;
+      for (int r = 0; factored && r < 4; ++r)
+        for (int x = 0; x < 4; ++x) value = pair == 4 * r + x ? sum[r][x] : value;
+      if (value == value) continue;
+      value = again(lane / 8 + pair / 4 * 4, lane % 8 + pair % 4 * 8);
+      for (int r = 0; r < 4; ++r)
+        for (int x = 0; x < 4; ++x) sum[r][x] = pair == 4 * r + x ? value : sum[r][x];
+    }
+  }
+  __syncwarp();
+  for (int r = 0; r < 4; ++r)
+    for (int x = 0; x < 4; ++x) staged.sum(warp, lane / 8 + 4 * r, lane % 8 + 8 * x) = sum[r][x];
+  __syncthreads();
+}
+
+// Of a tile's query rows and the keys from j0 on.
 template <Score S, class T, class C>
-__device__ void score_tile(const Rows<T>& q, const Rows<T>& k, const T* w, int64_t width,
-                           Staged<C>& staged, C (&s)[kRows][2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  C lost[kRows][2] = {};
-  for (int r = 0; r < kRows; ++r) s[r][0] = s[r][1] = 0;
-  for (int64_t c = lane; c - lane < width; c += kFeatures) {
-    C part_q[kQueries / kWarps], part_k[kKeys / kWarps];
-    load(q, c, width, part_q);
-    load(k, c, width, part_k);
-    C part_w[1] = {S != Score::dot && c < width ? widen(w[c]) : C(0)};
-    bool direct = true;
-    if constexpr (S == Score::additive && sizeof(C) == 4) {
-      direct = __syncthreads_or(beyond(part_q) || beyond(part_k) || beyond(part_w));
-      if (!direct) {
-        for (C& x : part_q) x = expf(2 * x);
-        for (C& x : part_k) x = expf(2 * x);
-      }
-    } else {
-      __syncthreads();  // the features staged before are used up
-    }
-    for (int n = 0; n < kQueries / kWarps; ++n) staged.q[warp + n * kWarps][lane] = part_q[n];
-    for (int n = 0; n < kKeys / kWarps; ++n) staged.k[warp + n * kWarps][lane] = part_k[n];
-    if (S != Score::dot && warp == 0) {
-      staged.w[lane] = part_w[0];
-      const C total = of_warp<Add>(part_w[0]);
-      if (lane == 0) staged.total = total;
-    }
-    __syncthreads();
-    if (warp * kRows >= q.count) continue;  // a warp without rows only helps to stage
-    if constexpr (S == Score::additive && sizeof(C) == 4) {
-      if (!direct) {
-        score_features<S, false>(staged, s, lost);
-        continue;
-      }
-    }
-    score_features<S, true>(staged, s, lost);
+__device__ void score_tile(const Attention& a, const Factored& f, const Tile& tile, int64_t j0,
+                           int64_t keys, Staged<C>& staged) {
+  const int64_t rows = min(a.Tq - tile.row, int64_t{kQueries});
+  const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
+  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const auto again = [&](int64_t row, int64_t key) {
+    if (row >= rows || key >= keys) return C(0);
+    return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
+  };
+  if constexpr (S == Score::additive && sizeof(C) == 4) {
+    const Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
+    const Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
+    const C* weights = at<C>(f.weight, {0, tile.h, 0, 0}, 0);
+    score_tile<S>(e_q, e_k, weights, f.key.row, staged, again);
+  } else {
+    score_tile<S>(Rows<T>{q, a.query.row, rows}, Rows<T>{k, a.key.row, keys}, w, a.A, staged, again);
   }
 }
 
