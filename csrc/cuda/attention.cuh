@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
   __shared__ C highest[kQueries], mass[kQueries], factor[kQueries];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
-  const int rows = min(a.Tq - tile.row, int64_t{kQueries});
+  const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b), first = blockIdx.y * int64_t{kThreads * kColumns<C>};
   const int64_t column = first + threadIdx.x;  // of the context, and every kThreads-th after it
   C context[kQueries][kColumns<C>] = {};
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
   const Seen all = seen_by_all(a, tile, rows, n);
 #pragma unroll 1
   for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
-    const int keys = min(all.to - j0, int64_t{kKeys});
+    const int keys = up_to(kKeys, all.to - j0);
     score_tile<S, T>(a, factored, tile, j0, keys, staged);
 #pragma unroll 1
     for (int r = warp; r < kQueries; r += kWarps) {
@@ -102,10 +102,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
 
 // staged.score(row, key) becomes grad_context_i . v_j of a tile; see score_tile.
 template <class T, class C>
-__device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0, int64_t keys,
+__device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0, int keys,
                                 Staged<C>& staged) {
   const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
-                     min(a.Tq - tile.row, int64_t{kQueries})};
+                     up_to(kQueries, a.Tq - tile.row)};
   const Rows<T> v = {at<T>(a.value, tile, j0), a.value.row, keys};
   score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, nullptr);
 }
@@ -120,9 +120,9 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
   const Tile tile = locate(a, a.Tq, kQueries);
   const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
   C products[kRows] = {};
-  const Seen all = seen_by_all(a, tile, min(a.Tq - tile.row, int64_t{kQueries}), n);
+  const Seen all = seen_by_all(a, tile, up_to(kQueries, a.Tq - tile.row), n);
   for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
-    score_gradients<T>(a, tile, j0, min(all.to - j0, int64_t{kKeys}), staged);
+    score_gradients<T>(a, tile, j0, up_to(kKeys, all.to - j0), staged);
     for (int r = 0; r < kRows; ++r) {
       const int64_t i = i0 + r, j = j0 + lane;
       const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
@@ -156,19 +156,19 @@ __global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
 //   dot       out_r = scale * sum_c g_rc y_c
 //   additive  out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
 //   relu      out_r = 4 scale w * sum_c g_rc / 4 where s < 0,  s = -relu(x_r + y_c) / 2
-// and, on the way, grad_weight = -2 scale * sum_rc g_rc s.
+// and, where queries are the rows, grad_weight = -2 scale * sum_rc g_rc s.
 struct Sum {
   View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
   int64_t rows, width;
   double scale;
-  bool keys_are_rows;
   View grad_weight;  // [tiles of rows, width] for each [B, H], or absent
 };
 
 constexpr int kHeight = 8;               // rows of a warp
 constexpr int kSumRows = kWarps * kHeight;  // of a block
-constexpr int kSumColumns = 32;          // staged at a time
+constexpr int kSumColumns = 32;          // staged at a time, by a warp
+constexpr int kPart = 32 / kWarps;       // so many of the rows or columns
 constexpr int kSlice = 64;               // features of a block, two for each lane
 
 template <class C>
@@ -203,53 +203,52 @@ __device__ void drop_unseen(C (&x)[N]) {
   for (C& v : x) v = (S == Score::relu ? v - v == 0 : v == v) ? v : 0;
 }
 
-// Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice; rows and
-// columns hold e^{2x} unless direct.
-template <Score S, bool direct, class C>
+// Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice. The quick way
+// has rows and columns hold e^{2x}, or, for the dot score, nothing that must not meet a 0.
+template <Score S, bool quick, bool weighs, class C>
 __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x)[kHeight][2],
                             C (&out)[kHeight][2], C (&grad_weight)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll(S == Score::additive && direct ? 1 : 2)
+#pragma unroll(S == Score::additive && !quick ? 1 : 2)
   for (int c = 0; c < columns; ++c) {
-    const C y0 = staged.y[c][lane], y1 = staged.y[c][lane + 32];
+    const C y[2] = {staged.y[c][lane], staged.y[c][lane + 32]};
     for (int r = 0; r < kHeight; ++r) {
       const C g = staged.g[c][warp * kHeight + r];
       if constexpr (S == Score::dot) {
-        if (g != 0) out[r][0] += g * y0, out[r][1] += g * y1;
+        for (int half = 0; half < 2; ++half)
+          if (quick || g != 0) out[r][half] += g * y[half];
       } else {
-        C s0, s1;
-        if constexpr (S == Score::relu) {
-          s0 = C(-0.5) * rectified(x[r][0] + y0);
-          s1 = C(-0.5) * rectified(x[r][1] + y1);
-        } else if constexpr (direct) {
-          s0 = logistic(x[r][0] + y0) - C(0.5);
-          s1 = logistic(x[r][1] + y1) - C(0.5);
+        C s[2];
+        if constexpr (S == Score::additive && quick) {
+          const C d0 = x[r][0] * y[0] + 1, d1 = x[r][1] * y[1] + 1, both = reciprocal(d0 * d1);
+          s[0] = both * d1 - C(0.5), s[1] = both * d0 - C(0.5);
         } else {
-          const C d0 = x[r][0] * y0 + 1, d1 = x[r][1] * y1 + 1, both = reciprocal(d0 * d1);
-          s0 = both * d1 - C(0.5);
-          s1 = both * d0 - C(0.5);
+          for (int half = 0; half < 2; ++half) {
+            const C z = x[r][half] + y[half];
+            s[half] = S == Score::relu ? C(-0.5) * rectified(z) : logistic(z) - C(0.5);
+          }
         }
-        const C t0 = g * s0, t1 = g * s1, quarter = g * C(0.25);
-        grad_weight[0] += t0, grad_weight[1] += t1;
-        if constexpr (S == Score::relu)
-          out[r][0] += s0 < 0 ? quarter : 0, out[r][1] += s1 < 0 ? quarter : 0;
-        else
-          out[r][0] += quarter - t0 * s0, out[r][1] += quarter - t1 * s1;
+        for (int half = 0; half < 2; ++half) {
+          const C slope = S == Score::relu ? C(s[half] < 0) / 4 : C(0.25) - s[half] * s[half];
+          out[r][half] += g * slope;
+          if (weighs) grad_weight[half] += g * s[half];
+        }
       }
     }
   }
 }
 
-template <class T, Score S>
+template <class T, Score S, bool keys_are_rows>
 __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const Sum sum) {
   using C = typename Accumulate<T>::type;
-  constexpr bool factorable = S == Score::additive && sizeof(C) == 4;
+  constexpr bool factorable = S == Score::additive && sizeof(C) == 4, weighs = !keys_are_rows;
   __shared__ StagedSum<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, sum.rows, kSumRows);
-  const int64_t rows = min(sum.rows - tile.row, int64_t{kSumRows}), n = keys_seen(a, tile.b);
+  const int rows = up_to(kSumRows, sum.rows - tile.row);
+  const int64_t n = keys_seen(a, tile.b);
   Seen columns;  // that are not 0 for some row
-  if (!sum.keys_are_rows) {
+  if (!keys_are_rows) {
     columns = seen_by_all(a, tile, rows, n);
   } else if (a.span.data) {
     const int64_t* of = at<int64_t>(a.rows_of_keys, tile, tile.part);
@@ -272,41 +271,49 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     }
   }
   for (int64_t c0 = columns.from; c0 < columns.to; c0 += kSumColumns) {
-    const int count = min(columns.to - c0, int64_t{kSumColumns});
+    const int count = up_to(kSumColumns, columns.to - c0);
     const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
-    C y[2][kSumColumns / kWarps];
+    C y[2][kPart], g[kPart];
+    bool special = !factorable && S != Score::dot || far;
     for (int half = 0; half < 2; ++half) {
       load(from, lane + 32 * half, width, y[half]);
-      if constexpr (S != Score::dot) drop_unseen<S>(y[half]);
+      if constexpr (S == Score::dot)
+        for (const C v : y[half]) special |= v - v != 0;
+      else
+        drop_unseen<S>(y[half]);
+      if (factorable) special |= beyond(y[half]);
     }
-    bool direct = true;
-    if constexpr (factorable)
-      direct = __syncthreads_or(far || beyond(y[0]) || beyond(y[1]));
-    else
-      __syncthreads();  // the columns staged before are used up
-    for (int half = 0; half < 2; ++half)
-      for (int m = 0; m < kSumColumns / kWarps; ++m)
-        staged.y[warp + m * kWarps][lane + 32 * half] = direct ? y[half][m] : expf(2 * y[half][m]);
-    for (int index = threadIdx.x; index < kSumRows * kSumColumns; index += kThreads) {
-      const bool along = sum.keys_are_rows;  // neighbouring lanes read neighbouring numbers
-      const int r = along ? index % kSumRows : index / kSumColumns;
-      const int c = along ? index / kSumRows : index % kSumColumns;
-      const int64_t i = along ? c0 + c : tile.row + r, j = along ? tile.row + r : c0 + c;
-      C g = 0;
-      if (r < rows && c < count) {
-        const Seen own = seen_by(a, tile, i, a.Tk);  // what lies beyond n is 0
-        if (own.from <= j && j < own.to) g = at<C>(sum.g, tile, i)[j - own.origin];
+    // Neighbouring lanes read neighbouring numbers.
+    const int64_t i = (keys_are_rows ? c0 : tile.row) + warp, j = (keys_are_rows ? tile.row : c0) + lane;
+    const C* of_g = at<C>(sum.g, tile, i) + j;
+#pragma unroll
+    for (int m = 0; m < kPart; ++m, of_g += kWarps * sum.g.row) {
+      bool exists = lane < (keys_are_rows ? rows : count) && warp + m * kWarps < (keys_are_rows ? count : rows);
+      int64_t origin = 0;
+      if (a.span.data && exists) {
+        const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // what lies beyond n is 0
+        exists = own.from <= j && j < own.to;
+        origin = own.origin;
       }
-      staged.g[c][r % kWarps * kHeight + r / kWarps] = g;
+      g[m] = exists ? of_g[-origin] : 0;
+    }
+    const bool quick = !__syncthreads_or(special);  // and the columns staged before are used up
+    for (int half = 0; half < 2; ++half)
+      for (int m = 0; m < kPart; ++m)
+        staged.y[warp + m * kWarps][lane + 32 * half] =
+            factorable && quick ? expf(2 * y[half][m]) : y[half][m];
+    for (int m = 0; m < kPart; ++m) {
+      const int other = warp + m * kWarps, r = keys_are_rows ? lane : other;
+      staged.g[keys_are_rows ? other : lane][r % kWarps * kHeight + r / kWarps] = g[m];
     }
     __syncthreads();
-    if constexpr (factorable) {
-      if (!direct) {
-        sum_columns<S, false>(staged, count, e, out, grad_weight);
+    if constexpr (factorable || S == Score::dot) {
+      if (quick) {
+        sum_columns<S, true, weighs>(staged, count, e, out, grad_weight);
         continue;
       }
     }
-    sum_columns<S, true>(staged, count, x, out, grad_weight);
+    sum_columns<S, false, weighs>(staged, count, x, out, grad_weight);
   }
 
   for (int half = 0; half < 2; ++half) {
@@ -320,9 +327,9 @@ __global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const S
     }
     staged.weight[warp][c] = grad_weight[half];
   }
-  if (S == Score::dot || !sum.grad_weight.data) return;
+  if (S == Score::dot || !weighs || !sum.grad_weight.data) return;
   __syncthreads();
-  for (int c = threadIdx.x; c < min(width, int64_t{kSlice}); c += kThreads) {
+  for (int c = threadIdx.x; c < up_to(kSlice, width); c += kThreads) {
     C total = 0;
     for (int from = 0; from < kWarps; ++from) total += staged.weight[from][c];
     at<C>(sum.grad_weight, tile, tile.part)[slice + c] = -2 * C(sum.scale) * total;
@@ -354,10 +361,9 @@ void launch_forward(const Attention& a, const Launch& launch) {
 
 template <class Launch>
 void launch_backward(const Attention& a, const Launch& launch) {
-  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, false,
-                     a.grad_weight};
-  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, true, {}};
-  const Sum value = {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, true, {}};
+  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, a.grad_weight};
+  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}};
+  const Sum value = {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}};
   if (a.rows_of_keys.data)
     launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, a);
   by_dtype(a.dtype, [&](auto zero) {
@@ -366,13 +372,16 @@ void launch_backward(const Attention& a, const Launch& launch) {
     const auto add = [&](auto kernel, const Sum& sum) {
       launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
     };
-    const auto score = !a.weight.data ? grad_rows<T, Score::dot>
-                       : a.relu       ? grad_rows<T, Score::relu>
-                                      : grad_rows<T, Score::additive>;
+    const auto of_rows = [&](auto keys) {
+      constexpr bool are_rows = decltype(keys)::value;
+      return !a.weight.data ? grad_rows<T, Score::dot, are_rows>
+             : a.relu       ? grad_rows<T, Score::relu, are_rows>
+                            : grad_rows<T, Score::additive, are_rows>;
+    };
     if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
-    if (a.grad_query.data || a.grad_weight.data) add(score, query);
-    if (a.grad_key.data) add(score, key);
-    if (a.grad_value.data) add(grad_rows<T, Score::dot>, value);
+    if (a.grad_query.data || a.grad_weight.data) add(of_rows(std::false_type{}), query);
+    if (a.grad_key.data) add(of_rows(std::true_type{}), key);
+    if (a.grad_value.data) add(grad_rows<T, Score::dot, true>, value);
   });
 }
 

@@ -51,7 +51,7 @@ __device__ void add_up_blocks(int64_t width, const Sum& sum, const Out& out) {
   __shared__ C sums[kAtATime];
   int64_t first = 0;
   do {
-    const int count = min(width - first, int64_t{kAtATime});
+    const int count = up_to(kAtATime, width - first);
     for (int c = threadIdx.x; c < count; c += kThreads) sums[c] = sum(first + c);
     wait_for_blocks();
     for (int c = threadIdx.x + blockIdx.y * kThreads; c < count; c += kThreads * gridDim.y) {

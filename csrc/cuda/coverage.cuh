@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 3) products(const Attention a, const
   const Tile tile = locate(a, a.Tq, kQueries);
   const int64_t n = keys_seen(a, tile.b), j0 = blockIdx.y * int64_t{kKeys};
   if (j0 >= n) return;
-  const int64_t keys = min(n - j0, int64_t{kKeys});
+  const int keys = up_to(kKeys, n - j0);
   if constexpr (backward) score_gradients<T>(a, tile, j0, keys, staged);
   else score_tile<S, T>(a, factored, tile, j0, keys, staged);
   for (int r = warp; r < kQueries; r += kWarps) {
@@ -391,7 +391,7 @@ void launch_scan(const Coverage& a, const Launch& launch) {
 template <class Launch>
 void launch_forward(const Coverage& a, const Launch& launch) {
   const Attention& rows = a;
-  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, false, {}};
+  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, {}};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto scores = a.weight.data ? products<T, Score::additive, false> : products<T, Score::dot, false>;
@@ -399,7 +399,7 @@ void launch_forward(const Coverage& a, const Launch& launch) {
       launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
              factored<T>(rows, launch));
     launch_scan<T>(a, launch);
-    launch(grad_rows<T, Score::dot>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice), rows,
+    launch(grad_rows<T, Score::dot, false>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice), rows,
            context);
   });
 }

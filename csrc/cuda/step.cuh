@@ -20,7 +20,7 @@ struct StepKeys {
 __device__ inline StepKeys keys_of_block(const Attention& a, const Tile& tile) {
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   const int64_t from = own.from + blockIdx.y * int64_t{kStepKeys};
-  return {own, from, static_cast<int>(max(int64_t{0}, min(own.to - from, int64_t{kStepKeys})))};
+  return {own, from, max(0, up_to(kStepKeys, own.to - from))};
 }
 
 // Two features of a score. Every pair of a query and a key meets once, so nothing is factored:
@@ -53,7 +53,7 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
     const T* k[kAtOnce];
 #pragma unroll
     for (int x = 0; x < kAtOnce; ++x)
-      k[x] = keys.data + min(int64_t{first} + x, keys.count - 1) * keys.stride;
+      k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
 #pragma unroll 1
     for (int64_t c = 2 * lane; c < width; c += 64) {
       const bool two = c + 1 < width;

@@ -25,9 +25,9 @@ constexpr int kMostBlocks = 8;           // of a cluster
 // While both sides stay within this, d0 <= 1 + e^{4 * 10.9} < 2^63; weights, too, for they magnify the
 // 3 ulp that the factored path loses.
 constexpr float kFactoredLimit = 10.9f;
-// At least so much is the largest weight of a chunk. One that divides and lies below 2^-30 of that counts as
-// so much, so that |D| < 2^105; and where d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
-constexpr float kLeastWeight = 1.f / (1 << 12);
+// A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest, so |D| < 2^105. Where
+// d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
+constexpr float kLeastWeight = 0x1p-42f;
 
 enum class Score { dot, additive, relu };
 
@@ -99,6 +99,8 @@ struct Tile {
 };
 
 inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
+// Of what is left, as much as a tile holds; less than 0 beyond the end.
+__device__ inline int up_to(int most, int64_t left) { return left < most ? left : most; }
 
 __device__ inline Tile locate(const Attention& a, int64_t rows, int height) {
   const int64_t parts = (rows + height - 1) / height, bh = blockIdx.x / parts;
@@ -140,14 +142,15 @@ __device__ inline Seen seen_by_all(const Attention& a, const Tile& tile, int64_t
 template <class T>
 struct Rows {
   const T* data;
-  int64_t stride, count;
+  int64_t stride;
+  int count;
 };
 
 // Rows warp, warp + kWarps, ... of a tile at feature c, zeros past the end.
 template <class T, class C, int N>
 __device__ void load(const Rows<T>& x, int64_t c, int64_t width, C (&out)[N]) {
-  const int64_t count = c < width ? x.count : 0;
-  int64_t row = threadIdx.x / 32;
+  const int count = c < width ? x.count : 0;
+  int row = threadIdx.x / 32;
   const T* from = x.data + row * x.stride + c;
   for (int n = 0; n < N; ++n, row += kWarps, from += kWarps * x.stride)
     out[n] = row < count ? widen(*from) : 0;
@@ -268,13 +271,12 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
   float most = 0;
   for (const float x : w) most = fmax(most, fabs(x));
   for (int step = 1; step < 4; step *= 2) most = fmax(most, __shfl_xor_sync(kAll, most, step));
-  const bool holds = kLeastWeight <= most && most <= kFactoredLimit;
-  const float least = most / (1 << 30);
+  const float least = fmax(most / (1 << 30), kLeastWeight);
   total = 0;
   for (int i = 0; i < 4; ++i) {
     if (i % 2 && fabs(w[i]) < least) w[i] = least;
     total += w[i];
-    w[i] = !holds ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
+    w[i] = most > kFactoredLimit ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
   }
   for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
 }
@@ -288,7 +290,7 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int64_t blo
   const int64_t bh = block / blocks, part = block % blocks, width = out.key.row;
   const Tile tile = {bh / a.H, bh % a.H, part, part * kQueries};
   const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
-                        min((keys ? keys_seen(a, tile.b) : a.Tq) - tile.row, int64_t{kQueries})};
+                        up_to(kQueries, (keys ? keys_seen(a, tile.b) : a.Tq) - tile.row)};
   const bool fours = aligned(rows);
   for (int64_t first = 0; first < width; first += 128) {
     const int64_t c = first + 4 * lane;
@@ -387,7 +389,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int64
   for (int n = 0; n < kSteps; ++n) {
     const Rows<X>& side = n < kQueries / 8 ? q : k;
     const int row = lane / 4 + 8 * n - (n < kQueries / 8 ? 0 : kQueries);
-    from[n] = side.data + min(row, static_cast<int>(side.count) - 1) * Step(side.stride) + quad;
+    from[n] = side.data + min(row, side.count - 1) * Step(side.stride) + quad;
   }
   C sum[4][4] = {};
   __syncthreads();  // the scores of the tile before have been looked at
@@ -435,11 +437,11 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int64
 // Of a tile's query rows and the keys from j0 on.
 template <Score S, class T, class C>
 __device__ void score_tile(const Attention& a, const Factored& f, const Tile& tile, int64_t j0,
-                           int64_t keys, Staged<C>& staged) {
-  const int64_t rows = min(a.Tq - tile.row, int64_t{kQueries});
+                           int keys, Staged<C>& staged) {
+  const int rows = up_to(kQueries, a.Tq - tile.row);
   const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
   const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
-  const auto again = [&](int64_t row, int64_t key) {
+  const auto again = [&](int row, int key) {
     if (row >= rows || key >= keys) return C(0);
     return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
   };
