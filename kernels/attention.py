@@ -5,9 +5,10 @@ The additive score never takes a tanh per (query, key, feature). With E(x) = e^{
     tanh(q + k) = 1 − 2r,    r = 1 / (1 + E(q)·E(k)),    1 − tanh² = 4r(1 − r),
 
 so exponentials are taken once per query element and once per key element, and two terms share a
-reciprocal: w0/d0 + w1/d1 = (w0·d1 + w1·d0) / (d0·d1). The product d0·d1 stays in float32's range
-where max|q| + max|k| ≤ 21.8. Tiles beyond that, a weight of extreme norm, and float64 take a direct
-path: one exponential per element, right for every finite input. The rectifier has neither.
+reciprocal: w0/d0 + w1/d1 = (w0·D + d0) / (d0·D), D = d1/w1 = 1/w1 + (E(q)/w1)·E(k), so that w1 costs
+nothing once the query's side has been divided by it. Where max|q| + max|k| ≤ 21.8 each d is below
+2^63. Tiles beyond that, a weight of extreme norm, and float64 take a direct path: one exponential
+per element, right for every finite input. The rectifier has neither.
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
@@ -27,11 +28,14 @@ from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
-FACTORED_LIMIT = tl.constexpr(21.8)  # (1 + e^{2·21.8})² < 2^126: the reciprocal stays normal
+FACTORED_LIMIT = tl.constexpr(21.8)  # 1 + e^{2·21.8} < 2^63
 # r is right to a few ulp of 1 where tanh saturates exactly: beyond this norm of w, which no trained
 # model comes near, the direct path keeps scores as accurate as eager code does.
 WEIGHT_LIMIT = tl.constexpr(16.0)
 CHUNK = tl.constexpr(8)  # features summed on their own: rounding adds up in one long sum
+# A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest. Where d0·D
+# is beyond float32 and its reciprocal 0, w0/d0 is then below 2^-33.
+LEAST_WEIGHT = tl.constexpr(2.0**-42)
 
 
 @triton.jit
@@ -91,10 +95,14 @@ def _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
 
 @triton.jit
 def _exponentials(
-    p_x, p_weight, p_lengths, p_e, p_range, s_x, s_weight, s_e, H, T, A, AP,
+    p_x, p_weight, p_lengths, p_e, p_ew, p_range, s_x, s_weight, s_e, H, T, A, AP,
     CLEAN: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
-    """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block."""
+    """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
+
+    With ``p_ew [H, AP + AP / CHUNK]`` weights are left there as the forward takes them: −2w of the first
+    feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then every chunk's Σ w.
+    """
     NT = tl.cdiv(T, BT)
     i_bh, i_t = tl.program_id(0) // NT, tl.program_id(0) % NT
     i_b, i_h = i_bh // H, i_bh % H
@@ -118,6 +126,22 @@ def _exponentials(
         b_norm += tl.sum(b_w * b_w, 0)
         b_x = b_number if CLEAN else b_x
         b_e = _exp_twice(tl.where(tl.abs(b_x) > FACTORED_LIMIT, 0, b_x))  # not read beyond it
+        if p_ew is not None:
+            # [BA / CHUNK, CHUNK]
+            b_chunks = tl.reshape(b_w, [BA // CHUNK, CHUNK])
+            b_least = tl.maximum(tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)
+            m_second = tl.reshape(o_a, [BA // CHUNK, CHUNK]) % 2 == 1
+            m_least = m_second & (tl.abs(b_chunks) < b_least[:, None])
+            b_chunks = tl.where(m_least, b_least[:, None], b_chunks)
+            b_inverse = -0.5 / tl.where(m_second, b_chunks, 1)
+            b_ew = tl.reshape(tl.where(m_second, b_inverse, -2 * b_chunks), [BA])
+            b_e *= tl.where(o_a % 2 == 1, b_ew, 1)[None, :]
+            if i_b == 0 and i_t == 0:
+                p_ewh = p_ew + i_h * (AP + AP // CHUNK)
+                tl.store(p_ewh + o_a, b_ew, mask=o_a < AP)
+                o_chunk = a // CHUNK + tl.arange(0, BA // CHUNK)
+                m_chunk = o_chunk < AP // CHUNK
+                tl.store(p_ewh + AP + o_chunk, tl.sum(b_chunks, 1), mask=m_chunk)
         tl.store(p_e + (o_a // 2 * s_e[1] + o_a % 2)[None, :], b_e, mask=(o_a < AP)[None, :])
     b_range = tl.where(b_norm <= WEIGHT_LIMIT * WEIGHT_LIMIT, tl.max(b_range, 0), float("inf"))
     tl.store(p_range + tl.program_id(0), b_range)
@@ -125,14 +149,14 @@ def _exponentials(
 
 @triton.jit
 def _scores(
-    p_q, p_k, p_weight, p_eq, p_ek, s_qa, s_ka, s_wa, near, m_q, m_k, A,
+    p_q, p_k, p_weight, p_eq, p_ek, p_ew, s_qa, s_ka, s_wa, near, m_q, m_k, A, AP,
     ADDITIVE: tl.constexpr, RELU: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BA: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
     """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
 
-    ``p_eq [BQ, 2]`` and ``p_ek [BK, 2]`` point into panels, ``[A / 2, BQ, 2]`` and
-    ``[A / 2, BK, 2]``, as far as which the weight ends in zeros.
+    ``p_eq [BQ, 2]`` and ``p_ek [BK, 2]`` point into panels, ``[AP / 2, BQ, 2]`` and
+    ``[AP / 2, BK, 2]``, and ``p_ew`` to the weights as :func:`_exponentials` leaves them.
     """
     b_s = tl.zeros([BQ, BK], acc)
     if not ADDITIVE:
@@ -149,20 +173,16 @@ def _scores(
     elif near:
         # Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)), two features at a time
         for chunk in range(0, A, CHUNK):
-            b_sum = 0.0
-            b_part = tl.zeros([BQ, BK], acc)
+            b_part = tl.zeros([BQ, BK], acc) + tl.load(p_ew + AP + chunk // CHUNK)
             for i in tl.static_range(0, CHUNK, 2):
-                a = chunk + i
-                b_w0 = tl.load(p_weight + a * s_wa).to(acc)
-                b_w1 = tl.load(p_weight + (a + 1) * s_wa).to(acc)
+                b_w0, b_w1 = tl.load(p_ew + chunk + i), tl.load(p_ew + chunk + i + 1)
                 # [BQ] and [BK]
                 b_eq0, b_eq1 = tl.split(tl.load(p_eq + i * BQ))
                 b_ek0, b_ek1 = tl.split(tl.load(p_ek + i * BK))
                 b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
-                b_d1 = 1 + b_eq1[:, None] * b_ek1[None, :]
-                b_part += (b_w0 * b_d1 + b_w1 * b_d0) * _reciprocal(b_d0 * b_d1)
-                b_sum += b_w0 + b_w1
-            b_s += b_sum - 2 * b_part
+                b_d1 = b_w1 + b_eq1[:, None] * b_ek1[None, :]
+                b_part += (b_w0 * b_d1 + b_d0) * _reciprocal(b_d0 * b_d1)
+            b_s += b_part
             p_eq += CHUNK * BQ
             p_ek += CHUNK * BK
     else:
@@ -186,7 +206,7 @@ def _scores(
 
 @triton.jit
 def _forward(
-    p_q, p_k, p_v, p_weight, p_eq, p_ek, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
+    p_q, p_k, p_v, p_weight, p_eq, p_ek, p_ew, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
     p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span,
     s_context, scale, H, Tq, Tk, W, A, AP, Dv, RELU: tl.constexpr, COMPACT: tl.constexpr,
     SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
@@ -216,6 +236,8 @@ def _forward(
     if p_weight is not None:
         p_weight += i_h * s_weight[0]
         s_wa = s_weight[1]
+    if p_ew is not None:
+        p_ew += i_h * (AP + AP // CHUNK)
 
     b_m = tl.full([BQ], -float("inf"), acc)
     b_l = tl.zeros([BQ], acc)
@@ -243,8 +265,8 @@ def _forward(
             near: tl.constexpr = False
             p_eq_tile, p_ek_tile = p_eq, p_ek
         b_s = scale * _scores(
-            p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile,
-            s_q[3], s_k[3], s_wa, near, m_q, m_k, A,
+            p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile, p_ew,
+            s_q[3], s_k[3], s_wa, near, m_q, m_k, A, AP,
             p_weight is not None, RELU, BQ, BK, BA, acc,
         )  # fmt: skip
         m_column = m_q[:, None] & (o_k < Tk)[None, :] if p_span is None else m_s
@@ -604,17 +626,18 @@ def _depth(dtype: torch.dtype) -> int:
     return 32 if dtype in HALF else 16
 
 
-def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool):
+def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool, weights=None):
     """Launch :func:`_exponentials`: ``[B·H, blocks, block, A]`` and the range of every block.
 
     ``transposed`` makes it panels ``[…, A / 2, block, 2]``, A rounded up to CHUNK, for the forward.
+    ``weights`` are to be left there.
     """
     (B, H, T, A), blocks = x.shape, triton.cdiv(x.shape[2], block)
     columns = _whole_chunks(A) if transposed else A
     e = x.new_empty(B * H * blocks * block * columns, dtype=torch.float32)
     ranges = x.new_empty(B * H * blocks, dtype=torch.float32)
     _exponentials[(B * H * blocks,)](
-        x, weight, lengths, e, ranges, x.stride(), weight.stride(),
+        x, weight, lengths, e, weights, ranges, x.stride(), weight.stride(),
         (2, 2 * block) if transposed else (columns, 2), H, T, A, columns,
         CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -703,16 +726,15 @@ def sweep(
     # and save registers where a dot has no tensor cores.
     separate = weights is not None and (Dv > BV or query.dtype not in HALF)
     within = None if separate else context
-    e_q = e_k = range_q = range_k = None
+    e_q = e_k = e_w = range_q = range_k = None
     with torch.cuda.device_of(query):
         if factored:
-            e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True)
+            e_w = query.new_empty(H, _whole_chunks(A) * (CHUNK.value + 1) // CHUNK.value, dtype=acc)
+            e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True, weights=e_w)
             e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
-            if A % CHUNK.value:
-                weight = torch.nn.functional.pad(weight, (0, _whole_chunks(A) - A))
         slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
         _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
-            query, key, value, weight, e_q, e_k, range_q, range_k, bias, mask, lengths,
+            query, key, value, weight, e_q, e_k, e_w, range_q, range_k, bias, mask, lengths,
             span, within, weights, lse, query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
             _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,

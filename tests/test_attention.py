@@ -325,6 +325,10 @@ def test_factored_domain(q, k, backend):
     features = slice(None) if q == k else 5
     args["query"][:, :, features] += q
     args["key"][:, ::2, features] += k
+    judge_on(case, args, backend)
+
+
+def judge_on(case, args, backend):
     leaves = {x: v.clone().requires_grad_() for x, v in args.items()}
     double = {x: v.double().requires_grad_() for x, v in args.items()}
     device = DEVICE[backend]
@@ -334,6 +338,22 @@ def test_factored_domain(q, k, backend):
         lambda **a: attend(a, backend=backend, **OUTPUTS),
     )
     check(case, got, results(case, double, eager), [results(case, leaves, eager)])
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # an infinite product, of which the reciprocal is 0
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+@pytest.mark.parametrize(
+    "small", [slice(1, None, 2), slice(None, None, 2), slice(8, 32), slice(None)]
+)
+@pytest.mark.parametrize("factor", [0.0, 1e-8, 1e-30])
+def test_weights_that_vanish(factor, small, offset, backend):
+    """Of one feature of a pair, of many, of all: a factored path may divide by a weight."""
+    case = Case("additive", 2, 18, 19, 48, 8)
+    args = {x: v.detach() for x, v in inputs(case).items() if v is not None}
+    args["weight"][small] *= factor
+    for side in ("query", "key"):
+        args[side][:, ::2] += offset
+    judge_on(case, args, backend)
 
 
 @pytest.mark.parametrize("k", [-12.3, -1e-3, 0.0, 0.7, 10.9, 21.8, -40.0])

@@ -201,3 +201,10 @@ def test_large_scores(factor, host):
 )
 def test_factored_domain(q, k, host):
     test_attention.test_factored_domain(q, k, host)
+
+
+@pytest.mark.parametrize("small", [slice(1, None, 2), slice(8, 32), slice(None)])
+@pytest.mark.parametrize("factor", [0.0, 1e-8, 1e-30])
+def test_weights_that_vanish(factor, small, host):
+    for offset in (0.0, 10.0):
+        test_attention.test_weights_that_vanish(factor, small, offset, host)
