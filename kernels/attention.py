@@ -5,10 +5,10 @@ The additive score never takes a tanh per (query, key, feature). With E(x) = e^{
     tanh(q + k) = 1 − 2r,    r = 1 / (1 + E(q)·E(k)),    1 − tanh² = 4r(1 − r),
 
 so exponentials are taken once per query element and once per key element, and two terms share a
-reciprocal: w0/d0 + w1/d1 = (w0·D + d0) / (d0·D), D = d1/w1 = 1/w1 + (E(q)/w1)·E(k), so that w1 costs
-nothing once the query's side has been divided by it. Where max|q| + max|k| ≤ 21.8 each d is below
-2^63. Tiles beyond that, a weight of extreme norm, and float64 take a direct path: one exponential
-per element, right for every finite input. The rectifier has neither.
+reciprocal: w0/d0 + w1/d1 = (w0·D + d0) / (d0·D) with D = d1/w1 = 1/w1 + (E(q)/w1)·E(k), so that w1
+costs nothing once the query's side has been divided by it. Where max|q| + max|k| ≤ 21.8 each d is
+below 2^63. Tiles beyond that, a weight of extreme norm, and float64 take a direct path: one
+exponential per element, right for every finite input. The rectifier has neither.
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
@@ -17,6 +17,7 @@ Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offs
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 import triton
@@ -33,8 +34,8 @@ FACTORED_LIMIT = tl.constexpr(21.8)  # 1 + e^{2·21.8} < 2^63
 # model comes near, the direct path keeps scores as accurate as eager code does.
 WEIGHT_LIMIT = tl.constexpr(16.0)
 CHUNK = tl.constexpr(8)  # features summed on their own: rounding adds up in one long sum
-# A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest. Where d0·D
-# is beyond float32 and its reciprocal 0, w0/d0 is then below 2^-33.
+# A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest. Where
+# d0·D is beyond float32 and its reciprocal 0, w0/d0 is then below 2^-33.
 LEAST_WEIGHT = tl.constexpr(2.0**-42)
 
 
@@ -100,8 +101,8 @@ def _exponentials(
 ):  # fmt: skip
     """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
 
-    With ``p_ew [H, AP + AP / CHUNK]`` weights are left there as the forward takes them: −2w of the first
-    feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then every chunk's Σ w.
+    With ``p_ew [H, AP + AP / CHUNK]`` weights are left there as the forward takes them: −2w of the
+    first feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then each chunk's Σ w.
     """
     NT = tl.cdiv(T, BT)
     i_bh, i_t = tl.program_id(0) // NT, tl.program_id(0) % NT
@@ -173,7 +174,7 @@ def _scores(
     elif near:
         # Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)), two features at a time
         for chunk in range(0, A, CHUNK):
-            b_part = tl.zeros([BQ, BK], acc) + tl.load(p_ew + AP + chunk // CHUNK)
+            b_part = tl.zeros([BQ, BK], acc)
             for i in tl.static_range(0, CHUNK, 2):
                 b_w0, b_w1 = tl.load(p_ew + chunk + i), tl.load(p_ew + chunk + i + 1)
                 # [BQ] and [BK]
@@ -182,7 +183,7 @@ def _scores(
                 b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
                 b_d1 = b_w1 + b_eq1[:, None] * b_ek1[None, :]
                 b_part += (b_w0 * b_d1 + b_d0) * _reciprocal(b_d0 * b_d1)
-            b_s += b_part
+            b_s += tl.load(p_ew + AP + chunk // CHUNK) + b_part
             p_eq += CHUNK * BQ
             p_ek += CHUNK * BK
     else:
@@ -665,6 +666,23 @@ def _tile(size: int, span: Tensor | None, columns: int) -> int:
     return min(size // 2, _block(columns, size)) if columns else size // 2
 
 
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _shorter(block: int, rows: int, programs: int, device: torch.device) -> int:
+    """Halve a block of rows, to 16, while a GPU has more processors than programs for them.
+
+    ``programs`` run for each block.
+    """
+    while block > 16 and programs * triton.cdiv(rows, block) < _processors(device):
+        block //= 2
+    return block
+
+
 def _rows_of_keys(span, columns: int, B: int, H: int, Tk: int, block: int) -> Tensor | None:
     """Return which rows see any of a block of keys, from the first to the one after the last.
 
@@ -718,21 +736,23 @@ def sweep(
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
-    BQ, BV = _block(Tq, _tile(64, span, columns), 1), _block(Dv, 128)
     BA = _block(A, _depth(query.dtype))
     factored = weight is not None and acc == torch.float32 and not relu
     BK = _block(Tk, 32 if factored or relu else _depth(query.dtype))
     # The weights, if they are there, save taking the scores again for values wider than a block,
-    # and save registers where a dot has no tensor cores.
-    separate = weights is not None and (Dv > BV or query.dtype not in HALF)
+    # and save registers where a dot has no tensor cores. An additive score is dear: wider blocks.
+    separate = weights is not None and (Dv > 128 or query.dtype not in HALF)
     within = None if separate else context
+    BV = _block(Dv, 128 if weight is None or separate else 256)
+    BQ = _block(Tq, min(_tile(64, span, columns), 8192 // BV), 1)
+    slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
+    BQ = _shorter(BQ, Tq, B * H * slices, query.device)
     e_q = e_k = e_w = range_q = range_k = None
     with torch.cuda.device_of(query):
         if factored:
             e_w = query.new_empty(H, _whole_chunks(A) * (CHUNK.value + 1) // CHUNK.value, dtype=acc)
             e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True, weights=e_w)
             e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
-        slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
         _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
             query, key, value, weight, e_q, e_k, e_w, range_q, range_k, bias, mask, lengths,
             span, within, weights, lse, query.stride(), key.stride(), value.stride(),
@@ -781,8 +801,8 @@ def backward(
     grad_context, grad_weights = _heads(grad_context), _heads(grad_weights)
     dq, dk, dv = _heads(grad_query), _heads(grad_key), _heads(grad_value)
     (B, H, Tq, A), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
-    BQ, BK = _block(Tq, _tile(64, span, columns)), _block(Tk, 32)
-    BV = _block(Dv, _depth(query.dtype))
+    BQ = _shorter(_block(Tq, _tile(64, span, columns)), Tq, B * H, query.device)
+    BK, BV = _block(Tk, 32), _block(Dv, _depth(query.dtype))
     seen = (lengths, span, columns)
     with torch.cuda.device_of(query):
         if grad_score is None:

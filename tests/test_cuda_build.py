@@ -6,44 +6,42 @@ import shutil
 import subprocess
 
 import pytest
+from machine_code import factored_loop, functions
 from test_cuda import HOST, compile_on_host
 
-#: Registers of a thread and bytes of shared memory of a block, at most, on every architecture.
+ARCHS = ("80", "90", "100")
+DTYPES = ("float", "double", "__half", "__nv_bfloat16")
+#: Registers of a thread and bytes of shared memory of a block, at most, on every architecture. With
+#: 168 registers three blocks are on a multiprocessor, with 128 four, with 96 five.
 BUDGETS = {
-    f"{kernel}<{dtype}{score}": (registers, kib * (2 if dtype == "double" else 1) << 10)
-    for dtype in ("float", "double", "__half", "__nv_bfloat16")
-    for kernel, score, registers, kib in (
-        ("forward", ", 0>", 255, 16),  # two blocks on a multiprocessor; the others three and four
-        ("forward", ", 1>", 168, 16),
-        ("forward", ", 2>", 168, 16),
-        ("step", ", 0>", 96, 5),
-        ("step", ", 1>", 104, 5),
-        ("step", ", 2>", 104, 5),
-        ("step_backward", ", 0>", 104, 5),
-        ("step_backward", ", 1>", 104, 5),
-        ("step_backward", ", 2>", 104, 5),
-        ("combine", ">", 64, 0),
-        ("grad_score", ">", 168, 12),
-        ("grad_rows", ", 0>", 128, 14),
-        ("grad_rows", ", 1>", 168 if dtype == "double" else 128, 14),
-        ("grad_rows", ", 2>", 168 if dtype == "double" else 128, 14),
+    f"{kernel}<{dtype}{score}>": (
+        of_double if dtype == "double" else registers,
+        kib * (2 if dtype == "double" else 1) << 10,
     )
+    for dtype in DTYPES
+    for kernel, score, registers, of_double, kib in (
+        *(("forward", f", {score}", 168, 255, 18) for score in range(3)),
+        *(("step", f", {score}", 104, 104, 5) for score in range(3)),
+        *(("step_backward", f", {score}", 104, 104, 5) for score in range(3)),
+        ("combine", "", 64, 64, 0),
+        ("factor", "", 64, 0, 0),
+        ("products", ", 0, false", 168, 168, 16),
+        ("products", ", 0, true", 168, 168, 16),
+        ("products", ", 1, false", 168, 168, 16),
+        ("grad_score", "", 168, 168, 16),
+        ("grad_rows", ", 0, false", 96, 200, 14),
+        ("grad_rows", ", 0, true", 96, 200, 14),
+        ("grad_rows", ", 1, false", 168, 200, 14),
+        ("grad_rows", ", 1, true", 128, 200, 14),
+        ("grad_rows", ", 2, false", 168, 200, 14),
+        ("grad_rows", ", 2, true", 128, 200, 14),
+        ("scan", "", 168, 168, 1),
+        ("scan_backward", "", 168, 168, 5),
+        ("distribution", "", 80, 80, 1),
+        ("distribution_gradient", "", 80, 80, 1),
+    )
+    if (kernel, dtype) != ("factor", "double")
 } | {"find_rows_of_keys": (40, 0)}
-BUDGETS |= {
-    f"{kernel}<{dtype}{score}>": (168, kib * (2 if dtype == "double" else 1) << 10)
-    for dtype in ("float", "double", "__half", "__nv_bfloat16")
-    for kernel, score, kib in (
-        ("products", ", 0", 12),
-        ("products", ", 1", 12),
-        ("scan", "", 1),
-        ("scan_backward", "", 5),
-    )
-}
-BUDGETS |= {
-    f"{kernel}<{dtype}>": (80, 128)
-    for kernel in ("distribution", "distribution_gradient")
-    for dtype in ("float", "double", "__half", "__nv_bfloat16")
-}
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
@@ -66,34 +64,74 @@ def test_sanitizers(sanitizer, tmp_path):
         )
 
 
-def test_registers_and_shared_memory(tmp_path):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What the compiler says of the kernels, and the files that it leaves, by architecture."""
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
     if not nvcc:
         pytest.skip("there is no nvcc")
-    archs = ("80", "90", "100")
+    folder = tmp_path_factory.mktemp("kernels")
     done = subprocess.run(
         [
             nvcc, "-std=c++20", "-O3", "-ftz=true", "-fatbin", "--threads", "3", "-Xptxas", "-v",
-            *[f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs],
-            str(HOST / "kernels.cu"), "-o", str(tmp_path / "kernels.fatbin"),
+            *[f"-gencode=arch=compute_{x},code=sm_{x}" for x in ARCHS], "-keep",
+            str(HOST / "kernels.cu"), "-o", str(folder / "kernels.fatbin"),
         ],
-        text=True, capture_output=True,
+        text=True, capture_output=True, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = subprocess.run(["c++filt"], input=done.stderr, text=True, capture_output=True).stdout
-    said = said.replace("attnfast::(anonymous namespace)::", "").replace("(Score)", "")
+    cubins = {arch: next(folder.glob(f"*_{arch}.cubin")).read_bytes() for arch in ARCHS}
+    return done.stderr, cubins
+
+
+def plain(mangled: str) -> str:
+    """Names without namespaces and arguments."""
+    said = subprocess.run(["c++filt"], input=mangled, text=True, capture_output=True).stdout
+    said = re.sub(r"attnfast::\(anonymous namespace\)::|\((attnfast::.*::)?Score\)|void ", "", said)
+    return re.sub(r"(?m)^([\w<>, ]+)\(.*", r"\1", said.strip())
+
+
+def test_registers_and_shared_memory(compiled):
     seen = set()
-    for kernel in said.split("Compiling entry function ")[1:]:
-        name, arch = re.match(r"'(?:void )?([\w<>, ]+)\(.*?' for '(\w+)'", kernel).groups()
+    for kernel in compiled[0].split("Compiling entry function ")[1:]:
+        mangled, arch = re.match(r"'(\w+)' for '(\w+)'", kernel).groups()
+        name = plain(mangled)
         registers = int(re.search(r"Used (\d+) registers", kernel).group(1))
         shared = re.search(r"(\d+) bytes smem", kernel)
         shared = int(shared.group(1)) if shared else 0
         most = BUDGETS[name]
         where = f"{name} on {arch}: {registers} registers, {shared} bytes of shared memory"
         assert " 0 bytes spill stores, 0 bytes spill loads" in kernel, where
-        if not name.endswith("<double, 1>"):  # eight of its tanh at a place would be too much code
-            assert " 0 bytes stack frame" in kernel, f"{where}, arrays in memory"
+        assert " 0 bytes stack frame" in kernel, f"{where}, arrays in memory"
         assert all(a <= b for a, b in zip((registers, shared), most)), f"{where}; at most {most}"
         seen.add((name, arch))
-    assert seen == {(name, f"sm_{arch}") for name in BUDGETS for arch in archs}
+    assert seen == {(name, f"sm_{arch}") for name in BUDGETS for arch in ARCHS}
+
+
+#: In the inner loops, at most: special functions, float32 instructions and all instructions for a
+#: (query, key, feature) of the additive score, and all instructions for a multiply-add of products.
+FACTORED_LOOPS = {
+    "forward<float, 1>": (0.5, 2.5, 3.3),
+    "products<float, 1, false>": (0.5, 2.5, 3.3),
+    "grad_rows<float, 1, false>": (0.5, 5.5, 6.6),
+    "grad_rows<float, 1, true>": (0.5, 4.5, 5.6),
+}
+PRODUCTS = {
+    "forward<float, 0>": 1.3,
+    "grad_score<float>": 1.3,
+    "grad_rows<float, 0, false>": 1.6,
+    "grad_rows<float, 0, true>": 1.6,
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_instructions_of_inner_loops(compiled, arch):
+    pytest.importorskip("triton", reason="triton, which brings the disassembler, is not installed")
+    found = {plain(name): loops for name, loops in functions(compiled[1][arch]).items()}
+    for name, most in FACTORED_LOOPS.items():
+        _, mix = factored_loop(found[name])
+        assert all(a <= b for a, b in zip(mix, most)), f"{name}: {mix}"
+    for name, most in PRODUCTS.items():
+        best = min(x["all"] / x["float32"] for x in found[name] if x["float32"] >= 16)
+        assert best <= most, f"{name}: {best}"

@@ -13,11 +13,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
+from machine_code import factored_loop, machine_code
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -35,6 +35,7 @@ CASES = list(
 )
 CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
 CASES += [("float32", "relu", "all")]
+CASES += itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("few",))
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values; the scan's gradient also
 #: puts by what it needs once for every row.
@@ -53,12 +54,10 @@ REGISTERS = {
     "_distribution_gradient": 168,
 }
 KERNELS = tuple(REGISTERS)
-#: float32 instructions; those with a 2, of sm_100, do two operations.
-FLOAT32 = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2")
 #: In the inner loop in float32, per (query, key, feature): special functions, float32
 #: instructions and all instructions at most.
-INNER_LOOP = {"_forward": (0.5, 3.5, 5.2), "_additive_gradient": (0.5, 7.1, 9.6)}
-SPAN_INNER_LOOP = {"_forward": (0.5, 3.5, 5.9), "_additive_gradient": (0.5, 7.1, 11.5)}
+INNER_LOOP = {"_forward": (0.5, 2.8, 4.6), "_additive_gradient": (0.5, 7.1, 9.6)}
+SHORT_INNER_LOOP = {"_forward": (0.5, 2.8, 5.9), "_additive_gradient": (0.5, 7.1, 11.5)}
 
 
 def record(cases: list[tuple]) -> list[tuple]:
@@ -73,9 +72,11 @@ def record(cases: list[tuple]) -> list[tuple]:
         launches.append((case, kernel, args, options))
 
     triton.runtime.jit.JITFunction.run = run
-    B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 128
     for case in cases:
         dtype, score, extras = case
+        few = extras == "few"  # rows for all processors, and values wider than a block
+        B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 512 if few else 128
+        attention._processors = Mock(return_value=132 if few else 1)
         if score == "copying":
             logits = torch.zeros(B, Tq, 5000, dtype=getattr(torch, dtype))
             weights, gate = logits[..., :Tk], logits[..., 0]
@@ -100,14 +101,14 @@ def record(cases: list[tuple]) -> list[tuple]:
             span = torch.zeros(1, 1, Tq, 2, dtype=torch.int64)
         W = columns or Tk
         weights = query.new_zeros((B, H, Tq, W), dtype=torch.float32)
-        if extras != "plain":
+        if extras not in ("plain", "few"):
             bias = query.new_zeros(H, 1, W).expand(B, H, Tq, W)
             mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, W)
             lengths = torch.tensor([Tk, 17])
             grad_weights, grad_lse = weights, weights[..., 0]
         context, *_ = attention.forward(
             query, key, value, weight, bias, mask, lengths, span, columns, None, 1.0, relu,
-            extras != "plain",
+            bias is not None,
         )  # fmt: skip
         attention.backward(
             context, grad_weights, grad_lse, query, key, value, weight, lengths, span, columns,
@@ -205,45 +206,8 @@ def compile_for(target: str) -> list[dict]:
         if all(side in values for side in sides):
             threads = 32 * launch["num_warps"]
             figure["tile"] = values[sides[0]] * values[sides[1]] / threads
-        figures.append(figure | machine_code(compiled.asm["cubin"], compiled.asm["ptx"]))
+        figures.append(figure | machine_code(compiled.asm["cubin"]))
     return figures
-
-
-def machine_code(cubin: bytes, ptx: str) -> dict:
-    """Read registers, spills and the inner loops' instructions."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run(
-                [tool.path, *flags, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for tool, flags in (
-                (knobs.nvidia.cuobjdump, ["-res-usage"]),
-                (knobs.nvidia.nvdisasm, ["-c"]),
-            )
-        )
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups()
-    lines, labels, loops = sass.splitlines(), {}, []
-    for i, line in enumerate(lines):
-        if label := re.match(r"\s*\.(L_x_\d+):", line):
-            labels[label[1]] = i
-        jump = re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)
-        if jump and jump[1] in labels:  # backwards: the body of a loop
-            body = "\n".join(lines[labels[jump[1]] : i + 1])
-            codes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
-            count = Counter(code.split(".")[0] for code in codes)
-            loops.append(
-                {
-                    "reciprocals": codes.count("MUFU.RCP"),
-                    "special": count["MUFU"],
-                    "float32": sum(count[x] for x in FLOAT32),
-                    "all": len(codes),
-                }
-            )
-    return {"registers": int(registers), "spills": int(stack) + int(local), "loops": loops}
 
 
 @pytest.fixture(scope="module")
@@ -296,15 +260,9 @@ def test_instructions_of_the_factored_loop(figures, kernel, target):
             continue
         if not figure["case"].startswith("float32-additive"):
             continue
-        # The factored loop takes reciprocals and no exponential, one reciprocal for two elements.
-        loop = min(
-            (x for x in figure["loops"] if x["special"] == x["reciprocals"] > 0),
-            key=lambda x: x["all"],
-        )
-        elements = 2 * loop["reciprocals"]
+        elements, mix = factored_loop(figure["loops"])
         assert elements % figure["tile"] == 0, "not the loop over the tile's features"
-        mix = tuple(loop[x] / elements for x in ("special", "float32", "all"))
-        most = SPAN_INNER_LOOP if figure["case"].endswith("span") else INNER_LOOP
+        most = SHORT_INNER_LOOP if figure["case"].endswith(("span", "few")) else INNER_LOOP
         assert all(a <= b for a, b in zip(mix, most[kernel])), mix
         checked += 1
     assert checked

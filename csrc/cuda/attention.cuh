@@ -19,8 +19,8 @@ template <class C>
 constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(const Attention a,
-                                                       const Factored factored) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    forward(const Attention a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   alignas(16) __shared__ C mixing[kKeys][kQueries + 4];
@@ -28,15 +28,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
   const int rows = up_to(kQueries, a.Tq - tile.row);
-  const int64_t n = keys_seen(a, tile.b), first = blockIdx.y * int64_t{kThreads * kColumns<C>};
-  const int64_t column = first + threadIdx.x;  // of the context, and every kThreads-th after it
+  const int64_t n = keys_seen(a, tile.b);
+  const bool first = blockIdx.y == 0;
+  const int column = blockIdx.y * kThreads * kColumns<C> + threadIdx.x;  // and every kThreads-th after it
   C context[kQueries][kColumns<C>] = {};
   if (threadIdx.x < kQueries) highest[threadIdx.x] = -INFINITY, mass[threadIdx.x] = 0;
 
   const Seen all = seen_by_all(a, tile, rows, n);
 #pragma unroll 1
-  for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
-    const int keys = up_to(kKeys, all.to - j0);
+  for (int left = all.to - all.from; left > 0; left -= kKeys) {
+    const int64_t j0 = all.to - left;
+    const int keys = min(left, kKeys);
     score_tile<S, T>(a, factored, tile, j0, keys, staged);
 #pragma unroll 1
     for (int r = warp; r < kQueries; r += kWarps) {
@@ -45,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
       C s = -INFINITY;
       if (own.from <= j && j < own.to) {
         s = finish_score<T>(a, tile, i, j - own.origin, staged.score(r, lane));
-        if (a.weights.data && first == 0) at<C>(a.weights, tile, i)[j - own.origin] = s;
+        if (a.weights.data && first) at<C>(a.weights, tile, i)[j - own.origin] = s;
       }
       const C before = highest[r], top = fmax(before, of_warp<Max>(s));
       const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
   }
 
   __syncthreads();  // and scores come back to other lanes than wrote them
-  if (first == 0)
+  if (first)
     for (int r = warp; r < rows; r += kWarps)
       finish_row(a, tile, tile.row + r, seen_by(a, tile, tile.row + r, n), highest[r], mass[r], lane, 32);
 #pragma unroll
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) forward(cons
     const C share = mass[r] == 0 ? 0 : 1 / mass[r];
     T* out = at<T>(a.context, tile, tile.row + r);
     for (int x = 0; x < kColumns<C>; ++x) {
-      const int64_t c = column + kThreads * x;
+      const int c = column + kThreads * x;
       if (c < a.Dv) narrow(context[r][x] * share, out[c]);
     }
   }
@@ -239,7 +241,11 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
 }
 
 template <class T, Score S, bool keys_are_rows>
-__global__ void __launch_bounds__(kThreads) grad_rows(const Attention a, const Sum sum) {
+constexpr int kResident = sizeof(T) == 8 ? 2 : S == Score::dot ? 5 : keys_are_rows ? 4 : 3;
+
+template <class T, Score S, bool keys_are_rows>
+__global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
+    grad_rows(const Attention a, const Sum sum) {
   using C = typename Accumulate<T>::type;
   constexpr bool factorable = S == Score::additive && sizeof(C) == 4, weighs = !keys_are_rows;
   __shared__ StagedSum<C> staged;

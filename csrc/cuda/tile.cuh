@@ -95,17 +95,19 @@ void by_dtype(Dtype dtype, F f) {
 
 // Which rows of which [B, H] this block takes; blockIdx.x counts tiles within B * H.
 struct Tile {
-  int64_t b, h, part, row;
+  int b, h, part;
+  int64_t row;
 };
 
 inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 // Of what is left, as much as a tile holds; less than 0 beyond the end.
 __device__ inline int up_to(int most, int64_t left) { return left < most ? left : most; }
 
-__device__ inline Tile locate(const Attention& a, int64_t rows, int height) {
-  const int64_t parts = (rows + height - 1) / height, bh = blockIdx.x / parts;
-  const int64_t part = blockIdx.x % parts;
-  return {bh / a.H, bh % a.H, part, part * height};
+__device__ inline Tile locate(const Attention& a, int64_t rows, int height,
+                              int block = blockIdx.x) {
+  const int parts = (rows + height - 1) / height, bh = block / parts, part = block % parts;
+  const int H = a.H;
+  return {bh / H, bh % H, part, int64_t{part} * height};
 }
 
 __device__ inline int64_t keys_seen(const Attention& a, int64_t b) {
@@ -238,7 +240,7 @@ __device__ bool aligned(const Rows<T>& x) {
 }
 // Four features, zeros past the `count` that a row still has.
 template <class T, class C>
-__device__ void load(const T* from, bool aligned, int64_t count, C (&out)[4]) {
+__device__ void load(const T* from, bool aligned, int count, C (&out)[4]) {
   if (aligned && count >= 4) {
     const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(from);
     for (int i = 0; i < 4; ++i) out[i] = widen(quad.x[i]);
@@ -283,12 +285,11 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
 
 // The rows of queries, or of keys, that a block takes.
 template <class T, bool keys>
-__device__ void factor_rows(const Attention& a, const Factored& out, int64_t block) {
+__device__ void factor_rows(const Attention& a, const Factored& out, int block) {
   const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t count = keys ? a.Tk : a.Tq, blocks = (count + kQueries - 1) / kQueries;
-  const int64_t bh = block / blocks, part = block % blocks, width = out.key.row;
-  const Tile tile = {bh / a.H, bh % a.H, part, part * kQueries};
+  const Tile tile = locate(a, keys ? a.Tk : a.Tq, kQueries, block);
+  const int64_t width = out.key.row;
   const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
                         up_to(kQueries, (keys ? keys_seen(a, tile.b) : a.Tq) - tile.row)};
   const bool fours = aligned(rows);
@@ -298,7 +299,7 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int64_t blo
     load(at<T>(a.weight, tile, 0) + c, false, a.A - c, w);
     divide_by_second(w, total);
     if (c >= width) break;
-    if (!keys && tile.b == 0 && part == 0 && warp == 0) {
+    if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
       float* weights = at<float>(out.weight, tile, 0);
       for (int i = 0; i < 4; ++i) weights[c + i] = w[i];
       if (lane % 4 == 0) weights[width + c / kFeatures] = total;
@@ -320,8 +321,8 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int64_t blo
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) factor(const Attention a, const Factored out) {
-  const int64_t blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
-  if (blockIdx.x < blocks) factor_rows<T, false>(a, out, blockIdx.x);
+  const int blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
+  if (int(blockIdx.x) < blocks) factor_rows<T, false>(a, out, blockIdx.x);
   else factor_rows<T, true>(a, out, blockIdx.x - blocks);
 }
 
@@ -347,7 +348,7 @@ template <Score S, class C>
 __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
   const int lane = threadIdx.x % 32;
   const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
-#pragma unroll(sizeof(C) == 4 ? 1 : 1)
+#pragma unroll 1
   for (int c = 0; c < kFeatures; c += 4) {
     C k[4][4];
     for (int x = 0; x < 4; ++x)
@@ -376,7 +377,7 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
 // features, of which they take chunks; every thread of the block takes part. Where the score is additive, X is float and q, k and w are
 // factored, or it is double; and `again(row, key)` is what the warp's features add up to, tanh by tanh.
 template <Score S, class X, class C, class Again>
-__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int64_t width,
+__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
                            Staged<C>& staged, const Again& again) {
   constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
   constexpr bool factored = S == Score::additive && sizeof(C) == 4;
@@ -394,7 +395,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int64
   C sum[4][4] = {};
   __syncthreads();  // the scores of the tile before have been looked at
 #pragma unroll 1
-  for (int64_t first = warp * kFeatures; first < width; first += kWarps * kFeatures) {
+  for (int first = warp * kFeatures; first < width; first += kWarps * kFeatures) {
     C part[4][4];
     for (int r = 0; r < 4; ++r)
       for (int x = 0; x < 4; ++x) part[r][x] = factored ? widen(w[width + first / kFeatures]) : C(0);

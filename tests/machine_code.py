@@ -1,0 +1,70 @@
+"""What machine code for NVIDIA GPUs is made of, read with the tools that come with Triton."""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+
+#: float32 instructions; those with a 2, of sm_100, do two operations.
+FLOAT32 = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2")
+
+
+def run_tool(name: str, cubin: bytes, *flags: str) -> str:
+    """Run cuobjdump or nvdisasm."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [getattr(knobs.nvidia, name).path, *flags, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def loops(sass: str) -> list[dict]:
+    """Count the instructions of every loop of a function."""
+    lines, labels, found = sass.splitlines(), {}, []
+    for i, line in enumerate(lines):
+        if label := re.match(r"\s*\.(L_x_\d+):", line):
+            labels[label[1]] = i
+        jump = re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)
+        if jump and jump[1] in labels:  # backwards: the body of a loop
+            body = "\n".join(lines[labels[jump[1]] : i + 1])
+            codes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
+            count = Counter(code.split(".")[0] for code in codes)
+            found.append(
+                {
+                    "reciprocals": codes.count("MUFU.RCP"),
+                    "special": count["MUFU"],
+                    "float32": sum(count[x] for x in FLOAT32),
+                    "all": len(codes),
+                }
+            )
+    return found
+
+
+def machine_code(cubin: bytes) -> dict:
+    """Registers, spills and loops of the only function."""
+    usage = run_tool("cuobjdump", cubin, "-res-usage")
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups()
+    return {
+        "registers": int(registers),
+        "spills": int(stack) + int(local),
+        "loops": loops(run_tool("nvdisasm", cubin, "-c")),
+    }
+
+
+def functions(cubin: bytes) -> dict[str, list[dict]]:
+    """Count the loops of every function, by its mangled name."""
+    parts = re.split(r"\n//-+ \.text\.(\S+)", run_tool("nvdisasm", cubin, "-c"))
+    return {name: loops(sass) for name, sass in zip(parts[1::2], parts[2::2])}
+
+
+def factored_loop(loops: list[dict]) -> tuple[int, tuple[float, ...]]:
+    """Find the loop that takes reciprocals and no exponential, one for two elements.
+
+    Return how many elements it takes, and for each of them special functions, float32 instructions
+    and all.
+    """
+    loop = min((x for x in loops if x["special"] == x["reciprocals"] > 0), key=lambda x: x["all"])
+    elements = 2 * loop["reciprocals"]
+    return elements, tuple(loop[x] / elements for x in ("special", "float32", "all"))
