@@ -102,7 +102,7 @@ def _exponentials(
     """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
 
     With ``p_ew [H, AP + AP / CHUNK]`` weights are left there as the forward takes them: −2w of the
-    first feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then each chunk's Σ w.
+    first feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then the chunks' Σ w.
     """
     NT = tl.cdiv(T, BT)
     i_bh, i_t = tl.program_id(0) // NT, tl.program_id(0) % NT
