@@ -518,10 +518,9 @@ def _additive_gradient(
             stop = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2 + 1).to(tl.int32)
     p_x += i_b * s_x[0] + i_h * s_x[1] + o_x[:, None] * s_x[2] + o_a[None, :] * s_x[3]
     p_y += i_b * s_y[0] + i_h * s_y[1] + o_a * s_y[3]
-    # [BX, BA]: Σ_y ds r(1 − r) and Σ_y ds r; [BX]: Σ_y ds
+    # [BX, BA]: Σ_y ds r(1 − r) and Σ_y ds (r − ½)
     b_dx = tl.zeros([BX, BA], acc)
     b_dw = tl.zeros([BX, BA], acc)
-    b_sum = tl.zeros([BX], acc)
     for i_y in range(start // BY, tl.cdiv(stop, BY)):
         end = tl.minimum(stop, i_y * BY + BY)
         if p_ex is not None:
@@ -555,14 +554,12 @@ def _additive_gradient(
                 b_d0 = 1 + b_ex * tl.load(p_eyy, mask=m_a, other=0)[None, :]
                 b_d1 = 1 + b_ex * tl.load(p_eyy + A, mask=m_a, other=0)[None, :]
                 b_inverse = _reciprocal(b_d0 * b_d1)
-                b_r0, b_r1 = b_d1 * b_inverse, b_d0 * b_inverse
-                # r(1 − r) = r²d − r²: r's own error stays relative, also where r is almost 1
-                b_rr0, b_rr1 = b_r0 * b_r0, b_r1 * b_r1
-                b_dx += b_ds0[:, None] * (b_rr0 * b_d0 - b_rr0)
-                b_dx += b_ds1[:, None] * (b_rr1 * b_d1 - b_rr1)
+                b_s0, b_s1 = b_d1 * b_inverse - 0.5, b_d0 * b_inverse - 0.5
+                b_dx += b_ds0[:, None] * (0.25 - b_s0 * b_s0)
+                b_dx += b_ds1[:, None] * (0.25 - b_s1 * b_s1)
                 if p_dw is not None:
-                    b_dw += b_ds0[:, None] * b_r0 + b_ds1[:, None] * b_r1
-                    b_sum += b_ds0 + b_ds1
+                    b_dw += b_ds0[:, None] * b_s0
+                    b_dw += b_ds1[:, None] * b_s1
         else:
             # t = e^{−2|x + y|}: r(1 − r) = t / (1 + t)², r = t / (1 + t) or 1 / (1 + t)
             b_x = _finite(tl.load(p_x, mask=m_xa, other=0).to(acc))
@@ -578,7 +575,7 @@ def _additive_gradient(
                     )
                 b_y = tl.load(p_y + tl.cast(y, tl.int64) * s_y[2], mask=m_a, other=0).to(acc)
                 b_z = b_x + _finite(b_y)[None, :]
-                if RELU:  # in the place of r(1 − r) and r stand 1/4 of the slope and −z/2
+                if RELU:  # in the place of r(1 − r) and r − ½ stand 1/4 of the slope and −z/2
                     b_dx += tl.where(b_z > 0, 0.25 * b_ds[:, None], 0)
                     if p_dw is not None:
                         b_dw += b_ds[:, None] * tl.where(b_z > 0, -0.5 * b_z, 0)
@@ -587,8 +584,7 @@ def _additive_gradient(
                     b_inverse = _reciprocal(1 + b_t)
                     b_dx += b_ds[:, None] * (b_t * b_inverse * b_inverse)
                     if p_dw is not None:
-                        b_dw += b_ds[:, None] * (tl.where(b_z > 0, b_t, 1) * b_inverse)
-                        b_sum += b_ds
+                        b_dw += b_ds[:, None] * (tl.where(b_z > 0, b_t, 1) * b_inverse - 0.5)
     # [BA]
     scale = _scalar(scale, acc)
     p_weight += i_h * s_weight[0] + o_a * s_weight[1]
@@ -598,7 +594,7 @@ def _additive_gradient(
         p_dx += i_b * s_dx[0] + i_h * s_dx[1] + o_x[:, None] * s_dx[2] + o_a[None, :]
         tl.store(p_dx, b_dx, mask=m_xa)
     if p_dw is not None:
-        b_dw = scale * (tl.sum(b_sum, 0) - 2 * tl.sum(b_dw, 0))
+        b_dw = -2 * scale * tl.sum(b_dw, 0)
         tl.store(p_dw + (i_bh * NX + i_x) * A + o_a, b_dw, mask=m_a)
 
 
