@@ -15,10 +15,7 @@ from pathlib import Path
 
 def rows(report: dict) -> list[dict]:
     """Return one row a benchmark: what was timed, its median in seconds, peers and memory."""
-    return [
-        {**b["extra_info"], "median": b["stats"]["median"], "rounds": b["stats"]["rounds"]}
-        for b in report["benchmarks"]
-    ]
+    return [{"median": b["stats"]["median"], **b["extra_info"]} for b in report["benchmarks"]]
 
 
 def milliseconds(seconds: float) -> str:
@@ -47,6 +44,7 @@ def markdown(report: dict) -> str:
         f"- commit {commit['id']}{' with local changes' if commit['dirty'] else ''}",
         f"- {report['datetime'][:10]}",
         "- medians of interleaved rounds; × is the peer's time over attnfast's",
+        *["- seconds of the device; see time_one in bench/race.py"] * (first["device"] != "cpu"),
         "- peak memory is the most that one call has allocated at any time, inputs left out\n",
     ]
     text += markdown_of_keys([r for r in table if "keys" in r])
