@@ -103,8 +103,8 @@ def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) 
 #: Special functions and float32 instructions for each (query, key, feature), and instructions for
 #: each (query, key, column of values); see the bounds in docs/performance.md.
 OPERATIONS = {
-    ("additive", "forward"): (0.5, 3, 1),
-    ("additive", "forward + backward"): (1, 10.5, 3),
+    ("additive", "forward"): (0.5, 2.5, 1),
+    ("additive", "forward + backward"): (1, 9, 3),
     ("dot", "forward"): (0, 1, 1),
     ("dot", "forward + backward"): (0, 3, 3),
 }
