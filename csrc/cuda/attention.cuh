@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b);
   const bool first = blockIdx.y == 0;
-  const int column = blockIdx.y * kThreads * kColumns<C> + threadIdx.x;  // and every kThreads-th after it
+  const int column = blockIdx.y * kThreads * kColumns<C> + threadIdx.x;  // the next ones kThreads apart
   C context[kQueries][kColumns<C>] = {};
   if (threadIdx.x < kQueries) highest[threadIdx.x] = -INFINITY, mass[threadIdx.x] = 0;
 
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
       }
       const C before = highest[r], top = fmax(before, of_warp<Max>(s));
       const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
+      __syncwarp();  // every lane has looked at the highest before
       const C more = of_warp<Add>(p);
       mixing[lane][r] = p;
       if (lane == 0) highest[r] = top, factor[r] = fade, mass[r] = mass[r] * fade + more;
@@ -86,8 +87,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 
   __syncthreads();  // and scores come back to other lanes than wrote them
   if (first)
-    for (int r = warp; r < rows; r += kWarps)
-      finish_row(a, tile, tile.row + r, seen_by(a, tile, tile.row + r, n), highest[r], mass[r], lane, 32);
+    for (int r = warp; r < rows; r += kWarps) {
+      const int64_t i = tile.row + r;
+      finish_row(a, tile, i, seen_by(a, tile, i, n), highest[r], mass[r], lane, 32);
+    }
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {
     if (r >= rows) break;
@@ -290,11 +293,13 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
       if (factorable) special |= beyond(y[half]);
     }
     // Neighbouring lanes read neighbouring numbers.
-    const int64_t i = (keys_are_rows ? c0 : tile.row) + warp, j = (keys_are_rows ? tile.row : c0) + lane;
+    const int64_t i = (keys_are_rows ? c0 : tile.row) + warp;
+    const int64_t j = (keys_are_rows ? tile.row : c0) + lane;
+    const int of_i = keys_are_rows ? count : rows, of_j = keys_are_rows ? rows : count;
     const C* of_g = at<C>(sum.g, tile, i) + j;
 #pragma unroll
     for (int m = 0; m < kPart; ++m, of_g += kWarps * sum.g.row) {
-      bool exists = lane < (keys_are_rows ? rows : count) && warp + m * kWarps < (keys_are_rows ? count : rows);
+      bool exists = lane < of_j && warp + m * kWarps < of_i;
       int64_t origin = 0;
       if (a.span.data && exists) {
         const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // what lies beyond n is 0

@@ -12,7 +12,7 @@
 namespace attnfast {
 namespace {
 
-// x_ij = grad_context_i . v_j, in the place of the scores' gradients, or the scores in that of the weights.
+// The scores, in the place of the weights, or grad_context_i . v_j, in that of the scores' gradients.
 template <class T, Score S, bool backward>
 __global__ void __launch_bounds__(kThreads, 3) products(const Attention a, const Factored factored) {
   using C = typename Accumulate<T>::type;
@@ -394,13 +394,14 @@ void launch_forward(const Coverage& a, const Launch& launch) {
   const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, {}};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const auto scores = a.weight.data ? products<T, Score::additive, false> : products<T, Score::dot, false>;
+    const auto scores = a.weight.data ? products<T, Score::additive, false>
+                                      : products<T, Score::dot, false>;
     if (!a.filters_count)
       launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
              factored<T>(rows, launch));
     launch_scan<T>(a, launch);
-    launch(grad_rows<T, Score::dot, false>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice), rows,
-           context);
+    launch(grad_rows<T, Score::dot, false>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice),
+           rows, context);
   });
 }
 
@@ -410,8 +411,8 @@ void launch_backward(const Coverage& a, const Launch& launch) {
   if (a.filters_count) rows.grad_query = rows.grad_key = rows.grad_weight = {};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
-           Factored{});
+    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys),
+           rows, Factored{});
     launch_scan<T>(a, launch);
   });
   launch_backward(rows, launch);

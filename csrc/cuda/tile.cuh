@@ -25,8 +25,8 @@ constexpr int kMostBlocks = 8;           // of a cluster
 // While both sides stay within this, d0 <= 1 + e^{4 * 10.9} < 2^63; weights, too, for they magnify the
 // 3 ulp that the factored path loses.
 constexpr float kFactoredLimit = 10.9f;
-// A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest, so |D| < 2^105. Where
-// d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
+// A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest, so that
+// |D| < 2^106. Where d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
 constexpr float kLeastWeight = 0x1p-42f;
 
 enum class Score { dot, additive, relu };
@@ -261,8 +261,8 @@ __device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width)
   return sum;
 }
 
-// What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every second
-// feature 1 / -2w, of which the queries' is a multiple. After the weights the sum of each chunk's w.
+// What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every
+// second feature 1 / -2w, by which the query's e^{2x} is multiplied. After the weights each chunk's sum.
 struct Factored {
   View query, key, weight;
 };
@@ -332,11 +332,12 @@ Factored factored(const Attention& a, const Launch& launch) {
   if constexpr (sizeof(typename Accumulate<T>::type) == 4) {
     if (!a.weight.data || a.relu) return out;
     const int64_t width = tiles(a.A, kFeatures) * kFeatures;
-    const auto rows = [&](int64_t B, int64_t count, int64_t row) {
-      const int64_t head = count * row, batch = a.H * head;
-      return View{launch.template scratch<float>(B * batch), batch, head, row, 1};
+    const auto rows = [&](int64_t count) {
+      const int64_t head = count * width, batch = a.H * head;
+      return View{launch.template scratch<float>(a.B * batch), batch, head, width};
     };
-    out = {rows(a.B, a.Tq, width), rows(a.B, a.Tk, width), rows(1, 1, width + width / kFeatures)};
+    const int64_t weights = width + width / kFeatures;
+    out = {rows(a.Tq), rows(a.Tk), {launch.template scratch<float>(a.H * weights), 0, weights}};
     launch(factor<T>, a.B * a.H * (tiles(a.Tq, kQueries) + tiles(a.Tk, kQueries)), 1, a, out);
   }
   return out;
@@ -373,9 +374,10 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
   }
 }
 
-// staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share the
-// features, of which they take chunks; every thread of the block takes part. Where the score is additive, X is float and q, k and w are
-// factored, or it is double; and `again(row, key)` is what the warp's features add up to, tanh by tanh.
+// staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share
+// the features, of which they take chunks; every thread of the block takes part. Where the score is
+// additive, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
+// warp's features add up to, tanh by tanh.
 template <Score S, class X, class C, class Again>
 __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
                            Staged<C>& staged, const Again& again) {
@@ -449,8 +451,7 @@ __device__ void score_tile(const Attention& a, const Factored& f, const Tile& ti
   if constexpr (S == Score::additive && sizeof(C) == 4) {
     const Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
     const Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
-    const C* weights = at<C>(f.weight, {0, tile.h, 0, 0}, 0);
-    score_tile<S>(e_q, e_k, weights, f.key.row, staged, again);
+    score_tile<S>(e_q, e_k, at<C>(f.weight, tile, 0), f.key.row, staged, again);
   } else {
     score_tile<S>(Rows<T>{q, a.query.row, rows}, Rows<T>{k, a.key.row, keys}, w, a.A, staged, again);
   }
