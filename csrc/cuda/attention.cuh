@@ -118,7 +118,8 @@ __device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0
 // grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
 // x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3) grad_score(const Attention a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    grad_score(const Attention a) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

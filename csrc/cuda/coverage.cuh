@@ -14,7 +14,8 @@ namespace {
 
 // The scores, in the place of the weights, or grad_context_i . v_j, in that of the scores' gradients.
 template <class T, Score S, bool backward>
-__global__ void __launch_bounds__(kThreads, 3) products(const Attention a, const Factored factored) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    products(const Attention a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

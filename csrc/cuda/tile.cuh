@@ -387,12 +387,12 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
   const bool fours = factored || (aligned(q) && aligned(k));
   C(*const rows)[kPitch] = staged.rows[warp], *const weights = staged.w[warp];
   using Step = std::conditional_t<factored, int, int64_t>;
-  const X* from[kSteps];  // past the last row the last again
+  Step from[kSteps];  // where rows begin; past the last one the last again
 #pragma unroll
   for (int n = 0; n < kSteps; ++n) {
     const Rows<X>& side = n < kQueries / 8 ? q : k;
     const int row = lane / 4 + 8 * n - (n < kQueries / 8 ? 0 : kQueries);
-    from[n] = side.data + min(row, side.count - 1) * Step(side.stride) + quad;
+    from[n] = min(row, side.count - 1) * Step(side.stride) + quad;
   }
   C sum[4][4] = {};
   __syncthreads();  // the scores of the tile before have been looked at
@@ -405,7 +405,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
       C x[kSteps][4];
 #pragma unroll
       for (int n = 0; n < kSteps; ++n)
-        load(from[n] + first, fours, factored ? 4 : width - first - quad, x[n]);
+        load((n < kQueries / 8 ? q : k).data + first + from[n], fours,
+             factored ? 4 : width - first - quad, x[n]);
       C v = 0;
       if (S != Score::dot && lane < kFeatures && first + lane < width) v = widen(w[first + lane]);
       __syncwarp();  // the features staged before are used up
