@@ -1,6 +1,7 @@
 """attention on every backend: the project's rule for numbers, and the ways kernels go wrong."""
 
 import functools
+import importlib
 import math
 
 import pytest
@@ -24,6 +25,7 @@ from table import (
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import attnfast
+from attnfast.backends import why_not
 from attnfast.ops.attention import SCHEMAS
 
 OUTPUTS = {"need_weights": True, "need_log_sum_exp": True}
@@ -151,13 +153,26 @@ def test_scale_multiplies_the_query(size, terms, backend):
         torch.testing.assert_close(got[key], value, msg=key)
 
 
-def test_results_do_not_depend_on_what_is_asked(backend):
-    args = inputs(Case("additive", 2, 5, 17, 8, 8, terms=("lengths",)), DEVICE[backend])
+@pytest.mark.parametrize("columns", [8, 600])
+def test_results_do_not_depend_on_what_is_asked(columns, backend):
+    args = inputs(Case("additive", 2, 5, 17, 8, columns, terms=("lengths",)), DEVICE[backend])
     with torch.no_grad():
         full = attend(args, backend=backend, **OUTPUTS)
         context, weights = attend(args, backend=backend)
     assert weights is None
     torch.testing.assert_close(context, full[0])
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_rows_for_all_processors(score, monkeypatch):
+    """Triton takes fewer rows at a time where a GPU would have more processors than programs."""
+    if reason := why_not("triton", DEVICE["triton"], torch.float32):
+        pytest.skip(reason)
+    kernels = importlib.import_module("attnfast.kernels.attention")
+    monkeypatch.setattr(kernels, "_processors", lambda device: 3)
+    assert [kernels._shorter(64, 40, n, torch.device("cpu")) for n in (1, 2, 3)] == [16, 32, 64]
+    judge(Case(score, 1, 40, 19, 24, 40), "triton")
+    test_results_do_not_depend_on_what_is_asked(300, "triton")
 
 
 @pytest.mark.parametrize("score", ["dot", "additive"])
