@@ -739,7 +739,8 @@ def sweep(
     # and save registers where a dot has no tensor cores. An additive score is dear: wider blocks.
     separate = weights is not None and (Dv > 128 or query.dtype not in HALF)
     within = None if separate else context
-    BV = _block(Dv, 128 if weight is None or separate else 256)
+    wide = weight is not None and not separate and (factored or query.dtype in HALF)
+    BV = _block(Dv, 256 if wide else 128)
     BQ = _block(Tq, min(_tile(64, span, columns), 8192 // BV), 1)
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)

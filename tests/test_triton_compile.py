@@ -35,7 +35,7 @@ CASES = list(
 )
 CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
 CASES += [("float32", "relu", "all")]
-CASES += itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("few",))
+CASES += itertools.product(("float32", "bfloat16"), ("additive", "dot", "relu"), ("few",))
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values; the scan's gradient also
 #: puts by what it needs once for every row.

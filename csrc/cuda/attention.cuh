@@ -6,6 +6,7 @@
 // stored unless weights are asked for. What a row may not see is left out by selection, never
 // multiplied by 0, for it may be NaN.
 #pragma once
+#include "score.cuh"
 #include "step.cuh"
 
 namespace attnfast {
@@ -13,13 +14,13 @@ namespace {
 
 // ---- forward ----------------------------------------------------------------------------------
 
-// Columns of the context that a thread sums up; a wider context takes more blocks, on grid.y, which
-// compute the scores again.
+// Columns of the context that a thread sums up at most; a wider context takes more blocks, on grid.y,
+// which compute the scores again.
 template <class C>
 constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
-template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+template <class T, Score S, int columns>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 4 : 3)
     forward(const Attention a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b);
   const bool first = blockIdx.y == 0;
-  const int column = blockIdx.y * kThreads * kColumns<C> + threadIdx.x;  // the next ones kThreads apart
-  C context[kQueries][kColumns<C>] = {};
+  const int column = blockIdx.y * kThreads * columns + threadIdx.x;  // the next ones kThreads apart
+  C context[kQueries][columns] = {};
   if (threadIdx.x < kQueries) highest[threadIdx.x] = -INFINITY, mass[threadIdx.x] = 0;
 
   const Seen all = seen_by_all(a, tile, rows, n);
@@ -59,14 +60,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < kQueries; ++r)
-      for (int x = 0; x < kColumns<C>; ++x) context[r][x] *= factor[r];
+      for (int x = 0; x < columns; ++x) context[r][x] *= factor[r];
     const T* value = at<T>(a.value, tile, j0) + column;
 #pragma unroll 1
     for (int j = 0; j < keys && column < a.Dv; j += kAtOnce, value += kAtOnce * a.value.row) {
-      C v[kAtOnce][kColumns<C>], none = 0;
+      C v[kAtOnce][columns], none = 0;
 #pragma unroll
       for (int y = 0; y < kAtOnce; ++y)
-        for (int x = 0; x < kColumns<C>; ++x) {
+        for (int x = 0; x < columns; ++x) {
           const bool exists = j + y < keys && column + kThreads * x < a.Dv;
           v[y][x] = exists ? widen(value[y * a.value.row + kThreads * x]) : 0;
           none += 0 * v[y][x];
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
         for (int y = 0; y < kAtOnce; ++y)
           for (int r = 0; r < kQueries; ++r) {
             const C p = mixing[j + y][r];
-            for (int x = 0; x < kColumns<C>; ++x)
+            for (int x = 0; x < columns; ++x)
               if (decltype(finite)::value || p != 0) context[r][x] += p * v[y][x];
           }
       };
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     if (r >= rows) break;
     const C share = mass[r] == 0 ? 0 : 1 / mass[r];
     T* out = at<T>(a.context, tile, tile.row + r);
-    for (int x = 0; x < kColumns<C>; ++x) {
+    for (int x = 0; x < columns; ++x) {
       const int c = column + kThreads * x;
       if (c < a.Dv) narrow(context[r][x] * share, out[c]);
     }
@@ -361,13 +362,19 @@ template <class Launch>
 void launch_forward(const Attention& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    constexpr int columns = kThreads * kColumns<typename Accumulate<T>::type>;
     if (a.Tq == 1) return launch_step<T>(a, launch);
-    const auto kernel = !a.weight.data ? forward<T, Score::dot>
-                        : a.relu       ? forward<T, Score::relu>
-                                       : forward<T, Score::additive>;
-    const int64_t slices = a.Dv ? tiles(a.Dv, columns) : 1;  // the weights are due all the same
-    launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a, factored<T>(a, launch));
+    const Factored of = factored<T>(a, launch);
+    const auto with = [&](auto columns) {
+      constexpr int N = decltype(columns)::value;
+      const auto kernel = !a.weight.data ? forward<T, Score::dot, N>
+                          : a.relu       ? forward<T, Score::relu, N>
+                                         : forward<T, Score::additive, N>;
+      const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // the weights are due at 0
+      launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a, of);
+    };
+    if (a.Dv <= kThreads) return with(std::integral_constant<int, 1>{});
+    if (a.Dv <= 2 * kThreads) return with(std::integral_constant<int, 2>{});
+    with(std::integral_constant<int, kColumns<typename Accumulate<T>::type>>{});
   });
 }
 

@@ -1,0 +1,276 @@
+// Scores of a tile of queries and a block of keys.
+//
+// The additive score is the factored one: with Eq = e^{2q} and Ek = e^{2k} taken once per element,
+// tanh(q + k) = 1 - 2/d, d = 1 + Eq Ek, and two features share a reciprocal, the query's side of the
+// second being divided by its weight:
+//   w0/d0 + w1/d1 = (w0 D + d0) / (d0 D),  D = d1/w1 = 1/w1 + (Eq/w1) Ek.
+// What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh.
+#pragma once
+#include "tile.cuh"
+
+namespace attnfast {
+namespace {
+
+// A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest, so that
+// |D| < 2^106. Where d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
+constexpr float kLeastWeight = 0x1p-42f;
+
+constexpr int kRows = 4;                  // query rows of a warp
+constexpr int kQueries = kWarps * kRows;  // of a block
+constexpr int kKeys = 32;                 // at a time, one for each lane
+constexpr int kFeatures = 16;             // that a warp stages at a time
+constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows meet all banks
+constexpr int kSumPitch = kKeys + 8;      // and lanes that write their sums
+
+// For each warp the features that it takes, of the queries and then of the keys; at last its sums.
+template <class C>
+struct Staged {
+  alignas(16) C rows[kWarps][kQueries + kKeys][kPitch], w[kWarps][kFeatures];
+
+  __device__ C& sum(int warp, int row, int key) {
+    return (&rows[warp][0][0])[row * kSumPitch + key];
+  }
+  // Of all warps, after score_tile.
+  __device__ C score(int row, int key) {
+    C score = 0;
+    for (int warp = 0; warp < kWarps; ++warp) score += sum(warp, row, key);
+    return score;
+  }
+};
+
+// Four neighbours, in one load where they lie as they should.
+template <class T>
+struct alignas(sizeof(T) < 4 ? 8 : 16) Quad {
+  T x[4];
+};
+// Whether rows begin where four may be loaded at once.
+template <class T>
+__device__ bool aligned(const Rows<T>& x) {
+  return reinterpret_cast<uintptr_t>(x.data) % alignof(Quad<T>) == 0 && x.stride % 4 == 0;
+}
+// Four features, zeros past the `count` that a row still has.
+template <class T, class C>
+__device__ void load(const T* from, bool aligned, int count, C (&out)[4]) {
+  if (aligned && count >= 4) {
+    const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(from);
+    for (int i = 0; i < 4; ++i) out[i] = widen(quad.x[i]);
+  } else {
+    for (int i = 0; i < 4; ++i) out[i] = i < count ? widen(from[i]) : 0;
+  }
+}
+
+// Sum w tanh(q + k) of the features that a warp takes; see score_tile. Rare, so exact.
+template <class T>
+__device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width) {
+  double sum = 0;
+#pragma unroll 1
+  for (int64_t first = threadIdx.x / 32 * kFeatures; first < width; first += kWarps * kFeatures)
+#pragma unroll 1
+    for (int64_t c = first; c < min(first + kFeatures, width); ++c)
+      sum += double(widen(w[c])) * tanh(widen(q[c]) + widen(k[c]));
+  return sum;
+}
+
+// What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every
+// second feature 1 / -2w, by which the query's e^{2x} is multiplied. After the weights each chunk's sum.
+struct Factored {
+  View query, key, weight;
+};
+
+// Four features' weights, as above; three other lanes have those of the rest of the chunk, and all
+// its sum in `total`.
+__device__ inline void divide_by_second(float (&w)[4], float& total) {
+  float most = 0;
+  for (const float x : w) most = fmax(most, fabs(x));
+  for (int step = 1; step < 4; step *= 2) most = fmax(most, __shfl_xor_sync(kAll, most, step));
+  const float least = fmax(most / (1 << 30), kLeastWeight);
+  total = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (i % 2 && fabs(w[i]) < least) w[i] = least;
+    total += w[i];
+    w[i] = most > kFactoredLimit ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
+  }
+  for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
+}
+
+// The rows of queries, or of keys, that a block takes.
+template <class T, bool keys>
+__device__ void factor_rows(const Attention& a, const Factored& out, int block) {
+  const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Tile tile = locate(a, keys ? a.Tk : a.Tq, kQueries, block);
+  const int64_t width = out.key.row;
+  const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
+                        up_to(kQueries, (keys ? keys_seen(a, tile.b) : a.Tq) - tile.row)};
+  const bool fours = aligned(rows);
+  for (int64_t first = 0; first < width; first += 128) {
+    const int64_t c = first + 4 * lane;
+    float w[4], total;
+    load(at<T>(a.weight, tile, 0) + c, false, a.A - c, w);
+    divide_by_second(w, total);
+    if (c >= width) break;
+    if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
+      float* weights = at<float>(out.weight, tile, 0);
+      for (int i = 0; i < 4; ++i) weights[c + i] = w[i];
+      if (lane % 4 == 0) weights[width + c / kFeatures] = total;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = warp * kRows + r;
+      if (row >= rows.count) break;
+      float x[4];
+      load(rows.data + row * rows.stride + c, fours, a.A - c, x);
+      Quad<float> e;
+      for (int i = 0; i < 4; ++i) {
+        e.x[i] = fabs(x[i]) <= kFactoredLimit ? expf(2 * x[i]) : NAN;
+        if (!keys && i % 2) e.x[i] *= w[i];
+      }
+      *reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c) = e;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) factor(const Attention a, const Factored out) {
+  const int blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
+  if (int(blockIdx.x) < blocks) factor_rows<T, false>(a, out, blockIdx.x);
+  else factor_rows<T, true>(a, out, blockIdx.x - blocks);
+}
+
+template <class T, class Launch>
+Factored factored(const Attention& a, const Launch& launch) {
+  Factored out = {};
+  if constexpr (sizeof(typename Accumulate<T>::type) == 4) {
+    if (!a.weight.data || a.relu) return out;
+    const int64_t width = tiles(a.A, kFeatures) * kFeatures;
+    const auto rows = [&](int64_t count) {
+      const int64_t head = count * width, batch = a.H * head;
+      return View{launch.template scratch<float>(a.B * batch), batch, head, width};
+    };
+    const int64_t weights = width + width / kFeatures;
+    out = {rows(a.Tq), rows(a.Tk), {launch.template scratch<float>(a.H * weights), 0, weights}};
+    launch(factor<T>, a.B * a.H * (tiles(a.Tq, kQueries) + tiles(a.Tk, kQueries)), 1, a, out);
+  }
+  return out;
+}
+
+// Add q k (dot) or w f(q + k) of the staged features, of the tile's queries lane / 8 + 4 r and its keys
+// lane % 8 + 8 x.
+template <Score S, class C>
+__device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
+  const int lane = threadIdx.x % 32;
+  const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
+#pragma unroll 1
+  for (int c = 0; c < kFeatures; c += 4) {
+    C k[4][4];
+    for (int x = 0; x < 4; ++x)
+      for (int i = 0; i < 4; ++i) k[x][i] = keys[8 * x][c + i];
+    for (int r = 0; r < 4; ++r) {
+      const C* q = &queries[4 * r][c];
+      for (int x = 0; x < 4; ++x)
+        for (int i = 0; i < 4; i += 2) {
+          const C q0 = q[i], q1 = q[i + 1], k0 = k[x][i], k1 = k[x][i + 1];
+          if constexpr (S == Score::dot) {
+            sum[r][x] += q0 * k0;
+            sum[r][x] += q1 * k1;
+          } else if constexpr (S == Score::relu) {
+            sum[r][x] += w[c + i] * rectified(q0 + k0);
+            sum[r][x] += w[c + i + 1] * rectified(q1 + k1);
+          } else {
+            const C d0 = q0 * k0 + 1, d1 = q1 * k1 + w[c + i + 1];
+            sum[r][x] += (w[c + i] * d1 + d0) * reciprocal(d0 * d1);
+          }
+        }
+    }
+  }
+}
+
+// staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share
+// the features, of which they take chunks; every thread of the block takes part. Where the score is
+// additive, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
+// warp's features add up to, tanh by tanh.
+template <Score S, class X, class C, class Again>
+__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
+                           Staged<C>& staged, const Again& again) {
+  constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
+  constexpr bool factored = S == Score::additive && sizeof(C) == 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4 * 4;
+  const bool fours = factored || (aligned(q) && aligned(k));
+  C(*const rows)[kPitch] = staged.rows[warp], *const weights = staged.w[warp];
+  using Step = std::conditional_t<factored, int, int64_t>;
+  Step from[kSteps];  // where rows begin; past the last one the last again
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    const Rows<X>& side = n < kQueries / 8 ? q : k;
+    const int row = lane / 4 + 8 * n - (n < kQueries / 8 ? 0 : kQueries);
+    from[n] = min(row, side.count - 1) * Step(side.stride) + quad;
+  }
+  C sum[4][4] = {};
+  __syncthreads();  // the scores of the tile before have been looked at
+#pragma unroll 1
+  for (int first = warp * kFeatures; first < width; first += kWarps * kFeatures) {
+    C part[4][4];
+    for (int r = 0; r < 4; ++r)
+      for (int x = 0; x < 4; ++x) part[r][x] = factored ? widen(w[width + first / kFeatures]) : C(0);
+    if constexpr (S != Score::additive || factored) {
+      C x[kSteps][4];
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n)
+        load((n < kQueries / 8 ? q : k).data + first + from[n], fours,
+             factored ? 4 : width - first - quad, x[n]);
+      C v = 0;
+      if (S != Score::dot && lane < kFeatures && first + lane < width) v = widen(w[first + lane]);
+      __syncwarp();  // the features staged before are used up
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n)
+        for (int i = 0; i < 4; ++i) rows[lane / 4 + 8 * n][quad + i] = x[n][i];
+      if (S != Score::dot && lane < kFeatures) weights[lane] = v;
+      __syncwarp();
+      score_features<S>(rows, weights, part);
+    }
+    for (int r = 0; r < 4; ++r)  // sums of sums lose less
+      for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
+  }
+  if constexpr (S == Score::additive) {
+    bool missing = !factored;
+    for (int r = 0; r < 4; ++r)
+      for (int x = 0; x < 4; ++x) missing |= sum[r][x] != sum[r][x];
+#pragma unroll 1
+    for (int pair = 0; missing && pair < 16; ++pair) {
+      C value = NAN;
+      for (int r = 0; factored && r < 4; ++r)
+        for (int x = 0; x < 4; ++x) value = pair == 4 * r + x ? sum[r][x] : value;
+      if (value == value) continue;
+      value = again(lane / 8 + pair / 4 * 4, lane % 8 + pair % 4 * 8);
+      for (int r = 0; r < 4; ++r)
+        for (int x = 0; x < 4; ++x) sum[r][x] = pair == 4 * r + x ? value : sum[r][x];
+    }
+  }
+  __syncwarp();
+  for (int r = 0; r < 4; ++r)
+    for (int x = 0; x < 4; ++x) staged.sum(warp, lane / 8 + 4 * r, lane % 8 + 8 * x) = sum[r][x];
+  __syncthreads();
+}
+
+// Of a tile's query rows and the keys from j0 on.
+template <Score S, class T, class C>
+__device__ void score_tile(const Attention& a, const Factored& f, const Tile& tile, int64_t j0,
+                           int keys, Staged<C>& staged) {
+  const int rows = up_to(kQueries, a.Tq - tile.row);
+  const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
+  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const auto again = [&](int row, int key) {
+    if (row >= rows || key >= keys) return C(0);
+    return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
+  };
+  if constexpr (S == Score::additive && sizeof(C) == 4) {
+    const Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
+    const Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
+    score_tile<S>(e_q, e_k, at<C>(f.weight, tile, 0), f.key.row, staged, again);
+  } else {
+    score_tile<S>(Rows<T>{q, a.query.row, rows}, Rows<T>{k, a.key.row, keys}, w, a.A, staged, again);
+  }
+}
+
+}  // namespace
+}  // namespace attnfast
