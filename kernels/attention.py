@@ -736,12 +736,13 @@ def sweep(
     factored = weight is not None and acc == torch.float32 and not relu
     BK = _block(Tk, 32 if factored or relu else _depth(query.dtype))
     # The weights, if they are there, save taking the scores again for values wider than a block,
-    # and save registers where a dot has no tensor cores. An additive score is dear: wider blocks.
+    # and save registers where a dot has no tensor cores. A factored score is dear: wider blocks.
     separate = weights is not None and (Dv > 128 or query.dtype not in HALF)
     within = None if separate else context
-    wide = weight is not None and not separate and (factored or query.dtype in HALF)
-    BV = _block(Dv, 256 if wide else 128)
-    BQ = _block(Tq, min(_tile(64, span, columns), 8192 // BV), 1)
+    BV = _block(Dv, 256 if factored and not separate else 128)
+    # Scores and context of a float32 rectifier do not fit the registers together in taller tiles.
+    most = 4096 if relu and not separate and query.dtype not in HALF else 8192
+    BQ = _block(Tq, min(_tile(64, span, columns), most // BV), 1)
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)
     e_q = e_k = e_w = range_q = range_k = None

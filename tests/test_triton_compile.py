@@ -35,7 +35,7 @@ CASES = list(
 )
 CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
 CASES += [("float32", "relu", "all")]
-CASES += itertools.product(("float32", "bfloat16"), ("additive", "dot", "relu"), ("few",))
+CASES += itertools.product(("float32", "bfloat16"), ("additive", "dot", "relu"), ("few", "wide"))
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values; the scan's gradient also
 #: puts by what it needs once for every row.
@@ -74,9 +74,9 @@ def record(cases: list[tuple]) -> list[tuple]:
     triton.runtime.jit.JITFunction.run = run
     for case in cases:
         dtype, score, extras = case
-        few = extras == "few"  # rows for all processors, and values wider than a block
-        B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 512 if few else 128
-        attention._processors = Mock(return_value=132 if few else 1)
+        wide = extras in ("few", "wide")  # values wider than a block; few rows for processors
+        B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 512 if wide else 128
+        attention._processors = Mock(return_value=132 if extras == "few" else 1)
         if score == "copying":
             logits = torch.zeros(B, Tq, 5000, dtype=getattr(torch, dtype))
             weights, gate = logits[..., :Tk], logits[..., 0]
@@ -101,7 +101,7 @@ def record(cases: list[tuple]) -> list[tuple]:
             span = torch.zeros(1, 1, Tq, 2, dtype=torch.int64)
         W = columns or Tk
         weights = query.new_zeros((B, H, Tq, W), dtype=torch.float32)
-        if extras not in ("plain", "few"):
+        if extras in ("all", "span"):
             bias = query.new_zeros(H, 1, W).expand(B, H, Tq, W)
             mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, W)
             lengths = torch.tensor([Tk, 17])
@@ -262,7 +262,7 @@ def test_instructions_of_the_factored_loop(figures, kernel, target):
             continue
         elements, mix = factored_loop(figure["loops"])
         assert elements % figure["tile"] == 0, "not the loop over the tile's features"
-        most = SHORT_INNER_LOOP if figure["case"].endswith(("span", "few")) else INNER_LOOP
+        most = SHORT_INNER_LOOP if figure["case"].endswith(("span", "few", "wide")) else INNER_LOOP
         assert all(a <= b for a, b in zip(mix, most[kernel])), mix
         checked += 1
     assert checked
