@@ -44,7 +44,11 @@ def markdown(report: dict) -> str:
         f"- commit {commit['id']}{' with local changes' if commit['dirty'] else ''}",
         f"- {report['datetime'][:10]}",
         "- medians of interleaved rounds; × is the peer's time over attnfast's",
-        *["- seconds of the device; see time_one in bench/race.py"] * (first["device"] != "cpu"),
+        *[
+            "- seconds of the device, and of the host where launches take longer than 0.3 ms; "
+            "the cache is cleared before each call"
+        ]
+        * (first["device"] != "cpu"),
         "- peak memory is the most that one call has allocated at any time, inputs left out\n",
     ]
     text += markdown_of_keys([r for r in table if "keys" in r])

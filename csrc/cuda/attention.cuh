@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
     const int count = up_to(kSumColumns, columns.to - c0);
     const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
     C y[2][kPart], g[kPart];
-    bool special = !factorable && S != Score::dot || far;
+    bool special = (S != Score::dot && !factorable) || far;
     for (int half = 0; half < 2; ++half) {
       load(from, lane + 32 * half, width, y[half]);
       if constexpr (S == Score::dot)
