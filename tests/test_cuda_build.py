@@ -112,7 +112,8 @@ def test_registers_and_shared_memory(compiled):
 
 
 #: In the inner loops, at most: special functions, float32 instructions and all instructions for a
-#: (query, key, feature) of the additive score, and all instructions for a multiply-add of products.
+#: (query, key, feature) of the additive score; and of products all instructions for a
+#: multiply-add, in the best loop.
 FACTORED_LOOPS = {
     "forward<float, 1, 4>": (0.5, 2.5, 3.3),
     "products<float, 1, false>": (0.5, 2.5, 3.3),
