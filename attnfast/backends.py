@@ -16,10 +16,26 @@ FLOATS = (torch.float32, torch.float64, *HALF)
 
 
 @functools.cache
+def not_installed() -> str | None:
+    """Why neither compiled libraries nor Triton kernels can be found, or None.
+
+    The sources' folder comes before the installed package where Python was started in it.
+    """
+    if importlib.util.find_spec("attnfast.kernels") is not None:
+        return None
+    return (
+        f"attnfast was imported from its sources in {Path(__file__).parent}, not as installed: "
+        "start Python in another folder, or install with pip install -e"
+    )
+
+
+@functools.cache
 def load_library(name: str) -> str | None:
     """Load the compiled library ``attnfast/<name>.so`` once; return why it cannot be, or None."""
     path = Path(__file__).with_name(f"{name}.so")
     if not path.exists():
+        if reason := not_installed():
+            return reason
         needed = "a C++ compiler" if name == "_C_cpu" else "nvcc"
         return f"{path.name} was not built: install attnfast again with {needed} present"
     try:
@@ -49,6 +65,8 @@ def _triton_missing() -> bool:
 def _triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if _triton_missing():
         return "the package triton is not installed"
+    if reason := not_installed():
+        return reason
     if triton_interpreted():
         if dtype == torch.bfloat16:
             return "Triton's interpreter computes bfloat16 wrongly"

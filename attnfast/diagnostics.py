@@ -44,7 +44,11 @@ def memory_of(
         return highest - before, held - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints that it starts
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities,
+        profile_memory=True,
+        acc_events=True,  # or torch before 2.13 warns that it would clear them
+    ) as profile:
         result = function()
     del result
     recorded = profile.profiler.kineto_results.events()  # type: ignore[union-attr]

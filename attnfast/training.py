@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attnfast import checkpoint
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.errors import InputError
+from attnfast.errors import InputError, optional
 from attnfast.models import PAD, Config, Seq2Seq
 from attnfast.translation import bleu, translate
 
@@ -252,8 +252,7 @@ class Trainer:
                 )
 
     def _run_epoch(self, stopped: Callable[[], bool]) -> None:
-        from tqdm import tqdm
-
+        tqdm = optional("tqdm", "training").tqdm
         self.model.train()
         options = self.options
         groups = batches(self.train, options.batch_size, options.seed, self.epoch)

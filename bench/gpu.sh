@@ -6,6 +6,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-build/gpu} python=${PYTHON:-.venv/bin/python} failed=0
+export PYTHONSAFEPATH=1  # attnfast as installed, not the sources in this folder
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv \
   > "$out/gpu.csv" 2> /dev/null || { echo "there is no NVIDIA GPU"; exit 1; }
@@ -18,6 +19,8 @@ step() {  # name, seconds at most, command
   [ "$code" = 0 ] || failed=1
 }
 
+"$python" -m attnfast info | tee "$out/info.txt"
+[ "$(grep -c -E '^(triton|cuda) +on$' "$out/info.txt")" = 2 ] || exit 1
 step gpu 60 "$python" -m pytest -q tests/test_gpu.py
 step cuda 50 "$python" -m pytest -q tests -k "cuda and not test_cuda and not compile"
 few="cuda and (empty_rows or not_seen or half_inputs or frozen_keys)"  # past a tile's end

@@ -4,6 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+for name in ("sacrebleu", "tqdm"):
+    pytest.importorskip(name)
+
 ROOT = Path(__file__).parent.parent
 
 

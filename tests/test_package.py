@@ -320,3 +320,16 @@ def test_one_query_is_a_step(queries, monkeypatch):
     )
     attnfast.dot_attention(*(torch.zeros(2, n, 4) for n in (queries, 3, 3)))
     assert asked == [queries == 1]
+
+
+def test_sources_that_are_not_installed_say_so(source):
+    """As where Python is started in the sources' folder, which then hides the package installed."""
+    done = python(f"""if True:
+        import sys
+        sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f)]
+        sys.path.insert(0, {str(source)!r})
+        from attnfast.cli import main
+        main(["info"])
+    """)
+    said = f"cpu        off: attnfast was imported from its sources in {source}/attnfast, not as"
+    assert said in done.stdout, done.stdout + done.stderr
