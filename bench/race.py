@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 import attnfast
+from attnfast.backends import in_order, why_not
 from attnfast.diagnostics import best_device, peak_memory
 
 DEVICE = best_device()
@@ -35,6 +39,27 @@ def eager(query, key, value, weight=None, **_):
         score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ weight
     weights = score.softmax(-1)
     return weights @ value, weights
+
+
+def fused(way: Callable, operator: str = "attention", step: bool = False) -> dict[str, Callable]:
+    """Return ``way`` with each backend that runs here: first as attnfast chooses, by None.
+
+    Args:
+        way: takes ``backend``.
+        operator, step: as in :func:`attnfast.backends.in_order`.
+    """
+    able = [
+        name
+        for name in in_order(operator, step)
+        if why_not(name, DEVICE, torch.float32, operator) is None
+    ]
+    if able != ["reference"]:
+        able.remove("reference")
+    asked = [None, *able[1:]]
+    return {
+        f"attnfast ({name})": functools.partial(way, backend=backend)
+        for name, backend in zip(able, asked)
+    }
 
 
 def timed(way, leaves=None, grad=None):
@@ -94,10 +119,18 @@ def roofline(special: float, plain: float, moved: int) -> float | None:
 
 
 def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
-    """Time the first of ``calls`` against the others, in turns."""
-    ours, *peers = calls
-    for run in calls.values():  # compile, fill caches
-        run()
+    """Time the first of ``calls`` against the others, in turns; a peer that fails is left out."""
+    ours, left_out = next(iter(calls)), {}
+    for name, run in calls.items():  # compile, fill caches
+        try:
+            run()
+        except Exception as error:
+            if name == ours:
+                raise
+            said = str(error).strip().partition("\n")[0]
+            left_out[name] = f"{type(error).__name__}: {said}"
+    calls = {name: run for name, run in calls.items() if name not in left_out}
+    peers = [name for name in calls if name != ours]
     memory = {name: peak_memory(run) for name, run in calls.items()}
 
     on_gpu = DEVICE.type == "cuda"
@@ -141,8 +174,13 @@ def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) 
         direction=direction,
         ours=ours,
         peers={name: medians[name] for name in peers if name in medians},
+        left_out=left_out,
         memory=memory,
-        versions={"attnfast": attnfast.__version__, "torch": torch.__version__},
-        device=torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        versions={
+            "attnfast": attnfast.__version__,
+            "torch": torch.__version__,
+            **({"Triton": importlib.metadata.version("triton")} if on_gpu else {}),
+        },
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
         threads=torch.get_num_threads(),
     )

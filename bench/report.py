@@ -14,8 +14,12 @@ from pathlib import Path
 
 
 def rows(report: dict) -> list[dict]:
-    """Return one row a benchmark: what was timed, its median in seconds, peers and memory."""
-    return [{"median": b["stats"]["median"], **b["extra_info"]} for b in report["benchmarks"]]
+    """Return one row a benchmark: what was timed, its median in seconds, peers and memory.
+
+    That of an interrupted run has nothing of the last.
+    """
+    done = [b for b in report["benchmarks"] if "score" in b["extra_info"]]
+    return [{"median": b["stats"]["median"], **b["extra_info"]} for b in done]
 
 
 def milliseconds(seconds: float) -> str:
@@ -49,13 +53,18 @@ def markdown(report: dict) -> str:
             "the cache is cleared before each call"
         ]
         * (first["device"] != "cpu"),
+        *[
+            f"- left out: {peer} at {r['shape']}, {r['direction']}, {r['score']}: {why}"
+            for r in table
+            for peer, why in r.get("left_out", {}).items()
+        ],
         "- peak memory is the most that one call has allocated at any time, inputs left out\n",
     ]
     text += markdown_of_keys([r for r in table if "keys" in r])
     table = [r for r in table if "keys" not in r]
     for group in dict.fromkeys((r["score"], r["direction"]) for r in table):
         members = [r for r in table if (r["score"], r["direction"]) == group]
-        peers = list(members[0]["peers"])
+        peers = list(dict.fromkeys(peer for r in members for peer in r["peers"]))
         text.append(f"## {group[0]}, {group[1]}\n")
         other = "eager" if "eager" in peers else peers[0]
         kept = "kept" in members[0]
@@ -69,7 +78,7 @@ def markdown(report: dict) -> str:
         for r in members:
             of = r["peers"]
             ratios = [times(of[p] / r["median"]) if p in of else "" for p in peers]
-            memory = [size(r["memory"][r["ours"]]), size(r["memory"][other])]
+            memory = [size(r["memory"][x]) if x in r["memory"] else "" for x in (r["ours"], other)]
             sizes = ", ".join(map(str, r["sizes"]))
             cells = [r["shape"], sizes, milliseconds(r["median"]), *ratios, *memory]
             cells += [size(r["kept"][name]) for name in (r["ours"], other) if kept]

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 import table
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, eager, race, roofline, timed
+from race import DECODERS, DEVICE, DIRECTIONS, eager, fused, race, roofline, timed
 from table import Case, attend, inputs
 from torch.nn.attention.flex_attention import flex_attention
 
-from attnfast.backends import BACKENDS, choose, why_not
 from attnfast.memory import attend as attend_to
 from attnfast.memory import prepare
 
@@ -54,29 +53,14 @@ def flexible():
     return run
 
 
-def contenders(score: str) -> dict:
-    """Return what can be timed here; the first is attnfast's own choice."""
-    torch._dynamo.reset()  # or past eight shapes it would fall back to eager
-    chosen = choose(None, DEVICE, torch.float32)
-    ways = {f"attnfast ({chosen})": lambda **a: attend(a, need_weights=True)}
-    for name in BACKENDS:
-        if name not in (chosen, "reference") and why_not(name, DEVICE, torch.float32) is None:
-            ways[f"attnfast ({name})"] = lambda name=name, **a: attend(
-                a, need_weights=True, backend=name
-            )
-    ways["eager"] = eager
-    ways["torch.compile"] = torch.compile(eager, dynamic=False)
-    return ways
-
-
 def call(way, args: dict, grad: torch.Tensor | None):
     """Return a function that runs one direction and waits for the device."""
     leaves = [x for x in args.values() if x is not None and x.requires_grad]
     return timed(lambda: way(**args)[0], leaves if grad is not None else None, grad)
 
 
-def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) -> None:
-    """Compare the first sequence with the oracle: rows of other sequences do not touch it."""
+def refuse_wrong_results(case: Case, args: dict, ways: dict, grad: torch.Tensor) -> None:
+    """Compare attnfast's first sequence with the oracle: rows of others do not touch it."""
     first = replace(case, B=1)
     names = [k for k in ("query", "key", "value") if args[k] is not None]
 
@@ -96,8 +80,10 @@ def refuse_wrong_result(case: Case, args: dict, way, eager, grad: torch.Tensor) 
         {k: table._leaf(v) for k, v in part(d).items()} for d in (torch.float32, torch.float64)
     )
     cut = grad[:1].cpu()
-    wanted, plain = run(eager, exact, cut.double()), run(eager, small, cut)
-    table.check(first, run(way, args, grad), wanted, [plain])
+    wanted, plain = run(ways["eager"], exact, cut.double()), run(ways["eager"], small, cut)
+    for name, way in ways.items():
+        if name.startswith("attnfast"):
+            table.check(first, run(way, args, grad), wanted, [plain])
 
 
 #: Special functions and float32 instructions for each (query, key, feature), and instructions for
@@ -123,10 +109,10 @@ def bound(case: Case, direction: str) -> float | None:
 
 
 def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> None:
-    """Check the first way against the oracle, then time it against the others."""
+    """Check attnfast's ways against the oracle, then time the first against the others."""
     args = inputs(case, DEVICE)
     grad = torch.randn(case.B, case.Tq, case.Dv, device=DEVICE)
-    refuse_wrong_result(case, args, next(iter(ways.values())), ways["eager"], grad)
+    refuse_wrong_results(case, args, ways, grad)
     upstream = grad if direction != "forward" else None
     calls = {name: call(way, args, upstream) for name, way in ways.items()}
     sizes = (case.B, case.Tq, case.Tk, case.A, case.Dv)
@@ -138,8 +124,16 @@ def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> No
 @pytest.mark.parametrize("score", ["additive", "dot"])
 def test_attention(benchmark, score, shape, direction):
     case = Case(score, *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25 if score == "dot" else 1.0)
+    torch._dynamo.reset()  # or past eight shapes it would fall back to eager
+    ways = {
+        **fused(
+            lambda backend, **a: attend(a, need_weights=True, backend=backend), step=case.Tq == 1
+        ),
+        "eager": eager,
+        "torch.compile": torch.compile(eager, dynamic=False),
+    }
     benchmark.group = score
-    measure(benchmark, case, shape, direction, contenders(score))
+    measure(benchmark, case, shape, direction, ways)
     benchmark.extra_info["bound"] = bound(case, direction)
 
 
@@ -147,9 +141,8 @@ def test_attention(benchmark, score, shape, direction):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dot_without_weights(benchmark, shape, direction):
     case = Case("dot", *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25)
-    chosen = choose(None, DEVICE, torch.float32)
     ways = {
-        f"attnfast ({chosen})": lambda **a: attend(a),
+        **fused(lambda backend, **a: attend(a, backend=backend), step=case.Tq == 1),
         "SDPA": scaled_dot_product,
         "eager": eager,
     }
@@ -174,21 +167,23 @@ def recurrent(step_of):
     return run
 
 
-def remembered(key, value, weight):
-    memory = prepare(key, value, weight)
-    return lambda query: attend_to(query, memory)[0]
+def remembered(backend):
+    def step_of(key, value, weight):
+        memory = prepare(key, value, weight, backend=backend)
+        return lambda query: attend_to(query, memory)[0]
+
+    return recurrent(step_of)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", DECODERS)
 @pytest.mark.parametrize("score", ["additive", "dot"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_recurrent_decoder(benchmark, score, shape, direction):
     case = Case(score, *DECODERS[shape], scale=DECODERS[shape][3] ** -0.25 if score == "dot" else 1)
     torch._dynamo.reset()
     compiled = torch.compile(eager, dynamic=False)
     ways = {
-        f"attnfast ({choose(None, DEVICE, torch.float32)})": recurrent(remembered),
+        **fused(lambda backend, **a: remembered(backend)(**a), step=True),
         "eager": recurrent(lambda *memory: lambda query: eager(query, *memory)[0]),
         "torch.compile": recurrent(lambda *memory: lambda query: compiled(query, *memory)[0]),
     }

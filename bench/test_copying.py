@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from race import DEVICE, DIRECTIONS, race, timed
+from race import DEVICE, DIRECTIONS, fused, race, timed
 
 import attnfast
-from attnfast.backends import choose
 
 SHAPES = {  # B, Tq, Tk, V, X
     "summarisation": (8, 50, 400, 50_000, 40),
@@ -24,16 +23,6 @@ def eager(logits, weights, source, gate, extra_words):
     return words.scatter_add(-1, index, (1 - p) * weights)
 
 
-def fused(logits, weights, source, gate, extra_words):
-    return attnfast.copy_distribution(logits, weights, source, gate, extra_words=extra_words)
-
-
-def fused_log(logits, weights, source, gate, extra_words):
-    return attnfast.copy_distribution(
-        logits, weights, source, gate, extra_words=extra_words, log=True
-    )
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["probabilities", "logarithms"])
@@ -48,31 +37,35 @@ def test_copying(benchmark, form, shape, direction):
     target = source[:, :1].expand(B, Tq).unsqueeze(-1)
     backward = direction != "forward"
     leaves = [x.requires_grad_() for x in (logits, weights, gate)] if backward else None
-    compiled = torch.compile(eager, dynamic=False)
+    args = (logits, weights, source, gate, X)
     log = form == "logarithms"
 
-    def as_asked(way):
-        return (lambda *args: way(*args).log()) if log and way is not fused_log else way
+    def ours(*args, backend):
+        *tensors, extra_words = args
+        return attnfast.copy_distribution(
+            *tensors, extra_words=extra_words, log=log, backend=backend
+        )
 
-    ours = fused_log if log else fused
+    def as_asked(way):
+        return lambda *args: way(*args).log() if log else way(*args)
+
+    ways = fused(ours, "copy_distribution")
     with torch.no_grad():
-        args = (logits, weights, source, gate, X)
         exact = eager(logits.double(), weights.double(), source, gate.double(), X)
-        got, plain = (way(*args).double() for way in (ours, eager))
-        got = got.exp() if log else got
-        assert float((got - exact).abs().max()) <= max(1e-6, 2 * float((plain - exact).abs().max()))
+        allowed = max(1e-6, 2 * float((eager(*args) - exact).abs().max()))
+        for way in ways.values():
+            got = way(*args).double()
+            assert float(((got.exp() if log else got) - exact).abs().max()) <= allowed
+    ways["eager"] = as_asked(eager)
+    ways["torch.compile"] = as_asked(torch.compile(eager, dynamic=False))
 
     def call(way):
-        way = as_asked(way)
-
         def run():
-            out = way(logits, weights, source, gate, X)
+            out = way(*args)
             return out.gather(-1, target) if backward else out
 
         return timed(run, leaves)
 
-    name = f"attnfast ({choose(None, DEVICE, torch.float32, 'copy_distribution')})"
-    ways = {name: ours, "eager": eager, "torch.compile": compiled}
     benchmark.group = f"copying, {form}"
     benchmark.extra_info["size_names"] = "B, Tq, Tk, V, X"
     calls = {name: call(way) for name, way in ways.items()}
