@@ -1,4 +1,7 @@
-"""What only a GPU can show: CUDA graphs, streams, large grids. The numbers are every test's."""
+"""What only a GPU can show: CUDA graphs, streams, large grids, models that are trained there.
+
+The numbers are every test's. tests/test_pretend_gpu.py runs this with what a CPU can pretend.
+"""
 
 import pytest
 import torch
@@ -6,6 +9,9 @@ import torch
 import attnfast
 from attnfast import memory as memories
 from attnfast.backends import why_not
+from attnfast.data import Example, collate
+from attnfast.models import ATTENTIONS, Config, beam_search, build
+from attnfast.training import Options, make_optimizer, train_step, validation_loss
 
 pytestmark = pytest.mark.gpu
 B, Tq, Tk, A, Dv, K, V = 3, 7, 40, 24, 20, 4, 50
@@ -31,6 +37,14 @@ def dot(leaves, backend):
 def window(leaves, backend):
     span = attnfast.Span(window=5, causal=True)
     return additive(leaves, backend, span=span, position="diagonal")
+
+
+def spans_by_head(leaves, backend):
+    spans = [attnfast.Span(window=5), attnfast.Span(stride=2)] * 2
+    query, key, value = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in leaves)
+    return attnfast.dot_attention(
+        query, key, value, span=spans, need_weights="dense", backend=backend
+    )
 
 
 def step(leaves, backend):
@@ -75,6 +89,7 @@ CALLS = {
     "prepared steps": ("attention", prepared_steps, lambda: [*memory(keys=150), leaf(A)]),
     "window": ("attention", window, lambda: [*memory(), leaf(A)]),
     "dot": ("attention", dot, memory),
+    "spans by head": ("attention", spans_by_head, memory),
     "penalty": ("coverage_attention", penalty, lambda: memory(keys=150)),
     "location": (
         "coverage_attention", location,
@@ -160,3 +175,21 @@ def test_more_sequences_than_a_grid_has_rows(score, backend):
         outputs[name] = [context, *grads]
     for got, want in zip(*outputs.values()):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_translator_learns_and_translates(attention):
+    more = {"copying": attention == "coverage", "self_attention": attention in ("coverage", "dot")}
+    config = Config(
+        30, attention, embed_dim=16, hidden_dim=12, dropout=0.0, window=2, stride=2, **more
+    )
+    torch.manual_seed(0)
+    model, options = build(config), Options()
+    pairs = [Example([5, 6, 7, 8, 9], [8, 7, 6]), Example([9, 4], [4, 9, 5])]
+    before = validation_loss(model, [pairs])
+    model.to("cuda")
+    assert validation_loss(model, [pairs]) == pytest.approx(before, rel=1e-2)  # cuDNN's are TF32
+    batch, optimizer = collate(pairs).to("cuda"), make_optimizer(model, options)
+    losses = [train_step(model, optimizer, batch, options, rate=0.01) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert len(beam_search(model.eval(), batch.source, batch.lengths)) == len(pairs)

@@ -143,6 +143,7 @@ class Seq2Seq(nn.Module):
             What the decoder attends to, and its state before the first word.
         """
         states = self.dropout(self.encoder(self._embed(source), lengths))
+        lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
         extra_words = 0
         if self.pointer is not None:

@@ -367,20 +367,26 @@ def run_spans(
             relu, need_weights, backend,
         )  # fmt: skip
 
-    def heads(x, index):
-        if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[1] == 1:
+    groups = {span: [i for i, x in enumerate(spans) if x == span] for span in dict.fromkeys(spans)}
+    neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())
+    apart = {}  # an index of heads would be a tensor that a GPU waits for
+
+    def heads(x, index, axis=1):
+        if not isinstance(x, Tensor) or x.dim() < 2 + axis or x.shape[axis] == 1:
             return x
-        return x[:, index[0] : index[-1] + 1] if index[-1] - index[0] < len(index) else x[:, index]
+        if neighbours:
+            return x.narrow(axis, index[0], len(index))
+        if id(x) not in apart:
+            apart[id(x)] = x.unbind(axis)
+        return torch.stack([apart[id(x)][i] for i in index], axis)
 
     results, order = [], []
-    for span in dict.fromkeys(spans):
-        index = [i for i, x in enumerate(spans) if x == span]
+    for span, index in groups.items():
         order += index
-        of_heads = weight if weight is None or weight.dim() == 1 else weight[index]
         results.append(run_span(
-            *(heads(x, index) for x in (query, key, value)), of_heads, heads(bias, index),
-            heads(mask, index), lengths, span, heads(position, index), heads(sigma, index), scale,
-            relu, need_weights, backend,
+            *(heads(x, index) for x in (query, key, value)), heads(weight, index, 0),
+            heads(bias, index), heads(mask, index), lengths, span, heads(position, index),
+            heads(sigma, index), scale, relu, need_weights, backend,
         ))  # fmt: skip
     contexts, weights, sums = zip(*results)
     if need_weights is True:

@@ -388,10 +388,8 @@ def to_form(form: str, weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
 def join_heads(parts: Sequence[Tensor], heads: Sequence[int]) -> Tensor:
     """Join tensors along the head axis: ``heads`` are those of the parts, one after the other."""
     if parts[0].layout == torch.strided:
-        x = torch.cat(list(parts), 1)
-        if list(heads) == sorted(heads):
-            return x
-        return x.index_select(1, torch.tensor(heads, device=x.device).argsort())
+        apart = dict(zip(heads, (head for x in parts for head in x.split(1, 1))))
+        return torch.cat([apart[i] for i in range(len(heads))], 1)
     places = torch.tensor(heads, device=parts[0].device).split([x.shape[1] for x in parts])
     indices = [x.indices() for x in parts]  # torch.cat of sparse tensors has no gradient
     index = torch.cat([torch.stack([i[0], p[i[1]], *i[2:]]) for i, p in zip(indices, places)], 1)

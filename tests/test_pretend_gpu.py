@@ -1,0 +1,76 @@
+"""Tests that take a GPU's tensors, with CPU tensors that say they are: see pretend_gpu.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnfast.backends import why_not
+
+TESTS = Path(__file__).parent
+#: What looks into tensors from below, where they are on the CPU.
+ELSEWHERE = "compile or opcheck or gradcheck or forward_mode or fuzz"
+
+
+def pretend(*arguments: str) -> subprocess.CompletedProcess:
+    """Run pytest with the plugin."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *"-m pytest -q -p no:cacheprovider -p pretend_gpu".split(), *arguments],
+        cwd=TESTS,
+        env={**env, "PYTHONPATH": os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they run on a GPU")
+@pytest.mark.skipif(
+    why_not("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
+)
+@pytest.mark.parametrize(
+    ("files", "selection"),
+    [
+        (["test_gpu.py"], "not reference"),
+        (
+            [f"test_{x}.py" for x in ("attention", "span", "coverage", "copying", "memory")],
+            f"(cuda or triton) and not ({ELSEWHERE})",
+        ),
+    ],
+    ids=["what only a GPU shows", "the table"],
+)
+def test_devices_are_kept_apart(files, selection):
+    done = pretend(*files, "-k", selection)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("x + torch.ones(3)", "on the CPU"),
+        ("x.numpy()", "no NumPy array"),
+        ("captured(lambda: x.sum().item())", "while a graph is captured"),
+        ("captured(lambda: x[x > 0])", "while a graph is captured"),
+        ("captured(lambda: x[[0, 2]])", "while a graph is captured"),
+        ("captured(lambda: x.cpu())", "while a graph is captured"),
+        ("captured(lambda: torch.tensor([1.0], device='cuda'))", "while a graph is captured"),
+    ],
+)
+def test_it_complains(line, complaint, tmp_path):
+    (tmp_path / "test_it.py").write_text(f"""
+import torch
+
+def captured(work):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        work()
+
+def test_it():
+    x = torch.ones(3, device="cuda")
+    assert x.device == torch.device("cuda:0") and (x + 1).sum().item() == 6
+    {line}
+""")
+    done = pretend(str(tmp_path), "--rootdir", str(tmp_path))
+    assert "1 failed" in done.stdout and complaint in done.stdout, done.stdout + done.stderr
