@@ -11,6 +11,7 @@ import torch
 from attnfast.backends import why_not
 
 TESTS = Path(__file__).parent
+OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pretend_gpu"]
 #: What looks into tensors from below, where they are on the CPU.
 ELSEWHERE = "compile or opcheck or gradcheck or forward_mode or fuzz"
 
@@ -19,7 +20,7 @@ def pretend(*arguments: str) -> subprocess.CompletedProcess:
     """Run pytest with the plugin."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, *"-m pytest -q -p no:cacheprovider -p pretend_gpu".split(), *arguments],
+        [sys.executable, "-m", "pytest", *OPTIONS, *arguments],
         cwd=TESTS,
         env={**env, "PYTHONPATH": os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])},
         capture_output=True,
