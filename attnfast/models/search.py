@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import InputError
-from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Seq2Seq
+from attnfast.models.seq2seq import BOS, EOS, Seq2Seq
 from attnfast.ops.copying import LOWEST
 
 
@@ -26,7 +26,7 @@ def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
     other = torch.arange(logits.shape[-1], device=logits.device) != EOS
     # What a pointer-generator cannot say, another sentence's own words among it.
     logits = logits.masked_fill((logits == torch.tensor(LOWEST)) & other, -math.inf)
-    logits[:, [PAD, UNK, BOS]] = -math.inf
+    logits[:, :EOS] = -math.inf  # a list of the three would be copied to a GPU
     log_probs = logits.log_softmax(-1)
     return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
 

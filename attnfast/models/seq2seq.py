@@ -18,7 +18,7 @@ from attnfast.models.decoders import (
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
 
 #: The ids that every vocabulary starts with.
-PAD, UNK, BOS, EOS = range(4)
+PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
 
 
 class Encoder(nn.Module):
