@@ -54,7 +54,7 @@ def flexible():
 
 
 def call(way, args: dict, grad: torch.Tensor | None):
-    """Return a function that runs one direction and waits for the device."""
+    """Return a function that runs one direction."""
     leaves = [x for x in args.values() if x is not None and x.requires_grad]
     return timed(lambda: way(**args)[0], leaves if grad is not None else None, grad)
 

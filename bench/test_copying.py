@@ -40,10 +40,9 @@ def test_copying(benchmark, form, shape, direction):
     args = (logits, weights, source, gate, X)
     log = form == "logarithms"
 
-    def ours(*args, backend):
-        *tensors, extra_words = args
+    def ours(logits, weights, source, gate, extra_words, backend):
         return attnfast.copy_distribution(
-            *tensors, extra_words=extra_words, log=log, backend=backend
+            logits, weights, source, gate, extra_words=extra_words, log=log, backend=backend
         )
 
     def as_asked(way):

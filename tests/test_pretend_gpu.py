@@ -10,6 +10,12 @@ import torch
 
 from attnfast.backends import why_not
 
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here they run on a GPU"),
+    pytest.mark.skipif(
+        why_not("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
+    ),
+]
 TESTS = Path(__file__).parent
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pretend_gpu"]
 #: What looks into tensors from below, where they are on the CPU.
@@ -28,10 +34,6 @@ def pretend(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here they run on a GPU")
-@pytest.mark.skipif(
-    why_not("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
-)
 @pytest.mark.parametrize(
     ("files", "selection"),
     [

@@ -47,6 +47,7 @@ from attnfast.ops.span import (
     Spans,
     at_keys,
     bounds_in_phases,
+    by_head,
     check_span,
     first_position,
     from_phases,
@@ -390,8 +391,7 @@ def run_spans(
         ))  # fmt: skip
     contexts, weights, sums = zip(*results)
     if need_weights is True:
-        apart = dict(zip(order, (head for x in weights for head in x.unbind(1))))
-        weights = [apart[i] for i in range(len(order))]
+        weights = by_head(weights, order)
     else:
         weights = join_heads(weights, order) if need_weights else None
     return join_heads(contexts, order), weights, join_heads(sums, order)

@@ -385,11 +385,16 @@ def to_form(form: str, weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
     return (to_dense if form == "dense" else to_sparse)(weights, keys, Tk)
 
 
+def by_head(parts: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
+    """Return the heads in order: ``heads`` are those of the parts, one after the other."""
+    apart = dict(zip(heads, (head for x in parts for head in x.unbind(1))))
+    return [apart[i] for i in range(len(heads))]
+
+
 def join_heads(parts: Sequence[Tensor], heads: Sequence[int]) -> Tensor:
-    """Join tensors along the head axis: ``heads`` are those of the parts, one after the other."""
+    """Join tensors along the head axis; see :func:`by_head`."""
     if parts[0].layout == torch.strided:
-        apart = dict(zip(heads, (head for x in parts for head in x.split(1, 1))))
-        return torch.cat([apart[i] for i in range(len(heads))], 1)
+        return torch.stack(by_head(parts, heads), 1)
     places = torch.tensor(heads, device=parts[0].device).split([x.shape[1] for x in parts])
     indices = [x.indices() for x in parts]  # torch.cat of sparse tensors has no gradient
     index = torch.cat([torch.stack([i[0], p[i[1]], *i[2:]]) for i, p in zip(indices, places)], 1)
