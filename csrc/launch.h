@@ -8,6 +8,7 @@
 #include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -57,11 +58,18 @@ Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, Sc
   return empty(device, sizes, dtype, order);
 }
 
+// Where the numbers of a tensor lie. PyTorch gives null for one without numbers; to a View null says
+// that there is no tensor.
+void* place_of(const Tensor& x) {
+  alignas(64) static char nowhere[64];
+  return x.numel() ? x.data_ptr() : nowhere;
+}
+
 // [B, (H,) rows, columns], or [B, (H,) rows] with `columns` false.
 View view(const Tensor& x, bool columns = true) {
   const int64_t n = x.dim(), row = n - (columns ? 2 : 1);
   View v;
-  v.data = x.data_ptr();
+  v.data = place_of(x);
   v.batch = x.stride(0);
   v.head = row == 2 ? x.stride(1) : 0;
   v.row = x.stride(row);
@@ -109,65 +117,98 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
   return empty(x.device(), sizes, dtype, order);
 }
 
-// Whether the arguments fit together; attnfast.ops.arguments.check says in a sentence what does not.
-bool fit(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-         const Optional& bias, const Optional& mask, const Optional& lengths, const Optional& span,
-         int64_t columns) {
-  const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
-  const size_t n = q.size();
-  if ((n != 3 && n != 4) || k.size() != n || v.size() != n || k[n - 1] != q[n - 1]) return false;
-  if (!std::equal(q.begin(), q.end() - 2, k.begin())) return false;
-  if (!std::equal(k.begin(), k.end() - 1, v.begin())) return false;
-  const auto placed = [&](const Tensor& x) { return x.device() == query.device(); };
-  const auto alike = [&](const Tensor& x) {
-    return x.scalar_type() == query.scalar_type() && placed(x);
-  };
-  if (!alike(key) || !alike(value)) return false;
-  if (weight) {
-    const auto w = weight->sizes();
-    const bool shared = w.size() == 1, of_heads = w.size() == 2 && n == 4 && w[0] == q[1];
-    if (!alike(*weight) || !(shared || of_heads) || w[w.size() - 1] != q[n - 1]) return false;
+// Refuses arguments that do not fit an operator's first one, which has batch and heads in front of its
+// last two sizes. What is wrong with an argument is for attnfast.ops.arguments to say; it refuses the
+// same ones.
+class Fit {
+  using Sizes = std::initializer_list<int64_t>;
+  const char* name_of_operator;
+  const Tensor& query;
+
+ public:
+  Fit(const char* name_of_operator, const Tensor& query)
+      : name_of_operator(name_of_operator), query(query) {}
+
+  void check(bool fits, const char* name) const {
+    if (!fits) throw std::runtime_error(std::string(name_of_operator) + ": " + name + " does not fit");
   }
-  const auto broadcasts = [&](const Tensor& x) {
-    const auto s = x.sizes();
-    if (s.size() != n) return false;
-    for (size_t i = 0; i < n; ++i)
-      if (s[i] != 1 && s[i] != (i < n - 1 ? q[i] : columns ? columns : k[n - 2])) return false;
+
+  // Whether these are the sizes from `from` on; 1 may stand for any of what broadcasts.
+  static bool ends(const Tensor& x, int64_t from, Sizes wanted, bool broadcasts = false) {
+    if (x.dim() != from + static_cast<int64_t>(wanted.size())) return false;
+    for (const int64_t size : wanted) {
+      const int64_t own = x.size(from++);
+      if (own != size && !(broadcasts && own == 1)) return false;
+    }
     return true;
-  };
-  if (bias && (!alike(*bias) || !broadcasts(*bias))) return false;
-  if (mask && (mask->scalar_type() != ScalarType::Bool || !placed(*mask) || !broadcasts(*mask)))
-    return false;
-  if (columns < 0 || (columns && !span)) return false;
-  if (span) {
-    const auto s = span->sizes();
-    if (s.size() != n || s[n - 2] != q[n - 2] || s[n - 1] != 2 || !placed(*span)) return false;
-    if (span->scalar_type() != ScalarType::Long) return false;
-    for (size_t i = 0; i < n - 2; ++i)
-      if (s[i] != 1 && s[i] != q[i]) return false;
   }
-  if (!lengths) return true;
-  const ScalarType type = lengths->scalar_type();
-  return (type == ScalarType::Long || type == ScalarType::Int) && placed(*lengths) &&
-         lengths->dim() == 1 && lengths->size(0) == q[0];
-}
+
+  bool placed(const Tensor& x, ScalarType type) const {
+    return x.scalar_type() == type && x.device() == query.device();
+  }
+
+  // Just these sizes.
+  void sizes(const char* name, const Tensor& x, ScalarType type, Sizes wanted) const {
+    check(placed(x, type) && ends(x, 0, wanted), name);
+  }
+  void sizes(const char* name, const Optional& x, ScalarType type, Sizes wanted) const {
+    if (x) sizes(name, *x, type, wanted);
+  }
+
+  // Batch and heads, then these sizes.
+  void rows(const char* name, const Tensor& x, ScalarType type, Sizes wanted,
+            bool broadcasts = false) const {
+    const int64_t lead = query.dim() - 2;
+    bool fits = placed(x, type) && ends(x, lead, wanted, broadcasts);
+    for (int64_t i = 0; fits && i < lead; ++i)
+      fits = x.size(i) == query.size(i) || (broadcasts && x.size(i) == 1);
+    check(fits, name);
+  }
+  void rows(const char* name, const Optional& x, ScalarType type, Sizes wanted,
+            bool broadcasts = false) const {
+    if (x) rows(name, *x, type, wanted, broadcasts);
+  }
+
+  // Parameters: for each head these sizes, or the same for all.
+  void parameters(const char* name, const Optional& x, ScalarType type, Sizes wanted) const {
+    if (!x) return;
+    const bool own = query.dim() == 4 && x->dim() == static_cast<int64_t>(wanted.size()) + 1;
+    check(placed(*x, type) && ends(*x, own, wanted) && (!own || x->size(0) == query.size(1)), name);
+  }
+};
 
 struct Call {
   Attention a{};
   std::vector<Tensor> keep;  // copies that outlive the pointers into them
+  Fit fit;
 
-  Call(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-       const Optional& bias, const Optional& mask, const Optional& lengths, const Optional& span,
-       int64_t columns, const Optional& exponentials, double scale) {
-    if (!fit(query, key, value, weight, bias, mask, lengths, span, columns))
-      throw std::runtime_error("attention's arguments do not fit together");
+  Call(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
+       const Optional& weight, const Optional& bias, const Optional& mask, const Optional& lengths,
+       const Optional& span, int64_t columns, double scale)
+      : fit(name, query) {
     const int64_t n = query.dim();
+    const ScalarType dtype = query.scalar_type();
+    fit.check(n == 3 || n == 4, "query");
+    fit.check(key.dim() == n, "key");
+    fit.check(value.dim() == n, "value");
+    const int64_t Tq = query.size(n - 2), Tk = key.size(n - 2), A = query.size(n - 1);
+    fit.rows("key", key, dtype, {Tk, A});
+    fit.rows("value", value, dtype, {Tk, value.size(n - 1)});
+    fit.parameters("weight", weight, dtype, {A});
+    fit.check(columns >= 0 && columns <= (span ? Tk : 0), "columns");
+    const int64_t W = columns ? columns : Tk;
+    fit.rows("span", span, ScalarType::Long, {Tq, 2}, true);
+    if (span) fit.check(span->size(n - 2) == Tq && span->size(n - 1) == 2, "span");
+    fit.rows("bias", bias, dtype, {Tq, W}, true);
+    fit.rows("mask", mask, ScalarType::Bool, {Tq, W}, true);
+    const bool wide = lengths && lengths->scalar_type() == ScalarType::Long;
+    fit.sizes("lengths", lengths, wide ? ScalarType::Long : ScalarType::Int, {query.size(0)});
     a.dtype = dtype_of(query);
     a.B = query.size(0);
     a.H = n == 4 ? query.size(1) : 1;
-    a.Tq = query.size(n - 2);
-    a.A = query.size(n - 1);
-    a.Tk = key.size(n - 2);
+    a.Tq = Tq;
+    a.A = A;
+    a.Tk = Tk;
     a.Dv = value.size(n - 1);
     a.scale = scale;
     a.query = view_of_rows(query, keep);
@@ -175,27 +216,23 @@ struct Call {
     a.value = view_of_rows(value, keep);
     if (weight) {
       keep.push_back(packed(*weight));
-      a.weight.data = keep.back().data_ptr();
+      a.weight.data = place_of(keep.back());
       a.weight.head = weight->dim() == 2 ? a.A : 0;
     }
     if (lengths) {
-      const bool wide = lengths->scalar_type() == ScalarType::Long;
       keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
-      a.lengths = static_cast<const int64_t*>(keep.back().data_ptr());
-      if (query.is_cpu() && std::any_of(a.lengths, a.lengths + a.B, [&](int64_t length) {
-            return length < 0 || length > a.Tk;
-          }))
-        throw std::runtime_error("attention's lengths must be between 0 and the number of keys");
+      a.lengths = static_cast<const int64_t*>(place_of(keep.back()));
+      const auto possible = [&](int64_t length) { return length >= 0 && length <= Tk; };
+      fit.check(!query.is_cpu() || std::all_of(a.lengths, a.lengths + a.B, possible), "lengths");
     }
     a.compact = columns > 0;
-    a.W = a.compact ? columns : a.Tk;
+    a.W = W;
     if (span) {
       keep.push_back(span->stride(n - 1) == 1 ? *span : torch::stable::contiguous(*span));
       a.span = broadcast_view(keep.back());
     }
     if (bias) a.bias = broadcast_view(*bias);
     if (mask) a.mask = broadcast_view(*mask);
-    if (exponentials) a.exponentials = view(*exponentials);
   }
 };
 

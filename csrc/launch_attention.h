@@ -13,15 +13,27 @@ int64_t blocks_of_keys(const Attention&);
 void run_forward(Attention&, const Tensor& query);
 void run_backward(Attention&, const Tensor& query);
 
+// Hand over what exponentials made of the keys; only tanh in float32 can take them.
+void put(const Optional& exponentials, const Optional& weight, Call& call) {
+  if (!exponentials) return;
+  Attention& a = call.a;
+  call.fit.check(weight && !a.relu && a.dtype != Dtype::f64, "exponentials");
+  const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
+  call.fit.sizes("exponentials", exponentials, ScalarType::Float, {a.B, a.H, a.Tk, width});
+  call.keep.push_back(packed(*exponentials));
+  a.exponentials = view(call.keep.back());
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor key,
                                              const Tensor value, const Optional weight,
                                              const Optional bias, const Optional mask,
                                              const Optional lengths, const Optional span,
                                              int64_t columns, const Optional exponentials,
                                              double scale, bool relu, bool need_weights) {
-  Call call(query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale);
+  Call call("attention", query, key, value, weight, bias, mask, lengths, span, columns, scale);
   Attention& a = call.a;
   a.relu = relu;
+  put(exponentials, weight, call);
   const ScalarType sums = accumulation(query);
   Tensor weights = need_weights ? empty(query.device(), shape(query, a.W), sums)
                                 : empty(query.device(), {0}, sums);
@@ -42,11 +54,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Optional lengths, const Optional span, int64_t columns, const Optional exponentials,
     const Tensor weights, const Optional given_grad_score, double scale, bool relu,
     bool need_grad_query, bool need_grad_key, bool need_grad_score) {
-  Call call(query, key, value, weight, {}, {}, lengths, span, columns, exponentials, scale);
+  Call call("attention_backward", query, key, value, weight, {}, {}, lengths, span, columns, scale);
   Attention& a = call.a;
   a.relu = relu;
+  put(exponentials, weight, call);
   const ScalarType sums = accumulation(query);
   const ScalarType dtype = query.scalar_type();
+  call.fit.rows("grad_context", grad_context, dtype, {a.Tq, a.Dv});
+  call.fit.rows("grad_weights", grad_weights, sums, {a.Tq, a.W});
+  call.fit.rows("grad_log_sum_exp", grad_log_sum_exp, sums, {a.Tq});
+  call.fit.rows("weights", weights, sums, {a.Tq, a.W});
+  call.fit.rows("grad_score", given_grad_score, sums, {a.Tq, a.W});
   const auto gradient = [&](bool needed, const Tensor& x, View& out) {
     if (!needed) return empty(query.device(), {0}, dtype);
     const Tensor grad = empty_rows(x, x.size(x.dim() - 1), dtype);

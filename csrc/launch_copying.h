@@ -14,21 +14,20 @@ void run_backward(const Copying&, const Tensor& logits);
 struct CopyingCall {
   Copying a{};
   std::vector<Tensor> keep;
+  Fit fit;
 
-  CopyingCall(const Tensor& logits, const Tensor& weights, const Tensor& source, const Tensor& gate,
-              int64_t extra_words, bool log) {
-    const bool ranks = logits.dim() == 3 && weights.dim() == 3 && source.dim() == 2 &&
-                       gate.dim() == 2 && extra_words >= 0;
-    if (!ranks || weights.size(0) != logits.size(0) || weights.size(1) != logits.size(1) ||
-        gate.size(0) != logits.size(0) || gate.size(1) != logits.size(1) ||
-        source.size(0) != logits.size(0) || source.size(1) != weights.size(2))
-      throw std::runtime_error("copy_distribution's arguments do not fit together");
-    const ScalarType type = source.scalar_type();
-    for (const Tensor* x : {&weights, &gate})
-      if (x->scalar_type() != logits.scalar_type() || x->device() != logits.device())
-        throw std::runtime_error("copy_distribution's arguments do not fit together");
-    if ((type != ScalarType::Long && type != ScalarType::Int) || source.device() != logits.device())
-      throw std::runtime_error("copy_distribution's source must be int64 or int32");
+  CopyingCall(const char* name, const Tensor& logits, const Tensor& weights, const Tensor& source,
+              const Tensor& gate, int64_t extra_words, bool log)
+      : fit(name, logits) {
+    const ScalarType dtype = logits.scalar_type(), type = source.scalar_type();
+    const bool wide = type == ScalarType::Long;
+    fit.check(logits.dim() == 3, "logits");
+    fit.check(weights.dim() == 3, "weights");
+    const int64_t Tq = logits.size(1), Tk = weights.size(2);
+    fit.rows("weights", weights, dtype, {Tq, Tk});
+    fit.rows("gate", gate, dtype, {Tq});
+    fit.rows("source", source, wide ? type : ScalarType::Int, {Tk});
+    fit.check(extra_words >= 0, "extra_words");
     a.dtype = dtype_of(logits);
     a.B = logits.size(0);
     a.Tq = logits.size(1);
@@ -39,20 +38,17 @@ struct CopyingCall {
     a.logits = view_of_rows(logits, keep);
     a.weights = view_of_rows(weights, keep);
     a.gate = view(gate, false);
-    const bool wide = type == ScalarType::Long;
     keep.push_back(packed(wide ? source : torch::stable::to(source, ScalarType::Long)));
-    a.source = static_cast<const int64_t*>(keep.back().data_ptr());
-    if (logits.is_cpu() && std::any_of(a.source, a.source + a.B * a.Tk, [&](int64_t word) {
-          return word < 0 || word >= a.V + a.X;
-        }))
-      throw std::runtime_error("copy_distribution's source must be at least 0 and below V + extra_words");
+    a.source = static_cast<const int64_t*>(place_of(keep.back()));
+    const auto possible = [&](int64_t word) { return word >= 0 && word < a.V + a.X; };
+    fit.check(!logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible), "source");
   }
 };
 
 std::tuple<Tensor, Tensor> copy_distribution(const Tensor logits, const Tensor weights,
                                              const Tensor source, const Tensor gate,
                                              int64_t extra_words, bool log) {
-  CopyingCall c(logits, weights, source, gate, extra_words, log);
+  CopyingCall c("copy_distribution", logits, weights, source, gate, extra_words, log);
   Copying& a = c.a;
   const Tensor out = empty(logits.device(), {a.B, a.Tq, a.V + a.X}, logits.scalar_type());
   const Tensor log_sum_exp = empty(logits.device(), {a.B, a.Tq}, ScalarType::Double);
@@ -65,8 +61,10 @@ std::tuple<Tensor, Tensor> copy_distribution(const Tensor logits, const Tensor w
 std::tuple<Tensor, Tensor, Tensor> copy_distribution_backward(
     const Tensor grad_distribution, const Tensor logits, const Tensor weights, const Tensor source,
     const Tensor gate, const Tensor log_sum_exp, int64_t extra_words, bool log) {
-  CopyingCall c(logits, weights, source, gate, extra_words, log);
+  CopyingCall c("copy_distribution_backward", logits, weights, source, gate, extra_words, log);
   Copying& a = c.a;
+  c.fit.rows("grad_distribution", grad_distribution, logits.scalar_type(), {a.Tq, a.V + a.X});
+  c.fit.rows("log_sum_exp", log_sum_exp, ScalarType::Double, {a.Tq});
   const Tensor saved = packed(log_sum_exp);
   const auto gradient = [&](const std::vector<int64_t>& sizes) {
     return empty(logits.device(), sizes, logits.scalar_type());

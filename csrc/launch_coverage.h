@@ -12,45 +12,16 @@ void run_forward(Coverage&, const Tensor& query);
 void run_backward(Coverage&, const Tensor& query);
 int64_t grad_weight_parts(const Attention&);  // see launch_attention.h; without filters
 
-// The arguments of the history, as check_history of attnfast.ops.coverage wants them.
+// The arguments of the history.
 struct History {
   Optional filters, projection, penalty, rate, transition, coverage, previous;
 };
-
-bool fit(const History& h, const Tensor& query, const Tensor& key) {
-  const auto sizes = [](const Tensor& x) {
-    return std::vector<int64_t>(x.sizes().begin(), x.sizes().end());
-  };
-  const auto number = [&](const Tensor& x) {
-    return x.scalar_type() == accumulation(query) && x.device() == query.device();
-  };
-  std::vector<int64_t> rows = sizes(query), keys = sizes(key);
-  const int64_t A = rows.back(), H = query.dim() == 4 ? query.size(1) : 1;
-  rows.pop_back();
-  keys.pop_back();
-  if (h.rate && (!number(*h.rate) || sizes(*h.rate) != keys)) return false;
-  for (const Optional* x : {&h.coverage, &h.previous})
-    if (*x && (!number(**x) || sizes(**x) != keys)) return false;
-  if (h.transition && (!number(*h.transition) || sizes(*h.transition) != rows)) return false;
-  if (h.penalty) {
-    const auto s = sizes(*h.penalty);
-    if (!number(*h.penalty) || s.size() != 1 || (s[0] != 1 && s[0] != H)) return false;
-  }
-  if (h.filters.has_value() != h.projection.has_value()) return false;
-  if (!h.filters) return true;
-  const auto f = sizes(*h.filters), p = sizes(*h.projection);
-  const size_t n = f.size();
-  if (!number(*h.filters) || !number(*h.projection) || p.size() + 1 != n) return false;
-  if (n != 3 && (n != 4 || query.dim() != 4 || f[0] != H || p[0] != H)) return false;
-  const bool odd = (f[n - 2] == 1 || f[n - 2] == 2) && f[n - 1] % 2 == 1;
-  return odd && p[n - 3] == A && p[n - 2] == f[n - 3];
-}
 
 // A tensor of parameters, one for all or one for each head, whose rows are side by side.
 View view_of_parameters(const Tensor& x, bool of_heads, std::vector<Tensor>& keep) {
   keep.push_back(packed(x));
   View v;
-  v.data = keep.back().data_ptr();
+  v.data = place_of(keep.back());
   v.head = of_heads ? keep.back().stride(0) : 0;
   return v;
 }
@@ -65,12 +36,32 @@ struct CoverageCall {
   Call call;
   Coverage a;
 
-  CoverageCall(const Tensor& query, const Tensor& key, const Tensor& value, const Optional& weight,
-               const Optional& bias, const Optional& mask, const Optional& lengths,
-               const History& h, double scale)
-      : call(query, key, value, weight, bias, mask, lengths, {}, 0, {}, scale) {
-    if (!fit(h, query, key))
-      throw std::runtime_error("coverage_attention's arguments do not fit together");
+  CoverageCall(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
+               const Optional& weight, const Optional& bias, const Optional& mask,
+               const Optional& lengths, const History& h, double scale)
+      : call(name, query, key, value, weight, bias, mask, lengths, {}, 0, scale) {
+    const Fit& fit = call.fit;
+    const ScalarType number = accumulation(query);
+    fit.rows("fertility", h.rate, number, {call.a.Tk});
+    fit.rows("transition", h.transition, number, {call.a.Tq});
+    fit.rows("coverage", h.coverage, number, {call.a.Tk});
+    fit.rows("previous", h.previous, number, {call.a.Tk});
+    if (h.penalty) {
+      const bool one = h.penalty->dim() == 1 && h.penalty->size(0) == 1;
+      fit.sizes("penalty", h.penalty, number, {one ? 1 : call.a.H});
+    }
+    fit.check(h.filters.has_value() == h.projection.has_value(), h.filters ? "projection" : "filters");
+    if (h.filters) {
+      const Tensor& f = *h.filters;
+      const int64_t n = f.dim();
+      fit.check(n == 3 || n == 4, "filters");
+      const int64_t K = f.size(n - 3), channels = f.size(n - 2), width = f.size(n - 1);
+      fit.check((channels == 1 || channels == 2) && width % 2 == 1, "filters");
+      fit.parameters("filters", h.filters, number, {K, channels, width});
+      fit.parameters("projection", h.projection, number, {call.a.A, K});
+      fit.check(h.projection->dim() == n - 1, "projection");
+      fit.check(weight.has_value() || K == 0, "weight");
+    }
     static_cast<Attention&>(a) = call.a;
     if (h.filters) {
       const int64_t n = h.filters->dim();
@@ -82,7 +73,7 @@ struct CoverageCall {
         a.projection = view_of_parameters(*h.projection, n == 4, call.keep);
       }
     }
-    if (h.penalty) a.penalty = view_of_parameters(*h.penalty, h.penalty->size(0) > 1, call.keep);
+    if (h.penalty) a.penalty = view_of_parameters(*h.penalty, h.penalty->size(0) != 1, call.keep);
     if (h.rate) a.rate = view_of_numbers(*h.rate, call.keep);
     if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep);
     if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep);
@@ -95,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
     const Optional bias, const Optional mask, const Optional lengths, const Optional filters,
     const Optional projection, const Optional penalty, const Optional rate,
     const Optional transition, const Optional coverage, const Optional previous, double scale) {
-  CoverageCall c(query, key, value, weight, bias, mask, lengths,
+  CoverageCall c("coverage_attention", query, key, value, weight, bias, mask, lengths,
                  {filters, projection, penalty, rate, transition, coverage, previous}, scale);
   Coverage& a = c.a;
   const ScalarType sums = accumulation(query);
@@ -111,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
   a.context = view(context);
   a.weights = view(weights);
   a.last = view(last, false);
-  a.loss = View{loss.data_ptr(), a.H, 1};
+  a.loss = View{place_of(loss), a.H, 1};
   if (transition) a.odds = view(odds);
   run_forward(a, query);
   return {context, weights, last, loss, odds};
@@ -122,29 +113,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
 struct Sums {
   Tensor key, weight, filters, projection;
 
-  void put(Coverage& a, const Tensor& query) const {
-    const bool heads = query.dim() == 4;
-    const auto of = [&](const Tensor& x, std::vector<int64_t> sizes) {
-      if (heads) sizes.insert(sizes.begin(), a.H);
-      sizes.insert(sizes.begin(), a.B);
-      const bool fits = x.is_contiguous() && x.scalar_type() == accumulation(query) &&
-                        std::equal(sizes.begin(), sizes.end(), x.sizes().begin(), x.sizes().end());
-      if (!fits || x.device() != query.device())
-        throw std::runtime_error("coverage_attention's sums do not fit its arguments");
-      return View{x.data_ptr(), x.stride(0), heads ? x.stride(1) : 0, sizes.back()};
+  void put(Coverage& a, const Fit& fit, bool heads, ScalarType type) const {
+    fit.check(a.filters_count > 0, "filters");
+    const auto of = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
+      fit.rows(name, x, type, sizes);
+      fit.check(x.is_contiguous(), name);
+      return View{place_of(x), x.stride(0), heads ? x.stride(1) : 0, *(sizes.end() - 1)};
     };
     a.sums = true;
-    a.grad_key = of(key, {a.Tk, a.A});
-    a.grad_weight = of(weight, {a.A});
-    a.grad_filters = of(filters, {a.filters_count, a.channels, a.width});
-    a.grad_projection = of(projection, {a.A, a.filters_count});
+    a.grad_key = of("sum_key", key, {a.Tk, a.A});
+    a.grad_weight = of("sum_weight", weight, {a.A});
+    a.grad_filters = of("sum_filters", filters, {a.filters_count, a.channels, a.width});
+    a.grad_projection = of("sum_projection", projection, {a.A, a.filters_count});
   }
 };
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                              Tensor, Tensor, Tensor>;
 
-Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
+Gradients backward(const char* name, const Tensor& grad_context, const Optional& grad_weights,
                    const Optional& grad_coverage, const Optional& grad_loss, const Tensor& query,
                    const Tensor& key, const Tensor& value, const Optional& weight,
                    const Optional& lengths, const History& history, const Tensor& weights,
@@ -152,9 +139,17 @@ Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
                    bool need_grad_key, bool need_grad_score, bool need_grad_filters,
                    const Sums* of_steps = nullptr) {
   const auto& [filters, projection, penalty, rate, transition, coverage, previous] = history;
-  CoverageCall c(query, key, value, weight, {}, {}, lengths, history, scale);
+  CoverageCall c(name, query, key, value, weight, {}, {}, lengths, history, scale);
   Coverage& a = c.a;
+  const Fit& fit = c.call.fit;
   const ScalarType sums = accumulation(query), dtype = query.scalar_type();
+  fit.rows("grad_context", grad_context, dtype, {a.Tq, a.Dv});
+  fit.rows("grad_weights", grad_weights, sums, {a.Tq, a.Tk});
+  fit.rows("grad_coverage", grad_coverage, sums, {a.Tk});
+  fit.rows("grad_loss", grad_loss, sums, {});
+  fit.rows("weights", weights, sums, {a.Tq, a.Tk});
+  if (transition) fit.rows("odds", odds, sums, {a.Tq, a.Tk});
+  else fit.sizes("odds", odds, sums, {0});
   const auto out = [&](bool needed, const std::vector<int64_t>& sizes, ScalarType type) {
     return empty(query.device(), needed ? sizes : std::vector<int64_t>{0}, type);
   };
@@ -186,7 +181,7 @@ Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
   const auto part = [&](bool needed, std::vector<int64_t> sizes, View& v) {
     sizes.insert(sizes.begin(), {a.B, a.H});
     const Tensor x = out(needed, sizes, sums);
-    if (needed) v = View{x.data_ptr(), x.stride(0), x.stride(1), sizes.back()};
+    if (needed) v = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
     return x;
   };
   const Tensor part_weight =
@@ -194,7 +189,7 @@ Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
   const bool of_filters = need_grad_filters && filters;
   const Tensor part_filters = part(of_filters, {K, a.channels, W}, a.grad_filters);
   const Tensor part_projection = part(of_filters, {a.A, K}, a.grad_projection);
-  if (of_steps) of_steps->put(a, query);
+  if (of_steps) of_steps->put(a, fit, query.dim() == 4, sums);
   const Tensor part_penalty = part(penalty.has_value(), {}, a.grad_penalty);
   const auto added = [&](const Optional& x, const Tensor& parts, bool needed, bool of_heads,
                          bool row, ScalarType type) {
@@ -217,7 +212,7 @@ Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
   if (grad_coverage) a.grad_last = view_of_numbers(*grad_coverage, c.call.keep);
   if (grad_loss) {
     c.call.keep.push_back(packed(*grad_loss));
-    a.grad_loss = View{c.call.keep.back().data_ptr(), a.H, 1};
+    a.grad_loss = View{place_of(c.call.keep.back()), a.H, 1};
   }
   run_backward(a, query);
 
@@ -231,7 +226,7 @@ Gradients backward(const Tensor& grad_context, const Optional& grad_weights,
                              sums)
                      : none(),
           penalty ? torch::stable::reshape(
-                        added(penalty, part_penalty, true, penalty->size(0) > 1, false, sums),
+                        added(penalty, part_penalty, true, penalty->size(0) != 1, false, sums),
                         {penalty->size(0)})
                   : none(),
           grad_rate, grad_transition, grad_first, grad_previous};
@@ -245,8 +240,9 @@ Gradients coverage_attention_backward(
     const Optional transition, const Optional coverage, const Optional previous,
     const Tensor weights, const Tensor odds, double scale, bool need_grad_query, bool need_grad_key,
     bool need_grad_score, bool need_grad_filters) {
-  return backward(grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight,
-                  lengths, {filters, projection, penalty, rate, transition, coverage, previous},
+  return backward("coverage_attention_backward", grad_context, grad_weights, grad_coverage,
+                  grad_loss, query, key, value, weight, lengths,
+                  {filters, projection, penalty, rate, transition, coverage, previous},
                   weights, odds, scale, need_grad_query, need_grad_key, need_grad_score,
                   need_grad_filters);
 }
@@ -259,12 +255,10 @@ Gradients coverage_attention_backward_into(
     const Optional transition, const Optional coverage, const Optional previous,
     const Tensor weights, const Tensor odds, Tensor sum_key, Tensor sum_weight, Tensor sum_filters,
     Tensor sum_projection, double scale, bool need_grad_query, bool need_grad_score) {
-  if (!weight || !filters || filters->size(filters->dim() - 3) == 0)
-    throw std::runtime_error("sums are of steps with filters");
   const Sums sums = {sum_key, sum_weight, sum_filters, sum_projection};
-  return backward(grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight,
-                  lengths, {filters, projection, penalty, rate, transition, coverage, previous},
-                  weights, odds, scale, need_grad_query, false, need_grad_score, false, &sums);
+  return backward("coverage_attention_backward_into", grad_context, grad_weights, grad_coverage,
+                  grad_loss, query, key, value, weight, lengths,
+                  {filters, projection, penalty, rate, transition, coverage, previous}, weights, odds, scale, need_grad_query, false, need_grad_score, false, &sums);
 }
 
 }  // namespace

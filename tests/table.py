@@ -85,6 +85,7 @@ def cases() -> list[Case]:
             Case(score, 2, 3, 5, 0, 8),
             *(Case(score, 2, *sizes) for sizes in ((9, 0, 64, 64), (9, 5, 64, 0), (9, 5, 0, 64))),
             Case(score, 0, 9, 5, 64, 64),
+            Case(score, 1, 0, 130, 7, 1),
             Case(score, 2, 3, 5, 8, 8, 4, weight_per_head=True),
             Case(score, 1, 1, 300, 64, 64, terms=("lengths",)),
         ]
@@ -101,19 +102,24 @@ def cases() -> list[Case]:
     return table
 
 
+def size(draw: random.Random, *most: int) -> int:
+    """Return a random size up to one of ``most``, now and then 0."""
+    return 0 if draw.random() < 0.04 else draw.randint(1, draw.choice(most))
+
+
 def fuzz(seed: int, count: int, most: float) -> list[Case]:
     """Return ``count`` seeded random cases of at most ``most`` elements."""
     draw = random.Random(seed)
     table = []
     while len(table) < count:
         case = Case(
-            score=draw.choice(("dot", "additive")),
-            B=draw.randint(1, 4),
-            Tq=draw.choice((1, 2, 3, draw.randint(1, 40), draw.randint(1, 150))),
-            Tk=draw.choice((1, 2, draw.randint(1, 40), draw.randint(1, 300))),
-            A=draw.randint(1, 130),
-            Dv=draw.randint(1, 130),
-            H=draw.choice((None, None, 1, 2, 5)),
+            score=draw.choice(("dot", "additive", "additive", "relu")),
+            B=size(draw, 1, 4),
+            Tq=size(draw, 1, 3, 40, 150),
+            Tk=size(draw, 2, 40, 300, 2000),
+            A=size(draw, 8, 130),
+            Dv=size(draw, 8, 130),
+            H=draw.choice((None, None, size(draw, 1, 5))),
             dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
             terms=draw.choice(TERMS),
             layout=draw.choice(LAYOUTS),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import table
 import torch
-from table import CPU, DEVICE, LAYOUTS
+from table import CPU, DEVICE, LAYOUTS, size
 from torch.autograd import gradcheck
 
 import attnfast
@@ -54,13 +54,13 @@ def copies() -> list[Copy]:
 
 def fuzz(seed: int, count: int) -> list[Copy]:
     draw = random.Random(seed)
-    return [
+    table = [
         Copy(
-            B=draw.randint(1, 3),
-            Tq=draw.randint(1, 6),
-            Tk=draw.choice((1, draw.randint(1, 10), draw.randint(1, 100))),
-            V=draw.choice((1, draw.randint(1, 40), draw.randint(1, 400))),
-            X=draw.choice((0, draw.randint(1, 20))),
+            B=size(draw, 3),
+            Tq=size(draw, 1, 6),
+            Tk=size(draw, 1, 10, 100),
+            V=size(draw, 1, 40, 400),
+            X=draw.choice((0, size(draw, 20))),
             log=draw.random() < 0.5,
             dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
             layout=draw.choice(LAYOUTS),
@@ -72,6 +72,9 @@ def fuzz(seed: int, count: int) -> list[Copy]:
         )
         for _ in range(count)
     ]
+    return [
+        case if case.V + case.X else replace(case, Tk=0) for case in table
+    ]  # no word, no source
 
 
 def arguments(case: Copy, device: torch.device = CPU) -> dict:
@@ -83,8 +86,8 @@ def arguments(case: Copy, device: torch.device = CPU) -> dict:
 
     logits = floats(case.B, case.Tq, case.V) * case.scale
     weights = (2 * floats(case.B, case.Tq, case.Tk)).softmax(-1)
-    source = torch.randint(0, case.words or case.V + case.X, (case.B, case.Tk), generator=g)
-    source %= max(case.V + case.X, 1)
+    words = max(case.V + case.X, 1)
+    source = torch.randint(0, case.words or words, (case.B, case.Tk), generator=g) % words
     if case.hidden:
         logits = logits.masked_fill(floats(*logits.shape) > 1, -math.inf)
         logits[:1, :1] = -math.inf

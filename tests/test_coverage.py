@@ -12,7 +12,7 @@ import pytest
 import table
 import torch
 import torch.nn.functional as F
-from table import CPU, DEVICE, LAYOUTS, Case, inputs
+from table import CPU, DEVICE, LAYOUTS, Case, inputs, size
 from torch.autograd import forward_ad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -86,19 +86,19 @@ def fuzz(seed: int, count: int) -> list[History]:
         terms = tuple(t for t in (*terms, "lengths", "mask", "bias") if draw.random() < 0.4)
         case = History(
             score,
-            B=draw.randint(1, 3),
-            Tq=draw.randint(1, 12),
-            Tk=draw.choice((1, 2, draw.randint(1, 30), draw.randint(1, 150))),
-            A=draw.randint(1, 70),
-            Dv=draw.randint(1, 40),
-            H=draw.choice((None, None, 1, 3)),
+            B=size(draw, 1, 3),
+            Tq=size(draw, 1, 12),
+            Tk=size(draw, 2, 30, 150, 700),
+            A=size(draw, 8, 70),
+            Dv=size(draw, 8, 40),
+            H=draw.choice((None, None, size(draw, 1, 3))),
             dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
             terms=terms,
             layout=draw.choice(LAYOUTS),
             seed=draw.randint(0, 2**31),
-            filters=(draw.randint(1, 20), draw.randint(1, 2), 2 * draw.randint(0, 8) + 1),
+            filters=(size(draw, 20), draw.randint(1, 2), 2 * draw.randint(0, 8) + 1),
         )
-        scale = case.A**-0.25 if score == "dot" else 1.0
+        scale = max(case.A, 1) ** -0.25 if score == "dot" else 1.0
         per_head = case.H is not None and draw.random() < 0.5
         table.append(replace(case, per_head=per_head, scale=scale))
     return table

@@ -5,10 +5,12 @@ On a GPU the backend ``cuda`` takes part in test_attention.py like every other.
 
 import ctypes
 import os
+import random
 import shutil
 import subprocess
 from pathlib import Path
 
+import misfits
 import pytest
 import table
 import test_attention
@@ -75,6 +77,11 @@ WIDE = Case("additive", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced")
 @pytest.mark.parametrize("case", [*SMALL, WIDE], ids=test_attention.name)
 def test_table(case, host):
     test_attention.judge(case, host)
+
+
+def test_misfits(host):
+    draw = random.Random(2)
+    assert not all(misfits.judge(misfits.Call(draw), host, only_misfits=True) for _ in range(500))
 
 
 @pytest.fixture(params=[1, 2, 8])

@@ -207,6 +207,11 @@ def test_fuzz(seed, backend):
             judge(case, span, position, backend)  # a failure prints the case
 
 
+@pytest.mark.parametrize("span", [Span(window=3), Span(window=6, stride=3), Span(stride=2)])
+def test_no_rows(span, backend):
+    judge(Case("additive", 1, 0, 130, 7, 1), span, None, backend)
+
+
 SCORES = ("dot", "additive")
 SPAN = Span(window=(1, 2))
 

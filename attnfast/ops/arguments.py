@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -55,8 +56,11 @@ def check(
     if weight is not None and weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
         refuse("weight", f"{shapes} to fit the query", list(weight.shape))
-    if mask is None and bias is None and lengths is None and span is None:
+    if mask is None and bias is None and lengths is None and span is None and not columns:
         return
+    if not 0 <= columns <= (0 if span is None else k[-2]):
+        expected = "0 without a span" if span is None else f"between 0 and {k[-2]}"
+        refuse("columns", expected, columns)
     scores = (*q[:-1], columns or k[-2])
     if span is not None:
         fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
@@ -80,6 +84,21 @@ def check(
             for length in lengths.tolist():
                 if not 0 <= length <= k[-2]:
                     refuse("lengths", f"between 0 and {k[-2]}, the number of keys", length)
+
+
+def check_exact(
+    like: Tensor, tensors: Iterable[tuple[str, Tensor | None, torch.dtype, Iterable[int]]]
+) -> None:
+    """Refuse tensors, each with its name, dtype and shape, that are not so or not on the device."""
+    for name, x, dtype, shape in tensors:
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        if x.device != like.device:
+            refuse(name, f"on {like.device}", x.device)
+        if x.dtype != dtype or list(x.shape) != list(shape):
+            refuse(name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
 
 
 def refuse_tangents(*inputs: Tensor | None) -> None:

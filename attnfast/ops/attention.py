@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import choose
+from attnfast.errors import refuse
 from attnfast.ops.arguments import (
     as_returned,
     autocast,
     check,
+    check_exact,
     check_scale,
     check_temperature,
     is_relu,
@@ -158,11 +160,46 @@ def reference(
     return context, weights if keys is None else to_columns(weights, keys), log_sum_exp
 
 
-def _fake(
+def _check(
     query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale, relu,
     need_weights,
 ):  # fmt: skip
     check(query, key, value, weight, bias, mask, lengths, span, columns)
+    if exponentials is None:
+        return
+    if weight is None or relu or key.dtype == torch.float64:
+        refuse("exponentials", "None but for tanh in float32", "a tensor")
+    made = _fake_exponentials(key, None)
+    check_exact(key, [("exponentials", exponentials, made.dtype, made.shape)])
+
+
+def _check_backward(
+    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
+    columns, exponentials, weights, grad_score, scale, relu, need_grad_query,
+    need_grad_key, need_grad_score,
+):  # fmt: skip
+    seen = (None, None, lengths, span, columns)
+    _check(query, key, value, weight, *seen, exponentials, scale, relu, True)
+    dtype, rows = accumulation_dtype(query.dtype), query.shape[:-1]
+    scores = (*rows, columns or key.shape[-2])
+    gradients = [
+        ("grad_context", grad_context, query.dtype, (*rows, value.shape[-1])),
+        ("grad_weights", grad_weights, dtype, scores),
+        ("grad_log_sum_exp", grad_log_sum_exp, dtype, rows),
+        ("weights", weights, dtype, scores),
+        ("grad_score", grad_score, dtype, scores),
+    ]
+    check_exact(query, gradients)
+
+
+#: What refuses an operator's arguments, with the same parameters; compiled code refuses the same.
+CHECKS: dict[str, Any] = {"attention": _check, "attention_backward": _check_backward}
+
+
+def _fake(
+    query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale, relu,
+    need_weights,
+):  # fmt: skip
     dtype = accumulation_dtype(query.dtype)
     rows = query.shape[:-1]
     shape = (*rows, columns or key.shape[-2]) if need_weights else (0,)
@@ -218,7 +255,7 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
     )
 
 
-_Attention = define("attention", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
+_Attention = define("attention", SCHEMAS, CHECKS, _fake, _fake_backward, _setup_context, _backward)
 
 # e^{2 key} in float32, [B, H, Tk, A rounded up to 32]; size [0] if a key is beyond its domain.
 LIBRARIES["cpu"].define("exponentials(Tensor key, Tensor? lengths) -> Tensor")
@@ -235,7 +272,7 @@ def _fake_exponentials(key, lengths):
 def _triton(*args):
     from attnfast.kernels import attention  # Triton stays unimported until it is used
 
-    check(*args[:9])
+    _check(*args)
     return attention.forward(*args)
 
 
@@ -243,6 +280,7 @@ def _triton(*args):
 def _triton_backward(*args):
     from attnfast.kernels import attention
 
+    _check_backward(*args)
     return attention.backward(*args)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnfast.backends import FLOATS, HALF, choose
 from attnfast.errors import refuse
-from attnfast.ops.arguments import refuse_tangents
+from attnfast.ops.arguments import check_exact, refuse_tangents
 from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
@@ -65,8 +65,62 @@ def reference(
     return log_probs.masked_fill(never, LOWEST).to(logits.dtype)
 
 
-def _fake(logits, weights, source, gate, extra_words, log):
+def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_words: int) -> None:
+    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    named = {"logits": logits, "weights": weights, "source": source, "gate": gate}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        if x.device != logits.device:
+            refuse(name, f"on the logits' device {logits.device}", x.device)
+        if name in ("weights", "gate") and x.dtype != logits.dtype:
+            refuse(name, f"of the logits' dtype {logits.dtype}", x.dtype)
+    if logits.dtype not in FLOATS:
+        refuse("logits", "float32, float64, bfloat16 or float16", logits.dtype)
+    if logits.dim() != 3:
+        refuse("logits", "[B, Tq, V]", list(logits.shape))
+    B, Tq, V = logits.shape
+    if weights.dim() != 3 or weights.shape[:2] != logits.shape[:2]:
+        refuse("weights", f"[{B}, {Tq}, Tk] to fit the logits", list(weights.shape))
+    if gate.shape != logits.shape[:2]:
+        refuse("gate", f"[{B}, {Tq}] to fit the logits", list(gate.shape))
+    shape = [B, weights.shape[-1]]
+    if source.dtype not in (torch.int32, torch.int64) or list(source.shape) != shape:
+        got = f"{source.dtype} {list(source.shape)}"
+        refuse("source", f"int64 or int32 of shape {shape} to fit the weights", got)
+    if not isinstance(extra_words, (int, torch.SymInt)) or extra_words < 0:
+        refuse("extra_words", "an integer, at least 0", repr(extra_words))
+    readable = type(source) is Tensor and source.device.type == "cpu" and source.numel()
+    if readable and not torch.compiler.is_compiling():
+        for word in (int(source.min()), int(source.max())):
+            if not 0 <= word < V + extra_words:
+                refuse("source", f"between 0 and {V + extra_words - 1}, a word", word)
+
+
+def _check(logits, weights, source, gate, extra_words, log):
     check(logits, weights, source, gate, extra_words)
+
+
+def _check_backward(
+    grad_distribution, logits, weights, source, gate, log_sum_exp, extra_words, log
+):  # fmt: skip
+    check(logits, weights, source, gate, extra_words)
+    *rows, V = logits.shape
+    gradients = [
+        ("grad_distribution", grad_distribution, logits.dtype, (*rows, V + extra_words)),
+        ("log_sum_exp", log_sum_exp, torch.float64, rows),
+    ]
+    check_exact(logits, gradients)
+
+
+#: What refuses an operator's arguments, with the same parameters; compiled code refuses the same.
+CHECKS: dict[str, Any] = {
+    "copy_distribution": _check,
+    "copy_distribution_backward": _check_backward,
+}
+
+
+def _fake(logits, weights, source, gate, extra_words, log):
     *rows, V = logits.shape
     log_sum_exp = logits.new_empty(rows, dtype=torch.float64)
     return logits.new_empty((*rows, V + extra_words)), log_sum_exp
@@ -98,7 +152,9 @@ def _backward(ctx: Any, grad_distribution, _):
     return logits, weights, None, gate, None, None
 
 
-_Copy = define("copy_distribution", SCHEMAS, _fake, _fake_backward, _setup_context, _backward)
+_Copy = define(
+    "copy_distribution", SCHEMAS, CHECKS, _fake, _fake_backward, _setup_context, _backward
+)
 
 
 @torch.library.impl("attnfast_triton::copy_distribution", "default", lib=LIBRARIES["triton"])
@@ -115,39 +171,8 @@ def _triton(*args):
 def _triton_backward(*args):
     from attnfast.kernels import copying
 
+    _check_backward(*args)
     return copying.backward(*args)
-
-
-def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_words: int) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    named = {"logits": logits, "weights": weights, "source": source, "gate": gate}
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
-        if x.device != logits.device:
-            refuse(name, f"on the logits' device {logits.device}", x.device)
-        if name in ("weights", "gate") and x.dtype != logits.dtype:
-            refuse(name, f"of the logits' dtype {logits.dtype}", x.dtype)
-    if logits.dtype not in FLOATS:
-        refuse("logits", "float32, float64, bfloat16 or float16", logits.dtype)
-    if logits.dim() != 3:
-        refuse("logits", "[B, Tq, V]", list(logits.shape))
-    B, Tq, V = logits.shape
-    if weights.dim() != 3 or weights.shape[:2] != logits.shape[:2]:
-        refuse("weights", f"[{B}, {Tq}, Tk] to fit the logits", list(weights.shape))
-    if gate.shape != logits.shape[:2]:
-        refuse("gate", f"[{B}, {Tq}] to fit the logits", list(gate.shape))
-    shape = [B, weights.shape[-1]]
-    if source.dtype not in (torch.int32, torch.int64) or list(source.shape) != shape:
-        got = f"{source.dtype} {list(source.shape)}"
-        refuse("source", f"int64 or int32 of shape {shape} to fit the weights", got)
-    if not isinstance(extra_words, (int, torch.SymInt)) or extra_words < 0:
-        refuse("extra_words", "an integer, at least 0", repr(extra_words))
-    readable = type(source) is Tensor and source.device.type == "cpu" and source.numel()
-    if readable and not torch.compiler.is_compiling():
-        for word in (int(source.min()), int(source.max())):
-            if not 0 <= word < V + extra_words:
-                refuse("source", f"between 0 and {V + extra_words - 1}, a word", word)
 
 
 def copy_distribution(

@@ -28,6 +28,7 @@ from attnfast.ops.arguments import (
     as_returned,
     autocast,
     check,
+    check_exact,
     check_scale,
     check_temperature,
     refuse_tangents,
@@ -147,12 +148,119 @@ def reference(
     return (weights @ v).to(query.dtype), weights, c, loss
 
 
-def _fake(
+def check_history(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor | None,
+    filters: Tensor | None,
+    projection: Tensor | None,
+    penalty: Tensor | None,
+    rate: Tensor | None,
+    transition: Tensor | None,
+    coverage: Tensor | None,
+    previous: Tensor | None,
+) -> None:
+    """Refuse what does not fit the query and the key, in one sentence."""
+    heads, keys, A = list(query.shape[1:-2]), list(key.shape[:-1]), query.shape[-1]
+    dtype = accumulation_dtype(query.dtype)
+    shapes = {
+        "filters": (filters, None),
+        "projection": (projection, None),
+        "penalty": (penalty, [heads or [1], [1]]),
+        "fertility": (rate, [keys]),
+        "transition": (transition, [list(query.shape[:-1])]),
+        "coverage": (coverage, [keys]),
+        "previous": (previous, [keys]),
+    }
+    for name, (x, allowed) in shapes.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        if x.device != query.device:
+            refuse(name, f"on the query's device {query.device}", x.device)
+        if x.dtype != dtype:
+            refuse(name, f"of dtype {dtype}", x.dtype)
+        if allowed is not None and list(x.shape) not in allowed:
+            refuse(name, " or ".join(map(str, allowed)), list(x.shape))
+    if (filters is None) != (projection is None):
+        missing = "projection" if projection is None else "filters"
+        refuse(missing, "given when the other of filters and projection is", None)
+    if filters is None or projection is None:
+        return
+    if weight is None and filters.shape[-3:-2] != (0,):
+        refuse("weight", "given: coverage_weight and filters belong in the additive score", None)
+    lead = list(filters.shape[:-3])
+    if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:
+        refuse("filters", "[K, 1 or 2, W] with an odd width W", list(filters.shape))
+    if lead not in ([], heads):
+        refuse("filters", f"[K, C, W] or {[*heads, 'K', 'C', 'W']}", list(filters.shape))
+    if list(projection.shape) != [*lead, A, filters.shape[-3]]:
+        wanted = [*lead, A, filters.shape[-3]]
+        refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
+
+
+def _check(
     query, key, value, weight, bias, mask, lengths, filters, projection, penalty, rate, transition,
     coverage, previous, scale,
 ):  # fmt: skip
     check(query, key, value, weight, bias, mask, lengths)
-    check_history(query, key, filters, projection, penalty, rate, transition, coverage, previous)
+    history = (filters, projection, penalty, rate, transition, coverage, previous)
+    check_history(query, key, weight, *history)
+
+
+def _check_backward(
+    grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
+    filters, projection, penalty, rate, transition, coverage, previous, weights, odds, scale,
+    need_grad_query, need_grad_key, need_grad_score, need_grad_filters,
+):  # fmt: skip
+    history = (filters, projection, penalty, rate, transition, coverage, previous)
+    _check(query, key, value, weight, None, None, lengths, *history, scale)
+    dtype = accumulation_dtype(query.dtype)
+    scores, keys = (*query.shape[:-1], key.shape[-2]), key.shape[:-1]
+    gradients = [
+        ("grad_context", grad_context, query.dtype, (*query.shape[:-1], value.shape[-1])),
+        ("grad_weights", grad_weights, dtype, scores),
+        ("grad_coverage", grad_coverage, dtype, keys),
+        ("grad_loss", grad_loss, dtype, keys[:-1]),
+        ("weights", weights, dtype, scores),
+        ("odds", odds, dtype, (0,) if transition is None else scores),
+    ]
+    check_exact(query, gradients)
+
+
+def _check_backward_into(*args):
+    *args, sum_key, sum_weight, sum_filters, sum_projection, scale, need_query, need_score = args
+    _check_backward(*args, scale, need_query, False, need_score, False)
+    query, key, _, weight, _, filters, *_ = args[4:]
+    if weight is None or filters is None or not filters.shape[-3]:
+        refuse("filters", "given, with a weight: sums are of steps with filters", None)
+    lead, dtype = key.shape[:-2], accumulation_dtype(key.dtype)
+    A = key.shape[-1]
+    sums = [
+        ("sum_key", sum_key, dtype, key.shape),
+        ("sum_weight", sum_weight, dtype, (*lead, A)),
+        ("sum_filters", sum_filters, dtype, (*lead, *filters.shape[-3:])),
+        ("sum_projection", sum_projection, dtype, (*lead, A, filters.shape[-3])),
+    ]
+    check_exact(query, sums)
+    for name, x, *_ in sums:
+        if not x.is_contiguous():
+            refuse(name, "contiguous", f"strides {list(x.stride())}")
+
+
+#: What refuses an operator's arguments, with the same parameters; compiled code refuses the same.
+CHECKS: dict[str, Any] = {
+    "coverage_attention": _check,
+    "coverage_attention_backward": _check_backward,
+    INTO[0]: _check_backward_into,
+}
+
+
+def _fake(
+    query, key, value, weight, bias, mask, lengths, filters, projection, penalty, rate, transition,
+    coverage, previous, scale,
+):  # fmt: skip
     dtype = accumulation_dtype(query.dtype)
     shape = (*query.shape[:-1], key.shape[-2])
     return (
@@ -234,20 +342,21 @@ def _backward(ctx: Any, *grads):
     return tuple(gradients(ctx, grads)[0])
 
 
-_Coverage = define("coverage_attention", SCHEMAS, _fake, _fake_backward, setup_context, _backward)
+_Coverage = define(
+    "coverage_attention", SCHEMAS, CHECKS, _fake, _fake_backward, setup_context, _backward
+)
 
 
 @torch.library.impl("attnfast_triton::coverage_attention", "default", lib=LIBRARIES["triton"])
 def _triton(*args):
     from attnfast.kernels import coverage  # Triton stays unimported until it is used
 
-    query, key, value, weight, bias, mask, lengths, *history, _ = args
-    check(query, key, value, weight, bias, mask, lengths)
-    check_history(query, key, *history)
+    _check(*args)
     return coverage.forward(*args)
 
 
 def _fake_backward_into(*args):
+    _check_backward_into(*args)
     *args, _, _, _, _, scale, need_grad_query, need_grad_score = args
     return _fake_backward(*args, scale, need_grad_query, False, need_grad_score, False)
 
@@ -255,12 +364,14 @@ def _fake_backward_into(*args):
 def _triton_backward(*args):
     from attnfast.kernels import coverage
 
+    _check_backward(*args)
     return coverage.backward(*args)
 
 
 def _triton_backward_into(*args):
     from attnfast.kernels import coverage
 
+    _check_backward_into(*args)
     *args, sum_key, sum_weight, sum_filters, sum_projection, scale, need_query, need_score = args
     sums = (sum_key, sum_weight, sum_filters, sum_projection)
     return coverage.backward(*args, scale, need_query, False, need_score, False, sums)
@@ -276,55 +387,6 @@ for _name, _kernel in {
     INTO[0]: _triton_backward_into,
 }.items():
     torch.library.impl(f"attnfast_triton::{_name}", "default", _kernel, lib=LIBRARIES["triton"])
-
-
-def check_history(
-    query: Tensor,
-    key: Tensor,
-    filters: Tensor | None,
-    projection: Tensor | None,
-    penalty: Tensor | None,
-    rate: Tensor | None,
-    transition: Tensor | None,
-    coverage: Tensor | None,
-    previous: Tensor | None,
-) -> None:
-    """Refuse what does not fit the query and the key, in one sentence."""
-    heads, keys, A = list(query.shape[1:-2]), list(key.shape[:-1]), query.shape[-1]
-    dtype = accumulation_dtype(query.dtype)
-    shapes = {
-        "filters": (filters, None),
-        "projection": (projection, None),
-        "penalty": (penalty, [heads or [1], [1]]),
-        "fertility": (rate, [keys]),
-        "transition": (transition, [list(query.shape[:-1])]),
-        "coverage": (coverage, [keys]),
-        "previous": (previous, [keys]),
-    }
-    for name, (x, allowed) in shapes.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
-        if x.device != query.device:
-            refuse(name, f"on the query's device {query.device}", x.device)
-        if x.dtype != dtype:
-            refuse(name, f"of dtype {dtype}", x.dtype)
-        if allowed is not None and list(x.shape) not in allowed:
-            refuse(name, " or ".join(map(str, allowed)), list(x.shape))
-    if (filters is None) != (projection is None):
-        missing = "projection" if projection is None else "filters"
-        refuse(missing, "given when the other of filters and projection is", None)
-    if filters is None or projection is None:
-        return
-    lead = list(filters.shape[:-3])
-    if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:
-        refuse("filters", "[K, 1 or 2, W] with an odd width W", list(filters.shape))
-    if lead not in ([], heads):
-        refuse("filters", f"[K, C, W] or {[*heads, 'K', 'C', 'W']}", list(filters.shape))
-    if list(projection.shape) != [*lead, A, filters.shape[-3]]:
-        wanted = [*lead, A, filters.shape[-3]]
-        refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
 
 
 def _with_coverage_feature(
@@ -377,8 +439,6 @@ def inputs_of(
         scale = 1.0 if weight is not None else max(query.shape[-1], 1) ** -0.5
     check_scale(scale, "a finite number or None")
     dtype = accumulation_dtype(query.dtype)
-    if weight is None and (filters is not None or coverage_weight is not None):
-        refuse("weight", "given: coverage_weight and filters belong in the additive score", None)
     if coverage_weight is not None:
         heads = list(query.shape[1:-2])
         shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
@@ -390,7 +450,7 @@ def inputs_of(
         return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
 
     filters, projection = cast(filters), cast(projection)
-    check_history(query, key, filters, projection, None, None, None, None, None)
+    check_history(query, key, weight, filters, projection, None, None, None, None, None)
     if over not in ("previous", "coverage"):
         refuse("over", "'previous' or 'coverage'", repr(over))
     if over == "coverage" and filters is not None and filters.shape[-2] == 1:
@@ -415,7 +475,7 @@ def inputs_of(
         penalty = None if penalty is None else penalty / temperature
     penalty, transition, coverage, previous = map(cast, (penalty, transition, coverage, previous))
     history: Any = (filters, projection, penalty, rate, transition, coverage, previous)
-    check_history(query, key, *history)
+    check_history(query, key, weight, *history)
     return query, key, value, weight, bias, mask, lengths, *history, scale
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,9 +55,21 @@ def call(operator: Any, *args: Any) -> Any:
         return operator(*args)
 
 
+def _checked(check: Callable, fake: Callable) -> Callable:
+    """Return what refuses arguments before it says what results look like."""
+
+    @functools.wraps(fake)
+    def run(*args):
+        check(*args)
+        return fake(*args)
+
+    return run
+
+
 def define(
     name: str,
     schemas: dict[str, str],
+    checks: dict[str, Callable],
     fake: Callable,
     fake_backward: Callable,
     setup_context: Callable,
@@ -64,6 +77,7 @@ def define(
 ) -> type[Function]:
     """Define an operator and its backward in the namespace of every compiled backend.
 
+    ``checks`` refuse the arguments of each operator, with the same parameters.
     ``setup_context(ctx, inputs, output)`` keeps what ``backward(ctx, *grads)`` needs, which calls
     ``ctx.operator`` and returns a gradient for every input. Returned is the derivative for eager
     mode: that of the registered operator at half its overhead, its last input an
@@ -84,8 +98,9 @@ def define(
         for operator, schema in schemas.items():
             library.define(operator + schema)
         full = f"attnfast_{backend}::{name}"
-        torch.library.register_fake(full, fake, lib=library)
-        torch.library.register_fake(f"{full}_backward", fake_backward, lib=library)
+        for operator, shapes in ((name, fake), (f"{name}_backward", fake_backward)):
+            shapes = _checked(checks[operator], shapes)
+            torch.library.register_fake(f"attnfast_{backend}::{operator}", shapes, lib=library)
         torch.library.register_autograd(full, derivative, setup_context=setup_context, lib=library)
         torch.library.register_autograd(f"{full}_backward", no_second_derivative, lib=library)
 

@@ -194,7 +194,7 @@ void run_backward(Attention& a, const Tensor&) {
 
 // The exponentials of prepared keys, or size [0] if one of them lies beyond their domain.
 Tensor exponentials(const Tensor key, const Optional lengths) {
-  Call call(key, key, key, {}, {}, {}, lengths, {}, 0, {}, 1);
+  Call call("exponentials", key, key, key, {}, {}, {}, lengths, {}, 0, 1);
   Attention& a = call.a;
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
@@ -205,7 +205,7 @@ Tensor exponentials(const Tensor key, const Optional lengths) {
   a.rows = 1;
   a.scores = a.exponentials;
   if (a.dtype != Dtype::f64) run({kernels().prepare}, a);
-  const float* range = static_cast<const float*>(ranges.data_ptr());
+  const float* range = static_cast<const float*>(place_of(ranges));
   const bool far = a.dtype == Dtype::f64 ||
       std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kPreparedLimit; });
   return far ? empty(kCpu, {0}, ScalarType::Float) : out;
