@@ -20,6 +20,7 @@ write the keys' gradient at every step, so they add theirs to sums, and only the
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,23 +33,36 @@ from torch.autograd import Function
 from attnfast.ops.coverage import gradients, setup_context
 from attnfast.ops.operators import call, operators_of, or_zeros
 
-TWICE = b"a decoder's steps have no second derivative on the compiled backends; 'reference' has"
+
+class _Differentiated(Function):
+    """Hands on what a backward computed, and what it was computed from: no derivative passes."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors):
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_):
+        raise RuntimeError(
+            "a decoder's steps have no second derivative on the compiled backends; 'reference' has"
+        )
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let no derivative go through what a backward computes: asking for one raises.
 
-    PyTorch's own ``once_differentiable`` raises only where the incoming gradients have one.
+    The backward returns its gradients and the tensors that it took them from. PyTorch's own
+    ``once_differentiable`` leaves no path to these: a derivative with respect to them is None.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads):
         with torch.no_grad():
-            result = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
+            result, taken_from = backward(ctx, *grads)
+        roots = [x for x in (*grads, *taken_from) if x is not None and x.requires_grad]
+        if not torch.is_grad_enabled() or not roots:
             return result
-        raising: Any = torch._C._functions.DelayedError(TWICE, len(result))
-        return raising(*(None if x is None else x.detach().requires_grad_() for x in result))
+        return _Differentiated.apply(len(result), *result, *roots)
 
     return run
 
@@ -182,8 +196,8 @@ class Prepared(Function):
     def backward(ctx: Any, _):
         steps, sums = ctx.waiting.take()
         if not steps:
-            return (None,) * 10
-        key, value, weight, lengths, *features = ctx.saved_tensors
+            return (None,) * 10, ()
+        key, value, weight, lengths, *features = saved = ctx.saved_tensors
         if sums is not None:
             weights, grad_context = (torch.cat(x, -2) for x in zip(*steps))
             hidden = (weights == 0).all(-1, keepdim=True)  # their gradients count for nothing
@@ -193,8 +207,9 @@ class Prepared(Function):
             grad_key, *parts = sums  # of every sequence and head
             of_all = (weight, *features)
             summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, of_all)]
-            return grad_key.to(key.dtype), grad_value.to(value.dtype), *summed, *[None] * 5
-        grads: list[Tensor] = []
+            grads = (grad_key.to(key.dtype), grad_value.to(value.dtype), *summed)
+            return (*grads, *[None] * 5), (*saved, *itertools.chain(*steps))
+        grads = ()
         for columns in dict.fromkeys(step[0] for step in steps):
             alike = [step[1:] for step in steps if step[0] == columns]
             query, weights, grad_score, grad_context, *span = (
@@ -206,8 +221,9 @@ class Prepared(Function):
                 grad_context, None, None, query, key, value, weight, lengths, bounds,
                 columns[0], None, weights, grad_score, 1.0, ctx.relu, False, True, False,
             )  # fmt: skip
-            grads = [a + b for a, b in zip(grads, more)] if grads else more
-        return *grads[:2], None if weight is None else grads[2], *[None] * 7
+            grads = tuple(a + b for a, b in zip(grads, more)) if grads else more
+        taken_from = (*saved, *itertools.chain(*(step[1:] for step in steps)))
+        return (*grads[:2], None if weight is None else grads[2], *[None] * 7), taken_from
 
 
 class Step(Function):
@@ -223,7 +239,10 @@ class Step(Function):
             query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
             relu, True,
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, weights)
+        ctx.save_for_backward(
+            query, key, value, weight, lengths, span, exponentials, weights,
+            bias if ctx.needs_input_grad[2] else None,
+        )  # fmt: skip
         ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
         ctx.relu = relu
         ctx.columns, ctx.bias_shape = columns, None if bias is None else bias.shape
@@ -233,7 +252,8 @@ class Step(Function):
     @staticmethod
     @once
     def backward(ctx: Any, grad_context, grad_weights=None):
-        query, key, value, weight, lengths, span, exponentials, weights = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        query, key, value, weight, lengths, span, exponentials, weights, _bias = saved
         grad_context = or_zeros(grad_context, query, value)
         grad_query, _, _, _, grad_score = call(
             ctx.operators.attention_backward.default,
@@ -251,7 +271,7 @@ class Step(Function):
         else:  # rows of several steps go together where their weights have as many columns
             span = span.expand(*query.shape[:-1], 2)
             ctx.waiting.here().append(((ctx.columns, True), *left, span))
-        return grad_query, None, grad_bias, *[None] * 6
+        return (grad_query, None, grad_bias, *[None] * 6), saved
 
 
 class HistoryStep(Function):
@@ -268,14 +288,16 @@ class HistoryStep(Function):
     @staticmethod
     @once
     def backward(ctx: Any, *grad_outputs):
-        query, key, value, weight, _, filters, projection, *_, weights, _ = ctx.saved_tensors
+        query, key, value, weight, _, filters, projection, *_, weights, _ = saved = (
+            ctx.saved_tensors
+        )
         grad_context = or_zeros(grad_outputs[0], query, value)
         left = ctx.waiting.here()
         if filters is None:
             ctx.operator = ctx.operators.coverage_attention_backward.default
             grads, grad_score = gradients(ctx, grad_outputs, need_grad_score=True)
             left.append(((0, False), query, weights, grad_score * ctx.scale, grad_context))
-            return *grads, None, None, None
+            return (*grads, None, None, None), saved
         if left.sums is None:
             batch = weights.shape[:-2]
             of_all = (x.shape[-n:] for x, n in ((weight, 1), (filters, 3), (projection, 2)))
@@ -284,4 +306,4 @@ class HistoryStep(Function):
         ctx.operator = ctx.operators.coverage_attention_backward_into.default
         grads, _ = gradients(ctx, grad_outputs, sums=left.sums)
         left.append((weights, grad_context))
-        return *grads, None, None, None
+        return (*grads, None, None, None), saved

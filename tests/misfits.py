@@ -2,7 +2,7 @@
 
 What fits is written down here in other words than the operators', as a pattern for each argument.
 Operators must take what fits and refuse the rest before they compute, as ``CHECKS`` must.
-``python misfits.py BACKEND COUNT SEED FILE`` judges calls until COUNT were refused, the last in FILE.
+``python misfits.py BACKEND COUNT SEED FILE`` judges until COUNT were refused, the last in FILE.
 """
 
 from __future__ import annotations

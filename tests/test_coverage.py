@@ -395,6 +395,9 @@ def test_steps_have_no_second_derivative(terms, backend):
     for grad in torch.autograd.grad(context.sum(), leaves, create_graph=True):
         with pytest.raises(RuntimeError, match="no second derivative"):
             grad.sum().backward(retain_graph=True)
+        for x in leaves:
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                torch.autograd.grad(grad.sum(), x, retain_graph=True, allow_unused=True)
 
 
 def test_hidden_rows_may_have_any_gradient():

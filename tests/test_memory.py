@@ -10,7 +10,7 @@ import torch
 from table import DEVICE, Case, check, eager, inputs, losses, oracle_of, results, runnable
 from torch.utils.checkpoint import checkpoint
 
-from attnfast import memory, steps
+from attnfast import Span, memory, steps
 from attnfast.memory import attend, prepare
 
 CASES = [
@@ -195,6 +195,25 @@ def test_second_derivative_raises(parts):
     for grad in grads:
         with pytest.raises(RuntimeError, match="no second derivative"):
             grad.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_second_derivative_by_any_input_raises(parts, need_weights):
+    """None would be a wrong one: all depends on all."""
+    leaves, (first, second, _) = parts
+    sigma = torch.full((1,), 2.0, dtype=torch.float64, requires_grad=True)
+    m, span = prepare(*leaves), {"span": Span(window=4), "sigma": sigma}
+    out = [attend(q, m, need_weights=need_weights, **span)[0] for q in (first, second)]
+    inputs = [first, second, sigma, *leaves]
+    upstream = torch.ones_like(out[0], requires_grad=True)
+    grads = torch.autograd.grad(sum(out).square(), inputs, upstream, create_graph=True)
+    for grad in grads[3:]:  # taken at the end, from all steps
+        for x in (first, second, *leaves, upstream):
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                torch.autograd.grad(grad.sum(), x, retain_graph=True, allow_unused=True)
+    for x in (first, sigma, *leaves, upstream):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(grads[0].sum(), x, retain_graph=True, allow_unused=True)
 
 
 def test_a_reordered_memory(parts):
