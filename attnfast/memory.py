@@ -35,7 +35,10 @@ class Memory(NamedTuple):
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
     the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None; ``relu``,
-    whether the rectifier stands for tanh. None may be changed in place while it is in use.
+    whether the rectifier stands for tanh. To attend to a memory raises if one of its tensors has
+    been changed in place, as far as PyTorch counts changes: not those through ``.data``.
+
+    A memory pickles as its tensors do: keys lose the graph that they came from.
     """
 
     key: Tensor
@@ -56,9 +59,18 @@ class Memory(NamedTuple):
         memory = self._replace(**chosen, steps=None)
         return memory if self.steps is None else memory._replace(steps=Steps(*memory._made_of()))
 
+    def __reduce__(self):
+        return _restored, (self.steps is not None, *self._replace(steps=None))
+
     def _made_of(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the tensors that steps share, and what serves them."""
         return (self.key, self.value, self.lengths, self.weight), (self.backend, self.relu)
+
+
+def _restored(has_steps: bool, *fields) -> Memory:
+    """Return an unpickled memory."""
+    memory = Memory(*fields)
+    return memory._replace(steps=Steps(*memory._made_of())) if has_steps else memory
 
 
 def _attend_once(
@@ -77,7 +89,7 @@ def _attend_once(
         span, position, sigma = around
         seen = columns_of(query, key, None, mask, lengths, span, position, sigma, need_weights)
         bias, mask, bounds, columns, *_ = seen
-    if steps.token is not None and torch.is_grad_enabled():
+    if steps.defers():
         refuse_tangents(query, key, value, weight, bias)
         result = Step.apply(
             query, steps.token, bias, mask, bounds, columns, steps, scale, bool(need_weights)
@@ -176,14 +188,16 @@ def attend(
     (query,) = autocast(query)
     around = (span, position, sigma)
     plain = all(x is None for x in around) and not isinstance(need_weights, str)
+    steps = None if torch.compiler.is_compiling() else steps
+    if steps is not None:
+        steps.check_unchanged()
     try:
         if not plain:
             check(query, key, value, weight, None, mask, lengths)
             check_span(query, key, span, position, sigma, need_weights)
             span = Span() if span is None else span
         steady = plain or (isinstance(span, Span) and span.stride == 1)
-        serves = steady and steps is not None and not torch.compiler.is_compiling()
-        if serves and steps.serve(query, *memory._made_of()):  # type: ignore[union-attr]
+        if steady and steps is not None and steps.serve(query, *memory._made_of()):
             around = (span, position, sigma)
             return _attend_once(
                 query, memory, steps, scale, None if plain else around, need_weights
@@ -237,11 +251,12 @@ def attend_with_history(
     }  # fmt: skip
     terms = {**made_of, "mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
+    steps = None if torch.compiler.is_compiling() else steps
+    if steps is not None:
+        steps.check_unchanged()
     deferred = (
         steps is not None
-        and steps.token is not None
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        and steps.defers()
         and not torch._C._autograd._top_saved_tensors_default_hooks(True)  # checkpointing
         and isinstance(query, Tensor)
         and steps.serve(query, *memory._made_of())

@@ -119,6 +119,9 @@ class Steps:
     def __init__(self, of: tuple[Any, ...], how: tuple[Any, ...], deferred: bool = False):
         key, value, lengths, weight = self.of = of
         backend, relu = self.how = how
+        # An inference tensor has no version.
+        self.versions = [(x, x._version) for x in of if x is not None and not x.is_inference()]
+        self.task = torch._C._current_graph_task_id()  # of the backward that runs, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.operators = operators_of(backend)
         self.waiting = Waiting()
@@ -131,6 +134,34 @@ class Steps:
         self.keeps = backend == "cpu" and weight is not None and not exact
         self._exponentials: Tensor | None = None
         self._features: Features | None = None
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors of the memory that were changed in place since it was prepared."""
+        for x, version in self.versions:
+            if x._version != version:
+                names = zip(("key", "value", "lengths", "weight"), self.of)
+                name = next(name for name, own in names if own is x)
+                raise RuntimeError(
+                    f"memory must be prepared again: its {name} was changed in place since"
+                )
+
+    def defers(self) -> bool:
+        """Whether gradients of keys, values and weight can wait for the end of the backward.
+
+        Not those of a step that a reentrant checkpoint takes again, in a backward of its own inside
+        the backward: the first such step would be the end.
+        """
+        if self.token is None or not torch.is_grad_enabled():
+            return False
+        if torch._C._current_graph_task_id() == self.task:
+            return True
+        key, value, _, weight = self.of
+        if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
+            raise RuntimeError(
+                "memory must be prepared inside a reentrant checkpoint that attends to it; "
+                "or call checkpoint(..., use_reentrant=False)"
+            )
+        return False
 
     def serve(self, query: Tensor, of: tuple[Any, ...], how: tuple[Any, ...]) -> bool:
         """Whether this is one query for the very tensors that the steps were made of."""

@@ -1,8 +1,10 @@
 """Prepared memory: a recurrent decoder's gradients, however the backward is called."""
 
+import copy
 import functools
 import gc
 import math
+import pickle
 import weakref
 
 import pytest
@@ -11,7 +13,7 @@ from table import DEVICE, Case, check, eager, inputs, losses, oracle_of, results
 from torch.utils.checkpoint import checkpoint
 
 from attnfast import Span, memory, steps
-from attnfast.memory import attend, prepare
+from attnfast.memory import attend, attend_with_history, prepare
 
 CASES = [
     Case("additive", 3, 5, 33, 40, 24),
@@ -178,6 +180,51 @@ def test_checkpointed_steps(parts, reentrant):
         same([x.grad for x in out], gradients(out, want))
     else:
         same(gradients(out, got), gradients(out, want))
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_reentrant_checkpoint_over_a_memory_made_outside(parts, projected):
+    """It runs a backward of its own for every step."""
+    leaves, queries = parts
+    m = prepare(*(x * 1.0 for x in leaves) if projected else leaves)
+    contexts = [checkpoint(lambda q: attend(q, m)[0], q, use_reentrant=True) for q in queries]
+    loss = sum(x.square().sum() for x in contexts)
+    if projected:
+        with pytest.raises(RuntimeError, match=r"memory must be prepared inside a reentrant"):
+            loss.backward()
+        return
+    loss.backward()
+    same(
+        [x.grad for x in (*leaves, *queries)],
+        gradients([*leaves, *queries], *map(eager_of(leaves), queries)),
+    )
+
+
+@pytest.mark.parametrize("name", ["key", "value", "weight", "lengths"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_memory_changed_in_place_is_refused(name, rows, grad):
+    args = inputs(Case("additive", 2, 2, 9, 8, 5, terms=("lengths",)))
+    args = {k: args[k].detach() for k in ("query", "key", "value", "weight", "lengths")}
+    args["key"].requires_grad_(grad)
+    query = args.pop("query")[:, :rows]
+    m = prepare(**args)
+    attend(query, m)
+    with torch.no_grad():
+        args[name].add_(0)
+    for call in (attend, attend_with_history):
+        with pytest.raises(RuntimeError, match=f"memory must be prepared again: its {name} was"):
+            call(query, m)
+    assert attend(query, prepare(**args))[0].isfinite().all()
+
+
+def test_a_memory_pickles():
+    args = inputs(Case("additive", 2, 1, 9, 8, 5, terms=("lengths",)))
+    m = prepare(args["key"] * 2, args["value"], args["weight"], lengths=args["lengths"])
+    query = args["query"]
+    for again in (pickle.loads(pickle.dumps(m)), copy.copy(m)):
+        assert torch.equal(attend(query, again)[0], attend(query, m)[0])
+        same(gradients([query], attend(query, again)[0]), gradients([query], attend(query, m)[0]))
 
 
 def test_steps_serve_their_own_activation():
