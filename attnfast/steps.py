@@ -276,7 +276,7 @@ class Step(Function):
         )  # fmt: skip
         ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
         ctx.relu = relu
-        ctx.columns, ctx.bias_shape = columns, None if bias is None else bias.shape
+        ctx.columns, ctx.bias = columns, None if bias is None else (bias.shape, bias.dtype)
         ctx.set_materialize_grads(False)
         return (context, weights) if need_weights else context
 
@@ -293,7 +293,8 @@ class Step(Function):
         )  # fmt: skip
         grad_bias = None
         if ctx.needs_input_grad[2]:
-            grad_bias = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
+            shape, dtype = ctx.bias
+            grad_bias = grad_score.sum_to_size(shape).to(dtype)
         if ctx.scale != 1:
             grad_score = grad_score * ctx.scale
         left = (query, weights, grad_score, grad_context)

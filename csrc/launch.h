@@ -199,7 +199,8 @@ struct Call {
     const int64_t W = columns ? columns : Tk;
     fit.rows("span", span, ScalarType::Long, {Tq, 2}, true);
     if (span) fit.check(span->size(n - 2) == Tq && span->size(n - 1) == 2, "span");
-    fit.rows("bias", bias, dtype, {Tq, W}, true);
+    a.bias_in_sums = bias && bias->scalar_type() == accumulation(query);
+    fit.rows("bias", bias, a.bias_in_sums ? accumulation(query) : dtype, {Tq, W}, true);
     fit.rows("mask", mask, ScalarType::Bool, {Tq, W}, true);
     const bool wide = lengths && lengths->scalar_type() == ScalarType::Long;
     fit.sizes("lengths", lengths, wide ? ScalarType::Long : ScalarType::Int, {query.size(0)});

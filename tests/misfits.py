@@ -20,7 +20,7 @@ from attnfast.ops import attention, copying, coverage
 #: ? may be None; ~ may be 1 in place of a size that has no =; own may have H in front.
 KEYS = {"query": "q B H Tq A", "key": "q B H Tk A", "value": "q B H Tk Dv", "weight": "? own q A"}
 LENGTHS = {"lengths": "? int B"}
-TERMS = {"bias": "? ~ q B H Tq W", "mask": "? ~ bool B H Tq W", **LENGTHS}
+TERMS = {"bias": "? ~ q|s B H Tq W", "mask": "? ~ bool B H Tq W", **LENGTHS}
 SPAN = {
     "span": "? ~ int64 B H =Tq =2", "columns": "", "exponentials": "? float32 B H1 Tk A32",
 }  # fmt: skip
@@ -73,10 +73,9 @@ class Pattern(NamedTuple):
         """Return the dtypes that it may have beside a first argument's."""
         if self.dtype == "int":
             return torch.int64, torch.int32
-        if self.dtype == "q":
-            return (first,)
-        if self.dtype == "s":
-            return (torch.float64 if first == torch.float64 else torch.float32,)
+        sums = torch.float64 if first == torch.float64 else torch.float32
+        if self.dtype in ("q", "s", "q|s"):
+            return tuple({"q": first, "s": sums}[x] for x in self.dtype.split("|"))
         return (getattr(torch, self.dtype),)
 
 

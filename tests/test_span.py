@@ -619,3 +619,18 @@ def test_bad_input_is_one_clear_sentence(change, message):
 def test_bad_spans(change, message):
     with pytest.raises(ValueError, match=message):
         Span(**change)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradient_of_a_bias_that_heads_share(dtype, backend):
+    """It is rounded once, after it has been summed over rows and heads."""
+    leave_out(backend, True)
+    args = inputs(Case("dot", 2, 40, 30, 16, 8, 8, dtype=dtype), DEVICE[backend])
+    spans = [Span(window=n) for n in range(3, 11)]
+    bias = torch.randn(2, 1, 1, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
+    grads = []
+    for leaf in (bias.to(DEVICE[backend]), bias.to(DEVICE[backend]).float()):
+        leaf.requires_grad_()
+        context, _ = attend({**args, "bias": leaf}, span=spans, backend=backend)
+        grads += torch.autograd.grad(context.float().square().sum(), [leaf])
+    assert torch.equal(grads[0], grads[1].to(dtype))

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from attnfast.backends import FLOATS, HALF
 from attnfast.errors import refuse
+from attnfast.ops.operators import accumulation_dtype
 
 
 def check(
@@ -43,7 +44,10 @@ def check(
         if x.device != device:
             refuse(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):
-            refuse(name, f"of the query's dtype {dtype}", x.dtype)
+            sums = accumulation_dtype(dtype) if name == "bias" else dtype
+            if x.dtype != sums:
+                more = f" or {sums}" if sums != dtype else ""
+                refuse(name, f"of the query's dtype {dtype}{more}", x.dtype)
     if dtype not in FLOATS:
         refuse("query", "float32, float64, bfloat16 or float16", dtype)
     q, k, v = query.shape, key.shape, value.shape

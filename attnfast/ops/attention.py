@@ -228,7 +228,7 @@ def _setup_context(ctx: Any, inputs, output):
     )
     ctx.save_for_backward(query, key, value, weight, lengths, span, exponentials, output[1])
     ctx.columns, ctx.scale, ctx.relu = columns, scale, relu
-    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
     ctx.set_materialize_grads(False)
 
 
@@ -244,7 +244,8 @@ def _backward(ctx: Any, grad_context, grad_weights, grad_log_sum_exp):
         need_bias,
     )  # fmt: skip
     if need_bias:
-        grad_bias = grad_bias.sum_to_size(ctx.bias_shape).to(query.dtype)
+        shape, dtype = ctx.bias
+        grad_bias = grad_bias.sum_to_size(shape).to(dtype)
     return (
         grad_query if need_query else None,
         grad_key if need_key else None,
@@ -345,7 +346,8 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_weig
         bias, mask = (None if x is None else at_keys(x, keys) for x in (bias, mask))
     if sigma is not None:
         sigma = rows_at(sigma, query, Tk, None) if isinstance(sigma, Tensor) else sigma
-        prior = log_prior(keys, p, sigma, accumulation_dtype(query.dtype)).to(query.dtype)
+        dtype = accumulation_dtype(query.dtype)
+        prior = log_prior(keys, p, sigma, dtype).to(dtype)
         bias = prior if bias is None else bias + prior
     if need_bounds:
         bounds = torch.stack([rows.start, rows.stop], -1)
@@ -400,6 +402,8 @@ def run_spans(
 
     Results are those of :func:`run`; weights are a list, one for each head, unless spread.
     """
+    if bias is not None:  # its gradient is to be rounded once, after the sums over keys and heads
+        bias = bias.to(accumulation_dtype(bias.dtype))
     if isinstance(spans, Span):
         return run_span(
             query, key, value, weight, bias, mask, lengths, spans, position, sigma, scale,
@@ -513,7 +517,8 @@ def additive_attention(
             CPU a length outside 0…Tk is refused; on a GPU it is clamped, for checking would wait.
         mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
             a key may be attended to.
-        bias: added to the score, shaped like ``mask``, differentiable.
+        bias: added to the score, shaped like ``mask``, differentiable; of the query's dtype, or
+            float32 beside half types.
         span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
             before it. Memory is in proportion to the keys seen, and so is time, on a GPU as far as
             rows that follow each other see keys near each other. With heads also a list of one for
@@ -522,7 +527,7 @@ def additive_attention(
             :class:`attnfast.Span`. A tensor of real numbers gets its gradient through sigma.
         sigma: of a Gaussian prior around that position, −(j − p_i)² / 2σ² added to the score; a
             positive number of keys, or a tensor of them with the shapes of ``position``,
-            differentiable. The prior is rounded to the query's dtype.
+            differentiable.
         temperature: T > 0 divides score, bias and prior.
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads

@@ -301,7 +301,7 @@ def setup_context(ctx: Any, inputs, output):
     _, weights, _, _, odds = output
     ctx.save_for_backward(query, key, value, weight, lengths, *history, weights, odds)
     ctx.scale = scale
-    ctx.bias_shape = None if bias is None else bias.shape
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
     ctx.mark_non_differentiable(odds)
     ctx.set_materialize_grads(False)
 
@@ -333,7 +333,8 @@ def gradients(
     )  # fmt: skip
     grad_bias = None
     if need_bias:
-        grad_bias = grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)
+        shape, dtype = ctx.bias
+        grad_bias = grad_score.sum_to_size(shape).to(dtype)
     grads = (grad_query, grad_key, grad_value, grad_weight, grad_bias, None, None, *grad_history)
     return [*(g if need else None for g, need in zip(grads, needed)), None], grad_score
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.operators import accumulation_dtype
 
 #: Where rows stand among the keys: see :class:`Span`.
 Position = int | str | Tensor | None
@@ -298,8 +297,7 @@ def at_keys(x: Tensor, keys: Tensor) -> Tensor:
         torch.arange(n, device=x.device).view(-1, *[1] * (x.dim() - 1 - axis))
         for axis, n in enumerate(x.shape[:-1])
     ]
-    wide = x.to(accumulation_dtype(x.dtype)) if x.is_floating_point() else x  # for its gradient
-    return wide[(*where, keys.clamp_min(0))].to(x.dtype).expand(shape)
+    return x[(*where, keys.clamp_min(0))].expand(shape)
 
 
 def bounds_in_phases(

@@ -172,13 +172,15 @@ template <class T, class C>
 void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to, C* s) {
   const int64_t n = to - from;
   const C hidden = -__builtin_inf();
-  if (a.bias.data) {
-    const T* bias = at<T>(a.bias, item, i) + from * a.bias.column;
+  const auto add_bias = [&](const auto* bias) {
+    bias += from * a.bias.column;
     for (int64_t j = 0; j < n; ++j) {
       const C x = widen(bias[j * a.bias.column]);
       s[j] = x == hidden ? hidden : s[j] + x;  // also where the score is NaN
     }
-  }
+  };
+  if (a.bias.data && a.bias_in_sums) add_bias(at<C>(a.bias, item, i));
+  else if (a.bias.data) add_bias(at<T>(a.bias, item, i));
   if (a.mask.data) {
     const uint8_t* mask = at<uint8_t>(a.mask, item, i) + from * a.mask.column;
     for (int64_t j = 0; j < n; ++j) s[j] = mask[j * a.mask.column] ? s[j] : hidden;
