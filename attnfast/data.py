@@ -102,7 +102,10 @@ class SubwordTokenizer:
     def __init__(self, proto: bytes):
         sentencepiece = optional("sentencepiece", "subword tokenization")
         self._proto = proto
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        except RuntimeError as error:
+            raise InputError("expected a sentencepiece model, got other bytes") from error
         self.vocab_size = self._processor.vocab_size()
 
     @classmethod
@@ -196,7 +199,9 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
     """Make a tokenizer of what a checkpoint holds."""
     if kind == SubwordTokenizer.kind:
         return SubwordTokenizer(content)
-    return WordTokenizer(content.decode().split("\n"))
+    if kind == WordTokenizer.kind:
+        return WordTokenizer(content.decode().split("\n"))
+    raise InputError(f"expected a tokenizer of this version, got {kind}")
 
 
 class Example(NamedTuple):
