@@ -109,6 +109,12 @@ def train(args: argparse.Namespace) -> None:
     )
     if args.resume:
         trainer.resume(state, str(last))
+        before = state["training"]["options"]["epochs"]
+        if options.epochs > before:
+            say(
+                f"going on to epoch {options.epochs} in place of {before}, at the learning rates "
+                f"of a training of {options.epochs}"
+            )
     size = sum(p.numel() for p in model.parameters())
     say(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
     try:

@@ -55,17 +55,15 @@ class Progress:
 
     def __exit__(self, *error) -> None:
         if self.bar is not None:
-            with contextlib.suppress(OSError):
-                self.bar.close()
+            self.bar.close()
 
     def __call__(self, count: int = 1, note: str = "") -> None:
         """Count parts that are done; ``note`` says how well."""
         self.done += count
         now = time.monotonic()
         if self.bar is not None:
-            with contextlib.suppress(OSError):  # the terminal was closed
-                self.bar.set_postfix_str(note, refresh=False)
-                self.bar.update(count)
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(count)
         elif now - self.said >= INTERVAL:
             self.said = now
             speed = (self.done - self.before) / (now - self.start)

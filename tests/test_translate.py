@@ -228,18 +228,25 @@ def test_a_resumed_training_ends_with_the_same_bits(
     assert "after step 4 of epoch 2" in sentence(capsys)
     assert main([*parts, "--resume"]) == 0
 
-    whole, resumed = (checkpoint.load(tmp_path / name / "last.pt") for name in ("whole", "parts"))
     assert len(calls) == 30
-    assert same(whole["model"], resumed["model"])
-    assert same(whole["training"]["optimizer"], resumed["training"]["optimizer"])
-    for a, b in zip(whole["training"]["history"], resumed["training"]["history"], strict=True):
+    same_training(tmp_path / "whole", tmp_path / "parts")
+
+
+def same_training(whole, other):
+    """Whether two trainings are the same to the bit, but for the time they took."""
+    whole, other = (checkpoint.load(folder / "last.pt") for folder in (whole, other))
+    assert same(whole["model"], other["model"])
+    for name in ("optimizer", "random", "epoch", "step"):
+        assert same(whole["training"][name], other["training"][name])
+    for a, b in zip(whole["training"]["history"], other["training"]["history"], strict=True):
         assert all(a[name] == b[name] for name in ("epoch", "loss", "valid_loss", "bleu"))
 
 
-def test_ctrl_c_ends_in_one_sentence(corpus, tmp_path):
-    arguments = command(corpus, tmp_path, "--epochs", "1000000")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_in_one_sentence(corpus, tmp_path, number):
+    program = [sys.executable, "-m", "attnfast"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "attnfast", *arguments],
+        program + command(corpus, tmp_path, "--epochs", "1000000"),
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -247,13 +254,149 @@ def test_ctrl_c_ends_in_one_sentence(corpus, tmp_path):
     deadline = time.monotonic() + 60
     while not (tmp_path / "last.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and out == ""
-    last = error.replace("\r", "\n").strip().splitlines()[-1]
+    assert process.returncode == 128 + number and out == ""
+    last = error.strip().splitlines()[-1]
     assert last.startswith("attnfast: stopped after step ") and "--resume" in last
-    assert "Traceback" not in error
+    assert "Traceback" not in error and "\r" not in error, "a log has no bar"
     assert checkpoint.load(tmp_path / "last.pt")["training"]["epoch"] >= 1
+
+
+KILLED = """
+import os, signal, sys
+from attnfast import training
+from attnfast.cli import main
+
+last, original, calls = int(sys.argv[1]), training.train_step, []
+
+def step(*args):
+    calls.append(1)
+    if len(calls) > last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args)
+
+training.train_step = step
+main(sys.argv[2:])
+"""
+
+
+def test_killed_in_an_epoch_a_training_goes_on_from_there(corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(command(corpus, whole)) == 0
+    arguments = command(corpus, parts, "--save-every", "0")
+    done = subprocess.run([sys.executable, "-c", KILLED, "19", *arguments])
+    assert done.returncode == -signal.SIGKILL
+    state = checkpoint.load(parts / "last.pt")["training"]
+    assert (state["epoch"], state["step"]) == (1, 4)
+    assert main([*command(corpus, parts), "--resume"]) == 0
+    same_training(whole, parts)
+    assert sorted(path.name for path in parts.iterdir()) == ["best.pt", "last.pt", "log.csv"]
+
+
+@pytest.mark.parametrize("minutes", [0, 1, 1e9])
+def test_minutes_between_two_checkpoints(corpus, tmp_path, minutes, monkeypatch):
+    """The clock goes on by 20 seconds at each of the 15 steps of an epoch."""
+    now = [0.0]
+    steps, written = [], []
+    original_step, original_save = training.train_step, checkpoint.save
+
+    def step(*args):
+        now[0] += 20
+        steps.append(1)
+        return original_step(*args)
+
+    def save(path, *args, **state):
+        if path.name == "last.pt":
+            written.append(len(steps))
+        return original_save(path, *args, **state)
+
+    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(training, "train_step", step)
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert main(command(corpus, tmp_path, "--epochs", "1", "--save-every", str(minutes))) == 0
+    expected = {0: list(range(1, 16)), 1: [3, 6, 9, 12, 15], 1e9: []}[minutes]
+    assert written == [*expected, 15]
+
+
+@pytest.mark.parametrize(
+    ("where", "number"), [("validation_loss", signal.SIGTERM), ("translate", signal.SIGHUP)]
+)
+def test_a_signal_in_the_validation(corpus, tmp_path, where, number, monkeypatch, capsys):
+    assert main(command(corpus, tmp_path / "whole")) == 0
+    original = getattr(training, where)
+
+    def stopped(*args, **options):
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # some send it to a process and then to its group
+        return original(*args, **options)
+
+    arguments = command(corpus, tmp_path / "parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "translate", None)  # what comes next, and is not reached
+        patch.setattr(training, where, stopped)
+        assert main(arguments) == 128 + number
+    assert "stopped after step 15 of epoch 1; the same command with --resume" in sentence(capsys)
+    assert main([*arguments, "--resume"]) == 0
+    same_training(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
+    def impatient(*args):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(training, "train_step", impatient)
+    assert main(command(corpus, tmp_path)) == 130
+    assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_that_are_ignored_stay_so(corpus, tmp_path, monkeypatch):
+    """As nohup and shells without job control ask for."""
+    original = training.train_step
+
+    def told(*args):
+        signal.raise_signal(signal.SIGHUP)
+        return original(*args)
+
+    monkeypatch.setattr(training, "train_step", told)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(command(corpus, tmp_path, "--epochs", "1")) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_more_epochs_go_on(corpus, tmp_path, capsys):
+    arguments = command(corpus, tmp_path, "--resume", "--epochs")
+    assert main([*command(corpus, tmp_path), "--epochs", "1"]) == 0
+    first = checkpoint.load(tmp_path / "last.pt")["training"]
+    assert main([*arguments, "3"]) == 0
+    assert "going on to epoch 3 in place of 1" in capsys.readouterr().err
+    second = checkpoint.load(tmp_path / "last.pt")["training"]
+    assert second["epoch"] == 3 and second["history"][0] == first["history"][0]
+    rates = [x["optimizer"]["param_groups"][0]["lr"] for x in (first, second)]
+    assert rates[1] == training.Options(epochs=3).rate(44, 45) < 1e-4
+    assert main([*arguments, "2"]) == 2
+    assert "--epochs must be at least 3, as when the training of" in sentence(capsys)
+
+
+def test_ties_in_bleu_are_broken_by_the_loss(corpus, tmp_path, monkeypatch, capsys):
+    scores, losses = iter([3.0, 3.0, 3.0, 2.0]), iter([2.0, 1.0, 1.5, 0.5])
+    monkeypatch.setattr(training, "bleu", lambda *_: (next(scores), ""))
+    monkeypatch.setattr(training, "validation_loss", lambda *_: next(losses))
+    written, original = [], checkpoint.save
+
+    def save(path, *args, **state):
+        written.append(path.name)
+        return original(path, *args, **state)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert main(command(corpus, tmp_path, "--epochs", "4")) == 0
+    assert written == ["best.pt", "last.pt"] * 2 + ["last.pt"] * 2
+    assert "best BLEU 3.00 after epoch 2: " in sentence(capsys)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch, capsys):
