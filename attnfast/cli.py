@@ -36,7 +36,7 @@ def _device(name: str | None, backend: str | None) -> torch.device:
             raise RuntimeError("only cpu and cuda are served")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        detail = str(error).splitlines()[0]
+        detail = str(error).splitlines()[0][:80]
         raise InputError(
             f"--device: expected a device of this machine, got {name}: {detail}"
         ) from error
@@ -231,7 +231,20 @@ class Parser(argparse.ArgumentParser):
     """Say in one sentence what does not fit; the usage is for those who ask with --help."""
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} ({self.prog} --help says more)")
+        option = message.removeprefix("argument ")
+        more = f": {self.prog} --help says more" if option == message else ""
+        raise InputError(option + more)
+
+
+def _whole(text: str) -> int:
+    """Read a whole number that every part of PyTorch can count to."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 2**31
+    if abs(number) >= 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**31, got {text!r}")
+    return number
 
 
 def _parser() -> Parser:
@@ -265,20 +278,25 @@ def _parser() -> Parser:
     sub.add_argument("--attention", choices=ATTENTIONS, default=Config.attention, help="mechanism")
     sub.add_argument("--input-feeding", action="store_true", help="Luong: feed the output back")
     sub.add_argument("--copying", action="store_true", help="copy words of the source too")
-    sub.add_argument("--window", type=int, default=Config.window, help="keys to a side, if local")
-    sub.add_argument("--stride", type=int, default=Config.stride, help="of strided attention")
+    sub.add_argument(
+        "--window", type=_whole, default=Config.window, help="keys to a side, if local"
+    )
+    sub.add_argument("--stride", type=_whole, default=Config.stride, help="of strided attention")
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
-    sub.add_argument("--vocab-size", type=int, default=4000, help="of both languages together")
-    sub.add_argument("--max-length", type=int, default=100, help="leave out longer pairs, tokens")
-    for name, kind in (("embed_dim", int), ("hidden_dim", int), ("dropout", float)):
+    sub.add_argument("--vocab-size", type=_whole, default=4000, help="of both languages together")
+    sub.add_argument(
+        "--max-length", type=_whole, default=100, help="leave out longer pairs, tokens"
+    )
+    kind: Callable[[str], float]
+    for name, kind in (("embed_dim", _whole), ("hidden_dim", _whole), ("dropout", float)):
         default = getattr(Config, name)
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help="of the model"
         )
     for name, kind in (
-        ("epochs", int),
-        ("batch_size", int),
+        ("epochs", _whole),
+        ("batch_size", _whole),
         ("learning_rate", float),
         ("coverage_loss", float),
         ("seed", int),
@@ -300,14 +318,14 @@ def _parser() -> Parser:
     sub.add_argument("checkpoint")
     sub.add_argument("--input", metavar="FILE", help="None reads the standard input")
     sub.add_argument("--output", metavar="FILE", help="None writes the standard output")
-    sub.add_argument("--beam", type=int, default=5, help="width of the search, 1 is greedy")
+    sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
     placement(sub)
 
     sub = command(score)
     sub.add_argument("checkpoint")
     sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     sub.add_argument("--target", required=True, metavar="FILE", help="its reference translation")
-    sub.add_argument("--beam", type=int, default=5, help="width of the search, 1 is greedy")
+    sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
     placement(sub)
 
     sub = command(demo)

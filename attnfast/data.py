@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -140,8 +141,13 @@ class SubwordTokenizer:
             )
         except RuntimeError as error:
             detail = str(error).strip().splitlines()[-1].rpartition("] ")[2]
+            limit = re.search(r"value <= (\d+)|\d+ vs (\d+)", detail)
+            if limit is None:
+                bound = f"another ({detail[:80]})"
+            else:
+                bound = f"at most {limit[1]}" if limit[1] else f"at least {limit[2]}"
             raise InputError(
-                f"the training text does not yield a vocabulary of {vocab_size} subwords: {detail}"
+                f"vocab_size must be {bound} for subwords of this text, got {vocab_size}"
             ) from error
         return cls(proto.getvalue())
 
