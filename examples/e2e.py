@@ -134,7 +134,8 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     if resumed:
         trainer.resume(state, str(last))
     trainer.run()
-    _, model, tokenizer = checkpoint.restore(checkpoint.load(directory / "best.pt"))
+    best = directory / "best.pt"
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(best), name=best)
     asked = list(dict.fromkeys(x for x, _ in test))
     with Progress("describing", len(asked), "list") as progress:
         outputs = dict(zip(asked, translate(model, tokenizer, asked, beam=5, progress=progress)))
@@ -161,7 +162,7 @@ def compare(args: argparse.Namespace) -> None:
         print(f"| {title} | {' | '.join(f'{x:.1f}' for x in scores.values())} |")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of devset.csv and testset_w_refs.csv")
     parser.add_argument("--out", type=Path, default=Path("runs/e2e"), help="folder of checkpoints")
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=500, help="most frequent words to know")
     parser.add_argument("--seed", type=int, default=1)
     parser.set_defaults(function=compare)
-    return run(parser)
+    return run(parser, argv)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from attnfast import checkpoint, training
+from attnfast import checkpoint, progress, training
 from attnfast.cli import main
 from attnfast.data import (
     SubwordTokenizer,
@@ -339,6 +339,15 @@ def test_a_signal_in_the_validation(corpus, tmp_path, where, number, monkeypatch
     assert "stopped after step 15 of epoch 1; the same command with --resume" in sentence(capsys)
     assert main([*arguments, "--resume"]) == 0
     same_training(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_log_shows_how_far_the_training_is(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    assert main(command(corpus, tmp_path)) == 0
+    lines = capsys.readouterr().err.splitlines()
+    epoch = r"attnfast: epoch 2 of 2: step \d+ of 15, loss \d\.\d{3}, [\d.]+ a second, [\d:]+ left"
+    assert sum(re.fullmatch(epoch, line) is not None for line in lines) == 15
+    assert sum(line.startswith("attnfast: validating: sentence ") for line in lines) == 6
 
 
 def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
