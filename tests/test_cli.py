@@ -198,6 +198,13 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(files, monk
         f"cannot write {nowhere}: there is no such folder"
     )
 
+    def read_only(**options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checkpoint.tempfile, "TemporaryFile", read_only)
+    said = refused([*arguments, str(files / "new")], capsys)
+    assert said == f"cannot write to the folder {files}: Read-only file system"
+
 
 # Signals
 
