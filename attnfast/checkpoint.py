@@ -1,11 +1,18 @@
-"""Checkpoints: written whole or not at all, read without running code."""
+"""Checkpoints: written whole or not at all, read whole or not at all, and without running code.
+
+A checkpoint is a file of ``torch.save`` with the SHA-256 of all bytes before it at its end, as the
+comment of the zip archive that it is, so that one rename moves both and ``torch.load`` reads it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import hashlib
 import io
 import os
 import tempfile
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,12 +20,46 @@ from typing import Any
 import torch
 
 from attnfast.data import Tokenizer, load_tokenizer
-from attnfast.errors import InputError, reason
+from attnfast.errors import InputError, out_of_memory, reason
 from attnfast.models import Config, Seq2Seq, build
+
+#: Of what is written. The first had no checksum of its own, only those of the archive's parts.
+FORMAT = 2
+DIGITS = 2 * hashlib.sha256().digest_size
+
+
+def make_folder(directory: Path) -> None:
+    """Make a folder, and refuse one that no file can be made in.
+
+    Raises:
+        InputError: a file is in its place, or it cannot be written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise InputError(f"cannot write to the folder {directory}: {reason(error)}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work of which it is to hold the result.
+
+    Raises:
+        InputError: a folder is in its place, or its folder is not there or cannot be written to.
+    """
+    path = path.resolve()
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no such folder")
+    if path.is_file() or not path.exists():
+        make_folder(path.parent)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file beside its place and then move it there: what was there survives a failure.
+
+    What a process that was killed has left beside it is removed.
 
     Raises:
         InputError: the folder cannot be written to, or the disk is full.
@@ -29,8 +70,10 @@ def write_atomically(path: Path, content: bytes) -> None:
         if path.exists() and not path.is_file():  # a pipe or a device has nothing to lose
             path.write_bytes(content)
             return
+        for left in glob.glob(f".{glob.escape(path.name)}.*.part", root_dir=path.parent):
+            path.with_name(left).unlink(missing_ok=True)
         with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", delete=False
+            dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False
         ) as file:
             temporary = file.name
             file.write(content)
@@ -48,61 +91,101 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.unlink(temporary)
 
 
+def _refuse_numbers_that_are_not_finite(model: Seq2Seq, name: str | Path) -> None:
+    for parameter, value in model.state_dict().items():
+        if not value.isfinite().all():
+            raise InputError(
+                f"{name}: expected finite parameters, got NaN or infinity: {parameter}"
+            )
+
+
 def save(path: Path, config: Config, model: Seq2Seq, tokenizer: Tokenizer, **state: Any) -> None:
     """Write a checkpoint: the model, all that is needed to use it, and the state of its training.
 
     Args:
         state: tensors, numbers, strings, and dictionaries and lists of them.
+
+    Raises:
+        InputError: a parameter is not finite, or the file cannot be written; what was there stays.
     """
-    content = io.BytesIO()
+    _refuse_numbers_that_are_not_finite(model, path)
     proto = torch.frombuffer(bytearray(tokenizer.content()), dtype=torch.uint8)
-    torch.save(
-        {
-            "format": 1,
-            "config": asdict(config),
-            "model": model.state_dict(),
-            "tokenizer": {"kind": tokenizer.kind, "content": proto},
-            **state,
-        },
-        content,
-    )
-    write_atomically(path, content.getvalue())
+    parts = {
+        "format": FORMAT,
+        "config": asdict(config),
+        "model": model.state_dict(),
+        "tokenizer": {"kind": tokenizer.kind, "content": proto},
+    }
+    write(path, parts | state)
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """Write the dictionary of a checkpoint, such as :func:`load` returns, with its checksum."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    content = file.getvalue()[:-2] + DIGITS.to_bytes(2, "little")  # of the comment: it had none
+    write_atomically(path, content + hashlib.sha256(content).hexdigest().encode())
 
 
 def load(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint's dictionary onto the CPU.
 
     Raises:
-        InputError: there is no such file, it is truncated, or it is something else.
+        InputError: there is no such file, it is not as it was written, or it is something else.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"cannot read checkpoint {path}: {reason(error)}") from error
+    digest = hashlib.sha256(memoryview(content)[:-DIGITS]).hexdigest().encode()
+    whole = content.endswith(digest)
+    try:
+        if not whole:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                if archive.testzip() is not None:
+                    raise ValueError("a part is not as it was written")
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes fail anywhere in the unpickler
+        if out_of_memory(error):
+            raise
         raise InputError(
-            f"{path}: expected a checkpoint, got a truncated or foreign file"
+            f"{path}: expected a checkpoint, got a damaged, truncated or foreign file"
         ) from error
-    if not isinstance(state, dict) or state.get("format") != 1:
+    number = state.get("format") if isinstance(state, dict) else None
+    if not isinstance(number, int):
         raise InputError(f"{path}: expected a checkpoint of attnfast, got a file of something else")
+    if number > FORMAT:
+        raise InputError(
+            f"{path}: expected a checkpoint of format {FORMAT} or older, got {number}, "
+            "which a newer attnfast has written"
+        )
+    if number > 1 and not whole:
+        raise InputError(
+            f"{path}: expected a checkpoint as attnfast wrote it, got one changed since"
+        )
     return state
 
 
-def restore(state: dict[str, Any], backend: str | None = None) -> tuple[Config, Seq2Seq, Tokenizer]:
+def restore(
+    state: dict[str, Any], backend: str | None = None, name: str | Path = "checkpoint"
+) -> tuple[Config, Seq2Seq, Tokenizer]:
     """Make the model, in evaluation mode, and the tokenizer of what :func:`load` read.
 
+    Args:
+        name: what errors call the file.
+
     Raises:
-        InputError: the parts do not fit together: a newer version's, or a damaged file.
+        InputError: the parts do not fit together: another version's; or a parameter is not finite.
     """
     try:
         config = Config(**state["config"])
         model = build(config, backend)
         model.load_state_dict(state["model"])
-        content = bytes(state["tokenizer"]["content"].numpy())
-        tokenizer = load_tokenizer(state["tokenizer"]["kind"], content)
+        kind, content = state["tokenizer"]["kind"], bytes(state["tokenizer"]["content"].tolist())
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+        detail = next(iter(str(error).splitlines()), type(error).__name__)[:60]
         raise InputError(
-            f"expected a checkpoint of this version, got parts that do not fit: {detail}"
+            f"{name}: expected a checkpoint of this version, got parts that do not fit: {detail}"
         ) from error
-    return config, model.eval(), tokenizer
+    _refuse_numbers_that_are_not_finite(model, name)
+    return config, model.eval(), load_tokenizer(kind, content)

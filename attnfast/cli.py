@@ -1,31 +1,31 @@
 """The command line: ``attnfast train``, ``translate``, ``score``, ``demo`` and ``info``.
 
-Bad input ends in one sentence on the standard error and exit status 2; Ctrl-C in one sentence and
-status 130.
+Bad input ends in one sentence on the standard error and exit status 2; Ctrl-C and SIGTERM in one
+sentence and 128 more than the signal's number: 130 and 143.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import os
 import platform
-import re
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from attnfast.backends import BACKENDS, why_not
-from attnfast.errors import InputError, optional, reason
-
-
-def _say(sentence: str) -> None:
-    print(f"attnfast: {sentence}", file=sys.stderr, flush=True)
+from attnfast.errors import InputError, optional, out_of_memory, reason
+from attnfast.interrupts import Interrupted, raise_on_signal
+from attnfast.progress import Progress, say
+from attnfast.version import __version__
 
 
 def _device(name: str | None, backend: str | None) -> torch.device:
@@ -36,7 +36,7 @@ def _device(name: str | None, backend: str | None) -> torch.device:
             raise RuntimeError("only cpu and cuda are served")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        detail = str(error).splitlines()[0]
+        detail = str(error).splitlines()[0][:80]
         raise InputError(
             f"--device: expected a device of this machine, got {name}: {detail}"
         ) from error
@@ -44,18 +44,6 @@ def _device(name: str | None, backend: str | None) -> torch.device:
     if refusal:
         raise InputError(f"--backend {backend} cannot run on {device}: {refusal}")
     return device
-
-
-@contextlib.contextmanager
-def _bar(total: int, name: str) -> Iterator[Callable[[int], object]]:
-    """Show progress if tqdm is there and someone is watching."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda done: None
-        return
-    with tqdm(total=total, desc=name, leave=False, disable=None) as bar:
-        yield bar.update
 
 
 def train(args: argparse.Namespace) -> None:
@@ -69,9 +57,9 @@ def train(args: argparse.Namespace) -> None:
         read_pairs,
     )
     from attnfast.models import Config, build
-    from attnfast.training import Interrupted, Options, Trainer
+    from attnfast.training import Options, Trainer, rank
 
-    for package in ("sentencepiece", "sacrebleu", "tqdm"):
+    for package in ("sacrebleu",) if args.words else ("sentencepiece", "sacrebleu"):
         optional(package, "attnfast train")
     if args.max_length < 1:
         raise InputError(f"--max-length must be at least 1, got {args.max_length}")
@@ -85,39 +73,29 @@ def train(args: argparse.Namespace) -> None:
 
     directory = Path(args.out)
     last = directory / "last.pt"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {directory}: {reason(error)}") from error
+    checkpoint.make_folder(directory)  # not to find out an epoch later
     torch.manual_seed(options.seed)
     tokenizer: Tokenizer
     if args.resume:
         state = checkpoint.load(last)
-        saved, model, tokenizer = checkpoint.restore(state, args.backend)
+        saved, model, tokenizer = checkpoint.restore(state, args.backend, last)
         if args.words != (tokenizer.kind == WordTokenizer.kind):
-            wanted = "without" if args.words else "with"
-            raise InputError(f"{last}: expected a training {wanted} --words, as this one began")
+            wanted = "left out" if args.words else "given"
+            raise InputError(f"words must be {wanted}, as when the training of {last} began")
         if args.words:  # as many as there were
             config = dataclasses.replace(config, vocab_size=saved.vocab_size)
-        if saved != config:
-            name = next(n for n in shape if getattr(saved, n) != getattr(config, n))
-            raise InputError(
-                f"{last}: expected {name} {getattr(saved, name)}, as this training began, "
-                f"got {getattr(config, name)}"
-            )
     elif last.exists():
         raise InputError(
             f"{last} holds an earlier training: add --resume to go on with it, "
             "or choose another folder with --out"
         )
     else:
-        checkpoint.write_atomically(directory / "log.csv", b"")  # not to find out an epoch later
         lines = (line for pair in pairs for line in pair)
         if args.words:
             tokenizer = WordTokenizer.train(lines, config.vocab_size)
             config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
         else:
-            _say(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
+            say(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
             tokenizer = SubwordTokenizer.train(lines, config.vocab_size)
         model = build(config, args.backend)
 
@@ -125,30 +103,35 @@ def train(args: argparse.Namespace) -> None:
     valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, args.max_length, config.copying)
     for path, sentence in ((args.source, left_out), (args.valid_source, valid_left_out)):
         if sentence:
-            _say(f"{path}: {sentence}")
+            say(f"{path}: {sentence}")
     trainer = Trainer(
         config, model.to(device), tokenizer, options, examples, valid, valid_pairs, directory
     )
     if args.resume:
         trainer.resume(state, str(last))
+        before = state["training"]["options"]["epochs"]
+        if options.epochs > before:
+            say(
+                f"going on to epoch {options.epochs} in place of {before}, at the learning rates "
+                f"of a training of {options.epochs}"
+            )
     size = sum(p.numel() for p in model.parameters())
-    _say(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
+    say(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
     try:
-        trainer.run(_say)
-    except Interrupted:
-        raise KeyboardInterrupt(
-            f"stopped after step {trainer.step} of epoch {trainer.epoch + 1}; the same command "
-            "with --resume goes on from there"
-        ) from None
-    best = max(trainer.history, key=lambda entry: entry["bleu"])
-    _say(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
+        trainer.run(say)
+    except Interrupted as stop:
+        again = f"{stop}; the same command with --resume goes on from there"
+        raise Interrupted(stop.number, again) from None
+    best = max(trainer.history, key=rank)
+    say(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
 
 
 def _load(args: argparse.Namespace):
     from attnfast import checkpoint
 
     device = _device(args.device, args.backend)
-    _, model, tokenizer = checkpoint.restore(checkpoint.load(args.checkpoint), args.backend)
+    state = checkpoint.load(args.checkpoint)
+    _, model, tokenizer = checkpoint.restore(state, args.backend, args.checkpoint)
     return model.to(device), tokenizer
 
 
@@ -156,28 +139,45 @@ def _translate(args: argparse.Namespace, lines: Sequence[str], name: str) -> lis
     from attnfast.translation import translate as translate_lines
 
     model, tokenizer = _load(args)
-    with _bar(sum(map(bool, lines)), "translating") as progress:
+    with Progress("translating", sum(map(bool, lines)), "sentence") as progress:
         return translate_lines(
             model,
             tokenizer,
             lines,
             args.beam,
-            warn=lambda sentence: _say(f"{name}, {sentence}"),
+            warn=lambda sentence: say(f"{name}, {sentence}"),
             progress=progress,
         )
 
 
+def _read_input() -> bytes:
+    try:
+        if sys.stdin is not None:
+            return sys.stdin.buffer.read()
+        detail = "it is closed"
+    except OSError as error:
+        detail = reason(error)
+    raise InputError(f"cannot read the standard input: {detail}")
+
+
+def _check_output() -> None:
+    if sys.stdout is None:
+        raise InputError("cannot write the standard output: it is closed")
+
+
 def translate(args: argparse.Namespace) -> None:
     """Translate a file or the standard input, line by line."""
-    from attnfast.checkpoint import write_atomically
+    from attnfast.checkpoint import check_file, write_atomically
     from attnfast.data import decode_lines, read_lines
 
+    if args.output is None:
+        _check_output()
+    else:
+        check_file(Path(args.output))  # not to find out later
     if args.input is None:
-        name, lines = "standard input", decode_lines(sys.stdin.buffer.read(), "standard input")
+        name, lines = "standard input", decode_lines(_read_input(), "standard input")
     else:
         name, lines = args.input, read_lines(args.input)
-    if args.output is not None and not Path(args.output).parent.is_dir():
-        raise InputError(f"cannot write {args.output}: there is no such folder")  # not found later
     text = "".join(line + "\n" for line in _translate(args, lines, name)).encode()
     if args.output is not None:
         write_atomically(Path(args.output), text)
@@ -191,6 +191,7 @@ def score(args: argparse.Namespace) -> None:
     from attnfast.translation import bleu, bleu_by_length
 
     optional("sacrebleu", "attnfast score")
+    _check_output()
     sources, references = zip(*read_pairs(args.source, args.target))
     outputs = _translate(args, sources, args.source)
     total, signature = bleu(outputs, references)
@@ -203,9 +204,7 @@ def score(args: argparse.Namespace) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """Print versions, threads, and each backend, on or off and why."""
-    import attnfast
-
-    print(f"attnfast {attnfast.__version__}")
+    print(f"attnfast {__version__}")
     print(f"python   {platform.python_version()}")
     print(f"torch    {torch.__version__}")
     try:
@@ -225,15 +224,36 @@ def demo(args: argparse.Namespace) -> None:
     """Train on a made-up language with no, eager and fused attention; print, draw and compare."""
     from attnfast.demo import run
 
-    run(Path(args.out), _say)
+    run(Path(args.out), say)
 
 
-def _parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Say in one sentence what does not fit; the usage is for those who ask with --help."""
+
+    def error(self, message: str) -> NoReturn:
+        option = message.removeprefix("argument ")
+        more = f": {self.prog} --help says more" if option == message else ""
+        raise InputError(option + more)
+
+
+def _whole(text: str) -> int:
+    """Read a whole number that every part of PyTorch can count to."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 2**31
+    if abs(number) >= 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**31, got {text!r}")
+    return number
+
+
+def _parser() -> Parser:
     from attnfast.models import ATTENTIONS, Config
     from attnfast.training import Options
 
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog="attnfast", description="Fused attention for RNN seq2seq")
+    parser = Parser(prog="attnfast", description="Fused attention for RNN seq2seq")
+    parser.add_argument("--version", action="version", version=f"attnfast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(function: Callable[[argparse.Namespace], None]):
@@ -258,20 +278,25 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--attention", choices=ATTENTIONS, default=Config.attention, help="mechanism")
     sub.add_argument("--input-feeding", action="store_true", help="Luong: feed the output back")
     sub.add_argument("--copying", action="store_true", help="copy words of the source too")
-    sub.add_argument("--window", type=int, default=Config.window, help="keys to a side, if local")
-    sub.add_argument("--stride", type=int, default=Config.stride, help="of strided attention")
+    sub.add_argument(
+        "--window", type=_whole, default=Config.window, help="keys to a side, if local"
+    )
+    sub.add_argument("--stride", type=_whole, default=Config.stride, help="of strided attention")
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
-    sub.add_argument("--vocab-size", type=int, default=4000, help="of both languages together")
-    sub.add_argument("--max-length", type=int, default=100, help="leave out longer pairs, tokens")
-    for name, kind in (("embed_dim", int), ("hidden_dim", int), ("dropout", float)):
+    sub.add_argument("--vocab-size", type=_whole, default=4000, help="of both languages together")
+    sub.add_argument(
+        "--max-length", type=_whole, default=100, help="leave out longer pairs, tokens"
+    )
+    kind: Callable[[str], float]
+    for name, kind in (("embed_dim", _whole), ("hidden_dim", _whole), ("dropout", float)):
         default = getattr(Config, name)
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help="of the model"
         )
     for name, kind in (
-        ("epochs", int),
-        ("batch_size", int),
+        ("epochs", _whole),
+        ("batch_size", _whole),
         ("learning_rate", float),
         ("coverage_loss", float),
         ("seed", int),
@@ -280,20 +305,27 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help="of training"
         )
+    sub.add_argument(
+        "--save-every",
+        type=float,
+        default=Options.save_every,
+        metavar="MINUTES",
+        help="write last.pt in the middle of an epoch too",
+    )
     placement(sub)
 
     sub = command(translate)
     sub.add_argument("checkpoint")
     sub.add_argument("--input", metavar="FILE", help="None reads the standard input")
     sub.add_argument("--output", metavar="FILE", help="None writes the standard output")
-    sub.add_argument("--beam", type=int, default=5, help="width of the search, 1 is greedy")
+    sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
     placement(sub)
 
     sub = command(score)
     sub.add_argument("checkpoint")
     sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     sub.add_argument("--target", required=True, metavar="FILE", help="its reference translation")
-    sub.add_argument("--beam", type=int, default=5, help="width of the search, 1 is greedy")
+    sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
     placement(sub)
 
     sub = command(demo)
@@ -302,30 +334,51 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status."""
-    args = _parser().parse_args(argv)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: _say(str(message))
+def _with_options(text: str, args: argparse.Namespace) -> str:
+    """Name the option that the user typed in place of the argument that it sets."""
+    name, _, rest = text.partition(" ")
+    named = rest.startswith("must be") and name in vars(args)
+    return f"--{name.replace('_', '-')} {rest}" if named else text
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Parse a command line, call its ``function``, and return the exit status.
+
+    What a user can mend, and what stops it from outside, ends in one sentence.
+    """
+    args = argparse.Namespace()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an old encoding may lack a character
+    with warnings.catch_warnings(), raise_on_signal():
+        warnings.showwarning = lambda message, *_, **__: say(str(message))
         try:
-            args.function(args)
+            try:
+                parser.parse_args(argv, args)
+                args.function(args)
+            except SystemExit:  # --help or --version
+                pass
             if sys.stdout is not None:
                 sys.stdout.flush()
         except InputError as error:
-            _say(str(error))
+            say(_with_options(str(error), args))
             return 2
-        except RuntimeError as error:
-            if not re.search("out of memory|can't allocate memory", str(error)):
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
                 raise
-            _say("too little memory: a smaller --batch-size, --hidden-dim or --beam may fit")
+            say("too little memory: a smaller --batch-size, --hidden-dim or --beam may fit")
             return 2
         except OSError as error:  # files are refused where they are opened: this is a pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):
                 return 0
-            _say(f"cannot write the standard output: {reason(error)}")
+            say(f"cannot write the standard output: {reason(error)}")
             return 2
-        except KeyboardInterrupt as interrupt:
-            _say(str(interrupt) or "interrupted; files that were there are whole")
-            return 130
+        except KeyboardInterrupt as stop:
+            say(str(stop) or "interrupted; files that were there are whole")
+            return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status."""
+    return run(_parser(), argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -102,7 +103,10 @@ class SubwordTokenizer:
     def __init__(self, proto: bytes):
         sentencepiece = optional("sentencepiece", "subword tokenization")
         self._proto = proto
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        except RuntimeError as error:
+            raise InputError("expected a sentencepiece model, got other bytes") from error
         self.vocab_size = self._processor.vocab_size()
 
     @classmethod
@@ -137,8 +141,13 @@ class SubwordTokenizer:
             )
         except RuntimeError as error:
             detail = str(error).strip().splitlines()[-1].rpartition("] ")[2]
+            limit = re.search(r"value <= (\d+)|\d+ vs (\d+)", detail)
+            if limit is None:
+                bound = f"another ({detail[:80]})"
+            else:
+                bound = f"at most {limit[1]}" if limit[1] else f"at least {limit[2]}"
             raise InputError(
-                f"the training text does not yield a vocabulary of {vocab_size} subwords: {detail}"
+                f"vocab_size must be {bound} for subwords of this text, got {vocab_size}"
             ) from error
         return cls(proto.getvalue())
 
@@ -196,7 +205,9 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
     """Make a tokenizer of what a checkpoint holds."""
     if kind == SubwordTokenizer.kind:
         return SubwordTokenizer(content)
-    return WordTokenizer(content.decode().split("\n"))
+    if kind == WordTokenizer.kind:
+        return WordTokenizer(content.decode().split("\n"))
+    raise InputError(f"expected a tokenizer of this version, got {kind}")
 
 
 class Example(NamedTuple):

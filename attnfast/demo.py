@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnfast.checkpoint import write_atomically
+from attnfast.checkpoint import make_folder, write_atomically
 from attnfast.data import (
     Batch,
     Example,
@@ -23,12 +22,13 @@ from attnfast.data import (
     encode_pairs,
 )
 from attnfast.diagnostics import Cost, best_device, costs, peak_memory
-from attnfast.errors import InputError, optional, reason
+from attnfast.errors import optional
 from attnfast.grammar import ADVERBS, Pair, corpus
 from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
 from attnfast.nn import LuongAttention
 from attnfast.ops.attention import additive_attention
 from attnfast.plots import draw_alignment, draw_speed
+from attnfast.progress import Progress
 from attnfast.training import Options, make_optimizer, train_step
 from attnfast.translation import alignment, bleu, bleu_by_length, translate
 
@@ -95,14 +95,15 @@ def train(
     options: Options,
 ) -> None:
     """Train all models side by side on the same batches, so that their times can be compared."""
-    tqdm = optional("tqdm", "attnfast demo").tqdm
-    for step, group in enumerate(tqdm(groups, desc="training all three", leave=False)):
-        batch = collate(group).to(best_device())
-        rate = options.rate(step, len(groups))
-        for model, optimizer, seconds, losses in learners.values():
-            start = time.perf_counter()
-            losses.append(train_step(model, optimizer, batch, options, rate))
-            seconds.append(time.perf_counter() - start)
+    with Progress("training all three", len(groups), "step") as progress:
+        for step, group in enumerate(groups):
+            batch = collate(group).to(best_device())
+            rate = options.rate(step, len(groups))
+            for model, optimizer, seconds, losses in learners.values():
+                start = time.perf_counter()
+                losses.append(train_step(model, optimizer, batch, options, rate))
+                seconds.append(time.perf_counter() - start)
+            progress()
     for learner in learners.values():
         learner.optimizer.zero_grad(set_to_none=True)
 
@@ -142,8 +143,11 @@ def measure(
     title: str,
 ) -> dict[str, list[Cost]]:
     """Return what each of the functions made for a length costs, for all lengths."""
-    tqdm = optional("tqdm", "attnfast demo").tqdm
-    rows = [costs(functions(n), repeats) for n in tqdm(lengths, desc=title, leave=False)]
+    rows = []
+    with Progress(title, len(lengths), "length") as progress:
+        for n in lengths:
+            rows.append(costs(functions(n), repeats))
+            progress()
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -231,15 +235,6 @@ def table(result: Result) -> str:
     return "\n".join([*lines, "", last])
 
 
-def check_folder(directory: Path) -> None:
-    """Make the folder, and refuse one that no file can be made in."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise InputError(f"cannot write to the folder {directory}: {reason(error)}") from error
-
-
 def run(
     directory: Path, say: Callable[[str], None] = print, settings: Settings | None = None
 ) -> Result:
@@ -253,9 +248,9 @@ def run(
     Raises:
         InputError: the folder cannot be written to, or a package is missing.
     """
-    for package in ("matplotlib", "sacrebleu", "tqdm"):
+    for package in ("matplotlib", "sacrebleu"):
         optional(package, "attnfast demo")
-    check_folder(directory)
+    make_folder(directory)
     settings = settings or Settings()
     start = time.perf_counter()
     pairs = corpus(settings.seed, settings.pairs + settings.test_pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from types import ModuleType
 
 
@@ -20,13 +21,21 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether this is what Python, or PyTorch on a CPU or a GPU, says where memory is short."""
+    sizes = "out of memory|can't allocate memory|Storage size calculation overflowed"
+    return isinstance(error, MemoryError) or re.search(sizes, str(error)) is not None
+
+
 def optional(name: str, purpose: str) -> ModuleType:
-    """Import an optional package, or say which one is missing and what it is for."""
+    """Import a package of the extra ``translate``, or say which is missing and what it is for."""
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:  # one of the wrong version may fail with anything
         package = name.partition(".")[0]
+        missing = (getattr(error, "name", None) or package).partition(".")[0]
+        detail = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
-            f"{purpose} needs the package {package}, which cannot be imported ({error}): "
-            f"pip install {package}"
+            f"{purpose} needs the package {package} of the extra attnfast[translate], which cannot "
+            f"be imported ({detail[:60]}): pip install {missing}"
         ) from error

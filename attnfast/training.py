@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ from torch import Tensor, nn
 
 from attnfast import checkpoint
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.errors import InputError, optional
+from attnfast.errors import InputError
+from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.models import PAD, Config, Seq2Seq
+from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate
-
-
-class Interrupted(Exception):
-    """Ctrl-C was pressed, and the training has come to a clean stop."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,7 @@ class Options:
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         seed: of the weights, of the order of the data and of dropout.
+        save_every: minutes, after which ``last.pt`` is written in the middle of an epoch too.
     """
 
     epochs: int = 6
@@ -52,6 +49,7 @@ class Options:
     weight_decay: float = 1e-4
     clip: float = 1.0
     seed: int = 1
+    save_every: float = 10.0
 
     def __post_init__(self):
         for name in ("epochs", "batch_size"):
@@ -59,10 +57,9 @@ class Options:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
-        if not 0 <= self.coverage_loss < math.inf:
-            raise InputError(
-                f"coverage_loss must be a number, at least 0, got {self.coverage_loss}"
-            )
+        for name in ("coverage_loss", "save_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be a number, at least 0, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
 
@@ -114,38 +111,35 @@ def train_step(
 
 
 @torch.no_grad()
-def validation_loss(model: Seq2Seq, groups: Sequence[Sequence[Example]]) -> float:
-    """Return the mean cross-entropy over all words of all batches, without smoothing."""
+def validation_loss(
+    model: Seq2Seq,
+    groups: Sequence[Sequence[Example]],
+    progress: Callable[[int], object] = lambda done: None,
+) -> float:
+    """Return the mean cross-entropy over all words of all batches, without smoothing.
+
+    ``progress`` is called after each batch with the number of pairs in it.
+    """
     device = next(model.parameters()).device
     training = model.training
     model.eval()
     total, words = 0.0, 0
-    for group in groups:
-        batch = collate(group).to(device)
-        count = int((batch.target_out != PAD).sum())
-        logits, _ = model(batch.source, batch.lengths, batch.target_in)
-        total += sequence_loss(logits, batch.target_out).item() * count
-        words += count
-    model.train(training)
+    try:
+        for group in groups:
+            batch = collate(group).to(device)
+            count = int((batch.target_out != PAD).sum())
+            logits, _ = model(batch.source, batch.lengths, batch.target_in)
+            total += sequence_loss(logits, batch.target_out).item() * count
+            words += count
+            progress(len(group))
+    finally:
+        model.train(training)
     return total / max(words, 1)
 
 
-@contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a flag, so that no step is cut in two; a second one is final."""
-    pressed = False
-
-    def handler(number, frame):
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def rank(entry: dict[str, float]) -> tuple[float, float]:
+    """Order epochs: by BLEU, and where that is the same by the validation loss."""
+    return entry["bleu"], -entry["valid_loss"]
 
 
 @dataclass
@@ -175,6 +169,7 @@ class Trainer:
         self.epoch, self.step = 0, 0  # the next step of the current epoch
         self.loss_sum, self.seconds = 0.0, 0.0  # over the steps of the current epoch
         self.history: list[dict[str, float]] = []
+        self.saved = time.monotonic()
         self.steps = -(-len(self.train) // self.options.batch_size)
         if not self.train or not self.valid:
             raise InputError("expected training and validation pairs, got none that can be used")
@@ -199,20 +194,31 @@ class Trainer:
         path = self.directory / name
         checkpoint.save(path, self.config, self.model, self.tokenizer, **state)
 
+    def _save_last(self) -> None:
+        self.save("last.pt", **self._progress())
+        self.saved = time.monotonic()
+
     def resume(self, state: dict[str, Any], name: str) -> None:
         """Take up the training of a checkpoint, whose model is already loaded.
 
+        With more epochs than it began with it goes on, at the learning rates of the longer one.
+
         Raises:
-            InputError: the checkpoint holds no training, or one on other pairs or options.
+            InputError: the checkpoint holds no training, or one of another model, on other pairs or
+                with other options.
         """
         if "training" not in state:
             raise InputError(f"{name}: expected the training's last checkpoint, got a model alone")
         training = state["training"]
-        for option, value in asdict(self.options).items():
-            if training["options"][option] != value:
+        began = {**state["config"], **training["options"]}
+        for option, value in {**asdict(self.config), **asdict(self.options)}.items():
+            first = began.get(option, value)  # an older version did not have all of them
+            more = option == "epochs" and value > first
+            if value != first and not more and option != "save_every":
+                least = "at least " if option == "epochs" else ""
                 raise InputError(
-                    f"{name}: expected {option} {training['options'][option]}, as this training "
-                    f"began, got {value}"
+                    f"{option} must be {least}{first}, as when the training of {name} began, "
+                    f"got {value}"
                 )
         if training["pairs"] != self._fingerprint():
             raise InputError(
@@ -225,72 +231,83 @@ class Trainer:
         if self.device.type == "cuda" and "random_cuda" in training:
             torch.cuda.set_rng_state(training["random_cuda"], self.device)
 
-    def run(self, report: Callable[[str], None] = print) -> None:
+    def run(self, report: Callable[[str], None] = say) -> None:
         """Train until the last epoch; write checkpoints and the log after each.
 
+        ``last.pt`` is also written every ``options.save_every`` minutes.
+
+        Args:
+            report: called with a line on each epoch, and every minute where nobody sees a bar.
+
         Raises:
-            Interrupted: Ctrl-C; ``last.pt`` holds everything up to the last finished step.
+            Interrupted: Ctrl-C or SIGTERM; ``last.pt`` has all up to the last finished step.
         """
-        with stop_on_interrupt() as stopped:
+        with stop_on_signal() as check:
             while self.epoch < self.options.epochs:
                 try:
-                    self._run_epoch(stopped)
-                    entry = self._validate(stopped)
-                except Interrupted:
-                    self.save("last.pt", **self._progress())
-                    raise
-                best = max((past["bleu"] for past in self.history), default=-1.0)
+                    self._run_epoch(check, report)
+                    entry = self._validate(check, report)
+                except Interrupted as stop:
+                    self._save_last()
+                    raise Interrupted(
+                        stop.number, f"stopped after step {self.step} of epoch {self.epoch + 1}"
+                    ) from None
+                better = not self.history or rank(entry) > max(map(rank, self.history))
                 self.history.append(entry)
                 self.epoch, self.step, self.loss_sum, self.seconds = self.epoch + 1, 0, 0.0, 0.0
-                if entry["bleu"] > best:
+                if better:
                     self.save("best.pt")
-                self.save("last.pt", **self._progress())
+                self._save_last()
                 self._write_log()
                 report(
                     "epoch {epoch}: loss {loss:.3f}, validation loss {valid_loss:.3f}, "
                     "BLEU {bleu:.2f}, {step_ms:.0f} ms a step, {seconds:.0f} s".format(**entry)
                 )
 
-    def _run_epoch(self, stopped: Callable[[], bool]) -> None:
-        tqdm = optional("tqdm", "training").tqdm
+    def _finite(self, loss: float, name: str) -> float:
+        if not math.isfinite(loss):
+            raise InputError(
+                f"the {name} of epoch {self.epoch + 1} must be finite, got {loss}: "
+                f"a learning rate below {self.options.learning_rate} may help"
+            )
+        return loss
+
+    def _run_epoch(self, check: Callable[[], None], report: Callable[[str], None]) -> None:
         self.model.train()
         options = self.options
         groups = batches(self.train, options.batch_size, options.seed, self.epoch)
-        with tqdm(
-            total=self.steps, initial=self.step, desc=f"epoch {self.epoch + 1}", leave=False
-        ) as bar:
+        name = f"epoch {self.epoch + 1} of {options.epochs}"
+        with Progress(name, self.steps, "step", self.step, report) as progress:
             while self.step < self.steps:
-                if stopped():
-                    raise Interrupted
+                check()
                 start = time.perf_counter()
                 batch = collate(groups[self.step]).to(self.device)
                 rate = options.rate(
                     self.epoch * self.steps + self.step, options.epochs * self.steps
                 )
                 loss = train_step(self.model, self.optimizer, batch, options, rate)
-                if not math.isfinite(loss):
-                    raise InputError(
-                        f"the loss of step {self.step + 1} of epoch {self.epoch + 1} is {loss}: "
-                        f"expected a finite number; learning_rate {options.learning_rate} may be "
-                        "too high"
-                    )
-                self.loss_sum += loss
+                self.loss_sum += self._finite(loss, f"loss of step {self.step + 1}")
                 self.seconds += time.perf_counter() - start
                 self.step += 1
-                bar.update()
-                bar.set_postfix(loss=f"{self.loss_sum / self.step:.3f}", refresh=False)
+                progress(1, f"loss {self.loss_sum / self.step:.3f}")
+                if time.monotonic() - self.saved >= 60 * options.save_every:
+                    self._save_last()
 
-    def _validate(self, stopped: Callable[[], bool]) -> dict[str, float]:
-        def check(done: int) -> None:
-            if stopped():
-                raise Interrupted
-
+    def _validate(
+        self, check: Callable[[], None], report: Callable[[str], None]
+    ) -> dict[str, float]:
         options = self.options
         groups = batches(self.valid, options.batch_size, options.seed, 0)
-        loss = validation_loss(self.model, groups)
-        check(0)
         sources, references = zip(*self.valid_text)
-        outputs = translate(self.model, self.tokenizer, sources, beam=1, progress=check)
+        total = len(self.valid) + sum(map(bool, sources))
+        with Progress("validating", total, "sentence", report=report) as progress:
+
+            def done(count: int) -> None:
+                progress(count)
+                check()
+
+            loss = self._finite(validation_loss(self.model, groups, done), "validation loss")
+            outputs = translate(self.model, self.tokenizer, sources, beam=1, progress=done)
         score, _ = bleu(outputs, references)
         return {
             "epoch": self.epoch + 1,

@@ -26,10 +26,13 @@ from pathlib import Path
 import torch
 
 from attnfast import checkpoint
+from attnfast.cli import Parser, run
 from attnfast.data import WordTokenizer, encode_pairs
-from attnfast.errors import InputError, optional
+from attnfast.errors import InputError, optional, reason
+from attnfast.interrupts import Interrupted
 from attnfast.models import Config, build
-from attnfast.training import Interrupted, Options, Trainer
+from attnfast.progress import Progress, say
+from attnfast.training import Options, Trainer
 from attnfast.translation import translate
 
 Pairs = list[tuple[str, str]]
@@ -45,8 +48,12 @@ def read(path: Path) -> Pairs:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [(split(row["mr"]), split(row["ref"])) for row in csv.DictReader(file)]
-    except (OSError, KeyError, TypeError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"cannot read {path} as a file of the challenge: {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {reason(error)}") from error
+    except (KeyError, TypeError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"{path}: expected a file of the challenge, got another: {error}"
+        ) from error
     if not rows:
         raise InputError(f"{path}: expected at least one description, got none")
     return rows
@@ -97,7 +104,7 @@ def score(outputs: dict[str, str], test: Pairs, known: set[str]) -> dict[str, fl
     }
 
 
-def run(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, float]:
+def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, float]:
     """Train a model, or go on with its training; describe the test's lists; score."""
     train, test = (read(args.data / file) for file in ("devset.csv", "testset_w_refs.csv"))
     lists = list(dict.fromkeys(x for x, _ in train))
@@ -109,57 +116,61 @@ def run(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, fl
         epochs=args.epochs, batch_size=32, label_smoothing=0.0, seed=args.seed, coverage_loss=1.0
     )
     last = directory / "last.pt"
+    checkpoint.make_folder(directory)
     torch.manual_seed(args.seed)
-    if last.exists():
+    tokenizer = WordTokenizer.train((x for pair in train for x in pair), args.vocab_size)
+    config = Config(
+        tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, copying=copying,
+        input_feeding=True,
+    )  # fmt: skip
+    if resumed := last.exists():
         state = checkpoint.load(last)
-        config, model, tokenizer = checkpoint.restore(state)
+        _, model, _ = checkpoint.restore(state, name=last)
     else:
-        directory.mkdir(parents=True, exist_ok=True)
-        tokenizer = WordTokenizer.train((x for pair in train for x in pair), args.vocab_size)
-        config = Config(
-            tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, copying=copying,
-            input_feeding=True,
-        )  # fmt: skip
         model = build(config)
     examples, _ = encode_pairs(tokenizer, train, 100, copying)
     held_out, _ = encode_pairs(tokenizer, valid, 100, copying)
     trainer = Trainer(config, model, tokenizer, options, examples, held_out, valid, directory)
-    if last.exists():
+    if resumed:
         trainer.resume(state, str(last))
-    trainer.run(lambda said: print(f"  {said}", file=sys.stderr, flush=True))
-    _, model, tokenizer = checkpoint.restore(checkpoint.load(directory / "best.pt"))
+    trainer.run()
+    best = directory / "best.pt"
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(best), name=best)
     asked = list(dict.fromkeys(x for x, _ in test))
-    outputs = dict(zip(asked, translate(model, tokenizer, asked, beam=5)))
-    (directory / "test.txt").write_text("".join(f"{x}\t{y}\n" for x, y in outputs.items()))
+    with Progress("describing", len(asked), "list") as progress:
+        outputs = dict(zip(asked, translate(model, tokenizer, asked, beam=5, progress=progress)))
+    lines = "".join(f"{x}\t{y}\n" for x, y in outputs.items())
+    checkpoint.write_atomically(directory / "test.txt", lines.encode())
     return score(outputs, test, {name_of(x) for x, _ in train + valid})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def compare(args: argparse.Namespace) -> None:
+    """Train the four models and print the table."""
+    rows = []
+    for attention in ("concat", "coverage"):
+        for copying in (False, True):
+            title = f"{'coverage' if attention == 'coverage' else 'no coverage'}, "
+            title += "copying" if copying else "no copying"
+            say(title)
+            try:
+                rows.append((title, learn(args, attention, copying)))
+            except Interrupted as stop:
+                again = f"{stop}; the same command goes on from there" if str(stop) else ""
+                raise Interrupted(stop.number, again) from None
+    print(f"| model | {' | '.join(rows[0][1])} |\n|---|{'--:|' * len(rows[0][1])}")
+    for title, scores in rows:
+        print(f"| {title} | {' | '.join(f'{x:.1f}' for x in scores.values())} |")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of devset.csv and testset_w_refs.csv")
     parser.add_argument("--out", type=Path, default=Path("runs/e2e"), help="folder of checkpoints")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--vocab-size", type=int, default=500, help="most frequent words to know")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    rows = []
-    try:
-        for attention in ("concat", "coverage"):
-            for copying in (False, True):
-                title = f"{'coverage' if attention == 'coverage' else 'no coverage'}, "
-                title += "copying" if copying else "no copying"
-                print(title, file=sys.stderr, flush=True)
-                rows.append((title, run(args, attention, copying)))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except Interrupted:
-        print("stopped; the same command goes on from there", file=sys.stderr)
-        return 130
-    print(f"| model | {' | '.join(rows[0][1])} |\n|---|{'--:|' * len(rows[0][1])}")
-    for title, scores in rows:
-        print(f"| {title} | {' | '.join(f'{x:.1f}' for x in scores.values())} |")
-    return 0
+    parser.set_defaults(function=compare)
+    return run(parser, argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from attnfast import demo
+from attnfast import checkpoint, demo
 from attnfast.backends import why_not
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(case, tmp_path, monkey
         def refuse(**options):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        monkeypatch.setattr(demo.tempfile, "TemporaryFile", refuse)
+        monkeypatch.setattr(checkpoint.tempfile, "TemporaryFile", refuse)
     assert main(["demo", "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"attnfast: cannot write to the folder {out}: ")

@@ -1,34 +1,79 @@
 """The examples run, on a few lines of the kind that they are for."""
 
-import subprocess
-import sys
+import importlib.util
+import signal
 from pathlib import Path
 
 import pytest
 
-for name in ("sacrebleu", "tqdm"):
-    pytest.importorskip(name)
+from attnfast import checkpoint, training
+
+pytest.importorskip("sacrebleu")
 
 ROOT = Path(__file__).parent.parent
 
 
-def e2e(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "examples" / "e2e.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_e2e(tmp_path):
+@pytest.fixture
+def e2e(tmp_path, capsys):
+    """Call the example; return its exit status, its output and what it said."""
     for file, names in (("devset.csv", "ABCDEFGH"), ("testset_w_refs.csv", "AXYZ")):
         rows = [f'"name[The {x}], area[riverside]","The {x} is by the river."' for x in names]
         rows += [f'"name[The {x}], area[riverside]",At the riverside: The {x}.' for x in names]
         (tmp_path / file).write_text("\n".join(["mr,ref", *rows]) + "\n")
-    options = (tmp_path, "--out", tmp_path / "runs", "--epochs", 1, "--vocab-size", 20)
-    done = e2e(*options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0].startswith("| model | BLEU | names right |")
-    assert len(done.stdout.splitlines()) == 6
-    again = e2e(*options)
-    assert again.stdout == done.stdout
-    done = e2e(tmp_path / "nowhere")
-    assert done.returncode == 2 and done.stderr.count("\n") == 2
-    assert "cannot read" in done.stderr and "No such file" in done.stderr
+    spec = importlib.util.spec_from_file_location("e2e", ROOT / "examples" / "e2e.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def call(*options):
+        arguments = (tmp_path, "--epochs", 1, "--vocab-size", 20, *options)
+        return module.main(list(map(str, arguments))), *capsys.readouterr()
+
+    return call
+
+
+def test_e2e_stops_and_goes_on(e2e, tmp_path, monkeypatch):
+    status, table, said = e2e("--out", tmp_path / "whole")
+    assert status == 0, said
+    assert table.splitlines()[0].startswith("| model | BLEU | names right |")
+    assert len(table.splitlines()) == 6
+    original, calls = training.train_step, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) in (1, 3):  # in the first model and in the third
+            signal.raise_signal(signal.SIGTERM)
+        return original(*args)
+
+    parts = ("--out", tmp_path / "parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train_step", interrupted)
+        for line in ("no coverage, no copying", "coverage, no copying"):
+            status, out, said = e2e(*parts)
+            assert (status, out) == (143, "")
+            titles = [x for x in said.splitlines() if x.endswith("copying")]
+            assert titles[-1] == f"attnfast: {line}"
+            assert said.endswith(
+                "stopped after step 1 of epoch 1; the same command goes on from there\n"
+            )
+    assert e2e(*parts)[:2] == (0, table)
+    assert e2e(*parts, "--epochs", 2)[0] == 0
+    for last in (tmp_path / "parts").glob("*/last.pt"):
+        assert checkpoint.load(last)["training"]["epoch"] == 2
+
+
+def test_e2e_refuses_in_one_sentence(e2e, tmp_path, monkeypatch):
+    def last(*options):
+        status, out, said = e2e(*options)
+        assert (status, out) == (2, "")
+        return said.splitlines()[-1]
+
+    monkeypatch.chdir(tmp_path)
+    assert last("--epochs", 0) == "attnfast: --epochs must be at least 1, got 0"
+    assert "--seed: invalid int value: 'x'" in last("--seed", "x")
+    assert e2e()[0] == 0
+    assert "attnfast: --vocab-size must be 20, as when the training of" in last("--vocab-size", 19)
+    for file in tmp_path.glob("*.csv"):
+        file.unlink()
+    assert last() == f"attnfast: cannot read {tmp_path}/devset.csv: No such file or directory"
+    (tmp_path / "devset.csv").write_text("a,b\n1,2\n")
+    assert "devset.csv: expected a file of the challenge, got another: 'mr'" in last()

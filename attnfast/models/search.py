@@ -31,6 +31,15 @@ def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
     return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
 
 
+def _refuse_nan(found: Tensor) -> None:
+    """Raise if a search met scores that are NaN, asked at its end so as to wait for a GPU once."""
+    if found:
+        raise InputError(
+            "the model's scores must be finite numbers, got NaN: its parameters are damaged or too "
+            "large"
+        )
+
+
 @torch.no_grad()
 def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[int]]:
     """Take the most probable word at every step.
@@ -42,17 +51,23 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
 
     Returns:
         The words of each translation, without the end.
+
+    Raises:
+        InputError: scores are NaN.
     """
     memory, state = model.encode(source, lengths)
     limits = output_limit(lengths)
     words = source.new_full((source.shape[0], 1), BOS)
     ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
+    nan = torch.zeros((), dtype=torch.bool, device=source.device)
     outputs: list[Tensor] = []
     while not ended.all():
         logits, state, _ = model.decode(words, state, memory)
-        words = _log_probs(logits[:, -1], limits <= len(outputs) + 1).argmax(-1, keepdim=True)
+        best, words = _log_probs(logits[:, -1], limits <= len(outputs) + 1).max(-1, keepdim=True)
+        nan |= best.isnan().any()
         outputs.append(words)
         ended |= words.squeeze(1) == EOS
+    _refuse_nan(nan)
     rows = torch.cat(outputs, 1).tolist() if outputs else []
     return [row[: row.index(EOS)] for row in rows]
 
@@ -76,6 +91,9 @@ def beam_search(
 
     Returns:
         The words of each sentence's best translation, without the end.
+
+    Raises:
+        InputError: ``beam`` is below 1, or scores are NaN.
     """
     if beam < 1:
         raise InputError(f"beam must be at least 1, got {beam}")
@@ -88,6 +106,7 @@ def beam_search(
     scores = torch.full((batch, beam), -math.inf, device=device)
     scores[:, 0] = 0  # all hypotheses are the same at first: only one may continue
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
+    nan = torch.zeros((), dtype=torch.bool, device=device)
     going = list(range(batch))  # the sentences that the rows of ``scores`` belong to
 
     while going:
@@ -99,6 +118,7 @@ def beam_search(
         total = scores.unsqueeze(-1) + log_probs.view(len(going), beam, vocab)
         # No more than K of the best 2K end here, so at least K go on.
         scores, index = total.flatten(1).topk(2 * beam)
+        nan |= scores.isnan().any()  # NaN comes before any number
         offset = torch.arange(len(going), device=device).unsqueeze(1) * beam
         origin, word = index // vocab + offset, index % vocab  # [sentences, 2K]
 
@@ -118,4 +138,5 @@ def beam_search(
         state = state.index_select(rows)
         if len(rows) < len(memory.words):  # hypotheses of one sentence share its memory
             memory = memory.index_select(rows)
+    _refuse_nan(nan)
     return [max(hypotheses)[1] for hypotheses in finished]

@@ -1,0 +1,75 @@
+"""How far work has come: a bar where someone watches, and elsewhere a plain line every minute."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+import time
+from collections.abc import Callable
+
+#: Seconds between two plain lines.
+INTERVAL = 60.0
+
+
+def say(sentence: str) -> None:
+    """Write a line on the standard error, if there is one: nobody is left to tell otherwise."""
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:
+            print(f"attnfast: {sentence}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Work that is shown while it is done, in a ``with``; call it after each part.
+
+    The bar is tqdm's; without that package there are lines.
+
+    Args:
+        name: of the work.
+        total: how many parts it has.
+        unit: what a part is called.
+        done: how many were done before.
+        report: called with each plain line.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int,
+        unit: str,
+        done: int = 0,
+        report: Callable[[str], object] = say,
+    ):
+        self.name, self.total, self.unit, self.report = name, total, unit, report
+        self.before = self.done = done
+        self.start = self.said = time.monotonic()
+        self.bar = None
+        if sys.stderr is not None and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=total, initial=done, desc=name, unit=unit, leave=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(self, count: int = 1, note: str = "") -> None:
+        """Count parts that are done; ``note`` says how well."""
+        self.done += count
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(count)
+        elif now - self.said >= INTERVAL:
+            self.said = now
+            speed = (self.done - self.before) / (now - self.start)
+            left = datetime.timedelta(seconds=round((self.total - self.done) / speed))
+            what = f"{self.unit} {self.done} of {self.total}"
+            self.report(
+                f"{self.name}: "
+                + ", ".join(filter(None, (what, note, f"{speed:.3g} a second, {left} left")))
+            )

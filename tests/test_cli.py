@@ -1,0 +1,226 @@
+"""The command line apart from what it computes: options, packages, streams and signals."""
+
+import errno
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from attnfast import checkpoint, translation
+from attnfast.cli import main
+from attnfast.data import WordTokenizer
+from attnfast.models import Config, build
+
+TRAIN = [
+    "train",
+    *(f"--{x}=x" for x in ("source", "target", "valid-source", "valid-target", "out")),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a checkpoint ``model.pt`` and two lines of ``text``."""
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = WordTokenizer(["eins", "zwei", "drei"])
+    config = Config(tokenizer.vocab_size, embed_dim=8, hidden_dim=8)
+    checkpoint.save(folder / "model.pt", config, build(config, "reference"), tokenizer)
+    (folder / "text").write_text("eins zwei\ndrei\n")
+    return folder
+
+
+def refused(arguments, capsys, status=2):
+    """Return the one sentence with which a command ends, without its beginning."""
+    assert main(arguments) == status
+    out, said = capsys.readouterr()
+    assert out == "" and said.startswith("attnfast: ") and said.count("\n") == 1
+    assert len(said.removeprefix("attnfast: ").strip()) <= 200
+    return said.removeprefix("attnfast: ").strip()
+
+
+# Options
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"attnfast {version('attnfast')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: command: attnfast --help says more"),
+        (["train"], "the following arguments are required: --source, .*: attnfast train --help"),
+        (["sing"], "command: invalid choice: 'sing'"),
+        ([*TRAIN, "--attention=magic"], "--attention: invalid choice: 'magic'"),
+        ([*TRAIN, "--epochs=1.5"], "--epochs: expected a whole number below .*, got '1.5'"),
+        ([*TRAIN, f"--hidden-dim={10**30}"], "--hidden-dim: expected a whole number below"),
+        ([*TRAIN, "--dropout=some"], "--dropout: invalid float value: 'some'"),
+        ([*TRAIN, "--batch-size=0"], "--batch-size must be at least 1, got 0"),
+        ([*TRAIN, "--save-every=nan"], "--save-every must be a number, at least 0, got nan"),
+        ([*TRAIN, "--coverage-loss=-1"], "--coverage-loss must be a number, at least 0, got -1.0"),
+        ([*TRAIN, "--copying", "--attention=none"], "--copying must be False for attention 'none'"),
+        ([*TRAIN, "--input-feeding"], "--input-feeding must be False for attention 'bahdanau'"),
+        ([*TRAIN, "--device=abacus"], "--device: expected a device of this machine, got abacus"),
+    ],
+)
+def test_errors_name_what_was_typed(arguments, message, capsys):
+    assert re.match(message, refused(arguments, capsys))
+
+
+def test_the_beam_is_named_as_it_was_typed(files, capsys):
+    arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--beam=0"]
+    assert refused(arguments, capsys) == "--beam must be at least 1, got 0"
+
+
+# Packages
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("sentencepiece", TRAIN),
+        ("sacrebleu", TRAIN),
+        ("sacrebleu", ["score", "x", "--source=x", "--target=x"]),
+        ("sacrebleu", ["demo"]),
+        ("matplotlib", ["demo"]),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(package, arguments, monkeypatch, capsys):
+    for name in ("sentencepiece", "sacrebleu", "matplotlib"):  # what others lack does not count
+        monkeypatch.setitem(sys.modules, name, io)
+    monkeypatch.setitem(sys.modules, package, None)
+    said = refused(arguments, capsys)
+    assert f"{arguments[0]} needs the package {package} of the extra attnfast[translate]" in said
+    assert said.endswith(f": pip install {package}")
+
+
+def test_a_missing_package_is_not_blamed_on_the_checkpoint(files, monkeypatch, capsys):
+    pytest.importorskip("sentencepiece")
+    from attnfast.data import SubwordTokenizer
+
+    tokenizer = SubwordTokenizer.train(["eins zwei drei vier"] * 9, 30)
+    config = Config(tokenizer.vocab_size, embed_dim=8, hidden_dim=8)
+    path = files / "subwords.pt"
+    checkpoint.save(path, config, build(config, "reference"), tokenizer)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    said = refused(["translate", str(path), "--input", str(files / "text")], capsys)
+    assert said.startswith("subword tokenization needs the package sentencepiece of the extra")
+
+
+def test_no_optional_package_is_needed_to_translate(files, tmp_path):
+    """Nor NumPy, which torch itself looks for when it is imported."""
+    for name in ("numpy", "sentencepiece", "sacrebleu", "tqdm", "matplotlib", "triton"):
+        missing = f"raise ModuleNotFoundError('No module named {name}', name={name!r})\n"
+        (tmp_path / f"{name}.py").write_text(missing)
+    program = (
+        "import sys\n"
+        "from attnfast.cli import main\n"
+        "code = main(['info'])\n"
+        "sys.exit(code or main(['translate', *sys.argv[1:]]) or main(['demo']))\n"
+    )
+    arguments = [str(files / "model.pt"), "--input", str(files / "text")]
+    arguments += ["--output", str(tmp_path / "out"), "--backend", "reference", "--device", "cpu"]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 2
+    for name in ("attnfast", "python", "torch", "triton", "threads", "cuda", "cpu", "reference"):
+        assert any(line.startswith(name) for line in done.stdout.splitlines()), name
+    assert "reference  on" in done.stdout
+    assert (tmp_path / "out").read_text().count("\n") == 2
+    assert done.stderr.startswith("attnfast: attnfast demo needs the package matplotlib of the ")
+
+
+# Streams
+
+
+def test_a_full_output_is_said_and_a_broken_pipe_is_not():
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+
+    def write_to(output, command):
+        program = [sys.executable, "-m", "attnfast", command]
+        streams = {"stdout": output, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(program, env=environment, **streams)
+        return done.returncode, done.stderr
+
+    with open("/dev/full", "w") as full:
+        expected = "attnfast: cannot write the standard output: No space left on device\n"
+        assert write_to(full, "--version") == (2, expected)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert write_to(writer, "info") == (0, "")
+    finally:
+        os.close(writer)
+
+
+def test_closed_streams_are_said(files, monkeypatch, capsys):
+    translate = ["translate", str(files / "model.pt")]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", None)
+        assert refused(translate, capsys) == "cannot read the standard input: it is closed"
+    monkeypatch.setattr(sys, "stdout", None)
+    texts = ["--source", str(files / "text"), "--target", str(files / "text")]
+    for arguments in (
+        [*translate, "--input", str(files / "text")],
+        ["score", *translate[1:], *texts],
+    ):
+        assert refused(arguments, capsys) == "cannot write the standard output: it is closed"
+
+
+def test_an_unreadable_input_is_not_blamed_on_the_output(files, monkeypatch, capsys):
+    class Broken:
+        class buffer:
+            @staticmethod
+            def read():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sys, "stdin", Broken)
+    said = refused(["translate", str(files / "model.pt")], capsys)
+    assert said == "cannot read the standard input: Input/output error"
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(files, monkeypatch, capsys):
+    monkeypatch.setattr(translation, "translate", None)
+    arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
+    assert refused([*arguments, str(files)], capsys) == f"cannot write {files}: it is a folder"
+    nowhere = files / "nowhere" / "x"
+    assert refused([*arguments, str(nowhere)], capsys) == (
+        f"cannot write {nowhere}: there is no such folder"
+    )
+
+    def read_only(**options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checkpoint.tempfile, "TemporaryFile", read_only)
+    said = refused([*arguments, str(files / "new")], capsys)
+    assert said == f"cannot write to the folder {files}: Read-only file system"
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_a_translation_in_one_sentence(files, tmp_path, number, monkeypatch, capsys):
+    def stopped(*args, **options):
+        signal.raise_signal(number)
+
+    (tmp_path / "out").write_text("before")
+    monkeypatch.setattr(translation, "translate", stopped)
+    arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    said = refused([*arguments, str(tmp_path / "out")], capsys, status=128 + number)
+    assert said == "interrupted; files that were there are whole"
+    assert [x.name for x in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out").read_text() == "before"
+    after = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert before == after
