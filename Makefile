@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 TWO := -n 2 --dist loadfile
 
-.PHONY: demo test hosts lint bench gpu sanitize check-machine
+.PHONY: demo test hosts lint bench gpu sanitize sanitize-fuzz check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -33,18 +33,21 @@ bench: .venv/installed hosts
 gpu:
 	PYTHON=$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) bench/gpu.sh build/gpu
 
-# AddressSanitizer and UBSan watch the CPU library, built in a copy of the tree.
-sanitize: .venv/installed
-	rm -rf build/sanitize && mkdir -p build/sanitize
-	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md build/sanitize
-	cd build/sanitize && ATTNFAST_BUILD_CUDA=0 \
-	  ATTNFAST_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1" \
+# Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz.
+sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
+sanitize: TESTS := attention memory coverage copying span sparse misfits
+sanitize: CHOICE := cpu and not compile and not export and not opcheck or misfits
+sanitize-fuzz: FLAGS := -fsanitize=address -O1
+sanitize-fuzz: TESTS := attention coverage copying span misfits
+sanitize-fuzz: CHOICE := fuzz and (cpu-0 or cpu-1) or compiled and misfits
+sanitize sanitize-fuzz: .venv/installed
+	rm -rf build/$@ && mkdir -p build/$@
+	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md LICENSE MANIFEST.in build/$@
+	cd build/$@ && ATTNFAST_BUILD_CUDA=0 ATTNFAST_CXXFLAGS="$(FLAGS)" \
 	  $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
-	cd build/sanitize && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
+	cd build/$@ && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  $(CURDIR)/$(BIN)/pytest -q tests/test_attention.py tests/test_memory.py tests/test_coverage.py tests/test_copying.py \
-	  tests/test_span.py tests/test_sparse.py \
-	  -k "cpu and not compile and not export and not opcheck"
+	  $(CURDIR)/$(BIN)/pytest -q $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
 
 check-machine:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
