@@ -36,4 +36,5 @@ register_host(
     optional=["input_proj.bias", "output_proj.bias"],
     example=example,
     note="a source without words has weights 0 instead of NaN",
+    dtype=torch.float32,  # of its own scores, whatever the module has
 )
