@@ -50,9 +50,11 @@ class WrongLater(Served):
 
 
 def example(module, draw):
-    memory = draw(2, 4, module.key.in_features)
-    for _ in range(3):
-        yield module(draw(2, module.query.in_features), memory, draw.seen((4, 2), 4))
+    for lengths in draw.sources((4, 2)):
+        B, Tk = len(lengths), max(lengths)
+        memory = draw(B, Tk, module.key.in_features)
+        for _ in range(3):
+            yield module(draw(B, module.query.in_features), memory, mask=draw.seen(lengths, Tk))
 
 
 def register(methods=Served, **more):
@@ -215,15 +217,15 @@ def test_subclasses_that_compute_something_else_are_left_alone():
 
 
 def test_arguments_that_a_replacement_does_not_take():
-    class Older(Plain):
-        def forward(self, state, memory, mask=None, sharpness=1):
-            return super().forward(state, memory, mask)
+    class Sharper(Plain):
+        def forward(self, state, memory, sharpness, mask=None):
+            return super().forward(state * sharpness, memory, mask)
 
     class Wider(Plain):
         def forward(self, *inputs, **more):
             return super().forward(*inputs, **more)
 
-    reports = [str(attnfast.replace(cls())) for cls in (Older, Wider)]
+    reports = [str(attnfast.replace(cls())) for cls in (Sharper, Wider)]
     what = "left alone: its own forward takes {}, which its replacement does not"
     assert what.format("sharpness") in reports[0]
     assert what.format("inputs, more") in reports[1]
@@ -234,6 +236,136 @@ def test_arguments_that_a_replacement_does_not_take():
 
     register(Any)
     assert attnfast.replace(Plain()).replaced
+
+
+def as_plain(cls):
+    """Let a class be known as Plain, as a copy is."""
+    cls.__qualname__ = "Plain"
+    return cls
+
+
+def test_an_optional_argument_that_is_new_goes_to_the_own_class():
+    @as_plain
+    class Tempered(Plain):
+        def forward(self, state, memory, heat=None, mask=None):
+            scores = self.energy(torch.tanh(self.query(state).unsqueeze(1) + self.key(memory)))
+            scores = scores.squeeze(2) / (1 if heat is None else heat)
+            self.last = scores.masked_fill(~mask, -1e9).softmax(1)
+            return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+    plain = Tempered()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    calls = projections(served)
+    (state, *_), memory, mask = inputs()
+    for more in ({"mask": mask}, {"heat": 3.0, "mask": mask}, {"heat": None, "mask": mask}):
+        torch.testing.assert_close(served(state, memory, **more), plain(state, memory, **more))
+    torch.testing.assert_close(served(state, memory, 3.0, mask), plain(state, memory, 3.0, mask))
+    torch.testing.assert_close(served(state, memory, None, mask), plain(state, memory, None, mask))
+    assert len(calls) == 3  # of its own twice, of its replacement once
+
+
+# ---- copies that do something else, which a short example would not show -------------------------
+
+
+@as_plain
+class Clamped(Plain):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2).clamp(-5, 5)
+
+    def forward(self, state, memory, mask=None):
+        self.last = self.scores(state, memory).masked_fill(~mask, -1e9).softmax(1)
+        return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+
+@as_plain
+class Windowed(Clamped):
+    """Only the first words of a long source."""
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        far = torch.arange(memory.shape[1]) >= 500
+        return self.energy(features).squeeze(2).masked_fill(far, -1e9)
+
+
+@as_plain
+class Heated(Clamped):
+    temperature = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.temperature
+
+
+@as_plain
+class HeatedInstance(Clamped):
+    def __init__(self):
+        super().__init__()
+        self.heat = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.__dict__["heat"]
+
+
+class Counting(Plain):
+    """Known by its own name; counts where its replacement does not."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.list, self.number, self.how = [], 0, how
+
+    def forward(self, state, memory, mask=None):
+        if self.how == "buffer":
+            self.calls += 1
+        elif self.how == "list":
+            self.list.append("a call")
+        else:
+            self.number += 1
+        return Plain.forward(self, state, memory, mask)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Clamped, "results differ"),
+        (Windowed, "results differ"),
+        (Heated, "its own code reads temperature, which"),
+        (HeatedInstance, "its own code reads heat, which"),
+    ],
+)
+def test_copies_that_compute_something_else_are_left_alone(cls, why):
+    assert why in str(attnfast.replace(cls()))
+
+
+@pytest.mark.parametrize(("how", "what"), [("buffer", "calls"), ("list", "list"), ("", "number")])
+def test_what_a_copy_counts_is_compared(how, what):
+    register(classes=[f"{Counting.__module__}.Counting"])
+    report = str(attnfast.replace(Counting(how)))
+    assert "left alone: state differ" in report and what in report, report
+
+
+def test_layers_without_state_may_be_read():
+    @as_plain
+    class Modular(Clamped):
+        def __init__(self):
+            super().__init__()
+            self.tanh, self.softmax = nn.Tanh(), nn.Softmax(1)
+
+        def scores(self, state, memory):
+            features = self.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+            return self.energy(features).squeeze(2)
+
+        def forward(self, state, memory, mask=None):
+            self.last = self.softmax(self.scores(state, memory).masked_fill(~mask, -1e9))
+            return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+    assert attnfast.replace(Modular()).replaced
+    m = Modular()
+    m.tanh = nn.Identity()
+    assert "its own code reads tanh" in str(attnfast.replace(m))
 
 
 def test_subclasses_with_methods_of_their_own_are_left_alone():
@@ -294,6 +426,75 @@ def test_twice_and_nothing():
         attnfast.replace(3)
     with pytest.raises(TypeError, match="parameters must be a list of names, got 'a'"):
         register(parameters="a")
+
+
+def test_strict_raises_where_nothing_is_known():
+    with pytest.raises(RuntimeError, match="Linear has no attention that is known"):
+        attnfast.replace(nn.Linear(2, 2), strict=True)
+    m = nn.ModuleList([nn.MultiheadAttention(4, 2)])
+    with pytest.raises(RuntimeError, match="MultiheadAttention is not known"):
+        attnfast.replace(m, strict=True)
+    m.append(Plain())
+    assert attnfast.replace(m, strict=True).replaced  # what is not known is no reason beside it
+    attnfast.replace(m, strict=True)
+
+
+@pytest.mark.parametrize("name", ["self_attention", "LSA", "attn_layer", "GlobalAttn"])
+def test_what_may_be_attention_is_mentioned(name):
+    report = str(attnfast.replace(type(name, (nn.Module,), {})()))
+    assert f"{name} left alone: its class" in report
+    assert f".{name} is not known; attnfast.register_host" in report
+    assert not attnfast.replace(nn.ModuleList([nn.Flatten(), nn.BatchNorm1d(2)])).found
+
+
+def test_parameters_that_are_not_known_are_named():
+    m = as_plain(type("PlainAttn", (Plain,), {}))()
+    m.__class__.__name__ = "PlainAttn"
+    m.gate = nn.Linear(2, 2)
+    del m.query
+    report = str(attnfast.replace(m))
+    assert "unlike plain it has gate.bias, gate.weight and it lacks query.bias, query.w" in report
+
+
+def test_examples_that_yield_nothing():
+    register(example=lambda module, draw: [])
+    report = str(attnfast.replace(Plain()))
+    assert report.endswith("fails on an example: ValueError: the example yields no tensor")
+    register(example=lambda module, draw: [draw(2, grad=False)])
+    assert attnfast.replace(Plain()).replaced  # nothing has a gradient, on both sides
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_another_default_device(device):
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        with torch.device("cpu"):
+            m = Plain()
+        report = attnfast.replace(m, strict=True)
+        assert "served by cpu" in str(report)
+    finally:
+        torch.set_default_device(before)
+    with torch.device("meta"):
+        report = attnfast.replace(Plain())
+    assert "its parameters are on the meta device" in str(report)
+
+
+def test_one_thread_compares():
+    threads = []
+
+    def watch(module, draw):
+        threads.append(torch.get_num_threads())
+        yield from example(module, draw)
+
+    register(example=watch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        attnfast.replace(Plain())
+        assert set(threads) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_strict_changes_nothing_before_it_raises():
@@ -442,6 +643,25 @@ def test_autocast():
         [x.float() for x in got], [x.float() for x in want], atol=2e-2, rtol=2e-2
     )
     assert m(states[0], memory, mask)[0].dtype == torch.float32
+
+
+def test_another_type_under_autocast_is_left_alone():
+    class Single(Served):
+        def forward(self, state, memory, mask=None):
+            context, weights = super().forward(state, memory, mask)
+            return context.float() if context.dtype == torch.bfloat16 else context, weights
+
+    register(Single)
+    what = "results differ by form: torch.float32 [2, 6] instead of torch.bfloat16 [2, 6]"
+    assert what in str(attnfast.replace(Plain()))
+
+    class Double(Plain):
+        def forward(self, state, memory, mask=None):
+            assert not torch.is_autocast_enabled("cpu"), "not under autocast"
+            return super().forward(state, memory, mask)
+
+    register()
+    assert attnfast.replace(as_plain(Double)()).replaced  # nothing to compare with
 
 
 def test_nothing_of_a_source_stays_after_backward():

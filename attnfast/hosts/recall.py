@@ -23,6 +23,7 @@ __all__ = [
     "attend",
     "batch_first",
     "is_plain",
+    "multiplied",
     "project",
     "project_both",
     "project_joined",
@@ -239,6 +240,17 @@ def attend(
     if step:
         context, weights = context.squeeze(-2), weights.squeeze(-2)  # type: ignore[union-attr]
     return None if value is None else context, weights  # type: ignore[return-value]
+
+
+def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
+    """Return x with the type of a product of all, where a host multiplies and sums, element wise.
+
+    Under autocast a matrix product and the operators here have its type, and such a sum has not.
+    """
+    dtype = x.dtype
+    for term in terms:
+        dtype = torch.promote_types(dtype, term.dtype)
+    return x if dtype == x.dtype else x.to(dtype)
 
 
 def touch(x: Tensor, *parameters: Tensor | None) -> Tensor:

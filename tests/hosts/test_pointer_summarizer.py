@@ -69,6 +69,18 @@ class Model(torch.nn.Module):
         return torch.stack(logits), torch.stack(losses), coverage
 
 
+def test_a_word_of_the_source_under_autocast():
+    """Copying adds the weights to a distribution of their type."""
+    served = PointerAttention()
+    attnfast.replace(served, strict=True)
+    states, mask, words = torch.randn(2, 5, 6), torch.ones(2, 5), torch.randint(9, (2, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, weights, _ = served(
+            torch.randn(2, 6), states, states.flatten(0, 1), mask, torch.zeros(2, 5)
+        )
+    torch.zeros(2, 9).scatter_add(1, words, weights)
+
+
 def test_a_whole_decoder():
     plain = Model()
     served = copy.deepcopy(plain)
