@@ -8,17 +8,28 @@ import pickle
 import re
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from hosts.doubles import Plain, bentrevett
+from hosts.doubles import (
+    AdditiveAttention,
+    AttentionLayer,
+    Attn,
+    CaptionAttention,
+    GNMTAttention,
+    Plain,
+    bentrevett,
+)
 from torch import nn
 from torch.nn.utils import prune
 
 import attnfast
 from attnfast.hosts import HOSTS, attend, project, touch
 from attnfast.hosts.host import dressed
+from attnfast.hosts.probe import tensors
 from attnfast.hosts.recall import PLACE
+from attnfast.memory import prepare
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
 
@@ -551,6 +562,97 @@ def test_a_step_between_two_calls_without_gradients():
             torch.testing.assert_close(m(states[1], memory, mask), plain(states[1], memory, mask))
 
 
+def averages(m):
+    return {k: 0.5 * p.detach() + 0.1 * torch.randn_like(p) for k, p in m.named_parameters()}
+
+
+def copy_through_data(m, new):
+    for k, p in m.named_parameters():
+        p.data.copy_(new[k])
+
+
+def mix_through_data(m, new):
+    for k, p in m.named_parameters():
+        p.data.mul_(0.5).add_(new[k], alpha=0.5)
+
+
+def assign_data(m, new):
+    for k, p in m.named_parameters():
+        p.data = new[k].clone()
+
+
+def from_a_vector(m, new):
+    vector = torch.cat([new[k].flatten() for k, _ in m.named_parameters()])
+    nn.utils.vector_to_parameters(vector, m.parameters())
+
+
+def load(m, new):
+    m.load_state_dict({**m.state_dict(), **new})
+
+
+def load_assigned(m, new):
+    m.load_state_dict({**m.state_dict(), **new}, assign=True)
+
+
+CHANGES = [copy_through_data, mix_through_data, assign_data, from_a_vector, load, load_assigned]
+HOSTS_OF_ONE_SOURCE = {
+    "plain": (Plain, lambda m, q, h: m(q, h)),
+    "gnmt": (lambda: GNMTAttention(6, 6, 5, True, True), lambda m, q, h: m(q, h)),
+    "bentrevett": (lambda: bentrevett("2024", False, 6, 6), lambda m, q, h: m(q, h)),
+    "allennlp": (lambda: AdditiveAttention(6, 6), lambda m, q, h: m(q, h)),
+    "sgrvinod": (lambda: CaptionAttention(6, 6, 5), lambda m, q, h: m(h, q)),
+    "chatbot": (lambda: Attn("general", 6), lambda m, q, h: m(q.unsqueeze(0), h)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", HOSTS_OF_ONE_SOURCE)
+def test_averages_that_are_swapped_in_between_two_calls(name, change, grad):
+    make, call = HOSTS_OF_ONE_SOURCE[name]
+    torch.manual_seed(0)
+    plain = make()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    source, query = torch.randn(3, 3, 6), torch.randn(3, 6)
+    with torch.set_grad_enabled(grad):
+        for _ in range(4):  # also where what was freed is allocated again
+            torch.testing.assert_close(call(served, query, source), call(plain, query, source))
+            new = averages(plain)
+            for m in (plain, served):
+                change(m, new)
+
+
+def test_averages_of_torch():
+    """A served model within a running average, which is updated between two calls."""
+    m = model()["a0"]
+    attnfast.replace(m)
+    averaged = torch.optim.swa_utils.AveragedModel(m)
+    plain = Plain()
+    states, memory, mask = inputs()
+    with torch.no_grad():
+        for _ in range(3):
+            averaged.update_parameters(m)
+            plain.load_state_dict(averaged.module.state_dict())
+            torch.testing.assert_close(
+                averaged(states[0], memory, mask), plain(states[0], memory, mask)
+            )
+            for p in m.parameters():
+                p.add_(0.5)
+
+
+def test_training_and_evaluation_end_what_is_kept():
+    m = model()["a0"]
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    with torch.no_grad():
+        for change in (m.train, m.eval):
+            m(states[0], memory, mask)
+            assert vars(m)[PLACE]
+            change()
+            assert not vars(m).get(PLACE)
+
+
 def test_backward_twice_over_one_source():
     """The graph of the kept keys is gone after the first."""
     m = model()["a0"]
@@ -605,6 +707,62 @@ def test_slices_and_beams():
                 torch.testing.assert_close(m(*args), plain(*args))
             views = states[0][: len(index)], memory[: len(index)], mask[: len(index)]
             torch.testing.assert_close(m(*views), plain(*views))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_sources_that_come_once_are_not_prepared(grad):
+    """A beam search that indexes its source at every step; then one that does not."""
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs(B=4, steps=20)
+    with (
+        torch.set_grad_enabled(grad),
+        mock.patch("attnfast.hosts.recall.prepare", wraps=prepare) as made,
+    ):
+        for s in states:
+            args = s, memory[torch.randperm(4)], mask
+            torch.testing.assert_close(m(*args), plain(*args))
+        assert made.call_count <= 4
+        for s in states:
+            torch.testing.assert_close(m(s, memory, mask), plain(s, memory, mask))
+        assert made.call_count <= 5
+        calls = projections(m)
+        m(states[0], memory, mask)
+        assert not calls
+
+
+BROADCAST = [(n, r) for n in ("plain", "sgrvinod", "allennlp", "dot") for r in ((3, 1), (1, 3))]
+
+
+@pytest.mark.parametrize(("name", "rows"), [*BROADCAST, ("fairseq", (3, 1))])
+def test_one_source_for_many_queries_and_the_reverse(name, rows):
+    """Where the host's own code broadcasts."""
+    torch.manual_seed(0)
+    B, S = rows
+    if name == "fairseq":
+        plain, call = AttentionLayer(6, 6, 5), lambda m, q, h: m(q, h.transpose(0, 1), None)
+    elif name == "dot":
+        plain, call = Attn("dot", 6), lambda m, q, h: m(q.unsqueeze(0), h.transpose(0, 1))
+    else:
+        make, call = HOSTS_OF_ONE_SOURCE[name]
+        plain = make()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    source = torch.randn(S, 4, 6, requires_grad=True)
+    for _ in range(3):
+        query = torch.randn(B, 6, requires_grad=True)
+        got, want = (
+            [x for x in tensors(call(m, query, source)) if x is not None] for m in (served, plain)
+        )
+        torch.testing.assert_close(got, want)
+        weights = [torch.randn_like(x) for x in want]
+        grads = [
+            torch.autograd.grad(x, [query, source, *m.parameters()], weights, allow_unused=True)
+            for x, m in ((got, served), (want, plain))
+        ]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
