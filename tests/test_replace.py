@@ -475,6 +475,14 @@ def test_examples_that_yield_nothing():
     assert attnfast.replace(Plain()).replaced  # nothing has a gradient, on both sides
 
 
+@as_plain
+class Placeless(Plain):
+    """Makes tensors on the default device."""
+
+    def forward(self, state, memory, mask=None):
+        return super().forward(state + torch.zeros(6), memory, mask)
+
+
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_another_default_device(device):
     before = torch.get_default_device()
@@ -484,6 +492,8 @@ def test_another_default_device(device):
             m = Plain()
         report = attnfast.replace(m, strict=True)
         assert "served by cpu" in str(report)
+        m.__class__ = Placeless
+        assert attnfast.replace(m, strict=True).replaced
     finally:
         torch.set_default_device(before)
     with torch.device("meta"):
@@ -860,6 +870,16 @@ def test_compile():
     states, memory, mask = inputs()
     got = torch.compile(m)(states[0], memory, mask)
     torch.testing.assert_close(got, plain(states[0], memory, mask))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compile_in_one_graph_with_the_rectifier():
+    plain = CaptionAttention(6, 6, 5)
+    m = copy.deepcopy(plain)
+    attnfast.replace(m, strict=True)
+    source, query = torch.randn(3, 4, 6), torch.randn(3, 6)
+    got = torch.compile(m, backend="aot_eager", fullgraph=True)(source, query)
+    torch.testing.assert_close(got, plain(source, query))
 
 
 def test_data_parallel_replicas_use_their_own_parameters():

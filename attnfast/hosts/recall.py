@@ -271,13 +271,14 @@ def attend(
         key, value, weight, lengths, activation, once=lambda: made(Memory, relu=relu),
     )  # fmt: skip
     rows = None
-    if len(query) != len(key) == 1 and not history:  # hosts broadcast
-        rows = len(query), query.shape[-2]
+    B, sources = query.shape[0], key.shape[0]
+    if B != sources == 1 and not history:  # hosts broadcast
+        rows = B, query.shape[-2]
         query = _as_row(query)
         if mask is not None:
             mask = _as_row(mask.expand(rows[0], *mask.shape[1:-2], rows[1], -1))
-    elif len(query) == 1 != len(key):
-        query = query.expand(len(key), *query.shape[1:])
+    elif B == 1 != sources:
+        query = query.expand(sources, *query.shape[1:])
     memory = memory if mask is None else memory._replace(mask=mask)
     how: Any = attend_with_history if history else attend_to
     context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
@@ -305,6 +306,11 @@ def _diverged(
     """Put NaN where a softmax has it: in rows whose scores are all −∞, which the operator empties,
     and all over a row where a score is +∞ or NaN.
     """
+    cheap = not weights.is_cuda and not torch.compiler.is_compiling()  # where a number can be read
+    if cheap and mask is None and lengths is None:
+        mass = float(weights.detach().sum(dtype=torch.float32))
+        if abs(mass - weights.numel() / max(1, weights.shape[-1])) < 0.5:  # every row's is 1
+            return context, weights
     spoilt = 0 / weights.detach().sum(-1, keepdim=True)  # 0 or NaN
     if lengths is not None:
         ends = lengths.view(-1, *[1] * (weights.dim() - 1))
@@ -322,7 +328,8 @@ def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
     """
     dtype = x.dtype
     for term in terms:
-        dtype = torch.promote_types(dtype, term.dtype)
+        if term.dtype != dtype:
+            dtype = torch.promote_types(dtype, term.dtype)
     return x if dtype == x.dtype else x.to(dtype)
 
 

@@ -77,10 +77,12 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     know goes to the module's own code; models can be copied and pickled.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
-    same tensors, unchanged in place. Between two calls with one source a parameter that changes
-    through ``.data`` or a fused optimiser is not noticed, and of several backwards over one source
-    all but the last need ``retain_graph=True``. Weights of inner layers may be read without a call
-    of the layer: prune, normalise or adapt layers before, or ``report.undo()`` first.
+    same tensors, unchanged in place. A parameter that is written through ``.data`` between two
+    calls with one source, as running averages are, is seen by some of its values: not where a write
+    spares these, and not on a GPU, where ``train()`` or ``eval()`` after it says so. Of several
+    backwards over one source all but the last need ``retain_graph=True``. Weights of inner layers
+    may be read without a call of the layer: prune, normalise or adapt layers before, or
+    ``report.undo()`` first.
 
     Args:
         model: any module; its parameters are not touched.
