@@ -55,6 +55,20 @@ class _Kept:
         )
 
 
+class _Passed:
+    """What nothing was kept of; it may still come again."""
+
+    result = None
+
+    def __init__(self, of: tuple[Any, ...], missed: int):
+        self.missed = missed
+        self.of = [weakref.ref(_base(x)) for x in of if isinstance(x, Tensor)]
+
+    def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
+        now = [_base(x) for x in of if isinstance(x, Tensor)]
+        return len(now) == len(self.of) and all(x is y() for x, y in zip(now, self.of))
+
+
 class Seen:
     """A tensor as it was: the object, or that of which it is a view, and what is told of it.
 
@@ -148,7 +162,7 @@ def recall(
         kept.pop(name, None)  # these do not know that they were changed
         return (once or make)()
     if missed > PATIENCE:
-        kept[name] = _Kept(None, of, way, missed)
+        kept[name] = _Passed(of, missed)
         return (once or make)()
     result = make()
     entry = kept[name] = _Kept(result, of, way, missed)
