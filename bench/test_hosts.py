@@ -123,6 +123,11 @@ def coqui_step(m, source, state, past):
     return m(state, source, past, None), past
 
 
+def pointer(D):
+    doubles.config.hidden_dim = D // 2
+    return doubles.PointerAttention()
+
+
 def pointer_step(m, source, state, past):
     ones = source.new_ones(source.shape[:2])
     past = torch.zeros_like(ones) if past is None else past
@@ -195,7 +200,7 @@ HOSTS = {
     "Tacotron 2": Host((32, 400, 100, 512), tacotron, tacotron_step),
     "Coqui TTS": Host((32, 400, 100, 512), coqui, coqui_step),
     "pointer_summarizer": Host(
-        (8, 100, 400, 512), lambda D: doubles.PointerAttention(D), pointer_step
+        (8, 100, 400, 512), pointer, pointer_step
     ),
 }  # fmt: skip
 

@@ -8,17 +8,28 @@ import pickle
 import re
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from hosts.doubles import Plain, bentrevett
+from hosts.doubles import (
+    AdditiveAttention,
+    AttentionLayer,
+    Attn,
+    CaptionAttention,
+    GNMTAttention,
+    Plain,
+    bentrevett,
+)
 from torch import nn
 from torch.nn.utils import prune
 
 import attnfast
 from attnfast.hosts import HOSTS, attend, project, touch
 from attnfast.hosts.host import dressed
+from attnfast.hosts.probe import tensors
 from attnfast.hosts.recall import PLACE
+from attnfast.memory import prepare
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
 
@@ -50,9 +61,11 @@ class WrongLater(Served):
 
 
 def example(module, draw):
-    memory = draw(2, 4, module.key.in_features)
-    for _ in range(3):
-        yield module(draw(2, module.query.in_features), memory, draw.seen((4, 2), 4))
+    for lengths in draw.sources((4, 2)):
+        B, Tk = len(lengths), max(lengths)
+        memory = draw(B, Tk, module.key.in_features)
+        for _ in range(3):
+            yield module(draw(B, module.query.in_features), memory, mask=draw.seen(lengths, Tk))
 
 
 def register(methods=Served, **more):
@@ -215,15 +228,15 @@ def test_subclasses_that_compute_something_else_are_left_alone():
 
 
 def test_arguments_that_a_replacement_does_not_take():
-    class Older(Plain):
-        def forward(self, state, memory, mask=None, sharpness=1):
-            return super().forward(state, memory, mask)
+    class Sharper(Plain):
+        def forward(self, state, memory, sharpness, mask=None):
+            return super().forward(state * sharpness, memory, mask)
 
     class Wider(Plain):
         def forward(self, *inputs, **more):
             return super().forward(*inputs, **more)
 
-    reports = [str(attnfast.replace(cls())) for cls in (Older, Wider)]
+    reports = [str(attnfast.replace(cls())) for cls in (Sharper, Wider)]
     what = "left alone: its own forward takes {}, which its replacement does not"
     assert what.format("sharpness") in reports[0]
     assert what.format("inputs, more") in reports[1]
@@ -234,6 +247,136 @@ def test_arguments_that_a_replacement_does_not_take():
 
     register(Any)
     assert attnfast.replace(Plain()).replaced
+
+
+def as_plain(cls):
+    """Let a class be known as Plain, as a copy is."""
+    cls.__qualname__ = "Plain"
+    return cls
+
+
+def test_an_optional_argument_that_is_new_goes_to_the_own_class():
+    @as_plain
+    class Tempered(Plain):
+        def forward(self, state, memory, heat=None, mask=None):
+            scores = self.energy(torch.tanh(self.query(state).unsqueeze(1) + self.key(memory)))
+            scores = scores.squeeze(2) / (1 if heat is None else heat)
+            self.last = scores.masked_fill(~mask, -1e9).softmax(1)
+            return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+    plain = Tempered()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    calls = projections(served)
+    (state, *_), memory, mask = inputs()
+    for more in ({"mask": mask}, {"heat": 3.0, "mask": mask}, {"heat": None, "mask": mask}):
+        torch.testing.assert_close(served(state, memory, **more), plain(state, memory, **more))
+    torch.testing.assert_close(served(state, memory, 3.0, mask), plain(state, memory, 3.0, mask))
+    torch.testing.assert_close(served(state, memory, None, mask), plain(state, memory, None, mask))
+    assert len(calls) == 3  # of its own twice, of its replacement once
+
+
+# ---- copies that do something else, which a short example would not show -------------------------
+
+
+@as_plain
+class Clamped(Plain):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2).clamp(-5, 5)
+
+    def forward(self, state, memory, mask=None):
+        self.last = self.scores(state, memory).masked_fill(~mask, -1e9).softmax(1)
+        return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+
+@as_plain
+class Windowed(Clamped):
+    """Only the first words of a long source."""
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        far = torch.arange(memory.shape[1]) >= 500
+        return self.energy(features).squeeze(2).masked_fill(far, -1e9)
+
+
+@as_plain
+class Heated(Clamped):
+    temperature = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.temperature
+
+
+@as_plain
+class HeatedInstance(Clamped):
+    def __init__(self):
+        super().__init__()
+        self.heat = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.__dict__["heat"]
+
+
+class Counting(Plain):
+    """Known by its own name; counts where its replacement does not."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.list, self.number, self.how = [], 0, how
+
+    def forward(self, state, memory, mask=None):
+        if self.how == "buffer":
+            self.calls += 1
+        elif self.how == "list":
+            self.list.append("a call")
+        else:
+            self.number += 1
+        return Plain.forward(self, state, memory, mask)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Clamped, "results differ"),
+        (Windowed, "results differ"),
+        (Heated, "its own code reads temperature, which"),
+        (HeatedInstance, "its own code reads heat, which"),
+    ],
+)
+def test_copies_that_compute_something_else_are_left_alone(cls, why):
+    assert why in str(attnfast.replace(cls()))
+
+
+@pytest.mark.parametrize(("how", "what"), [("buffer", "calls"), ("list", "list"), ("", "number")])
+def test_what_a_copy_counts_is_compared(how, what):
+    register(classes=[f"{Counting.__module__}.Counting"])
+    report = str(attnfast.replace(Counting(how)))
+    assert "left alone: state differ" in report and what in report, report
+
+
+def test_layers_without_state_may_be_read():
+    @as_plain
+    class Modular(Clamped):
+        def __init__(self):
+            super().__init__()
+            self.tanh, self.softmax = nn.Tanh(), nn.Softmax(1)
+
+        def scores(self, state, memory):
+            features = self.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+            return self.energy(features).squeeze(2)
+
+        def forward(self, state, memory, mask=None):
+            self.last = self.softmax(self.scores(state, memory).masked_fill(~mask, -1e9))
+            return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+    assert attnfast.replace(Modular()).replaced
+    m = Modular()
+    m.tanh = nn.Identity()
+    assert "its own code reads tanh" in str(attnfast.replace(m))
 
 
 def test_subclasses_with_methods_of_their_own_are_left_alone():
@@ -296,6 +439,85 @@ def test_twice_and_nothing():
         register(parameters="a")
 
 
+def test_strict_raises_where_nothing_is_known():
+    with pytest.raises(RuntimeError, match="Linear has no attention that is known"):
+        attnfast.replace(nn.Linear(2, 2), strict=True)
+    m = nn.ModuleList([nn.MultiheadAttention(4, 2)])
+    with pytest.raises(RuntimeError, match="MultiheadAttention is not known"):
+        attnfast.replace(m, strict=True)
+    m.append(Plain())
+    assert attnfast.replace(m, strict=True).replaced  # what is not known is no reason beside it
+    attnfast.replace(m, strict=True)
+
+
+@pytest.mark.parametrize("name", ["self_attention", "LSA", "attn_layer", "GlobalAttn"])
+def test_what_may_be_attention_is_mentioned(name):
+    report = str(attnfast.replace(type(name, (nn.Module,), {})()))
+    assert f"{name} left alone: its class" in report
+    assert f".{name} is not known; attnfast.register_host" in report
+    assert not attnfast.replace(nn.ModuleList([nn.Flatten(), nn.BatchNorm1d(2)])).found
+
+
+def test_parameters_that_are_not_known_are_named():
+    m = as_plain(type("PlainAttn", (Plain,), {}))()
+    m.__class__.__name__ = "PlainAttn"
+    m.gate = nn.Linear(2, 2)
+    del m.query
+    report = str(attnfast.replace(m))
+    assert "unlike plain it has gate.bias, gate.weight and it lacks query.bias, query.w" in report
+
+
+def test_examples_that_yield_nothing():
+    register(example=lambda module, draw: [])
+    report = str(attnfast.replace(Plain()))
+    assert report.endswith("fails on an example: ValueError: the example yields no tensor")
+    register(example=lambda module, draw: [draw(2, grad=False)])
+    assert attnfast.replace(Plain()).replaced  # nothing has a gradient, on both sides
+
+
+@as_plain
+class Placeless(Plain):
+    """Makes tensors on the default device."""
+
+    def forward(self, state, memory, mask=None):
+        return super().forward(state + torch.zeros(6), memory, mask)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_another_default_device(device):
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        with torch.device("cpu"):
+            m = Plain()
+        report = attnfast.replace(m, strict=True)
+        assert "served by cpu" in str(report)
+        m.__class__ = Placeless
+        assert attnfast.replace(m, strict=True).replaced
+    finally:
+        torch.set_default_device(before)
+    with torch.device("meta"):
+        report = attnfast.replace(Plain())
+    assert "its parameters are on the meta device" in str(report)
+
+
+def test_one_thread_compares():
+    threads = []
+
+    def watch(module, draw):
+        threads.append(torch.get_num_threads())
+        yield from example(module, draw)
+
+    register(example=watch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        attnfast.replace(Plain())
+        assert set(threads) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_strict_changes_nothing_before_it_raises():
     m = nn.ModuleList([Plain(), Plain()])
     register(why_not=lambda module: "the second" if module is m[1] else None)
@@ -348,6 +570,97 @@ def test_a_step_between_two_calls_without_gradients():
                     next(k for k, p in m.named_parameters() if p is change)
                 ].mul_(1.5)
             torch.testing.assert_close(m(states[1], memory, mask), plain(states[1], memory, mask))
+
+
+def averages(m):
+    return {k: 0.5 * p.detach() + 0.1 * torch.randn_like(p) for k, p in m.named_parameters()}
+
+
+def copy_through_data(m, new):
+    for k, p in m.named_parameters():
+        p.data.copy_(new[k])
+
+
+def mix_through_data(m, new):
+    for k, p in m.named_parameters():
+        p.data.mul_(0.5).add_(new[k], alpha=0.5)
+
+
+def assign_data(m, new):
+    for k, p in m.named_parameters():
+        p.data = new[k].clone()
+
+
+def from_a_vector(m, new):
+    vector = torch.cat([new[k].flatten() for k, _ in m.named_parameters()])
+    nn.utils.vector_to_parameters(vector, m.parameters())
+
+
+def load(m, new):
+    m.load_state_dict({**m.state_dict(), **new})
+
+
+def load_assigned(m, new):
+    m.load_state_dict({**m.state_dict(), **new}, assign=True)
+
+
+CHANGES = [copy_through_data, mix_through_data, assign_data, from_a_vector, load, load_assigned]
+HOSTS_OF_ONE_SOURCE = {
+    "plain": (Plain, lambda m, q, h: m(q, h)),
+    "gnmt": (lambda: GNMTAttention(6, 6, 5, True, True), lambda m, q, h: m(q, h)),
+    "bentrevett": (lambda: bentrevett("2024", False, 6, 6), lambda m, q, h: m(q, h)),
+    "allennlp": (lambda: AdditiveAttention(6, 6), lambda m, q, h: m(q, h)),
+    "sgrvinod": (lambda: CaptionAttention(6, 6, 5), lambda m, q, h: m(h, q)),
+    "chatbot": (lambda: Attn("general", 6), lambda m, q, h: m(q.unsqueeze(0), h)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", HOSTS_OF_ONE_SOURCE)
+def test_averages_that_are_swapped_in_between_two_calls(name, change, grad):
+    make, call = HOSTS_OF_ONE_SOURCE[name]
+    torch.manual_seed(0)
+    plain = make()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    source, query = torch.randn(3, 3, 6), torch.randn(3, 6)
+    with torch.set_grad_enabled(grad):
+        for _ in range(4):  # also where what was freed is allocated again
+            torch.testing.assert_close(call(served, query, source), call(plain, query, source))
+            new = averages(plain)
+            for m in (plain, served):
+                change(m, new)
+
+
+def test_averages_of_torch():
+    """A served model within a running average, which is updated between two calls."""
+    m = model()["a0"]
+    attnfast.replace(m)
+    averaged = torch.optim.swa_utils.AveragedModel(m)
+    plain = Plain()
+    states, memory, mask = inputs()
+    with torch.no_grad():
+        for _ in range(3):
+            averaged.update_parameters(m)
+            plain.load_state_dict(averaged.module.state_dict())
+            torch.testing.assert_close(
+                averaged(states[0], memory, mask), plain(states[0], memory, mask)
+            )
+            for p in m.parameters():
+                p.add_(0.5)
+
+
+def test_training_and_evaluation_end_what_is_kept():
+    m = model()["a0"]
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    with torch.no_grad():
+        for change in (m.train, m.eval):
+            m(states[0], memory, mask)
+            assert vars(m)[PLACE]
+            change()
+            assert not vars(m).get(PLACE)
 
 
 def test_backward_twice_over_one_source():
@@ -406,6 +719,62 @@ def test_slices_and_beams():
             torch.testing.assert_close(m(*views), plain(*views))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_sources_that_come_once_are_not_prepared(grad):
+    """A beam search that indexes its source at every step; then one that does not."""
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs(B=4, steps=20)
+    with (
+        torch.set_grad_enabled(grad),
+        mock.patch("attnfast.hosts.recall.prepare", wraps=prepare) as made,
+    ):
+        for s in states:
+            args = s, memory[torch.randperm(4)], mask
+            torch.testing.assert_close(m(*args), plain(*args))
+        assert made.call_count <= 4
+        for s in states:
+            torch.testing.assert_close(m(s, memory, mask), plain(s, memory, mask))
+        assert made.call_count <= 5
+        calls = projections(m)
+        m(states[0], memory, mask)
+        assert not calls
+
+
+BROADCAST = [(n, r) for n in ("plain", "sgrvinod", "allennlp", "dot") for r in ((3, 1), (1, 3))]
+
+
+@pytest.mark.parametrize(("name", "rows"), [*BROADCAST, ("fairseq", (3, 1))])
+def test_one_source_for_many_queries_and_the_reverse(name, rows):
+    """Where the host's own code broadcasts."""
+    torch.manual_seed(0)
+    B, S = rows
+    if name == "fairseq":
+        plain, call = AttentionLayer(6, 6, 5), lambda m, q, h: m(q, h.transpose(0, 1), None)
+    elif name == "dot":
+        plain, call = Attn("dot", 6), lambda m, q, h: m(q.unsqueeze(0), h.transpose(0, 1))
+    else:
+        make, call = HOSTS_OF_ONE_SOURCE[name]
+        plain = make()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    source = torch.randn(S, 4, 6, requires_grad=True)
+    for _ in range(3):
+        query = torch.randn(B, 6, requires_grad=True)
+        got, want = (
+            [x for x in tensors(call(m, query, source)) if x is not None] for m in (served, plain)
+        )
+        torch.testing.assert_close(got, want)
+        weights = [torch.randn_like(x) for x in want]
+        grads = [
+            torch.autograd.grad(x, [query, source, *m.parameters()], weights, allow_unused=True)
+            for x, m in ((got, served), (want, plain))
+        ]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     m = model()["a0"]
@@ -442,6 +811,25 @@ def test_autocast():
         [x.float() for x in got], [x.float() for x in want], atol=2e-2, rtol=2e-2
     )
     assert m(states[0], memory, mask)[0].dtype == torch.float32
+
+
+def test_another_type_under_autocast_is_left_alone():
+    class Single(Served):
+        def forward(self, state, memory, mask=None):
+            context, weights = super().forward(state, memory, mask)
+            return context.float() if context.dtype == torch.bfloat16 else context, weights
+
+    register(Single)
+    what = "results differ by form: torch.float32 [2, 6] instead of torch.bfloat16 [2, 6]"
+    assert what in str(attnfast.replace(Plain()))
+
+    class Double(Plain):
+        def forward(self, state, memory, mask=None):
+            assert not torch.is_autocast_enabled("cpu"), "not under autocast"
+            return super().forward(state, memory, mask)
+
+    register()
+    assert attnfast.replace(as_plain(Double)()).replaced  # nothing to compare with
 
 
 def test_nothing_of_a_source_stays_after_backward():
@@ -482,6 +870,16 @@ def test_compile():
     states, memory, mask = inputs()
     got = torch.compile(m)(states[0], memory, mask)
     torch.testing.assert_close(got, plain(states[0], memory, mask))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compile_in_one_graph_with_the_rectifier():
+    plain = CaptionAttention(6, 6, 5)
+    m = copy.deepcopy(plain)
+    attnfast.replace(m, strict=True)
+    source, query = torch.randn(3, 4, 6), torch.randn(3, 6)
+    got = torch.compile(m, backend="aot_eager", fullgraph=True)(source, query)
+    torch.testing.assert_close(got, plain(source, query))
 
 
 def test_data_parallel_replicas_use_their_own_parameters():

@@ -6,6 +6,7 @@ from attnfast.hosts.host import HOSTS, Draw, Host, register_host
 from attnfast.hosts.recall import (
     attend,
     batch_first,
+    multiplied,
     project,
     project_both,
     project_joined,
@@ -21,6 +22,7 @@ __all__ = [
     "Report",
     "attend",
     "batch_first",
+    "multiplied",
     "project",
     "project_both",
     "project_joined",

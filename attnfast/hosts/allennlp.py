@@ -17,7 +17,7 @@ class AllenNLP:
 
 def example(attention, draw):
     size, width = len(attention._w_matrix), len(attention._u_matrix)
-    for lengths in ((5, 2, 0), (3, 1)):
+    for lengths in draw.sources((5, 2, 0), (3, 1)):
         source, seen = draw(len(lengths), max(lengths), width), draw.seen(lengths, max(lengths))
         for mask in (seen, seen, seen, None):
             yield attention(draw(len(lengths), size), source, mask)
@@ -32,5 +32,6 @@ register_host(
     why_not=lambda attention: (
         None if attention._normalize else "it returns scores without a softmax"
     ),
+    larger=1,
     note="scores far below 0 get weights that sum to 1, where AllenNLP's 1e-13 makes them less",
 )

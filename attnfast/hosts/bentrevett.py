@@ -27,7 +27,7 @@ class Bentrevett:
 def example(attention, draw):
     layer, _ = parts(attention)
     size = layer.out_features
-    for lengths in ((5, 2, 4), (4, 1)):
+    for lengths in draw.sources((5, 2, 4), (4, 1)):
         source = draw(max(lengths), len(lengths), layer.in_features - size)
         seen = [draw.seen(lengths, max(lengths))] if "mask" in arguments(attention) else []
         for _ in range(3):

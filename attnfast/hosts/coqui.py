@@ -42,7 +42,7 @@ class Original:
 def example(attention, draw):
     """Decode two batches and, as at inference, one sentence without a mask."""
     attention.train(attention.training or bool(attention.windowing))  # windows have no gradient
-    for lengths in ((5, 2, 4), (3, 3), (6,)):
+    for lengths in draw.sources((5, 2, 4), (3, 3), (6,)):
         B, Tk = len(lengths), max(lengths)
         inputs = draw(B, Tk, attention.inputs_layer.linear_layer.in_features)
         mask = draw.seen(lengths, Tk) if B > 1 else None
@@ -67,6 +67,7 @@ register_host(
         *("ta.weight", "ta.bias"),
     ],
     example=example,
+    reads=["_mask_value", "win_idx"],  # of masks, and of the windows that its own code makes
     why_not=lambda attention: (
         None if attention.norm == "softmax" else "its weights are normalised sigmoids"
     ),

@@ -40,7 +40,7 @@ class Dot:
 
 
 def example(attention, draw, query=4, key=4):
-    for lengths in ((5, 2, 4), (3, 1)):
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
         B, Tk = len(lengths), max(lengths)
         source, values, one = draw(B, Tk, key), draw(B, Tk, 6), draw.numbers(*lengths)
         for Tq in (4, 1, 1, 1):

@@ -3,7 +3,7 @@
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, recall, touch
+from attnfast.hosts.recall import attend, multiplied, recall, touch
 
 KEYS = ["mlp_enc.weight", "mlp_enc.bias", "mlp_dec.weight"]
 SCORED = [*KEYS, "gvec.weight", "gvec.bias"]
@@ -33,7 +33,9 @@ def score(self, query, scale, **more):
     """Return context and weights, e = s (g · tanh(W h + b + query + ...) + a)."""
     more = {"value": self.enc_h, "lengths": lengths_of(self), "scale": scale, **more}
     context, weights = attend(self, query, self.pre_compute_enc_h, weight=self.gvec.weight, **more)
-    return None if context is None else touch(context, self.gvec.bias), weights
+    if context is not None:
+        context = touch(multiplied(context, weights, self.enc_h), self.gvec.bias)
+    return context, weights
 
 
 class Dot:
@@ -42,7 +44,8 @@ class Dot:
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling=2.0):
         z = begin(self, enc_hs_pad, enc_hs_len, dec_z, lambda h: torch.tanh(self.mlp_enc(h)))
         query, more = torch.tanh(self.mlp_dec(z)), {"lengths": lengths_of(self), "scale": scaling}
-        return attend(self, query, self.pre_compute_enc_h, self.enc_h, **more)
+        context, weights = attend(self, query, self.pre_compute_enc_h, self.enc_h, **more)
+        return multiplied(context, weights, self.enc_h), weights
 
 
 class Additive:
@@ -58,8 +61,9 @@ def call(attention, draw, *args, **more):
 
 def example(attention, draw, call=call):
     """Call any of ESPnet's attention; of the sources it sees the first, or in han_mode all."""
-    for lengths in ([5, 2, 4], [3, 6]):
+    for lengths in draw.sources([5, 2, 4], [3, 6]):
         attention.reset()
+        lengths = list(lengths)
         width = attention.eprojs if hasattr(attention, "eprojs") else attention.eunits
         shape, past = (len(lengths), max(lengths), width), None
         yield call(attention, draw, draw(*shape), lengths, None, None)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from attnfast.hosts.espnet import begin, example, register
 from attnfast.hosts.espnet_location import LOCATED, located, window, windowed
-from attnfast.hosts.recall import touch
+from attnfast.hosts.recall import multiplied, touch
 
 
 def forwarded(self, odds, states, lengths, z, past, scale, *around):
@@ -18,7 +18,8 @@ def forwarded(self, odds, states, lengths, z, past, scale, *around):
     _, weights = located(self, query, scale, past, mask=window(self, *around), value=None)
     weights = odds(past, F.pad(past, (1, 0))[:, :-1]) * weights
     weights = touch(F.normalize(weights.clamp(min=1e-6), p=1, dim=1), self.gvec.bias)
-    return torch.bmm(weights.unsqueeze(1), self.enc_h).squeeze(1), weights
+    context = torch.bmm(weights.unsqueeze(1), self.enc_h).squeeze(1)
+    return multiplied(context, weights, self.enc_h), weights
 
 
 class Forward:

@@ -47,7 +47,7 @@ class RecurrentLocation:
 
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_states, scaling=2.0):
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z))
-        zeros = query.new_zeros(len(query), self.att_dim)
+        zeros = self.enc_h.new_zeros(len(query), self.att_dim)
         previous, state = att_prev_states or (uniform(self), (zeros, zeros))
         found = F.relu(self.loc_conv(previous[:, None, None]))
         state = self.att_lstm(F.max_pool2d(found, (1, self.h_length)).flatten(1), state)

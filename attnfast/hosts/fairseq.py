@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, batch_first, project_joined
+from attnfast.hosts.recall import attend, batch_first, multiplied, project_joined
 
 
 class Fairseq:
@@ -14,14 +14,16 @@ class Fairseq:
     def forward(self, input, source_hids, encoder_padding_mask):
         source = batch_first(self, source_hids)
         mask = None if encoder_padding_mask is None else encoder_padding_mask.t() == 0
-        context, weights = attend(self, self.input_proj(input), source, source, mask=mask)
+        query = self.input_proj(input)
+        context, weights = attend(self, query, source, source, mask=mask)
+        weights = multiplied(weights, query, source)
         out = project_joined(self, self.output_proj, context, input, source_hids)
         return torch.tanh(out), weights.t()
 
 
 def example(attention, draw):
     size, width = attention.input_proj.in_features, attention.input_proj.out_features
-    for lengths in ((5, 2, 4), (3, 1)):
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
         source = draw(max(lengths), len(lengths), width)
         padding = ~draw.seen(lengths, max(lengths)).t()
         for mask in (padding, padding, padding, None):
@@ -36,4 +38,5 @@ register_host(
     optional=["input_proj.bias", "output_proj.bias"],
     example=example,
     note="a source without words has weights 0 instead of NaN",
+    dtype=torch.float32,  # of its own scores, whatever the module has
 )

@@ -36,7 +36,7 @@ def example(attention, draw):
     def sequence(*shape):
         return draw(*shape) if attention.batch_first else draw(*shape).transpose(0, 1)
 
-    for lengths in ((5, 2, 4), (3, 1)):
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
         B = len(lengths)
         source = sequence(B, max(lengths), attention.linear_k.in_features)
         attention.set_mask(draw.numbers(*lengths), source)

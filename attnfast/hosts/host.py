@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -14,24 +14,43 @@ from torch import Tensor, nn
 
 from attnfast.hosts.recall import PLACE
 
-__all__ = ["Draw", "Host", "arguments", "dressed", "host_of", "register_host", "undressed"]
+__all__ = [
+    "Draw",
+    "Host",
+    "arguments",
+    "dressed",
+    "host_of",
+    "register_host",
+    "undressed",
+    "why_unknown",
+]
 
 
 class Draw:
     """Random input of a probe, the same for the same seed."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        long: tuple[tuple[int, ...], ...] = (),
+    ):
         self.generator = torch.Generator().manual_seed(seed)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.long = dtype, device, long
         self.leaves: list[Tensor] = []
 
     def __call__(self, *shape: int, grad: bool = True) -> Tensor:
         """Return normal numbers; their gradients are compared unless ``grad`` is False."""
-        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
         x = x.to(self.device, self.dtype).requires_grad_(grad)
         if grad:
             self.leaves.append(x)
         return x
+
+    def sources(self, *lengths: Iterable[int]) -> tuple[Iterable[int], ...]:
+        """Return the lengths of batches of sources: those given, and once those of a long one."""
+        return (*lengths, *self.long)
 
     def numbers(self, *values: int) -> Tensor:
         """Return whole numbers, such as lengths."""
@@ -56,7 +75,12 @@ class Host:
             numbers of a list of layers.
         optional: the names of those that it may have; any other is a reason to leave it alone.
         example: ``example(module, draw)`` calls a module of this kind, several steps on padded
-            input, and yields what it returns; ``draw(*shape)`` makes the input (see :class:`Draw`).
+            input, and yields what it returns; ``draw(*shape)`` makes the input, and
+            ``draw.sources(...)`` adds a long source to the lengths (see :class:`Draw`).
+        reads: the attributes that the original's code reads and ``methods`` need not, where it is
+            one that people copy; a copy that reads any other is left alone.
+        larger: by how much the parameters are multiplied in one comparison, so that scores are
+            large; 1 where a note says that large ones differ.
         why_not: says why a module is left alone, or returns None.
         note: what is different, if anything, for the report.
         dtype: what the example is computed with.
@@ -68,21 +92,31 @@ class Host:
     parameters: frozenset[str]
     example: Callable[[nn.Module, Draw], Iterable[Any]]
     optional: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()
+    larger: float = 16.0
     why_not: Callable[[Any], str | None] = lambda module: None
     note: str = ""
     dtype: torch.dtype = torch.float64
 
-    def fits(self, module: nn.Module) -> bool:
-        """Whether the module is one of these, by the names of its class and its parameters."""
+    def is_named(self, module: nn.Module) -> bool:
+        """Whether the module is one of these, by the name of its class."""
+        full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        short = {c.__qualname__ for c in type(module).__mro__}
+        return any(c in (full if "." in c else short) for c in self.classes)
+
+    def misfits(self, module: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the parameters that the module has and these have not, and the reverse."""
         names = {
             name.rpartition("/")[2]  # Keras puts the layers' names before it
             for name, _ in module.named_parameters(remove_duplicate=False)
         }
-        full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
-        short = {c.__qualname__ for c in type(module).__mro__}
-        named = any(c in (full if "." in c else short) for c in self.classes)
         known = {n for p in self.parameters | self.optional for n in filter_names(names, p)}
-        return named and all(filter_names(names, p) for p in self.parameters) and names == known
+        missing = sorted(p for p in self.parameters if not filter_names(names, p))
+        return sorted(names - known), missing
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the module is one of these, by the names of its class and its parameters."""
+        return self.is_named(module) and not any(self.misfits(module))
 
 
 #: Every host that is known, by its name.
@@ -97,6 +131,8 @@ def register_host(
     parameters: Iterable[str],
     example: Callable[[Any, Draw], Iterable[Any]],
     optional: Iterable[str] = (),
+    reads: Iterable[str] = (),
+    larger: float = 16.0,
     why_not: Callable[[Any], str | None] = lambda module: None,
     note: str = "",
     dtype: torch.dtype = torch.float64,
@@ -108,7 +144,7 @@ def register_host(
     Raises:
         TypeError: ``methods`` is not a class, or a name is not a string.
     """
-    lists = {"classes": classes, "parameters": parameters, "optional": optional}
+    lists = {"classes": classes, "parameters": parameters, "optional": optional, "reads": reads}
     if not isinstance(methods, type):
         raise TypeError(f"methods must be a class, got {methods!r}")
     for argument, names in lists.items():
@@ -116,10 +152,25 @@ def register_host(
             raise TypeError(f"{argument} must be a list of names, got {names!r}")
     host = Host(
         name, methods, tuple(classes), frozenset(parameters), example, frozenset(optional),
-        why_not, note, dtype,
+        frozenset(reads), larger, why_not, note, dtype,
     )  # fmt: skip
     HOSTS[name] = host
     return host
+
+
+def why_unknown(module: nn.Module) -> str:
+    """Say what of a module that no host fits is not known."""
+    named = [host for host in HOSTS.values() if host.is_named(module)]
+    if not named:
+        cls = type(module)
+        return f"its class {cls.__module__}.{cls.__qualname__} is not known; attnfast.register_host"
+    host = min(named, key=lambda host: sum(map(len, host.misfits(module))))
+    more, missing = (
+        ", ".join(names[:3]) + ", …" * (len(names) > 3) for names in host.misfits(module)
+    )
+    said = [f"it has {more}"] * bool(more) + [f"it lacks {missing}"] * bool(missing)
+    what = f"its parameters are not known: unlike {host.name} {' and '.join(said)}"
+    return f"{what}; attnfast.register_host"
 
 
 def host_of(module: nn.Module) -> Host | None:
@@ -132,6 +183,10 @@ _set_class = object.__dict__["__class__"].__set__  # whatever a class makes of i
 
 class _Dressed:
     """What the classes of replaced modules have besides their host's methods."""
+
+    def train(self, mode=True):
+        self.__dict__.pop(PLACE, None)  # parameters may be others now, written through ``.data``
+        return super().train(mode)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol):
         dressed_as = type(self)
@@ -154,12 +209,38 @@ def _remade(name: str, made: Callable[..., Any], *args: Any) -> Any:
     return module
 
 
+def _falling_back(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield methods that leave a call to the own class where an argument is new to the host's."""
+    for name, ours in inspect.getmembers(methods, inspect.isfunction):
+        theirs, taken = getattr(own, name, None), inspect.signature(ours).parameters
+        if not inspect.isfunction(theirs) or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            continue
+        order = list(inspect.signature(theirs).parameters.values())[1:]
+        new = {p.name: p.default for p in order if p.name not in taken}
+        if new:
+            yield name, _either(theirs, ours, [p.name for p in order], new)
+
+
+def _either(
+    theirs: Callable[..., Any], ours: Callable[..., Any], order: list[str], new: dict[str, Any]
+) -> Callable[..., Any]:
+    @wraps(theirs)
+    def method(self, *args, **kwargs):
+        given = {**dict(zip(order, args)), **kwargs}
+        for name, default in new.items():
+            if given.pop(name, default) is not default:
+                return theirs(self, *args, **kwargs)
+        return ours(self, **given)
+
+    return method
+
+
 @cache
 def _dress(own: type, host: Host) -> type:
     """Return a subclass of the module's own class with the host's methods."""
     names = {
         "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__,
-        "_attnfast_own": own, "_attnfast_host": host,
+        "_attnfast_own": own, "_attnfast_host": host, **dict(_falling_back(own, host.methods)),
     }  # fmt: skip
     return type(own.__name__, (_Dressed, host.methods, own), names)
 
@@ -179,7 +260,7 @@ def undressed(module: nn.Module) -> None:
         module.__dict__.pop(PLACE, None)
 
 
-def arguments(module: nn.Module, name: str = "forward") -> list[str]:
-    """Return the names of what a method of the module's own class takes."""
+def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:
+    """Return what a method of the module's own class takes, by name."""
     own = getattr(type(module), "_attnfast_own", type(module))
-    return list(inspect.signature(getattr(own, name)).parameters)[1:]
+    return dict(list(inspect.signature(getattr(own, name)).parameters.items())[1:])

@@ -35,7 +35,7 @@ class Bahdanau(Luong):
 def example(attention, draw):
     size = getattr(attention, "query_layer", None)
     size = attention.key_layer.out_features if size is None else size.in_features
-    for lengths in ((5, 2, 4), (3, 1)):
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
         source = draw(len(lengths), max(lengths), attention.key_layer.in_features)
         seen = draw.seen(lengths, max(lengths)).unsqueeze(1)
         for _ in range(3):

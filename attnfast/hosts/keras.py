@@ -5,7 +5,7 @@ import sys
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend
+from attnfast.hosts.recall import attend, multiplied
 
 
 class Dot:
@@ -32,12 +32,14 @@ class Dot:
             past = query.new_ones(1, query.shape[1], key.shape[1], dtype=torch.bool).tril()
             seen = past if seen is None else seen & past
         drops = training and self.dropout > 0
-        query, key, weight = self.terms(query, key)
+        given, (query, key, weight) = (query, key), self.terms(query, key)
         out, weights = attend(self, query, key, None if drops else value, weight, mask=seen)
+        weights = multiplied(weights, *given)
         if drops:
             random = sys.modules["keras"].random
             weights = random.dropout(weights, self.dropout, seed=self.seed_generator)
             out = weights @ value
+        out = multiplied(out, weights, value)
         out = out if rows is None else out.masked_fill(~rows.bool().unsqueeze(-1), 0)
         return (out, weights) if return_attention_scores else out
 
@@ -53,7 +55,7 @@ def example(attention, draw):
     attention.dtype_policy, scale = str(draw.dtype).rpartition(".")[2], attention.scale
     size = scale.shape[0] if scale is not None and scale.shape else 4
     with sys.modules["keras"].device(str(draw.device)):
-        for lengths in ((5, 2, 4), (4, 1)):
+        for lengths in draw.sources((5, 2, 4), (4, 1)):
             B, Tk = len(lengths), max(lengths)
             value, key, seen = draw(B, Tk, size), draw(B, Tk, size), draw.seen(lengths, Tk)
             for Tq in (3, 1, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +45,14 @@ class Eole:
 
 
 def example(attention, draw, seen):
-    source = draw(3, 5, attention.dim)
-    yield attention(draw(3, 4, attention.dim), source, seen)
-    for _ in range(3):
-        yield attention(draw(3, attention.dim), source, seen)
-    if getattr(attention, "linear_cover", None) is not None:
-        yield attention(draw(3, attention.dim), source * 1, seen, draw(3, 5))
+    for lengths in draw.sources((5, 2, 4)):
+        B, Tk = len(lengths), max(lengths)
+        source, keys = draw(B, Tk, attention.dim), seen(draw, lengths, Tk)
+        yield attention(draw(B, 4, attention.dim), source, keys)
+        for _ in range(3):
+            yield attention(draw(B, attention.dim), source, keys)
+        if getattr(attention, "linear_cover", None) is not None:
+            yield attention(draw(B, attention.dim), source * 1, keys, draw(B, Tk))
 
 
 COMMON: dict[str, Any] = {
@@ -66,13 +69,13 @@ register_host(
     OpenNMT,
     name="OpenNMT-py's GlobalAttention",
     classes=["onmt.modules.global_attention.GlobalAttention"],
-    example=lambda attention, draw: example(attention, draw, draw.numbers(5, 2, 4)),
+    example=partial(example, seen=lambda draw, lengths, Tk: draw.numbers(*lengths)),
     **COMMON,
 )
 register_host(
     Eole,
     name="eole's GlobalAttention",
     classes=["eole.modules.global_attention.GlobalAttention"],
-    example=lambda attention, draw: example(attention, draw, ~draw.seen((5, 2, 4), 5).unsqueeze(1)),
+    example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
     **COMMON,
 )

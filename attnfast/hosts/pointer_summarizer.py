@@ -1,7 +1,7 @@
 """Attention of atulkum's pointer_summarizer, a pointer-generator network with coverage."""
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, recall
+from attnfast.hosts.recall import attend, multiplied, recall
 
 
 class PointerGenerator:
@@ -25,13 +25,14 @@ class PointerGenerator:
             self, self.decode_proj(s_t_hat), key, encoder_outputs, self.v.weight, mask=mask,
             **history,
         )  # fmt: skip
+        weights = multiplied(weights, enc_padding_mask)
         return context, weights, coverage + weights if covered else coverage
 
 
 def example(attention, draw):
     """Decode two batches; the feature has the words of all sources in one dimension."""
     width = attention.decode_proj.in_features
-    for lengths in ((5, 2, 4), (3, 3)):
+    for lengths in draw.sources((5, 2, 4), (3, 3)):
         B, Tk = len(lengths), max(lengths)
         outputs, feature = draw(B, Tk, width), draw(B * Tk, width)
         mask, coverage = draw.seen(lengths, Tk).to(draw.dtype), draw(B, Tk)

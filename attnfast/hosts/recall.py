@@ -2,7 +2,8 @@
 
 A host calls its attention at every decoder step with the same source. What depends on the source
 alone is kept until one of the tensors that it was made of is another, was changed in place, or the
-way of calling changed; a backward through it ends it too, for its graph is gone then.
+way of calling changed; a backward through it ends it too, for its graph is gone then. Where source
+after source comes once, as in a beam search that indexes it at every step, nothing is kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "attend",
     "batch_first",
     "is_plain",
+    "multiplied",
     "project",
     "project_both",
     "project_joined",
@@ -32,13 +34,14 @@ __all__ = [
 ]
 
 PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
+PATIENCE = 3  # so many sources in a row that come once, before nothing is kept of the next
 
 
 class _Kept:
-    """A result, and what it was made of."""
+    """A result, and what it was made of; ``missed``: how many before it nobody asked for again."""
 
-    def __init__(self, result: Any, of: tuple[Any, ...], way: tuple[Any, ...]):
-        self.result, self.way = result, way
+    def __init__(self, result: Any, of: tuple[Any, ...], way: tuple[Any, ...], missed: int):
+        self.result, self.way, self.missed = result, way, missed
         self.of = tuple(Seen(x) if isinstance(x, Tensor) else x for x in of)
 
     def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
@@ -52,21 +55,49 @@ class _Kept:
         )
 
 
+class _Passed:
+    """What nothing was kept of; it may still come again."""
+
+    result = None
+
+    def __init__(self, of: tuple[Any, ...], missed: int):
+        self.missed = missed
+        self.of = [weakref.ref(_base(x)) for x in of if isinstance(x, Tensor)]
+
+    def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
+        now = [_base(x) for x in of if isinstance(x, Tensor)]
+        return len(now) == len(self.of) and all(x is y() for x, y in zip(now, self.of))
+
+
 class Seen:
-    """A tensor as it was: the object, or that of which it is a view, and what is told of it."""
+    """A tensor as it was: the object, or that of which it is a view, and what is told of it.
+
+    Of a parameter also some of its values, for what is written through ``.data`` has no version.
+    """
 
     def __init__(self, x: Tensor):
         self.itself, self.base = weakref.ref(x), weakref.ref(_base(x))
         self.state, self.part = _state(x), _part(x)
+        self.some = _some(x) if type(x) is nn.Parameter and x.device.type == "cpu" else None
+        self.values = None if self.some is None else self.some.tolist()
 
     def again(self, x: Any) -> bool:
         if not isinstance(x, Tensor):
             return False
         if x is self.itself():
-            return _state(x) == self.state
+            same = self.some is None or self.some.tolist() == self.values
+            return same and _state(x) == self.state
         if x.is_inference() or self.base() is not _base(x):
             return False
         return _state(x) == self.state and _part(x) == self.part
+
+
+def _some(x: Tensor) -> Tensor:
+    """Return a view of some ten elements from all rows and columns."""
+    x = x.detach().squeeze()
+    while x.dim() > 1:
+        x = x.diagonal()
+    return x[:: len(x) // 8 or 1] if x.dim() else x
 
 
 def _base(x: Tensor) -> Tensor:
@@ -93,7 +124,13 @@ def _way(x: Tensor) -> tuple[Any, ...] | None:
     return torch.is_grad_enabled(), autocast
 
 
-def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> Any:
+def recall(
+    module: nn.Module,
+    name: str,
+    make: Callable[[], Any],
+    *of: Any,
+    once: Callable[[], Any] | None = None,
+) -> Any:
     """Return ``make()``, or what it returned last time if it was made ``of`` the same.
 
     Args:
@@ -101,23 +138,34 @@ def recall(module: nn.Module, name: str, make: Callable[[], Any], *of: Any) -> A
             ``name``.
         make: computes it from nothing that may change but ``of``.
         of: tensors, compared by identity and version, and other values, compared as they are.
+        once: computes what serves a single call, where nothing is kept.
 
-    Some changes are not seen: those through ``.data``, by a fused optimiser, in NumPy's view of a
-    tensor. Where the source is among what it is made ``of``, they count from the next source on.
+    Changes without a version (through ``.data``, by a fused optimiser, in NumPy's view of a tensor)
+    are seen in some elements of a CPU's parameters, so not where they leave those as they are, nor
+    in other tensors, nor on a GPU, which would have to wait; ``train()`` and ``eval()`` end what is
+    kept, and so does another source where it is among what it is made ``of``.
     """
     way = _way(next(x for x in of if isinstance(x, Tensor)))
     kept = module.__dict__.setdefault(PLACE, {})
     if way is None:
         kept.pop(name, None)
         return make()
-    found = kept.get(name)
-    if found is not None and found.holds(of, way):
-        return found.result
-    result = make()
+    found, missed = kept.get(name), 0
+    if found is not None:
+        if found.holds(of, way):
+            found.missed = 0
+            if found.result is not None:
+                return found.result
+        else:
+            missed = found.missed + 1
     if any(isinstance(x, Tensor) and x.is_inference() for x in of):
         kept.pop(name, None)  # these do not know that they were changed
-        return result
-    entry = kept[name] = _Kept(result, of, way)
+        return (once or make)()
+    if missed > PATIENCE:
+        kept[name] = _Passed(of, missed)
+        return (once or make)()
+    result = make()
+    entry = kept[name] = _Kept(result, of, way, missed)
     node: Any = result.steps and result.steps.token if isinstance(result, Memory) else result
     if getattr(node, "grad_fn", None) is not None:
         owner, made = weakref.ref(module), weakref.ref(entry)
@@ -224,21 +272,79 @@ def attend(
     flat = weight is not None and key.dim() == 3
     if mask is not None and mask.dim() < key.dim():
         mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
+    relu = activation == "relu"
+
+    def made(how: Callable[..., Any], **more: Any) -> Any:
+        values, ends = key[..., :1] if value is None else value, lengths
+        ends = None if ends is None else ends.long()
+        w = weight if weight is None or not flat else weight.view(-1)
+        return how(key, values, weight=w, lengths=ends, **more)
+
     memory = recall(
-        module, "memory",
-        lambda: prepare(
-            key, key[..., :1] if value is None else value,
-            weight.view(-1) if flat else weight,  # type: ignore[union-attr]
-            activation=activation, lengths=lengths,
-        ),
-        key, value, weight, lengths, activation,
+        module, "memory", lambda: made(prepare, activation=activation),
+        key, value, weight, lengths, activation, once=lambda: made(Memory, relu=relu),
     )  # fmt: skip
+    rows = None
+    B, sources = query.shape[0], key.shape[0]
+    if B != sources == 1 and not history:  # hosts broadcast
+        rows = B, query.shape[-2]
+        query = _as_row(query)
+        if mask is not None:
+            mask = _as_row(mask.expand(rows[0], *mask.shape[1:-2], rows[1], -1))
+    elif B == 1 != sources:
+        query = query.expand(sources, *query.shape[1:])
     memory = memory if mask is None else memory._replace(mask=mask)
     how: Any = attend_with_history if history else attend_to
     context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
+    if relu:
+        context, weights = _diverged(context, weights, mask, lengths)
+    if rows is not None:
+        context, weights = (
+            x.squeeze(0).unflatten(-2, rows).movedim(-3, 0) for x in (context, weights)
+        )
     if step:
-        context, weights = context.squeeze(-2), weights.squeeze(-2)  # type: ignore[union-attr]
-    return None if value is None else context, weights  # type: ignore[return-value]
+        context, weights = context.squeeze(-2), weights.squeeze(-2)
+    if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
+        weights = weights.float()  # as a softmax has it there
+    return None if value is None else context, weights
+
+
+def _as_row(x: Tensor) -> Tensor:
+    """Return the rows of many sequences, ``[B, (H,) Tq, ·]``, as those of one."""
+    return x.movedim(0, -3).flatten(-3, -2).unsqueeze(0)
+
+
+def _diverged(
+    context: Tensor, weights: Tensor, mask: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Put NaN where a softmax has it: in rows whose scores are all −∞, which the operator empties,
+    and all over a row where a score is +∞ or NaN.
+    """
+    cheap = not weights.is_cuda and not torch.compiler.is_compiling()  # where a number can be read
+    if cheap and mask is None and lengths is None:
+        mass = float(weights.detach().sum(dtype=torch.float32))
+        if abs(mass - weights.numel() / max(1, weights.shape[-1])) < 0.5:  # every row's is 1
+            return context, weights
+    spoilt = 0 / weights.detach().sum(-1, keepdim=True)  # 0 or NaN
+    if lengths is not None:
+        ends = lengths.view(-1, *[1] * (weights.dim() - 1))
+        inside = torch.arange(weights.shape[-1], device=weights.device) < ends
+        mask = inside if mask is None else mask & inside
+    if mask is not None:
+        spoilt = spoilt.masked_fill(~mask.any(-1, keepdim=True), 0)
+    return context + spoilt, weights + spoilt
+
+
+def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
+    """Return x with the type of a product of all, where a host multiplies and sums, element wise.
+
+    Under autocast a matrix product and the operators here have its type, and such a sum has not.
+    """
+    dtype = x.dtype
+    for term in terms:
+        if term.dtype != dtype:
+            dtype = torch.promote_types(dtype, term.dtype)
+    return x if dtype == x.dtype else x.to(dtype)
 
 
 def touch(x: Tensor, *parameters: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, project, touch
+from attnfast.hosts.recall import attend, multiplied, project, touch
 
 
 class Captioning:
@@ -13,15 +13,17 @@ class Captioning:
         query, weight = self.decoder_att(decoder_hidden), self.full_att.weight
         key = project(self, "key", self.encoder_att, encoder_out)
         context, alpha = attend(self, query, key, encoder_out, weight, activation="relu")
-        return touch(context, self.full_att.bias), alpha
+        return touch(multiplied(context, alpha, encoder_out), self.full_att.bias), alpha
 
 
 def example(attention, draw):
     """Call it as its decoder does: the batch shrinks from step to step."""
-    source, size = draw(3, 5, attention.encoder_att.in_features), attention.decoder_att.in_features
-    for B in (3, 3, 2, 1):
-        yield attention(source[:B], draw(3, size)[:B])
-    yield attention(draw(2, 4, attention.encoder_att.in_features), draw(2, size))
+    width, size = attention.encoder_att.in_features, attention.decoder_att.in_features
+    for lengths in draw.sources((5, 5, 5), (4, 4)):
+        source = draw(len(lengths), max(lengths), width)
+        for B in range(len(lengths), 0, -1):
+            for _ in range(2):
+                yield attention(source[:B], draw(B, size))
 
 
 register_host(

@@ -53,7 +53,7 @@ class KeyValue:
 def example(attention, draw):
     """Call it as its decoder does: two batches, several steps, beams that change their order."""
     source, state = (layer.in_features for layer in list(attention.children())[:2])
-    for lengths in ((5, 2, 4), (3, 3)):
+    for lengths in draw.sources((5, 2, 4), (3, 3)):
         attention.reset()
         states = draw(len(lengths), max(lengths), source)
         for _ in range(3):

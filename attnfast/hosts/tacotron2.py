@@ -30,7 +30,7 @@ def inner(layer, name="linear_layer"):
 def example(attention, draw):
     """Decode two batches, as the decoder does: it projects the memory and keeps the weights."""
     width = inner(attention.memory_layer).in_features
-    for lengths in ((5, 2, 4), (3, 3)):
+    for lengths in draw.sources((5, 2, 4), (3, 3)):
         B, Tk = len(lengths), max(lengths)
         memory, mask = draw(B, Tk, width), ~draw.seen(lengths, Tk)
         processed = attention.memory_layer(memory)
@@ -56,5 +56,6 @@ for cls, linear, conv in (
             f"location_layer.location_dense{linear}.weight",
         ],
         example=example,
+        reads=["score_mask_value"],
         note="a source without frames has weights 0 instead of NaN",
     )

@@ -7,6 +7,7 @@ from attnfast.hosts.recall import (
     attend,
     batch_first,
     is_plain,
+    multiplied,
     project,
     project_both,
     touch,
@@ -34,12 +35,14 @@ class Chatbot:
             key = project(self, "key", self.attn, key)
         elif self.method == "concat":
             (query, key), weight = project_both(self, self.attn, query, key), self.v
-        return attend(self, query, key, None, weight)[1].unsqueeze(1)
+        weights = attend(self, query, key, None, weight)[1].unsqueeze(1)
+        return multiplied(weights, *(query, key) if weight is None else (weight,))
 
 
 def translation(attention, draw):
     size = attention.Wa.in_features
-    for B, Tk in ((3, 5), (2, 4)):
+    for lengths in draw.sources((5, 5, 5), (4, 4)):
+        B, Tk = len(lengths), max(lengths)
         source = draw(B, Tk, attention.Ua.in_features)
         for _ in range(3):
             yield attention(draw(B, 1, size), source)
@@ -47,7 +50,8 @@ def translation(attention, draw):
 
 def chatbot(attention, draw):
     size = attention.hidden_size
-    for B, Tk in ((3, 5), (2, 4)):
+    for lengths in draw.sources((5, 5, 5), (4, 4)):
+        B, Tk = len(lengths), max(lengths)
         source = draw(Tk, B, size)
         for _ in range(3):
             yield attention(draw(1, B, size), source)

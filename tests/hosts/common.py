@@ -19,7 +19,8 @@ import torch
 
 import attnfast
 from attnfast.hosts.host import Draw
-from attnfast.hosts.replace import _outcome, tensors
+from attnfast.hosts.probe import run as outcome
+from attnfast.hosts.probe import state_of, tensors
 from attnfast.steps import Prepared
 
 
@@ -103,19 +104,37 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             plain = copy.deepcopy(module).to(dtype).train(train)
             served = copy.deepcopy(replaced).train(train)
             torch.manual_seed(0)
-            want = _outcome(plain, run, dtype, torch.device("cpu"))
+            want = outcome(plain, run, Draw(dtype, torch.device("cpu")))
             torch.manual_seed(0)
-            got = _outcome(served, run, dtype, torch.device("cpu"))
+            got = outcome(served, run, Draw(dtype, torch.device("cpu")))
             tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {}
             if dtype == torch.float32:
                 tolerance = {"rtol": 1e-4, "atol": 1e-5}
-            for a, b in zip(got, want, strict=True):
-                for x, y in zip(a, b, strict=True):
-                    assert (x is None) == (y is None), f"{name}: a gradient is missing"
-                    if x is not None:
-                        torch.testing.assert_close(x, y, **tolerance)
+            assert got[1].keys() == want[1].keys(), f"{name}: other attributes"
+            got, want = (
+                [*results, *state.values(), *grads] for results, state, grads in (got, want)
+            )
+            for x, y in zip(got, want, strict=True):
+                if isinstance(x, torch.Tensor):
+                    assert y is not None, f"{name}: a gradient is missing"
+                    torch.testing.assert_close(x, y, **tolerance)
+                else:
+                    assert x == y, f"{name}: {x} in the place of {y}"
+        if dtype == torch.float32:
+            same_types_under_autocast(module, replaced, run)
         report.undo()
         assert type(replaced) is type(module)
+
+
+def same_types_under_autocast(plain, served, run):
+    """Compare the types of results and state of ``run(module, draw)`` under autocast."""
+    types = []
+    for module in (plain, served):
+        twin = copy.deepcopy(module).float().eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            results = tensors(list(run(twin, Draw(torch.float32, torch.device("cpu")))))
+            types.append([x.dtype for x in (*results, *tensors(state_of(twin)))])
+    assert types[0] == types[1], type(plain).__qualname__
 
 
 def preparations(module, run):

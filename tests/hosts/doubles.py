@@ -1,12 +1,16 @@
-"""Test doubles: modules with the parameters and formulas of code that is not on PyPI.
+"""Test doubles: modules with the parameters and the arithmetic of code that is not on PyPI.
 
-Each is written from the formula; its class has the name of the original's.
+Each is written from the formula, with the original's types, methods and attributes: what it casts,
+masks and multiplies, in which order. Its class has the name of the original's.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class Plain(nn.Module):
@@ -56,7 +60,7 @@ class LocationLayer(nn.Module):
         self.location_dense = LinearNorm(filters, features)
 
     def forward(self, attention_weights_cat):
-        return self.location_dense(self.location_conv(attention_weights_cat).mT)
+        return self.location_dense(self.location_conv(attention_weights_cat).transpose(1, 2))
 
 
 class Tacotron2Attention(nn.Module):
@@ -72,8 +76,8 @@ class Tacotron2Attention(nn.Module):
 
     def get_alignment_energies(self, query, processed_memory, attention_weights_cat):
         location = self.location_layer(attention_weights_cat)
-        sums = self.query_layer(query).unsqueeze(1) + location + processed_memory
-        return self.v(torch.tanh(sums)).squeeze(2)
+        sums = self.query_layer(query.unsqueeze(1)) + location + processed_memory
+        return self.v(torch.tanh(sums)).squeeze(-1)
 
     def forward(
         self, attention_hidden_state, memory, processed_memory, attention_weights_cat, mask
@@ -84,34 +88,40 @@ class Tacotron2Attention(nn.Module):
         )
         if mask is not None:
             energies.data.masked_fill_(mask, self.score_mask_value)
-        weights = energies.softmax(1)
-        return (weights.unsqueeze(1) @ memory).squeeze(1), weights
+        weights = F.softmax(energies, dim=1)
+        return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
 
 
 Tacotron2Attention.__qualname__ = Tacotron2Attention.__name__ = "Attention"
 
 
-class PointerAttention(nn.Module):
-    """atulkum's pointer_summarizer (training_ptr_gen/model.py), whose config is a global."""
+config = SimpleNamespace(is_coverage=True, hidden_dim=3)  # pointer_summarizer's, of everything
 
-    def __init__(self, features, is_coverage=True):
+
+class PointerAttention(nn.Module):
+    """atulkum's pointer_summarizer (training_ptr_gen/model.py)."""
+
+    def __init__(self):
         super().__init__()
-        self.is_coverage = is_coverage
-        if is_coverage:
+        features = 2 * config.hidden_dim
+        if config.is_coverage:
             self.W_c = nn.Linear(1, features, bias=False)
         self.decode_proj = nn.Linear(features, features)
         self.v = nn.Linear(features, 1, bias=False)
 
     def forward(self, s_t_hat, encoder_outputs, encoder_feature, enc_padding_mask, coverage):
         """encoder_feature [B · Tk, features]; enc_padding_mask [B, Tk] 1 at words, 0 at padding."""
-        B, Tk, features = encoder_outputs.shape
-        sums = encoder_feature.view(B, Tk, features) + self.decode_proj(s_t_hat).unsqueeze(1)
-        if self.is_coverage:
-            sums = sums + self.W_c(coverage.view(B, Tk, 1))
-        products = self.v(torch.tanh(sums)).squeeze(2).softmax(1) * enc_padding_mask
+        B, Tk, features = encoder_outputs.size()
+        decoded = self.decode_proj(s_t_hat).unsqueeze(1).expand(B, Tk, features)
+        sums = encoder_feature + decoded.contiguous().view(-1, features)
+        if config.is_coverage:
+            sums = sums + self.W_c(coverage.view(-1, 1))
+        products = F.softmax(self.v(torch.tanh(sums)).view(-1, Tk), dim=1) * enc_padding_mask
         weights = products / products.sum(1, keepdim=True)
-        context = (weights.unsqueeze(1) @ encoder_outputs).view(-1, features)
-        return context, weights, coverage.view(-1, Tk) + weights if self.is_coverage else coverage
+        context = torch.bmm(weights.unsqueeze(1), encoder_outputs).view(-1, features)
+        if config.is_coverage:
+            coverage = coverage.view(-1, Tk) + weights
+        return context, weights, coverage
 
 
 PointerAttention.__qualname__ = PointerAttention.__name__ = "Attention"
@@ -120,18 +130,19 @@ PointerAttention.__qualname__ = PointerAttention.__name__ = "Attention"
 class CaptionAttention(nn.Module):
     """sgrvinod's tutorial on captioning (models.py)."""
 
-    def __init__(self, encoder_dim, decoder_dim, attention_dim, activation=torch.relu):
+    def __init__(self, encoder_dim, decoder_dim, attention_dim):
         super().__init__()
         self.encoder_att = nn.Linear(encoder_dim, attention_dim)
         self.decoder_att = nn.Linear(decoder_dim, attention_dim)
         self.full_att = nn.Linear(attention_dim, 1)
-        self.activation = activation
+        self.relu = nn.ReLU()
+        self.softmax = nn.Softmax(dim=1)
 
     def forward(self, encoder_out, decoder_hidden):
         """encoder_out [B, pixels, encoder_dim], decoder_hidden [B, decoder_dim]."""
         sums = self.encoder_att(encoder_out) + self.decoder_att(decoder_hidden).unsqueeze(1)
-        alpha = self.full_att(self.activation(sums)).squeeze(2).softmax(1)
-        return (encoder_out * alpha.unsqueeze(2)).sum(1), alpha
+        alpha = self.softmax(self.full_att(self.relu(sums)).squeeze(2))
+        return (encoder_out * alpha.unsqueeze(2)).sum(dim=1), alpha
 
 
 CaptionAttention.__qualname__ = CaptionAttention.__name__ = "Attention"
@@ -144,7 +155,7 @@ class GNMTAttention(nn.Module):
 
     def __init__(self, query_size, key_size, num_units, normalize=False, batch_first=False):
         super().__init__()
-        self.normalize, self.batch_first = normalize, batch_first
+        self.normalize, self.batch_first, self.num_units = normalize, batch_first, num_units
         self.linear_q = nn.Linear(query_size, num_units, bias=False)
         self.linear_k = nn.Linear(key_size, num_units, bias=False)
         self.linear_att = nn.Parameter(torch.randn(num_units))
@@ -158,6 +169,14 @@ class GNMTAttention(nn.Module):
         Tk = context.size(1 if self.batch_first else 0)
         self.mask = torch.arange(Tk, device=context.device) >= context_len.unsqueeze(1)
 
+    def calc_score(self, att_query, att_keys):
+        """att_query [B, Tq, A], att_keys [B, Tk, A]; scores [B, Tq, Tk]."""
+        features, v = att_query.unsqueeze(2) + att_keys.unsqueeze(1), self.linear_att
+        if self.normalize:
+            features = features + self.normalize_bias
+            v = v / v.norm() * self.normalize_scalar
+        return torch.tanh(features).matmul(v)
+
     def forward(self, query, keys):
         """query [Tq, B, Q] or [B, Q], keys [Tk, B, K], or batch first."""
         single = query.dim() == 2
@@ -165,15 +184,11 @@ class GNMTAttention(nn.Module):
             keys = keys.transpose(0, 1)
             query = query if single else query.transpose(0, 1)
         query = query.unsqueeze(1) if single else query
-        features, v = self.linear_q(query).unsqueeze(2) + self.linear_k(keys).unsqueeze(1), None
-        if self.normalize:
-            features = features + self.normalize_bias
-            v = self.linear_att / self.linear_att.norm() * self.normalize_scalar
-        scores = torch.tanh(features) @ (self.linear_att if v is None else v)
+        scores = self.calc_score(self.linear_q(query), self.linear_k(keys))
         if self.mask is not None:
-            scores = scores.masked_fill(self.mask.unsqueeze(1), -65504.0)
-        weights = scores.softmax(-1)
-        results = weights @ keys, weights
+            scores.masked_fill_(self.mask.unsqueeze(1).expand(scores.shape), -65504.0)
+        weights = F.softmax(scores, dim=-1)
+        results = torch.bmm(weights, keys), weights
         if single:
             return tuple(x.squeeze(1) for x in results)
         return results if self.batch_first else tuple(x.transpose(0, 1) for x in results)
@@ -191,11 +206,12 @@ class AttentionLayer(nn.Module):
 
     def forward(self, input, source_hids, encoder_padding_mask):
         """input [B, Q], source_hids [Tk, B, K], encoder_padding_mask [Tk, B], True for padding."""
-        scores = (source_hids * self.input_proj(input)).sum(2)
-        if encoder_padding_mask is not None:
-            scores = scores.masked_fill(encoder_padding_mask, float("-inf"))
-        weights = scores.softmax(0)
-        context = (weights.unsqueeze(2) * source_hids).sum(0)
+        scores = (source_hids * self.input_proj(input).unsqueeze(0)).sum(dim=2)
+        if encoder_padding_mask is not None:  # float32 whatever the module is
+            masked = scores.float().masked_fill_(encoder_padding_mask, float("-inf"))
+            scores = masked.type_as(scores)
+        weights = F.softmax(scores, dim=0)
+        context = (weights.unsqueeze(2) * source_hids).sum(dim=0)
         return torch.tanh(self.output_proj(torch.cat((context, input), 1))), weights
 
 
@@ -211,7 +227,7 @@ class BahdanauAttention(nn.Module):
     def forward(self, query, keys):
         """query [B, 1, D], keys [B, Tk, D]."""
         scores = self.Va(torch.tanh(self.Wa(query) + self.Ua(keys)))
-        weights = scores.squeeze(2).unsqueeze(1).softmax(-1)
+        weights = F.softmax(scores.squeeze(2).unsqueeze(1), dim=-1)
         return torch.bmm(weights, keys), weights
 
 
@@ -229,47 +245,70 @@ class Attn(nn.Module):
 
     def forward(self, hidden, encoder_outputs):
         """hidden [1, B, D], encoder_outputs [Tk, B, D]; weights [B, 1, Tk]."""
-        if self.method == "concat":
-            both = torch.cat((hidden.expand(len(encoder_outputs), -1, -1), encoder_outputs), 2)
-            scores = (self.v * torch.tanh(self.attn(both))).sum(2)
-        else:
-            key = self.attn(encoder_outputs) if self.method == "general" else encoder_outputs
-            scores = (hidden * key).sum(2)
-        return scores.t().softmax(1).unsqueeze(1)
+        score = {"dot": self.dot_score, "general": self.general_score, "concat": self.concat_score}
+        return F.softmax(score[self.method](hidden, encoder_outputs).t(), dim=1).unsqueeze(1)
+
+    def dot_score(self, hidden, encoder_output):
+        return torch.sum(hidden * encoder_output, dim=2)
+
+    def general_score(self, hidden, encoder_output):
+        return torch.sum(hidden * self.attn(encoder_output), dim=2)
+
+    def concat_score(self, hidden, encoder_output):
+        both = torch.cat((hidden.expand(len(encoder_output), -1, -1), encoder_output), 2)
+        return torch.sum(self.v * self.attn(both).tanh(), dim=2)
 
 
 def bentrevett(edition="", masked=True, K=6, Q=4):
     """Return bentrevett's Attention; it is of 2018, of 2024 or in between, with a mask or not."""
 
-    class Attention(nn.Module):
-        __qualname__ = "Attention"
+    def features(layer, hidden, encoder_outputs):
+        """hidden [B, Q], encoder_outputs [Tk, B, K]."""
+        hidden = hidden.unsqueeze(1).repeat(1, encoder_outputs.shape[0], 1)
+        return torch.tanh(layer(torch.cat((hidden, encoder_outputs.permute(1, 0, 2)), dim=2)))
 
+    class First(nn.Module):
         def __init__(self):
             super().__init__()
-            layer, v = nn.Linear(K + Q, Q), nn.Linear(Q, 1, bias=False)
-            self._names = ("attn_fc", "v_fc") if edition == "2024" else ("attn", "v")
-            v = nn.Parameter(torch.rand(Q)) if edition == "2018" else v
-            for name, part in zip(self._names, (layer, v), strict=True):
-                setattr(self, name, part)
+            self.attn, self.v = nn.Linear(K + Q, Q), nn.Parameter(torch.rand(Q))
 
-        def weights(self, hidden, encoder_outputs, mask=None):
-            """hidden [B, Q], encoder_outputs [Tk, B, K], mask [B, Tk], 0 for padding."""
-            layer, v = (getattr(self, name) for name in self._names)
-            states = encoder_outputs.transpose(0, 1)
-            both = torch.cat((hidden.unsqueeze(1).expand(-1, states.shape[1], -1), states), 2)
-            features = torch.tanh(layer(both))
-            scores = features @ v if edition == "2018" else v(features).squeeze(2)
-            return (scores if mask is None else scores.masked_fill(mask == 0, -1e10)).softmax(1)
+        def scores(self, hidden, encoder_outputs):
+            energy = features(self.attn, hidden, encoder_outputs).permute(0, 2, 1)
+            v = self.v.repeat(len(energy), 1).unsqueeze(1)
+            return torch.bmm(v, energy).squeeze(1)
+
+    class Second(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.v = nn.Linear(K + Q, Q), nn.Linear(Q, 1, bias=False)
+
+        def scores(self, hidden, encoder_outputs):
+            return self.v(features(self.attn, hidden, encoder_outputs)).squeeze(2)
+
+    class Third(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn_fc, self.v_fc = nn.Linear(K + Q, Q), nn.Linear(Q, 1, bias=False)
+
+        def scores(self, hidden, encoder_outputs):
+            return self.v_fc(features(self.attn_fc, hidden, encoder_outputs)).squeeze(2)
+
+    base = {"2018": First, "": Second, "2024": Third}[edition]
+
+    class Attention(base):
+        __qualname__ = "Attention"
 
         if masked:
 
             def forward(self, hidden, encoder_outputs, mask):
-                return self.weights(hidden, encoder_outputs, mask)
+                """mask [B, Tk], 0 for padding."""
+                scores = self.scores(hidden, encoder_outputs).masked_fill(mask == 0, -1e10)
+                return F.softmax(scores, dim=1)
 
         else:
 
             def forward(self, hidden, encoder_outputs):
-                return self.weights(hidden, encoder_outputs)
+                return F.softmax(self.scores(hidden, encoder_outputs), dim=1)
 
     return Attention()
 
@@ -282,16 +321,21 @@ class AdditiveAttention(nn.Module):
     def __init__(self, vector_dim, matrix_dim, normalize=True):
         super().__init__()
         self._normalize = normalize
-        self._w_matrix = nn.Parameter(torch.randn(vector_dim, vector_dim))
-        self._u_matrix = nn.Parameter(torch.randn(matrix_dim, vector_dim))
-        self._v_vector = nn.Parameter(torch.randn(vector_dim, 1))
+        self._w_matrix = nn.Parameter(torch.empty(vector_dim, vector_dim))
+        self._u_matrix = nn.Parameter(torch.empty(matrix_dim, vector_dim))
+        self._v_vector = nn.Parameter(torch.empty(vector_dim, 1))
+        for p in self.parameters():
+            nn.init.xavier_uniform_(p)
 
     def forward(self, vector, matrix, matrix_mask=None):
         """vector [B, Q], matrix [B, Tk, K], matrix_mask [B, Tk], False or 0 for padding."""
-        features = (vector @ self._w_matrix).unsqueeze(1) + matrix @ self._u_matrix
-        scores = (torch.tanh(features) @ self._v_vector).squeeze(2)
+        scores = self._forward_internal(vector, matrix)
         if not self._normalize or matrix_mask is None:
-            return scores.softmax(-1) if self._normalize else scores
-        seen = matrix_mask.to(scores)
-        weights = (scores * seen).softmax(-1) * seen
-        return weights / (weights.sum(-1, keepdim=True) + 1e-13)
+            return F.softmax(scores, dim=-1) if self._normalize else scores
+        weights = F.softmax(scores * matrix_mask, dim=-1) * matrix_mask
+        tiny = 1e-4 if weights.dtype == torch.half else 1e-13
+        return weights / (weights.sum(dim=-1, keepdim=True) + tiny)
+
+    def _forward_internal(self, vector, matrix):
+        features = vector.matmul(self._w_matrix).unsqueeze(1) + matrix.matmul(self._u_matrix)
+        return torch.tanh(features).matmul(self._v_vector).squeeze(2)

@@ -10,7 +10,7 @@ import torch
 from hosts.common import Draw, compare, preparations, real, same_training_step
 
 import attnfast
-from attnfast.hosts.replace import tensors
+from attnfast.hosts.probe import tensors
 
 espnet = real("espnet.nets.pytorch_backend.rnn.attentions")
 decoders = real("espnet.nets.pytorch_backend.rnn.decoders")

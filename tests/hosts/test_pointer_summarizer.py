@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from hosts.common import compare, preparations, same_training_step
-from hosts.doubles import PointerAttention
+from hosts.doubles import PointerAttention, config
 
 import attnfast
 
@@ -17,27 +17,31 @@ def decode(attention, draw, steps=3):
         B, Tk = len(lengths), max(lengths)
         outputs, mask = draw(B, Tk, 6), draw.seen(lengths, Tk).to(draw.dtype)
         feature = draw(B, Tk, 6).view(-1, 6)
-        coverage = torch.zeros(B, Tk, dtype=draw.dtype) if attention.is_coverage else None
+        coverage = torch.zeros(B, Tk, dtype=draw.dtype) if config.is_coverage else None
         for _ in range(steps):
             result = attention(draw(B, 6), outputs, feature, mask, coverage)
             coverage = result[2]
             yield [x for x in result if x is not None]
 
 
-@pytest.mark.parametrize("is_coverage", [False, True])
+@pytest.fixture(params=[False, True])
+def is_coverage(request, monkeypatch):
+    monkeypatch.setattr(config, "is_coverage", request.param)
+    return request.param
+
+
 def test_attention(is_coverage):
-    compare(PointerAttention(6, is_coverage), decode)
+    compare(PointerAttention(), decode)
 
 
-@pytest.mark.parametrize("is_coverage", [False, True])
 def test_a_source_is_prepared_once(is_coverage):
-    attention = PointerAttention(6, is_coverage)  # three sources; coverage's feature besides
+    attention = PointerAttention()  # three sources; coverage's feature besides
     assert preparations(attention, decode) == (6 if is_coverage else 3)
 
 
-def test_coverage_that_is_switched_off_is_left_alone():
-    attention = PointerAttention(6)
-    attention.is_coverage = False
+def test_coverage_that_is_switched_off_is_left_alone(monkeypatch):
+    attention = PointerAttention()
+    monkeypatch.setattr(config, "is_coverage", False)
     assert "left alone" in str(attnfast.replace(attention))
 
 
@@ -48,7 +52,7 @@ class Model(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.encoder, self.feature = torch.nn.LSTM(4, 6, batch_first=True), torch.nn.Linear(6, 6)
-        self.attention = PointerAttention(6)
+        self.attention = PointerAttention()
         self.cell, self.words = torch.nn.GRUCell(6, 6), torch.nn.Linear(12, 9)
 
     def forward(self, source, mask, steps=4):
@@ -63,6 +67,18 @@ class Model(torch.nn.Module):
             logits.append(self.words(torch.cat([state, context], 1)))
             coverage = following
         return torch.stack(logits), torch.stack(losses), coverage
+
+
+def test_a_word_of_the_source_under_autocast():
+    """Copying adds the weights to a distribution of their type."""
+    served = PointerAttention()
+    attnfast.replace(served, strict=True)
+    states, mask, words = torch.randn(2, 5, 6), torch.ones(2, 5), torch.randint(9, (2, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, weights, _ = served(
+            torch.randn(2, 6), states, states.flatten(0, 1), mask, torch.zeros(2, 5)
+        )
+    torch.zeros(2, 9).scatter_add(1, words, weights)
 
 
 def test_a_whole_decoder():

@@ -1,0 +1,324 @@
+"""The comparison that comes before any trust: a module beside its replacement, on copies of both.
+
+Its own class and its host's methods compute the host's example: as it is, in training, in float64,
+under autocast, with larger parameters on a long source. Results, state and gradients must agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.hosts.host import Draw, Host, arguments, dressed
+from attnfast.hosts.recall import PLACE
+
+__all__ = ["tensors", "why_left"]
+
+LONG = ((600,),)  # lengths of the sources of one comparison, beside the example's own
+INTERNAL = {*vars(nn.Module()), PLACE}
+
+
+def why_left(module: nn.Module, host: Host) -> str | None:
+    """Say why a module of a known class is left alone, or None."""
+    if dressed(module) is not None:
+        return "it is served already"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        return "its parameters have no shape yet: replace it after the first call"
+    if any(p.is_meta for p in module.parameters()):
+        return "its parameters are on the meta device: replace it when they have values"
+    return (
+        why_not_called_alike(module, host)
+        or host.why_not(module)
+        or why_not_inherited(module, host)
+        or why_not_read_alike(module, host)
+        or why_not_hooked(module)
+        or why_not_alike(module, host)
+    )
+
+
+def why_not_called_alike(module: nn.Module, host: Host) -> str | None:
+    """Say which arguments the module's methods need and their replacements do not take, or None."""
+    for name, method in inspect.getmembers(host.methods, inspect.isfunction):
+        if not inspect.isfunction(getattr(type(module), name, None)):
+            continue
+        taken = inspect.signature(method).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            continue
+        own = arguments(module, name).values()  # without an optional one its own class takes over
+        more = [p.name for p in own if p.name not in taken and p.default is p.empty]
+        if more:
+            return f"its own {name} takes {', '.join(more)}, which its replacement does not"
+    return None
+
+
+def why_not_inherited(module: nn.Module, host: Host) -> str | None:
+    """Say which method of the host's class a subclass of it has of its own, or None."""
+    for cls in type(module).__mro__:
+        if {cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"} & set(host.classes):
+            return None
+        for name in vars(cls):
+            known = hasattr(host.methods, name) or hasattr(super(cls, module), name)
+            if known and (name == "forward" or not hasattr(nn.Module, name)):
+                return f"its class {cls.__name__} has a {name} of its own"
+    return None
+
+
+def why_not_hooked(module: nn.Module) -> str | None:
+    """Say which inner layer has hooks, which would not be called, or None."""
+    for name, part in module.named_modules():
+        hooks = (v for k, v in vars(part).items() if k.endswith("_hooks") and "state_dict" not in k)
+        if part is not module and any(hooks):
+            return f"its {name} has hooks"
+    return None
+
+
+# ---- what its own code reads ---------------------------------------------------------------------
+
+
+def words(code: CodeType) -> set[str]:
+    """Return the names that code uses, and its strings: attributes are among them."""
+    inner = [words(x) for x in code.co_consts if isinstance(x, CodeType)]
+    strings = {x for x in code.co_consts if isinstance(x, str)}
+    return strings.union(code.co_names, *inner)
+
+
+def methods_of(cls: type) -> dict[str, list[FunctionType]]:
+    """Return the methods of a class and of its bases, without those of ``nn.Module``."""
+    found: dict[str, list[FunctionType]] = {}
+    for base in cls.__mro__:
+        for name, method in () if issubclass(nn.Module, base) else vars(base).items():
+            if isinstance(method, FunctionType):
+                found.setdefault(name, []).append(inspect.unwrap(method))
+    return found
+
+
+def words_of(names: Iterable[str], methods: dict[str, list[FunctionType]]) -> set[str]:
+    """Return the words of these methods, and of methods and functions beside them that they use."""
+    found: set[str] = set()
+    todo, seen = [f for name in names for f in methods.get(name, ())], set()
+    while todo:
+        function = todo.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        used = words(function.__code__)
+        found |= used
+        beside = (function.__globals__.get(name) for name in used)
+        todo += [
+            f for f in beside if isinstance(f, FunctionType) and f.__module__ == function.__module__
+        ]
+        todo += [f for name in used for f in methods.get(name, ())]
+    return found
+
+
+def why_not_read_alike(module: nn.Module, host: Host) -> str | None:
+    """Say which attributes the code of a copied class reads and its replacement does not, or None.
+
+    What an attribute does may not show on the example: a temperature that is 1 for now.
+    """
+    full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+    if full & set(host.classes):
+        return None  # not a copy
+    own, ours = methods_of(type(module)), methods_of(host.methods)
+    known = {part for name in host.parameters | host.optional for part in name.split(".")}
+    known |= host.reads | words_of(ours, ours)
+    replaced = own.keys() & ours.keys()
+    runs = known - replaced  # its own methods that the replacement calls
+    read = words_of(replaced, {name: own[name] for name in own.keys() - runs})
+    state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
+    for cls in type(module).__mro__:
+        if not issubclass(nn.Module, cls):
+            state.update(k for k, v in vars(cls).items() if not callable(v) and k[:2] != "__")
+    plain = {
+        name  # ReLU, Softmax: nothing to change in them
+        for name, part in module.named_children()
+        if type(part).__module__ == "torch.nn.modules.activation"
+    }
+    unknown = sorted((read & state) - known - plain)
+    if unknown:
+        return f"its own code reads {', '.join(unknown)}, which its replacement does not"
+    return None
+
+
+# ---- what both compute ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of calling both."""
+
+    dtype: torch.dtype
+    device: torch.device
+    tolerance: float
+    training: bool = False
+    autocast: bool = False
+    larger: float = 1.0  # how much the parameters are
+    long: tuple[tuple[int, ...], ...] = ()
+
+
+def ways(module: nn.Module, host: Host) -> Iterator[Way]:
+    """Yield the ways in which a module and its replacement are compared."""
+    cpu = torch.device("cpu")
+    parameter = next(module.parameters(), torch.empty(0, device=cpu))
+    exact = host.dtype == torch.float64
+    for training in (False, True):
+        yield Way(host.dtype, cpu, 1e-9 if exact else 1e-4, training)
+    if parameter.dtype in (torch.float32, torch.float64):
+        yield Way(parameter.dtype, parameter.device, 1e-4)
+    yield Way(host.dtype, cpu, 1e-6 if exact else 1e-3, larger=host.larger, long=LONG)
+    yield Way(torch.float32, parameter.device, 0.1, autocast=True)
+
+
+def why_not_alike(module: nn.Module, host: Host) -> str | None:
+    """Say in what the module and its replacement differ on the host's example, or None."""
+    for way in ways(module, host):
+        outcomes = []
+        for served in (False, True):
+            try:
+                outcomes.append(outcome_of(module, host, way, served))
+            except Exception as error:
+                if way.autocast and not served:
+                    break  # its own class does not know autocast either
+                whose = "its replacement" if served else "its own class"
+                what = " ".join(str(error).split())
+                return f"{whose} fails on an example: {type(error).__name__}: {what}"
+        else:
+            difference = why_not_same(outcomes[0], outcomes[1], way)
+            if difference is not None:
+                return difference
+    return None
+
+
+def outcome_of(module: nn.Module, host: Host, way: Way, served: bool) -> tuple[Any, ...]:
+    """Run the host's example on a copy of the module; return results, state and gradients."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them only wait for one another
+    try:
+        with torch.random.fork_rng(), torch.enable_grad(), torch.device(way.device):
+            torch.manual_seed(0)
+            twin = _copy(module).to(way.device, way.dtype).train(way.training)
+            for p in twin.parameters():
+                if p.is_floating_point():
+                    p.data.mul_(way.larger)
+            if served:
+                dressed(twin, host)
+            cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
+            with cast if way.autocast else contextlib.nullcontext():
+                return run(twin, host.example, Draw(way.dtype, way.device, long=way.long))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(module: nn.Module, example: Any, draw: Draw) -> tuple[list, dict[str, Any], list]:
+    """Run an example; return its results, the module's state, and the gradients of all of it."""
+    results = list(tensors(list(example(module, draw))))
+    if not results:
+        raise ValueError("the example yields no tensor")
+    state = state_of(module)
+    made = [x for x in (*results, *state.values()) if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in (*draw.leaves, *module.parameters()) if x.requires_grad]
+    weighted = Draw(torch.float64, draw.device, seed=1)
+    loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if made else [None] * len(leaves)
+    return results, state, list(grads)
+
+
+def tensors(x: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        yield from tensors(list(x.values()))
+    elif isinstance(x, Iterable) and not isinstance(x, str):
+        for part in x:
+            yield from tensors(part)
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Return buffers and attributes, also of inner layers, by name: tensors and what is plain."""
+    state: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        ready_made = type(part).__module__.startswith("torch.nn.")  # what they keep is PyTorch's
+        kept = {k: v for k, v in vars(part).items() if not ready_made and k not in INTERNAL}
+        for name, x in sorted((kept | part._buffers).items()):
+            state.update(_flat(f"{path}.{name}".lstrip("."), x))
+    return state
+
+
+def _flat(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield tensors, numbers and strings of nested containers by name; of others their type."""
+    if isinstance(x, (Tensor, bool, int, float, complex, str, bytes, type(None))):
+        yield name, x
+    elif isinstance(x, (list, tuple, deque, dict)):
+        yield name, (type(x), len(x))
+        for key, part in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from _flat(f"{name}[{key!r}]", part)
+    else:
+        yield name, type(x)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a copy without hooks, and without the history of what it keeps."""
+    kept = [x for x in tensors(list(vars(module).values())) if not x.is_leaf]
+    twin = copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
+    for part in twin.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and hasattr(value, "clear"):
+                value.clear()
+    return twin
+
+
+def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | None:
+    """Say in what two outcomes differ, or None."""
+    for what, a, b in zip(("results", "state", "gradients"), old, new):
+        a, b = (dict(enumerate(x)) if isinstance(x, list) else x for x in (a, b))
+        if a.keys() != b.keys():
+            names = ", ".join(map(str, sorted(a.keys() ^ b.keys())))
+            return (
+                f"{what} differ in {names}" if what == "state" else f"{len(b)} {what}, not {len(a)}"
+            )
+        # Under autocast some gradients are rounding noise: they are compared with the largest.
+        every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
+        sizes = [float(x.detach().abs().max()) for x in every if way.autocast and x.numel()]
+        least = max(sizes, default=0.0)
+        for name, x in a.items():
+            if not _close(x, b[name], way.tolerance, least):
+                where = f" in {name}" if what == "state" else ""
+                return f"{what} differ{where} by {_far(x, b[name])}"
+    return None
+
+
+def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        a, b = torch.tensor(a), torch.tensor(b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and a == b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach().double(), b.detach().double()
+    if not a.numel():
+        return True
+    finite = a[a.isfinite()].abs()
+    most = max(1.0, least, float(finite.max()) if finite.numel() else 0.0)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
+
+
+def _far(a: Any, b: Any) -> str:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return f"being {_short(b)} instead of {_short(a)}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"form: {b.dtype} {list(b.shape)} instead of {a.dtype} {list(a.shape)}"
+    return f"{float((a.double() - b.double()).detach().abs().max()):.2g}"
+
+
+def _short(x: Any) -> str:
+    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.40}"
