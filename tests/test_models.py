@@ -147,6 +147,40 @@ def test_wide_beam_finds_the_best_of_all_translations(length_penalty, monkeypatc
     assert len(best) > 2
 
 
+class Rows(list):
+    """A state or a memory of nothing."""
+
+    words = ()
+
+    def index_select(self, _):
+        return self
+
+
+@pytest.mark.parametrize(("longer", "wins"), [(-1.155, True), (-1.18, False)])
+def test_the_length_penalty_is_gnmts(longer, wins, monkeypatch):
+    """((5 + n) / 6)^α; with 4 or 6 in the place of 5 the other translation would be the best."""
+    monkeypatch.setattr(search, "output_limit", lambda lengths: torch.full_like(lengths, 2))
+    ends = {BOS: -1.0, 4: longer - math.log1p(-math.exp(-1.0))}  # log P of the end after a word
+
+    class Scripted:
+        def encode(self, source, lengths):
+            return Rows(), Rows()
+
+        def decode(self, words, state, memory):
+            logits = torch.full((len(words), 1, 5), -math.inf)
+            for row, word in zip(logits[:, 0], words[:, 0].tolist()):
+                row[EOS] = ends.get(word, -1.0)  # a hypothesis without a chance may hold any word
+                row[4] = math.log1p(-math.exp(row[EOS].item()))
+            return logits, state, None
+
+    source, lengths = torch.tensor([[4, EOS]]), torch.tensor([2])
+    found = beam_search(Scripted(), source, lengths, 2)
+    assert found == [[4] if wins else []]
+    squared = beam_search(Scripted(), source, lengths, 2, 2.0)
+    assert squared == [[4]]  # twice the penalty, for which both are long enough
+    assert beam_search(Scripted(), source, lengths, 2, 0.0) == [[]]
+
+
 def test_searches_end_and_never_emit_special_words():
     model = make("general")
     with torch.no_grad():
