@@ -189,7 +189,7 @@ class BuildLibraries(build_ext):
         units.append((stub, [*command, "-o", str(stub)]))
         link = [nvcc(), "-shared", "-cudart", "shared", *code, "-Xlinker", "--no-as-needed"]
         link += [f"-L{torch}/lib", "-ltorch_cpu", f"-L{temp}", f"-l:{stub.name}"]
-        return units, link, "nvcc; " + ", ".join(f"sm_{x}" for x in archs)
+        return units, link, "nvcc; " + ", ".join(x.rpartition("=")[2] for x in code)
 
 
 class NameWheel(bdist_wheel):

@@ -70,12 +70,17 @@ def test_sanitizers(sanitizer, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def cubins(tmp_path_factory):
-    """The machine code in the library, files by architecture."""
+def library():
     pytest.importorskip("triton", reason="triton, which brings the disassembler, is not installed")
     library = Path(attnfast.__file__).with_name("_C_cuda.so")
     if not library.exists():
         pytest.skip("_C_cuda.so was not built: make test builds it where there is nvcc")
+    return library
+
+
+@pytest.fixture(scope="module")
+def cubins(library, tmp_path_factory):
+    """The machine code in the library, files by architecture."""
     folder = tmp_path_factory.mktemp("kernels")
     run_tool("cuobjdump", library, "-xelf", "all", cwd=folder)
     return {arch: sorted(folder.glob(f"*.sm_{arch}.cubin")) for arch in ARCHS}
@@ -86,6 +91,11 @@ def plain(mangled: str) -> str:
     said = subprocess.run(["c++filt"], input=mangled, text=True, capture_output=True).stdout
     said = re.sub(r"attnfast::\(anonymous namespace\)::|\((attnfast::.*::)?Score\)|void ", "", said)
     return re.sub(r"(?m)^([\w<>, ]+)\(.*", r"\1", said.strip())
+
+
+def test_the_newest_architecture_has_ptx(library):
+    listed = run_tool("cuobjdump", library, "-lptx")
+    assert set(re.findall(r"\.sm_(\d+)\.ptx", listed)) == {ARCHS[-1]}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
