@@ -28,6 +28,7 @@ COPY = ROOT / "build" / "mutants"
 KNOWN = COPY / "known.json"
 LIMIT = 600  # seconds for tests without a fault; with one, a minute and five times what they took
 LIBRARY = COPY / "attnfast" / "_C_cpu.so"
+COMPILED = ("csrc/cpu", "csrc/launch", "csrc/word", "csrc/span")  # what it is made of
 
 
 def refresh() -> None:
@@ -73,7 +74,7 @@ def sound(tests: str) -> float | None:
 def build() -> bool:
     """Compile the CPU library of the copy anew, where a source has changed."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    return run(*command, ATTNFAST_BUILD_CUDA="0")
+    return run(*command, limit=3600, ATTNFAST_BUILD_CUDA="0")
 
 
 def outcome(file: str, old: str, new: str, tests: str) -> str:
@@ -83,7 +84,7 @@ def outcome(file: str, old: str, new: str, tests: str) -> str:
         return "unfit: its tests fail without it"
     path = COPY / file
     text = path.read_text()
-    compiled = file.startswith(("csrc/cpu", "csrc/launch", "csrc/word", "csrc/span"))
+    compiled = file.startswith(COMPILED)
     library = LIBRARY.read_bytes() if compiled else b""
     try:
         path.write_text(text.replace(old, new))
@@ -113,7 +114,7 @@ def main(words: list[str]) -> int:
             if text.count(old) != 1:
                 result = "unfit: its text is not once in the file"
             elif result != "caught":
-                if file.startswith("csrc") and not ready:
+                if file.startswith(COMPILED) and not ready:
                     ready = build()
                 known[key] = result = outcome(file, old, new, tests)
                 KNOWN.write_text(json.dumps(known))
