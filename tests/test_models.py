@@ -102,6 +102,20 @@ def test_cells_of_an_lstm_are_used():
     assert (first - second).abs().max() > 1e-3
 
 
+def test_input_feeding_by_hand():
+    """The RNN reads the word and the vector before it, from zeros on; so does an LSTM's cell."""
+    model = make("general", input_feeding=True, cell="lstm")
+    source, _ = model.encode(*make_source())
+    decoder, words, hidden = model.decoder, torch.randn(4, 3, 12), torch.randn(4, 18)
+    got, _, _ = decoder(words, decoder.initial(hidden), source.memory)
+    feed, last = torch.zeros(4, 1, 12), (hidden.unsqueeze(0), torch.zeros(1, 4, 18))
+    for t, word in enumerate(words.split(1, 1)):
+        state, last = decoder.rnn(torch.cat([word, feed], -1), last)
+        context, _ = decoder.attention(state, source.memory)
+        feed = torch.tanh(decoder.readout(torch.cat([context, state], -1)))
+        torch.testing.assert_close(got[:, t : t + 1], feed)
+
+
 @pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
 def test_beam_of_one_is_greedy(attention, input_feeding):
     model = make(attention, input_feeding, seed=3)
@@ -269,8 +283,9 @@ def test_another_sentences_words_cannot_be_said():
     assert log_probs.isneginf().sum() == VOCAB + 1
 
 
-def test_coverage_loss_passes_over_padding():
-    model, source, lengths = make_pointer()
+@pytest.mark.parametrize("input_feeding", [False, True])
+def test_coverage_loss_passes_over_padding(input_feeding):
+    model, source, lengths = make_pointer(input_feeding=input_feeding)
     target = torch.randint(4, VOCAB, (4, 6))
     target[:, 4:] = 0
     _, padded = model(source, lengths, target)
