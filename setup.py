@@ -2,15 +2,18 @@
 
 They are plain shared libraries on PyTorch's stable ABI, not Python modules: one wheel serves every
 Python from 3.10 and every torch from 2.10. Without a compiler the package installs without them.
+The CUDA library is for a torch built with CUDA. What is compiled is said line by line, which pip
+shows with -v; `attnfast info` says what there is afterwards.
 
 ATTNFAST_BUILD_CPU, ATTNFAST_BUILD_CUDA   0 leaves a library out, 1 insists on it
-TORCH_CUDA_ARCH_LIST="8.0 9.0"            the architectures of the CUDA library
+TORCH_CUDA_ARCH_LIST="8.0 9.0"            the architectures of the CUDA library, PTX for the last
 ATTNFAST_CXXFLAGS="-g"                    more flags for the C++ compiler and its linker
 CXX, CUDA_HOME, MAX_JOBS                  as usual
 """
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -32,8 +36,8 @@ VARIANTS = {
 }
 
 
-def torch_folder() -> Path:
-    """Return where torch is installed, or stop with one sentence."""
+def torch_found() -> tuple[Path, str]:
+    """Return where torch is installed and its version, or stop with one sentence."""
     wanted = f"attnfast needs torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to build against"
     try:
         import torch
@@ -43,7 +47,7 @@ def torch_folder() -> Path:
         ) from None
     if tuple(int(x) for x in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         raise SystemExit(f"{wanted}, found {torch.__version__}")
-    return Path(torch.__file__).parent
+    return Path(torch.__file__).parent, torch.__version__
 
 
 def compiler() -> list[str] | None:
@@ -53,6 +57,19 @@ def compiler() -> list[str] | None:
         if shutil.which(command[0]):
             return command
     return None
+
+
+def torch_has_cuda() -> bool:
+    """Whether the torch to build against is one for NVIDIA GPUs."""
+    torch_found()
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def say(text: str) -> None:
+    """Print at once: a compiler may take minutes."""
+    print(f"attnfast: {text}", flush=True)
 
 
 def nvcc() -> str | None:
@@ -77,36 +94,48 @@ class BuildLibraries(build_ext):
             missing = "there is no C++ compiler (g++, clang++ or $CXX)"
         if missing is None and name == "_C_cuda" and nvcc() is None:
             missing = "there is no nvcc (on the path or in $CUDA_HOME/bin)"
+        if missing is None and name == "_C_cuda" and wish != "1" and not torch_has_cuda():
+            missing = "this torch is without CUDA (ATTNFAST_BUILD_CUDA=1 builds it nevertheless)"
         if missing:
             out.unlink(missing_ok=True)
             if wish == "1":
                 raise SystemExit(f"attnfast: {name} cannot be built: {missing}")
-            print(f"attnfast: {name} not built: {missing}; the package works without it, slower")
+            slower = ", slower" if name == "_C_cpu" else ""
+            say(f"{name} not built: {missing}; the package works without it{slower}")
             return
         out.parent.mkdir(parents=True, exist_ok=True)
-        temp = Path(self.build_temp) / name
+        torch, version = torch_found()
+        # Not in pip's own folder, which is gone afterwards: the next build takes what it can.
+        temp = ROOT / "build" / name
         temp.mkdir(parents=True, exist_ok=True)
-        units, link, summary = build(torch_folder(), temp)
-        newest = max(p.stat().st_mtime for p in [*ROOT.glob("csrc/**/*.*"), Path(__file__)])
+        units, link, summary = build(torch, temp)
+        headers = [p for p in ROOT.glob("csrc/**/*.*") if p.suffix not in (".cpp", ".cu")]
         if not units:
             raise SystemExit(f"attnfast: {name} cannot be built: its sources in csrc/ are missing")
 
-        def compile_unit(unit: tuple[Path, list[str]]) -> None:
-            """Compile unless the object is newer than every source and of the same command."""
+        def outdated(unit: tuple[Path, list[str]]) -> bool:
+            """Whether an object is older than its sources, or of another command or torch."""
             out, command = unit
+            own = [Path(x) for x in command if x.endswith((".cpp", ".cu"))]
+            newest = max(p.stat().st_mtime for p in [*headers, *own])
             made_by = out.with_suffix(".command")
-            line = shlex.join(command)
-            if out.exists() and out.stat().st_mtime > newest and made_by.read_text() == line:
-                return
+            same = made_by.exists() and made_by.read_text() == f"{version} {shlex.join(command)}"
+            return not (same and out.exists() and out.stat().st_mtime > newest)
+
+        todo = [unit for unit in units if outdated(unit)]
+
+        def compile_unit(number: int) -> None:
+            unit, command = todo[number]
+            say(f"compiling {name}, {number + 1} of {len(todo)}: {unit.stem}")
             self.call(command, temp)
-            made_by.write_text(line)
+            unit.with_suffix(".command").write_text(f"{version} {shlex.join(command)}")
 
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(max(jobs, 1)) as pool:
-            list(pool.map(compile_unit, units))
+            list(pool.map(compile_unit, range(len(todo))))
         objects = [str(unit[0]) for unit in units]
         self.call([link[0], *objects, *link[1:], "-o", str(out)], temp)
-        print(f"attnfast: built {name} ({summary})")
+        say(f"built {name} ({summary})")
 
     def call(self, command: list[str], temp: Path) -> None:
         """Run a compiler; on failure keep its output in a file and stop with one sentence."""
@@ -139,10 +168,13 @@ class BuildLibraries(build_ext):
 
     def cuda_commands(self, torch: Path, temp: Path):
         wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0 9.0 10.0"
-        archs = [x.removesuffix("+PTX").replace(".", "") for x in wanted.replace(";", " ").split()]
+        found = re.findall(r"(\d+)\.(\d)", wanted)
+        if not found:
+            raise SystemExit(f"attnfast: TORCH_CUDA_ARCH_LIST must be like 8.0 9.0, got {wanted!r}")
+        archs = sorted({major + minor for major, minor in found}, key=int)
         code = [f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs]
-        if wanted.endswith("+PTX"):
-            code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        # Later GPUs compile it when it is loaded: see attnfast/backends.py.
+        code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET]
         # Flushing denormal numbers makes a reciprocal one instruction.
         flags += ["-DUSE_CUDA", "-ftz=true", "--threads", "2"]
@@ -157,12 +189,23 @@ class BuildLibraries(build_ext):
         units.append((stub, [*command, "-o", str(stub)]))
         link = [nvcc(), "-shared", "-cudart", "shared", *code, "-Xlinker", "--no-as-needed"]
         link += [f"-L{torch}/lib", "-ltorch_cpu", f"-L{temp}", f"-l:{stub.name}"]
-        return units, link, "nvcc; " + ", ".join(f"sm_{x}" for x in archs)
+        return units, link, "nvcc; " + ", ".join(x.rpartition("=")[2] for x in code)
+
+
+class NameWheel(bdist_wheel):
+    """Names a wheel without any library as what it is, one for every platform."""
+
+    def run(self) -> None:
+        self.run_command("build_ext")
+        if not any(Path(x).exists() for x in self.get_finalized_command("build_ext").get_outputs()):
+            self.distribution.ext_modules = None
+            self.root_is_pure = True
+        super().run()
 
 
 libraries = ["_C_cpu"] + (["_C_cuda"] if list(ROOT.glob("csrc/cuda/*.cu")) else [])
 setup(
     ext_modules=[Extension(f"attnfast.{name}", [], optional=True) for name in libraries],
-    cmdclass={"build_ext": BuildLibraries},
+    cmdclass={"bdist_wheel": NameWheel, "build_ext": BuildLibraries},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -13,6 +14,10 @@ import torch
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
+#: The oldest NVIDIA GPU that Triton supports; for some older ones it compiles, and spills.
+OLDEST_FOR_TRITON = (8, 0)
+#: NVIDIA's systems on a chip: they run no machine code but their own.
+ALONE = {(7, 2), (8, 7), (10, 1)}
 
 
 @functools.cache
@@ -71,7 +76,43 @@ def _triton(device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype == torch.bfloat16:
             return "Triton's interpreter computes bfloat16 wrongly"
         return None if device.type == "cpu" else "TRITON_INTERPRET=1 asks for CPU tensors"
-    return None if device.type == "cuda" else f"it runs on CUDA tensors, not on {device.type}"
+    if device.type != "cuda":
+        return f"it runs on CUDA tensors, not on {device.type}"
+    if torch.version.hip is None:
+        own = torch.cuda.get_device_capability(device)
+        if own < OLDEST_FOR_TRITON:
+            needed = _named(OLDEST_FOR_TRITON)
+            return f"Triton needs compute capability {needed}, this GPU has {_named(own)}"
+    return None
+
+
+def _named(*capabilities: tuple[int, int]) -> str:
+    return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+
+
+def architectures() -> list[tuple[int, int]]:
+    """Return the compute capabilities that ``_C_cuda.so`` was built for, ascending.
+
+    It has machine code for each, and PTX for the last.
+    """
+    library = ctypes.CDLL(str(Path(__file__).with_name("_C_cuda.so")))
+    library.attnfast_cuda_architectures.restype = ctypes.c_char_p
+    values = library.attnfast_cuda_architectures().decode().split(",")
+    return [divmod(int(value) // 10, 10) for value in values]
+
+
+def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | None:
+    """Return why a library of these :func:`architectures` runs on no such GPU, or None.
+
+    Machine code runs on later minor versions of its major one, PTX on everything later.
+    """
+    alike = [x for x in built if x[0] == own[0] and not {x, own} & ALONE]
+    if own in built or own >= built[-1] or any(own >= x for x in alike):
+        return None
+    return (
+        f"_C_cuda.so was built for compute capabilities {_named(*built)} and later than the last, "
+        f"this GPU has {_named(own)}: build it with TORCH_CUDA_ARCH_LIST={_named(own)}"
+    )
 
 
 def _cuda(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -79,7 +120,9 @@ def _cuda(device: torch.device, dtype: torch.dtype) -> str | None:
         return "torch sees no CUDA device"
     if device.type != "cuda":
         return f"it runs on CUDA tensors, not on {device.type}"
-    return load_library("_C_cuda")
+    if reason := load_library("_C_cuda"):
+        return reason
+    return not_built_for(torch.cuda.get_device_capability(device), architectures())
 
 
 def _reference(device: torch.device, dtype: torch.dtype) -> str | None:

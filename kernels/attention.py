@@ -37,6 +37,8 @@ CHUNK = tl.constexpr(8)  # features summed on their own: rounding adds up in one
 # A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest. Where
 # d0·D is beyond float32 and its reciprocal 0, w0/d0 is then below 2^-33.
 LEAST_WEIGHT = tl.constexpr(2.0**-42)
+# Of every launch, whatever Triton's default: a product and a sum are one instruction, rounded once.
+LAUNCH = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -636,7 +638,7 @@ def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool, weight
     _exponentials[(B * H * blocks,)](
         x, weight, lengths, e, weights, ranges, x.stride(), weight.stride(),
         (2, 2 * block) if transposed else (columns, 2), H, T, A, columns,
-        CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, enable_fp_fusion=True,
+        CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH,
     )  # fmt: skip
     return e, ranges
 
@@ -714,7 +716,7 @@ def _multiply(
         m, x, lengths, span, rows, out, x.stride(), _strides(span), out.stride(),
         _pair(scale), H, Tk, m.shape[-1], M, K, N,
         OVER_KEYS=over_keys, COMPACT=columns > 0, CLEAN=clean, BM=BM, BK=BK, BN=BN,
-        num_warps=4 if x.dtype in HALF else 8, enable_fp_fusion=True,
+        num_warps=4 if x.dtype in HALF else 8, **LAUNCH,
     )  # fmt: skip
 
 
@@ -757,7 +759,7 @@ def sweep(
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
             _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
             RELU=relu, COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
-            num_warps=8, enable_fp_fusion=True,
+            num_warps=8, **LAUNCH,
         )  # fmt: skip
         if separate and context is not None:
             seen = (lengths, span, columns)
@@ -809,7 +811,7 @@ def backward(
                 None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
                 value, weights, lengths, span, ds, grad_context.stride(), _strides(grad_weights),
                 value.stride(), _strides(span), H, Tq, Tk, W, Dv, COMPACT=columns > 0,
-                BQ=BQ, BK=BK, BV=BV, num_warps=8, enable_fp_fusion=True,
+                BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH,
             )  # fmt: skip
         if need_grad_key:
             _multiply(weights, grad_context, *seen, dv, 1.0, over_keys=False, clean=False)
@@ -833,7 +835,7 @@ def backward(
                 _strides(dq if need_grad_query else None), _pair(scale),
                 H, Tk, W, Tq, Tk, A,
                 RELU=relu, OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
-                num_warps=4, enable_fp_fusion=True,
+                num_warps=4, **LAUNCH,
             )  # fmt: skip
             if need_grad_key:
                 _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
@@ -842,7 +844,7 @@ def backward(
                     query.stride(), weight.stride(), _strides(span), dk.stride(), _pair(scale),
                     H, Tk, W, Tk, Tq, A,
                     RELU=relu, OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ,
-                    BA=BA, num_warps=4, enable_fp_fusion=True,
+                    BA=BA, num_warps=4, **LAUNCH,
                 )  # fmt: skip
                 grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
     keep_score = need_grad_score and grad_score is None

@@ -18,6 +18,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from attnfast.kernels.attention import LAUNCH
 
 from attnfast.ops.copying import LIMIT as _LIMIT
 from attnfast.ops.copying import LOWEST as _LOWEST
@@ -235,7 +236,7 @@ def _distribution_gradient(
 
 def _options(x: torch.Tensor) -> dict:
     acc = tl.float64 if accumulation_dtype(x.dtype) == torch.float64 else tl.float32
-    return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4}
+    return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4, **LAUNCH}
 
 
 def forward(logits, weights, source, gate, extra_words: int, log: bool):

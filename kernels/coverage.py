@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from attnfast.kernels import attention
 from attnfast.kernels.attention import (
+    LAUNCH,
     _block,
     _heads,
     _multiply,
@@ -31,6 +32,7 @@ from attnfast.errors import refuse
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
+MOST_ODDS = tl.constexpr(5.54e34)  # e^80
 TINY = tl.constexpr(1.1754943508222875e-38)  # odds below it count as 0
 FILTERS = 128  # more do not fit into shared memory
 
@@ -176,18 +178,19 @@ def _scan(
             b_sum += b_mass
         total = tl.sum(b_sum, 0)
         total = tl.where(total == 0, 1, total)
+        inverse, most = 1 / total, MOST_ODDS * total
         for j in range(0, Tk, BR):
             o_k = j + tl.arange(0, BR)
             m_k = o_k < n
             b_e = tl.load(p_row + o_k, mask=m_k, other=-float("inf")) - top
             b_exp = tl.exp(tl.where(b_e > FAR, FAR, b_e))
             if p_transition is None:
-                b_p = b_exp / total
+                b_p = b_exp * inverse
             else:
-                b_odds = b_e - tl.log(total)
-                b_odds = tl.exp(tl.where(b_odds > FAR, FAR, b_odds))
+                # No logarithm of the total: what it is off by, all odds of the row would be.
+                b_odds = tl.where(b_exp > most, most, b_exp) * inverse
                 tl.store(p_odds + (i_bh * Tq + t) * Tk + o_k, b_odds, mask=o_k < Tk)
-                b_p = b_exp * _odds(p_last, o_k, m_k, u) / total
+                b_p = b_exp * _odds(p_last, o_k, m_k, u) * inverse
             b_c = tl.load(p_coverage + o_k, mask=m_k, other=0)
             b_lost += tl.where(b_p <= b_c, b_p, b_c)
             b_rate = 1.0
@@ -438,6 +441,7 @@ def _options(query, key, filters, projection, penalty) -> tuple:
             "BA": 16,
             "BF": 1 if K == 1 else _block(K, 1 << 20),
             "num_warps": 4,
+            **LAUNCH,
         },
     )
 

@@ -4,20 +4,18 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 #: float32 instructions; those with a 2, of sm_100, do two operations.
 FLOAT32 = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2")
 
 
-def run_tool(name: str, cubin: bytes, *flags: str) -> str:
+def run_tool(name: str, file: Path, *flags: str, cwd: Path | None = None) -> str:
     """Run cuobjdump or nvdisasm."""
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [getattr(knobs.nvidia, name).path, *flags, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [getattr(knobs.nvidia, name).path, *flags, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
 def loops(sass: str) -> list[dict]:
@@ -44,16 +42,25 @@ def loops(sass: str) -> list[dict]:
 
 def machine_code(cubin: bytes) -> dict:
     """Registers, spills and loops of the only function."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        ((_, usage),) = resources(Path(file.name))
+        sass = run_tool("nvdisasm", Path(file.name), "-c")
+    spills = usage["STACK"] + usage["LOCAL"]
+    return {"registers": usage["REG"], "spills": spills, "loops": loops(sass)}
+
+
+def resources(cubin: Path) -> list[tuple[str, dict[str, int]]]:
+    """Return every function's mangled name and what it uses: REG, STACK, SHARED, LOCAL."""
     usage = run_tool("cuobjdump", cubin, "-res-usage")
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups()
-    return {
-        "registers": int(registers),
-        "spills": int(stack) + int(local),
-        "loops": loops(run_tool("nvdisasm", cubin, "-c")),
-    }
+    return [
+        (name, {k: int(n) for k, n in re.findall(r"([A-Z]+):(\d+)", line)})
+        for name, line in re.findall(r"Function (\S+):\s*\n\s*(.+)", usage)
+    ]
 
 
-def functions(cubin: bytes) -> dict[str, list[dict]]:
+def functions(cubin: Path) -> dict[str, list[dict]]:
     """Count the loops of every function, by its mangled name."""
     parts = re.split(r"\n//-+ \.text\.(\S+)", run_tool("nvdisasm", cubin, "-c"))
     return {name: loops(sass) for name, sass in zip(parts[1::2], parts[2::2])}

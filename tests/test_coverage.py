@@ -400,15 +400,20 @@ def test_steps_have_no_second_derivative(terms, backend):
                 torch.autograd.grad(grad.sum(), x, retain_graph=True, allow_unused=True)
 
 
-def test_hidden_rows_may_have_any_gradient():
+@pytest.mark.parametrize("by", [(), ("penalty",), ("location",), ("coverage_weight",)])
+def test_hidden_rows_may_have_any_gradient(by, backend):
     """What comes for a row that sees nothing, NaN or not, changes no other row's."""
-    args = arguments(History("additive", 2, 2, 9, 8, 5, terms=("location",)))
+    case = History("additive", 2, 2, 9, 8, 5, terms=by)
+    skip_unless(backend, case)
+    device = DEVICE[backend]
+    args = arguments(case, device)
     leaves = [args["key"], args["value"], args["weight"]]
-    terms = {k: args[k] for k in ("filters", "projection")}
-    nothing = torch.zeros(2, 1, 9, dtype=torch.bool)
+    names = ("penalty", "filters", "projection", "coverage_weight")
+    terms = {k: args[k] for k in names if k in args}
+    nothing = torch.zeros(2, 1, 9, dtype=torch.bool, device=device)
     grads = []
     for poison in (0.0, math.nan):
-        memory, total = prepare(*leaves), 0
+        memory, total = prepare(*leaves, backend=backend), 0
         for query, mask in zip(args["query"].split(1, -2), (nothing, ~nothing)):
             context, *_ = attend_with_history(query, memory._replace(mask=mask), **terms)
             total = total + (context * (poison if mask is nothing else 1.0)).sum()
@@ -416,6 +421,33 @@ def test_hidden_rows_may_have_any_gradient():
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want)
         assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("by", ["location", "coverage_weight"])
+def test_parameters_that_change_in_place_between_steps(by, backend):
+    """Steps after it take the new ones, forward and backward, as on a memory made then."""
+    case = History("additive", 2, 2, 9, 8, 5, terms=(by,))
+    skip_unless(backend, case)
+    grads, contexts = [], []
+    for late in (False, True):
+        args = arguments(case, DEVICE[backend])
+        leaves = [args["key"], args["value"], args["weight"]]
+        terms = {k: args[k] for k in ("filters", "projection", "coverage_weight") if k in args}
+        state = {
+            k: torch.full((2, 9), 0.25, device=DEVICE[backend]) for k in ("coverage", "previous")
+        }
+        memory = prepare(*leaves, backend=backend)
+        if not late:
+            attend_with_history(args["query"][:, :1], memory, **terms, **state)
+        with torch.no_grad():
+            for x in terms.values():
+                x.mul_(3)
+        context, *_ = attend_with_history(args["query"][:, 1:], memory, **terms, **state)
+        contexts.append(context)
+        grads.append(torch.autograd.grad(context.sin().sum(), [*leaves, *terms.values()]))
+    torch.testing.assert_close(*contexts)
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
 
 
 def test_checkpointed_steps():

@@ -146,7 +146,7 @@ def test_a_search_may_reorder(module):
 
 def test_padding_of_the_target_counts_for_nothing(module):
     query, source = states()
-    memory = module.prepare(source, LENGTHS)
+    memory = module.prepare(source, mask=torch.arange(TK) < LENGTHS[:, None])
     words = torch.arange(TQ) < torch.tensor([4, 2, 3])[:, None]
     _, _, padded = module(query, memory, target_mask=words)
     *_, alone = module(query[1:2, :2], module.prepare(source[1:2], LENGTHS[1:2]))

@@ -12,7 +12,7 @@ import torch
 from table import DEVICE, Case, check, eager, inputs, losses, oracle_of, results, runnable
 from torch.utils.checkpoint import checkpoint
 
-from attnfast import Span, memory, steps
+from attnfast import Span, additive_attention, dot_attention, memory, steps
 from attnfast.memory import attend, attend_with_history, prepare
 
 CASES = [
@@ -261,6 +261,35 @@ def test_second_derivative_by_any_input_raises(parts, need_weights):
     for x in (first, sigma, *leaves, upstream):
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(grads[0].sum(), x, retain_graph=True, allow_unused=True)
+
+
+def test_steps_of_several_scales(parts):
+    leaves, (first, second, _) = parts
+    m = prepare(*leaves)
+    got = [attend(q, m, scale=scale)[0] for q, scale in ((first, 0.5), (second, 3.0))]
+
+    def scaled(q, scale):
+        key, value, *weight = leaves
+        return eager(q, key, value, weight[0] * scale) if weight else eager(q * scale, key, value)
+
+    want = [scaled(q, scale)[0] for q, scale in ((first, 0.5), (second, 3.0))]
+    out = [*leaves, first, second]
+    same(gradients(out, *got), gradients(out, *want))
+
+
+def test_steps_within_several_spans(parts):
+    """Some of them with as many columns, over one memory."""
+    leaves, (first, *_) = parts
+    m, (key, value, *weight) = prepare(*leaves), leaves
+    spans = [Span(window=1), None, Span(window=2), Span(window=1, causal=True), Span(window=2)]
+    got = [attend(first, m, span=span, position=3)[0] for span in spans]
+    if weight:
+        call = functools.partial(additive_attention, first, key, value, *weight)
+    else:
+        call = functools.partial(dot_attention, first, key, value, scale=1.0)
+    want = [call(span=span, position=3)[0] for span in spans]
+    out = [*leaves, first]
+    same(gradients(out, *got), gradients(out, *want))
 
 
 def test_a_reordered_memory(parts):

@@ -102,6 +102,20 @@ def test_cells_of_an_lstm_are_used():
     assert (first - second).abs().max() > 1e-3
 
 
+def test_input_feeding_by_hand():
+    """The RNN reads the word and the vector before it, from zeros on; so does an LSTM's cell."""
+    model = make("general", input_feeding=True, cell="lstm")
+    source, _ = model.encode(*make_source())
+    decoder, words, hidden = model.decoder, torch.randn(4, 3, 12), torch.randn(4, 18)
+    got, _, _ = decoder(words, decoder.initial(hidden), source.memory)
+    feed, last = torch.zeros(4, 1, 12), (hidden.unsqueeze(0), torch.zeros(1, 4, 18))
+    for t, word in enumerate(words.split(1, 1)):
+        state, last = decoder.rnn(torch.cat([word, feed], -1), last)
+        context, _ = decoder.attention(state, source.memory)
+        feed = torch.tanh(decoder.readout(torch.cat([context, state], -1)))
+        torch.testing.assert_close(got[:, t : t + 1], feed)
+
+
 @pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
 def test_beam_of_one_is_greedy(attention, input_feeding):
     model = make(attention, input_feeding, seed=3)
@@ -145,6 +159,40 @@ def test_wide_beam_finds_the_best_of_all_translations(length_penalty, monkeypatc
         assert tuple(found[0]) == expected
         best.add(expected)
     assert len(best) > 2
+
+
+class Rows(list):
+    """A state or a memory of nothing."""
+
+    words = ()
+
+    def index_select(self, _):
+        return self
+
+
+@pytest.mark.parametrize(("longer", "wins"), [(-1.155, True), (-1.18, False)])
+def test_the_length_penalty_is_gnmts(longer, wins, monkeypatch):
+    """((5 + n) / 6)^α; with 4 or 6 in the place of 5 the other translation would be the best."""
+    monkeypatch.setattr(search, "output_limit", lambda lengths: torch.full_like(lengths, 2))
+    ends = {BOS: -1.0, 4: longer - math.log1p(-math.exp(-1.0))}  # log P of the end after a word
+
+    class Scripted:
+        def encode(self, source, lengths):
+            return Rows(), Rows()
+
+        def decode(self, words, state, memory):
+            logits = torch.full((len(words), 1, 5), -math.inf)
+            for row, word in zip(logits[:, 0], words[:, 0].tolist()):
+                row[EOS] = ends.get(word, -1.0)  # a hypothesis without a chance may hold any word
+                row[4] = math.log1p(-math.exp(row[EOS].item()))
+            return logits, state, None
+
+    source, lengths = torch.tensor([[4, EOS]]), torch.tensor([2])
+    found = beam_search(Scripted(), source, lengths, 2)
+    assert found == [[4] if wins else []]
+    squared = beam_search(Scripted(), source, lengths, 2, 2.0)
+    assert squared == [[4]]  # twice the penalty, for which both are long enough
+    assert beam_search(Scripted(), source, lengths, 2, 0.0) == [[]]
 
 
 def test_searches_end_and_never_emit_special_words():
@@ -235,8 +283,9 @@ def test_another_sentences_words_cannot_be_said():
     assert log_probs.isneginf().sum() == VOCAB + 1
 
 
-def test_coverage_loss_passes_over_padding():
-    model, source, lengths = make_pointer()
+@pytest.mark.parametrize("input_feeding", [False, True])
+def test_coverage_loss_passes_over_padding(input_feeding):
+    model, source, lengths = make_pointer(input_feeding=input_feeding)
     target = torch.randint(4, VOCAB, (4, 6))
     target[:, 4:] = 0
     _, padded = model(source, lengths, target)

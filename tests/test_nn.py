@@ -69,6 +69,29 @@ def by_hand(module, query, source):
     return context, weights
 
 
+@pytest.mark.parametrize(
+    ("name", "scale"), [("dot", 1.0), ("scaled_dot", K**-0.5), ("heads, dot", (A // H) ** -0.5)]
+)
+def test_what_dot_scores_are_scaled_by(name, scale):
+    module = modules()[name]
+    module.scale = scale
+    query, source = states(module)
+    expected = by_hand(module, query, source)
+    module = copy.deepcopy(module)
+    module.scale = modules()[name].scale
+    context, _ = module(query, module.prepare(source, LENGTHS))
+    torch.testing.assert_close(context, expected[0])
+
+
+def test_initial_parameters():
+    """The score's weight lies within ±1/√A, and biases are there where they are asked for."""
+    for width in (1, 100):
+        weight = BahdanauAttention(Q, K, width).weight.abs()
+        assert weight.max() <= width**-0.5
+    assert weight.max() > 0.5 * width**-0.5
+    assert [BahdanauAttention(Q, K, A, bias=x).query_proj.bias is None for x in (0, 1)] == [1, 0]
+
+
 def test_formula(module):
     query, source = states(module)
     memory = module.prepare(source, LENGTHS)

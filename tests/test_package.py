@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,11 @@ def test_the_cuda_library_finds_its_symbols(tmp_path):
         assert len(names) > 6, names
         for name in names:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name
+        print(attnfast.backends.architectures())
     """)
-    assert done.stdout.strip() == "None", done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["None", "[(8, 0), (9, 0), (10, 0)]"], (
+        done.stdout + done.stderr
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -266,6 +270,99 @@ def test_build_without_a_compiler(source):
     assert not list(source.glob("out/**/*.so"))
 
 
+#: A compiler that is done at once: it says its arguments, and leaves an empty file where told.
+COMPILER = """#!/bin/sh
+echo "$@" >> {log}
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+
+
+@pytest.fixture
+def compilers(tmp_path):
+    """Variables with which the build finds such compilers, and the file where they say what for."""
+    for name in ("bin/c++", "bin/nvcc"):
+        path = tmp_path / "fake" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(COMPILER.format(log=tmp_path / "compiled"))
+        path.chmod(0o755)
+    fake = tmp_path / "fake"
+    return {"CXX": str(fake / "bin/c++"), "CUDA_HOME": str(fake)}, tmp_path / "compiled"
+
+
+def test_the_build_says_what_it_compiles_and_does_so_once(source, compilers):
+    environment, compiled = compilers
+    said = build(source, **environment).stdout.splitlines()
+    count = len(compiled.read_text().splitlines())
+    assert [x for x in said if "compiling _C_cpu, 1 of" in x]
+    assert (
+        len([x for x in said if re.search(r"compiling _C_cpu, \d+ of \d+: \w+$", x)]) == count - 1
+    )
+    assert re.search(r"built _C_cpu \(.*\)$", said[-2])
+    assert "_C_cuda not built: left out by the environment" in said[-1]
+    build(source, **environment)
+    assert len(compiled.read_text().splitlines()) == count + 1  # linked anew
+
+
+@pytest.mark.parametrize(
+    ("version", "wish", "built"), [("12.8", "", True), (None, "", False), (None, "1", True)]
+)
+def test_the_cuda_library_is_for_a_torch_with_cuda(source, compilers, version, wish, built):
+    (source / "torch.py").write_text(f"""if True:
+        from types import SimpleNamespace
+        __version__, version = "2.13.0", SimpleNamespace(cuda={version!r})
+    """)
+    environment = {**compilers[0], "ATTNFAST_BUILD_CPU": "0", "PYTHONPATH": str(source)}
+    done = build(source, **environment, ATTNFAST_BUILD_CUDA=wish)
+    assert done.returncode == 0, done.stderr
+    assert bool(list(source.glob("out/**/_C_cuda.so"))) == built
+    if not built:
+        assert "this torch is without CUDA (ATTNFAST_BUILD_CUDA=1 builds it" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wanted", "codes"),
+    [
+        ("", "sm_80 sm_90 sm_100 compute_100"),
+        ("9.0;8.0+PTX 12.0", "sm_80 sm_90 sm_120 compute_120"),
+        ("9.0a", "sm_90 compute_90"),
+        ("Hopper", None),
+    ],
+)
+def test_the_newest_architecture_has_ptx(source, compilers, wanted, codes):
+    environment = {**compilers[0], "ATTNFAST_BUILD_CPU": "0", "ATTNFAST_BUILD_CUDA": "1"}
+    done = build(source, **environment, TORCH_CUDA_ARCH_LIST=wanted)
+    if codes is None:
+        assert "TORCH_CUDA_ARCH_LIST must be like 8.0 9.0, got 'Hopper'" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    units = [x for x in compilers[1].read_text().splitlines() if ".cu " in x]
+    assert units
+    for command in units:
+        assert " ".join(re.findall(r",code=(\S+)", command)) == codes
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_wheel_is_named_by_what_it_holds(source, compilers, compiler):
+    environment = compilers[0] if compiler else {"PATH": "/nonexistent", "CXX": ""}
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run(
+        [*command, "-w", "out", "."],
+        cwd=source,
+        env={**os.environ, "ATTNFAST_BUILD_CUDA": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = source.glob("out/*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert ("attnfast/_C_cpu.so" in names) == compiler
+    assert "attnfast/kernels/attention.py" in names
+    assert wheel.name.endswith("-py3-none-any.whl") != compiler
+    assert ("-cp310-abi3-linux" in wheel.name) == compiler
+    assert ("compiling _C_cpu" in done.stdout + done.stderr) == compiler
+
+
 def test_build_failure_is_one_sentence(source):
     (source / "csrc/cpu/attention.h").write_text("#error this header is broken\n")
     done = build(source)
@@ -289,6 +386,47 @@ def test_build_against_the_wrong_torch(source, version, found):
     assert "\n" not in said
     assert "attnfast needs torch >= 2.10 to build against" in said
     assert found in said
+
+
+BUILT = [(8, 0), (9, 0), (10, 0)]
+
+
+@pytest.mark.parametrize(
+    ("own", "built", "runs"),
+    [
+        *(((8, minor), BUILT, True) for minor in (0, 6, 9)),
+        *((own, BUILT, True) for own in ((9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))),
+        *((own, BUILT, False) for own in ((7, 0), (7, 5), (8, 7))),
+        ((8, 0), [(8, 6), (9, 0)], False),
+        ((8, 9), [(8, 6), (9, 0)], True),
+        ((8, 9), [(8, 7), (9, 0)], False),
+        ((8, 7), [(8, 7), (9, 0)], True),
+        ((8, 9), [(9, 0)], False),
+        ((9, 0), [(8, 0)], True),
+    ],
+)
+def test_a_library_runs_on_the_gpus_it_was_built_for(own, built, runs, monkeypatch):
+    """A GPU that it has nothing for is refused in a sentence, and Triton asked instead."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: own)
+    monkeypatch.setattr(backends, "load_library", lambda _: None)
+    monkeypatch.setattr(backends, "architectures", lambda: built)
+    reason = backends._cuda(torch.device("cuda", 0), torch.float32)
+    assert (reason is None) == runs
+    if not runs:
+        major, minor = own
+        assert f"this GPU has {major}.{minor}" in reason
+        assert f"TORCH_CUDA_ARCH_LIST={major}.{minor}" in reason
+        assert len(reason) < 200 and "\n" not in reason
+
+
+@pytest.mark.parametrize(("own", "runs"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_triton_needs_a_capability(own, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: own)
+    monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_triton_missing", lambda: False)
+    reason = backends._triton(torch.device("cuda", 0), torch.float32)
+    assert reason == (None if runs else "Triton needs compute capability 8.0, this GPU has 7.5")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,266 @@
+"""The faults of tests/mutants.py: a file, the tests that concern it, text and what it becomes.
+
+One line each, as a slip of the hand would make it: a term left out, a bound off by one, a sign, a
+case forgotten. What no test could tell from the right text (a shortcut taken or not) is no fault.
+"""
+
+TABLE = "tests/test_attention.py tests/test_span.py -k 'test_table and {}'"
+STEPS = "tests/test_memory.py -k 'cpu or not (reference or triton or cuda)'"
+HISTORY = "tests/test_coverage.py -k 'cpu and not fuzz and not compile'"
+SPANS = "tests/test_span.py -k 'cpu and not fuzz and not compile'"
+TRITON = "tests/test_attention.py -k 'triton and not fuzz and not check and not compile'"
+TRITON_HISTORY = "tests/test_coverage.py -k 'triton and not fuzz and not check and not compile'"
+CPU = "tests/test_attention.py -k 'cpu and not fuzz and not check and not compile'"
+REFUSALS = "tests/test_attention.py tests/test_memory.py -k 'bad or forward_mode or autocast'"
+CUDA = "tests/test_cuda.py -k '{}'"
+
+FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("attnfast/steps.py", "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): [
+        ("a[0] is not b[0] or a[1] != b[1]", "a[0] is not b[0]"),
+        (".masked_fill(hidden, 0)", ""),
+    ],
+    ("attnfast/steps.py", STEPS): [
+        ("            and how == self.how\n", ""),
+        ("of[0] is key", "True"),
+        ("1.0, ctx.relu, False, True, False,", "1.0, False, False, True, False,"),
+        ("and not exact", ""),
+        ("if not torch.is_grad_enabled():\n            return", "if True:\n            return"),
+    ],
+    ("attnfast/steps.py", "tests/test_memory.py -k several"): [
+        ("zip(grads, more)] if grads else more", "zip(grads, more)] if False else more"),
+        ("            grad_score = grad_score * ctx.scale\n", "            pass\n"),
+    ],
+    ("attnfast/steps.py", SPANS): [
+        ("grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)", "grad_score * 0"),
+    ],
+    ("attnfast/steps.py", HISTORY): [
+        ("here._features = None", "pass"),
+        ("grad_score * ctx.scale, grad_context))", "grad_score, grad_context))"),
+    ],
+    ("attnfast/memory.py", "tests/test_history.py -k reorder"): [
+        ('names = ("key", "value", "lengths", "mask", "fertility")',
+         'names = ("key", "value", "lengths", "mask")'),
+    ],
+    ("attnfast/memory.py", f"tests/test_sparse.py {STEPS}"): [
+        ("and not isinstance(need_weights, str)\n    try:", "\n    try:"),
+        ("isinstance(span, Span) and span.stride == 1", "isinstance(span, Span)"),
+        ("lengths = None if lengths is None else lengths.long()", "pass"),
+    ],
+    ("attnfast/ops/attention.py", TABLE.format("reference")): [
+        ("log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)", "pass"),
+        ("(features.relu() if relu else features.tanh())", "features.tanh()"),
+        ("visible = visible & (bias != -math.inf)", "pass"),
+        ("e = scale * score(", "e = score("),
+    ],
+    ("attnfast/ops/attention.py", CPU): [
+        ("scale = max(query.shape[-1], 1) ** -0.5", "scale = max(query.shape[-1], 1) ** 0.5"),
+        ("need_key = any(ctx.needs_input_grad[1:4])", "need_key = any(ctx.needs_input_grad[1:3])"),
+        ("grad_bias.sum_to_size(ctx.bias_shape)", "grad_bias"),
+        ("None if bias is None else bias / temperature", "bias"),
+    ],
+    ("attnfast/ops/attention.py", SPANS): [
+        ("sigma * temperature**0.5", "sigma * temperature"),
+        ("(lengths + (k - 1)).div(k", "lengths.div(k"),
+        ("weight = weight.repeat_interleave(k, 0)", "weight = weight.repeat(k, 1)"),
+        ("front, bounds = first % k,", "front, bounds = 0,"),
+        ("neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())",
+         "neighbours = True"),
+        ("prior if bias is None else bias + prior", "prior"),
+    ],
+    ("attnfast/ops/span.py", SPANS): [
+        ("return left, 0 if self.causal else right", "return left, right"),
+        ("right // self.stride + 1\n", "right // self.stride\n"),
+        ("(p + right).floor()", "(p + right).ceil()"),
+        ("phase = 0 if self.fixed else p % k", "phase = p % k"),
+        ('return Tk - Tq if position == "end"', 'return Tq - Tk if position == "end"'),
+        ("return rows * ends / max(Tq, 1)", "return rows * Tk / max(Tq, 1)"),
+        ("return -0.5 * ((keys", "return -1.0 * ((keys"),
+        ("(row < 0) | (row >= Tq)", "row >= Tq"),
+        ("stop = torch.minimum(stop, _steps(ends - phase, k))", "pass"),
+        ("inside, 0))\n\n\ndef to_columns", "inside, 1))\n\n\ndef to_columns"),
+        ("-(-Tk // self.stride)\n        if", "Tk // self.stride\n        if"),
+    ],
+    ("attnfast/ops/coverage.py", "tests/test_coverage.py -k 'reference or 20 or vanish'"): [
+        ("c = c + (p if rate is None else rate * p)", "c = c + p"),
+        ("(e - top).clamp(max=80).exp()", "(e - top).exp()"),
+        ("e = e - penalty.unsqueeze(-1) * c", "e = e - penalty.unsqueeze(-1)"),
+        ("u * torch.nn.functional.pad(p, (1, 0))[..., :-1]",
+         "u * torch.nn.functional.pad(p, (0, 1))[..., 1:]"),
+    ],
+    ("attnfast/ops/coverage.py", HISTORY): [
+        ("needed[7] or needed[8], need_grad_score", "needed[7], need_grad_score"),
+        ("or filters.shape[-1] % 2 == 0:", ":"),
+        ("ctx.mark_non_differentiable(odds)", "pass"),
+    ],
+    ("attnfast/ops/copying.py", "tests/test_copying.py -k 'not triton and not fuzz'"): [
+        ("if not 0 <= word < V + extra_words:", "if not 0 <= word <= V + extra_words:"),
+        ("or extra_words < 0:\n", "or extra_words < -1:\n"),
+        ("masked_fill(never, LOWEST)", "masked_fill(never, -math.inf)"),
+        ("grad if needed else None\n", "grad\n"),
+    ],
+    ("attnfast/ops/arguments.py", REFUSALS): [
+        ("if not 0 <= length <= k[-2]:", "if not 0 <= length:"),
+        ("forward_ad._current_level >= 0", "forward_ad._current_level > 0"),
+        ("or not math.isfinite(scale)", ""),
+        ("narrow = (torch.float32, *HALF)", "narrow = (torch.float32,)"),
+        ('if v[:-1] != k[:-1]:', 'if v[:-2] != k[:-2]:'),
+    ],
+    ("attnfast/ops/operators.py", CPU): [
+        ("key=lambda axis: -lead[axis]", "key=lambda axis: lead[axis]"),
+        ("torch.float64 if dtype == torch.float64 else torch.float32", "torch.float32"),
+    ],
+    ("attnfast/nn/attention.py", "tests/test_nn.py -k 'not compile and not parallel'"): [
+        ("scale = scale / self.temperature", "scale = scale * self.temperature"),
+        ('None if score == "scaled_dot" else 1.0', "1.0"),
+        ("bound = weight_shape[-1] ** -0.5", "bound = weight_shape[-1] ** 0.5"),
+        ("mask[:, None, None]", "mask[:, None, :, None]"),
+        ("self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)",
+         "self.query_proj = nn.Linear(query_dim, attn_dim, bias=True)"),
+    ],
+    ("attnfast/nn/history.py", "tests/test_history.py"): [
+        ("loss if history.loss is None else history.loss + loss", "loss"),
+        ("first[:, :1] = 1", "first[:, -1:] = 1"),
+        ("fertility=self.fertility * asked", "fertility=asked"),
+        ("seen if mask is None else seen & mask", "seen"),
+        ('"coverage" if self.over == "cumulative" else "previous"', '"previous"'),
+        ("1 + (over == \"both\")", "1"),
+    ],
+    ("attnfast/nn/sparse.py", "tests/test_sparse.py"): [
+        ("history._replace(rows=history.rows + Tq)", "history._replace(rows=history.rows)"),
+        ("key = key + best if self.span.compact else best", "key = best"),
+        ("memory.lengths.unsqueeze(-1) * share", "memory.key.shape[-2] * share"),
+        ("sigma = (left or 0) / 2", "sigma = left or 0"),
+        ("context = context * scale", "pass"),
+    ],
+    ("attnfast/nn/copying.py", "tests/test_history.py -k pointer"): [
+        ("log=log, backend", "log=True, backend"),
+        ("extra_words=extra_words, log", "log"),
+    ],
+    ("attnfast/losses.py", "tests/test_losses.py"): [
+        ("return loss + _unseen(aligned, inside, kind)", "return loss"),
+        ("return loss.masked_fill(~exists, 0)", "return loss"),
+        ("- 2 * aligned + 1)", "- 2 * aligned)"),
+        ("SMALLEST = 1e-8", "SMALLEST = 1e-6"),
+        ("masked_fill(keys < 0, 0)", "masked_fill(keys < 1, 0)"),
+    ],
+    ("attnfast/models/search.py", "tests/test_models.py -k 'beam or search or gnmt or said'"): [
+        ("((5 + step) / 6)", "((6 + step) / 6)"),
+        ("topk(2 * beam)", "topk(beam + 1)"),
+        ("    logits[:, :EOS] = -math.inf", "    pass"),
+        ("2 * lengths.cpu() + 10", "2 * lengths.cpu() + 11"),
+        ("scores[:, 0] = 0 ", "scores[:] = 0 "),
+        ("return [max(hypotheses)[1]", "return [min(hypotheses)[1]"),
+        ("index // vocab + offset", "index // vocab"),
+    ],
+    ("attnfast/models/decoders.py", "tests/test_models.py"): [
+        ("state = state._replace(feed=output.squeeze(1))", "pass"),
+        ("target_mask[:, t : t + 1]", "target_mask[:, :1]"),
+        ("torch.zeros_like(hidden) if lstm", "torch.ones_like(hidden) if lstm"),
+        ("cell=cell[0])", "cell=state.cell)"),
+    ],
+    ("attnfast/models/seq2seq.py", "tests/test_models.py tests/test_translate.py -k 'not train'"): [
+        ("words >= self.embedding.num_embeddings", "words > self.embedding.num_embeddings"),
+        ("return states * exists.unsqueeze(-1)", "return states"),
+        ("            words != PAD,\n", "            None,\n"),
+        ("self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)",
+         "self.dropout(self.embedding(words))"),
+        ("            self.embedding.weight[PAD] = 0\n", "            pass\n"),
+    ],
+    ("attnfast/training.py", "tests/test_training.py"): [
+        ("    nn.utils.clip_grad_norm_(model.parameters(), options.clip)\n", ""),
+        ('group["lr"] = rate', "pass"),
+        ("smoothing = 0.0 if copying else options.label_smoothing",
+         "smoothing = options.label_smoothing"),
+        ("batch.target_out).item() * count", "batch.target_out).item()"),
+        ("optimizer.zero_grad(set_to_none=True)", "pass"),
+        ("coverage.sum() / words", "coverage.mean()"),
+        ("    model.eval()\n    total", "    total"),
+        ("label_smoothing=label_smoothing", "label_smoothing=0.0"),
+    ],
+    ("attnfast/data.py", "tests/test_translate.py -k 'batch or pairs or tokenizers or words_of'"): [
+        ("    order.sort(key=lambda example: (len(example.target), len(example.source)))\n", ""),
+        ("elif longer > max_length:", "elif longer >= max_length:"),
+        ("words[: vocab_size - 4]", "words[:vocab_size]"),
+        ('f"{seed} {epoch}"', 'f"{seed}"'),
+        ("[len(ids) + 1 for ids in sources]", "[len(ids) for ids in sources]"),
+    ],
+    ("attnfast/backends.py", "tests/test_package.py -k 'runs_on or triton_needs or goes_by'"): [
+        ("any(own >= x for x in alike)", "any(own <= x for x in alike)"),
+        ("own >= built[-1]", "own >= built[0]"),
+        ("OLDEST_FOR_TRITON = (8, 0)", "OLDEST_FOR_TRITON = (7, 5)"),
+        ('order.sort(key=lambda name: name != "cuda")', "pass"),
+    ],
+    ("attnfast/hosts/recall.py", "tests/test_replace.py"): [
+        ("return x._version, x.data_ptr()", "return 0, x.data_ptr()"),
+        ("self.way == way\n", "True\n"),
+        ("_state(x) == self.state and _part(x) == self.part", "_state(x) == self.state"),
+        ("x = x + p.flatten()[:0].sum()", "pass"),
+    ],
+    ("kernels/attention.py", TRITON): [
+        ("m_s = m_s & (b_bias != -float(\"inf\"))  # also", "m_s = m_s  # also"),
+        ("b_shift = tl.where(b_max == -float(\"inf\"), 0, b_max)", "b_shift = b_max"),
+        ("b_l = b_l * b_rescale + tl.sum(b_p, 1)", "b_l = b_l + tl.sum(b_p, 1)"),
+        ("m_k = tl.max(m_s.to(tl.int32), 0) > 0", "m_k = o_k < n"),
+        ("tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)",
+         "tl.max(tl.abs(b_chunks), 1) * 2.0**-60, 2.0**-90)"),
+        ("FACTORED_LIMIT = tl.constexpr(21.8)", "FACTORED_LIMIT = tl.constexpr(40.0)"),
+        ("1.4286068203094172e-06", "1.4286068203094172e-04"),
+        ("b_g - b_delta[:, None] + b_dlse[:, None]", "b_g - b_delta[:, None]"),
+        ("b_dw = -2 * scale * tl.sum(b_dw, 0)", "b_dw = -2 * tl.sum(b_dw, 0)"),
+        ("m_1 = o_x < tl.where(y + 1 < end, Tx, 0)", "m_1 = m_x"),
+        ("tl.load(p_lengths + i_b), 0), Tk)", "tl.load(p_lengths), 0), Tk)"),
+    ],
+    ("kernels/coverage.py", TRITON_HISTORY): [
+        ("b_g += tl.where(b_p <= b_c, grad_loss, 0)", "b_g += tl.where(b_p < b_c, grad_loss, 0)"),
+        ("b_dpenalty -= b_ds * b_c", "b_dpenalty += b_ds * b_c"),
+        ("b_dp += u * tl.load(p_dr_k + 1, mask=o_k < Tk - 1, other=0)", "pass"),
+        ("b_c + b_rate * b_p", "b_c + b_p"),
+        ("m_k = b_ds != 0  #", "m_k = o_k < n  #"),
+        ("tl.where(b_exp > most, most, b_exp) * inverse", "b_exp * inverse"),
+    ],
+    ("kernels/copying.py", "tests/test_copying.py -k 'triton and not check and not compile'"): [
+        ("every += tl.sum(b_plus, 0)", "pass"),
+        ("tl.where(b_da > HIGHEST, HIGHEST,", "tl.where(b_da > HIGHEST, b_da,"),
+        ("b_u = _exp(b_d)", "b_u = tl.exp(b_d)"),
+    ],
+    ("csrc/cpu/attention_kernel.cpp", CPU): [
+        ("const C rest = a.grad_log_sum_exp.data ?", "const C rest = false ?"),
+        ("pj == 0 ? pj : pj * (xj - mean + rest) * scale", "pj * (xj - mean + rest) * scale"),
+        ("x = x == x ? x : again[r * width + c];", "x = x;"),
+        ("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v"),
+        ("multiply_by((C)a.scale, item.seen, row(i));", ";"),
+    ],
+    ("csrc/cpu/coverage_kernel.cpp", HISTORY): [
+        ("odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : ", "odds[j] = "),
+        ("lost += x <= c ? x : c;", "lost += x;"),
+        ("factor[j] = row[j] == -(C)__builtin_inf() ? 0 : r;", "factor[j] = r;"),
+        ("for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;", ""),
+    ],
+    ("csrc/cpu/copying_kernel.cpp", "tests/test_copying.py -k 'cpu and not compile'"): [
+        ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
+        ("w < V && x[w] != -infinity<C>()", "w < V"),
+    ],
+    ("csrc/cpu/span.h", SPANS): [
+        ("clear_outside(out, n, own.from, own.to);", ""),
+        ("(total + own) * (8 + waste)) break;", "(total + own) * (16 + waste)) break;"),
+    ],
+    ("csrc/cuda/attention.cuh", CUDA.format("table or owes or large or vanish")): [
+        ("? 0 : p * (out[j] - mean + extra);", "? 0 : p * (out[j] - mean);"),
+        ("context[r][x] *= factor[r];", ";"),
+        ("if (decltype(finite)::value || p != 0)", "if (true)"),
+        ("const C share = mass[r] == 0 ? 0 : 1 / mass[r];", "const C share = 1 / mass[r];"),
+        ("last = tile.row + 31 - __clz(lanes);", "last = tile.row + 30 - __clz(lanes);"),
+    ],
+    ("csrc/cuda/coverage.cuh", CUDA.format("coverage or owes")): [
+        ("loss += p <= c ? p : c;", "loss += p;"),
+        ("s.past[j] = (1 - u) * r + u * grad_odds(j + 1);", "s.past[j] = (1 - u) * r;"),
+        ("if (!smaller) s.grad_coverage[j] = c + grad_loss;", ""),
+        ("s.grad_coverage[j] -= s.penalty * x;", ""),
+        ("if (s.K || odds) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
+    ],
+    ("csrc/cuda/copying.cuh", CUDA.format("copying")): [
+        ("first = first && j >= i;", "first = true;"),
+        ("all += of_blocks<Add>(plus, turn);", ""),
+        ("w < V && widen(logits[w]) != -INFINITY", "w < V"),
+    ],
+}  # fmt: skip

@@ -1,0 +1,92 @@
+"""One step of training, beside the same written out."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from attnfast.data import Batch, Example, collate
+from attnfast.models import Config, build
+from attnfast.training import (
+    Options,
+    make_optimizer,
+    sequence_loss,
+    train_step,
+    validation_loss,
+)
+
+
+def made(attention="bahdanau", **options):
+    """A small model, and a batch with padding."""
+    torch.manual_seed(0)
+    config = Config(11, attention, embed_dim=8, hidden_dim=6, dropout=0.0, **options)
+    g = torch.Generator().manual_seed(1)
+    source, target = (torch.randint(4, 11, (3, n), generator=g) for n in (5, 6))
+    target[1, 4:] = 0
+    lengths = torch.tensor([5, 2, 4])
+    return build(config, backend="reference"), Batch(source, lengths, target, target.roll(-1, 1))
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3])
+def test_a_gradient_is_no_longer_than_clip(clip):
+    model, batch = made()
+    options = Options(clip=clip)
+    plain = copy.deepcopy(model)
+    logits, _ = plain(batch.source, batch.lengths, batch.target_in)
+    sequence_loss(logits, batch.target_out, options.label_smoothing).backward()
+    whole = [x.grad for x in plain.parameters()]
+    norm = nn.utils.get_total_norm(whole)
+    assert 2e-3 < norm < 5e2
+    train_step(model, make_optimizer(model, options), batch, options, 1e-3)
+    for x, grad in zip(model.parameters(), whole):
+        torch.testing.assert_close(x.grad, grad * min(1, clip / norm), rtol=1e-4, atol=1e-9)
+
+
+def test_a_step_is_adamws_at_the_rate_given():
+    """Also in the second step, which finds gradients and another rate there."""
+    model, batch = made()
+    options = Options(label_smoothing=0.2, weight_decay=0.1)
+    plain = copy.deepcopy(model)
+    optimizer = make_optimizer(model, options)
+    same = torch.optim.AdamW(plain.parameters(), 1.0, weight_decay=0.1)
+    for rate in (1e-2, 3e-3):
+        loss = train_step(model, optimizer, batch, options, rate)
+        same.param_groups[0]["lr"] = rate
+        same.zero_grad()
+        logits, _ = plain(batch.source, batch.lengths, batch.target_in)
+        wanted = sequence_loss(logits, batch.target_out, 0.2)
+        wanted.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), options.clip)
+        same.step()
+        assert loss == pytest.approx(wanted.item(), rel=1e-6)
+    for got, want in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_the_loss_is_of():
+    """Coverage counts once for each word; where words are copied nothing is smoothed."""
+    for copying in (False, True):
+        model, batch = made("coverage", copying=copying)
+        options = Options(coverage_loss=0.5, label_smoothing=0.3)
+        logits, coverage = copy.deepcopy(model)(batch.source, batch.lengths, batch.target_in)
+        words = (batch.target_out != 0).sum()
+        wanted = sequence_loss(logits, batch.target_out, 0.0 if copying else 0.3)
+        wanted = wanted + 0.5 * coverage.sum() / words
+        loss = train_step(model, make_optimizer(model, options), batch, options, 1e-3)
+        assert loss == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_validation_counts_words():
+    """Batches weigh by their words; nothing is dropped out, and training goes on as before."""
+    config = Config(11, "bahdanau", embed_dim=8, hidden_dim=6, dropout=0.5)
+    model = build(config, backend="reference").train()
+    groups = [[Example([4, 5], [6])], [Example([4], [6, 7, 8, 9]), Example([5], [7])]]
+    got = validation_loss(model, groups)
+    assert model.training
+    total = 0.0
+    for batch in map(collate, groups):
+        logits, _ = model.eval()(batch.source, batch.lengths, batch.target_in)
+        log_probs = logits.log_softmax(-1).gather(-1, batch.target_out.unsqueeze(-1)).squeeze(-1)
+        total -= log_probs[batch.target_out != 0].sum().item()
+    assert got == pytest.approx(total / (2 + 5 + 2), rel=1e-5)
