@@ -908,9 +908,9 @@ def test_the_report_says_it_all():
     assert all(a != b for a, b in pairwise(text))
 
 
-def test_the_host_of_the_readme():
+def test_the_host_of_the_docs():
     class Attention(nn.Module):
-        """What the README's methods stand in for."""
+        """What the methods in docs/replace.md stand in for."""
 
         def __init__(self):
             super().__init__()
@@ -922,7 +922,7 @@ def test_the_host_of_the_readme():
             weights = energy.masked_fill(~mask, -1e9).softmax(1)
             return (weights.unsqueeze(1) @ source).squeeze(1), weights
 
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "replace.md").read_text()
     (code,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "example(" in x)
     Attention.__module__, Attention.__qualname__ = "speller", "Attention"
     exec(code, {"attnfast": attnfast})
