@@ -176,7 +176,7 @@ def test_autocast(module):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"score must be one of dot, .*got 'cosine'"):
+    with pytest.raises(ValueError, match=r"score must be 'dot', .*got 'cosine'"):
         LuongAttention(4, 4, "cosine")
     with pytest.raises(
         ValueError, match="query_dim must equal key_dim for score 'dot', got 4 and 5"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from attnfast.ops.arguments import is_one
+
 LIBRARIES = {
     backend: torch.library.Library(f"attnfast_{backend}", "DEF")
     for backend in ("cpu", "triton", "cuda")
@@ -52,6 +54,27 @@ def call(operator: Any, *args: Any) -> Any:
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
+
+
+def folded(
+    query: Tensor, weight: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None, float]:
+    """Return query, weight and scale; in a graph that is compiled, the scale multiplied in.
+
+    There an operator's number is a constant, and a graph is compiled for each that it takes.
+    """
+    if not torch.compiler.is_compiling() or is_one(scale):
+        return query, weight, scale
+    if weight is None:
+        return query * scale, None, 1.0
+    return query, weight * scale, 1.0
+
+
+def filled(like: Tensor, shape: Any, number: float, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of one number, which is no constant of a graph that is compiled either."""
+    if torch.compiler.is_compiling():
+        return like.new_zeros(shape, dtype=dtype) + number
+    return like.new_full(shape, number, dtype=dtype)
 
 
 def define(
