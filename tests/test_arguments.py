@@ -15,7 +15,7 @@ from torch import nn
 import attnfast
 from attnfast import Span, models
 from attnfast import nn as modules
-from attnfast.errors import LONGEST
+from attnfast.errors import LONGEST, describe, refuse
 
 B, TQ, TK, A, V = 2, 3, 5, 4, 9
 
@@ -244,7 +244,6 @@ CALLS = calls()
 ALIKE = {
     "weights": ("weights", "alignment", "keys"),
     "embedded": ("embedded", "lengths"),
-    "memory": ("memory", "query"),
     "history": ("history", "coverage", "previous"),
 }
 
@@ -266,3 +265,36 @@ def test_a_wrong_argument_is_one_sentence(name):
                 assert any(x in text for x in ALIKE.get(argument, (argument,))), f"{case}: {text}"
             except Exception as error:
                 raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_states_in_the_place_of_a_memory(name):
+    module, states = made(name), torch.randn(B, TK, A)
+    for state in (torch.randn(B, A), torch.randn(B, TQ, A)):
+        with pytest.raises(TypeError) as error:
+            module(state, states)
+        assert str(error.value) == (
+            "memory must be what prepare(...) returns, got a Tensor of torch.float32 [2, 5, 4]"
+        )
+
+
+@pytest.mark.parametrize("name", [x for x in KINDS if x != "LocalPredictiveAttention"])
+def test_a_mask_of_keys_says_the_same_as_lengths(name):
+    module, states, lengths = made(name), torch.randn(B, TK, A), torch.tensor([4, 2])
+    mask = torch.arange(TK) < lengths[:, None]
+    for state in (torch.randn(B, A), torch.randn(B, TQ, A)):
+        outputs = [
+            module(state, module.prepare(states, **seen), need_weights=True)
+            for seen in ({"lengths": lengths}, {"mask": mask})
+        ]
+        torch.testing.assert_close(outputs[0][:2], outputs[1][:2])
+
+
+def test_descriptions_are_short():
+    assert describe(torch.ones(2, 3)) == "a Tensor of torch.float32 [2, 3]"
+    assert describe(np.ones(4)) == "an ndarray of float64 [4]"
+    assert describe("a" * 500).startswith("'aaa")
+    assert max(len(describe(x)) for x in ("a" * 500, [torch.ones(50)] * 50, {1: "b" * 500})) <= 80
+    with pytest.raises(ValueError, match="name must be") as error:
+        refuse("name", "expected " * 90, "got")
+    assert len(str(error.value)) == LONGEST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from table import Case, check, in_orders, inputs, oracle_of, results
 from torch import Tensor
 
 import attnfast
@@ -217,3 +218,41 @@ def test_one_graph(name, dynamic):
         with torch.compiler.set_stance(stance):
             anneal(number)
             both(run, compiled, number, tensors(*sizes))
+
+
+def test_one_graph_of_the_default_compiler():
+    torch._dynamo.reset()
+    run = RUNS["coverage, penalty"]
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for i, (*sizes, number) in enumerate(CALLS[:2]):
+        torch.manual_seed(i)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            both(run, compiled, number, tensors(*sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_scales_keep_the_rule(score, dtype):
+    """In a graph the scale is multiplied into the query or the weight, and so rounded with it."""
+    case = Case(score, 2, 5, 70, 96, 24, dtype=dtype)
+    scale = 0.37
+
+    def attend(query, key, value, weight, bias, mask, lengths, backend=None):
+        options = {"need_weights": True, "need_log_sum_exp": True, "backend": backend}
+        terms = options | {"temperature": 1 / scale}
+        if weight is None:
+            return attnfast.dot_attention(query, key, value, scale=1.0, **terms)
+        return attnfast.additive_attention(query, key, value, weight, **terms)
+
+    def eager(query, key, value, weight, **_):
+        if weight is None:
+            e = query @ key.mT * scale
+        else:
+            e = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() @ weight * scale
+        return e.softmax(-1) @ value, e.softmax(-1), e.logsumexp(-1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    want = oracle_of(case, lambda **args: attend(**args, backend="reference"))
+    plain = (results(case, inputs(case), how) for how in in_orders(eager))
+    check(case, results(case, inputs(case), compiled), want, plain)
