@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from attnfast.errors import describe, refuse
+
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 #: The oldest NVIDIA GPU that Triton supports; for some older ones it compiles, and spills.
@@ -183,7 +185,7 @@ def _choose(
             )
         return chosen
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+        refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
     reason = why_not(backend, device, dtype, operator)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
@@ -198,6 +200,8 @@ def choose(
     step: bool = False,
 ) -> str:
     """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
+    if backend is not None and not isinstance(backend, str):
+        refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
     return _choose(backend if backend is None else str(backend), device, dtype, operator, step)
 
 

@@ -3,17 +3,75 @@
 from __future__ import annotations
 
 import importlib
+import numbers
 import re
+import reprlib
+from collections.abc import Iterable
 from types import ModuleType
+
+#: No error has more letters.
+LONGEST = 200
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
 
 
 class InputError(ValueError):
     """A file, an argument or an environment that cannot be worked with; the text says why."""
 
 
+def describe(x: object) -> str:
+    """Return in a line what x is: of a tensor or an array type and shape, else a short repr."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if shape is None or dtype is None or isinstance(x, numbers.Number):
+        text = " ".join(_short.repr(x).split())
+        return text if len(text) <= 80 else f"{text[:79]}…"
+    article = "an" if type(x).__name__ == "ndarray" else "a"
+    return f"{article} {type(x).__name__} of {dtype} {list(shape)}"
+
+
+def sentence(argument: str, expected: str, got: object) -> str:
+    """Return one sentence in one line: the argument, what was expected and what came."""
+    text = f"{argument} must be {expected}, got {got}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
 def refuse(argument: str, expected: str, got: object) -> None:
-    """Raise ValueError with one sentence: the argument, what was expected and what came."""
-    raise ValueError(f"{argument} must be {expected}, got {got}") from None
+    """Raise ValueError with one :func:`sentence`."""
+    raise ValueError(sentence(argument, expected, got)) from None
+
+
+def refuse_type(argument: str, expected: str, got: object) -> None:
+    """Raise TypeError with one :func:`sentence`."""
+    raise TypeError(sentence(argument, expected, got)) from None
+
+
+def check_word(argument: str, got: object, words: Iterable[str]) -> None:
+    """Refuse what is none of the words."""
+    words = list(words)
+    if not isinstance(got, str) or got not in words:
+        *some, last = map(repr, words)
+        refuse(argument, f"{', '.join(some)} or {last}" if some else last, describe(got))
+
+
+def check_flag(argument: str, got: object) -> None:
+    """Refuse what is neither True nor False, nor 1 or 0."""
+    if got is not True and got is not False and not (isinstance(got, int) and got in (0, 1)):
+        refuse(argument, "True or False", describe(got))
+
+
+def is_whole(x: object) -> bool:
+    """Whether this is a whole number."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def check_whole(argument: str, got: object, least: int = 1) -> None:
+    """Refuse what is no whole number, or too small a one."""
+    if not is_whole(got):
+        refuse(argument, f"a whole number of at least {least}", describe(got))
+    if got < least:  # type: ignore[operator]
+        refuse(argument, f"at least {least}", got)
+    if got >= 2**31:  # type: ignore[operator]
+        refuse(argument, "below 2**31", describe(got))
 
 
 def reason(error: OSError) -> str:

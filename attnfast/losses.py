@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnfast.errors import refuse
+from attnfast.errors import check_word, refuse
+from attnfast.ops.arguments import check_tensor
 from attnfast.ops.operators import accumulation_dtype
 
 KINDS = ("cross_entropy", "squared")
@@ -44,14 +45,17 @@ def alignment_loss(
     2016, arXiv:1608.00112; Liu et al., "Neural Machine Translation with Supervised Attention",
     COLING 2016, arXiv:1609.04186.
     """
-    for name, x in (("weights", weights), ("alignment", alignment)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if kind not in KINDS:
-        refuse("kind", " or ".join(map(repr, KINDS)), repr(kind))
+    check_tensor("weights", weights)
+    check_tensor("alignment", alignment)
+    if keys is not None:
+        check_tensor("keys", keys)
+    check_word("kind", kind, KINDS)
     if weights.dim() not in (3, 4) or not weights.is_floating_point():
         got = f"{weights.dtype} {list(weights.shape)}"
         refuse("weights", "real numbers [B, Tq, W] or [B, H, Tq, W]", got)
+    for name, x in (("alignment", alignment), ("keys", keys)):
+        if x is not None and x.device != weights.device:
+            refuse(name, f"on the weights' device {weights.device}", x.device)
     weights = weights.to(accumulation_dtype(weights.dtype))
     if keys is not None:
         keys = _check_keys(keys, weights)
@@ -88,8 +92,6 @@ def alignment_loss(
 
 
 def _check_keys(keys: Tensor, weights: Tensor) -> Tensor:
-    if not isinstance(keys, Tensor):
-        raise TypeError(f"keys must be a torch.Tensor, got {type(keys).__name__}")
     if keys.dim() == 3 and weights.dim() == 4:
         keys = keys.unsqueeze(1)
     try:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import FLOATS, choose
-from attnfast.errors import refuse
+from attnfast.errors import describe, refuse, refuse_type
 from attnfast.ops.arguments import (
     as_returned,
     autocast,
     check,
     check_scale,
+    check_tensor,
     is_relu,
     refuse_tangents,
 )
@@ -73,6 +74,12 @@ def _restored(has_steps: bool, *fields) -> Memory:
     return memory._replace(steps=Steps(*memory._made_of())) if has_steps else memory
 
 
+def check_memory(memory: object) -> None:
+    """Refuse what :func:`prepare` has not made: a source's states, most likely."""
+    if not isinstance(memory, Memory):
+        refuse_type("memory", "what prepare(...) returns", describe(memory))
+
+
 def _attend_once(
     query: Tensor,
     memory: Memory,
@@ -124,7 +131,7 @@ def prepare(
         weight: ``[A]`` or ``[H, A]`` for the additive score; None for the dot score.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         lengths: ``[B]``: keys at ``lengths[b]`` and beyond are not seen.
-        mask: boolean ``[B, (H or 1,) 1, Tk]``, True where a key may be attended to.
+        mask: boolean ``[B, Tk]`` or ``[B, (H or 1,) 1, Tk]``, True where a key may be attended to.
         backend: as in :func:`attnfast.additive_attention`.
 
     Raises:
@@ -135,12 +142,13 @@ def prepare(
     memory need ``retain_graph=True``.
     """
     key, value, weight = autocast(key, value, weight)
-    if not isinstance(key, Tensor):
-        raise TypeError(f"key must be a torch.Tensor, got {type(key).__name__}")
+    check_tensor("key", key)
     if key.dtype not in FLOATS:
         refuse("key", "float32, float64, bfloat16 or float16", key.dtype)
     if key.dim() not in (3, 4):
         refuse("key", "[B, Tk, A] or [B, H, Tk, A]", list(key.shape))
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
     check(one, key, value, weight, None, mask, lengths)
     lengths = None if lengths is None else lengths.long()
@@ -184,6 +192,7 @@ def attend(
     at the end of a backward; second derivatives and forward mode raise.
     """
     check_scale(scale)
+    check_memory(memory)
     key, value, lengths, mask, weight, backend, steps, _, relu = memory
     (query,) = autocast(query)
     around = (span, position, sigma)
@@ -242,6 +251,7 @@ def attend_with_history(
         filters and projection get their gradients of all such calls at the end of a backward;
         second derivatives and forward mode raise.
     """
+    check_memory(memory)
     key, value, lengths, mask, weight, backend, steps, fertility, relu = memory
     if relu:
         refuse("memory", "one of tanh: a history knows no other activation", "one of relu")

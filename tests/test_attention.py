@@ -619,7 +619,7 @@ GOOD = Case("additive", 2, 3, 5, 8, 7)
         ({"lengths": torch.tensor([5, -1])}, "lengths must be between 0 and 5.*got -1"),
         ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
         ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
-        ({"temperature": torch.ones(())}, r"temperature must be a positive number, got tensor\(1"),
+        ({"temperature": torch.ones(())}, r"temperature must be a positive number, got a Tensor"),
         ({"activation": "gelu"}, "activation must be 'tanh' or 'relu', got 'gelu'"),
         ({"backend": "cudnn"}, "backend must be None or one of .*got 'cudnn'"),
     ],

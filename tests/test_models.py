@@ -217,8 +217,8 @@ def test_search_of_no_sentence():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "bahdanow"}, "attention must be one of none, bahdanau,"),
-        ({"cell": "rnn"}, "cell must be one of gru, lstm, got 'rnn'"),
+        ({"attention": "bahdanow"}, "attention must be 'none', 'bahdanau',"),
+        ({"cell": "rnn"}, "cell must be 'gru' or 'lstm', got 'rnn'"),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ({"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),

@@ -169,23 +169,6 @@ def test_pickle_deepcopy_and_plain_state_dict(module):
     assert torch.equal(fresh(query, fresh.prepare(source))[0], want)
 
 
-def test_compile(module):
-    query, source = states(module)
-
-    def run(query, source):
-        return module(query, module.prepare(source, LENGTHS))[0]
-
-    torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    leaves = list(module.parameters()) or [source.requires_grad_()]
-    got, want = compiled(query, source), run(query, source)
-    torch.testing.assert_close(got, want)
-    for a, b in zip(
-        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves)
-    ):
-        torch.testing.assert_close(a, b)
-
-
 def test_autocast(module):
     query, source = states(module)
     want = module(query, module.prepare(source, LENGTHS))[0]
@@ -199,7 +182,7 @@ def test_autocast(module):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"score must be one of dot, .*got 'cosine'"):
+    with pytest.raises(ValueError, match=r"score must be 'dot', .*got 'cosine'"):
         LuongAttention(4, 4, "cosine")
     with pytest.raises(
         ValueError, match="query_dim must equal key_dim for score 'dot', got 4 and 5"

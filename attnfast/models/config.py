@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attnfast.errors import InputError
+from attnfast.errors import (
+    InputError,
+    check_flag,
+    check_whole,
+    check_word,
+    describe,
+    refuse_type,
+)
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
-from attnfast.models.seq2seq import Encoder, Seq2Seq
+from attnfast.models.seq2seq import Encoder, Seq2Seq, check_share
 from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,
@@ -73,15 +80,16 @@ class Config:
     self_attention: bool = False
 
     def __post_init__(self):
-        for name, choices in (("attention", ATTENTIONS), ("cell", tuple(CELLS))):
-            if getattr(self, name) not in choices:
-                got = getattr(self, name)
-                raise InputError(f"{name} must be one of {', '.join(choices)}, got {got!r}")
-        for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        try:
+            check_word("attention", self.attention, ATTENTIONS)
+            check_word("cell", self.cell, CELLS)
+            for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
+                check_whole(name, getattr(self, name))
+            for name in ("input_feeding", "copying", "self_attention"):
+                check_flag(name, getattr(self, name))
+            check_share("dropout", self.dropout)
+        except ValueError as error:
+            raise InputError(str(error)) from None
         if self.copying and self.attention == "none":
             raise InputError("copying must be False for attention 'none', got True")
         if self.input_feeding and self.attention in ("none", "bahdanau"):
@@ -92,6 +100,8 @@ class Config:
 
 def build(config: Config, backend: str | None = None) -> Seq2Seq:
     """Make the model of a config; ``backend`` is that of :func:`attnfast.additive_attention`."""
+    if not isinstance(config, Config):
+        refuse_type("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
     sizes = (config.embed_dim, key_dim, state_dim)
     attention: nn.Module

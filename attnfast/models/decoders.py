@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
+from attnfast.memory import check_memory
 from attnfast.nn import Memory
+from attnfast.nn.attention import check_sizes, check_target_mask
+from attnfast.ops.arguments import check_tensor
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -83,8 +87,13 @@ class FixedContext(nn.Module):
 class _Decoder(nn.Module):
     """What both decoders share: the initial state, a call of the RNN and one of the attention."""
 
+    readout: nn.Linear
+
     def __init__(self, attention: nn.Module, cell: str, input_dim: int, hidden_dim: int):
         super().__init__()
+        if not isinstance(attention, nn.Module):
+            refuse_type("attention", "a module", describe(attention))
+        check_word("cell", cell, CELLS)
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
         self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
 
@@ -112,8 +121,65 @@ class _Decoder(nn.Module):
         context, weights, history = self.attention(query, memory, state.history, form, target_mask)
         return context, weights, state._replace(history=history)
 
+    def forward(
+        self,
+        embedded: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool = False,
+        target_mask: Tensor | None = None,
+    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        """Decode the words ``embedded [B, T, E]`` of a target.
+
+        ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
+
+        Returns:
+            ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        try:
+            return self._words(embedded, state, memory, need_weights, target_mask)
+        except Exception:
+            self._check_call(embedded, state, memory, need_weights, target_mask)
+            raise
+
+    def _words(
+        self,
+        embedded: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool,
+        target_mask: Tensor | None,
+    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        raise NotImplementedError
+
+    def _check_call(
+        self, embedded: Any, state: Any, memory: Any, need_weights: Any, target_mask: Any
+    ) -> None:
+        """Say in one sentence what of a call does not fit, if anything."""
+        features = self.readout.out_features
+        check_tensor("embedded", embedded)
+        if not isinstance(state, DecoderState):
+            refuse_type("state", "a DecoderState", describe(state))
+        check_memory(memory)
+        B = len(state.hidden)
+        if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
+            refuse("embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded))
+        if embedded.dtype != state.hidden.dtype or embedded.device != state.hidden.device:
+            like = f"{state.hidden.dtype} on {state.hidden.device}, as the state"
+            refuse("embedded", like, f"{embedded.dtype} on {embedded.device}")
+        if not embedded.shape[1]:
+            refuse("embedded", f"[{B}, T, {features}] with T of at least 1", describe(embedded))
+        check_flag("need_weights", need_weights)
+        check_target_mask(target_mask, list(embedded.shape[:2]))
+
     def initial(self, hidden: Tensor) -> DecoderState:
         """Return the state before the first word, given ``hidden [B, D]``."""
+        check_tensor("hidden", hidden)
+        if hidden.dim() != 2 or hidden.shape[1] != self.rnn.hidden_size:
+            refuse("hidden", f"[B, {self.rnn.hidden_size}]", describe(hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
         return DecoderState(hidden, torch.zeros_like(hidden) if lstm else None)
 
@@ -140,24 +206,18 @@ class BahdanauDecoder(_Decoder):
         attention: nn.Module,
         cell: str = "gru",
     ):
+        check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
         super().__init__(attention, cell, embed_dim + context_dim, hidden_dim)
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
-    def forward(
+    def _words(
         self,
         embedded: Tensor,
         state: DecoderState,
         memory: Memory,
-        need_weights: bool = False,
-        target_mask: Tensor | None = None,
+        need_weights: bool,
+        target_mask: Tensor | None,
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
-        """Decode the words ``embedded [B, T, E]``, one after the other.
-
-        ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
-
-        Returns:
-            ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
-        """
         states, contexts = [], []
         weights: list[Any] = []
         for t, word in enumerate(embedded.unbind(1)):
@@ -200,6 +260,8 @@ class LuongDecoder(_Decoder):
         cell: str = "gru",
         input_feeding: bool = False,
     ):
+        check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
+        check_flag("input_feeding", input_feeding)
         super().__init__(attention, cell, embed_dim * (1 + input_feeding), hidden_dim)
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
@@ -222,21 +284,14 @@ class LuongDecoder(_Decoder):
         context, weights, state = self._attend(states, state, memory, need_weights, target_mask)
         return torch.tanh(self.readout(torch.cat([context, states], -1))), state, weights
 
-    def forward(
+    def _words(
         self,
         embedded: Tensor,
         state: DecoderState,
         memory: Memory,
-        need_weights: bool = False,
-        target_mask: Tensor | None = None,
+        need_weights: bool,
+        target_mask: Tensor | None,
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
-        """Decode the words ``embedded [B, T, E]``, all at once unless the input is fed.
-
-        ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
-
-        Returns:
-            ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
-        """
         if not self.input_feeding:
             return self._decode(embedded, state, memory, need_weights, target_mask)
         outputs: list[Tensor] = []

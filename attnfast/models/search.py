@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from attnfast.errors import InputError
+from attnfast.errors import InputError, check_whole, describe, refuse, refuse_type
 from attnfast.models.seq2seq import BOS, EOS, Seq2Seq
+from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST
 
 
@@ -40,6 +41,12 @@ def _refuse_nan(found: Tensor) -> None:
         )
 
 
+def check_model(model: object) -> None:
+    """Refuse what has not the two calls of a :class:`Seq2Seq`."""
+    if not callable(getattr(model, "encode", None)) or not callable(getattr(model, "decode", None)):
+        refuse_type("model", "a Seq2Seq", describe(model))
+
+
 @torch.no_grad()
 def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[int]]:
     """Take the most probable word at every step.
@@ -55,6 +62,7 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
     Raises:
         InputError: scores are NaN.
     """
+    check_model(model)
     memory, state = model.encode(source, lengths)
     limits = output_limit(lengths)
     words = source.new_full((source.shape[0], 1), BOS)
@@ -95,10 +103,15 @@ def beam_search(
     Raises:
         InputError: ``beam`` is below 1, or scores are NaN.
     """
-    if beam < 1:
-        raise InputError(f"beam must be at least 1, got {beam}")
-    batch, device = source.shape[0], source.device
+    check_model(model)
+    try:
+        check_whole("beam", beam)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if not is_finite(length_penalty):
+        refuse("length_penalty", "a finite number", describe(length_penalty))
     memory, state = model.encode(source, lengths)
+    batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
     limits = output_limit(lengths)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.models.decoders import (
     CELLS,
     BahdanauDecoder,
@@ -16,9 +17,38 @@ from attnfast.models.decoders import (
     summary,
 )
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_tensor, is_finite
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
+
+
+def check_share(name: str, x: object) -> None:
+    """Refuse what is no share of a whole, or all of it."""
+    if not is_finite(x) or not 0 <= x < 1:  # type: ignore[operator]
+        refuse(name, "at least 0 and below 1", describe(x))
+
+
+def check_ids(name: str, words: object) -> None:
+    """Refuse what are no word ids ``[B, T]``."""
+    check_tensor(name, words)
+    assert isinstance(words, Tensor)
+    if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
+        refuse(name, "word ids [B, T], int64 or int32", describe(words))
+
+
+def check_lengths(lengths: object, of: Tensor) -> None:
+    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least 1."""
+    check_tensor("lengths", lengths)
+    assert isinstance(lengths, Tensor)
+    B, Tk = of.shape[:2]
+    if lengths.dtype not in (torch.int64, torch.int32) or list(lengths.shape) != [B]:
+        refuse("lengths", f"int64 or int32 of shape [{B}]", describe(lengths))
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        for length in lengths.tolist():
+            if not 1 <= length <= Tk:
+                refuse("lengths", f"between 1 and {Tk}", length)
 
 
 class Encoder(nn.Module):
@@ -46,6 +76,11 @@ class Encoder(nn.Module):
         self_attention: SparseSelfAttention | None = None,
     ):
         super().__init__()
+        check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
+        check_word("cell", cell, CELLS)
+        check_share("dropout", dropout)
+        if not isinstance(self_attention, (nn.Module, type(None))):
+            refuse_type("self_attention", "a module or None", describe(self_attention))
         self.self_attention = self_attention
         if self_attention is not None:
             self.norm = nn.LayerNorm(2 * hidden_dim)
@@ -61,6 +96,10 @@ class Encoder(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
+        check_tensor("embedded", embedded)
+        if embedded.dim() != 3 or embedded.shape[-1] != self.rnn.input_size:
+            refuse("embedded", f"[B, Tk, {self.rnn.input_size}]", describe(embedded))
+        check_lengths(lengths, embedded)
         packed = pack_padded_sequence(
             embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
         )
@@ -114,6 +153,13 @@ class Seq2Seq(nn.Module):
         pointer: PointerGenerator | None = None,
     ):
         super().__init__()
+        check_sizes(vocab_size=vocab_size, embed_dim=embed_dim)
+        check_share("dropout", dropout)
+        for name, module in (("encoder", encoder), ("decoder", decoder)):
+            if not isinstance(module, nn.Module) or not hasattr(module, "rnn"):
+                refuse_type(name, f"a module, as {name}s of this package", describe(module))
+        if not isinstance(pointer, (nn.Module, type(None))):
+            refuse_type("pointer", "a module or None", describe(pointer))
         self.encoder = encoder
         self.decoder = decoder
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
@@ -142,6 +188,8 @@ class Seq2Seq(nn.Module):
         Returns:
             What the decoder attends to, and its state before the first word.
         """
+        check_ids("source", source)
+        check_lengths(lengths, source)
         states = self.dropout(self.encoder(self._embed(source), lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
@@ -160,6 +208,9 @@ class Seq2Seq(nn.Module):
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
+        check_ids("words", words)
+        if not isinstance(source, Source):
+            refuse_type("source", "what encode(...) returns", describe(source))
         output, state, weights = self.decoder(
             self._embed(words),
             state,
@@ -184,6 +235,7 @@ class Seq2Seq(nn.Module):
             The logits of :meth:`decode`, and ``[B]``, the coverage loss of a
             :class:`attnfast.nn.CoverageAttention`, or None.
         """
+        check_ids("target_in", target_in)
         memory, state = self.encode(source, lengths)
         logits, state, _ = self.decode(target_in, state, memory)
         if state.history is None or not isinstance(self.decoder.attention, CoverageAttention):

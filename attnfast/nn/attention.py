@@ -7,9 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast.memory import Memory, attend, prepare
-from attnfast.ops.arguments import is_relu
+from attnfast.errors import check_flag, check_whole, check_word, refuse
+from attnfast.memory import Memory, attend, check_memory, prepare
+from attnfast.ops.arguments import check_temperature, check_tensor, is_relu
 from attnfast.ops.span import check_form
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Refuse sizes of a module that are no whole numbers of at least 1."""
+    for name, size in sizes.items():
+        check_whole(name, size)
+
+
+def check_target_mask(mask: Any, rows: list[int]) -> None:
+    """Refuse what does not say of every row whether it is more than padding."""
+    if mask is None:
+        return
+    check_tensor("target_mask", mask)
+    if mask.dtype != torch.bool or list(mask.shape) != rows:
+        refuse("target_mask", f"boolean of shape {rows}", f"{mask.dtype} {list(mask.shape)}")
 
 
 class _Attention(nn.Module):
@@ -27,8 +43,6 @@ class _Attention(nn.Module):
         self.scale = scale
         self.backend = backend
         self.weight = None
-        if weight_shape is not None and min(weight_shape) < 1:
-            raise ValueError(f"attn_dim must be at least 1, got {weight_shape[-1]}")
         if weight_shape is not None:
             bound = weight_shape[-1] ** -0.5
             self.weight = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
@@ -43,8 +57,38 @@ class _Attention(nn.Module):
             lengths: ``[B]``, the number of states that are not padding.
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
         """
-        mask = None if mask is None else mask.unsqueeze(1)
-        return self._remember(self.key_proj(states), states, lengths, mask)
+        try:
+            return self._remember(self.key_proj(states), states, lengths, mask)
+        except Exception:
+            self._check_states(states)
+            raise
+
+    def _check_states(self, states: Any) -> None:
+        """Say in one sentence what of a source's states does not fit the module, if so."""
+        check_tensor("states", states)
+        features = getattr(self.key_proj, "in_features", None)
+        if states.dim() != 3 or features not in (None, states.shape[-1]):
+            refuse("states", f"[B, Tk, {features or 'key_dim'}]", list(states.shape))
+        self._check_dtype("states", states)
+
+    def _check_dtype(self, name: str, x: Tensor) -> None:
+        like = next(self.parameters(), x)
+        if x.device != like.device:
+            refuse(name, f"on the module's device {like.device}", x.device)
+        if x.dtype != like.dtype and not torch._C._is_any_autocast_enabled():
+            refuse(name, f"of the module's dtype {like.dtype}", x.dtype)
+
+    def _check_call(self, state: Any, memory: Any) -> None:
+        """Say in one sentence what of a call does not fit the module, if anything."""
+        check_memory(memory)
+        check_tensor("state", state)
+        B, features = len(memory.key), memory.key.shape[-1]
+        features = getattr(self.query_proj, "in_features", features)
+        if state.dim() not in (2, 3) or len(state) != B or state.shape[-1] != features:
+            expected = f"[{B}, {features}] or [{B}, Tq, {features}] to fit module and memory"
+            refuse("state", expected, list(state.shape))
+        self._check_dtype("state", state)
+        check_temperature(self.temperature)
 
     def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
         """Make the memory of projected keys."""
@@ -75,9 +119,13 @@ class _Attention(nn.Module):
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, and ``weights [B, (H,) Tk]`` or
             ``[B, (H,) Tq, Tk]`` or None.
         """
-        step = state.dim() == 2
-        query = self.query_proj(state.unsqueeze(1) if step else state)
-        context, weights = self._attend(query, memory, need_weights)
+        try:
+            step = state.dim() == 2
+            query = self.query_proj(state.unsqueeze(1) if step else state)
+            context, weights = self._attend(query, memory, need_weights)
+        except Exception:
+            self._check_call(state, memory)
+            raise
         if step:
             return context.squeeze(1), None if weights is None else weights.squeeze(-2)
         return context, weights
@@ -104,6 +152,8 @@ class BahdanauAttention(_Attention):
         activation: str = "tanh",
         backend: str | None = None,
     ):
+        check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
+        check_flag("bias", bias)
         is_relu(activation)
         super().__init__((attn_dim,), 1.0, backend)
         self.activation = activation
@@ -148,13 +198,14 @@ class LuongAttention(_Attention):
         attn_dim: int | None = None,
         backend: str | None = None,
     ):
-        if score not in self.SCORES:
-            raise ValueError(f"score must be one of {', '.join(self.SCORES)}, got {score!r}")
+        check_word("score", score, self.SCORES)
+        check_sizes(query_dim=query_dim, key_dim=key_dim)
         if score in ("dot", "scaled_dot") and query_dim != key_dim:
             raise ValueError(
                 f"query_dim must equal key_dim for score {score!r}, got {query_dim} and {key_dim}"
             )
         attn_dim = query_dim if attn_dim is None else attn_dim
+        check_sizes(attn_dim=attn_dim)
         super().__init__(
             (attn_dim,) if score == "concat" else None,
             None if score == "scaled_dot" else 1.0,
@@ -200,9 +251,9 @@ class MultiHeadAttention(_Attention):
         score: str = "dot",
         backend: str | None = None,
     ):
-        if score not in ("dot", "additive"):
-            raise ValueError(f"score must be 'dot' or 'additive', got {score!r}")
-        if num_heads < 1 or attn_dim % num_heads:
+        check_word("score", score, ("dot", "additive"))
+        check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim, num_heads=num_heads)
+        if attn_dim % num_heads:
             raise ValueError(f"num_heads must divide attn_dim {attn_dim}, got {num_heads}")
         head_dim = attn_dim // num_heads
         weight_shape, scale = ((num_heads, head_dim), 1.0) if score == "additive" else (None, None)
@@ -219,9 +270,12 @@ class MultiHeadAttention(_Attention):
     def prepare(
         self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
     ) -> Memory:
-        mask = None if mask is None else mask[:, None, None]
-        key, value = self._split(self.key_proj(states)), self._split(self.value_proj(states))
-        return self._remember(key, value, lengths, mask)
+        try:
+            key, value = self._split(self.key_proj(states)), self._split(self.value_proj(states))
+            return self._remember(key, value, lengths, mask)
+        except Exception:
+            self._check_states(states)
+            raise
 
     def _attend(self, query: Tensor, memory: Memory, need_weights: bool | str, **span: Any):
         context, weights = super()._attend(self._split(query), memory, need_weights, **span)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import refuse
+from attnfast.errors import check_whole, describe, refuse
+from attnfast.ops.arguments import check_tensor
 from attnfast.ops.copying import copy_distribution
 
 
@@ -25,8 +26,10 @@ class PointerGenerator(nn.Module):
 
     def __init__(self, *feature_dims: int, backend: str | None = None):
         super().__init__()
-        if not feature_dims or min(feature_dims) < 1:
-            refuse("feature_dims", "one size or more, each at least 1", list(feature_dims))
+        if not feature_dims:
+            refuse("feature_dims", "one size or more", "none")
+        for size in feature_dims:
+            check_whole("feature_dims", size)
         self.gate = nn.Linear(sum(feature_dims), 1)
         self.backend = backend
 
@@ -49,11 +52,23 @@ class PointerGenerator(nn.Module):
             extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
             log: return logarithms.
         """
+        check_tensor("logits", logits)
+        check_tensor("weights", weights)
+        step, rows = logits.dim() == 2, logits.shape[:-1]
+        if weights.dim() != logits.dim():
+            refuse("weights", f"{[*rows, 'Tk']} to fit the logits", describe(weights))
+        for x in features:
+            check_tensor("features", x)
+            if x.shape[:-1] != rows or x.device != logits.device:
+                expected = f"{[*rows, '·']} on {logits.device} to fit the logits"
+                refuse("features", expected, f"{describe(x)} on {x.device}")
+            wanted = self.gate.weight.dtype
+            if x.dtype != wanted and not torch._C._is_any_autocast_enabled():
+                refuse("features", f"of the module's dtype {wanted}", x.dtype)
         sizes = [x.shape[-1] for x in features]
         if sum(sizes) != self.gate.in_features:
             refuse("features", f"{self.gate.in_features} in all to fit the module", sizes)
         gate = self.gate(torch.cat(features, -1)).squeeze(-1)
-        step = logits.dim() == 2
         if step:
             logits, weights, gate = (x.unsqueeze(1) for x in (logits, weights, gate))
         out = copy_distribution(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import refuse
+from attnfast.errors import (
+    check_flag,
+    check_whole,
+    check_word,
+    describe,
+    is_whole,
+    refuse,
+    refuse_type,
+)
 from attnfast.memory import Memory, attend_with_history
-from attnfast.nn.attention import _Attention
+from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
+from attnfast.ops.arguments import is_finite
+from attnfast.ops.span import check_form
 
 
 class History(NamedTuple):
@@ -41,6 +50,8 @@ class HistoryAttention(_Attention):
     has_history = True
 
     def __init__(self, query_dim: int, key_dim: int, attn_dim: int, bias: bool, backend):
+        check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
+        check_flag("bias", bias)
         super().__init__((attn_dim,), 1.0, backend)
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
@@ -78,34 +89,33 @@ class HistoryAttention(_Attention):
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or None,
             and the history after the last of the states.
         """
-        step = state.dim() == 2
-        query = self.query_proj(state.unsqueeze(1) if step else state)
-        mask = memory.mask
-        if not isinstance(history, (History, type(None))):
-            raise TypeError(f"history must be a History or None, got {type(history).__name__}")
-        if target_mask is not None:
-            rows = list(query.shape[: 1 if step else 2])
-            if not isinstance(target_mask, Tensor):
-                got = type(target_mask).__name__
-                raise TypeError(f"target_mask must be a torch.Tensor, got {got}")
-            if target_mask.dtype != torch.bool or list(target_mask.shape) != rows:
-                got = f"{target_mask.dtype} {list(target_mask.shape)}"
-                refuse("target_mask", f"boolean of shape {rows}", got)
-            seen = target_mask.reshape(*query.shape[:2], 1)
-            mask = seen if mask is None else seen & mask
-        history = self.start(memory) if history is None else history
-        result: Any = attend_with_history(
-            query,
-            memory,
-            coverage=history.coverage,
-            previous=history.previous,
-            mask=mask,
-            temperature=self.temperature,
-            need_weights=True,
-            need_loss=True,
-            **self._terms(memory),
-            **terms,
-        )
+        try:
+            step = state.dim() == 2
+            check_form(need_weights)
+            query = self.query_proj(state.unsqueeze(1) if step else state)
+            mask = memory.mask
+            if not isinstance(history, (History, type(None))):
+                refuse_type("history", "a History or None", describe(history))
+            if target_mask is not None:
+                check_target_mask(target_mask, list(query.shape[: 1 if step else 2]))
+                seen = target_mask.reshape(*query.shape[:2], 1)
+                mask = seen if mask is None else seen & mask
+            history = self.start(memory) if history is None else history
+            result: Any = attend_with_history(
+                query,
+                memory,
+                coverage=history.coverage,
+                previous=history.previous,
+                mask=mask,
+                temperature=self.temperature,
+                need_weights=True,
+                need_loss=True,
+                **self._terms(memory),
+                **terms,
+            )
+        except Exception:
+            self._check_call(state, memory)
+            raise
         context, weights, coverage, loss = result
         loss = loss if history.loss is None else history.loss + loss
         previous = weights[:, -1] if weights.shape[1] else history.previous
@@ -148,11 +158,11 @@ class CoverageAttention(HistoryAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, attn_dim, bias, backend)
-        if fertility is not None and not 0 < fertility < math.inf:
-            refuse("fertility", "a positive number or None", repr(fertility))
-        number = isinstance(penalty, (int, float)) and math.isfinite(penalty)
-        if not (number or penalty is None or isinstance(penalty, nn.Parameter)):
-            refuse("penalty", "a finite number, a Parameter or None", repr(penalty))
+        if fertility is not None and not (is_finite(fertility) and fertility > 0):
+            refuse("fertility", "a positive number or None", describe(fertility))
+        if not (is_finite(penalty) or penalty is None or isinstance(penalty, nn.Parameter)):
+            refuse("penalty", "a finite number, a Parameter or None", describe(penalty))
+        check_flag("feature", feature)
         bound = attn_dim**-0.5
         self.penalty = penalty
         self.fertility = fertility
@@ -211,12 +221,10 @@ class LocationAwareAttention(HistoryAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, attn_dim, bias, backend)
-        if over not in ("previous", "cumulative", "both"):
-            refuse("over", "'previous', 'cumulative' or 'both'", repr(over))
-        if width < 1 or width % 2 == 0:
-            refuse("width", "odd and at least 1", width)
-        if filters < 0:
-            refuse("filters", "at least 0", filters)
+        check_word("over", over, ("previous", "cumulative", "both"))
+        check_whole("filters", filters, 0)
+        if not is_whole(width) or width < 1 or width % 2 == 0:
+            refuse("width", "odd and at least 1", describe(width))
         self.over = over
         self.location_conv = self.location_proj = None
         if filters:
@@ -279,7 +287,8 @@ class ForwardAttention(LocationAwareAttention):
         target_mask: Tensor | None = None,
         transition: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, History]:
-        if isinstance(transition, Tensor) and transition.dim() == 1 and state.dim() == 2:
+        one = isinstance(state, Tensor) and state.dim() == 2
+        if one and isinstance(transition, Tensor) and transition.dim() == 1:
             transition = transition.unsqueeze(1)
         return super().forward(
             state, memory, history, need_weights, target_mask, transition=transition

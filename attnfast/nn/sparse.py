@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import refuse
+from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.memory import Memory
-from attnfast.nn.attention import LuongAttention, MultiHeadAttention
+from attnfast.nn.attention import LuongAttention, MultiHeadAttention, check_sizes
+from attnfast.ops.arguments import check_tensor, is_one
 from attnfast.ops.attention import additive_attention, dot_attention
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import Span, check_form, log_prior, to_form
@@ -35,16 +36,9 @@ class _SpanAttention(LuongAttention):
 
     has_history = True
     span: Span
-    slope: float | None = 1.0
 
     def _position(self, rows: int, Tq: int, device: torch.device) -> Any:
-        if self.slope == 1:
-            return rows
-        if self.slope is None:
-            if rows:
-                raise ValueError("slope must be a number where rows come one after the other")
-            return "diagonal"
-        return self.slope * torch.arange(rows, rows + Tq, device=device, dtype=torch.float64)
+        return rows
 
     def start(self, memory: Memory) -> Progress:
         """Return the history before the first row."""
@@ -72,10 +66,16 @@ class _SpanAttention(LuongAttention):
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, the weights or None, and the history after the
             last of the states.
         """
-        step = state.dim() == 2
-        query = self.query_proj(state.unsqueeze(1) if step else state)
-        history = self.start(memory) if history is None else history
-        context, weights, history = self._rows(query, memory, history, need_weights)
+        try:
+            step = state.dim() == 2
+            query = self.query_proj(state.unsqueeze(1) if step else state)
+            history = self.start(memory) if history is None else history
+            context, weights, history = self._rows(query, memory, history, need_weights)
+        except Exception:
+            self._check_call(state, memory)
+            if not isinstance(history, (Progress, type(None))):
+                refuse_type("history", "a Progress or None", describe(history))
+            raise
         if step:
             return context.squeeze(1), None if weights is None else _first_row(weights), history
         return context, weights, history
@@ -124,9 +124,18 @@ class LocalAttention(_SpanAttention):
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         if slope is not None and not (isinstance(slope, (int, float)) and 0 <= slope < 1e9):
-            refuse("slope", "a number of at least 0, or None", repr(slope))
+            refuse("slope", "a number of at least 0, or None", describe(slope))
         self.span = Span(window=window, causal=causal)
         self.slope = slope
+
+    def _position(self, rows: int, Tq: int, device: torch.device) -> Any:
+        if self.slope is None:
+            if rows:
+                raise ValueError("slope must be a number where rows come one after the other")
+            return "diagonal"
+        if is_one(self.slope):
+            return rows
+        return self.slope * torch.arange(rows, rows + Tq, device=device, dtype=torch.float64)
 
 
 class StridedAttention(_SpanAttention):
@@ -185,8 +194,8 @@ class MonotonicAttention(_SpanAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
-        if ahead is not None and not (isinstance(ahead, int) and ahead >= 0):
-            refuse("ahead", "a whole number of at least 0, or None", repr(ahead))
+        if ahead is not None and not (is_whole(ahead) and 0 <= ahead < 2**31):
+            refuse("ahead", "a whole number of at least 0, or None", describe(ahead))
         self.span = Span(window=(0, ahead))
 
     def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
@@ -243,8 +252,7 @@ class LocalPredictiveAttention(LuongAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
-        if not isinstance(window, int) or window < 1:
-            refuse("window", "a whole number of at least 1", repr(window))
+        check_whole("window", window)
         self.span = Span(window=window)
         self.position_proj = nn.Linear(query_dim, query_dim, bias=False)
         self.position_weight = nn.Linear(query_dim, 1, bias=False)
@@ -260,19 +268,23 @@ class LocalPredictiveAttention(LuongAttention):
     def forward(  # type: ignore[override]
         self, state: Tensor, memory: Memory, need_weights: bool | str = False
     ) -> tuple[Tensor, Tensor | None]:
-        check_form(need_weights)
-        step = state.dim() == 2
-        state = state.unsqueeze(1) if step else state
-        p = self.positions(state, memory)
-        left, _ = self.span.sides
-        sigma = (left or 0) / 2
-        # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
-        # normaliser over the paper's, brings the paper's weights back; g ≥ e⁻² within the window.
-        context, weights = self._attend(
-            self.query_proj(state), memory, True, span=self.span, position=p, sigma=sigma
-        )
+        try:
+            check_form(need_weights)
+            step = state.dim() == 2
+            rows = state.unsqueeze(1) if step else state
+            p = self.positions(rows, memory)
+            left, _ = self.span.sides
+            sigma = (left or 0) / 2
+            # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
+            # normaliser over the paper's, brings the paper's weights back; in the window g ≥ e⁻².
+            context, weights = self._attend(
+                self.query_proj(rows), memory, True, span=self.span, position=p, sigma=sigma
+            )
+        except Exception:
+            self._check_call(state, memory)
+            raise
         Tk = memory.key.shape[-2]
-        keys = self.span.keys(state.shape[1], Tk, position=p.detach(), lengths=memory.lengths)
+        keys = self.span.keys(rows.shape[1], Tk, position=p.detach(), lengths=memory.lengths)
         prior = log_prior(keys, p, sigma, p.dtype).masked_fill(keys < 0, 0)
         total = (weights * (-prior).exp()).sum(-1, keepdim=True)
         scale = torch.where(total > 0, 1 / total.where(total > 0, 1), 0).to(context.dtype)
@@ -308,9 +320,11 @@ class SparseSelfAttention(MultiHeadAttention):
     def __init__(
         self, dim: int, heads: Sequence[Span], score: str = "dot", backend: str | None = None
     ):
-        heads = list(heads)
-        if not heads or not all(isinstance(x, Span) for x in heads):
-            refuse("heads", "a Span for each head, one or more", repr(heads))
+        if isinstance(heads, Iterable) and not isinstance(heads, Tensor):
+            heads = list(heads)
+        if not isinstance(heads, list) or not all(isinstance(x, Span) for x in heads or [None]):
+            refuse("heads", "a Span for each head, one or more", describe(heads))
+        check_sizes(dim=dim)
         super().__init__(dim, dim, dim, len(heads), score, backend)
         self.heads = heads
 
@@ -333,20 +347,29 @@ class SparseSelfAttention(MultiHeadAttention):
         Returns:
             ``[B, T, dim]``, and the weights or None.
         """
-        query, key, value = (
-            self._split(proj(states)) for proj in (self.query_proj, self.key_proj, self.value_proj)
-        )
-        terms: dict[str, Any] = {
-            "lengths": lengths,
-            "mask": None if mask is None else mask[:, None, None],
-            "span": self.heads,
-            "temperature": self.temperature,
-            "need_weights": need_weights,
-            "backend": self.backend,
-        }
-        if self.weight is None:
-            result: tuple[Any, ...] = dot_attention(query, key, value, **terms)
-        else:
-            result = additive_attention(query, key, value, self.weight, **terms)
+        try:
+            query, key, value = (
+                self._split(proj(states))
+                for proj in (self.query_proj, self.key_proj, self.value_proj)
+            )
+            terms: dict[str, Any] = {
+                "lengths": lengths,
+                "mask": None if mask is None else mask[:, None, None],
+                "span": self.heads,
+                "temperature": self.temperature,
+                "need_weights": need_weights,
+                "backend": self.backend,
+            }
+            if self.weight is None:
+                result: tuple[Any, ...] = dot_attention(query, key, value, **terms)
+            else:
+                result = additive_attention(query, key, value, self.weight, **terms)
+        except Exception:
+            self._check_states(states)
+            if mask is not None:
+                check_tensor("mask", mask)
+                if mask.dtype != torch.bool or list(mask.shape) != list(states.shape[:2]):
+                    refuse("mask", f"boolean {list(states.shape[:2])}", describe(mask))
+            raise
         context, weights = result
         return self.out_proj(context.transpose(1, 2).flatten(2)), weights

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnfast.backends import FLOATS, HALF
-from attnfast.errors import refuse
+from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.ops.operators import accumulation_dtype
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(x, Tensor):
+        refuse_type(name, "a torch.Tensor", type(x).__name__)
 
 
 def check(
@@ -26,21 +32,20 @@ def check(
     columns: int = 0,
 ) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    if not isinstance(query, Tensor):
-        raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}") from None
+    check_tensor("query", query)
     device, dtype = query.device, query.dtype
-    for name, x, optional in (
+    rest: tuple[tuple[str, Any, bool], ...] = (
         ("key", key, False),
         ("value", value, False),
         ("weight", weight, True),
         ("bias", bias, True),
         ("mask", mask, True),
         ("lengths", lengths, True),
-    ):
+    )
+    for name, x, optional in rest:
         if optional and x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        check_tensor(name, x)
         if x.device != device:
             refuse(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):
@@ -97,8 +102,7 @@ def check_exact(
     for name, x, dtype, shape in tensors:
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        check_tensor(name, x)
         if x.device != like.device:
             refuse(name, f"on {like.device}", x.device)
         if x.dtype != dtype or list(x.shape) != list(shape):
@@ -116,23 +120,35 @@ def refuse_tangents(*inputs: Tensor | None) -> None:
         )
 
 
+def is_finite(x: object) -> bool:
+    """Whether this is a finite number; unlike math.isfinite, in a graph that is compiled too."""
+    largest = 1.7976931348623157e308  # a number of the module would be an input of the graph
+    return isinstance(x, (int, float)) and -largest <= x <= largest
+
+
+def is_one(x: float) -> bool:
+    """Whether a number is 1; in a graph that is compiled, whether it can be no other."""
+    if torch.compiler.is_compiling():  # to compare would make it a constant there
+        return torch.fx.experimental.symbolic_shapes.statically_known_true(x == 1)
+    return x == 1
+
+
 def check_scale(scale: object, expected: str = "a finite number") -> None:
     """Refuse what is not a finite number: a tensor would lose its gradient."""
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        refuse("scale", expected, repr(scale))
+    if not is_finite(scale):
+        refuse("scale", expected, describe(scale))
 
 
 def is_relu(activation: object) -> bool:
     """Say which of the two an activation is; refuse others."""
-    if activation not in ("tanh", "relu"):
-        refuse("activation", "'tanh' or 'relu'", repr(activation))
+    check_word("activation", activation, ("tanh", "relu"))
     return activation == "relu"
 
 
 def check_temperature(temperature: object) -> None:
     """Refuse what is not a positive number."""
-    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-        refuse("temperature", "a positive number", repr(temperature))
+    if not is_finite(temperature) or temperature <= 0:  # type: ignore[operator]
+        refuse("temperature", "a positive number", describe(temperature))
 
 
 def autocast(*inputs):
@@ -152,3 +168,24 @@ def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | N
     if not needed:
         return None
     return weights if weights.dtype == dtype else weights.to(dtype)
+
+
+def folded(
+    query: Tensor, weight: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None, float]:
+    """Return query, weight and scale; in a graph that is compiled, the scale multiplied in.
+
+    There an operator's number is a constant, and a graph is compiled for each that it takes.
+    """
+    if not torch.compiler.is_compiling() or is_one(scale):
+        return query, weight, scale
+    if weight is None:
+        return query * scale, None, 1.0
+    return query, weight * scale, 1.0
+
+
+def filled(like: Tensor, shape: Any, number: float, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of one number, which is no constant of a graph that is compiled either."""
+    if torch.compiler.is_compiling():
+        return like.new_zeros(shape, dtype=dtype) + number
+    return like.new_full(shape, number, dtype=dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import choose
-from attnfast.errors import refuse
+from attnfast.errors import check_flag, refuse
 from attnfast.ops.arguments import (
     as_returned,
     autocast,
@@ -31,6 +31,9 @@ from attnfast.ops.arguments import (
     check_exact,
     check_scale,
     check_temperature,
+    check_tensor,
+    folded,
+    is_one,
     is_relu,
     refuse_tangents,
 )
@@ -50,6 +53,7 @@ from attnfast.ops.span import (
     at_keys,
     bounds_in_phases,
     by_head,
+    check_form,
     check_span,
     first_position,
     from_phases,
@@ -296,6 +300,8 @@ def run(
         context, weights, log_sum_exp = reference(*inputs, *seen, scale, relu)
         return context, as_returned(weights, query.dtype, need_weights), log_sum_exp
     refuse_tangents(*inputs)
+    query, weight, scale = folded(query, weight, scale)
+    inputs = (query, key, value, weight, bias)
     operators, rest = operators_of(backend), (*seen, exponentials, scale, relu)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if keep and not torch.compiler.is_compiling():
@@ -328,7 +334,7 @@ def columns_of(query, key, bias, mask, lengths, span, position, sigma, need_weig
     """Bring what one span says of the keys into columns; see :data:`SCHEMAS`."""
     Tk = key.shape[-2]
     # Of windows wider than all keys the columns are taken from the keys in the end.
-    compact = span.compact and span.columns(Tk) <= -(-Tk // span.stride)
+    compact = span.compact and span.columns(Tk) <= (Tk + span.stride - 1) // span.stride
     some = compact or span.stride > 1  # the columns are not simply all keys
     terms = bias is not None or mask is not None
     spread = isinstance(need_weights, str)
@@ -445,13 +451,15 @@ def _attention(
 ):  # fmt: skip
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
+    check_form(need_weights)
+    check_flag("need_log_sum_exp", need_log_sum_exp)
     try:
         check_temperature(temperature)
         if scale is None:
             scale = max(query.shape[-1], 1) ** -0.5
         else:
             check_scale(scale, "a finite number or None")
-        if temperature != 1:
+        if not is_one(temperature):
             scale, bias = scale / temperature, None if bias is None else bias / temperature
         step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (a constant for torch.compile)
         backend = choose(backend, query.device, query.dtype, step=step)
@@ -555,8 +563,7 @@ def additive_attention(
     Paper: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", ICLR 2015, arXiv:1409.0473.
     """
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+    check_tensor("weight", weight)
     return _attention(
         query, key, value, weight, 1.0, is_relu(activation), lengths, mask, bias, span, position,
         sigma, temperature, need_weights, need_log_sum_exp, backend,

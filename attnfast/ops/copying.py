@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import FLOATS, HALF, choose
-from attnfast.errors import refuse
-from attnfast.ops.arguments import check_exact, refuse_tangents
+from attnfast.errors import check_flag, describe, refuse
+from attnfast.ops.arguments import check_exact, check_tensor, refuse_tangents
 from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
 
 #: ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
@@ -69,8 +69,7 @@ def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_w
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     named = {"logits": logits, "weights": weights, "source": source, "gate": gate}
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        check_tensor(name, x)
         if x.device != logits.device:
             refuse(name, f"on the logits' device {logits.device}", x.device)
         if name in ("weights", "gate") and x.dtype != logits.dtype:
@@ -88,8 +87,8 @@ def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_w
     if source.dtype not in (torch.int32, torch.int64) or list(source.shape) != shape:
         got = f"{source.dtype} {list(source.shape)}"
         refuse("source", f"int64 or int32 of shape {shape} to fit the weights", got)
-    if not isinstance(extra_words, (int, torch.SymInt)) or extra_words < 0:
-        refuse("extra_words", "an integer, at least 0", repr(extra_words))
+    if not isinstance(extra_words, (int, torch.SymInt)) or not 0 <= extra_words < 2**31:
+        refuse("extra_words", "an integer, at least 0", describe(extra_words))
     readable = type(source) is Tensor and source.device.type == "cpu" and source.numel()
     if readable and not torch.compiler.is_compiling():
         for word in (int(source.min()), int(source.max())):
@@ -228,8 +227,9 @@ def copy_distribution(
             x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
             for x in (logits, weights, gate)
         )
-    if not isinstance(extra_words, (int, torch.SymInt)):
-        refuse("extra_words", "an integer, at least 0", repr(extra_words))
+    if not isinstance(extra_words, (int, torch.SymInt)) or extra_words >= 2**31:
+        refuse("extra_words", "an integer, at least 0", describe(extra_words))
+    check_flag("log", log)
     log = bool(log)
     inputs: Any = (logits, weights, source, gate, extra_words, log)
     try:

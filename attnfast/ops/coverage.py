@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnfast.backends import choose
-from attnfast.errors import refuse
+from attnfast.errors import check_flag, check_word, describe, refuse
 from attnfast.ops.arguments import (
     as_returned,
     autocast,
@@ -31,6 +31,11 @@ from attnfast.ops.arguments import (
     check_exact,
     check_scale,
     check_temperature,
+    check_tensor,
+    filled,
+    folded,
+    is_finite,
+    is_one,
     refuse_tangents,
 )
 from attnfast.ops.attention import score, visible_keys
@@ -175,8 +180,7 @@ def check_history(
     for name, (x, allowed) in shapes.items():
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}") from None
+        check_tensor(name, x)
         if x.device != query.device:
             refuse(name, f"on the query's device {query.device}", x.device)
         if x.dtype != dtype:
@@ -444,16 +448,14 @@ def inputs_of(
         heads = list(query.shape[1:-2])
         shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
         if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
-            got = getattr(coverage_weight, "shape", coverage_weight)
-            refuse("coverage_weight", f"{shapes[-1]} to fit the query", got)
+            refuse("coverage_weight", f"{shapes[-1]} to fit the query", describe(coverage_weight))
 
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
 
     filters, projection = cast(filters), cast(projection)
     check_history(query, key, weight, filters, projection, None, None, None, None, None)
-    if over not in ("previous", "coverage"):
-        refuse("over", "'previous' or 'coverage'", repr(over))
+    check_word("over", over, ("previous", "coverage"))
     if over == "coverage" and filters is not None and filters.shape[-2] == 1:
         filters = torch.nn.functional.pad(filters, (0, 0, 1, 0))  # the second channel
     filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
@@ -461,20 +463,21 @@ def inputs_of(
     def number(name: str, x: Any, shape) -> Any:
         if x is None or isinstance(x, Tensor):
             return x if x is None or x.dim() else x.expand(shape).to(dtype)
-        if not isinstance(x, (int, float)) or not math.isfinite(x):
-            refuse(name, "a finite number or a tensor", repr(x))
-        return query.new_full(shape, x, dtype=dtype)
+        if not is_finite(x):
+            refuse(name, "a finite number or a tensor", describe(x))
+        return filled(query, shape, x, dtype)
 
     penalty = number("penalty", penalty, (1,))
     transition = number("transition", transition, query.shape[:-1])
     if transition is not None and previous is None:
         refuse("previous", "given with a transition: the weights that it starts from", None)
     rate = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
-    if temperature != 1:
+    if not is_one(temperature):
         scale = scale / temperature
         bias = None if bias is None else bias / temperature
         penalty = None if penalty is None else penalty / temperature
     penalty, transition, coverage, previous = map(cast, (penalty, transition, coverage, previous))
+    query, weight, scale = folded(query, weight, scale)
     history: Any = (filters, projection, penalty, rate, transition, coverage, previous)
     check_history(query, key, weight, *history)
     return query, key, value, weight, bias, mask, lengths, *history, scale
@@ -554,6 +557,8 @@ def coverage_attention(
     NeurIPS 2015, arXiv:1506.07503; Zhang, Ling and Dai, "Forward Attention in Sequence-to-Sequence
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
+    check_flag("need_weights", need_weights)
+    check_flag("need_loss", need_loss)
     inputs = inputs_of(
         query, key, value, weight, penalty=penalty, coverage_weight=coverage_weight,
         filters=filters, over=over, projection=projection, fertility=fertility,

@@ -8,7 +8,6 @@ fall into k phases, each with its own keys, side by side on the head axis (:func
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast.errors import refuse
+from attnfast.errors import check_flag, check_whole, describe, is_whole, refuse
+from attnfast.ops.arguments import is_finite
 
 #: Where rows stand among the keys: see :class:`Span`.
 Position = int | str | Tensor | None
@@ -68,15 +68,16 @@ class Span:
     def __post_init__(self):
         window = self.window
         sides = window if isinstance(window, (tuple, list)) else (window, window)
-        if len(sides) != 2 or not all(x is None or (_whole(x) and 0 <= x < 2**31) for x in sides):
-            raise ValueError(
-                "window must be a number, (left, right) or None, none negative, all below 2**31, "
-                f"got {window!r}"
+        if len(sides) != 2 or not all(x is None or (is_whole(x) and 0 <= x < 2**31) for x in sides):
+            refuse(
+                "window",
+                "a number, (left, right) or None, none negative, all below 2**31",
+                describe(window),
             )
-        if not _whole(self.stride) or not 1 <= self.stride < 2**31:
-            raise ValueError(
-                f"stride must be a whole number of at least 1, below 2**31, got {self.stride!r}"
-            )
+        if not is_whole(self.stride) or not 1 <= self.stride < 2**31:
+            refuse("stride", "a whole number of at least 1, below 2**31", describe(self.stride))
+        check_flag("causal", self.causal)
+        check_flag("fixed", self.fixed)
         object.__setattr__(self, "window", tuple(None if x is None else int(x) for x in sides))
         object.__setattr__(self, "stride", int(self.stride))
 
@@ -100,7 +101,7 @@ class Span:
         """Return W, how many columns the weights have."""
         left, right = self.sides
         if left is None or right is None:
-            return -(-Tk // self.stride)
+            return _steps(Tk, self.stride)
         if self.stride == 1 or not self.fixed:
             return left // self.stride + right // self.stride + 1
         return (left + right) // self.stride + 1
@@ -156,7 +157,14 @@ class Span:
         Returns:
             ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
         """
+        check_whole("Tq", Tq, 0)
+        check_whole("Tk", Tk, 0)
         check_position(position, [self])
+        if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dim() != 1):
+            refuse("lengths", "a tensor [B]", describe(lengths))
+        given = isinstance(position, Tensor) and lengths is not None
+        if given and position.device != lengths.device:  # type: ignore[union-attr]
+            refuse("position", f"on the lengths' device {lengths.device}", position.device)  # type: ignore[union-attr]
         p = positions(position, Tq, Tk, lengths, device)
         return self.columns_of(self.locate(p, Tk), Tk, lengths, self.compact)
 
@@ -188,11 +196,8 @@ def _steps(n: Any, k: int) -> Any:
     """Return how many steps of k it takes to n, rounded up."""
     if k == 1:
         return n
-    return -(-n // k) if isinstance(n, int) else -(-n).div(k, rounding_mode="floor")
-
-
-def _whole(x: object) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    n = n + (k - 1)
+    return n.div(k, rounding_mode="floor") if isinstance(n, Tensor) else n // k
 
 
 def positions(
@@ -213,7 +218,7 @@ def positions(
 
 def first_position(position: int | str | None, Tq: int, Tk: int) -> int:
     """Return where the first row stands if the others follow it key by key."""
-    if _whole(position):
+    if is_whole(position):
         return int(position)  # type: ignore[arg-type]
     return Tk - Tq if position == "end" else 0
 
@@ -234,7 +239,7 @@ def check_span(
     heads = lead[1] if len(lead) == 2 else 0
     spans = [] if span is None else [span] if isinstance(span, Span) else span
     if not isinstance(spans, (list, tuple)) or not all(isinstance(x, Span) for x in spans):
-        refuse("span", "a Span or a list of one for each head", repr(span))
+        refuse("span", "a Span or a list of one for each head", describe(span))
     if not isinstance(span, (Span, type(None))) and (len(spans) != heads or heads == 0):
         expected = f"{heads} Spans, one for each head" if heads else "one Span, without heads"
         refuse("span", expected, f"a list of {len(spans)}")
@@ -254,9 +259,9 @@ def check_span(
         if x.dtype not in (torch.int64, torch.int32) and not x.is_floating_point():
             refuse(name, "of whole or real numbers", x.dtype)
     check_position(position, spans)
-    number = isinstance(sigma, (int, float)) and 0 < sigma < float("inf")
+    number = is_finite(sigma) and sigma > 0  # type: ignore[operator]
     if not (number or sigma is None or isinstance(sigma, Tensor)):
-        refuse("sigma", "a positive number or a tensor of them", repr(sigma))
+        refuse("sigma", "a positive number or a tensor of them", describe(sigma))
     check_form(need_weights)
 
 
@@ -264,19 +269,25 @@ def check_position(position: object, spans: Sequence[Span]) -> None:
     """Refuse what is no position, or none for these spans."""
     given = isinstance(position, Tensor)
     named = position is None or (isinstance(position, str) and position in ("end", "diagonal"))
-    number = _whole(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
+    number = is_whole(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
     if not (given or named or number):
-        refuse("position", "None, a number, 'end', 'diagonal' or a tensor", repr(position))
+        refuse("position", "None, a number, 'end', 'diagonal' or a tensor", describe(position))
     strides = any(x.phases > 1 for x in spans)
     if strides and (given or (named and position == "diagonal")):
-        got = "a tensor" if given else repr(position)
+        got = "a tensor" if given else describe(position)
         refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
 
 
 def check_form(need_weights: object) -> None:
     """Refuse what is no form of the weights."""
-    if isinstance(need_weights, str) and need_weights not in ("dense", "sparse"):
-        refuse("need_weights", "True, False, 'dense' or 'sparse'", repr(need_weights))
+    if need_weights is True or need_weights is False or need_weights is None:
+        return
+    if isinstance(need_weights, str):
+        fits = need_weights in ("dense", "sparse")
+    else:
+        fits = isinstance(need_weights, int)
+    if not fits:
+        refuse("need_weights", "True, False, 'dense' or 'sparse'", describe(need_weights))
 
 
 def log_prior(keys: Tensor, p: Tensor, sigma: float | Tensor, dtype: torch.dtype) -> Tensor:
@@ -300,6 +311,11 @@ def at_keys(x: Tensor, keys: Tensor) -> Tensor:
     return x[(*where, keys.clamp_min(0))].expand(shape)
 
 
+def some(n: int) -> bool:
+    """Whether n is not 0, or may be: one graph is compiled for all remainders of a size."""
+    return torch.compiler.is_compiling() or n != 0
+
+
 def bounds_in_phases(
     span: Span, Tq: int, first: int, Tk: int, lengths: Tensor | None, heads: int, like: Tensor
 ) -> Tensor | None:
@@ -309,16 +325,16 @@ def bounds_in_phases(
     """
     k, (left, right) = span.phases, span.sides
     front, device = first % k, like.device
-    padded = front or Tq % k
-    if left is right is None and lengths is None and not padded and not Tk % k:
+    padded, uneven = some(front) or some(Tq % k), some(Tk % k)
+    if left is right is None and lengths is None and not padded and not uneven:
         return None
-    place = torch.arange(-(-(front + Tq) // k), device=device)  # of a row in its phase
+    place = torch.arange(_steps(front + Tq, k), device=device)  # of a row in its phase
     phase = torch.arange(k, device=device).unsqueeze(-1)
     row = place * k + (phase - front)
     place = place + first // k
     start = torch.zeros_like(place) if left is None else place - left // k
-    stop = torch.full_like(place, -(-Tk // k)) if right is None else place + (right // k + 1)
-    if lengths is not None or Tk % k:
+    stop = torch.full_like(place, _steps(Tk, k)) if right is None else place + (right // k + 1)
+    if lengths is not None or uneven:
         ends = Tk if lengths is None else lengths.clamp(0, Tk).view(-1, 1, 1)
         stop = torch.minimum(stop, _steps(ends - phase, k))
     if padded:  # rows that do not exist see nothing
@@ -330,10 +346,11 @@ def bounds_in_phases(
 
 def to_phases(x: Tensor, k: int, front: int) -> Tensor:
     """Lay ``[B, (H,) T, C]`` out as ``[B, H·k, T / k, C]``, zeros in front and at the end."""
-    end = -(front + x.shape[-2]) % k
-    if front or end:
+    rows = _steps(front + x.shape[-2], k)
+    end = rows * k - front - x.shape[-2]
+    if some(front) or some(end):
         x = torch.nn.functional.pad(x, (0, 0, front, end))
-    x = x.unflatten(-2, (-1, k)).transpose(-3, -2)
+    x = x.unflatten(-2, (rows, k)).transpose(-3, -2)
     return x if x.dim() == 4 else x.flatten(1, 2)
 
 
@@ -342,6 +359,8 @@ def from_phases(x: Tensor, k: int, front: int, like: Tensor) -> Tensor:
     x = x if like.dim() == 3 else x.unflatten(1, (-1, k))
     x = x.transpose(-3, -2).flatten(-3, -2)
     T = like.shape[-2]
+    if torch.compiler.is_compiling():  # nor a graph for each way that a part lies in memory
+        return x.narrow_copy(-2, front, T)
     return x if x.shape[-2] == T else x[..., front : front + T, :]
 
 
