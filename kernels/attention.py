@@ -77,17 +77,17 @@ def _tanh(b_x):
     b_t = tl.exp(-2 * tl.abs(b_x))
     b_r = _reciprocal(1 + b_t)
     b_far = 1 - 2 * b_t * b_r
+    LIMIT: tl.constexpr = SMALL_LIMIT if b_x.dtype == tl.float32 else 0.625
+    m_near = tl.abs(b_x) <= LIMIT
+    b_x0 = tl.where(m_near, b_x, 0)
     if b_x.dtype == tl.float32:
-        LIMIT: tl.constexpr = SMALL_LIMIT
-        b_near = _small_tanh(b_x)
+        b_near = _small_tanh(b_x0)
     else:  # x + x³ P(x²) / Q(x²), fitted in the same way, within 6e-19
-        LIMIT: tl.constexpr = 0.625
-        b_u = b_x * b_x
+        b_u = b_x0 * b_x0
         b_p = (b_u * -1.99088907658369684e-4 - 2.04967860591928167e-2) * b_u
         b_q = (b_u * 2.06438280116139047e-4 + 2.32886480894974918e-2) * b_u
         b_q = (b_q + 4.61490358177563374e-1) * b_u + 1
-        b_near = b_x + b_x * b_u * ((b_p - 0.333333333333333235) / b_q)
-    m_near = tl.abs(b_x) <= LIMIT
+        b_near = b_x0 + b_x0 * b_u * ((b_p - 0.333333333333333235) / b_q)
     b_tanh = tl.where(m_near, b_near, tl.where(b_x < 0, -b_far, b_far))
     return b_tanh, tl.where(m_near, 0.25 - 0.25 * b_tanh * b_tanh, b_t * b_r * b_r)
 
