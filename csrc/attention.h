@@ -57,6 +57,7 @@ struct Attention {
 
 // The CPU's additive score. With max|q| + max|k| up to the limit (1 + e^{2(q + k)})^2 stays below 2^126.
 constexpr double kFactoredLimit = 21.8;
+constexpr double kSmallLimit = 1;                      // where tanh's error must be relative
 constexpr double kPreparedLimit = kFactoredLimit / 2;  // of keys whose exponentials are kept
 constexpr int64_t kKeyBlock = 64;                      // keys that are scored at a time
 constexpr int64_t kMostRows = 64;                      // of an item

@@ -7,8 +7,9 @@ The additive score never takes a tanh per (query, key, feature). With E(x) = e^{
 so exponentials are taken once per query element and once per key element, and two terms share a
 reciprocal: w0/d0 + w1/d1 = (w0·D + d0) / (d0·D) with D = d1/w1 = 1/w1 + (E(q)/w1)·E(k), so that w1
 costs nothing once the query's side has been divided by it. Where max|q| + max|k| ≤ 21.8 each d is
-below 2^63. Tiles beyond that, a weight of extreme norm, and float64 take a direct path: one
-exponential per element, right for every finite input. The rectifier has neither.
+below 2^63. The error is that of numbers near 1, so tiles where the sum is at most 0.8 take an odd
+polynomial of q + k. Tiles beyond both, a weight of extreme norm, and float64 take a direct path:
+one exponential per element, right for every finite input. The rectifier has none of these.
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
@@ -30,6 +31,7 @@ from attnfast.ops.operators import accumulation_dtype, empty_rows
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
 FACTORED_LIMIT = tl.constexpr(21.8)  # 1 + e^{2·21.8} < 2^63
+SMALL_LIMIT = tl.constexpr(0.8)
 # r is right to a few ulp of 1 where tanh saturates exactly: beyond this norm of w, which no trained
 # model comes near, the direct path keeps scores as accurate as eager code does.
 WEIGHT_LIMIT = tl.constexpr(16.0)
@@ -57,6 +59,39 @@ def _exp_twice(b_x):
     b_n = tl.floor(b_x * 2.8853900817779268 + 0.5)
     b_r = b_x * 2 - b_n * 0.693145751953125 - b_n * 1.4286068203094172e-06  # ln 2 in two parts
     return tl.exp(b_r) * tl.exp2(b_n)
+
+
+@triton.jit
+def _small_tanh(b_x):
+    """tanh x up to SMALL_LIMIT, within 4e-9 of itself before rounding.
+
+    x + x³ P(x²), fitted by least squares at Chebyshev's nodes, reweighted to the largest error.
+    """
+    b_u = b_x * b_x
+    b_p = (b_u * 0.0015847615 - 0.0074095660) * b_u + 0.0213029957
+    b_p = ((b_p * b_u - 0.0538523323) * b_u + 0.1333222102) * b_u - 0.3333329736
+    return b_x + b_x * b_u * b_p
+
+
+@triton.jit
+def _tanh(b_x):
+    """tanh x, and r(1 − r) = (1 − tanh²) / 4, both within a few ulp of themselves for every x."""
+    b_t = tl.exp(-2 * tl.abs(b_x))
+    b_r = _reciprocal(1 + b_t)
+    b_far = 1 - 2 * b_t * b_r
+    LIMIT: tl.constexpr = SMALL_LIMIT if b_x.dtype == tl.float32 else 0.625
+    m_near = tl.abs(b_x) <= LIMIT
+    b_x0 = tl.where(m_near, b_x, 0)
+    if b_x.dtype == tl.float32:
+        b_near = _small_tanh(b_x0)
+    else:  # x + x³ P(x²) / Q(x²), fitted in the same way, within 6e-19
+        b_u = b_x0 * b_x0
+        b_p = (b_u * -1.99088907658369684e-4 - 2.04967860591928167e-2) * b_u
+        b_q = (b_u * 2.06438280116139047e-4 + 2.32886480894974918e-2) * b_u
+        b_q = (b_q + 4.61490358177563374e-1) * b_u + 1
+        b_near = b_x0 + b_x0 * b_u * ((b_p - 0.333333333333333235) / b_q)
+    b_tanh = tl.where(m_near, b_near, tl.where(b_x < 0, -b_far, b_far))
+    return b_tanh, tl.where(m_near, 0.25 - 0.25 * b_tanh * b_tanh, b_t * b_r * b_r)
 
 
 @triton.jit
@@ -152,7 +187,7 @@ def _exponentials(
 
 @triton.jit
 def _scores(
-    p_q, p_k, p_weight, p_eq, p_ek, p_ew, s_qa, s_ka, s_wa, near, m_q, m_k, A, AP,
+    p_q, p_k, p_weight, p_eq, p_ek, p_ew, s_qa, s_ka, s_wa, near, small, m_q, m_k, A, AP,
     ADDITIVE: tl.constexpr, RELU: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     BA: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +224,6 @@ def _scores(
             p_eq += CHUNK * BQ
             p_ek += CHUNK * BK
     else:
-        # tanh|x| = 1 − 2t / (1 + t) with t = e^{−2|x|} ≤ 1
         for chunk in range(0, A, CHUNK):
             b_part = tl.zeros([BQ, BK], acc)
             for a in range(chunk, tl.minimum(chunk + CHUNK, A)):
@@ -199,10 +233,11 @@ def _scores(
                 b_x = b_q[:, None] + b_k[None, :]
                 if RELU:
                     b_part += b_w * tl.where(b_x < 0, 0, b_x)
+                elif small:
+                    b_part += b_w * _small_tanh(b_x)
                 else:
-                    b_t = tl.exp(-2 * tl.abs(b_x))
-                    b_tanh = 1 - 2 * b_t * _reciprocal(1 + b_t)
-                    b_part += b_w * tl.where(b_x < 0, -b_tanh, b_tanh)
+                    b_tanh, _ = _tanh(b_x)
+                    b_part += b_w * b_tanh
             b_s += b_part
     return b_s
 
@@ -260,16 +295,19 @@ def _forward(
         # [BQ, BK]
         if p_eq is not None:
             i_eq, i_ek = i_bh * NQ + i_q, i_bh * NK + i_k
-            near = tl.load(p_range_q + i_eq) + tl.load(p_range_k + i_ek) <= FACTORED_LIMIT
+            reach = tl.load(p_range_q + i_eq) + tl.load(p_range_k + i_ek)
+            small = reach <= SMALL_LIMIT
+            near = (reach > SMALL_LIMIT) & (reach <= FACTORED_LIMIT)
             o_pair = tl.arange(0, 2)[None, :]
             p_eq_tile = p_eq + i_eq * AP * BQ + tl.arange(0, BQ)[:, None] * 2 + o_pair
             p_ek_tile = p_ek + i_ek * AP * BK + tl.arange(0, BK)[:, None] * 2 + o_pair
         else:
             near: tl.constexpr = False
+            small: tl.constexpr = False
             p_eq_tile, p_ek_tile = p_eq, p_ek
         b_s = scale * _scores(
             p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile, p_ew,
-            s_q[3], s_k[3], s_wa, near, m_q, m_k, A, AP,
+            s_q[3], s_k[3], s_wa, near, small, m_q, m_k, A, AP,
             p_weight is not None, RELU, BQ, BK, BA, acc,
         )  # fmt: skip
         m_column = m_q[:, None] & (o_k < Tk)[None, :] if p_span is None else m_s
@@ -526,10 +564,12 @@ def _additive_gradient(
     for i_y in range(start // BY, tl.cdiv(stop, BY)):
         end = tl.minimum(stop, i_y * BY + BY)
         if p_ex is not None:
-            near = tl.load(p_range_x + i_bh * NX + i_x) + tl.load(p_range_y + i_bh * NY + i_y)
-            near = near <= FACTORED_LIMIT
+            reach = tl.load(p_range_x + i_bh * NX + i_x) + tl.load(p_range_y + i_bh * NY + i_y)
+            small = reach <= SMALL_LIMIT
+            near = (reach > SMALL_LIMIT) & (reach <= FACTORED_LIMIT)
         else:
             near: tl.constexpr = False
+            small: tl.constexpr = False
         if near:
             p_tile = p_ex + (i_bh * NX * BX + o_x)[:, None] * A + o_a[None, :]
             b_ex = tl.load(p_tile, mask=m_xa, other=0)
@@ -563,7 +603,6 @@ def _additive_gradient(
                     b_dw += b_ds0[:, None] * b_s0
                     b_dw += b_ds1[:, None] * b_s1
         else:
-            # t = e^{−2|x + y|}: r(1 − r) = t / (1 + t)², r = t / (1 + t) or 1 / (1 + t)
             b_x = _finite(tl.load(p_x, mask=m_xa, other=0).to(acc))
             for y in range(i_y * BY, end):
                 if p_span is None:
@@ -582,11 +621,14 @@ def _additive_gradient(
                     if p_dw is not None:
                         b_dw += b_ds[:, None] * tl.where(b_z > 0, -0.5 * b_z, 0)
                 else:
-                    b_t = tl.exp(-2 * tl.abs(b_z))
-                    b_inverse = _reciprocal(1 + b_t)
-                    b_dx += b_ds[:, None] * (b_t * b_inverse * b_inverse)
+                    if small:
+                        b_tanh = _small_tanh(b_z)
+                        b_slope = 0.25 - 0.25 * b_tanh * b_tanh
+                    else:
+                        b_tanh, b_slope = _tanh(b_z)
+                    b_dx += b_ds[:, None] * b_slope
                     if p_dw is not None:
-                        b_dw += b_ds[:, None] * (tl.where(b_z > 0, b_t, 1) * b_inverse - 0.5)
+                        b_dw += b_ds[:, None] * (-0.5 * b_tanh)
     # [BA]
     scale = _scalar(scale, acc)
     p_weight += i_h * s_weight[0] + o_a * s_weight[1]

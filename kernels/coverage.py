@@ -22,10 +22,10 @@ from attnfast.kernels.attention import (
     _heads,
     _multiply,
     _pair,
-    _reciprocal,
     _scalar,
     _seen_keys,
     _strides,
+    _tanh,
 )
 
 from attnfast.errors import refuse
@@ -138,10 +138,9 @@ def _scan(
                         p_q + tl.cast(t, tl.int64) * s_q[2], p_k + o_k.to(tl.int64) * s_k[2],
                         p_projection, s_q[3], s_k[3], b_found, o_a, m_k, A, K, BF, acc,
                     )  # fmt: skip
-                    b_t = tl.exp(-2 * tl.abs(b_z))
-                    b_tanh = 1 - 2 * b_t * _reciprocal(1 + b_t)
+                    b_tanh, _ = _tanh(b_z)
                     b_w = tl.load(p_weight + o_a * s_weight[1], mask=o_a < A, other=0).to(acc)
-                    b_e += tl.sum(b_w[None, :] * tl.where(b_z < 0, -b_tanh, b_tanh), 1)
+                    b_e += tl.sum(b_w[None, :] * b_tanh, 1)
                 b_e *= scale
                 o_s = o_k.to(tl.int64)
                 if p_mask is not None:
@@ -334,12 +333,10 @@ def _scan_gradient(
                         p_projection, s_q[3], s_k[3], b_found, o_a, m_k, A, K, BF, acc,
                     )  # fmt: skip
                     # [BK, BA]
-                    b_t = tl.exp(-2 * tl.abs(b_z))
-                    b_inverse = _reciprocal(1 + b_t)
-                    b_tanh = 1 - 2 * b_t * b_inverse
-                    b_tanh = b_ds[:, None] * tl.where(b_z < 0, -b_tanh, b_tanh)
+                    b_tanh, b_slope = _tanh(b_z)
+                    b_tanh = b_ds[:, None] * b_tanh
                     b_w = tl.load(p_weight + o_a * s_weight[1], mask=m_a, other=0).to(acc)
-                    b_dz = (b_ds[:, None] * b_w[None, :]) * (4 * b_t * b_inverse * b_inverse)
+                    b_dz = (b_ds[:, None] * b_w[None, :]) * (4 * b_slope)
                     tl.atomic_add(
                         p_dweight + i_bh * A + o_a, tl.sum(b_tanh, 0), mask=m_a, sem="relaxed"
                     )

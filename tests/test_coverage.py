@@ -12,7 +12,7 @@ import pytest
 import table
 import torch
 import torch.nn.functional as F
-from table import CPU, DEVICE, LAYOUTS, Case, inputs, size
+from table import CPU, DEVICE, LAYOUTS, Case, inputs, size, small
 from torch.autograd import forward_ad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -116,8 +116,8 @@ def arguments(case: History, device: torch.device = CPU) -> dict:
     def leaf(x: torch.Tensor, kind=dtype) -> torch.Tensor:
         return x.to(device, kind).requires_grad_()
 
-    def draw(*shape: int, kind=dtype) -> torch.Tensor:
-        return leaf(0.3 * torch.randn(shape, generator=g, dtype=torch.float64), kind)
+    def draw(*shape: int, scale: float = 1.0, kind=dtype) -> torch.Tensor:
+        return leaf(0.3 * scale * torch.randn(shape, generator=g, dtype=torch.float64), kind)
 
     def positive(*shape: int) -> torch.Tensor:
         return leaf(0.2 + torch.rand(shape, generator=g, dtype=torch.float64))
@@ -127,10 +127,10 @@ def arguments(case: History, device: torch.device = CPU) -> dict:
     if "fertility" in case.terms:
         args["fertility"] = positive(*keys)
     if "coverage_weight" in case.terms:
-        args["coverage_weight"] = draw(*own, case.A, kind=case.dtype)
+        args["coverage_weight"] = draw(*own, case.A, scale=case.scale, kind=case.dtype)
     if "location" in case.terms:
         args["filters"] = draw(*own, K, channels, width)
-        args["projection"] = draw(*own, case.A, K)
+        args["projection"] = draw(*own, case.A, K, scale=case.scale)
     if "transition" in case.terms:
         chance = torch.rand(case.B, *case.heads, case.Tq, generator=g, dtype=torch.float64)
         args["transition"] = leaf(0.3 + 0.4 * chance)
@@ -212,6 +212,20 @@ def name(case: History) -> str:
 def test_table(case, backend):
     skip_unless(backend, case)
     check(case, backend)
+
+
+NEAR_ZERO = [
+    one
+    for terms in ((), ("coverage_weight",), ("location", "lengths"))
+    for one in small(History("additive", 2, 3, 19, 12, 7, terms=(*terms, "state")))
+]  # without the state coverage is as large as the weights: which is the smaller would be noise
+
+
+@pytest.mark.parametrize("how", [attend, in_steps])
+@pytest.mark.parametrize("case", NEAR_ZERO, ids=lambda x: f"{x.terms}-{x.scale}")
+def test_inputs_near_zero(case, how, backend):
+    skip_unless(backend, case)
+    check(case, backend, how)
 
 
 @pytest.mark.parametrize("seed", range(4))

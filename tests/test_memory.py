@@ -9,7 +9,18 @@ import weakref
 
 import pytest
 import torch
-from table import DEVICE, Case, check, eager, inputs, losses, oracle_of, results, runnable
+from table import (
+    DEVICE,
+    Case,
+    check,
+    eager,
+    inputs,
+    losses,
+    oracle_of,
+    results,
+    runnable,
+    small,
+)
 from torch.utils.checkpoint import checkpoint
 
 from attnfast import Span, additive_attention, dot_attention, memory, steps
@@ -73,6 +84,14 @@ def test_recurrent_decoder(case, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
     judge(case, backend)
+
+
+NEAR_ZERO = small(Case("additive", 2, 3, 20, 40, 16, terms=("lengths",)))
+
+
+@pytest.mark.parametrize("case", NEAR_ZERO, ids=str)
+def test_inputs_near_zero(case, backend):
+    test_recurrent_decoder(case, backend)
 
 
 @pytest.mark.parametrize("score", ["additive", "dot"])

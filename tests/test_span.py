@@ -22,6 +22,7 @@ from table import (
     oracle_of,
     results,
     runnable,
+    small,
 )
 
 import attnfast
@@ -173,6 +174,19 @@ def test_table(case, span, position, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
     leave_out(backend, case.seed % 8 not in (0, 3))
+    judge(case, span, position, backend)
+
+
+NEAR_ZERO = [
+    (one, span, None)
+    for span in (Span(window=(2, 3)), Span(stride=4))
+    for one in small(Case("additive", 2, 17, 23, 33, 10, terms=("lengths",)))
+]
+
+
+@pytest.mark.parametrize(("case", "span", "position"), NEAR_ZERO, ids=str)
+def test_inputs_near_zero(case, span, position, backend):
+    leave_out(backend, span.stride > 1)
     judge(case, span, position, backend)
 
 

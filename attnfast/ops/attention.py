@@ -552,8 +552,10 @@ def additive_attention(
         like that of ``scaled_dot_product_attention``: who has transposed ``[B, Tq, H, A]``
         transposes back without a copy.
 
-    For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp), so that a
-    score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager float32 code loses.
+    For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp of
+    itself), so that a score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager
+    float32 code loses. Where all queries and keys of a block are near 0, max|q| + max|k| ≤ 0.8,
+    each tanh is right to a few ulp of itself, and with it the gradient of the weight.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.

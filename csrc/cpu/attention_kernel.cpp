@@ -29,44 +29,45 @@ class Scores {
       : a(a), item(item), key(key), depth(depth), width(padded<C>(depth)), additive(additive) {
     C* q_scratch = scratch.take(item.rows * width);
     k_scratch = scratch.take(kKeyBlock * width);
-    k_exp = scratch.take(kTransposed<C> * width);
+    k_held = scratch.take(kTransposed<C> * width);
     expect_apart(at<T>(query, item, item.row), query.row, item.rows, depth);
     q = gather(at<T>(query, item, item.row), query.row, item.rows, depth, width, q_scratch);
     if (!additive) return;
-    q_exp = scratch.take(item.rows * width);
+    q_held = scratch.take(item.rows * width);
     w = gather(at<T>(a.weight, item, 0), 0, 1, depth, width, scratch.take(width)).data;
     Vec<C> total = {};
     for (int64_t c = 0; c < width; c += Vector<C>::width) total += load(w + c);
     base = sum<C>(total);
     if constexpr (sizeof(C) == 4)
-      if (factorable()) q_range = exponentials(q, item.rows, depth, width, q_exp);
+      if (factorable()) q_range = exponentials(q, item.rows, depth, width, q_held);
   }
 
   // Prepare keys [from, to), at most kKeyBlock, for tiles to take.
   void prepare(int64_t from, int64_t to) {
     first = from;
     last = to;
-    rows = {q_exp, width};
-    path = Score::factored;
-    if constexpr (sizeof(C) == 4) {
-      if (factorable() && a.exponentials.data && q_range <= kPreparedLimit) {
-        keys = {at<C>(a.exponentials, item, from), round_up(depth, kPadding)};
-        return;
-      }
-    }
     const int64_t n = to - from;
+    const bool kept = factorable() && a.exponentials.data && q_range <= kPreparedLimit;
+    if (kept && q_range > kSmallLimit) return take_kept();
     expect_apart(at<T>(key, item, from), key.row, n, depth);
     keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
-    if constexpr (sizeof(C) == 4) {
-      if (factorable() && q_range + exponentials(keys, n, depth, width, k_exp) <= kFactoredLimit) {
-        keys = {k_exp, width};
-        return;
-      }
-    }
     rows = q;
     path = !additive ? Score::dot : a.relu ? Score::relu : Score::direct;
+    if constexpr (sizeof(C) == 4) {
+      if (factorable()) {
+        const bool near = q_range <= kSmallLimit;
+        if (near && q_range + range_of(keys, n, width) <= kSmallLimit) {
+          if (item.rows < 3) return;  // too few to pay for tanh(k)
+          double_tanh(keys, n, width, k_held);
+          return take(Score::small, {k_held, width});
+        }
+        if (kept) return take_kept();
+        if (q_range + exponentials(keys, n, depth, width, k_held) <= kFactoredLimit)
+          return take(Score::factored, {k_held, width});
+      }
+    }
     if (!additive && a.span.data)
-      transpose(keys.data, keys.stride, n, width, k_exp, kTransposed<C>);
+      transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
   }
 
   // The scores of the item's rows [row, row + n) and the keys [from, to). Where rows have spans, up to
@@ -76,11 +77,12 @@ class Scores {
     const Rows<C> qs = {rows.data + row * rows.stride, rows.stride};
     const Rows<C> ks = {keys.data + j * keys.stride, keys.stride};
     if (path == Score::dot && a.span.data)
-      return dot_transposed(qs, n, k_exp + j, kTransposed<C>, nk, width, out, stride);
-    if (path == Score::dot) return dot_block(qs, n, ks, nk, width, out, stride, k_exp);
+      return dot_transposed(qs, n, k_held + j, kTransposed<C>, nk, width, out, stride);
+    if (path == Score::dot) return dot_block(qs, n, ks, nk, width, out, stride, k_held);
     auto block = path == Score::relu ? score_block<C, Score::relu> : score_block<C, Score::direct>;
     if constexpr (sizeof(C) == 4) {
       if (path == Score::factored) block = score_block<C, Score::factored>;
+      if (path == Score::small) block = score_block<C, Score::small>;
     }
     block(qs, n, ks, nk, w, width, base, out, stride);
   }
@@ -97,6 +99,21 @@ class Scores {
  private:
   bool factorable() const { return additive && !a.relu; }
 
+  // Tiles take such keys, and the queries' rows that go with them.
+  void take(Score next, Rows<C> prepared) {
+    if (held != next) {
+      if (next == Score::small) double_tanh(q, item.rows, width, q_held);
+      else exponentials(q, item.rows, depth, width, q_held);
+    }
+    held = path = next;
+    rows = {q_held, width};
+    keys = prepared;
+  }
+
+  void take_kept() {
+    take(Score::factored, {at<C>(a.exponentials, item, first), round_up(depth, kPadding)});
+  }
+
   const Attention& a;
   const Item& item;
   const View& key;
@@ -104,9 +121,9 @@ class Scores {
   const bool additive;
   int64_t first = 0, last = 0;
   C q_range = 0, base = 0;
-  C *q_exp = nullptr, *k_scratch, *k_exp;
+  C *q_held = nullptr, *k_scratch, *k_held;
   const C* w = nullptr;
-  Score path = Score::dot;
+  Score path = Score::dot, held = Score::factored;
   Rows<C> q, rows, keys;
 };
 
@@ -361,8 +378,12 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
                   pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, a.relu, k);
   auto blocks = a.relu ? grad_blocks<C, Score::relu> : grad_blocks<C, Score::direct>;
   if constexpr (sizeof(C) == 4) {
-    if (range <= kFactoredLimit && !a.relu) {
-      exponentials(Rows<C>{q, W2}, a.Tq + n, W2, W2, q);  // k follows q
+    const Rows<C> both = {q, W2};  // k follows q
+    if (range <= kSmallLimit && !a.relu) {
+      double_tanh(both, a.Tq + n, W2, q);
+      blocks = grad_blocks<C, Score::small>;
+    } else if (range <= kFactoredLimit && !a.relu) {
+      exponentials(both, a.Tq + n, W2, W2, q);
       blocks = grad_blocks<C, Score::factored>;
     }
   }
@@ -411,8 +432,8 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   C q_range = 0;
   if constexpr (sizeof(C) == 4)
     if (!a.relu) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
+  const bool near = q_range <= kSmallLimit;  // perhaps with the keys too
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
-  const int64_t ahead = prepared ? 4 * a.exponentials.row : 0;
   const auto put_row = [&](T* out, const C* x) {
     for (int64_t i = 0; i < width; i += W)
       put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
@@ -432,37 +453,38 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
       }
     }
     if (found == 0) break;
-    bool near = prepared;
-    C range = 0;
-    for (int i = 0; i < 4; ++i) {
-      const int64_t row = key[i < found ? i : 0];
-      if constexpr (sizeof(C) == 4) {
-        if (prepared) {
-          k[i] = at<C>(a.exponentials, item, row) + c;
-          continue;
-        }
-      }
-      k[i] = gather(at<T>(a.key, item, row) + c, 0, 1, width, wide, k_scratch + i * wide).data;
-      if constexpr (sizeof(C) == 4) {
-        if (a.relu) continue;
-        const C most = exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_exp + i * wide);
+    for (int i = found; i < 4; ++i) key[i] = key[0];
+    const bool look = !prepared || near;  // at the keys themselves
+    for (int i = 0; look && i < 4; ++i)
+      k[i] = gather(at<T>(a.key, item, key[i]) + c, 0, 1, width, wide, k_scratch + i * wide).data;
+    const auto all_keys = [&](const auto& range_of_key) {  // with the query
+      C range = 0;
+      for (int i = 0; i < 4; ++i) {
+        const C most = range_of_key(i);
         range = most > range ? most : range;
       }
-    }
+      return q_range + range;
+    };
     const bool keys = a.grad_key.data;
+    auto rows = a.relu ? (keys ? grad_rows<C, Score::relu, true> : grad_rows<C, Score::relu, false>)
+                       : (keys ? grad_rows<C, Score::direct, true> : grad_rows<C, Score::direct, false>);
+    const C* of_query = q;
+    int64_t ahead = 0;
     if constexpr (sizeof(C) == 4) {
-      if (!prepared && !a.relu && q_range + range <= kFactoredLimit) {
-        near = true;
-        for (int i = 0; i < 4; ++i) k[i] = k_exp + i * wide;
+      const auto range = [&](int i) { return range_of(Rows<C>{k[i], 0}, 1, wide); };
+      const auto factor = [&](int i) {
+        return exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_exp + i * wide);
+      };
+      const bool small = near && !a.relu && all_keys(range) <= kSmallLimit;  // needs no tanh(k) for one query
+      if (!a.relu && !small && (prepared || all_keys(factor) <= kFactoredLimit)) {
+        of_query = q_exp;
+        for (int i = 0; i < 4; ++i)
+          k[i] = prepared ? at<C>(a.exponentials, item, key[i]) + c : k_exp + i * wide;
+        ahead = prepared ? 4 * a.exponentials.row : 0;
+        rows = keys ? grad_rows<C, Score::factored, true> : grad_rows<C, Score::factored, false>;
       }
-      const auto rows =
-          keys ? grad_rows<C, Score::factored, true> : grad_rows<C, Score::factored, false>;
-      if (near) rows(q_exp, k, gradient, wide, ahead, grad_q, grad_k, grad_w);
     }
-    const auto rows = a.relu ? (keys ? grad_rows<C, Score::relu, true> : grad_rows<C, Score::relu, false>)
-                             : (keys ? grad_rows<C, Score::direct, true>
-                                     : grad_rows<C, Score::direct, false>);
-    if (!near) rows(q, k, gradient, wide, ahead, grad_q, grad_k, grad_w);
+    rows(of_query, k, gradient, wide, ahead, grad_q, grad_k, grad_w);
     for (int i = 0; keys && i < found; ++i)
       put_row(at<T>(a.grad_key, item, key[i]) + c, grad_k + i * wide);
   }

@@ -142,34 +142,6 @@ void find(Place<C>& p, const int64_t* keys, int64_t n) {
   times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
 }
 
-// s = -tanh(z) / 2 of several vectors. tanh z = z P(z^2) / Q(z^2) within 2e-8 up to |z| = 9, fitted by
-// reweighted least squares; beyond, 1 to the last bit. Four vectors take each step together: one
-// after the other, the processor would not look far enough ahead to overlap them.
-template <int N>
-inline void half_tanh(const Vec<float> (&z)[N], Vec<float> (&s)[N]) {
-  constexpr int n = N < 4 ? N : 4;
-  constexpr float P[] = {1.335340185e-8f, 2.060817470e-5f, 3.495533821e-3f, 1.338098051e-1f,
-                         9.999999796e-1f};
-  constexpr float Q[] = {7.776041999e-7f, 3.285545229e-4f, 2.587677724e-2f, 4.671429616e-1f, 1.f};
-  for (int from = 0; from < N; from += n) {
-    Vec<float> x[n], u[n], p[n], q[n];
-    for (int i = 0; i < n; ++i) x[i] = at_least(at_most(z[from + i], 9.f), -9.f);
-    for (int i = 0; i < n; ++i) u[i] = x[i] * x[i];
-    for (int i = 0; i < n; ++i) q[i] = u[i] * Q[0] + Q[1];
-    for (int i = 0; i < n; ++i) p[i] = u[i] * (-0.5f * P[0]) + -0.5f * P[1];
-#pragma GCC unroll 3
-    for (int k = 2; k < 5; ++k) {
-      for (int i = 0; i < n; ++i) q[i] = q[i] * u[i] + Q[k];
-      for (int i = 0; i < n; ++i) p[i] = p[i] * u[i] + -0.5f * P[k];
-    }
-    for (int i = 0; i < n; ++i) s[from + i] = p[i] * x[i] * reciprocal(q[i]);
-  }
-}
-template <int N>
-inline void half_tanh(const Vec<double> (&z)[N], Vec<double> (&s)[N]) {
-  for (int i = 0; i < N; ++i) s[i] = logistic(z[i]) - 0.5;
-}
-
 // z = q + k_j + sum_k found_jk U_k of J keys, two vectors of features from c on: z[2 j] and z[2 j + 1].
 template <int J, class C>
 inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,

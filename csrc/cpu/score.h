@@ -1,8 +1,10 @@
-// Scores of tiles of queries and keys; the two paths of the additive one, and that of relu.
+// Scores of tiles of queries and keys; the three paths of the additive one, and that of relu.
 //
 // With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
-// two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). Beyond kFactoredLimit
-// the direct path takes e^{2(q + k)}.
+// two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). The error is that of
+// numbers near 1, too much where tanh is small: up to kSmallLimit tanh(q) and tanh(k) are taken once,
+// and tanh(q + k) = (tanh q + tanh k) / (1 + tanh q tanh k), pairs sharing a reciprocal too. Beyond
+// kFactoredLimit the direct path takes tanh(q + k).
 #pragma once
 #include "product.h"
 
@@ -10,7 +12,7 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-enum class Score { dot, factored, direct, relu };
+enum class Score { dot, factored, small, direct, relu };
 
 template <class C>
 inline Vec<C> rectified(Vec<C> z) {
@@ -35,6 +37,34 @@ C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
   return highest<C>(most);
 }
 
+// The largest |x|, passing over NaN.
+template <class C>
+C range_of(Rows<C> x, int64_t n, int64_t padded) {
+  constexpr int W = Vector<C>::width;
+  Vec<C> most = {};
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t c = 0; c < padded; c += W) {
+      const Vec<C> v = load(x.data + r * x.stride + c);
+      most = v > most ? v : most;
+      most = -v > most ? -v : most;
+    }
+  return highest<C>(most);
+}
+
+// -2 tanh(x), as Score::small takes it.
+template <class C>
+void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
+  constexpr int W = Vector<C>::width;
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t c = 0; c < padded; c += 2 * W) {
+      const C* from = x.data + r * x.stride + c;
+      const Vec<C> z[] = {load(from), load(from + W)};
+      Vec<C> s[2];
+      half_tanh(z, s);
+      for (int i = 0; i < 2; ++i) store(out + r * padded + c + i * W, s[i] * (C)4);
+    }
+}
+
 // out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc) where base is sum_c w_c
 template <class C, Score S, int I, int J>
 void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out,
@@ -50,6 +80,17 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
         const Vec<C> q0 = load(qi), q1 = load(qi + W);
+        if constexpr (S == Score::direct) {
+          Vec<C> z[2 * J], s[2 * J];
+          for (int j = 0; j < J; ++j) {
+            z[2 * j] = q0 + load(k.data + j * k.stride + c);
+            z[2 * j + 1] = q1 + load(k.data + j * k.stride + c + W);
+          }
+          half_tanh(z, s);
+          const Vec<C> w0 = load(w + c), w1 = load(w + c + W);
+          for (int j = 0; j < J; ++j) acc[i][j] += w0 * s[2 * j] + w1 * s[2 * j + 1];
+          continue;
+        }
         for (int j = 0; j < J; ++j) {
           const C* kj = k.data + j * k.stride + c;
           const Vec<C> k0 = load(kj), k1 = load(kj + W);
@@ -65,9 +106,9 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
           } else if constexpr (S == Score::relu) {
             acc[i][j] += w0 * rectified<C>(q0 + k0);
             acc[i][j] += w1 * rectified<C>(q1 + k1);
-          } else {
-            acc[i][j] += w0 * logistic(q0 + k0);
-            acc[i][j] += w1 * logistic(q1 + k1);
+          } else if constexpr (S == Score::small) {  // w s, as below
+            const Vec<C> d0 = q0 * k0 + (C)4, d1 = q1 * k1 + (C)4;
+            acc[i][j] += (w0 * (q0 + k0) * d1 + w1 * (q1 + k1) * d0) * reciprocal(d0 * d1);
           }
         }
       }
@@ -82,8 +123,11 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
     } else {
       for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
     }
-    constexpr bool of_tanh = S == Score::factored || S == Score::direct;
-    for (int j = 0; j < J; ++j) out[i * out_stride + j] = of_tanh ? base - 2 * score[j] : score[j];
+    constexpr bool of_half = S == Score::small || S == Score::direct;
+    for (int j = 0; j < J; ++j) {
+      const C x = S == Score::factored ? base - 2 * score[j] : of_half ? -2 * score[j] : score[j];
+      out[i * out_stride + j] = x;
+    }
   }
 }
 
@@ -129,7 +173,8 @@ void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk
     mix_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride, W2);
 }
 
-// s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2
+// s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2, or of what
+// double_tanh has left, (q + k) / (4 + q k)
 template <class C, Score S>
 inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& s0, Vec<C>& s1) {
   if constexpr (S == Score::factored) {
@@ -137,12 +182,19 @@ inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& 
     const Vec<C> r = reciprocal(d0 * d1);
     s0 = r * d1 - (C)0.5;
     s1 = r * d0 - (C)0.5;
+  } else if constexpr (S == Score::small) {
+    const Vec<C> d0 = q0 * k0 + (C)4, d1 = q1 * k1 + (C)4;
+    const Vec<C> r = reciprocal(d0 * d1);
+    s0 = (q0 + k0) * (r * d1);
+    s1 = (q1 + k1) * (r * d0);
   } else if constexpr (S == Score::relu) {
     s0 = rectified<C>(q0 + k0) * (C)-0.5;
     s1 = rectified<C>(q1 + k1) * (C)-0.5;
   } else {
-    s0 = logistic(q0 + k0) - (C)0.5;
-    s1 = logistic(q1 + k1) - (C)0.5;
+    const Vec<C> z[] = {q0 + k0, q1 + k1};
+    Vec<C> s[2];
+    half_tanh(z, s);
+    s0 = s[0], s1 = s[1];
   }
 }
 
@@ -228,9 +280,17 @@ void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t widt
     const Vec<C> q0 = load(q + c), q1 = load(q + c + W);
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
     for (int j = 0; j < 4; ++j) expect_step(k[j] + ahead + c);
+    Vec<C> s[8];
+    if constexpr (S == Score::direct) {
+      Vec<C> z[8];
+      for (int j = 0; j < 4; ++j) z[2 * j] = q0 + load(k[j] + c), z[2 * j + 1] = q1 + load(k[j] + c + W);
+      half_tanh(z, s);
+    } else {
+      for (int j = 0; j < 4; ++j)
+        half_activation<C, S>(q0, q1, load(k[j] + c), load(k[j] + c + W), s[2 * j], s[2 * j + 1]);
+    }
     for (int j = 0; j < 4; ++j) {
-      Vec<C> s0, s1;
-      half_activation<C, S>(q0, q1, load(k[j] + c), load(k[j] + c + W), s0, s1);
+      const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
       const C quarter = g[j] * (C)0.25;
       const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
       const Vec<C> u0 = quarter_slope<S>(quarter, t0, s0), u1 = quarter_slope<S>(quarter, t1, s1);
