@@ -249,7 +249,7 @@ template <class C, Score S>
 void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
                  C* grad_q, C* grad_k, C* grad_w) {
   constexpr int W2 = 2 * Vector<C>::width;
-  constexpr int64_t kQueries = 64, kKeys = 128;
+  constexpr int64_t kQueries = 32, kKeys = 128;
   C part_k[kKeys * W2], part_w[W2];
   for (int64_t j = 0; j < n; j += kKeys) {
     const int64_t keys = min(kKeys, n - j);
