@@ -84,6 +84,28 @@ def test_misfits(host):
     assert not all(misfits.judge(misfits.Call(draw), host, only_misfits=True) for _ in range(500))
 
 
+@pytest.mark.parametrize("case", test_attention.NEAR_ZERO, ids=test_attention.name)
+def test_inputs_near_zero(case, host, monkeypatch):
+    monkeypatch.setattr(test_attention, "runnable", lambda *_: True)
+    test_attention.test_inputs_near_zero(case, host)
+
+
+def test_what_is_near_zero_everywhere(host, monkeypatch):
+    for module in (test_attention, test_coverage, test_memory):
+        monkeypatch.setattr(module, "why_not", lambda *_: None, raising=False)
+        monkeypatch.setattr(module, "runnable", lambda *_: True, raising=False)
+    for dtype in (torch.float32, torch.float64):
+        for rows in (1, 2, 20):
+            test_attention.test_tanh_near_zero(dtype, rows, host)
+    test_attention.test_blocks_near_zero_beside_others(host)
+    for case in test_coverage.NEAR_ZERO[::2]:
+        test_coverage.check(case, host)
+    for case in test_memory.NEAR_ZERO[1::2]:
+        test_memory.judge(case, host)
+    for case, span, position in test_span.NEAR_ZERO[::2]:
+        test_span.judge(case, span, position, host)
+
+
 @pytest.fixture(params=[1, 2, 8])
 def blocks(request, library):
     """The most blocks of a cluster; 1 is what a GPU without clusters has."""

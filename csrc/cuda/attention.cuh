@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
   for (int left = all.to - all.from; left > 0; left -= kKeys) {
     const int64_t j0 = all.to - left;
     const int keys = min(left, kKeys);
-    score_tile<S, T>(a, factored, tile, j0, keys, staged);
+    constexpr bool near = columns < 4;  // with more registers spill on sm_100
+    score_tile<S, T, near>(a, factored, tile, j0, keys, staged);
 #pragma unroll 1
     for (int r = warp; r < kQueries; r += kWarps) {
       const int64_t i = tile.row + r, j = j0 + lane;
@@ -211,7 +212,8 @@ __device__ void drop_unseen(C (&x)[N]) {
 }
 
 // Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice. The quick way
-// has rows and columns hold e^{2x}, or, for the dot score, nothing that must not meet a 0.
+// has rows and columns hold e^{2x}, or, for the dot score, nothing that must not meet a 0. It loses too
+// much where all tanh are small.
 template <Score S, bool quick, bool weighs, class C>
 __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x)[kHeight][2],
                             C (&out)[kHeight][2], C (&grad_weight)[2]) {
@@ -232,7 +234,7 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
         } else {
           for (int half = 0; half < 2; ++half) {
             const C z = x[r][half] + y[half];
-            s[half] = S == Score::relu ? C(-0.5) * rectified(z) : logistic(z) - C(0.5);
+            s[half] = C(-0.5) * (S == Score::relu ? rectified(z) : tanh(z));
           }
         }
         for (int half = 0; half < 2; ++half) {
@@ -270,14 +272,16 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
   const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
 
   C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
-  bool far = false;
+  bool far = false, wide = false;
+  const auto beyond_small = [](const auto& x) { return beyond(x, kSmallLimit / 2); };
   if constexpr (S != Score::dot) {
     const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
     for (int half = 0; half < 2; ++half) {
       C part[kHeight];
       load(from, lane + 32 * half, width, part);
       drop_unseen<S>(part);
-      far |= beyond(part);
+      far |= beyond(part, kFactoredLimit);
+      wide |= beyond_small(part);
       for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
     }
   }
@@ -285,14 +289,14 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
     const int count = up_to(kSumColumns, columns.to - c0);
     const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
     C y[2][kPart], g[kPart];
-    bool special = (S != Score::dot && !factorable) || far;
+    bool special = (S != Score::dot && !factorable) || far, large = wide;
     for (int half = 0; half < 2; ++half) {
       load(from, lane + 32 * half, width, y[half]);
       if constexpr (S == Score::dot)
         for (const C v : y[half]) special |= v - v != 0;
       else
         drop_unseen<S>(y[half]);
-      if (factorable) special |= beyond(y[half]);
+      if (factorable) special |= beyond(y[half], kFactoredLimit), large |= beyond_small(y[half]);
     }
     // Neighbouring lanes read neighbouring numbers.
     const int64_t i = (keys_are_rows ? c0 : tile.row) + warp;
@@ -310,7 +314,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
       }
       g[m] = exists ? of_g[-origin] : 0;
     }
-    const bool quick = !__syncthreads_or(special);  // and the columns staged before are used up
+    bool quick = !__syncthreads_or(special);  // and the columns staged before are used up
+    if (factorable) quick &= __syncthreads_or(large) != 0;
     for (int half = 0; half < 2; ++half)
       for (int m = 0; m < kPart; ++m)
         staged.y[warp + m * kWarps][lane + 32 * half] =

@@ -4,7 +4,8 @@
 // tanh(q + k) = 1 - 2/d, d = 1 + Eq Ek, and two features share a reciprocal, the query's side of the
 // second being divided by its weight:
 //   w0/d0 + w1/d1 = (w0 D + d0) / (d0 D),  D = d1/w1 = 1/w1 + (Eq/w1) Ek.
-// What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh.
+// What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh. Its error is that of
+// numbers near 1: tiles up to kSmallLimit take a polynomial of q + k.
 #pragma once
 #include "tile.cuh"
 
@@ -73,9 +74,18 @@ __device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width)
 
 // What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every
 // second feature 1 / -2w, by which the query's e^{2x} is multiplied. After the weights each chunk's sum.
+// Behind all of these lie x and w themselves, for tiles near 0, and then the largest |x| of each row. (Views
+// of their own would make the parameters so long that registers spill on sm_100.)
 struct Factored {
   View query, key, weight;
 };
+
+// The largest |x| of a row, of `count` in a sequence.
+__device__ inline float* range_of(const Attention& a, const View& panel, const Tile& tile,
+                                  int64_t count, int64_t row) {
+  const int64_t before = (int64_t{tile.b} * a.H + tile.h) * count;
+  return static_cast<float*>(panel.data) + 2 * a.B * panel.batch + before + row;
+}
 
 // Four features' weights, as above; three other lanes have those of the rest of the chunk, and all
 // its sum in `total`.
@@ -103,6 +113,7 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int block) 
   const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
                         up_to(kQueries, (keys ? keys_seen(a, tile.b) : a.Tq) - tile.row)};
   const bool fours = aligned(rows);
+  float most[kRows] = {};
   for (int64_t first = 0; first < width; first += 128) {
     const int64_t c = first + 4 * lane;
     float w[4], total;
@@ -111,8 +122,12 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int block) 
     if (c >= width) break;
     if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
       float* weights = at<float>(out.weight, tile, 0);
-      for (int i = 0; i < 4; ++i) weights[c + i] = w[i];
-      if (lane % 4 == 0) weights[width + c / kFeatures] = total;
+      float* const near = weights + a.H * out.weight.head;
+      for (int i = 0; i < 4; ++i) {
+        weights[c + i] = w[i];
+        near[c + i] = c + i < a.A ? widen(at<T>(a.weight, tile, 0)[c + i]) : 0;
+      }
+      if (lane % 4 == 0) weights[width + c / kFeatures] = total, near[width + c / kFeatures] = 0;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -120,13 +135,24 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int block) 
       if (row >= rows.count) break;
       float x[4];
       load(rows.data + row * rows.stride + c, fours, a.A - c, x);
-      Quad<float> e;
+      Quad<float> e, near;
       for (int i = 0; i < 4; ++i) {
+        near.x[i] = x[i];
+        most[r] = fmax(most[r], fabs(x[i]));  // passes over NaN
         e.x[i] = fabs(x[i]) <= kFactoredLimit ? expf(2 * x[i]) : NAN;
         if (!keys && i % 2) e.x[i] *= w[i];
       }
-      *reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c) = e;
+      auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c);
+      *place = e;
+      if (most[r] <= kSmallLimit) place[a.B * to.batch / 4] = near;
     }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float range = of_warp<Max>(most[r]);
+    const int row = warp * kRows + r;
+    if (lane == 0 && row < rows.count)
+      *range_of(a, to, tile, keys ? a.Tk : a.Tq, tile.row + row) = range;
   }
 }
 
@@ -145,10 +171,10 @@ Factored factored(const Attention& a, const Launch& launch) {
     const int64_t width = tiles(a.A, kFeatures) * kFeatures;
     const auto rows = [&](int64_t count) {
       const int64_t head = count * width, batch = a.H * head;
-      return View{launch.template scratch<float>(a.B * batch), batch, head, width};
+      return View{launch.template scratch<float>(a.B * (2 * batch + a.H * count)), batch, head, width};
     };
     const int64_t weights = width + width / kFeatures;
-    out = {rows(a.Tq), rows(a.Tk), {launch.template scratch<float>(a.H * weights), 0, weights}};
+    out = {rows(a.Tq), rows(a.Tk), {launch.template scratch<float>(2 * a.H * weights), 0, weights}};
     launch(factor<T>, a.B * a.H * (tiles(a.Tq, kQueries) + tiles(a.Tk, kQueries)), 1, a, out);
   }
   return out;
@@ -176,6 +202,9 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
           } else if constexpr (S == Score::relu) {
             sum[r][x] += w[c + i] * rectified(q0 + k0);
             sum[r][x] += w[c + i + 1] * rectified(q1 + k1);
+          } else if constexpr (S == Score::small) {
+            sum[r][x] += w[c + i] * small_tanh(q0 + k0);
+            sum[r][x] += w[c + i + 1] * small_tanh(q1 + k1);
           } else {
             const C d0 = q0 * k0 + 1, d1 = q1 * k1 + w[c + i + 1];
             sum[r][x] += (w[c + i] * d1 + d0) * reciprocal(d0 * d1);
@@ -188,10 +217,10 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
 // staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share
 // the features, of which they take chunks; every thread of the block takes part. Where the score is
 // additive, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
-// warp's features add up to, tanh by tanh.
+// warp's features add up to, tanh by tanh; `small` tells that they are near 0, and not factored.
 template <Score S, class X, class C, class Again>
 __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
-                           Staged<C>& staged, const Again& again) {
+                           Staged<C>& staged, const Again& again, bool small = false) {
   constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
   constexpr bool factored = S == Score::additive && sizeof(C) == 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4 * 4;
@@ -226,7 +255,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
         for (int i = 0; i < 4; ++i) rows[lane / 4 + 8 * n][quad + i] = x[n][i];
       if (S != Score::dot && lane < kFeatures) weights[lane] = v;
       __syncwarp();
-      score_features<S>(rows, weights, part);
+      if (factored && small) score_features<Score::small>(rows, weights, part);
+      else score_features<S>(rows, weights, part);
     }
     for (int r = 0; r < 4; ++r)  // sums of sums lose less
       for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
@@ -252,8 +282,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
   __syncthreads();
 }
 
-// Of a tile's query rows and the keys from j0 on.
-template <Score S, class T, class C>
+// Of a tile's query rows and the keys from j0 on. Without `near` tiles near 0 are factored too.
+template <Score S, class T, bool near = true, class C>
 __device__ void score_tile(const Attention& a, const Factored& f, const Tile& tile, int64_t j0,
                            int keys, Staged<C>& staged) {
   const int rows = up_to(kQueries, a.Tq - tile.row);
@@ -264,9 +294,18 @@ __device__ void score_tile(const Attention& a, const Factored& f, const Tile& ti
     return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
   };
   if constexpr (S == Score::additive && sizeof(C) == 4) {
-    const Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
-    const Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
-    score_tile<S>(e_q, e_k, at<C>(f.weight, tile, 0), f.key.row, staged, again);
+    bool small = false;
+    if constexpr (near) {
+      const int lane = threadIdx.x % 32;
+      const float of_q = lane < rows ? *range_of(a, f.query, tile, a.Tq, tile.row + lane) : 0;
+      const float of_k = lane < keys ? *range_of(a, f.key, tile, a.Tk, j0 + lane) : 0;
+      small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallLimit;
+    }
+    Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
+    Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
+    const C* e_w = at<C>(f.weight, tile, 0);
+    if (small) e_q.data += a.B * f.query.batch, e_k.data += a.B * f.key.batch, e_w += a.H * f.weight.head;
+    score_tile<S>(e_q, e_k, e_w, f.key.row, staged, again, small);
   } else {
     score_tile<S>(Rows<T>{q, a.query.row, rows}, Rows<T>{k, a.key.row, keys}, w, a.A, staged, again);
   }

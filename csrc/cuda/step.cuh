@@ -23,23 +23,15 @@ __device__ inline StepKeys keys_of_block(const Attention& a, const Tile& tile) {
   return {own, from, max(0, up_to(kStepKeys, own.to - from))};
 }
 
-// Two features of a score. Every pair of a query and a key meets once, so nothing is factored:
-// e^{2(q + k)} is taken as it is, of what tanh does not tell from 1 no more than its limit.
+// Two features of a score. Every pair of a query and a key meets once, so nothing is factored.
 template <Score S, class C>
 __device__ C pair_score(C q0, C q1, C k0, C k1, C w0, C w1) {
   if constexpr (S == Score::dot) {
     return q0 * k0 + q1 * k1;
   } else if constexpr (S == Score::relu) {
     return w0 * rectified(q0 + k0) + w1 * rectified(q1 + k1);
-  } else if constexpr (sizeof(C) == 8) {
-    return w0 * tanh(q0 + k0) + w1 * tanh(q1 + k1);
   } else {
-    constexpr float limit = 2 * kFactoredLimit;  // d0 d1 < 2^126
-    float x0 = q0 + k0, x1 = q1 + k1;
-    x0 = x0 > limit ? limit : x0 < -limit ? -limit : x0;  // NaN stays
-    x1 = x1 > limit ? limit : x1 < -limit ? -limit : x1;
-    const float d0 = 1 + expf(2 * x0), d1 = 1 + expf(2 * x1);
-    return (w0 + w1) - 2 * ((w0 * d1 + w1 * d0) * reciprocal(d0 * d1));
+    return w0 * tanh(q0 + k0) + w1 * tanh(q1 + k1);
   }
 }
 
@@ -217,8 +209,8 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) 
       } else if constexpr (S == Score::relu) {
         sum += q0 + widen(*k) > 0 ? share[j] : 0;
       } else {
-        const C r = logistic(q0 + widen(*k));
-        sum += share[j] * 4 * r * (1 - r);
+        const C t = tanh(q0 + widen(*k));
+        sum += share[j] * (1 - t * t);
       }
     }
     return S == Score::dot ? sum : sum * widen(w[c]);

@@ -19,8 +19,10 @@ constexpr int kMostBlocks = 8;         // of a cluster
 // Of queries and keys whose e^{2x} are multiplied: d = 1 + Eq Ek <= 1 + e^{4 * 10.9} < 2^63; of weights,
 // too, for they magnify the 3 ulp that the factored path loses.
 constexpr float kFactoredLimit = 10.9f;
+// Of |q| + |k| where tanh is so small that its error must be relative.
+constexpr float kSmallLimit = 0.8f;
 
-enum class Score { dot, additive, relu };
+enum class Score { dot, additive, relu, small };
 
 // ---- numbers ----------------------------------------------------------------------------------
 
@@ -45,9 +47,14 @@ __device__ inline void narrow(float x, __nv_bfloat16& out) { out = __float2bfloa
 // 1 / x for 1 <= x <= 2^126: one special function, with -ftz=true.
 __device__ inline float reciprocal(float x) { return __fdividef(1.f, x); }
 
-// r = 1 / (1 + e^{2x}), so that tanh x = 1 - 2r and its derivative is 4r(1 - r).
-__device__ inline float logistic(float x) { return 1 / (1 + expf(2 * x)); }
-__device__ inline double logistic(double x) { return 0.5 * (1 - tanh(x)); }
+// tanh x up to kSmallLimit, within 4e-9 of itself before rounding: x + x^3 P(x^2), fitted by least
+// squares at Chebyshev's nodes, reweighted towards the largest error.
+template <class C>
+__device__ C small_tanh(C x) {
+  const C u = x * x;
+  const C p = (C(0.0015847615) * u - C(0.0074095660)) * u + C(0.0213029957);
+  return x + x * u * (((p * u - C(0.0538523323)) * u + C(0.1333222102)) * u - C(0.3333329736));
+}
 
 struct Add {
   static constexpr float none = 0;  // changes nothing
@@ -149,12 +156,12 @@ __device__ void load(const Rows<T>& x, int64_t c, int64_t width, C (&out)[N]) {
     out[n] = row < count ? widen(*from) : 0;
 }
 
-// Whether the factored path cannot hold these. Passes over NaN: one in a key that is not seen must
-// not choose the path.
+// Whether any of these is larger than a path's limit. Passes over NaN: one in a key that is not seen
+// must not choose the path.
 template <class C, int N>
-__device__ bool beyond(const C (&x)[N]) {
+__device__ bool beyond(const C (&x)[N], float limit) {
   bool far = false;
-  for (int n = 0; n < N; ++n) far |= fabs(x[n]) > kFactoredLimit;
+  for (int n = 0; n < N; ++n) far |= fabs(x[n]) > limit;
   return far;
 }
 
