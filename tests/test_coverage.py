@@ -563,6 +563,23 @@ def test_odds_that_vanish(previous, bias, backend):
     assert backend == "reference" or grad.isfinite().all()  # the others stop at e^80
 
 
+def test_the_loss_of_rows_alike(backend):
+    """Where a weight is its key's coverage, of the two it is the weight that gets a gradient."""
+    skip_unless(backend, History("dot", 1, 1, 4, 1, 1))
+    grads = []
+    for name in (backend, "reference"):
+        args = arguments(History("dot", 2, 2, 9, 8, 5), DEVICE[name])
+        query = args["query"].detach()[:, :1].expand(2, 2, 8).clone().requires_grad_()
+        coverage = torch.zeros(2, 9, device=query.device)
+        coverage[:, :4] = -0.3  # of these keys the coverage is the smaller
+        *_, loss = attnfast.coverage_attention(
+            query, args["key"], args["value"], coverage=coverage, need_loss=True, backend=name
+        )
+        grads.append(torch.autograd.grad(loss.sum(), query)[0].cpu())
+    assert grads[1][:, 1].abs().max() > 1e-2
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("factor", [1e4, -5e4])
 def test_large_scores(factor, backend):
     case = History("additive", 2, 3, 33, 16, 8, terms=("penalty", "coverage_weight", "location"))
