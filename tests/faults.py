@@ -49,8 +49,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(features.relu() if relu else features.tanh())", "features.tanh()"),
         ("visible = visible & (bias != -math.inf)", "pass"),
         ("e = scale * score(", "e = score("),
-    ],
-    ("attnfast/ops/attention.py", CPU): [
         ("scale = max(query.shape[-1], 1) ** -0.5", "scale = max(query.shape[-1], 1) ** 0.5"),
         ("need_key = any(ctx.needs_input_grad[1:4])", "need_key = any(ctx.needs_input_grad[1:3])"),
         ("None if bias is None else bias / temperature", "bias"),
