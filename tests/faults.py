@@ -244,6 +244,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("context[r][x] *= factor[r];", ";"),
         ("if (decltype(finite)::value || p != 0)", "if (true)"),
         ("const C share = mass[r] == 0 ? 0 : 1 / mass[r];", "const C share = 1 / mass[r];"),
+    ],
+    ("csrc/cuda/attention.cuh", CUDA.format("spans")): [
         ("last = tile.row + 31 - __clz(lanes);", "last = tile.row + 30 - __clz(lanes);"),
     ],
     ("csrc/cuda/coverage.cuh", CUDA.format("coverage or owes")): [
