@@ -380,6 +380,23 @@ def test_filters_that_change_between_steps(backend):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("by", ["penalty", "location"])
+def test_steps_of_another_scale(by, backend):
+    case = History("additive", 2, 1, 9, 8, 5, terms=(by,), dtype=torch.float64)
+    skip_unless(backend, case)
+    args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
+    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "weight"))
+    leaves, grads = [query, key, value, weight, *args.values()], []
+    state = {k: key.new_full((2, 9), 0.3) for k in ("coverage", "previous")}
+    for deferred in (True, False):
+        memory = prepare(key, value, weight, backend=backend)
+        memory = memory if deferred else memory._replace(steps=None)
+        context, *_ = attend_with_history(query, memory, scale=0.4, **args, **state)
+        grads.append(torch.autograd.grad(context.sin().sum(), leaves))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("terms", [("penalty",), ("location",)])
 def test_steps_have_no_second_derivative(terms, backend):
     """Also where the context's gradient is a constant, and for what is taken at the end."""
