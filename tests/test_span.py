@@ -614,3 +614,16 @@ def test_bad_input_is_one_clear_sentence(change, message):
 def test_bad_spans(change, message):
     with pytest.raises(ValueError, match=message):
         Span(**change)
+
+
+@pytest.mark.parametrize("T", [1.0, 2.5])
+def test_a_prior_is_a_bias_like_another(T, backend):
+    """It is added to the one given, and divided by the temperature with it."""
+    args = inputs(Case("additive", 2, 3, 7, 8, 5, terms=("bias",)), DEVICE[backend])
+    p, sigma = torch.tensor([1.0, 2.0, 5.0], device=DEVICE[backend]), 1.7
+    j = torch.arange(7.0, device=p.device)
+    prior = -(j - p.unsqueeze(-1)).square() / (2 * sigma**2)
+    got = attend(args, position=p, sigma=sigma, temperature=T, backend=backend)[0]
+    args["bias"] = args["bias"] + prior
+    want = attend(args, temperature=T, backend=backend)[0]
+    torch.testing.assert_close(got, want)
