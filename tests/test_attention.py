@@ -430,6 +430,23 @@ def test_weights_that_vanish(factor, small, offset, backend):
     judge_on(case, args, backend)
 
 
+def test_a_dot_is_scaled_as_pytorch_scales_it(backend):
+    query, key, value = (torch.randn(2, n, 16, device=DEVICE[backend]) for n in (3, 5, 5))
+    context, _ = attnfast.dot_attention(query, key, value, backend=backend)
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(context, want, rtol=1e-5, atol=1e-5)
+
+
+def test_only_a_weight_wants_its_gradient(backend):
+    args = inputs(Case("additive", 2, 3, 5, 8, 4), DEVICE[backend])
+    query, key, value, weight = (args[k] for k in ("query", "key", "value", "weight"))
+    grads = []
+    for leaves in ((query, key, value), (x.detach() for x in (query, key, value))):
+        context, _ = attnfast.additive_attention(*leaves, weight, backend=backend)
+        grads.append(torch.autograd.grad(context.sin().sum(), weight)[0])
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("k", [-12.3, -1e-3, 0.0, 0.7, 10.9, 21.8, -40.0])
 def test_bound_on_the_error_of_a_tanh(k, backend):
     """The log-sum-exp of one key is its score, here a tanh alone: the bound of the docstring."""

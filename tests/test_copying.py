@@ -228,6 +228,39 @@ def test_the_slightest_weights_count_for_nothing(backend):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("gate", [-900.0, 900.0])
+@pytest.mark.parametrize("log", [False, True])
+def test_a_gate_that_is_certain(gate, log, backend):
+    """Beyond what an exponential of float64 holds, on both sides."""
+    skip_unless(backend)
+    grads = []
+    for name in (backend, "reference"):
+        device = DEVICE[name]
+        logits = torch.tensor([[[0.3, -0.2, 0.1, -math.inf]]], device=device, requires_grad=True)
+        weights = torch.tensor([[[0.75, 0.25]]], device=device, requires_grad=True)
+        p = torch.tensor([[gate]], device=device, requires_grad=True)
+        source = torch.tensor([[1, 2]], device=device)
+        ends = (logits, weights, source, p)
+        out = attnfast.copy_distribution(*ends, log=log, backend=name)
+        some = out[..., :3].clamp_min(-50) if log else out
+        grads.append([out, *torch.autograd.grad(some.square().sum(), [logits, weights, p])])
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got.cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_half_weight_stops_at_float16s_largest(dtype, backend):
+    skip_unless(backend, dtype)
+    logits = torch.tensor([[[0.0, -math.inf]]], dtype=dtype, device=DEVICE[backend])
+    weights = torch.tensor([[[1.0, 1e-7]]], dtype=dtype, device=logits.device, requires_grad=True)
+    gate, source = logits[..., 0] * 0, torch.tensor([[0, 1]], device=logits.device)
+    ends = (logits, weights, source, gate)
+    out = attnfast.copy_distribution(*ends, log=True, backend=backend)
+    for sign in (1.0, -1.0):
+        (grad,) = torch.autograd.grad(sign * out[0, 0, 1].float(), weights, retain_graph=True)
+        assert backend == "reference" or grad[0, 0, 1] == sign * torch.tensor(65504.0).to(dtype)
+
+
 @pytest.mark.parametrize("log", [False, True])
 def test_a_constant_added_to_the_logits_changes_nothing(log, backend):
     """Differences of large logits are exact, and log-sum-exp is not rounded to their size."""

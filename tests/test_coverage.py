@@ -394,6 +394,23 @@ def test_filters_that_change_between_steps(backend):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("by", ["penalty", "location"])
+def test_steps_of_another_scale(by, backend):
+    case = History("additive", 2, 1, 9, 8, 5, terms=(by,), dtype=torch.float64)
+    skip_unless(backend, case)
+    args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
+    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "weight"))
+    leaves, grads = [query, key, value, weight, *args.values()], []
+    state = {k: key.new_full((2, 9), 0.3) for k in ("coverage", "previous")}
+    for deferred in (True, False):
+        memory = prepare(key, value, weight, backend=backend)
+        memory = memory if deferred else memory._replace(steps=None)
+        context, *_ = attend_with_history(query, memory, scale=0.4, **args, **state)
+        grads.append(torch.autograd.grad(context.sin().sum(), leaves))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("terms", [("penalty",), ("location",)])
 def test_steps_have_no_second_derivative(terms, backend):
     """Also where the context's gradient is a constant, and for what is taken at the end."""
@@ -578,6 +595,23 @@ def test_odds_that_vanish(previous, bias, backend):
     torch.testing.assert_close(weights, weights_of("reference"))
     (grad,) = torch.autograd.grad((weights * value.mT).sum(), last)
     assert backend == "reference" or grad.isfinite().all()  # the others stop at e^80
+
+
+def test_the_loss_of_rows_alike(backend):
+    """Where a weight is its key's coverage, of the two it is the weight that gets a gradient."""
+    skip_unless(backend, History("dot", 1, 1, 4, 1, 1))
+    grads = []
+    for name in (backend, "reference"):
+        args = arguments(History("dot", 2, 2, 9, 8, 5), DEVICE[name])
+        query = args["query"].detach()[:, :1].expand(2, 2, 8).clone().requires_grad_()
+        coverage = torch.zeros(2, 9, device=query.device)
+        coverage[:, :4] = -0.3  # of these keys the coverage is the smaller
+        *_, loss = attnfast.coverage_attention(
+            query, args["key"], args["value"], coverage=coverage, need_loss=True, backend=name
+        )
+        grads.append(torch.autograd.grad(loss.sum(), query)[0].cpu())
+    assert grads[1][:, 1].abs().max() > 1e-2
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("factor", [1e4, -5e4])

@@ -297,18 +297,34 @@ def test_steps_of_several_scales(parts):
 
 
 def test_steps_within_several_spans(parts):
-    """Some of them with as many columns, over one memory."""
+    """Some of them with as many columns, over one memory, about a learned position."""
     leaves, (first, *_) = parts
     m, (key, value, *weight) = prepare(*leaves), leaves
     spans = [Span(window=1), None, Span(window=2), Span(window=1, causal=True), Span(window=2)]
-    got = [attend(first, m, span=span, position=3)[0] for span in spans]
+    position = torch.tensor([[3.2], [4.9]], dtype=torch.float64, requires_grad=True)
+    how = [{"span": x, "position": position, "sigma": 1.5} for x in spans]
+    how += [{"span": x, "position": 3} for x in spans]
+    got = [attend(first, m, **x)[0] for x in how]
     if weight:
         call = functools.partial(additive_attention, first, key, value, *weight)
     else:
         call = functools.partial(dot_attention, first, key, value, scale=1.0)
-    want = [call(span=span, position=3)[0] for span in spans]
-    out = [*leaves, first]
-    same(gradients(out, *got), gradients(out, *want))
+    out = [*leaves, first, position]
+    same(gradients(out, *got), gradients(out, *(call(**x)[0] for x in how)))
+
+
+def test_what_a_memory_takes_as_the_functions_do(parts):
+    """Lengths of 32 bits, and weights in a form of their own."""
+    leaves, (first, *_) = parts
+    lengths = torch.tensor([9, 4])
+    m = prepare(*leaves, lengths=lengths.int())
+    want, weights = attend(first, prepare(*leaves, lengths=lengths), need_weights=True)
+    torch.testing.assert_close(attend(first, m)[0], want)
+    same(gradients(leaves, attend(first, m)[0]), gradients(leaves, want, retain_graph=True))
+    sparse = attend(first, m, need_weights="sparse")[1]
+    assert sparse.is_sparse
+    torch.testing.assert_close(sparse.to_dense(), weights)
+    torch.testing.assert_close(attend(first, m, need_weights="dense")[1], weights)
 
 
 def test_a_reordered_memory(parts):

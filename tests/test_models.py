@@ -93,6 +93,18 @@ def test_keys_are_projected_once_per_sentence(attention):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("self_attention", [False, True])
+def test_padding_has_no_state_and_no_word(self_attention):
+    torch.manual_seed(0)
+    config = Config(VOCAB, embed_dim=12, hidden_dim=8, self_attention=self_attention)
+    model = build(config, backend="reference").eval()
+    source, lengths = make_source()
+    states = model.encoder(model._embed(source), lengths)
+    exists = torch.arange(source.shape[1]) < lengths.unsqueeze(1)
+    assert (states != 0).any(-1).eq(exists).all()
+    assert model.embedding.weight[0].eq(0).all()
+
+
 def test_cells_of_an_lstm_are_used():
     model = make("general", cell="lstm")
     memory, state = model.encode(*make_source())

@@ -648,3 +648,16 @@ def test_gradient_of_a_bias_that_heads_share(dtype, backend):
         context, _ = attend({**args, "bias": leaf}, span=spans, backend=backend)
         grads += torch.autograd.grad(context.float().square().sum(), [leaf])
     assert torch.equal(grads[0], grads[1].to(dtype))
+
+
+@pytest.mark.parametrize("T", [1.0, 2.5])
+def test_a_prior_is_a_bias_like_another(T, backend):
+    """It is added to the one given, and divided by the temperature with it."""
+    args = inputs(Case("additive", 2, 3, 7, 8, 5, terms=("bias",)), DEVICE[backend])
+    p, sigma = torch.tensor([1.0, 2.0, 5.0], device=DEVICE[backend]), 1.7
+    j = torch.arange(7.0, device=p.device)
+    prior = -(j - p.unsqueeze(-1)).square() / (2 * sigma**2)
+    got = attend(args, position=p, sigma=sigma, temperature=T, backend=backend)[0]
+    args["bias"] = args["bias"] + prior
+    want = attend(args, temperature=T, backend=backend)[0]
+    torch.testing.assert_close(got, want)

@@ -71,8 +71,11 @@ def test_what_the_loss_is_of():
         options = Options(coverage_loss=0.5, label_smoothing=0.3)
         logits, coverage = copy.deepcopy(model)(batch.source, batch.lengths, batch.target_in)
         words = (batch.target_out != 0).sum()
-        wanted = sequence_loss(logits, batch.target_out, 0.0 if copying else 0.3)
-        wanted = wanted + 0.5 * coverage.sum() / words
+        log_probs = logits.log_softmax(-1)[batch.target_out != 0]
+        own = log_probs.gather(-1, batch.target_out[batch.target_out != 0].unsqueeze(-1)).mean()
+        smoothing = 0.0 if copying else 0.3
+        wanted = 0.5 * coverage.sum() / words - (1 - smoothing) * own
+        wanted = wanted - smoothing * log_probs.mean() if smoothing else wanted
         loss = train_step(model, make_optimizer(model, options), batch, options, 1e-3)
         assert loss == pytest.approx(wanted.item(), rel=1e-6)
 
