@@ -137,6 +137,13 @@ class BuildLibraries(build_ext):
         self.call([link[0], *objects, *link[1:], "-o", str(out)], temp)
         say(f"built {name} ({summary})")
 
+    def copy_extensions_to_source(self) -> None:
+        """Take away, too, what an earlier build has left there and this one leaves out."""
+        for ext in self.extensions:
+            if not Path(self.get_ext_fullpath(ext.name)).exists():
+                (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
     def call(self, command: list[str], temp: Path) -> None:
         """Run a compiler; on failure keep its output in a file and stop with one sentence."""
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

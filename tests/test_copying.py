@@ -32,6 +32,7 @@ class Copy:
     words: int | None = None  # distinct words of a source, at most
     hidden: bool = False  # some logits are -inf, some weights 0
     seed: int = 0
+    strict: bool = False
 
 
 def copies() -> list[Copy]:
