@@ -140,7 +140,7 @@ class BuildLibraries(build_ext):
     def copy_extensions_to_source(self) -> None:
         """Take away, too, what an earlier build has left there and this one leaves out."""
         for ext in self.extensions:
-            if not Path(self.get_ext_fullpath(ext.name)).exists():
+            if not Path(self.build_lib, self.get_ext_filename(ext.name)).exists():
                 (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
         super().copy_extensions_to_source()
 
