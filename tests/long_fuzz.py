@@ -1,0 +1,93 @@
+"""The long fuzz: ``python long_fuzz.py COUNT`` judges random calls, both ways, by the rule.
+
+Attention, spans, histories, copying and decoder steps take turns, from seeds that the tests do not
+use. What breaks the rule is printed and counted; a crash is told by the last line of its process.
+"""
+
+from __future__ import annotations
+
+import collections
+import faulthandler
+import multiprocessing
+import random
+import sys
+
+import table
+import test_attention
+import test_copying
+import test_coverage
+import test_memory
+import test_span
+import torch
+
+BACKEND = "cpu"
+FIRST = 10_000  # seed
+
+
+def steps(seed: int):
+    """Decoder steps over a prepared memory; a rectifier's kinks are luck in half types."""
+    for case in table.fuzz(seed, 16, 100_000):
+        if case.Tq and (case.score != "relu" or case.dtype == torch.float32):
+            yield case, lambda case=case: test_memory.judge(case, BACKEND)
+
+
+def attention(seed: int):
+    for case in table.fuzz(seed, 32, 400_000):
+        yield case, lambda case=case: test_attention.judge(case, BACKEND)
+
+
+def spans(seed: int):
+    draw = random.Random(seed)
+    for case in table.fuzz(seed, 32, 200_000):
+        span, position = test_span.draw_span(draw)
+        yield (
+            (case, span, position),
+            lambda case=case, span=span, position=position: test_span.judge(
+                case, span, position, BACKEND
+            ),
+        )
+
+
+def histories(seed: int):
+    for case in test_coverage.fuzz(seed, 24):
+        yield case, lambda case=case: test_coverage.check(case, BACKEND)
+
+
+def copying(seed: int):
+    for case in test_copying.fuzz(seed, 24):
+        yield case, lambda case=case: test_copying.check(case, BACKEND)
+
+
+KINDS = (attention, spans, histories, copying, steps)
+
+
+def judge(seed: int) -> tuple[collections.Counter, list[str]]:
+    """Judge the calls of a seed; return how many there were, and what broke the rule."""
+    faulthandler.enable()
+    torch.set_num_threads(1 + seed % 2)
+    kind, counted, broken = KINDS[seed % len(KINDS)], collections.Counter(), []
+    for case, check in kind(seed):
+        counted[kind.__name__] += 1
+        try:
+            check()
+        except Exception as error:
+            counted[f"{kind.__name__}, broken"] += 1
+            broken.append(f"{kind.__name__}, seed {seed}: {' '.join(str(error).split())} {case}")
+    return counted, broken
+
+
+def main(count: str) -> None:
+    total: collections.Counter = collections.Counter()
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for counted, broken in pool.imap_unordered(judge, range(FIRST, FIRST + 100_000)):
+            total += counted
+            for line in broken:
+                print(line, flush=True)
+            if sum(n for name, n in total.items() if "broken" not in name) >= int(count):
+                break
+        pool.terminate()
+    print(", ".join(f"{name} {n}" for name, n in sorted(total.items())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
