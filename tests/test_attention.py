@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import math
 
 import pytest
@@ -378,6 +379,16 @@ def test_a_dot_is_scaled_as_pytorch_scales_it(backend):
     torch.testing.assert_close(context, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_context_lies_in_memory_as_its_query(order, backend):
+    sizes = [(2, 3, 4)[axis] for axis in order]
+    back = [order.index(axis) for axis in range(3)]
+    query = torch.randn(*sizes, 8, device=DEVICE[backend]).permute(*back, 3)
+    key = torch.randn(2, 3, 5, 8, device=DEVICE[backend])
+    context, _ = attnfast.dot_attention(query, key, key, backend=backend)
+    assert backend == "reference" or context.stride() == query.stride()
+
+
 def test_only_a_weight_wants_its_gradient(backend):
     args = inputs(Case("additive", 2, 3, 5, 8, 4), DEVICE[backend])
     query, key, value, weight = (args[k] for k in ("query", "key", "value", "weight"))
@@ -598,6 +609,13 @@ def test_fake_tensors():
         assert context.shape == (2, 3, 7)
         context.sum().backward()
         assert args["key"].grad.shape == (2, 5, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_casts_every_narrower_type(dtype):
+    x = torch.randn(2, 3, 4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attnfast.dot_attention(x, x, x)[0].dtype == torch.bfloat16
 
 
 def test_autocast_takes_mixed_dtypes():
