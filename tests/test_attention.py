@@ -379,6 +379,17 @@ def test_a_dot_is_scaled_as_pytorch_scales_it(backend):
     torch.testing.assert_close(context, want, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_a_context_alone_knows_nothing_of_keys_unseen(score, backend):
+    """Without weights to return, and nothing kept for a backward."""
+    args = inputs(Case(score, 2, 3, 40, 16, 8), DEVICE[backend])
+    args["mask"] = (torch.arange(40, device=DEVICE[backend]) % 3 != 1).expand(2, 3, 40)
+    want = attend(args, need_weights=True, backend=backend)[0]
+    args["value"] = args["value"].masked_fill(~args["mask"][:, :1].mT, math.nan)
+    torch.testing.assert_close(attend(args, backend=backend)[0], want)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_context_lies_in_memory_as_its_query(order, backend):
     sizes = [(2, 3, 4)[axis] for axis in order]
