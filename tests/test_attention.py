@@ -379,6 +379,16 @@ def test_a_dot_is_scaled_as_pytorch_scales_it(backend):
     torch.testing.assert_close(context, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_temperature_divides_the_weight(backend):
+    args = inputs(Case("additive", 2, 3, 5, 8, 4), DEVICE[backend])
+    leaves = [args[k] for k in ("query", "key", "value", "weight")]
+    query, key, value, weight = leaves
+    warm, _ = attnfast.additive_attention(*leaves, temperature=2.0, backend=backend)
+    halved, _ = attnfast.additive_attention(query, key, value, weight / 2, backend=backend)
+    for got, want in zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (warm, halved))):
+        torch.testing.assert_close(got, want)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("score", ["dot", "additive"])
 def test_a_context_alone_knows_nothing_of_keys_unseen(score, backend):
@@ -422,6 +432,16 @@ def test_bound_on_the_error_of_a_tanh(k, backend):
     )
     exact = torch.tanh(query.double() + key.double()).squeeze(-1)
     assert (tanh - exact).abs().max() <= 4e-7
+
+
+def test_a_vanishing_weight_of_a_saturated_feature(backend):
+    """It shares a reciprocal with one that counts, and takes nothing from it."""
+    query = torch.tensor([0.3, 10.0] * 4, device=DEVICE[backend]).view(1, 1, 8)
+    weight = torch.tensor([1.0, 1e-25] * 4, device=DEVICE[backend])
+    *_, score = attnfast.additive_attention(
+        query, query, query, weight, need_log_sum_exp=True, backend=backend
+    )
+    torch.testing.assert_close(score.item(), 4 * math.tanh(0.6), rtol=2e-6, atol=0)
 
 
 def test_half_inputs_of_256(backend):
