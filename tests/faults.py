@@ -250,10 +250,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("s.past[j] = (1 - u) * r + u * grad_odds(j + 1);", "s.past[j] = (1 - u) * r;"),
         ("if (!smaller) s.grad_coverage[j] = c + grad_loss;", ""),
         ("s.grad_coverage[j] -= s.penalty * x;", ""),
+    ],
+    ("csrc/cuda/coverage.cuh", "tests/test_cuda_build.py -k 'sanitizers and thread'"): [
         ("if (s.K || odds) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
     ],
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): [
-        ("first = first && j >= i;", "first = true;"),
         ("all += of_blocks<Add>(plus, turn);", ""),
         ("w < V && widen(logits[w]) != -INFINITY", "w < V"),
     ],
