@@ -47,7 +47,7 @@ sanitize: .venv/installed
 	  tests/test_span.py tests/test_sparse.py \
 	  -k "cpu and not compile and not export and not opcheck"
 
-# How many planted faults the tests catch: see docs/testing.md. All of it takes hours.
+# How many planted faults the tests catch: see docs/testing.md. All of it takes about an hour.
 mutants: .venv/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/mutants.py $(ONLY)
 
