@@ -50,7 +50,7 @@ sanitize sanitize-fuzz: .venv/installed
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(CURDIR)/$(BIN)/pytest -q $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
 
-# How many planted faults the tests catch: see docs/testing.md. All of it takes hours.
+# How many planted faults the tests catch: see docs/testing.md. All of it takes about an hour.
 mutants: .venv/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/mutants.py $(ONLY)
 

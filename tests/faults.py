@@ -76,23 +76,19 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("inside, 0))\n\n\ndef to_columns", "inside, 1))\n\n\ndef to_columns"),
         ("-(-Tk // self.stride)\n        if", "Tk // self.stride\n        if"),
     ],
-    ("attnfast/ops/coverage.py", "tests/test_coverage.py -k 'reference or 20 or vanish'"): [
+    ("attnfast/ops/coverage.py", HISTORY): [
         ("c = c + (p if rate is None else rate * p)", "c = c + p"),
         ("(e - top).clamp(max=80).exp()", "(e - top).exp()"),
         ("e = e - penalty.unsqueeze(-1) * c", "e = e - penalty.unsqueeze(-1)"),
         ("u * torch.nn.functional.pad(p, (1, 0))[..., :-1]",
          "u * torch.nn.functional.pad(p, (0, 1))[..., 1:]"),
-    ],
-    ("attnfast/ops/coverage.py", HISTORY): [
         ("needed[7] or needed[8], need_grad_score", "needed[7], need_grad_score"),
         ("or filters.shape[-1] % 2 == 0:", ":"),
-        ("ctx.mark_non_differentiable(odds)", "pass"),
     ],
     ("attnfast/ops/copying.py", "tests/test_copying.py -k 'not triton and not fuzz'"): [
         ("if not 0 <= word < V + extra_words:", "if not 0 <= word <= V + extra_words:"),
         ("or extra_words < 0:\n", "or extra_words < -1:\n"),
         ("masked_fill(never, LOWEST)", "masked_fill(never, -math.inf)"),
-        ("grad if needed else None\n", "grad\n"),
     ],
     ("attnfast/ops/arguments.py", REFUSALS): [
         ("if not 0 <= length <= k[-2]:", "if not 0 <= length:"),
@@ -101,8 +97,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("narrow = (torch.float32, *HALF)", "narrow = (torch.float32,)"),
         ('if v[:-1] != k[:-1]:', 'if v[:-2] != k[:-2]:'),
     ],
-    ("attnfast/ops/operators.py", CPU): [
+    ("attnfast/ops/operators.py", "tests/test_attention.py -k lies_in"): [
         ("key=lambda axis: -lead[axis]", "key=lambda axis: lead[axis]"),
+    ],
+    ("attnfast/ops/operators.py", "tests/test_attention.py -k gradcheck"): [
         ("torch.float64 if dtype == torch.float64 else torch.float32", "torch.float32"),
     ],
     ("attnfast/nn/attention.py", "tests/test_nn.py -k 'not compile and not parallel'"): [
@@ -198,7 +196,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("b_l = b_l * b_rescale + tl.sum(b_p, 1)", "b_l = b_l + tl.sum(b_p, 1)"),
         ("m_k = tl.max(m_s.to(tl.int32), 0) > 0", "m_k = o_k < n"),
         ("tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)",
-         "tl.max(tl.abs(b_chunks), 1) * 2.0**-60, 2.0**-90)"),
+         "tl.max(tl.abs(b_chunks), 1) * 0.0, 2.0**-120)"),
         ("FACTORED_LIMIT = tl.constexpr(21.8)", "FACTORED_LIMIT = tl.constexpr(40.0)"),
         ("1.4286068203094172e-06", "1.4286068203094172e-04"),
         ("b_g - b_delta[:, None] + b_dlse[:, None]", "b_g - b_delta[:, None]"),
@@ -229,7 +227,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): [
         ("odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : ", "odds[j] = "),
         ("lost += x <= c ? x : c;", "lost += x;"),
-        ("factor[j] = row[j] == -(C)__builtin_inf() ? 0 : r;", "factor[j] = r;"),
         ("for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;", ""),
     ],
     ("csrc/cpu/copying_kernel.cpp", "tests/test_copying.py -k 'cpu and not compile'"): [
@@ -238,7 +235,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("csrc/cpu/span.h", SPANS): [
         ("clear_outside(out, n, own.from, own.to);", ""),
-        ("(total + own) * (8 + waste)) break;", "(total + own) * (16 + waste)) break;"),
     ],
     ("csrc/cuda/attention.cuh", CUDA.format("table or owes or large or vanish")): [
         ("? 0 : p * (out[j] - mean + extra);", "? 0 : p * (out[j] - mean);"),
@@ -254,10 +250,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("s.past[j] = (1 - u) * r + u * grad_odds(j + 1);", "s.past[j] = (1 - u) * r;"),
         ("if (!smaller) s.grad_coverage[j] = c + grad_loss;", ""),
         ("s.grad_coverage[j] -= s.penalty * x;", ""),
+    ],
+    ("csrc/cuda/coverage.cuh", "tests/test_cuda_build.py -k 'sanitizers and thread'"): [
         ("if (s.K || odds) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
     ],
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): [
-        ("first = first && j >= i;", "first = true;"),
         ("all += of_blocks<Add>(plus, turn);", ""),
         ("w < V && widen(logits[w]) != -INFINITY", "w < V"),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import math
 
 import pytest
@@ -437,6 +438,37 @@ def test_a_dot_is_scaled_as_pytorch_scales_it(backend):
     torch.testing.assert_close(context, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_temperature_divides_the_weight(backend):
+    args = inputs(Case("additive", 2, 3, 5, 8, 4), DEVICE[backend])
+    leaves = [args[k] for k in ("query", "key", "value", "weight")]
+    query, key, value, weight = leaves
+    warm, _ = attnfast.additive_attention(*leaves, temperature=2.0, backend=backend)
+    halved, _ = attnfast.additive_attention(query, key, value, weight / 2, backend=backend)
+    for got, want in zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (warm, halved))):
+        torch.testing.assert_close(got, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_a_context_alone_knows_nothing_of_keys_unseen(score, backend):
+    """Without weights to return, and nothing kept for a backward."""
+    args = inputs(Case(score, 2, 3, 40, 16, 8), DEVICE[backend])
+    args["mask"] = (torch.arange(40, device=DEVICE[backend]) % 3 != 1).expand(2, 3, 40)
+    want = attend(args, need_weights=True, backend=backend)[0]
+    args["value"] = args["value"].masked_fill(~args["mask"][:, :1].mT, math.nan)
+    torch.testing.assert_close(attend(args, backend=backend)[0], want)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_context_lies_in_memory_as_its_query(order, backend):
+    sizes = [(2, 3, 4)[axis] for axis in order]
+    back = [order.index(axis) for axis in range(3)]
+    query = torch.randn(*sizes, 8, device=DEVICE[backend]).permute(*back, 3)
+    key = torch.randn(2, 3, 5, 8, device=DEVICE[backend])
+    context, _ = attnfast.dot_attention(query, key, key, backend=backend)
+    assert backend == "reference" or context.stride() == query.stride()
+
+
 def test_only_a_weight_wants_its_gradient(backend):
     args = inputs(Case("additive", 2, 3, 5, 8, 4), DEVICE[backend])
     query, key, value, weight = (args[k] for k in ("query", "key", "value", "weight"))
@@ -459,6 +491,16 @@ def test_bound_on_the_error_of_a_tanh(k, backend):
     )
     exact = torch.tanh(query.double() + key.double()).squeeze(-1)
     assert (tanh - exact).abs().max() <= 4e-7
+
+
+def test_a_vanishing_weight_of_a_saturated_feature(backend):
+    """It shares a reciprocal with one that counts, and takes nothing from it."""
+    query = torch.tensor([0.3, 10.0] * 4, device=DEVICE[backend]).view(1, 1, 8)
+    weight = torch.tensor([1.0, 1e-25] * 4, device=DEVICE[backend])
+    *_, score = attnfast.additive_attention(
+        query, query, query, weight, need_log_sum_exp=True, backend=backend
+    )
+    torch.testing.assert_close(score.item(), 4 * math.tanh(0.6), rtol=2e-6, atol=0)
 
 
 def test_half_inputs_of_256(backend):
@@ -657,6 +699,13 @@ def test_fake_tensors():
         assert context.shape == (2, 3, 7)
         context.sum().backward()
         assert args["key"].grad.shape == (2, 5, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_casts_every_narrower_type(dtype):
+    x = torch.randn(2, 3, 4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attnfast.dot_attention(x, x, x)[0].dtype == torch.bfloat16
 
 
 def test_autocast_takes_mixed_dtypes():

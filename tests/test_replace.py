@@ -28,7 +28,7 @@ import attnfast
 from attnfast.hosts import HOSTS, attend, project, touch
 from attnfast.hosts.host import dressed
 from attnfast.hosts.probe import tensors
-from attnfast.hosts.recall import PLACE
+from attnfast.hosts.recall import PLACE, Seen
 from attnfast.memory import prepare
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
@@ -927,3 +927,11 @@ def test_the_host_of_the_docs():
     Attention.__module__, Attention.__qualname__ = "speller", "Attention"
     exec(code, {"attnfast": attnfast})
     assert str(attnfast.replace(Attention(), strict=True)).endswith("as speller")
+
+
+def test_views_of_one_tensor_are_told_apart():
+    x = torch.randn(4, 6)
+    seen = Seen(x[:, :3])
+    assert seen.again(x[:, :3])
+    for other in (x[:, :2], x[:3, :3], x[:, :6:2], x[:, :3].T, x.view(torch.int32)[:, :3]):
+        assert not seen.again(other)

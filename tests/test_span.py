@@ -661,3 +661,11 @@ def test_a_prior_is_a_bias_like_another(T, backend):
     args["bias"] = args["bias"] + prior
     want = attend(args, temperature=T, backend=backend)[0]
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("span", [Span(stride=3), Span(stride=3, fixed=True), Span(causal=True)])
+def test_columns_of_a_span_without_an_end(span):
+    """As many as the weights have, also where the stride does not divide the keys."""
+    query, key = torch.randn(1, 7, 4), torch.randn(1, 8, 4)
+    _, weights = attnfast.dot_attention(query, key, key, span=span, need_weights=True)
+    assert weights.shape[-1] == span.columns(8) == -(-8 // span.stride)
