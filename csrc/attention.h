@@ -27,7 +27,7 @@ struct Attention {
   View query, key, value;        // column stride 1
   View weight;                   // [H, A] by its head stride; absent: dot score
   View bias, mask;               // any strides
-  bool bias_in_sums;             // the bias is of the accumulation dtype
+  bool bias_in_sums;             // CPU: the bias is of the accumulation dtype
   const int64_t* lengths;        // [B] or null
   View span;                     // int64 [B, H, Tq, 2]: a row's first key and the one after its
                                  // last, which may lie outside of the sequence; or absent

@@ -177,6 +177,9 @@ class Fit {
   }
 };
 
+// Whether kernels read a bias of the accumulation dtype beside half types; else it is rounded before.
+bool bias_may_be_of_sums();
+
 struct Call {
   Attention a{};
   std::vector<Tensor> keep;  // copies that outlive the pointers into them
@@ -232,7 +235,11 @@ struct Call {
       keep.push_back(span->stride(n - 1) == 1 ? *span : torch::stable::contiguous(*span));
       a.span = broadcast_view(keep.back());
     }
-    if (bias) a.bias = broadcast_view(*bias);
+    if (bias) {
+      const bool as_it_is = bias->scalar_type() == dtype || bias_may_be_of_sums();
+      keep.push_back(as_it_is ? *bias : torch::stable::to(*bias, dtype));
+      a.bias = broadcast_view(keep.back());
+    }
     if (mask) a.mask = broadcast_view(*mask);
   }
 };

@@ -265,7 +265,8 @@ class MultiHeadAttention(_Attention):
         self.out_proj = nn.Linear(attn_dim, attn_dim, bias=False)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, A/H]
+        heads, features = self.num_heads, x.shape[-1] // self.num_heads
+        return x.view(*x.shape[:-1], heads, features).transpose(1, 2)  # [B, H, T, A/H]
 
     def prepare(
         self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None

@@ -350,13 +350,13 @@ def to_phases(x: Tensor, k: int, front: int) -> Tensor:
     end = rows * k - front - x.shape[-2]
     if some(front) or some(end):
         x = torch.nn.functional.pad(x, (0, 0, front, end))
-    x = x.unflatten(-2, (rows, k)).transpose(-3, -2)
+    x = x.view(*x.shape[:-2], rows, k, x.shape[-1]).transpose(-3, -2)
     return x if x.dim() == 4 else x.flatten(1, 2)
 
 
 def from_phases(x: Tensor, k: int, front: int, like: Tensor) -> Tensor:
     """Lay ``[B, H·k, T / k, C]`` out in the order of rows ``like [B, (H,) T, ·]``."""
-    x = x if like.dim() == 3 else x.unflatten(1, (-1, k))
+    x = x if like.dim() == 3 else x.view(x.shape[0], x.shape[1] // k, k, *x.shape[2:])
     x = x.transpose(-3, -2).flatten(-3, -2)
     T = like.shape[-2]
     if torch.compiler.is_compiling():  # nor a graph for each way that a part lies in memory

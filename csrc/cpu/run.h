@@ -12,6 +12,8 @@
 namespace attnfast {
 namespace {
 
+bool bias_may_be_of_sums() { return true; }
+
 const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 
 // The table of kernels for this processor, or for the instruction set that is asked for.

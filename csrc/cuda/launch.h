@@ -14,6 +14,8 @@
 namespace attnfast {
 namespace {
 
+bool bias_may_be_of_sums() { return false; }
+
 class Launch {
   torch::stable::Device device;
   torch::stable::accelerator::DeviceGuard guard;

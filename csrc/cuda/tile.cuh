@@ -173,9 +173,7 @@ template <class T, class C>
 __device__ C finish_score(const Attention& a, const Tile& tile, int64_t i, int64_t column, C s) {
   s *= C(a.scale);
   if (a.bias.data) {
-    const int64_t at_column = column * a.bias.column;
-    const C bias = a.bias_in_sums ? at<C>(a.bias, tile, i)[at_column]
-                                  : C(widen(at<T>(a.bias, tile, i)[at_column]));
+    const C bias = widen(at<T>(a.bias, tile, i)[column * a.bias.column]);
     s = bias == -INFINITY ? C(-INFINITY) : s + bias;
   }
   const bool seen = !a.mask.data || at<uint8_t>(a.mask, tile, i)[column * a.mask.column];

@@ -31,6 +31,7 @@ inline AOTITorchError empty_but_for_nan(int64_t dim, const int64_t* sizes, const
 
 namespace attnfast {
 namespace {
+bool bias_may_be_of_sums() { return false; }
 void run_forward(Attention& a, const Tensor&) { launch_forward(a, LaunchOnHost<kThreads>{}); }
 void run_backward(Attention& a, const Tensor&) { launch_backward(a, LaunchOnHost<kThreads>{}); }
 void run_forward(const Copying& a, const Tensor&) { launch_forward(a, LaunchOnHost<kThreads>{}); }
