@@ -40,7 +40,7 @@ sanitize: TESTS := attention memory coverage copying span sparse misfits
 sanitize: CHOICE := cpu and not compile and not export and not opcheck or misfits
 sanitize-fuzz: FLAGS := -fsanitize=address -O1
 sanitize-fuzz: TESTS := attention coverage copying span misfits
-sanitize-fuzz: CHOICE := fuzz and (cpu-0 or cpu-1) or compiled and misfits
+sanitize-fuzz: CHOICE := fuzz and (cpu-0 or cpu-2) or compiled and misfits
 sanitize sanitize-fuzz: .venv/installed
 	rm -rf build/$@ && mkdir -p build/$@
 	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md LICENSE MANIFEST.in build/$@
