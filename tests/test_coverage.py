@@ -229,7 +229,7 @@ def test_inputs_near_zero(case, how, backend):
 
 
 # Seed 1 draws a case where eager code's own error is luck: docs/testing.md.
-@pytest.mark.parametrize("seed", (0, 2, 3, 4))
+@pytest.mark.parametrize("seed", [0, 2, 3, 4])
 def test_fuzz(seed, backend):
     skip_unless(backend, History("dot", 1, 1, 1, 1, 1))
     cases = [case for case in fuzz(seed, 40) if unfit(backend, case) is None]
