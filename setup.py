@@ -68,8 +68,8 @@ def torch_has_cuda() -> bool:
 
 
 def say(text: str) -> None:
-    """Print at once: a compiler may take minutes."""
-    print(f"attnfast: {text}", flush=True)
+    """Print a line whole and at once: threads do, and a compiler may take minutes."""
+    print(f"attnfast: {text}\n", end="", flush=True)
 
 
 def nvcc() -> str | None:
