@@ -80,6 +80,14 @@ def check_memory(memory: object) -> None:
         refuse_type("memory", "what prepare(...) returns", describe(memory))
 
 
+def _usable(steps: Steps | None) -> Steps | None:
+    """Return what steps share, its tensors unchanged; None in a graph that is compiled."""
+    if steps is None or torch.compiler.is_compiling():
+        return None
+    steps.check_unchanged()
+    return steps
+
+
 def _attend_once(
     query: Tensor,
     memory: Memory,
@@ -197,9 +205,7 @@ def attend(
     (query,) = autocast(query)
     around = (span, position, sigma)
     plain = all(x is None for x in around) and not isinstance(need_weights, str)
-    steps = None if torch.compiler.is_compiling() else steps
-    if steps is not None:
-        steps.check_unchanged()
+    steps = _usable(steps)
     try:
         if not plain:
             check(query, key, value, weight, None, mask, lengths)
@@ -261,9 +267,7 @@ def attend_with_history(
     }  # fmt: skip
     terms = {**made_of, "mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
-    steps = None if torch.compiler.is_compiling() else steps
-    if steps is not None:
-        steps.check_unchanged()
+    steps = _usable(steps)
     deferred = (
         steps is not None
         and steps.defers()
