@@ -25,12 +25,14 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("of[0] is key", "True"),
         ("1.0, ctx.relu, False, True, False,", "1.0, False, False, True, False,"),
         ("and not exact", ""),
-        ("if not torch.is_grad_enabled():\n            return", "if True:\n            return"),
+        ("if not torch.is_grad_enabled() or not roots:", "if True:"),
+        ("if x._version != version:", "if False:"),
+        ("_current_graph_task_id() == self.task", "_current_graph_task_id() != -2"),
     ],
     ("attnfast/steps.py", "tests/test_memory.py -k several"): [
-        ("zip(grads, more)] if grads else more", "zip(grads, more)] if False else more"),
+        ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
         ("            grad_score = grad_score * ctx.scale\n", "            pass\n"),
-        ("grad_score.sum_to_size(ctx.bias_shape).to(query.dtype)", "grad_score * 0"),
+        ("grad_score.sum_to_size(shape).to(dtype)", "grad_score * 0"),
     ],
     ("attnfast/steps.py", HISTORY): [
         ("grad_score * ctx.scale, grad_context))", "grad_score, grad_context))"),
@@ -40,7 +42,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
          'names = ("key", "value", "lengths", "mask")'),
     ],
     ("attnfast/memory.py", f"tests/test_sparse.py {STEPS}"): [
-        ("and not isinstance(need_weights, str)\n    try:", "\n    try:"),
+        ("and not isinstance(need_weights, str)\n    steps", "\n    steps"),
         ("isinstance(span, Span) and span.stride == 1", "isinstance(span, Span)"),
     ],
     ("attnfast/ops/attention.py", ORACLE): [
@@ -74,7 +76,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(row < 0) | (row >= Tq)", "row >= Tq"),
         ("stop = torch.minimum(stop, _steps(ends - phase, k))", "pass"),
         ("inside, 0))\n\n\ndef to_columns", "inside, 1))\n\n\ndef to_columns"),
-        ("-(-Tk // self.stride)\n        if", "Tk // self.stride\n        if"),
+        ("return _steps(Tk, self.stride)\n        if", "return Tk // self.stride\n        if"),
     ],
     ("attnfast/ops/coverage.py", HISTORY): [
         ("c = c + (p if rate is None else rate * p)", "c = c + p"),
@@ -87,13 +89,13 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/ops/copying.py", "tests/test_copying.py -k 'not triton and not fuzz'"): [
         ("if not 0 <= word < V + extra_words:", "if not 0 <= word <= V + extra_words:"),
-        ("or extra_words < 0:\n", "or extra_words < -1:\n"),
+        ("or not 0 <= extra_words < 2**31", "or not -1 <= extra_words < 2**31"),
         ("masked_fill(never, LOWEST)", "masked_fill(never, -math.inf)"),
     ],
     ("attnfast/ops/arguments.py", REFUSALS): [
         ("if not 0 <= length <= k[-2]:", "if not 0 <= length:"),
         ("forward_ad._current_level >= 0", "forward_ad._current_level > 0"),
-        ("or not math.isfinite(scale)", ""),
+        ("if not is_finite(scale):", "if False:"),
         ("narrow = (torch.float32, *HALF)", "narrow = (torch.float32,)"),
         ('if v[:-1] != k[:-1]:', 'if v[:-2] != k[:-2]:'),
     ],
@@ -107,7 +109,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("scale = scale / self.temperature", "scale = scale * self.temperature"),
         ('None if score == "scaled_dot" else 1.0', "1.0"),
         ("bound = weight_shape[-1] ** -0.5", "bound = weight_shape[-1] ** 0.5"),
-        ("mask[:, None, None]", "mask[:, None, :, None]"),
         ("self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)",
          "self.query_proj = nn.Linear(query_dim, attn_dim, bias=True)"),
     ],
