@@ -257,6 +257,10 @@ def _forward(
     features that the score itself reads. With ``SCORES`` there is none, and the weights are scores.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
+    # A score of −∞ that a row sees is LEAST instead, and no other is. Where it is the largest of a
+    # row, the row has diverged; where −∞ is, it is empty.
+    LEAST: tl.constexpr = -1.7976931348623157e308 if acc == tl.float64 else -3.4028234663852886e38
+    SHORT: tl.constexpr = 1 - 2.0**-52 if acc == tl.float64 else 1 - 2.0**-23
     NQ, NK = tl.cdiv(Tq, BQ), tl.cdiv(Tk, BK)
     i_bh, i_q, i_v = tl.program_id(0) // NQ, tl.program_id(0) % NQ, tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -322,6 +326,8 @@ def _forward(
             b_bias = tl.load(p_b, mask=m_s, other=0).to(acc)
             b_s += b_bias
             m_s = m_s & (b_bias != -float("inf"))  # also where the score is NaN
+        if not SCORES:
+            b_s = tl.where(b_s > LEAST, b_s, tl.where(b_s == -float("inf"), LEAST, b_s * SHORT))
         b_s = tl.where(m_s, b_s, -float("inf"))
         if p_weights is not None and i_v == 0:
             tl.store(p_weights + o_row[:, None] * W + o_column, b_s, mask=m_column)
@@ -344,13 +350,15 @@ def _forward(
 
     m_empty = b_l == 0
     b_shift = tl.where(m_empty, 0, b_m)
-    b_inverse = 1 / tl.where(m_empty, 1, b_l)
+    m_diverged = b_m == LEAST
+    b_inverse = tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))
     if p_context is not None:
         p_c = p_context + i_b * s_context[0] + i_h * s_context[1] + o_v[None, :]
         p_c += o_q.to(tl.int64)[:, None] * s_context[2]
         tl.store(p_c, b_c * b_inverse[:, None], mask=m_q[:, None] & m_v[None, :])
     if i_v == 0:
-        b_lse = tl.where(m_empty, -float("inf"), b_shift + tl.log(tl.where(m_empty, 1, b_l)))
+        b_lse = b_shift + tl.log(tl.where(m_empty, 1, b_l))
+        b_lse = tl.where(m_empty | m_diverged, -float("inf"), b_lse)
         tl.store(p_lse + o_row, b_lse, mask=m_q)
         if p_weights is not None and not SCORES:
             tl.debug_barrier()  # the scores may come back to another thread than stored them

@@ -204,6 +204,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("b_dw = -2 * scale * tl.sum(b_dw, 0)", "b_dw = -2 * tl.sum(b_dw, 0)"),
         ("m_1 = o_x < tl.where(y + 1 < end, Tx, 0)", "m_1 = m_x"),
         ("tl.load(p_lengths + i_b), 0), Tk)", "tl.load(p_lengths), 0), Tk)"),
+        ("tl.where(m_diverged, float(\"nan\"), 1 / tl.where(m_empty, 1, b_l))",
+         "1 / tl.where(m_empty, 1, b_l)"),
+        ("LEAST, b_s * SHORT))", "LEAST, b_s))"),
     ],
     ("kernels/coverage.py", TRITON_HISTORY): [
         ("b_g += tl.where(b_p <= b_c, grad_loss, 0)", "b_g += tl.where(b_p < b_c, grad_loss, 0)"),
@@ -224,6 +227,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("x = x == x ? x : again[r * width + c];", "x = x;"),
         ("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v"),
         ("multiply_by((C)a.scale, item.seen, row(i));", ";"),
+        ("      if (!(mass[i - first] > 0)) diverge", "      if (false) diverge"),
+        ("      if (!(mass[r] > 0)) diverge", "      if (false) diverge"),
     ],
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): [
         ("odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : ", "odds[j] = "),
@@ -234,6 +239,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
         ("w < V && x[w] != -infinity<C>()", "w < V"),
     ],
+    ("csrc/cpu/rows.h", "tests/test_attention.py -k 'diverged and cpu'"): [
+        ("if (seen != -(C)__builtin_inf()) p", "p"),
+    ],
     ("csrc/cpu/span.h", SPANS): [
         ("clear_outside(out, n, own.from, own.to);", ""),
     ],
@@ -241,7 +249,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("? 0 : p * (out[j] - mean + extra);", "? 0 : p * (out[j] - mean);"),
         ("context[r][x] *= factor[r];", ";"),
         ("if (decltype(finite)::value || p != 0)", "if (true)"),
-        ("const C share = mass[r] == 0 ? 0 : 1 / mass[r];", "const C share = 1 / mass[r];"),
+        ("const C share = share_of(highest[r], mass[r]);", "const C share = 1 / mass[r];"),
+    ],
+    ("csrc/cuda/tile.cuh", CUDA.format("diverged")): [
+        ("top == kLeast<C> ? C(NAN) :", ""),
+        ("? least : least * (1 - kUlp<C>);", "? least : s;"),
     ],
     ("csrc/cuda/attention.cuh", CUDA.format("spans")): [
         ("last = tile.row + 31 - __clz(lanes);", "last = tile.row + 30 - __clz(lanes);"),

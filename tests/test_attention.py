@@ -258,6 +258,35 @@ def test_empty_rows(score, size, backend):
     torch.testing.assert_close(got["weights"][1].sum(-1), torch.ones(case.Tq, device=device))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # in Triton's interpreter
+@pytest.mark.parametrize(("Tq", "Tk"), [(1, 40), (3, 40), (20, 40)])
+@pytest.mark.parametrize("span", [False, True])
+def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, backend):
+    """Where all scores are −∞ or one is +∞ or NaN, as a softmax; what it may not see is 0 still."""
+    device = DEVICE[backend]
+    args = inputs(Case("relu", 2, Tq, Tk, 9, 5, terms=("bias",)), device)
+    weight, key = -args["weight"].detach().abs() - 0.1, args["key"].detach().clone()
+    key[0], key[1, 7] = math.inf, -math.inf  # scores are all −∞ there, and usual here
+    mask = torch.ones(2, Tq, Tk, dtype=torch.bool, device=device)
+    mask[:, :, 25:30] = False
+    bias = args["bias"].detach().expand_as(mask).clone()
+    bias[..., 10:14] = -math.inf
+    if Tq == 20:
+        mask[0, 4] = False  # an empty row
+        bias[1, 5, 15], bias[1, 6, 21], bias[1, 7] = math.inf, math.nan, torch.finfo(bias.dtype).min
+    changed = {"weight": weight, "key": key, "bias": bias, "mask": mask}
+    if span:
+        changed["span"] = attnfast.Span(window=Tk - 10)
+    want = attend({**args, **changed}, backend="reference", **OUTPUTS)
+    assert want[1][0, 0].isnan().any() and want[1][1, 0].isfinite().all()
+    got = attend({**args, **changed}, backend=backend, **OUTPUTS)
+    for x, y in zip(got, want, strict=True):
+        x, y = (z.masked_fill(z == math.inf, math.nan) for z in (x, y))  # a row's log-sum-exp
+        torch.testing.assert_close(x, y, equal_nan=True)
+    context = attend({**args, **changed}, backend=backend)[0]  # without weights to return
+    torch.testing.assert_close(context, want[0], equal_nan=True)
+
+
 def assert_same(a, b, case, backend):
     """Assert equal bits; a library's product, where it was NaN, is summed in another order."""
     on_cpu = backend == "cpu" or "pretend_gpu" in sys.modules

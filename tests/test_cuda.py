@@ -137,6 +137,12 @@ def test_fuzz(seed, host):
         test_attention.judge(case, host)
 
 
+@pytest.mark.parametrize(("Tq", "Tk"), [(1, 40), (1, 200), (20, 40)])
+@pytest.mark.parametrize("span", [False, True])
+def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, host, blocks):
+    test_attention.test_a_row_that_has_diverged_is_nan(span, Tq, Tk, host)
+
+
 @pytest.mark.parametrize("Tq", [1, 3])
 def test_what_relu_may_not_see_may_be_infinite(Tq, host, monkeypatch):
     monkeypatch.setattr(test_attention, "runnable", lambda *_: True)

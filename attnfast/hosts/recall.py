@@ -296,8 +296,6 @@ def attend(
     memory = memory if mask is None else memory._replace(mask=mask)
     how: Any = attend_with_history if history else attend_to
     context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
-    if relu:
-        context, weights = _diverged(context, weights, mask, lengths)
     if rows is not None:
         context, weights = (
             x.squeeze(0).unflatten(-2, rows).movedim(-3, 0) for x in (context, weights)
@@ -312,27 +310,6 @@ def attend(
 def _as_row(x: Tensor) -> Tensor:
     """Return the rows of many sequences, ``[B, (H,) Tq, ·]``, as those of one."""
     return x.movedim(0, -3).flatten(-3, -2).unsqueeze(0)
-
-
-def _diverged(
-    context: Tensor, weights: Tensor, mask: Tensor | None, lengths: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Put NaN where a softmax has it: in rows whose scores are all −∞, which the operator empties,
-    and all over a row where a score is +∞ or NaN.
-    """
-    cheap = not weights.is_cuda and not torch.compiler.is_compiling()  # where a number can be read
-    if cheap and mask is None and lengths is None:
-        mass = float(weights.detach().sum(dtype=torch.float32))
-        if abs(mass - weights.numel() / max(1, weights.shape[-1])) < 0.5:  # every row's is 1
-            return context, weights
-    spoilt = 0 / weights.detach().sum(-1, keepdim=True)  # 0 or NaN
-    if lengths is not None:
-        ends = lengths.view(-1, *[1] * (weights.dim() - 1))
-        inside = torch.arange(weights.shape[-1], device=weights.device) < ends
-        mask = inside if mask is None else mask & inside
-    if mask is not None:
-        spoilt = spoilt.masked_fill(~mask.any(-1, keepdim=True), 0)
-    return context + spoilt, weights + spoilt
 
 
 def multiplied(x: Tensor, *terms: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ void weights(const Attention& a, int64_t index, void* memory) {
     for (int64_t i = first; i < last; ++i) {
       *at<C>(a.log_sum_exp, item, item.row + i) =
           normalise(numbers(i), top[i - first], mass[i - first], zeros);
+      if (!(mass[i - first] > 0)) diverge<T>(a, item, item.row + i, 0, item.seen, row(i));
       clear_outside(row(i), a.W, 0, item.seen);
     }
   }
@@ -242,6 +243,7 @@ void forward_span(const Attention& a, int64_t index, void* memory) {
       const int64_t row = item.row + band.row + r;
       const Within<C> p = numbers(r);
       *at<C>(a.log_sum_exp, item, row) = normalise(p, top[r], mass[r], zeros);
+      if (!(mass[r] > 0)) diverge<T>(a, item, row, own[r].column, own[r].end(), p.x + p.from);
       clear_outside(p.x, n, p.first(), round_up(p.to, Vector<C>::width));
       if (!a.weights.data) continue;
       C* columns = at<C>(a.weights, item, row);

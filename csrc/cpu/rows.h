@@ -131,7 +131,8 @@ C exponentiate(const Row<C>& s, C top) {
   return sum<C>(total);
 }
 
-// Weights; returns log sum exp. An empty row stays zeros. `zeros` marks the lanes where a weight is 0.
+// Weights; returns log sum exp. A row without mass becomes zeros: see `diverge`. `zeros` marks the lanes
+// where a weight is 0.
 template <class C, template <class> class Row>
 C normalise(const Row<C>& s, C top, C mass, Flags<C>& zeros) {
   if (mass == 0) {
@@ -184,6 +185,17 @@ void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t from
   if (a.mask.data) {
     const uint8_t* mask = at<uint8_t>(a.mask, item, i) + from * a.mask.column;
     for (int64_t j = 0; j < n; ++j) s[j] = mask[j * a.mask.column] ? s[j] : hidden;
+  }
+}
+
+// NaN in place of the weights of a row that has diverged, at the keys [from, to) that it sees. So is a
+// softmax where a score is +inf or NaN, or where there are scores and all are -inf.
+template <class T, class C>
+void diverge(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
+  for (int64_t j = from; j < to; ++j) {
+    C seen = 0;
+    finish_scores<T>(a, item, i, j, j + 1, &seen);
+    if (seen != -(C)__builtin_inf()) p[j - from] = __builtin_nan("");
   }
 }
 

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
       const Seen own = r < rows ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
       C s = -INFINITY;
       if (own.from <= j && j < own.to) {
-        s = finish_score<T>(a, tile, i, j - own.origin, staged.score(r, lane));
+        s = finish_score<T>(a, tile, i, j - own.origin, staged.score(r, lane), kLeast<C>);
         if (a.weights.data && first) at<C>(a.weights, tile, i)[j - own.origin] = s;
       }
       const C before = highest[r], top = fmax(before, of_warp<Max>(s));
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {
     if (r >= rows) break;
-    const C share = mass[r] == 0 ? 0 : 1 / mass[r];
+    const C share = share_of(highest[r], mass[r]);
     T* out = at<T>(a.context, tile, tile.row + r);
     for (int x = 0; x < columns; ++x) {
       const int c = column + kThreads * x;

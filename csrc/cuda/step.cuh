@@ -71,6 +71,7 @@ struct End {
   C top, mass;  // mass 0: nothing was seen
 
   __device__ C faded(C to) const { return mass == 0 ? C(0) : exp(top - to); }
+  __device__ C share() const { return share_of(top, mass); }
 };
 
 template <class C, class Part>
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Attention a, const Vie
   const Rows<T> key = {at<T>(a.key, tile, from), a.key.row, keys};
   score_keys<S, C>(at<T>(a.query, tile, 0), w, key, a.A, [&, own = own, from = from](int j, C s) {
     const int64_t column = from + j - own.origin;
-    share[j] = finish_score<T>(a, tile, 0, column, s);
+    share[j] = finish_score<T>(a, tile, 0, column, s, kLeast<C>);
     if (a.weights.data) at<C>(a.weights, tile, 0)[column] = share[j];
   });
   __syncthreads();
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Attention a, const Vie
   if (threadIdx.x == 0) end = {shift, mass};
   wait_for_blocks();
   const End<C> all = join<C>(gridDim.y, [&](unsigned block) { return *of_another(&end, block); });
-  const C factor = all.mass == 0 ? C(0) : end.faded(all.top) / all.mass;
+  const C factor = end.faded(all.top) * all.share();
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads,
              kThreads * gridDim.y);
   add_up_blocks<C>(
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Attention a, const Vie
   for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
     C sum = 0;
     for (int64_t i = 0; i < count; ++i) sum += at<C>(parts, tile, i)[c] * part(i).faded(all.top);
-    narrow(all.mass == 0 ? C(0) : sum / all.mass, at<T>(a.context, tile, 0)[c]);
+    narrow(sum * all.share(), at<T>(a.context, tile, 0)[c]);
   }
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x, kThreads);

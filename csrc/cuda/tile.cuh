@@ -167,17 +167,33 @@ __device__ bool beyond(const C (&x)[N], float limit) {
 
 // ---- scores -----------------------------------------------------------------------------------
 
+// What tells a row that has diverged from an empty one: its largest score, a score of -inf that a row
+// sees being this instead, and no other.
+template <class C>
+constexpr C kLeast = sizeof(C) == 4 ? C(-__FLT_MAX__) : C(-__DBL_MAX__);
+template <class C>
+constexpr C kUlp = sizeof(C) == 4 ? C(__FLT_EPSILON__) : C(__DBL_EPSILON__);
+
 // A product becomes the score of row i in a column: scale, bias, mask; -inf where it is hidden, also
-// where it is NaN.
+// where it is NaN, and `least` in place of -inf elsewhere.
 template <class T, class C>
-__device__ C finish_score(const Attention& a, const Tile& tile, int64_t i, int64_t column, C s) {
+__device__ C finish_score(const Attention& a, const Tile& tile, int64_t i, int64_t column, C s,
+                          C least = -INFINITY) {
   s *= C(a.scale);
+  bool seen = !a.mask.data || at<uint8_t>(a.mask, tile, i)[column * a.mask.column];
   if (a.bias.data) {
     const C bias = widen(at<T>(a.bias, tile, i)[column * a.bias.column]);
-    s = bias == -INFINITY ? C(-INFINITY) : s + bias;
+    seen &= bias != -INFINITY;
+    s += bias;
   }
-  const bool seen = !a.mask.data || at<uint8_t>(a.mask, tile, i)[column * a.mask.column];
+  if (s <= least) s = s == -INFINITY ? least : least * (1 - kUlp<C>);
   return seen ? s : C(-INFINITY);
+}
+
+// What e^{score - top} is multiplied by to be a weight: 0 in an empty row, NaN in one that diverged.
+template <class C>
+__device__ C share_of(C top, C total) {
+  return total == 0 ? C(0) : top == kLeast<C> ? C(NAN) : 1 / total;
 }
 
 // The scores of row i, in their place, become weights: one thread's share of the work, and log sum exp.
@@ -186,14 +202,15 @@ template <class C>
 __device__ void finish_row(const Attention& a, const Tile& tile, int64_t i, const Seen& own, C top,
                            C total, int thread, int threads) {
   if (thread == 0)
-    *at<C>(a.log_sum_exp, tile, i) = total == 0 ? C(-INFINITY) : top + log(total);
+    *at<C>(a.log_sum_exp, tile, i) =
+        total == 0 || top == kLeast<C> ? C(-INFINITY) : top + log(total);
   if (!a.weights.data) return;
   C* weights = at<C>(a.weights, tile, i);
-  const C share = total == 0 ? 0 : 1 / total;
+  const C share = share_of(top, total);
   for (int64_t c = thread; c < a.W; c += threads) {
     const bool exists = own.from <= c + own.origin && c + own.origin < own.to;
-    const C p = exists && total != 0 ? exp(weights[c] - top) : 0;
-    weights[c] = p == 0 ? 0 : p * share;
+    const C s = exists ? weights[c] : C(-INFINITY);
+    weights[c] = s == -INFINITY ? 0 : exp(s - top) * share;
   }
 }
 
