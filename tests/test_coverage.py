@@ -181,13 +181,13 @@ def run(case: History, args: dict, backend: str, how=attend) -> dict[str, torch.
 
 def check(case: History, backend: str, how=attend) -> None:
     """Compare with the oracle by the project's one rule; the oracle in this dtype is eager code."""
-    exact = {
-        k: v.detach().double().requires_grad_() if v is not None and v.is_floating_point() else v
-        for k, v in arguments(case).items()
-    }
-    wanted = run(replace(case, dtype=torch.float64), exact, "reference")
+    args = arguments(case)
+    wanted = run(case, table.doubled(args), "reference")
     orders = table.in_orders(attend("reference"))
-    plain = (table.results(case, arguments(case), how, NAMES) for how in orders)
+    plain = itertools.chain(
+        (table.results(case, args, how, NAMES) for how in orders),
+        table.nearby(args, lambda near: run(case, near, "reference")),
+    )
     table.check(case, run(case, arguments(case, DEVICE[backend]), backend, how), wanted, plain)
 
 
@@ -228,8 +228,7 @@ def test_inputs_near_zero(case, how, backend):
     check(case, backend, how)
 
 
-# Seed 1 draws a case where eager code's own error is luck: docs/testing.md.
-@pytest.mark.parametrize("seed", [0, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
 def test_fuzz(seed, backend):
     skip_unless(backend, History("dot", 1, 1, 1, 1, 1))
     cases = [case for case in fuzz(seed, 40) if unfit(backend, case) is None]

@@ -56,7 +56,7 @@ def recurrent(step_of):
         contexts, weights, feedback = [], [], 0
         for q in query.split(1, -2):
             context, weight = step(q + feedback)
-            feedback = torch.tanh(context).mean(-1, keepdim=True)
+            feedback = torch.tanh(context).sum(-1, keepdim=True) / max(1, context.shape[-1])
             contexts.append(context)
             weights.append(weight)
         return torch.cat(contexts, -2), torch.cat(weights, -2)

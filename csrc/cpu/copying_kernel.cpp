@@ -192,11 +192,11 @@ void backward(const Copying& a, int64_t index, void* memory) {
     }
     grad_gate = p * q * (total - copied);
   } else {
-    C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
+    const C plain = sum_of<C>(V, [&](int64_t v, int64_t n) {
       const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
       return x == -infinity<C>() ? Vec<C>{} : load_part(G + v, n, (C)0);
     });
-    C all = total;  // sum G of the words that can come
+    double generated = plain, all = plain;  // T, and sum G of the words that can come: they nearly cancel
     add_up(r.weights, r.source, a.Tk, r.mass);
     for (int64_t i = 0; i < a.Tk; ++i) {
       const int64_t w = r.source[i];
@@ -204,9 +204,10 @@ void backward(const Copying& a, int64_t index, void* memory) {
       const C grad = G[w] * (C)word.ratio;
       narrow_to_finite(grad, grad_weights[i]);
       const C copied = word.slight || grad == 0 ? 0 : widen(r.weights[i]) * grad;  // of G, by key i
-      if (r.generates(w)) total -= copied;
+      if (r.generates(w)) generated -= copied;
       else all += copied;
     }
+    const C total = generated;
     for (int64_t v = 0; v < V; v += W) {
       const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>()), g = load_part(G + v, V - v, (C)0);
       const Vec<C> S = none ? Vec<C>{} : exp_below(x, shift);
@@ -218,7 +219,7 @@ void backward(const Copying& a, int64_t index, void* memory) {
       const C S = exp_below(splat(r.x[w]), shift)[0];
       out[w] = G[w] * (C)r.word(w, log_sum_exp).generated - S * total;
     }
-    grad_gate = total - p * all;
+    grad_gate = generated - r.gate.p * all;
   }
   narrow(grad_gate, *at<T>(a.grad_gate, r.b, r.t));
   finish(out, V, result);
