@@ -51,6 +51,7 @@ class Case:
     seed: int = 0
     scale: float = 1.0  # of queries and keys
     weight_per_head: bool = False
+    positive: bool = False  # a weight from 0 to 1, as many draw it: large scores, one sign
     strict: bool = False  # judged without the absolute floor
 
     @property
@@ -114,6 +115,8 @@ def cases() -> list[Case]:
         table.append(Case("relu", 2, 17, 33, 59, 64, 2, dtype=dtype, terms=("lengths", "mask")))
     table.append(Case("relu", 2, 3, 5, 8, 8, 4, weight_per_head=True))
     table.append(Case("relu", 2, 7, 19, 40, 24, scale=1e3))
+    for shape in ((2, 9, 33, 512, 40), (1, 2, 5, 2048, 8), (2, 1, 20, 1024, 16)):
+        table.append(Case("additive", *shape, positive=True))
     return table
 
 
@@ -142,7 +145,8 @@ def fuzz(seed: int, count: int, most: float) -> list[Case]:
             scale=draw.choice((0.1, 1.0, 1.0, 4.0)),
         )
         if case.elements <= most:
-            table.append(replace(case, weight_per_head=case.H is not None and draw.random() < 0.5))
+            own = case.H is not None and draw.random() < 0.5
+            table.append(replace(case, weight_per_head=own, positive=draw.random() < 0.25))
     return table
 
 
@@ -193,6 +197,9 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
     if case.score != "dot":
         shape = (*case.heads, case.A) if case.weight_per_head else (case.A,)
         args["weight"] = floats(*shape, scale=2 / max(case.A, 1) ** 0.5)
+        if case.positive:
+            weight = torch.rand(shape, generator=g, dtype=torch.float64)
+            args["weight"] = weight.to(device, case.dtype)
     if "bias" in case.terms:
         rows = case.Tq if case.seed % 2 else 1
         args["bias"] = floats(case.B, *([1] * len(case.heads)), rows, case.Tk)

@@ -35,9 +35,6 @@ class Scores {
     if (!additive) return;
     q_held = scratch.take(item.rows * width);
     w = gather(at<T>(a.weight, item, 0), 0, 1, depth, width, scratch.take(width)).data;
-    Vec<C> total = {};
-    for (int64_t c = 0; c < width; c += Vector<C>::width) total += load(w + c);
-    base = sum<C>(total);
     if constexpr (sizeof(C) == 4)
       if (factorable()) q_range = exponentials(q, item.rows, depth, width, q_held);
   }
@@ -84,7 +81,7 @@ class Scores {
       if (path == Score::factored) block = score_block<C, Score::factored>;
       if (path == Score::small) block = score_block<C, Score::small>;
     }
-    block(qs, n, ks, nk, w, width, base, out, stride);
+    block(qs, n, ks, nk, w, width, out, stride);
   }
 
   // What the constructor takes.
@@ -120,7 +117,7 @@ class Scores {
   const int64_t depth, width;
   const bool additive;
   int64_t first = 0, last = 0;
-  C q_range = 0, base = 0;
+  C q_range = 0;
   C *q_held = nullptr, *k_scratch, *k_held;
   const C* w = nullptr;
   Score path = Score::dot, held = Score::factored;

@@ -65,9 +65,11 @@ void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
     }
 }
 
-// out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc) where base is sum_c w_c
+// out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc). A term of tanh is -w tanh / 2, taken as
+// w (1/d - 1/2): a sum of w/d, to be subtracted from that of w, is rounded as a number of the size of
+// that of |w|, and where the weights have one sign the score is far smaller.
 template <class C, Score S, int I, int J>
-void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out,
+void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
                 int64_t out_stride) {
   constexpr int W = Vector<C>::width;
   constexpr int64_t kFeatures = 16 * 2 * W;  // summed on their own: sums of sums lose less
@@ -102,7 +104,7 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
           const Vec<C> w0 = load(w + c), w1 = load(w + c + W);
           if constexpr (S == Score::factored) {
             const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
-            acc[i][j] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1);
+            acc[i][j] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1) - (w0 + w1) * (C)0.5;
           } else if constexpr (S == Score::relu) {
             acc[i][j] += w0 * rectified<C>(q0 + k0);
             acc[i][j] += w1 * rectified<C>(q1 + k1);
@@ -123,17 +125,14 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C base, C* out
     } else {
       for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
     }
-    constexpr bool of_half = S == Score::small || S == Score::direct;
-    for (int j = 0; j < J; ++j) {
-      const C x = S == Score::factored ? base - 2 * score[j] : of_half ? -2 * score[j] : score[j];
-      out[i * out_stride + j] = x;
-    }
+    for (int j = 0; j < J; ++j)
+      out[i * out_stride + j] = S == Score::dot || S == Score::relu ? score[j] : -2 * score[j];
   }
 }
 
 // The scores of nq queries and nk keys. Four keys stay in the first cache while queries pass.
 template <class C, Score S>
-void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded, C base,
+void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded,
                  C* out, int64_t out_stride) {
   constexpr int I = 2;
   for (int64_t j = 0; j < nk;) {
@@ -142,7 +141,7 @@ void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64
       const int64_t rows = nq - i >= I ? I : 1;
       const auto tile = keys == 4 ? (rows == I ? score_tile<C, S, I, 4> : score_tile<C, S, 1, 4>)
                                   : (rows == I ? score_tile<C, S, I, 1> : score_tile<C, S, 1, 1>);
-      tile({q.data + i * q.stride, q.stride}, {k.data + j * k.stride, k.stride}, w, padded, base,
+      tile({q.data + i * q.stride, q.stride}, {k.data + j * k.stride, k.stride}, w, padded,
            out + i * out_stride + j, out_stride);
       i += rows;
     }
@@ -156,7 +155,7 @@ void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* 
                int64_t out_stride, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
   if (nq < 6)  // too few to pay for a transposition
-    return score_block<C, Score::dot>(q, nq, k, nk, nullptr, padded, 0, out, out_stride);
+    return score_block<C, Score::dot>(q, nq, k, nk, nullptr, padded, out, out_stride);
   for (int64_t j = 0; j < nk; j += W2) {
     const int64_t keys = min(nk - j, W2);
     transpose(k.data + j * k.stride, k.stride, keys, padded, scratch, W2);
