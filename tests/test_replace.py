@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import pickle
@@ -320,6 +321,94 @@ class HeatedInstance(Clamped):
         return self.energy(features).squeeze(2) / self.__dict__["heat"]
 
 
+@as_plain
+class Padded(Clamped):
+    """Finds padding where the states are 0, as pad_packed_sequence leaves them."""
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        scores = self.energy(features).squeeze(2)
+        return scores.masked_fill((memory == 0).all(-1), -1e10)
+
+
+@as_plain
+class ByHand(Clamped):
+    """A softmax that divides by a little more."""
+
+    def forward(self, state, memory, mask=None):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        e = self.energy(features).squeeze(2).exp() * mask
+        self.last = e / (e.sum(1, keepdim=True) + 1e-12)
+        return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+
+@as_plain
+class Linear(Clamped):
+    """Without the tanh, and so small that it hardly shows."""
+
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            torch.nn.init.constant_(p, 1e-9)
+
+    def scores(self, state, memory):
+        return self.energy(self.query(state).unsqueeze(1) + self.key(memory)).squeeze(2)
+
+
+Result = collections.namedtuple("Result", ["context", "weights"])
+
+
+@as_plain
+class Named(Plain):
+    def forward(self, state, memory, mask=None):
+        return Result(*super().forward(state, memory, mask))
+
+
+@as_plain
+class More(Plain):
+    def forward(self, state, memory, mask=None):
+        return *super().forward(state, memory, mask), None
+
+
+class Settings:
+    temperature = 1.0
+
+
+def heated_by(module, scores):
+    return scores / module.warmth
+
+
+@as_plain
+class HeatedElsewhere(Clamped):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / Settings.temperature
+
+
+@as_plain
+class HeatedByHelper(Clamped):
+    def __init__(self):
+        super().__init__()
+        self.warmth = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return heated_by(self, self.energy(features).squeeze(2))
+
+
+@as_plain
+class HeatedByWeight(Clamped):
+    """A name that parameters have, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.weight
+
+
 class Counting(Plain):
     """Known by its own name; counts where its replacement does not."""
 
@@ -345,6 +434,14 @@ class Counting(Plain):
         (Windowed, "results differ"),
         (Heated, "its own code reads temperature, which"),
         (HeatedInstance, "its own code reads heat, which"),
+        (HeatedElsewhere, "its own code reads Settings.temperature, which"),
+        (HeatedByHelper, "its own code reads warmth, which"),
+        (HeatedByWeight, "its own code reads weight, which"),
+        (Padded, "results differ"),
+        (ByHand, "results differ"),
+        (Linear, "results differ"),
+        (Named, "results differ by being a tuple of 2 instead of a Result of 2"),
+        (More, "results differ by being a tuple of 2 instead of a tuple of 3"),
     ],
 )
 def test_copies_that_compute_something_else_are_left_alone(cls, why):

@@ -73,5 +73,5 @@ ADD = [*DOT, "gvec.*.weight", "gvec.*.bias"]
 LOC = [*ADD, "loc_conv.*.weight", "mlp_att.*.weight"]
 register(Heads, "AttMultiHeadDot", DOT)
 register(Heads, "AttMultiHeadAdd", ADD)
-register(Location, "AttMultiHeadLoc", LOC, dtype=torch.float32)
-register(Resolutions, "AttMultiHeadMultiResLoc", LOC, dtype=torch.float32)
+register(Location, "AttMultiHeadLoc", LOC, dtype=torch.float32, larger=4)
+register(Resolutions, "AttMultiHeadMultiResLoc", LOC, dtype=torch.float32, larger=4)

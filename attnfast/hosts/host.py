@@ -34,23 +34,27 @@ class Draw:
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
-        long: tuple[tuple[int, ...], ...] = (),
+        others: tuple[tuple[int, ...], ...] = (),
+        repeats: bool = False,
     ):
         self.generator = torch.Generator().manual_seed(seed)
-        self.dtype, self.device, self.long = dtype, device, long
+        self.dtype, self.device, self.others, self.repeats = dtype, device, others, repeats
         self.leaves: list[Tensor] = []
 
     def __call__(self, *shape: int, grad: bool = True) -> Tensor:
         """Return normal numbers; their gradients are compared unless ``grad`` is False."""
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        if self.repeats and grad and x.dim() > 2:  # as padding has them
+            rows = torch.rand(x.shape[:-1], generator=self.generator)
+            x[rows < 0.25], x[rows > 0.75] = 0, 1
         x = x.to(self.device, self.dtype).requires_grad_(grad)
         if grad:
             self.leaves.append(x)
         return x
 
     def sources(self, *lengths: Iterable[int]) -> tuple[Iterable[int], ...]:
-        """Return the lengths of batches of sources: those given, and once those of a long one."""
-        return (*lengths, *self.long)
+        """Return the lengths of batches of sources: those given, and once those of others."""
+        return (*lengths, *self.others)
 
     def numbers(self, *values: int) -> Tensor:
         """Return whole numbers, such as lengths."""
@@ -79,8 +83,8 @@ class Host:
             ``draw.sources(...)`` adds a long source to the lengths (see :class:`Draw`).
         reads: the attributes that the original's code reads and ``methods`` need not, where it is
             one that people copy; a copy that reads any other is left alone.
-        larger: by how much the parameters are multiplied in one comparison, so that scores are
-            large; 1 where a note says that large ones differ.
+        larger: the size of parameters drawn for one comparison, times 1/√n for n features, so that
+            scores are large; 1 where a note says that large ones differ.
         why_not: says why a module is left alone, or returns None.
         note: what is different, if anything, for the report.
         dtype: what the example is computed with.

@@ -58,7 +58,7 @@ def example(attention, draw):
         for lengths in draw.sources((5, 2, 4), (4, 1)):
             B, Tk = len(lengths), max(lengths)
             value, key, seen = draw(B, Tk, size), draw(B, Tk, size), draw.seen(lengths, Tk)
-            for Tq in (3, 1, 1):
+            for Tq in (min(3, Tk), 1, 1):
                 inputs, masks = [draw(B, Tq, size), value, key], [seen[:, :Tq], seen]
                 yield attention(inputs, mask=masks, return_attention_scores=True)
                 yield attention(inputs, mask=masks, use_causal_mask=True, training=True)

@@ -48,6 +48,7 @@ register_host(
     classes=["Attention"],
     parameters=["decode_proj.weight", "decode_proj.bias", "v.weight"],
     optional=["W_c.weight"],
+    reads=["config"],
     example=example,
     note="a source without words has weights 0 instead of NaN",
 )

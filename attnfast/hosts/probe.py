@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import inspect
+import sys
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +27,8 @@ from attnfast.hosts.recall import PLACE
 
 __all__ = ["tensors", "why_left"]
 
-LONG = ((600,),)  # lengths of the sources of one comparison, beside the example's own
+OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
+FIXED = (torch.dtype, torch.device, str, type(None))  # what a global that code reads may be
 INTERNAL = {*vars(nn.Module()), PLACE}
 
 
@@ -101,9 +106,36 @@ def methods_of(cls: type) -> dict[str, list[FunctionType]]:
     return found
 
 
-def words_of(names: Iterable[str], methods: dict[str, list[FunctionType]]) -> set[str]:
-    """Return the words of these methods, and of methods and functions beside them that they use."""
+def read_of_self(function: FunctionType) -> set[str]:
+    """Return the attributes that a function reads of its first argument."""
+    code, found, is_self = function.__code__, set(), False
+    for step in dis.get_instructions(code):
+        if is_self and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(step.argval)
+        last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        is_self = step.opname.startswith("LOAD_") and last == code.co_varnames[0]
+    return found
+
+
+def is_ready_made(x: Any, project: str) -> bool:
+    """Whether this is of Python or of an installed package, in which a project changes nothing."""
+    name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or ""
+    package = name.partition(".")[0]
+    if package == project:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file
+
+
+def used_by(
+    names: Iterable[str], methods: dict[str, list[FunctionType]]
+) -> tuple[set[str], set[str]]:
+    """Return the words of these methods and of all that they call, and the globals that they read.
+
+    Of modules and classes the globals are those attributes that are neither functions nor classes.
+    """
     found: set[str] = set()
+    read: set[str] = set()
     todo, seen = [f for name in names for f in methods.get(name, ())], set()
     while todo:
         function = todo.pop()
@@ -112,12 +144,22 @@ def words_of(names: Iterable[str], methods: dict[str, list[FunctionType]]) -> se
         seen.add(function)
         used = words(function.__code__)
         found |= used
-        beside = (function.__globals__.get(name) for name in used)
-        todo += [
-            f for f in beside if isinstance(f, FunctionType) and f.__module__ == function.__module__
-        ]
         todo += [f for name in used for f in methods.get(name, ())]
-    return found
+        project = function.__module__.partition(".")[0]
+        places = [("", function.__globals__)]
+        while places:
+            path, names_here = places.pop()
+            for name in used & names_here.keys():
+                x = names_here[name]
+                if is_ready_made(x, project):
+                    continue
+                if isinstance(x, FunctionType):
+                    todo.append(inspect.unwrap(x))
+                elif isinstance(x, (ModuleType, type)):
+                    places += [] if path else [(f"{name}.", vars(x))]
+                elif not isinstance(x, FIXED):
+                    read.add(path + name)
+    return found, read
 
 
 def why_not_read_alike(module: nn.Module, host: Host) -> str | None:
@@ -129,11 +171,14 @@ def why_not_read_alike(module: nn.Module, host: Host) -> str | None:
     if full & set(host.classes):
         return None  # not a copy
     own, ours = methods_of(type(module)), methods_of(host.methods)
-    known = {part for name in host.parameters | host.optional for part in name.split(".")}
-    known |= host.reads | words_of(ours, ours)
+    known = {name.partition(".")[0] for name in host.parameters | host.optional} | host.reads
+    beside = vars(sys.modules[host.methods.__module__]).values()
+    helpers = [f for f in beside if isinstance(f, FunctionType)]
+    helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
+    known = known.union(*(read_of_self(f) for f in (*chain(*ours.values()), *helpers)))
     replaced = own.keys() & ours.keys()
     runs = known - replaced  # its own methods that the replacement calls
-    read = words_of(replaced, {name: own[name] for name in own.keys() - runs})
+    read, shared = used_by(replaced, {name: own[name] for name in own.keys() - runs})
     state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
     for cls in type(module).__mro__:
         if not issubclass(nn.Module, cls):
@@ -144,6 +189,7 @@ def why_not_read_alike(module: nn.Module, host: Host) -> str | None:
         if type(part).__module__ == "torch.nn.modules.activation"
     }
     unknown = sorted((read & state) - known - plain)
+    unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"
     return None
@@ -161,8 +207,9 @@ class Way:
     tolerance: float
     training: bool = False
     autocast: bool = False
-    larger: float = 1.0  # how much the parameters are
-    long: tuple[tuple[int, ...], ...] = ()
+    larger: float | None = None  # drawn parameters, of this size; else the module's own
+    others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
+    repeats: bool = False  # rows of zeros and of the same numbers among the input's
 
 
 def ways(module: nn.Module, host: Host) -> Iterator[Way]:
@@ -174,7 +221,8 @@ def ways(module: nn.Module, host: Host) -> Iterator[Way]:
         yield Way(host.dtype, cpu, 1e-9 if exact else 1e-4, training)
     if parameter.dtype in (torch.float32, torch.float64):
         yield Way(parameter.dtype, parameter.device, 1e-4)
-    yield Way(host.dtype, cpu, 1e-6 if exact else 1e-3, larger=host.larger, long=LONG)
+    yield Way(host.dtype, cpu, 1e-6 if exact else 1e-3, larger=host.larger, others=OTHERS)
+    yield Way(host.dtype, cpu, 1e-9 if exact else 1e-4, repeats=True)
     yield Way(torch.float32, parameter.device, 0.1, autocast=True)
 
 
@@ -203,33 +251,45 @@ def outcome_of(module: nn.Module, host: Host, way: Way, served: bool) -> tuple[A
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them only wait for one another
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), torch.device(way.device):
+        with (
+            torch.random.fork_rng(),
+            torch.enable_grad(),
+            torch.device(way.device),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
             torch.manual_seed(0)
             twin = _copy(module).to(way.device, way.dtype).train(way.training)
             for p in twin.parameters():
-                if p.is_floating_point():
-                    p.data.mul_(way.larger)
+                if p.is_floating_point() and way.larger is not None:
+                    size = way.larger * max(p.shape[-1:], default=1) ** -0.5
+                    p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
             if served:
                 dressed(twin, host)
             cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
             with cast if way.autocast else contextlib.nullcontext():
-                return run(twin, host.example, Draw(way.dtype, way.device, long=way.long))
+                return run(
+                    twin,
+                    host.example,
+                    Draw(way.dtype, way.device, others=way.others, repeats=way.repeats),
+                )
     finally:
         torch.set_num_threads(threads)
 
 
-def run(module: nn.Module, example: Any, draw: Draw) -> tuple[list, dict[str, Any], list]:
+def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
     """Run an example; return its results, the module's state, and the gradients of all of it."""
-    results = list(tensors(list(example(module, draw))))
-    if not results:
+    results = dict(_flat("", list(example(module, draw))))
+    if not any(isinstance(x, Tensor) for x in results.values()):
         raise ValueError("the example yields no tensor")
     state = state_of(module)
-    made = [x for x in (*results, *state.values()) if isinstance(x, Tensor) and x.requires_grad]
+    made = (*results.values(), *state.values())
+    made = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
     leaves = [x for x in (*draw.leaves, *module.parameters()) if x.requires_grad]
     weighted = Draw(torch.float64, draw.device, seed=1)
     loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True) if made else [None] * len(leaves)
-    return results, state, list(grads)
+    return results, state, {f"{i}": x for i, x in enumerate(grads)}
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -255,7 +315,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _flat(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers and strings of nested containers by name; of others their type."""
+    """Yield tensors, numbers and strings of nested containers by name, and the types of others."""
     if isinstance(x, (Tensor, bool, int, float, complex, str, bytes, type(None))):
         yield name, x
     elif isinstance(x, (list, tuple, deque, dict)):
@@ -280,20 +340,16 @@ def _copy(module: nn.Module) -> nn.Module:
 def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | None:
     """Say in what two outcomes differ, or None."""
     for what, a, b in zip(("results", "state", "gradients"), old, new):
-        a, b = (dict(enumerate(x)) if isinstance(x, list) else x for x in (a, b))
-        if a.keys() != b.keys():
-            names = ", ".join(map(str, sorted(a.keys() ^ b.keys())))
-            return (
-                f"{what} differ in {names}" if what == "state" else f"{len(b)} {what}, not {len(a)}"
-            )
         # Under autocast some gradients are rounding noise: they are compared with the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
         sizes = [float(x.detach().abs().max()) for x in every if way.autocast and x.numel()]
         least = max(sizes, default=0.0)
         for name, x in a.items():
-            if not _close(x, b[name], way.tolerance, least):
+            if name in b and not _close(x, b[name], way.tolerance, least):
                 where = f" in {name}" if what == "state" else ""
                 return f"{what} differ{where} by {_far(x, b[name])}"
+        if a.keys() != b.keys():
+            return f"{what} differ in {', '.join(sorted(a.keys() ^ b.keys()))}"
     return None
 
 
@@ -321,4 +377,6 @@ def _far(a: Any, b: Any) -> str:
 
 
 def _short(x: Any) -> str:
+    if isinstance(x, tuple):  # a container's type and length: see _flat
+        return f"a {x[0].__name__} of {x[1]}"
     return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.40}"

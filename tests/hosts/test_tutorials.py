@@ -17,6 +17,8 @@ def test_translation():
             source = draw(B, Tk, 5)
             yield [attention(draw(B, 1, 5), source) for _ in range(3)]
             yield attention(query=draw(B, 1, 5), keys=source * 2)
+            yield attention(source, source)  # what its own code makes of other queries
+            yield attention(draw(1, 5), source)
 
     compare(BahdanauAttention(5), use)
 
