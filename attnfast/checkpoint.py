@@ -12,7 +12,6 @@ import hashlib
 import io
 import os
 import tempfile
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 
 from attnfast.data import Tokenizer, load_tokenizer
-from attnfast.errors import InputError, out_of_memory, reason
+from attnfast.errors import InputError, reason
 from attnfast.models import Config, Seq2Seq, build
 
-#: Of what is written. The first had no checksum of its own, only those of the archive's parts.
+#: Of what is written.
 FORMAT = 2
 DIGITS = 2 * hashlib.sha256().digest_size
 
@@ -137,31 +136,18 @@ def load(path: str | Path) -> dict[str, Any]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"cannot read checkpoint {path}: {reason(error)}") from error
+    foreign = f"{path}: expected a checkpoint as attnfast wrote it, got a damaged or foreign file"
     digest = hashlib.sha256(memoryview(content)[:-DIGITS]).hexdigest().encode()
-    whole = content.endswith(digest)
-    try:
-        if not whole:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                if archive.testzip() is not None:
-                    raise ValueError("a part is not as it was written")
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes fail anywhere in the unpickler
-        if out_of_memory(error):
-            raise
-        raise InputError(
-            f"{path}: expected a checkpoint, got a damaged, truncated or foreign file"
-        ) from error
+    if not content.endswith(digest):
+        raise InputError(foreign)
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     number = state.get("format") if isinstance(state, dict) else None
     if not isinstance(number, int):
-        raise InputError(f"{path}: expected a checkpoint of attnfast, got a file of something else")
-    if number > FORMAT:
+        raise InputError(foreign)
+    if number != FORMAT:
         raise InputError(
-            f"{path}: expected a checkpoint of format {FORMAT} or older, got {number}, "
-            "which a newer attnfast has written"
-        )
-    if number > 1 and not whole:
-        raise InputError(
-            f"{path}: expected a checkpoint as attnfast wrote it, got one changed since"
+            f"{path}: expected a checkpoint of format {FORMAT}, got {number}, "
+            "which another attnfast has written"
         )
     return state
 

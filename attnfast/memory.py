@@ -24,6 +24,7 @@ from attnfast.ops.arguments import (
 )
 from attnfast.ops.attention import columns_of, run, run_spans
 from attnfast.ops.coverage import coverage_attention, inputs_of
+from attnfast.ops.operators import is_recorded
 from attnfast.ops.span import Position, Span, Spans, check_span
 from attnfast.steps import HistoryStep, Step, Steps
 
@@ -36,8 +37,9 @@ class Memory(NamedTuple):
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
     the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None; ``relu``,
-    whether the rectifier stands for tanh. To attend to a memory raises if one of its tensors has
-    been changed in place, as far as PyTorch counts changes: not those through ``.data``.
+    whether the rectifier stands for tanh. To attend to a memory raises if key, value, lengths,
+    weight or mask have been changed in place, as far as PyTorch counts changes: not those through
+    ``.data``.
 
     A memory pickles as its tensors do: keys lose the graph that they came from.
     """
@@ -58,7 +60,9 @@ class Memory(NamedTuple):
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
         memory = self._replace(**chosen, steps=None)
-        return memory if self.steps is None else memory._replace(steps=Steps(*memory._made_of()))
+        if self.steps is None:
+            return memory
+        return memory._replace(steps=Steps(*memory._made_of(), mask=memory.mask))
 
     def __reduce__(self):
         return _restored, (self.steps is not None, *self._replace(steps=None))
@@ -71,7 +75,8 @@ class Memory(NamedTuple):
 def _restored(has_steps: bool, *fields) -> Memory:
     """Return an unpickled memory."""
     memory = Memory(*fields)
-    return memory._replace(steps=Steps(*memory._made_of())) if has_steps else memory
+    steps = Steps(*memory._made_of(), mask=memory.mask) if has_steps else None
+    return memory._replace(steps=steps)
 
 
 def check_memory(memory: object) -> None:
@@ -81,8 +86,8 @@ def check_memory(memory: object) -> None:
 
 
 def _usable(steps: Steps | None) -> Steps | None:
-    """Return what steps share, its tensors unchanged; None in a graph that is compiled."""
-    if steps is None or torch.compiler.is_compiling():
+    """Return what steps share, its tensors unchanged; None in a graph that is recorded."""
+    if steps is None or is_recorded():
         return None
     steps.check_unchanged()
     return steps
@@ -171,7 +176,7 @@ def prepare(
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, weight))
     )
-    return memory._replace(steps=Steps(*memory._made_of(), deferred=deferred))
+    return memory._replace(steps=Steps(*memory._made_of(), deferred=deferred, mask=mask))
 
 
 def attend(

@@ -116,11 +116,20 @@ class Features:
 class Steps:
     """What the steps of one memory share: the exponentials of its keys, gradients that wait."""
 
-    def __init__(self, of: tuple[Any, ...], how: tuple[Any, ...], deferred: bool = False):
+    def __init__(
+        self,
+        of: tuple[Any, ...],
+        how: tuple[Any, ...],
+        deferred: bool = False,
+        mask: Tensor | None = None,
+    ):
         key, value, lengths, weight = self.of = of
         backend, relu = self.how = how
         # An inference tensor has no version.
-        self.versions = [(x, x._version) for x in of if x is not None and not x.is_inference()]
+        named = zip(("key", "value", "lengths", "weight", "mask"), (*of, mask))
+        self.versions = [
+            (x, x._version, name) for name, x in named if x is not None and not x.is_inference()
+        ]
         self.task = torch._C._current_graph_task_id()  # of the backward that runs, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.operators = operators_of(backend)
@@ -137,10 +146,8 @@ class Steps:
 
     def check_unchanged(self) -> None:
         """Refuse tensors of the memory that were changed in place since it was prepared."""
-        for x, version in self.versions:
+        for x, version, name in self.versions:
             if x._version != version:
-                names = zip(("key", "value", "lengths", "weight"), self.of)
-                name = next(name for name, own in names if own is x)
                 raise RuntimeError(
                     f"memory must be prepared again: its {name} was changed in place since"
                 )

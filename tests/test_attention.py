@@ -778,6 +778,10 @@ GOOD = Case("additive", 2, 3, 5, 8, 7)
         ({"temperature": torch.ones(())}, r"temperature must be a positive number, got a Tensor"),
         ({"activation": "gelu"}, "activation must be 'tanh' or 'relu', got 'gelu'"),
         ({"backend": "cudnn"}, "backend must be None or one of .*got 'cudnn'"),
+        (
+            {"query": torch.zeros(GOOD.B, GOOD.Tq, GOOD.A).to_sparse()},
+            "query must be a dense tensor, got one of torch.sparse_coo",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_sentence(change, message):

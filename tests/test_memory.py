@@ -219,7 +219,7 @@ def test_reentrant_checkpoint_over_a_memory_made_outside(parts, projected):
     )
 
 
-@pytest.mark.parametrize("name", ["key", "value", "weight", "lengths"])
+@pytest.mark.parametrize("name", ["key", "value", "weight", "lengths", "mask"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_memory_changed_in_place_is_refused(name, rows, grad):
@@ -227,10 +227,11 @@ def test_a_memory_changed_in_place_is_refused(name, rows, grad):
     args = {k: args[k].detach() for k in ("query", "key", "value", "weight", "lengths")}
     args["key"].requires_grad_(grad)
     query = args.pop("query")[:, :rows]
+    args["mask"] = torch.ones(2, 9, dtype=torch.bool)
     m = prepare(**args)
     attend(query, m)
     with torch.no_grad():
-        args[name].add_(0)
+        args[name].copy_(args[name].clone())
     for call in (attend, attend_with_history):
         with pytest.raises(RuntimeError, match=f"memory must be prepared again: its {name} was"):
             call(query, m)

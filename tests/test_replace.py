@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import re
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -23,6 +24,7 @@ from hosts.doubles import (
     bentrevett,
 )
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 
 import attnfast
@@ -1032,3 +1034,20 @@ def test_views_of_one_tensor_are_told_apart():
     assert seen.again(x[:, :3])
     for other in (x[:, :2], x[:3, :3], x[:, :6:2], x[:, :3].T, x.view(torch.int32)[:, :3]):
         assert not seen.again(other)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_graph_that_is_traced_takes_its_own_source(grad):
+    """What is kept of a source would be a constant of the graph."""
+    m = model()["a0"].requires_grad_(grad)
+    attnfast.replace(m, strict=True)
+    (state, *_), memory, mask = inputs()
+    with torch.set_grad_enabled(grad):
+        m(state, memory, mask)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jit.trace is deprecated
+            traced = torch.jit.trace(m, (state, memory, mask), check_trace=False)
+        graphs = [traced] if grad else [traced, make_fx(m)(state, memory, mask)]
+        want = m(state * 2, memory + 1, mask)
+        for graph in graphs:
+            torch.testing.assert_close(graph(state * 2, memory + 1, mask), want)

@@ -567,12 +567,15 @@ def test_translate_reads_and_writes_pipes(trained):
     [
         (
             lambda good: good[: len(good) // 2],
-            "expected a checkpoint, got a damaged, truncated or foreign file",
+            "expected a checkpoint as attnfast wrote it, got a damaged or foreign file",
         ),
-        (lambda good: b"", "expected a checkpoint, got a damaged, truncated or foreign file"),
+        (
+            lambda good: b"",
+            "expected a checkpoint as attnfast wrote it, got a damaged or foreign file",
+        ),
         (
             lambda good: b"hello\n" * 99,
-            "expected a checkpoint, got a damaged, truncated or foreign file",
+            "expected a checkpoint as attnfast wrote it, got a damaged or foreign file",
         ),
         (None, "cannot read checkpoint .*bad.pt: No such file or directory"),
     ],

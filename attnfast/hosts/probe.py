@@ -283,8 +283,8 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     if not any(isinstance(x, Tensor) for x in results.values()):
         raise ValueError("the example yields no tensor")
     state = state_of(module)
-    made = (*results.values(), *state.values())
-    made = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
+    every = (*results.values(), *state.values())
+    made = [x for x in every if isinstance(x, Tensor) and x.requires_grad]
     leaves = [x for x in (*draw.leaves, *module.parameters()) if x.requires_grad]
     weighted = Draw(torch.float64, draw.device, seed=1)
     loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)

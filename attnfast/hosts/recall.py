@@ -119,6 +119,8 @@ def _way(x: Tensor) -> tuple[Any, ...] | None:
     """Return how results are computed now, or None where nothing may be kept."""
     if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True):
         return None  # under checkpointing each call saves what it needs itself
+    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+        return None  # what is kept would be a constant of the graph
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return torch.is_grad_enabled(), autocast

@@ -12,6 +12,7 @@ from attnfast.errors import (
     check_whole,
     check_word,
     describe,
+    refuse,
     refuse_type,
 )
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
@@ -85,6 +86,8 @@ class Config:
             check_word("cell", self.cell, CELLS)
             for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
                 check_whole(name, getattr(self, name))
+            if self.hidden_dim >= 2**30:  # an encoder has two of them side by side
+                refuse("hidden_dim", "below 2**30", self.hidden_dim)
             for name in ("input_feeding", "copying", "self_attention"):
                 check_flag(name, getattr(self, name))
             check_share("dropout", self.dropout)

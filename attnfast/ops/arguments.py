@@ -17,7 +17,9 @@ from attnfast.ops.operators import accumulation_dtype
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is no tensor."""
     if not isinstance(x, Tensor):
-        refuse_type(name, "a torch.Tensor", type(x).__name__)
+        return refuse_type(name, "a torch.Tensor", type(x).__name__)
+    if x.layout != torch.strided or x.is_nested:
+        refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
 
 
 def check(

@@ -43,6 +43,7 @@ from attnfast.ops.operators import (
     call,
     define,
     empty_rows,
+    is_recorded,
     operators_of,
     or_zeros,
 )
@@ -304,7 +305,7 @@ def run(
     inputs = (query, key, value, weight, bias)
     operators, rest = operators_of(backend), (*seen, exponentials, scale, relu)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if keep and not torch.compiler.is_compiling():
+    if keep and not is_recorded():
         context, weights, log_sum_exp = _Attention.apply(*inputs, *rest, True, operators)
     else:
         context, weights, log_sum_exp = call(
@@ -452,6 +453,7 @@ def _attention(
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     query, key, value, weight, bias = autocast(query, key, value, weight, bias)
     check_form(need_weights)
+    need_weights = need_weights if isinstance(need_weights, str) else bool(need_weights)
     check_flag("need_log_sum_exp", need_log_sum_exp)
     try:
         check_temperature(temperature)

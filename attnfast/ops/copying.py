@@ -17,7 +17,14 @@ from torch import Tensor
 from attnfast.backends import FLOATS, HALF, choose
 from attnfast.errors import check_flag, describe, refuse
 from attnfast.ops.arguments import check_exact, check_tensor, refuse_tangents
-from attnfast.ops.operators import LIBRARIES, accumulation_dtype, call, define, operators_of
+from attnfast.ops.operators import (
+    LIBRARIES,
+    accumulation_dtype,
+    call,
+    define,
+    is_recorded,
+    operators_of,
+)
 
 #: ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
 #: difference is small.
@@ -239,7 +246,7 @@ def copy_distribution(
             return reference(*inputs)
         refuse_tangents(logits, weights, gate)
         operators = operators_of(backend)
-        grad = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        grad = torch.is_grad_enabled() and not is_recorded()
         if grad and (logits.requires_grad or weights.requires_grad or gate.requires_grad):
             return _Copy.apply(*inputs, operators)[0]
         return call(operators.copy_distribution.default, *inputs)[0]

@@ -45,6 +45,7 @@ from attnfast.ops.operators import (
     call,
     define,
     empty_rows,
+    is_recorded,
     operators_of,
     or_zeros,
 )
@@ -572,7 +573,7 @@ def coverage_attention(
     else:
         refuse_tangents(*(x for x in inputs if isinstance(x, Tensor)))
         operators = operators_of(backend)
-        grad = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        grad = torch.is_grad_enabled() and not is_recorded()
         if grad and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             context, weights, coverage, loss, _ = _Coverage.apply(*inputs, operators)
         else:

@@ -47,6 +47,11 @@ def operators_of(backend: str) -> Any:
     return getattr(torch.ops, f"attnfast_{backend}")
 
 
+def is_recorded() -> bool:
+    """Whether a graph is made of what runs: by torch.compile, torch.export or torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def call(operator: Any, *args: Any) -> Any:
     """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
