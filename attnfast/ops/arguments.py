@@ -17,7 +17,12 @@ from attnfast.ops.operators import accumulation_dtype
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is no tensor."""
     if not isinstance(x, Tensor):
-        return refuse_type(name, "a torch.Tensor", type(x).__name__)
+        refuse_type(name, "a torch.Tensor", type(x).__name__)
+
+
+def check_dense(name: str, x: Any) -> None:
+    """Refuse what is no tensor, or one that does not hold all its numbers."""
+    check_tensor(name, x)
     if x.layout != torch.strided or x.is_nested:
         refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
 
@@ -34,7 +39,7 @@ def check(
     columns: int = 0,
 ) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    check_tensor("query", query)
+    check_dense("query", query)
     device, dtype = query.device, query.dtype
     rest: tuple[tuple[str, Any, bool], ...] = (
         ("key", key, False),
@@ -47,7 +52,7 @@ def check(
     for name, x, optional in rest:
         if optional and x is None:
             continue
-        check_tensor(name, x)
+        check_dense(name, x)
         if x.device != device:
             refuse(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnfast.backends import FLOATS, HALF, choose
 from attnfast.errors import check_flag, describe, refuse
-from attnfast.ops.arguments import check_exact, check_tensor, refuse_tangents
+from attnfast.ops.arguments import check_dense, check_exact, refuse_tangents
 from attnfast.ops.operators import (
     LIBRARIES,
     accumulation_dtype,
@@ -76,7 +76,7 @@ def check(logits: Tensor, weights: Tensor, source: Tensor, gate: Tensor, extra_w
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     named = {"logits": logits, "weights": weights, "source": source, "gate": gate}
     for name, x in named.items():
-        check_tensor(name, x)
+        check_dense(name, x)
         if x.device != logits.device:
             refuse(name, f"on the logits' device {logits.device}", x.device)
         if name in ("weights", "gate") and x.dtype != logits.dtype:
