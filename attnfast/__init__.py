@@ -6,11 +6,14 @@ Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_at
 """
 
 from attnfast import nn
+from attnfast.functional import (
+    additive_attention,
+    copy_distribution,
+    coverage_attention,
+    dot_attention,
+)
 from attnfast.hosts import register_host, replace
 from attnfast.losses import alignment_loss
-from attnfast.ops.attention import additive_attention, dot_attention
-from attnfast.ops.copying import copy_distribution
-from attnfast.ops.coverage import coverage_attention
 from attnfast.ops.span import Span
 from attnfast.version import __version__
 

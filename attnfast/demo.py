@@ -23,10 +23,10 @@ from attnfast.data import (
 )
 from attnfast.diagnostics import Cost, best_device, costs, peak_memory
 from attnfast.errors import optional
+from attnfast.functional import additive_attention
 from attnfast.grammar import ADVERBS, Pair, corpus
 from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
 from attnfast.nn import LuongAttention
-from attnfast.ops.attention import additive_attention
 from attnfast.plots import draw_alignment, draw_speed
 from attnfast.progress import Progress
 from attnfast.training import Options, make_optimizer, train_step

@@ -11,19 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnfast import dispatch, lowering
 from attnfast.backends import FLOATS, choose
 from attnfast.errors import describe, refuse, refuse_type
+from attnfast.functional import coverage_attention, coverage_call
+from attnfast.lowering import Place, lower
 from attnfast.ops.arguments import (
     as_returned,
     autocast,
-    check,
+    autocast_call,
     check_scale,
     check_tensor,
     is_relu,
     refuse_tangents,
 )
-from attnfast.ops.attention import columns_of, run, run_spans
-from attnfast.ops.coverage import coverage_attention, inputs_of
+from attnfast.ops.attention import Attention, check
+from attnfast.ops.coverage import Coverage
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.span import Position, Span, Spans, check_span
 from attnfast.steps import HistoryStep, Step, Steps
@@ -64,6 +67,15 @@ class Memory(NamedTuple):
             return memory
         return memory._replace(steps=Steps(*memory._made_of(), mask=memory.mask))
 
+    def _call(
+        self, query: Tensor, scale: float, need_weights: bool, kept: Tensor | None = None
+    ) -> Attention:
+        """Return the call of a query; ``kept`` is what steps keep of the keys."""
+        return Attention(
+            query, self.key, self.value, self.weight, None, self.mask, self.lengths, None, 0, kept,
+            scale, self.relu, need_weights,
+        )  # fmt: skip
+
     def __reduce__(self):
         return _restored, (self.steps is not None, *self._replace(steps=None))
 
@@ -94,36 +106,23 @@ def _usable(steps: Steps | None) -> Steps | None:
 
 
 def _attend_once(
-    query: Tensor,
-    memory: Memory,
-    steps: Any,
-    scale: float,
-    around: tuple[Any, ...] | None,
-    need_weights: bool | str,
+    query: Tensor, memory: Memory, scale: float, place: Place | None, need_weights: bool | str
 ) -> tuple[Any, ...]:
-    """Attend with one query that the steps serve, within a span at a position if given."""
-    key, value, lengths, mask, weight, backend, *_, relu = memory
-    bias = bounds = seen = None
-    columns = 0
-    if around is not None:
-        span, position, sigma = around
-        seen = columns_of(query, key, None, mask, lengths, span, position, sigma, need_weights)
-        bias, mask, bounds, columns, *_ = seen
-    if steps.defers():
-        refuse_tangents(query, key, value, weight, bias)
-        result = Step.apply(
-            query, steps.token, bias, mask, bounds, columns, steps, scale, bool(need_weights)
-        )
+    """Attend with one query that the memory's steps serve, within a span if one is given."""
+    steps: Any = memory.steps
+    defers, lowered = steps.defers(), None
+    call = memory._call(query, scale, defers or bool(need_weights), steps.exponentials())
+    if place is not None:
+        lowered = lower(call, place, need_weights)
+        call = lowered.call
+    if defers:
+        refuse_tangents(call)
+        result = Step.apply(query, steps.token, call.bias, call, steps, bool(need_weights))
         context, weights = result if need_weights else (result, None)
         weights = None if weights is None else as_returned(weights, query.dtype, True)
     else:
-        context, weights, _ = run(
-            query, key, value, weight, bias, mask, lengths, bounds, columns, steps.exponentials(),
-            scale, relu, need_weights, backend,
-        )  # fmt: skip
-    if seen is not None:
-        weights = seen.returned(weights, key.shape[-2], need_weights)
-    return context, weights
+        context, weights, _ = dispatch.attend(call, memory.backend)  # type: ignore[arg-type]
+    return context, weights if lowered is None else lowered.weights(weights, need_weights)
 
 
 def prepare(
@@ -163,7 +162,7 @@ def prepare(
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
-    check(one, key, value, weight, None, mask, lengths)
+    check(Attention(one, key, value, weight, None, mask, lengths))
     lengths = None if lengths is None else lengths.long()
     relu = is_relu(activation)
     memory = Memory(key, value, lengths, mask, weight, backend, relu=relu)
@@ -206,35 +205,30 @@ def attend(
     """
     check_scale(scale)
     check_memory(memory)
-    key, value, lengths, mask, weight, backend, steps, _, relu = memory
     (query,) = autocast(query)
-    around = (span, position, sigma)
-    plain = all(x is None for x in around) and not isinstance(need_weights, str)
-    steps = _usable(steps)
+    plain = span is position is sigma is None and not isinstance(need_weights, str)
+    place = None if plain else Place(Span() if span is None else span, position, sigma)
+    steps = _usable(memory.steps)
     try:
-        if not plain:
-            check(query, key, value, weight, None, mask, lengths)
-            check_span(query, key, span, position, sigma, need_weights)
-            span = Span() if span is None else span
-        steady = plain or (isinstance(span, Span) and span.stride == 1)
+        if place is not None:
+            check(memory._call(query, scale, False))
+            check_span(query, memory.key, span, position, sigma, need_weights)
+        steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
         if steady and steps is not None and steps.serve(query, *memory._made_of()):
-            around = (span, position, sigma)
-            return _attend_once(
-                query, memory, steps, scale, None if plain else around, need_weights
-            )
-        key, value, weight = autocast(key, value, weight)
-        backend = choose(backend, query.device, query.dtype, step=True)
-        terms = (query, key, value, weight, None, mask, lengths)
-        if plain:
-            return run(*terms, None, 0, None, scale, relu, need_weights, backend)[:2]
-        return run_spans(*terms, span, position, sigma, scale, relu, need_weights, backend)[:2]
+            return _attend_once(query, memory, scale, place, need_weights)
+        call = autocast_call(memory._call(query, scale, bool(need_weights)))
+        backend = choose(memory.backend, query.device, query.dtype, step=True)
+        if place is None:
+            return dispatch.attend(call, backend)[:2]
+        return lowering.attend(call, place, need_weights, backend)[:2]
     except Exception:
+        key = memory.key
         if isinstance(query, Tensor):
             *lead, _, features = key.shape
             shape = list(query.shape)
             if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
                 refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
-        check(query, key, value, weight, None, mask, lengths)
+        check(memory._call(query, scale, False))
         raise
 
 
@@ -266,11 +260,7 @@ def attend_with_history(
     key, value, lengths, mask, weight, backend, steps, fertility, relu = memory
     if relu:
         refuse("memory", "one of tanh: a history knows no other activation", "one of relu")
-    made_of = {
-        "coverage_weight": coverage_weight, "filters": filters, "over": over,
-        "projection": projection,
-    }  # fmt: skip
-    terms = {**made_of, "mask": mask, "fertility": fertility, **terms}
+    terms = {"mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
     steps = _usable(steps)
     deferred = (
@@ -280,22 +270,30 @@ def attend_with_history(
         and isinstance(query, Tensor)
         and steps.serve(query, *memory._made_of())
     )
+    made_of = (coverage_weight, filters, over, projection)
     if not deferred:
         return coverage_attention(
             query, key, value, weight, lengths=lengths, backend=backend, need_weights=need_weights,
-            need_loss=need_loss, **terms,
+            need_loss=need_loss, coverage_weight=coverage_weight, filters=filters, over=over,
+            projection=projection, **terms,
         )  # fmt: skip
-    inputs = list(inputs_of(query, key, value, weight, lengths=lengths, **terms))
-    refuse_tangents(*(x for x in inputs if isinstance(x, Tensor)))
+    terms["rate"] = terms.pop("fertility")
+    terms.setdefault("scale", None)
+    temperature = terms.pop("temperature", 1.0)
+    call = Coverage(
+        query, key, value, weight, lengths=lengths, filters=filters, projection=projection, **terms
+    )
+    call = coverage_call(call, temperature, coverage_weight, over)
+    refuse_tangents(call)
     token, waiting = steps.token, steps.waiting  # type: ignore[union-attr]
-    if inputs[7] is not None and not inputs[7].shape[-3]:
-        inputs[7:9] = None, None
-    if inputs[7] is not None:
-        features = steps.features(tuple(made_of.values()), *inputs[7:9])  # type: ignore[union-attr]
-        inputs[7:9] = features.filters, features.projection
+    if call.filters is not None and not call.filters.shape[-3]:
+        call = call._replace(filters=None, projection=None)
+    if call.filters is not None and call.projection is not None:
+        features = steps.features(made_of, call.filters, call.projection)  # type: ignore[union-attr]
+        call = call._replace(filters=features.filters, projection=features.projection)
         token, waiting = features.token, features.waiting
-    inputs[1:4] = (None if x is None else x.detach() for x in inputs[1:4])
-    operators = steps.operators  # type: ignore[union-attr]
-    context, weights, coverage, loss, _ = HistoryStep.apply(*inputs, token, waiting, operators)
+    kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients wait
+    call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
+    context, weights, coverage, loss, _ = HistoryStep.apply(*call, token, waiting, backend)
     result = (context, as_returned(weights, query.dtype, need_weights), coverage)
     return (*result, loss) if need_loss else result

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast.ops.coverage import gradients, setup_context
-from attnfast.ops.operators import call, operators_of, or_zeros
+from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
+from attnfast.ops.coverage import COVERAGE, backward_into
 
 
 class _Differentiated(Function):
@@ -132,12 +132,12 @@ class Steps:
         ]
         self.task = torch._C._current_graph_task_id()  # of the backward that runs, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
-        self.operators = operators_of(backend)
+        self.backend = backend
         self.waiting = Waiting()
         self.token = None  # not deferred
         if deferred:
             self.token = Prepared.apply(
-                key, value, weight, None, None, None, lengths, self.waiting, self.operators, relu
+                key, value, weight, None, None, None, lengths, self.waiting, backend, relu
             )
         exact = key.dtype == torch.float64 or relu
         self.keeps = backend == "cpu" and weight is not None and not exact
@@ -188,7 +188,7 @@ class Steps:
         if self.keeps and self._exponentials is None:
             key, _, lengths, _ = self.of
             with torch.inference_mode(False):  # or no backward could save them
-                kept = self.operators.exponentials(key.detach(), lengths)
+                kept = torch.ops.attnfast_cpu.exponentials(key.detach(), lengths)
             self._exponentials, self.keeps = kept, kept.dim() > 1  # empty beyond its domain
         return self._exponentials if self.keeps else None
 
@@ -198,9 +198,9 @@ class Steps:
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
             key, value, lengths, weight = self.of
-            waiting, operators = Waiting(), self.operators
+            waiting, backend = Waiting(), self.backend
             token = Prepared.apply(
-                key, value, weight, filters, projection, self.token, lengths, waiting, operators,
+                key, value, weight, filters, projection, self.token, lengths, waiting, backend,
                 False,
             )  # fmt: skip
             known = self._features = Features(
@@ -222,10 +222,10 @@ class Prepared(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, operators, relu
+        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, backend, relu
     ):  # fmt: skip
         ctx.save_for_backward(key, value, weight, lengths, filters, projection)
-        ctx.waiting, ctx.operators, ctx.relu = waiting, operators, relu
+        ctx.waiting, ctx.backend, ctx.relu = waiting, backend, relu
         ctx.set_materialize_grads(False)
         return key.new_empty(0)
 
@@ -253,96 +253,75 @@ class Prepared(Function):
             query, weights, grad_score, grad_context, *span = (
                 torch.cat(x, -2) for x in zip(*alike)
             )
-            bounds = span[0] if span else None
-            _, *more, _ = call(
-                ctx.operators.attention_backward.default,
-                grad_context, None, None, query, key, value, weight, lengths, bounds,
-                columns[0], None, weights, grad_score, 1.0, ctx.relu, False, True, False,
+            arguments = AttentionBackward(
+                grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None,
+                query=query, key=key, value=value, weight=weight, lengths=lengths,
+                span=span[0] if span else None, columns=columns[0], exponentials=None,
+                weights=weights, grad_score=grad_score, scale=1.0, relu=ctx.relu,
+                need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip
+            _, *more, _ = ATTENTION.backward(ctx.backend, arguments)
             grads = tuple(a + b for a, b in zip(grads, more)) if grads else more
         taken_from = (*saved, *itertools.chain(*(step[1:] for step in steps)))
         return (*grads[:2], None if weight is None else grads[2], *[None] * 7), taken_from
 
 
 class Step(Function):
-    """One query's attention; its backward is the query's alone, and leaves the rest."""
+    """One query's attention; its backward is the query's alone, and leaves the rest.
+
+    The call holds query and bias a second time; its other tensors are the memory's, whose gradients
+    come by the token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query, token, bias, mask, span, columns, steps, scale, need_weights):
-        key, value, lengths, weight = steps.of
-        _, relu = steps.how
-        exponentials = steps.exponentials()
-        context, weights, _ = call(
-            steps.operators.attention.default,
-            query, key, value, weight, bias, mask, lengths, span, columns, exponentials, scale,
-            relu, True,
-        )  # fmt: skip
-        ctx.save_for_backward(
-            query, key, value, weight, lengths, span, exponentials, weights,
-            bias if ctx.needs_input_grad[2] else None,
-        )  # fmt: skip
-        ctx.operators, ctx.waiting, ctx.scale = steps.operators, steps.waiting, scale
-        ctx.relu = relu
-        ctx.columns, ctx.bias = columns, None if bias is None else (bias.shape, bias.dtype)
-        ctx.set_materialize_grads(False)
-        return (context, weights) if need_weights else context
+    def forward(ctx: Any, query, token, bias, call: Attention, steps, need_weights):
+        result = ATTENTION(steps.backend, call)
+        ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
+        ctx.backend, ctx.waiting = steps.backend, steps.waiting
+        return result[:2] if need_weights else result.context
 
     @staticmethod
     @once
     def backward(ctx: Any, grad_context, grad_weights=None):
-        saved = ctx.saved_tensors
-        query, key, value, weight, lengths, span, exponentials, weights, _bias = saved
-        grad_context = or_zeros(grad_context, query, value)
-        grad_query, _, _, _, grad_score = call(
-            ctx.operators.attention_backward.default,
-            grad_context, grad_weights, None, query, key, value, weight, lengths, span,
-            ctx.columns, exponentials, weights, None, ctx.scale, ctx.relu, True, False, True,
-        )  # fmt: skip
-        grad_bias = None
-        if ctx.needs_input_grad[2]:
-            shape, dtype = ctx.bias
-            grad_bias = grad_score.sum_to_size(shape).to(dtype)
-        if ctx.scale != 1:
-            grad_score = grad_score * ctx.scale
-        left = (query, weights, grad_score, grad_context)
-        if span is None:
+        grads = (grad_context, grad_weights, None)
+        of, saved = ATTENTION.arguments(ctx, grads, needs=(True, False, True))
+        grad_query, _, _, _, grad_score = ATTENTION.backward(ctx.backend, of)
+        grad_bias = ATTENTION.of_bias(ctx, grad_score) if ctx.needs_input_grad[2] else None
+        if of.scale != 1:
+            grad_score = grad_score * of.scale
+        left = (of.query, of.weights, grad_score, of.grad_context)
+        if of.span is None:
             ctx.waiting.here().append(((0, False), *left))
         else:  # rows of several steps go together where their weights have as many columns
-            span = span.expand(*query.shape[:-1], 2)
-            ctx.waiting.here().append(((ctx.columns, True), *left, span))
-        return (grad_query, None, grad_bias, *[None] * 6), saved
+            span = of.span.expand(*of.query.shape[:-1], 2)
+            ctx.waiting.here().append(((of.columns, True), *left, span))
+        return (grad_query, None, grad_bias, None, None, None), saved
 
 
 class HistoryStep(Function):
-    """The same with a history. ``inputs`` are the operator's; what waits is detached."""
+    """The same with a history. The first inputs are the call's; what waits is detached."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments):
-        *inputs, _, waiting, operators = arguments
-        outputs = call(operators.coverage_attention.default, *inputs)
-        setup_context(ctx, inputs, outputs)
-        ctx.operators, ctx.waiting = operators, waiting
-        return outputs
+    def forward(ctx: Any, *inputs):
+        *call, _, ctx.waiting, ctx.backend = inputs
+        outputs = COVERAGE(ctx.backend, call)
+        COVERAGE.setup_context(ctx, call, outputs)
+        return tuple(outputs)
 
     @staticmethod
     @once
     def backward(ctx: Any, *grad_outputs):
-        query, key, value, weight, _, filters, projection, *_, weights, _ = saved = (
-            ctx.saved_tensors
-        )
-        grad_context = or_zeros(grad_outputs[0], query, value)
-        left = ctx.waiting.here()
-        if filters is None:
-            ctx.operator = ctx.operators.coverage_attention_backward.default
-            grads, grad_score = gradients(ctx, grad_outputs, need_grad_score=True)
-            left.append(((0, False), query, weights, grad_score * ctx.scale, grad_context))
-            return (*grads, None, None, None), saved
-        if left.sums is None:
-            batch = weights.shape[:-2]
-            of_all = (x.shape[-n:] for x, n in ((weight, 1), (filters, 3), (projection, 2)))
-            shapes = (key.shape, *((*batch, *shape) for shape in of_all))
-            left.sums = tuple(weights.new_zeros(shape) for shape in shapes)
-        ctx.operator = ctx.operators.coverage_attention_backward_into.default
-        grads, _ = gradients(ctx, grad_outputs, sums=left.sums)
-        left.append((weights, grad_context))
-        return (*grads, None, None, None), saved
+        left, (of, saved) = ctx.waiting.here(), COVERAGE.arguments(ctx, grad_outputs)
+        if of.filters is None:
+            gradients = COVERAGE.backward(ctx.backend, of._replace(need_grad_score=True))
+            grad_score = gradients.grad_score * of.scale
+            left.append(((0, False), of.query, of.weights, grad_score, of.grad_context))
+        else:
+            if left.sums is None:
+                batch = of.weights.shape[:-2]
+                of_all = ((of.weight, 1), (of.filters, 3), (of.projection, 2))
+                shapes = (of.key.shape, *((*batch, *x.shape[-n:]) for x, n in of_all))
+                left.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
+            gradients = backward_into(ctx.backend, of, left.sums)
+            left.append((of.weights, of.grad_context))
+        return (*COVERAGE.of_inputs(ctx, gradients), None, None, None), saved

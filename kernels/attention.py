@@ -26,6 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from attnfast.backends import HALF, triton_interpreted
+from attnfast.ops.attention import (
+    Attended,
+    Attention,
+    AttentionBackward,
+    AttentionGradients,
+)
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
@@ -697,9 +703,10 @@ def _whole_chunks(features: int) -> int:
     return triton.cdiv(features, CHUNK.value) * CHUNK.value
 
 
-def _prepare(query, key, value, weight, lengths, span):
+def _prepare(call):
     """Bring every input to one form: a head axis, and a row of ``weight`` for each head."""
-    query, key, value, span = _heads(query), _heads(key), _heads(value), _heads(span)
+    query, key, value = _heads(call.query), _heads(call.key), _heads(call.value)
+    weight, lengths, span = call.weight, call.lengths, _heads(getattr(call, "span", None))
     if weight is not None:
         weight = weight.expand(query.shape[1], query.shape[3])
     if span is not None:  # the two numbers of a row lie side by side
@@ -770,17 +777,15 @@ def _multiply(
     )  # fmt: skip
 
 
-def sweep(
-    query, key, value, weight, bias, mask, lengths, span, columns: int, scale: float, relu: bool,
-    context, weights, lse,
-) -> None:  # fmt: skip
+def sweep(call: Attention, context: Tensor | None, weights: Tensor | None, lse: Tensor) -> None:
     """Launch :func:`_forward` for context, weights and log-sum-exp.
 
     Without context or without weights where they are None; without context the weights are scores:
     −inf where a row may not see a key.
     """
-    acc, Dv = accumulation_dtype(query.dtype), value.shape[-1]
-    query, key, value, weight, lengths, span = _prepare(query, key, value, weight, lengths, span)
+    acc, Dv = accumulation_dtype(call.query.dtype), call.value.shape[-1]
+    query, key, value, weight, lengths, span = _prepare(call)
+    bias, mask, columns, scale, relu = call.bias, call.mask, call.columns, call.scale, call.relu
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
@@ -816,39 +821,33 @@ def sweep(
             _multiply(weights, value, *seen, context, 1.0, over_keys=True, clean=False)
 
 
-def forward(
-    query, key, value, weight, bias, mask, lengths, span, columns: int, exponentials,
-    scale: float, relu: bool, need_weights: bool,
-):  # fmt: skip
-    """Run the operator ``attention`` of :data:`attnfast.ops.attention.SCHEMAS`."""
-    acc, rows, Tk, Dv = accumulation_dtype(query.dtype), query.shape[:-1], *value.shape[-2:]
-    context = empty_rows(query, Dv)
-    weights = query.new_empty((*rows, columns or Tk) if need_weights else (0,), dtype=acc)
+def forward(call: Attention) -> Attended:
+    """Run the operator ``attention``."""
+    query, Tk = call.query, call.key.shape[-2]
+    acc, rows = accumulation_dtype(query.dtype), query.shape[:-1]
+    context = empty_rows(query, call.value.shape[-1])
+    weights = query.new_empty((*rows, call.columns or Tk) if call.need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
-    sweep(
-        query, key, value, weight, bias, mask, lengths, span, columns, scale, relu, context,
-        weights if need_weights else None, lse,
-    )  # fmt: skip
-    return context, weights, lse
+    sweep(call, context, weights if call.need_weights else None, lse)
+    return Attended(context, weights, lse)
 
 
-def backward(
-    grad_context, grad_weights, grad_log_sum_exp, query, key, value, weight, lengths, span,
-    columns: int, exponentials, weights, grad_score, scale: float, relu: bool,
-    need_grad_query: bool, need_grad_key: bool, need_grad_score: bool,
-):  # fmt: skip
-    """Run the operator ``attention_backward`` of :data:`attnfast.ops.attention.SCHEMAS`."""
+def backward(call: AttentionBackward) -> AttentionGradients:
+    """Run the operator ``attention_backward``."""
+    scale, relu, columns = call.scale, call.relu, call.columns
+    weights, grad_score, grad_log_sum_exp = call.weights, call.grad_score, call.grad_log_sum_exp
 
     def empty(needed: bool, x: Tensor) -> Tensor:
         return empty_rows(x) if needed else x.new_empty(0)
 
-    grad_query = empty(need_grad_query, query)
-    grad_key, grad_value = empty(need_grad_key, key), empty(need_grad_key, value)
-    need_grad_weight = need_grad_key and weight is not None
-    grad_weight, shape = query.new_empty(0), None if weight is None else weight.shape
+    need_grad_query, need_grad_key = call.need_grad_query, call.need_grad_key
+    grad_query = empty(need_grad_query, call.query)
+    grad_key, grad_value = empty(need_grad_key, call.key), empty(need_grad_key, call.value)
+    need_grad_weight = need_grad_key and call.weight is not None
+    grad_weight, shape = call.query.new_empty(0), None if call.weight is None else call.weight.shape
     ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
-    query, key, value, weight, lengths, span = _prepare(query, key, value, weight, lengths, span)
-    grad_context, grad_weights = _heads(grad_context), _heads(grad_weights)
+    query, key, value, weight, lengths, span = _prepare(call)
+    grad_context, grad_weights = _heads(call.grad_context), _heads(call.grad_weights)
     dq, dk, dv = _heads(grad_query), _heads(grad_key), _heads(grad_value)
     (B, H, Tq, A), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
     BQ = _shorter(_block(Tq, _tile(64, span, columns)), Tq, B * H, query.device)
@@ -897,5 +896,7 @@ def backward(
                     BA=BA, num_warps=4, **LAUNCH,
                 )  # fmt: skip
                 grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
-    keep_score = need_grad_score and grad_score is None
-    return grad_query, grad_key, grad_value, grad_weight, ds if keep_score else ds.new_empty(0)
+    keep_score = call.need_grad_score and grad_score is None
+    return AttentionGradients(
+        grad_query, grad_key, grad_value, grad_weight, ds if keep_score else ds.new_empty(0)
+    )

@@ -22,6 +22,7 @@ from attnfast.kernels.attention import LAUNCH
 
 from attnfast.ops.copying import LIMIT as _LIMIT
 from attnfast.ops.copying import LOWEST as _LOWEST
+from attnfast.ops.copying import Copied, Copy, CopyBackward, CopyGradients
 from attnfast.ops.operators import accumulation_dtype
 
 LIMIT = tl.constexpr(float(_LIMIT))
@@ -239,8 +240,9 @@ def _options(x: torch.Tensor) -> dict:
     return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4, **LAUNCH}
 
 
-def forward(logits, weights, source, gate, extra_words: int, log: bool):
-    """Run the operator ``copy_distribution`` of :data:`attnfast.ops.copying.SCHEMAS`."""
+def forward(call: Copy) -> Copied:
+    """Run the operator ``copy_distribution``."""
+    logits, weights, source, gate, extra_words, log = call
     (B, Tq, V), Tk = logits.shape, weights.shape[-1]
     out = logits.new_empty((B, Tq, V + extra_words))
     lse = logits.new_empty((B, Tq), dtype=torch.float64)
@@ -251,13 +253,14 @@ def forward(logits, weights, source, gate, extra_words: int, log: bool):
                 logits.stride(), weights.stride(), gate.stride(), Tq, Tk, V, extra_words,
                 LOG=log, **_options(logits),
             )  # fmt: skip
-    return out, lse
+    return Copied(out, lse)
 
 
-def backward(grad, logits, weights, source, gate, lse, extra_words: int, log: bool):
+def backward(call: CopyBackward) -> CopyGradients:
     """Run the operator ``copy_distribution_backward``."""
+    grad, logits, weights, source, gate, lse, extra_words, log = call
     (B, Tq, V), Tk = logits.shape, weights.shape[-1]
-    grads = tuple(x.new_empty(x.shape) for x in (logits, weights, gate))
+    grads = CopyGradients(*(x.new_empty(x.shape) for x in (logits, weights, gate)))
     half = logits.dtype in (torch.float16, torch.bfloat16)
     if B * Tq:
         with torch.cuda.device_of(logits):

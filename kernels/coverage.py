@@ -29,6 +29,15 @@ from attnfast.kernels.attention import (
 )
 
 from attnfast.errors import refuse
+from attnfast.ops.attention import Attention, AttentionBackward
+from attnfast.ops.coverage import (
+    SUMS,
+    Coverage,
+    CoverageBackward,
+    CoverageGradients,
+    Covered,
+    without_sums,
+)
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
 FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
@@ -409,8 +418,10 @@ def _of_heads(x, dims: int):
     return x, x.stride(0) if x.dim() > dims else 0
 
 
-def _options(query, key, filters, projection, penalty) -> tuple:
+def _options(call) -> tuple:
     """Return filters and projection, None without filters, and what both directions launch with."""
+    query, key, penalty = call.query, call.key, call.penalty
+    filters, projection = call.filters, call.projection
     K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
     if K > FILTERS:
         refuse("filters", f"at most {FILTERS} on the Triton backend", K)
@@ -443,28 +454,25 @@ def _options(query, key, filters, projection, penalty) -> tuple:
     )
 
 
-def forward(
-    query, key, value, weight, bias, mask, lengths, filters, projection, penalty, rate, transition,
-    coverage, previous, scale: float,
-):  # fmt: skip
-    """Run the operator ``coverage_attention`` of :data:`attnfast.ops.coverage.SCHEMAS`."""
-    acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], key.shape[-2])
-    context = empty_rows(query, value.shape[-1])
-    keys = key.shape[:-1]
+def forward(call: Coverage) -> Covered:
+    """Run the operator ``coverage_attention``."""
+    query, transition, scale = call.query, call.transition, call.scale
+    acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], call.key.shape[-2])
+    context, keys = empty_rows(query, call.value.shape[-1]), call.key.shape[:-1]
     weights = query.new_empty(shape, dtype=acc)
-    last = query.new_zeros(keys, dtype=acc) if coverage is None else coverage.contiguous().clone()
+    first, previous, penalty = call.coverage, call.previous, call.penalty
+    last = query.new_zeros(keys, dtype=acc) if first is None else first.contiguous().clone()
     previous = last.new_zeros(keys) if previous is None else previous.contiguous()
     loss = last.new_zeros(keys[:-1])
     odds = last.new_empty((0,) if transition is None else shape)
-    rate = None if rate is None else rate.contiguous()
-    filters, projection, options = _options(query, key, filters, projection, penalty)
+    rate = None if call.rate is None else call.rate.contiguous()
+    filters, projection, options = _options(call)
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
-        attention.sweep(
-            query, key, value, weight, bias, mask, lengths, None, 0, scale, False, None,
-            weights, lse,
-        )  # fmt: skip
-    q, k, v, w, lengths, _ = attention._prepare(query, key, value, weight, lengths, None)
+        given = {x: getattr(call, x) for x in call._fields if x in Attention._fields}
+        attention.sweep(Attention(**given), None, weights, lse)
+    q, k, v, w, lengths, _ = attention._prepare(call)
+    bias, mask = call.bias, call.mask
     B, H, Tq, _ = q.shape
     Tk = options["Tk"]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, Tk) for x in (bias, mask))
@@ -480,16 +488,22 @@ def forward(
             _multiply(
                 weights, v, lengths, None, 0, _heads(context), 1.0, over_keys=True, clean=False
             )
-    return context, weights, last, loss, odds
+    return Covered(context, weights, last, loss, odds)
 
 
-def backward(
-    grad_context, grad_weights, grad_coverage, grad_loss, query, key, value, weight, lengths,
-    filters, projection, penalty, rate, transition, coverage, previous, weights, odds,
-    scale: float, need_grad_query: bool, need_grad_key: bool, need_grad_score: bool,
-    need_grad_filters: bool, sums=None,
-):  # fmt: skip
-    """Run ``coverage_attention_backward``, with ``sums`` the operator that adds to these."""
+def backward_into(call) -> CoverageGradients:
+    """Run ``coverage_attention_backward_into``."""
+    return backward(without_sums(call), tuple(getattr(call, x) for x in SUMS))
+
+
+def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
+    """Run ``coverage_attention_backward``; with ``sums`` the operator that adds to these."""
+    query, key, value, weight, penalty = call.query, call.key, call.value, call.weight, call.penalty
+    filters, projection, scale = call.filters, call.projection, call.scale
+    rate, transition, odds = call.rate, call.transition, call.odds
+    coverage, previous, grad_context = call.coverage, call.previous, call.grad_context
+    grad_weights, grad_coverage, grad_loss = call.grad_weights, call.grad_coverage, call.grad_loss
+    weights, need_grad_query, need_grad_key = call.weights, call.need_grad_query, call.need_grad_key
     acc, (Tq, A) = weights.dtype, query.shape[-2:]
     keys, heads = key.shape[:-1], key.shape[:-2]
 
@@ -503,7 +517,7 @@ def backward(
     if grad_weights is not None:
         ds += grad_weights
     ds = ds.contiguous()
-    own_filters, own_projection, options = _options(query, key, filters, projection, penalty)
+    own_filters, own_projection, options = _options(call)
     features, BF = own_filters is not None, options["BF"]
     first, last = (zeros(*keys) if x is None else x.contiguous() for x in (coverage, previous))
     dlast = zeros(*keys)
@@ -518,7 +532,7 @@ def backward(
     dpenalty = zeros(*heads, needed=penalty is not None)
     drate = zeros(*keys, needed=rate is not None)
     dtransition = zeros(*query.shape[:-1], needed=transition is not None)
-    q, k, _, w, lengths, _ = attention._prepare(query, key, value, weight, lengths, None)
+    q, k, _, w, lengths, _ = attention._prepare(call)
     B, H = q.shape[:2]
     with torch.cuda.device_of(query):
         if B * H * Tq:
@@ -557,24 +571,27 @@ def backward(
             added(dweight, weight, weight.dim() == 2) if need_grad_key else query.new_empty(0)
         )
     else:
-        grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(
-            grad_context, None, None, query, key, value, weight, lengths, None, 0, None, weights,
-            ds, scale, False, need_grad_query, need_grad_key, False,
+        of_scores = AttentionBackward(
+            grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
+            key=key, value=value, weight=weight, lengths=lengths, span=None, columns=0,
+            exponentials=None, weights=weights, grad_score=ds, scale=scale, relu=False,
+            need_grad_query=need_grad_query, need_grad_key=need_grad_key, need_grad_score=False,
         )  # fmt: skip
+        grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(of_scores)
 
     def none():
         return weights.new_empty(0)
 
-    if need_grad_filters and features:
+    if call.need_grad_filters and features:
         grad_filters = added(dfilters, filters, filters.dim() == 4)
         grad_projection = added(dprojection, projection, projection.dim() == 3)
     else:
-        wanted = need_grad_filters and filters is not None
+        wanted = call.need_grad_filters and filters is not None
         grad_filters = torch.zeros_like(filters) if wanted else none()
         grad_projection = torch.zeros_like(projection) if wanted else none()
-    return (
+    return CoverageGradients(
         grad_query, grad_key, grad_value, grad_weight,
-        ds if need_grad_score else none(), grad_filters, grad_projection,
+        ds if call.need_grad_score else none(), grad_filters, grad_projection,
         none() if penalty is None else added(dpenalty, penalty, penalty.shape[0] > 1),
         drate, dtransition,
         none() if coverage is None else dcoverage,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from attnfast.backends import FLOATS, load_library
-from attnfast.ops import attention, copying, coverage
+from attnfast.ops.operators import ARGUMENTS, CHECKS
 
 #: Marks, dtype and sizes. The dtype is that of the first argument (q), of its sums (s), or its own.
 #: ? may be None; ~ may be 1 in place of a size that has no =; own may have H in front.
@@ -51,7 +51,6 @@ CALLS["coverage_attention_backward_into"] = {
     **CALLS["coverage_attention_backward"], "sum_key": "s B H Tk A", "sum_weight": "s B H A",
     "sum_filters": "s B H K C Taps", "sum_projection": "s B H A K",
 }  # fmt: skip
-MODULES = {"attention": attention, "coverage_attention": coverage, "copy_distribution": copying}
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.int8)
 
 
@@ -82,17 +81,9 @@ class Pattern(NamedTuple):
 PATTERNS = {name: {p: Pattern.of(x) for p, x in call.items()} for name, call in CALLS.items()}
 
 
-def of_operator(name: str, table: str):
-    """Return an operator's entry of SCHEMAS or CHECKS."""
-    if table == "SCHEMAS" and name == coverage.INTO[0]:
-        return coverage.INTO[1]
-    return getattr(MODULES[name.partition("_backward")[0]], table)[name]
-
-
 def parameters(name: str) -> list[str]:
     """Return an operator's parameters in order."""
-    inside = of_operator(name, "SCHEMAS").partition(" -> ")[0].strip("()")
-    return [part.split()[-1] for part in inside.split(", ")]
+    return list(ARGUMENTS[name]._fields)
 
 
 def known(name: str, sizes: dict[str, int], columns: int) -> int | None:
@@ -267,7 +258,7 @@ def judge(call: Call, backend: str, only_misfits: bool = False) -> bool:
     """Assert that check and operator take the call if it fits, and else refuse it; say which."""
     fits = call.fits()
     args = [call.args[p] for p in parameters(call.name)]
-    said = refusal(of_operator(call.name, "CHECKS"), args)
+    said = refusal(CHECKS[call.name], args)
     assert (said is None) == fits, f"fits: {fits}, its check: {said}; {call}"
     if not (fits and only_misfits):
         said = refusal(getattr(getattr(torch.ops, f"attnfast_{backend}"), call.name), args)

@@ -14,7 +14,6 @@ from torch.autograd import gradcheck
 import attnfast
 from attnfast.backends import HALF, why_not
 from attnfast.diagnostics import peak_memory
-from attnfast.ops.copying import SCHEMAS
 
 
 @dataclass(frozen=True)
@@ -312,7 +311,6 @@ def test_opcheck(backend):
         out, lse = ops.copy_distribution(*args, 2, log)
         grad = torch.randn_like(out)
         torch.library.opcheck(ops.copy_distribution_backward.default, (grad, *args, lse, 2, log))
-    assert set(SCHEMAS) == {"copy_distribution", "copy_distribution_backward"}
 
 
 def test_compile():

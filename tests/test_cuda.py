@@ -21,10 +21,8 @@ import test_span
 import torch
 from table import Case, cases, fuzz
 
+import attnfast.functional
 import attnfast.memory
-import attnfast.ops.attention
-import attnfast.ops.copying
-import attnfast.ops.coverage
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -62,8 +60,7 @@ def host(library, monkeypatch):
     def chosen(backend, *_, **__):
         return "reference" if backend == "reference" else "cuda"  # the oracle is no kernel
 
-    ops = attnfast.ops
-    for module in (ops.attention, ops.copying, ops.coverage, attnfast.memory):
+    for module in (attnfast.functional, attnfast.memory):
         monkeypatch.setattr(module, "choose", chosen)
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"

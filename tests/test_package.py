@@ -450,9 +450,9 @@ def test_the_backend_goes_by_operator_and_shape(operator, step, wanted, monkeypa
 @pytest.mark.parametrize("queries", [1, 2])
 def test_one_query_is_a_step(queries, monkeypatch):
     asked = []
-    choose = attnfast.ops.attention.choose
+    choose = attnfast.functional.choose
     monkeypatch.setattr(
-        attnfast.ops.attention, "choose", lambda *a, **k: asked.append(k["step"]) or choose(*a, **k)
+        attnfast.functional, "choose", lambda *a, **k: asked.append(k["step"]) or choose(*a, **k)
     )
     attnfast.dot_attention(*(torch.zeros(2, n, 4) for n in (queries, 3, 3)))
     assert asked == [queries == 1]

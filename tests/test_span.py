@@ -26,9 +26,9 @@ from table import (
 )
 
 import attnfast
-from attnfast import Span
+from attnfast import Span, dispatch
 from attnfast.diagnostics import peak_memory
-from attnfast.ops import attention
+from attnfast.ops.attention import Attention
 
 OUTPUTS = {"need_weights": "dense", "need_log_sum_exp": True}
 SPANS = (
@@ -356,10 +356,8 @@ def test_a_row_ends_with_its_columns(backend):
     def run(device, dtype, name):
         args = inputs(case, device)
         q, k, v = (args[x].to(dtype) for x in ("query", "key", "value"))
-        terms = (None, None, None, None, bounds.to(device), 3, None)
-        return results(
-            case, args, lambda **_: attention.run(q, k, v, *terms, 1.0, False, True, name)
-        )
+        call = Attention(q, k, v, span=bounds.to(device), columns=3, need_weights=True)
+        return results(case, args, lambda **_: dispatch.attend(call, name))
 
     exact = run(CPU, torch.float64, "reference")
     for key, value in run(DEVICE[backend], torch.float32, backend).items():

@@ -82,8 +82,8 @@ def record(cases: list[tuple]) -> list[tuple]:
             weights, gate = logits[..., :Tk], logits[..., 0]
             source = torch.zeros(B, Tk, dtype=torch.int64 if extras == "all" else torch.int32)
             ends = (logits, weights, source, gate)
-            out, lse = copying.forward(*ends, 7, extras == "all")
-            copying.backward(out, *ends, lse, 7, extras == "all")
+            out, lse = copying.forward(copying.Copy(*ends, 7, extras == "all"))
+            copying.backward(copying.CopyBackward(out, *ends, lse, 7, extras == "all"))
             continue
         if score == "coverage":
             record_coverage(coverage, (B, H, Tq, Tk, A, Dv), getattr(torch, dtype), extras == "all")
@@ -106,14 +106,15 @@ def record(cases: list[tuple]) -> list[tuple]:
             mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, W)
             lengths = torch.tensor([Tk, 17])
             grad_weights, grad_lse = weights, weights[..., 0]
-        context, *_ = attention.forward(
-            query, key, value, weight, bias, mask, lengths, span, columns, None, 1.0, relu,
-            bias is not None,
+        call = attention.Attention(
+            query, key, value, weight, bias, mask, lengths, span, columns, relu=relu,
+            need_weights=bias is not None,
         )  # fmt: skip
-        attention.backward(
-            context, grad_weights, grad_lse, query, key, value, weight, lengths, span, columns,
-            None, weights, None, 1.0, relu, True, True, bias is not None,
+        backward = attention.AttentionBackward(
+            attention.forward(call).context, grad_weights, grad_lse, query, key, value, weight,
+            lengths, span, columns, None, weights, None, 1.0, relu, True, True, bias is not None,
         )  # fmt: skip
+        attention.backward(backward)
     return launches
 
 
@@ -138,13 +139,13 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
     for history in ((filters, projection), (None, None)):
         terms = (*history, penalty, rate, transition, state, state)
         weight = query.new_zeros(A)
-        context, _, last, _, odds = coverage.forward(
-            query, key, value, weight, bias, mask, lengths, *terms, 1.0
-        )
-        coverage.backward(
+        call = coverage.Coverage(query, key, value, weight, bias, mask, lengths, *terms)
+        context, _, last, _, odds = coverage.forward(call)
+        backward = coverage.CoverageBackward(
             context, weights if every else None, last if every else None, grad,
             query, key, value, weight, lengths, *terms, weights, odds, 1.0, *[True] * 4,
         )  # fmt: skip
+        coverage.backward(backward)
 
 
 def describe(value, path, constants, attributes):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.errors import check_whole, describe, refuse
+from attnfast.functional import copy_distribution
 from attnfast.ops.arguments import check_tensor
-from attnfast.ops.copying import copy_distribution
 
 
 class PointerGenerator(nn.Module):

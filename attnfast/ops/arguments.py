@@ -27,30 +27,16 @@ def check_dense(name: str, x: Any) -> None:
         refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    span: Tensor | None = None,
-    columns: int = 0,
-) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    check_dense("query", query)
-    device, dtype = query.device, query.dtype
-    rest: tuple[tuple[str, Any, bool], ...] = (
-        ("key", key, False),
-        ("value", value, False),
-        ("weight", weight, True),
-        ("bias", bias, True),
-        ("mask", mask, True),
-        ("lengths", lengths, True),
-    )
-    for name, x, optional in rest:
-        if optional and x is None:
+def check_inputs(call: Any) -> None:
+    """Refuse a query, keys, values and weight that do not fit together, and terms without a place.
+
+    ``call`` is the arguments of an operator of attention, with a history or not.
+    """
+    check_dense("query", call.query)
+    device, dtype = call.query.device, call.query.dtype
+    for name in ("key", "value", "weight", "bias", "mask", "lengths"):
+        x = getattr(call, name)
+        if x is None and name not in ("key", "value"):
             continue
         check_dense(name, x)
         if x.device != device:
@@ -62,44 +48,40 @@ def check(
                 refuse(name, f"of the query's dtype {dtype}{more}", x.dtype)
     if dtype not in FLOATS:
         refuse("query", "float32, float64, bfloat16 or float16", dtype)
-    q, k, v = query.shape, key.shape, value.shape
+    q, k, v = call.query.shape, call.key.shape, call.value.shape
     if len(q) not in (3, 4):
         refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(q))
     if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != q[-1]:
         refuse("key", f"{[*q[:-2], 'Tk', q[-1]]} to fit the query", list(k))
     if v[:-1] != k[:-1]:
         refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
-    if weight is not None and weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
+    if call.weight is not None and call.weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
-        refuse("weight", f"{shapes} to fit the query", list(weight.shape))
-    if mask is None and bias is None and lengths is None and span is None and not columns:
-        return
-    if not 0 <= columns <= (0 if span is None else k[-2]):
-        expected = "0 without a span" if span is None else f"between 0 and {k[-2]}"
-        refuse("columns", expected, columns)
-    scores = (*q[:-1], columns or k[-2])
-    if span is not None:
-        fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
-        if not fits or any(a not in (1, b) for a, b in zip(span.shape, q[:-2])):
-            refuse("span", f"{[*q[:-1], 2]}, or 1 in place of B and H", list(span.shape))
-        if span.dtype != torch.int64 or span.device != device:
-            refuse("span", f"int64 on {device}", f"{span.dtype} on {span.device}")
+        refuse("weight", f"{shapes} to fit the query", list(call.weight.shape))
+
+
+def check_terms(call: Any, columns: int) -> None:
+    """Refuse a mask, bias or lengths that do not fit scores of so many columns."""
+    keys = call.key.shape[-2]
+    scores = (*call.query.shape[:-1], columns)
+    mask, lengths = call.mask, call.lengths
     if mask is not None and mask.dtype != torch.bool:
         refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
-    for name, x in (("mask", mask), ("bias", bias)):
+    for name in ("mask", "bias"):
+        x = getattr(call, name)
         if x is not None and (
             x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
         ):
             refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
     if lengths is not None:
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != q[:1]:
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != scores[:1]:
             got = f"{lengths.dtype} {list(lengths.shape)}"
-            refuse("lengths", f"int64 or int32 of shape [{q[0]}]", got)
-        readable = type(lengths) is Tensor and device.type == "cpu"  # not a fake one
+            refuse("lengths", f"int64 or int32 of shape [{scores[0]}]", got)
+        readable = type(lengths) is Tensor and lengths.device.type == "cpu"  # not a fake one
         if readable and not torch.compiler.is_compiling():
             for length in lengths.tolist():
-                if not 0 <= length <= k[-2]:
-                    refuse("lengths", f"between 0 and {k[-2]}, the number of keys", length)
+                if not 0 <= length <= keys:
+                    refuse("lengths", f"between 0 and {keys}, the number of keys", length)
 
 
 def check_exact(
@@ -116,10 +98,10 @@ def check_exact(
             refuse(name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
 
 
-def refuse_tangents(*inputs: Tensor | None) -> None:
+def refuse_tangents(inputs: Iterable[Any]) -> None:
     """Raise in forward-mode differentiation, where a registered operator gives silent zeros."""
     if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     ):
         raise RuntimeError(
             "attention has no forward-mode derivative on the compiled backends; "
@@ -170,6 +152,14 @@ def autocast(*inputs):
     return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in inputs]
 
 
+def autocast_call(call: Any) -> Any:
+    """The same for the tensors of a call that have the query's dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return call
+    names = ("query", "key", "value", "weight", "bias")
+    return call._replace(**dict(zip(names, autocast(*(getattr(call, x) for x in names)))))
+
+
 def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | None:
     """Return the weights of an operator as users get them."""
     if not needed:
@@ -177,18 +167,16 @@ def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | N
     return weights if weights.dtype == dtype else weights.to(dtype)
 
 
-def folded(
-    query: Tensor, weight: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None, float]:
-    """Return query, weight and scale; in a graph that is compiled, the scale multiplied in.
+def fold_scale(call: Any) -> Any:
+    """Return a call; in a graph that is compiled, its scale multiplied into query or weight.
 
     There an operator's number is a constant, and a graph is compiled for each that it takes.
     """
-    if not torch.compiler.is_compiling() or is_one(scale):
-        return query, weight, scale
-    if weight is None:
-        return query * scale, None, 1.0
-    return query, weight * scale, 1.0
+    if not torch.compiler.is_compiling() or is_one(call.scale):
+        return call
+    if call.weight is None:
+        return call._replace(query=call.query * call.scale, scale=1.0)
+    return call._replace(weight=call.weight * call.scale, scale=1.0)
 
 
 def filled(like: Tensor, shape: Any, number: float, dtype: torch.dtype) -> Tensor:

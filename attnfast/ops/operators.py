@@ -1,10 +1,16 @@
-"""The operators of the compiled backends: schemas, shapes and derivatives are the same for all."""
+"""The operators of the compiled backends, each defined by the fields of four named tuples.
+
+An :class:`Operator` has its arguments, its results, and the arguments and results of its backward
+as types. Schemas, packing, unpacking and the derivative follow from their fields; a position has a
+meaning at PyTorch's dispatcher alone.
+"""
 
 from __future__ import annotations
 
-import functools
+import importlib
+import operator as getters
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -13,6 +19,13 @@ from torch.autograd import Function
 LIBRARIES = {
     backend: torch.library.Library(f"attnfast_{backend}", "DEF")
     for backend in ("cpu", "triton", "cuda")
+}
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    float: "float",
+    bool: "bool",
 }
 
 
@@ -35,91 +48,239 @@ def empty_rows(x: Tensor, columns: int | None = None) -> Tensor:
     return out.permute(*(order.index(axis) for axis in range(3)), 3)
 
 
-def or_zeros(grad_context: Tensor | None, query: Tensor, value: Tensor) -> Tensor:
-    """Return a context's gradient, zeros where autograd has none."""
-    if grad_context is not None:
-        return grad_context
-    return query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
-
-
-def operators_of(backend: str) -> Any:
-    """Return the namespace of a compiled backend's operators."""
-    return getattr(torch.ops, f"attnfast_{backend}")
-
-
 def is_recorded() -> bool:
     """Whether a graph is made of what runs: by torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def call(operator: Any, *args: Any) -> Any:
+def call(overload: Any, arguments: Any) -> Any:
     """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return operator(*args)
+        return overload(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(*args)
+        return overload(*arguments)
 
 
-def _checked(check: Callable, fake: Callable) -> Callable:
-    """Return what refuses arguments before it says what results look like."""
+def schema(arguments: Any, results: Any) -> str:
+    """Return the schema of an operator whose arguments and results are the fields of two types.
 
-    @functools.wraps(fake)
-    def run(*args):
-        check(*args)
-        return fake(*args)
-
-    return run
-
-
-def define(
-    name: str,
-    schemas: dict[str, str],
-    checks: dict[str, Callable],
-    fake: Callable,
-    fake_backward: Callable,
-    setup_context: Callable,
-    backward: Callable,
-) -> type[Function]:
-    """Define an operator and its backward in the namespace of every compiled backend.
-
-    ``checks`` refuse the arguments of each operator, with the same parameters.
-    ``setup_context(ctx, inputs, output)`` keeps what ``backward(ctx, *grads)`` needs, which calls
-    ``ctx.operator`` and returns a gradient for every input. Returned is the derivative for eager
-    mode: that of the registered operator at half its overhead, its last input an
-    :func:`operators_of`.
+    What ``Annotated`` says of a field stands in place of its type's name.
     """
 
-    def no_second_derivative(ctx: Any, *grads):
-        raise RuntimeError(
-            f"{name} has no second derivative on the compiled backends; backend='reference' has"
+    def listed(fields: Any) -> str:
+        hints = get_type_hints(fields, include_extras=True)
+        return ", ".join(
+            f"{t.__metadata__[0] if hasattr(t, '__metadata__') else TYPES[t]} {name}"
+            for name, t in hints.items()
         )
 
-    for backend, library in LIBRARIES.items():
+    return f"({listed(arguments)}) -> ({listed(results)})"
 
-        def derivative(ctx: Any, *grads, backend=backend):
-            ctx.operator = getattr(operators_of(backend), f"{name}_backward").default
-            return backward(ctx, *grads)
 
-        for operator, schema in schemas.items():
-            library.define(operator + schema)
-        full = f"attnfast_{backend}::{name}"
-        for operator, shapes in ((name, fake), (f"{name}_backward", fake_backward)):
-            shapes = _checked(checks[operator], shapes)
-            torch.library.register_fake(f"attnfast_{backend}::{operator}", shapes, lib=library)
-        torch.library.register_autograd(full, derivative, setup_context=setup_context, lib=library)
-        torch.library.register_autograd(f"{full}_backward", no_second_derivative, lib=library)
+def _getter(names: list[str], of: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what picks fields from a sequence whose fields have the names ``of``."""
+    places = [of.index(name) for name in names]
+    if len(places) < 2:
+        return lambda values: tuple(values[i] for i in places)
+    return getters.itemgetter(*places)
 
-    class Eager(Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs):
-            *arguments, operators = inputs
-            output = call(getattr(operators, name).default, *arguments)
-            setup_context(ctx, arguments, output)
-            ctx.operator = getattr(operators, f"{name}_backward").default
-            return output
 
-        @staticmethod
+#: The type of every operator's arguments, and what refuses those that do not fit, as the compiled
+#: code does.
+ARGUMENTS: dict[str, Any] = {}
+CHECKS: dict[str, Callable[..., None]] = {}
+
+
+made = tuple.__new__  # of a named tuple and its values: a third of what its own constructor takes
+
+
+class Operator:
+    """An operator and its backward, on every compiled backend.
+
+    Args:
+        name: in the namespaces ``attnfast_<backend>``; its backward is ``<name>_backward``.
+        Call, Result: its arguments and its results, named tuples.
+        Backward, Gradients: those of its backward. A field of ``Backward`` is ``grad_`` and a
+            result; or an argument or a result, which are saved; or ``need_grad_…``; or optional.
+            A field of ``Gradients`` is ``grad_`` and an argument, or ``grad_score``.
+        needs: for each ``need_grad_…`` the arguments whose gradients it stands for.
+        constant: results that have no gradient.
+        check, check_backward: refuse arguments that do not fit, before anything is computed.
+        fake, fake_backward: return empty results.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        Call: Any,
+        Result: Any,
+        Backward: Any,
+        Gradients: Any,
+        *,
+        needs: dict[str, tuple[str, ...]],
+        check: Callable[[Any], None],
+        check_backward: Callable[[Any], None],
+        fake: Callable[[Any], Any],
+        fake_backward: Callable[[Any], Any],
+        constant: tuple[str, ...] = (),
+    ):
+        self.name, self.Call, self.Result = name, Call, Result
+        self.Backward, self.Gradients, self.constant = Backward, Gradients, constant
+        self._plan(needs)
+        self.check = check
+        self.forwards = self.define(name, Call, Result, check, fake)
+        self.backwards = self.define(
+            f"{name}_backward", Backward, Gradients, check_backward, fake_backward
+        )
+        for backend, library in LIBRARIES.items():
+            full = f"attnfast_{backend}::{name}"
+            torch.library.register_autograd(
+                full, self._derivative(backend), setup_context=self.setup_context, lib=library
+            )
+            torch.library.register_autograd(
+                f"{full}_backward", self._no_second_derivative, lib=library
+            )
+        self.eager = self._eager()
+
+    @staticmethod
+    def define(name: str, Arguments: Any, Results: Any, check: Any, fake: Any) -> dict[str, Any]:
+        """Define an operator in the namespace of every backend; return it for each."""
+
+        def fakes(*args):
+            arguments = Arguments(*args)
+            check(arguments)
+            return tuple(fake(arguments))
+
+        CHECKS[name] = lambda *args: check(Arguments(*args))
+        ARGUMENTS[name] = Arguments
+        overloads = {}
+        for backend, library in LIBRARIES.items():
+            library.define(name + schema(Arguments, Results))
+            torch.library.register_fake(f"attnfast_{backend}::{name}", fakes, lib=library)
+            operators = getattr(torch.ops, f"attnfast_{backend}")
+            overloads[backend] = getattr(operators, name).default
+        return overloads
+
+    def __call__(self, backend: str, arguments: Any) -> Any:
+        """Run a backend; where gradients are wanted, PyTorch's registered derivative is taken."""
+        return made(self.Result, call(self.forwards[backend], arguments))
+
+    def differentiable(self, backend: str, arguments: Any) -> Any:
+        """The same in eager mode where gradients are wanted, at half the overhead."""
+        return made(self.Result, self.eager.apply(*arguments, backend))
+
+    def backward(self, backend: str, arguments: Any) -> Any:
+        """Run the backward on a backend."""
+        return made(self.Gradients, call(self.backwards[backend], arguments))
+
+    # ---- the derivative --------------------------------------------------------------------------
+
+    def _plan(self, needs: dict[str, tuple[str, ...]]) -> None:
+        """Work out where fields go from one type to the next."""
+        given, found = list(self.Call._fields), list(self.Result._fields)
+        hints = {**get_type_hints(self.Call), **get_type_hints(self.Result)}
+        saved = [x for x in self.Backward._fields if x in hints]
+        tensors = [x for x in saved if hints[x] in (Tensor, Tensor | None)]
+        numbers = [x for x in saved if x not in tensors]
+        self._saved, self._tensors = len(tensors), _getter(tensors, given + found)
+        self._numbers = _getter(numbers, given + found)
+        self._needs = [[given.index(x) for x in names] for names in needs.values()]
+        grads = [f"grad_{x}" for x in found]
+        pool = [*grads, *tensors, *numbers, *needs]
+        self._pool = _getter(
+            [x if x in pool else "none" for x in self.Backward._fields], [*pool, "none"]
+        )
+        own = get_type_hints(self.Call)
+        self.tensors = _getter([x for x in given if own[x] in (Tensor, Tensor | None)], given)
+        of = {"bias": "grad_score"}
+        names = [of.get(x, f"grad_{x}") for x in given]
+        gradients = list(self.Gradients._fields)
+        self._gradient_of = [gradients.index(x) if x in gradients else None for x in names]
+        self._bias = given.index("bias") if "bias" in given else None
+        self._constant = [found.index(x) for x in self.constant]
+
+    def setup_context(self, ctx: Any, inputs: Any, output: Any, *more: Tensor | None) -> None:
+        """Save what the backward needs, and more."""
+        everything = (*inputs, *output)
+        ctx.save_for_backward(*self._tensors(everything), *more)
+        ctx.numbers = self._numbers(everything)
+        bias = None if self._bias is None else inputs[self._bias]
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        ctx.shape = output[0].shape
+        if self._constant:
+            ctx.mark_non_differentiable(*[output[i] for i in self._constant])
+        ctx.set_materialize_grads(False)
+
+    def arguments(self, ctx: Any, grads: Any, needs: Any = None) -> tuple[Any, Any]:
+        """Return the arguments of the backward, and what was saved, which may be asked for once.
+
+        ``needs`` are the fields ``need_…``, if not as autograd tells.
+        """
+        if needs is None:
+            needed = ctx.needs_input_grad
+            needs = [any([needed[i] for i in group]) for group in self._needs]
+        first, *others = grads
+        saved = ctx.saved_tensors
+        if first is None:  # autograd has none where it is 0
+            first = saved[0].new_zeros(()).expand(ctx.shape)
+        pool = (first, *others, *saved[: self._saved], *ctx.numbers, *needs, None)
+        return made(self.Backward, self._pool(pool)), saved
+
+    def of_inputs(self, ctx: Any, gradients: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradient of every argument that needs one, None for the others."""
+        result: list[Any] = [
+            gradients[i] if needed and i is not None else None
+            for i, needed in zip(self._gradient_of, ctx.needs_input_grad)
+        ]
+        if self._bias is not None and result[self._bias] is not None:
+            result[self._bias] = self.of_bias(ctx, result[self._bias])
+        return tuple(result)
+
+    @staticmethod
+    def of_bias(ctx: Any, grad_score: Tensor) -> Tensor:
+        """Return the gradient of a bias that has been broadcast, rounded once."""
+        shape, dtype = ctx.bias
+        return grad_score.sum_to_size(shape).to(dtype)
+
+    def _derivative(self, backend: str) -> Callable[..., Any]:
         def backward(ctx: Any, *grads):
-            return *backward(ctx, *grads), None
+            return self.of_inputs(ctx, self.backward(backend, self.arguments(ctx, grads)[0]))
 
-    return Eager
+        return backward
+
+    def _no_second_derivative(self, ctx: Any, *_):
+        raise RuntimeError(
+            f"{self.name} has no second derivative on the compiled backends; "
+            "backend='reference' has"
+        )
+
+    def _eager(self) -> type[Function]:
+        """Return the derivative for eager mode."""
+        own = self
+
+        class Eager(Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs):
+                *arguments, ctx.backend = inputs
+                output = call(own.forwards[ctx.backend], arguments)
+                own.setup_context(ctx, arguments, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *grads):
+                gradients = own.backward(ctx.backend, own.arguments(ctx, grads)[0])
+                return *own.of_inputs(ctx, gradients), None
+
+        return Eager
+
+
+def implement(backend: str, module: str, functions: dict[str, str]) -> None:
+    """Let functions of a module, imported at the first call, be operators of a backend."""
+    for name, function in functions.items():
+
+        def run(*args, name=name, function=function):
+            CHECKS[name](*args)
+            results = getattr(importlib.import_module(module), function)(ARGUMENTS[name](*args))
+            return tuple(results)
+
+        torch.library.impl(f"attnfast_{backend}::{name}", "default", run, lib=LIBRARIES[backend])

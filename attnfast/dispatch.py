@@ -1,0 +1,37 @@
+"""A call, taken to a backend: the reference, an operator, or its derivative in eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnfast import reference
+from attnfast.ops.arguments import as_returned, fold_scale, refuse_tangents
+from attnfast.ops.attention import ATTENTION, Attended, Attention
+from attnfast.ops.operators import Operator, is_recorded, made
+
+__all__ = ["attend", "run"]
+
+
+def run(operator: Operator, call: Any, backend: str) -> Any:
+    """Return the operator's results on a backend, which is one that can run the call."""
+    if backend == "reference":
+        operator.check(call)
+        return getattr(reference, operator.name)(call)
+    refuse_tangents(call)
+    if not torch.is_grad_enabled():
+        return operator(backend, call)
+    if not any([x is not None and x.requires_grad for x in operator.tensors(call)]):
+        return operator(backend, call)
+    if call._fields[-1] == "need_weights":  # the backward reads them
+        call = made(type(call), (*call[:-1], True))
+    return operator(backend, call) if is_recorded() else operator.differentiable(backend, call)
+
+
+def attend(call: Attention, backend: str) -> Attended:
+    """Run attention; its weights are as users get them."""
+    call = fold_scale(call) if backend != "reference" else call
+    context, weights, log_sum_exp = run(ATTENTION, call, backend)
+    weights = as_returned(weights, call.query.dtype, call.need_weights)
+    return made(Attended, (context, weights, log_sum_exp))

@@ -1,0 +1,444 @@
+"""What users call: arguments are brought into an operator's form, and results back into theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnfast import dispatch, lowering
+from attnfast.backends import HALF, choose
+from attnfast.errors import check_flag, check_word, describe, refuse
+from attnfast.lowering import Place
+from attnfast.ops import attention, copying
+from attnfast.ops.arguments import (
+    as_returned,
+    autocast_call,
+    check_inputs,
+    check_scale,
+    check_temperature,
+    check_tensor,
+    check_terms,
+    filled,
+    fold_scale,
+    is_finite,
+    is_one,
+    is_relu,
+)
+from attnfast.ops.attention import Attention
+from attnfast.ops.copying import COPYING, Copy
+from attnfast.ops.coverage import COVERAGE, Coverage, check_history
+from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.span import Position, Spans, check_form, check_span
+
+__all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot_attention"]
+
+
+def _attend(
+    call: Attention,
+    place: Place,
+    temperature: float,
+    need_weights: bool | str,
+    need_log_sum_exp: bool,
+    backend: str | None,
+) -> tuple[Tensor | None, ...]:
+    """Choose a backend and run, or say what does not fit: what both public functions share."""
+    call = autocast_call(call)
+    check_form(need_weights)
+    need_weights = need_weights if isinstance(need_weights, str) else bool(need_weights)
+    check_flag("need_log_sum_exp", need_log_sum_exp)
+    try:
+        check_temperature(temperature)
+        if call.scale is None:
+            call = call._replace(scale=max(call.query.shape[-1], 1) ** -0.5)
+        else:
+            check_scale(call.scale, "a finite number or None")
+        if not is_one(temperature):
+            bias = None if call.bias is None else call.bias / temperature
+            call = call._replace(scale=call.scale / temperature, bias=bias)
+        query = call.query
+        step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (a constant for torch.compile)
+        backend = choose(backend, query.device, query.dtype, step=step)
+        if need_weights:
+            call = call._replace(need_weights=True)
+        if all(x is None for x in place) and not isinstance(need_weights, str):
+            result = dispatch.attend(call, backend)
+        else:
+            attention.check(call)
+            check_span(query, call.key, *place, need_weights)
+            if place.sigma is not None:
+                place = place._replace(sigma=place.sigma * temperature**0.5)
+            result = lowering.attend(call, place, need_weights, backend)
+    except Exception:
+        attention.check(call)
+        raise
+    return tuple(result) if need_log_sum_exp else result[:2]
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    *,
+    activation: str = "tanh",
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    span: Spans = None,
+    position: Position = None,
+    sigma: float | Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool | str = False,
+    need_log_sum_exp: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    r"""Attend with Bahdanau's additive score.
+
+    .. math:: e_{ij} = (\sum_a w_a \tanh(q_{ia} + k_{ja}) + b_{ij}) / T, \quad
+              \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
+
+    ``query`` and ``key`` are the projected decoder states and encoder states. Luong's "concat"
+    score is the same thing with the weight matrix split in two. No tensor of size Tq·Tk·A exists
+    at any time, forward or backward.
+
+    Args:
+        query: ``[B, Tq, A]``, or ``[B, H, Tq, A]`` with heads; float32, float64, bfloat16 or
+            float16. Half types accumulate in float32.
+        key: ``[B, Tk, A]`` (or with heads), dtype and device of the query, as ``value``.
+        value: ``[B, Tk, Dv]`` (or with heads).
+        weight: ``[A]``; with heads also ``[H, A]``.
+        activation: ``"tanh"``, or ``"relu"`` for max(0, q + k) in its place.
+        lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are not seen. On the
+            CPU a length outside 0…Tk is refused; on a GPU it is clamped, for checking would wait.
+        mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
+            a key may be attended to.
+        bias: added to the score, shaped like ``mask``, differentiable; of the query's dtype, or
+            float32 beside half types.
+        span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
+            before it. Memory is in proportion to the keys seen, and so is time, on a GPU as far as
+            rows that follow each other see keys near each other. With heads also a list of one for
+            each head.
+        position: where the rows stand among the keys, for the span and sigma: see
+            :class:`attnfast.Span`. A tensor of real numbers gets its gradient through sigma.
+        sigma: of a Gaussian prior around that position, −(j − p_i)² / 2σ² added to the score; a
+            positive number of keys, or a tensor of them with the shapes of ``position``,
+            differentiable.
+        temperature: T > 0 divides score, bias and prior.
+        need_weights: return the weights; otherwise they are None. A span's may be compact, with a
+            column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
+            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
+        need_log_sum_exp: return log Σ_j exp(e_ij) as a third result, float32 (float64 for float64).
+        backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
+            ``"reference"``.
+
+    Returns:
+        ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype, then
+        ``log_sum_exp [B, Tq]`` if asked for. With a list of spans weights are a list too, one
+        ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
+        log-sum-exp −inf and gradients 0. With heads the context lies in memory as the query does,
+        like that of ``scaled_dot_product_attention``: who has transposed ``[B, Tq, H, A]``
+        transposes back without a copy.
+
+    For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp of
+    itself), so that a score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager
+    float32 code loses. Where all queries and keys of a block are near 0, max|q| + max|k| ≤ 0.8,
+    each tanh is right to a few ulp of itself, and with it the gradient of the weight.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
+            of a backend other than ``"reference"``.
+
+    Paper: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
+    Translate", ICLR 2015, arXiv:1409.0473.
+    """
+    check_tensor("weight", weight)
+    call = Attention(query, key, value, weight, bias, mask, lengths, relu=is_relu(activation))
+    place = Place(span, position, sigma)
+    return _attend(call, place, temperature, need_weights, need_log_sum_exp, backend)
+
+
+def dot_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    span: Spans = None,
+    position: Position = None,
+    sigma: float | Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool | str = False,
+    need_log_sum_exp: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    r"""Attend with the dot-product score.
+
+    .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
+              \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
+
+    Luong's "general" score is this with projected keys; his "dot" is this with ``scale=1``.
+
+    Args:
+        scale: s; None means 1/√A, as in ``scaled_dot_product_attention``.
+
+    The other arguments, the results and the errors are those of :func:`additive_attention`.
+
+    Papers: Luong, Pham and Manning, "Effective Approaches to Attention-based Neural Machine
+    Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",
+    NeurIPS 2017, arXiv:1706.03762.
+    """
+    call = Attention(query, key, value, None, bias, mask, lengths, scale=scale)  # type: ignore[arg-type]
+    place = Place(span, position, sigma)
+    return _attend(call, place, temperature, need_weights, need_log_sum_exp, backend)
+
+
+def _with_coverage_feature(
+    filters: Tensor | None, projection: Tensor | None, coverage_weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return filters and projection, the coverage feature among them: a filter of width 1."""
+    if coverage_weight is None:
+        return filters, projection
+    column = coverage_weight.unsqueeze(-1)
+    width = 1 if filters is None else filters.shape[-1]
+    one = column.new_zeros(*column.shape[:-2], 1, 2, width)
+    one[..., 1, width // 2] = 1
+    if filters is None or projection is None:
+        return one, column
+    if filters.shape[-2] == 1:  # on the last weights alone
+        filters = torch.nn.functional.pad(filters, (0, 0, 0, 1))
+    heads = max(filters.shape[:-3], column.shape[:-2], key=len)  # of one that each head has its own
+    return (
+        torch.cat([x.expand(*heads, *x.shape[-3:]) for x in (filters, one)], -3),
+        torch.cat([x.expand(*heads, *x.shape[-2:]) for x in (projection, column)], -1),
+    )
+
+
+def coverage_call(
+    call: Coverage,
+    temperature: float = 1.0,
+    coverage_weight: Tensor | None = None,
+    over: str = "previous",
+) -> Coverage:
+    """Check the arguments of :func:`coverage_attention`; return the operator's.
+
+    In ``call`` the penalty and the transition may be numbers still, the rate is a fertility, and
+    the scale may be None.
+    """
+    call = autocast_call(call)
+    check_inputs(call)
+    check_terms(call, call.key.shape[-2])
+    check_temperature(temperature)
+    query, bias, scale = call.query, call.bias, call.scale
+    if scale is None:
+        scale = 1.0 if call.weight is not None else max(query.shape[-1], 1) ** -0.5
+    check_scale(scale, "a finite number or None")
+    dtype = accumulation_dtype(query.dtype)
+    if coverage_weight is not None:
+        heads = list(query.shape[1:-2])
+        shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
+        if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
+            refuse("coverage_weight", f"{shapes[-1]} to fit the query", describe(coverage_weight))
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
+
+    filters, projection = cast(call.filters), cast(call.projection)
+    if filters is not None or projection is not None:
+        plain = Coverage(query, call.key, call.value, call.weight)
+        check_history(plain._replace(filters=filters, projection=projection))
+    check_word("over", over, ("previous", "coverage"))
+    if over == "coverage" and filters is not None and filters.shape[-2] == 1:
+        filters = torch.nn.functional.pad(filters, (0, 0, 1, 0))  # the second channel
+    filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
+
+    def number(name: str, x: Any, shape) -> Any:
+        if x is None or isinstance(x, Tensor):
+            return x if x is None or x.dim() else x.expand(shape).to(dtype)
+        if not is_finite(x):
+            refuse(name, "a finite number or a tensor", describe(x))
+        return filled(query, shape, x, dtype)
+
+    penalty = number("penalty", call.penalty, (1,))
+    transition = number("transition", call.transition, query.shape[:-1])
+    if transition is not None and call.previous is None:
+        refuse("previous", "given with a transition: the weights that it starts from", None)
+    fertility = call.rate
+    rate = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
+    if not is_one(temperature):
+        scale, bias = scale / temperature, None if bias is None else bias / temperature
+        penalty = None if penalty is None else penalty / temperature
+    call = call._replace(
+        bias=bias,
+        filters=filters,
+        projection=projection,
+        penalty=cast(penalty),
+        rate=rate,
+        transition=cast(transition),
+        coverage=cast(call.coverage),
+        previous=cast(call.previous),
+        scale=scale,
+    )
+    call = fold_scale(call)
+    check_history(call)
+    return call
+
+
+def coverage_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None = None,
+    *,
+    penalty: float | Tensor | None = None,
+    coverage_weight: Tensor | None = None,
+    filters: Tensor | None = None,
+    over: str = "previous",
+    projection: Tensor | None = None,
+    fertility: Tensor | None = None,
+    transition: float | Tensor | None = None,
+    coverage: Tensor | None = None,
+    previous: Tensor | None = None,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool = False,
+    need_loss: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    r"""Attend row after row, each row knowing what the rows before it attended to.
+
+    .. math:: e_{tj} = (s \cdot \mathrm{score}(q_t, k_j + f_{tj}) + b_{tj} - \lambda C_{tj}) / T,
+              \quad \alpha_t = \mathrm{softmax}_j(e_{tj}), \quad
+              C_{t+1,j} = C_{tj} + \alpha_{tj} / \phi_j
+
+    All queries may be given at once, or one after the other with ``coverage`` and ``previous``
+    carried from call to call; the numbers are the same, but for the rounding of the weights that
+    half types carry. Memory is linear in Tq·Tk.
+
+    Args:
+        query, key, value: as in :func:`attnfast.additive_attention`.
+        weight: of the additive score ``[A]`` or, with heads, ``[H, A]``; None for the dot score.
+        penalty: λ, subtracts the coverage from the score: a number, or a tensor, one number or
+            ``[H]``, with gradient.
+        coverage_weight: w of the coverage feature :math:`f_{tj} = w C_{tj}`, ``[A]`` or ``[H, A]``.
+        filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`: ``[K, 1, W]``
+            on the last row's weights or ``[K, 2, W]`` on these and the coverage, W odd, zeros past
+            the ends; with heads also ``[H, K, 2, W]``.
+        over: what filters of one channel look at, ``"previous"`` or ``"coverage"``.
+        projection: U of the location features, ``[A, K]`` or ``[H, A, K]``.
+        fertility: φ > 0, how much attention a key asks for, ``[B, Tk]`` (or with heads); None
+            means 1.
+        transition: u of forward attention, which multiplies exp(e) by
+            :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number (0.5 for the plain
+            one) or ``[B, Tq]``. ``previous`` must then say where to begin.
+        coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
+        previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
+        scale: s; None means 1 with a weight and 1/√A without.
+        lengths, mask, bias, temperature, need_weights, backend: as in
+            :func:`attnfast.additive_attention`. A row whose mask is False throughout (padding of
+            the target) counts in neither coverage nor loss.
+        need_loss: return the coverage loss too.
+
+    Returns:
+        ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
+        last row, float32 (float64 for float64); with ``need_loss`` every sequence's coverage loss,
+        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, ``[B]``. With heads, ``[B, H, …]`` throughout.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
+            of a backend other than ``"reference"``.
+
+    Papers: See, Liu and Manning, "Get To The Point: Summarization with Pointer-Generator Networks",
+    ACL 2017, arXiv:1704.04368; Tu et al., "Modeling Coverage for Neural Machine Translation", ACL
+    2016, arXiv:1601.04811; Chorowski et al., "Attention-Based Models for Speech Recognition",
+    NeurIPS 2015, arXiv:1506.07503; Zhang, Ling and Dai, "Forward Attention in Sequence-to-Sequence
+    Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
+    """
+    check_flag("need_weights", need_weights)
+    check_flag("need_loss", need_loss)
+    call = coverage_call(
+        Coverage(
+            query, key, value, weight, bias, mask, lengths, filters, projection,
+            penalty, fertility, transition, coverage, previous, scale,  # type: ignore[arg-type]
+        ),
+        temperature, coverage_weight, over,
+    )  # fmt: skip
+    query = call.query
+    backend = choose(backend, query.device, query.dtype, "coverage_attention")
+    context, weights, last, loss, _ = dispatch.run(COVERAGE, call, backend)
+    result = (context, as_returned(weights, query.dtype, need_weights), last)
+    return (*result, loss) if need_loss else result
+
+
+def copy_distribution(
+    logits: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    gate: Tensor,
+    *,
+    extra_words: int = 0,
+    log: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Mix the distribution over the vocabulary with that of copying a word of the source.
+
+    .. math:: P_{tw} = p_t \, \mathrm{softmax}(\ell_t)_w
+              + (1 - p_t) \sum_{i:\, s_i = w} \alpha_{ti}, \quad p_t = \sigma(g_t)
+
+    Words that the vocabulary lacks take part by numbers from V on, given to them source by source.
+    No tensor larger than the result is made, forward or backward, and the result does not depend on
+    the order in which threads run.
+
+    Args:
+        logits: ℓ ``[B, Tq, V]``, or log-probabilities; −inf for a word that may not be generated.
+            float32, float64, bfloat16 or float16; half types accumulate in float32.
+        weights: α ``[B, Tq, Tk]``, of the logits' dtype, each row with sum 1 (or 0).
+        source: s ``[B, Tk]``, int64 or int32, the word at every key, 0 ≤ s < V + X, also where the
+            weights are 0.
+        gate: g ``[B, Tq]``, the logit of p_gen, of the logits' dtype.
+        extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
+        log: return log P, computed from logarithms: it loses nothing where p or P is near 0 or 1.
+        backend: as in :func:`attnfast.additive_attention`.
+
+    Returns:
+        ``[B, Tq, V + X]``, of the logits' dtype; half types give float32 under autocast. A word
+        that cannot come has P = 0, and −87.3 for its logarithm, with gradient 0: no logarithm of 0
+        is ever taken. (One that can come, but hardly, may have less.)
+        In log space a word's weights below e^−80 count as 0, and the gradient of a weight, which
+        is (1 − p) / P times the result's, stops growing at e^80 (float16, bfloat16: at 65504).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it. On a GPU no word
+            of the source is looked at, for checking would wait; one out of range is not copied.
+        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
+            of a backend other than ``"reference"``.
+
+    Papers: See, Liu and Manning, "Get To The Point: Summarization with Pointer-Generator Networks",
+    ACL 2017, arXiv:1704.04368; Gu et al., "Incorporating Copying Mechanism in Sequence-to-Sequence
+    Learning", ACL 2016, arXiv:1603.06393.
+    """
+    device = logits.device.type if isinstance(logits, Tensor) else None
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        logits, weights, gate = (
+            x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
+            for x in (logits, weights, gate)
+        )
+    if not isinstance(extra_words, (int, torch.SymInt)) or extra_words >= 2**31:
+        refuse("extra_words", "an integer, at least 0", describe(extra_words))
+    check_flag("log", log)
+    call = Copy(logits, weights, source, gate, extra_words, bool(log))
+    try:
+        backend = choose(backend, logits.device, logits.dtype, "copy_distribution")
+        return dispatch.run(COPYING, call, backend).distribution
+    except Exception:
+        copying.check(call)
+        raise

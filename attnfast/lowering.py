@@ -1,0 +1,198 @@
+"""Spans in the operator's terms: which keys a row sees becomes two numbers a row, strides views.
+
+:func:`attend` takes a call to a backend within a span, or one for each head, and gives results the
+form in which they were asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnfast import dispatch
+from attnfast.ops.attention import Attended, Attention
+from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.span import (
+    Position,
+    Span,
+    Spans,
+    at_keys,
+    bounds_in_phases,
+    by_head,
+    first_position,
+    from_phases,
+    join_heads,
+    log_prior,
+    rows_at,
+    to_columns,
+    to_form,
+    to_phases,
+)
+
+__all__ = ["Lowered", "Place", "attend", "lower"]
+
+
+class Place(NamedTuple):
+    """Which keys rows see, where rows stand among them, and how wide a prior around that is."""
+
+    span: Spans = None
+    position: Position = None
+    sigma: float | Tensor | None = None
+
+
+class Lowered(NamedTuple):
+    """A call that a backend takes, and what its results need to be a span's."""
+
+    call: Attention
+    like: Tensor  # the query as it was
+    Tk: int
+    keys: Any  # of the columns, where they are needed
+    narrow: Tensor | None  # which of the operator's columns are the span's, if not all
+    phases: int = 1
+    front: int = 0  # rows of the first phase that do not exist
+
+    def weights(self, weights: Any, form: bool | str) -> Any:
+        """Return the operator's weights as they were asked for."""
+        if isinstance(form, str):
+            return to_form(form, weights, self.keys, self.Tk)
+        return to_columns(weights, self.narrow) if form and self.narrow is not None else weights
+
+    def restore(self, result: Attended, form: bool | str) -> Attended:
+        """Return the results of the call before it was lowered."""
+        context, weights, log_sum_exp = result
+        if self.phases > 1:
+            parts = (context, weights, log_sum_exp.unsqueeze(-1))
+            context, weights, log_sum_exp = (
+                None if x is None else from_phases(x, self.phases, self.front, self.like)
+                for x in parts
+            )
+            log_sum_exp = log_sum_exp.squeeze(-1)
+        return Attended(context, self.weights(weights, form), log_sum_exp)
+
+
+def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
+    """Bring what one span says of the keys into the operator's terms."""
+    span: Any = place.span
+    position: Any = place.position
+    sigma = place.sigma
+    query, Tk, lengths, bias = call.query, call.key.shape[-2], call.lengths, call.bias
+    # Of windows wider than all keys the columns are taken from the keys in the end.
+    compact = span.compact and span.columns(Tk) <= (Tk + span.stride - 1) // span.stride
+    some = compact or span.stride > 1  # the columns are not simply all keys
+    terms = bias is not None or call.mask is not None
+    spread = isinstance(form, str)
+    need_keys = spread or sigma is not None or (some and terms)
+    need_narrow = form and not spread and span.compact and not compact
+    need_bounds = span.phases == 1 and span.sides != (None, None)  # phases have their own
+    keys: Any = None
+    narrow = None
+    if need_keys or need_bounds or need_narrow:
+        p = rows_at(position, query, Tk, lengths)
+        rows = span.locate(p, Tk)
+    if need_keys:
+        keys = span.columns_of(rows, Tk, lengths, compact)
+    if some and terms:
+        bias, mask = (None if x is None else at_keys(x, keys) for x in (bias, call.mask))
+        call = call._replace(bias=bias, mask=mask)
+    if sigma is not None:
+        sigma = rows_at(sigma, query, Tk, None) if isinstance(sigma, Tensor) else sigma
+        dtype = accumulation_dtype(query.dtype)
+        prior = log_prior(keys, p, sigma, dtype).to(dtype)
+        call = call._replace(bias=prior if call.bias is None else call.bias + prior)
+    if need_bounds:
+        call = call._replace(span=torch.stack([rows.start, rows.stop], -1))
+    if need_narrow:
+        narrow = rows.start.unsqueeze(-1) + torch.arange(span.columns(Tk), device=query.device)
+    call = call._replace(columns=span.columns(Tk) if compact else 0)
+    if span.phases > 1:
+        front = first_position(position, query.shape[-2], Tk) % span.stride
+        call = _in_phases(call, span, position, front)
+        return Lowered(call, query, Tk, keys, narrow, span.stride, front)
+    return Lowered(_every(call, span.stride), query, Tk, keys, narrow)
+
+
+def _every(call: Attention, k: int) -> Attention:
+    """Return the call on every k-th key."""
+    if k == 1:
+        return call
+    lengths = call.lengths
+    if lengths is not None:
+        lengths = (lengths + (k - 1)).div(k, rounding_mode="floor")
+    key, value = call.key[..., ::k, :], call.value[..., ::k, :]
+    return call._replace(key=key, value=value, lengths=lengths)
+
+
+def _in_phases(call: Attention, span: Span, position: Any, front: int) -> Attention:
+    """Return the call with the phases of rows and keys side by side on the head axis."""
+    query, k = call.query, span.stride
+    Tq, Tk = query.shape[-2], call.key.shape[-2]
+    heads = query.shape[1] if query.dim() == 4 else 1
+    first = first_position(position, Tq, Tk)
+    weight = call.weight
+    if weight is not None and weight.dim() == 2:
+        weight = weight.repeat_interleave(k, 0)
+    rows = (*query.shape[1:-1], -1)
+    bias, mask = (
+        None if x is None else to_phases(x.expand(-1, *rows), k, front)
+        for x in (call.bias, call.mask)
+    )
+    return call._replace(
+        query=to_phases(query, k, front),
+        key=to_phases(call.key, k, 0),
+        value=to_phases(call.value, k, 0),
+        weight=weight,
+        bias=bias,
+        mask=mask,
+        lengths=None,
+        span=bounds_in_phases(span, Tq, first, Tk, call.lengths, heads, query),
+    )
+
+
+def _attend(call: Attention, place: Place, form: bool | str, backend: str) -> Attended:
+    """Run a backend within one span."""
+    lowered = lower(call, place, form)
+    return lowered.restore(dispatch.attend(lowered.call, backend), form)
+
+
+def attend(call: Attention, place: Place, form: bool | str, backend: str) -> Attended:
+    """Run a backend within a span, or one for each head: heads of the same one go together.
+
+    With a list of spans the weights are a list, one for each head, unless ``form`` is a word.
+    """
+    if call.bias is not None:  # its gradient is to be rounded once, after sums over keys and heads
+        call = call._replace(bias=call.bias.to(accumulation_dtype(call.bias.dtype)))
+    spans = place.span
+    if spans is None or isinstance(spans, Span):
+        return _attend(call, place._replace(span=spans or Span()), form, backend)
+
+    groups = {span: [i for i, x in enumerate(spans) if x == span] for span in dict.fromkeys(spans)}
+    neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())
+    apart: dict[int, Any] = {}  # an index of heads would be a tensor that a GPU waits for
+
+    def heads(x: Any, index: list[int], axis: int = 1) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2 + axis or x.shape[axis] == 1:
+            return x
+        if neighbours:
+            return x.narrow(axis, index[0], len(index))
+        if id(x) not in apart:
+            apart[id(x)] = x.unbind(axis)
+        return torch.stack([apart[id(x)][i] for i in index], axis)
+
+    results, order = [], []
+    for span, index in groups.items():
+        order += index
+        of_heads = call._replace(
+            weight=heads(call.weight, index, 0),
+            **{
+                x: heads(getattr(call, x), index) for x in ("query", "key", "value", "bias", "mask")
+            },
+        )
+        own = Place(span, heads(place.position, index), heads(place.sigma, index))
+        results.append(_attend(of_heads, own, form, backend))
+    contexts, weights, sums = zip(*results)
+    joined: Any = None
+    if form:
+        joined = join_heads(weights, order) if isinstance(form, str) else by_head(weights, order)
+    return Attended(join_heads(contexts, order), joined, join_heads(sums, order))

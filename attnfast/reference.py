@@ -1,0 +1,159 @@
+"""The oracle of every operator, in plain PyTorch: a formula each, right for float64.
+
+It is a backend like any other, ``backend="reference"``, and never made faster.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnfast.ops.attention import Attended, Attention
+from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
+from attnfast.ops.coverage import Coverage, Covered
+from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.span import to_columns, to_dense
+
+__all__ = ["attention", "copy_distribution", "coverage_attention"]
+
+
+def visible_keys(call: Attention | Coverage) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which keys a row may see, and keys and values with zeros where no row may see them."""
+    query, key = call.query, call.key
+    visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
+    if call.lengths is not None:
+        positions = torch.arange(key.shape[-2], device=query.device)
+        visible = visible & (positions < call.lengths.view(-1, *[1] * (visible.dim() - 1)))
+    if call.mask is not None:
+        visible = visible & call.mask
+    if call.bias is not None:
+        visible = visible & (call.bias != -math.inf)
+    unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: what no row may see must not leak NaN
+    return visible, key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0)
+
+
+def exactly(call: Any) -> Any:
+    """Return a call whose query, key, value, weight and bias have the accumulation dtype."""
+    dtype = accumulation_dtype(call.query.dtype)
+    names = ("query", "key", "value", "weight", "bias")
+    given = {name: getattr(call, name) for name in names}
+    return call._replace(**{name: x.to(dtype) for name, x in given.items() if x is not None})
+
+
+def score(query: Tensor, key: Tensor, weight: Tensor | None, relu: bool = False) -> Tensor:
+    """Return the dot scores ``[B, Tq, Tk]``, or the additive ones with a weight."""
+    if weight is None:
+        return query @ key.transpose(-1, -2)
+    weight = weight[:, None, None, :] if weight.dim() == 2 else weight  # [H, A]: one for each head
+    features = query.unsqueeze(-2) + key.unsqueeze(-3)
+    return (weight * (features.relu() if relu else features.tanh())).sum(-1)
+
+
+def attention(call: Attention) -> Attended:
+    """Compute context, weights and log-sum-exp."""
+    dtype, keys = call.query.dtype, None
+    call = exactly(call)
+    Tk = call.key.shape[-2]
+    if call.span is not None:
+        j = torch.arange(Tk, device=call.query.device)
+        inside = (j >= call.span[..., :1]) & (j < call.span[..., 1:])
+        if call.columns:
+            inside = inside & (j < call.span[..., :1] + call.columns)
+            keys = call.span[..., :1] + torch.arange(call.columns, device=call.query.device)
+            bias, mask = (
+                None if x is None else to_dense(x, keys, Tk) for x in (call.bias, call.mask)
+            )
+            call = call._replace(bias=bias, mask=mask)
+        call = call._replace(mask=inside if call.mask is None else inside & call.mask)
+    visible, k, v = visible_keys(call)
+    e = call.scale * score(call.query, k, call.weight, call.relu)
+    if call.bias is not None:
+        e = e + call.bias
+
+    empty = ~visible.any(-1, keepdim=True)
+    e = e.masked_fill(~visible, -math.inf).masked_fill(empty, 0)
+    log_sum_exp = e.logsumexp(-1) if Tk else e.sum(-1)
+    log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)
+    weights = e.softmax(-1).masked_fill(~visible, 0)
+    context = (weights @ v).to(dtype)
+    return Attended(context, weights if keys is None else to_columns(weights, keys), log_sum_exp)
+
+
+def windows(signals: Tensor, width: int) -> Tensor:
+    """Return what a filter sees around every key: ``[..., C, Tk]`` to ``[..., Tk, C · width]``."""
+    padded = torch.nn.functional.pad(signals, (width // 2, width // 2))
+    return padded.unfold(-1, width, 1).transpose(-3, -2).flatten(-2)
+
+
+def coverage_attention(call: Coverage) -> Covered:
+    """Compute context, weights, coverage and loss, row by row; no odds."""
+    dtype = call.query.dtype
+    call = exactly(call)
+    q, bias, filters, u_t = call.query, call.bias, call.filters, call.transition
+    visible, k, v = visible_keys(call)
+    zeros = k.new_zeros(k.shape[:-1])
+    c = zeros if call.coverage is None else call.coverage
+    p = zeros if call.previous is None else call.previous
+    loss = k.new_zeros(k.shape[:-2])
+    rows = []
+    for t in range(q.shape[-2]):
+        seen = visible[..., t, :]
+        keys = k
+        if filters is not None and call.projection is not None and k.shape[-2]:
+            width = filters.shape[-1]
+            signals = torch.stack([p, c][: filters.shape[-2]], -2)
+            found = windows(signals, width) @ filters.flatten(-2).mT
+            keys = k + found @ call.projection.mT
+        e = call.scale * score(q[..., t : t + 1, :], keys, call.weight).squeeze(-2)
+        if bias is not None:
+            e = e + bias.expand(*bias.shape[:-2], q.shape[-2], -1)[..., t, :]
+        if call.penalty is not None:
+            e = e - call.penalty.unsqueeze(-1) * c
+        odds = torch.ones_like(e)
+        if u_t is not None:
+            u = u_t[..., t, None]
+            odds = (1 - u) * p + u * torch.nn.functional.pad(p, (1, 0))[..., :-1]
+            slight = odds < torch.finfo(torch.float32).tiny  # counts as 0, but for its gradient
+            odds = odds - odds.detach().masked_fill(~slight, 0)
+        odds = odds.masked_fill(~seen, 0)
+        e = e.masked_fill(~seen, 0)
+        top = e.detach().masked_fill(odds == 0, -math.inf)
+        top = top.amax(-1, keepdim=True) if e.shape[-1] else e.sum(-1, keepdim=True)
+        top = top.masked_fill(top == -math.inf, 0)
+        mass = odds * (e - top).clamp(max=80).exp()  # beyond 80 no odds, and a gradient past use
+        total = mass.sum(-1, keepdim=True)
+        p = mass / total.masked_fill(total == 0, 1)
+        loss = loss + torch.where(p <= c, p, c).masked_fill(~seen, 0).sum(-1)
+        c = c + (p if call.rate is None else call.rate * p)
+        rows.append(p)
+    weights = torch.stack(rows, -2) if rows else q @ k.mT
+    return Covered((weights @ v).to(dtype), weights, c, loss, weights.new_empty(0))
+
+
+def copy_distribution(call: Copy) -> Copied:
+    """Compute the distribution, and the log-sum-exp of the logits."""
+    dtype = accumulation_dtype(call.logits.dtype)
+    x, a, g = (z.to(dtype) for z in (call.logits, call.weights, call.gate.unsqueeze(-1)))
+    extra_words, log_sum_exp = call.extra_words, x.double().logsumexp(-1)
+    none = (x == -math.inf).all(-1, keepdim=True)  # no word can be generated
+    index = call.source.long().unsqueeze(1).expand(a.shape)
+    copied = a.new_zeros((*x.shape[:-1], x.shape[-1] + extra_words)).scatter_add(-1, index, a)
+    if not call.log:
+        generated = x.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
+        generated = torch.nn.functional.pad(generated, (0, extra_words))
+        distribution = g.sigmoid() * generated + (-g).sigmoid() * copied
+        return Copied(distribution.to(call.logits.dtype), log_sum_exp)
+    log_p, log_q = (torch.nn.functional.logsigmoid(y) for y in (g, -g))
+    generated = log_p + x.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -math.inf)
+    generated = torch.nn.functional.pad(generated, (0, extra_words), value=-math.inf)
+    # log P = m + log(e^{generated − m} + C e^{log q − m}), with the larger of the two as m.
+    slight = copied < math.exp(-LIMIT)  # counts as 0, but for its gradient
+    copied = copied - copied.detach().masked_fill(~slight, 0)
+    never = (generated == -math.inf) & slight
+    top = (log_q + copied.log()).maximum(generated).masked_fill(never, 0).detach()
+    total = (generated - top).exp() + copied * (log_q - top).clamp(max=LIMIT).exp()
+    log_probs = top + total.masked_fill(never, 1).log()
+    return Copied(log_probs.masked_fill(never, LOWEST).to(call.logits.dtype), log_sum_exp)
