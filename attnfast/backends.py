@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from attnfast._torch import constant_in_graphs, has_kernel
 from attnfast.errors import describe, refuse
 
 HALF = (torch.float16, torch.bfloat16)
@@ -150,10 +151,7 @@ def why_not(
     if reason is not None or backend == "reference":
         return reason
     name, key = f"attnfast_{backend}::{operator}", device.type.upper()
-    registered = any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, k)
-        for k in (key, "CompositeExplicitAutograd")
-    )
+    registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
     return None if registered else f"it has no {operator} yet"
 
 
@@ -192,6 +190,7 @@ def _choose(
     return backend
 
 
+@constant_in_graphs
 def choose(
     backend: str | None,
     device: torch.device,
@@ -203,7 +202,3 @@ def choose(
     if backend is not None and not isinstance(backend, str):
         refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
     return _choose(backend if backend is None else str(backend), device, dtype, operator, step)
-
-
-# What torch.compiler.assume_constant_result sets, without its import of all of dynamo.
-choose._dynamo_marked_constant = True  # type: ignore[attr-defined]

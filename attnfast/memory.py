@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnfast import dispatch, lowering
+from attnfast._torch import saves_elsewhere
 from attnfast.backends import FLOATS, choose
 from attnfast.errors import describe, refuse, refuse_type
 from attnfast.functional import coverage_attention, coverage_call
@@ -266,7 +267,7 @@ def attend_with_history(
     deferred = (
         steps is not None
         and steps.defers()
-        and not torch._C._autograd._top_saved_tensors_default_hooks(True)  # checkpointing
+        and not saves_elsewhere()  # checkpointing
         and isinstance(query, Tensor)
         and steps.serve(query, *memory._made_of())
     )

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from attnfast._torch import at_end_of_backward, number_of_backward
 from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
 from attnfast.ops.coverage import COVERAGE, backward_into
 
@@ -85,17 +86,16 @@ class Waiting:
 
     def here(self) -> _Left:
         """Return what is left in the running backward, to add to until its end."""
-        task = torch._C._current_graph_task_id()
+        task = number_of_backward()
         left = self.left.get(task)
         if left is None:
             left = self.left[task] = _Left()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda left=left: None)  # type: ignore[misc]
+            at_end_of_backward(lambda left=left: None)  # type: ignore[misc]
         return left
 
     def take(self) -> tuple[list[tuple[Any, ...]], tuple[Tensor, ...] | None]:
         """Return what was left in the running backward, and its sums, and forget them."""
-        left = self.left.get(torch._C._current_graph_task_id(), _Left())
+        left = self.left.get(number_of_backward(), _Left())
         taken, sums = list(left), left.sums
         left.clear()
         left.sums = None
@@ -130,7 +130,7 @@ class Steps:
         self.versions = [
             (x, x._version, name) for name, x in named if x is not None and not x.is_inference()
         ]
-        self.task = torch._C._current_graph_task_id()  # of the backward that runs, or -1
+        self.task = number_of_backward()  # of the backward that runs, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.backend = backend
         self.waiting = Waiting()
@@ -160,7 +160,7 @@ class Steps:
         """
         if self.token is None or not torch.is_grad_enabled():
             return False
-        if torch._C._current_graph_task_id() == self.task:
+        if number_of_backward() == self.task:
             return True
         key, value, _, weight = self.of
         if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):

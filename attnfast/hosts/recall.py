@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnfast._torch import is_intercepted, saves_elsewhere
 from attnfast.memory import Memory, attend_with_history, prepare
 from attnfast.memory import attend as attend_to
 
@@ -117,9 +118,9 @@ def _part(x: Tensor) -> tuple[Any, ...]:
 
 def _way(x: Tensor) -> tuple[Any, ...] | None:
     """Return how results are computed now, or None where nothing may be kept."""
-    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True):
+    if torch.compiler.is_compiling() or saves_elsewhere():
         return None  # under checkpointing each call saves what it needs itself
-    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+    if torch.jit.is_tracing() or is_intercepted():
         return None  # what is kept would be a constant of the graph
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

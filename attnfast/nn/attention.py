@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnfast._torch import is_autocast_on
 from attnfast.errors import check_flag, check_whole, check_word, refuse
 from attnfast.memory import Memory, attend, check_memory, prepare
 from attnfast.ops.arguments import check_temperature, check_tensor, is_relu
@@ -75,7 +76,7 @@ class _Attention(nn.Module):
         like = next(self.parameters(), x)
         if x.device != like.device:
             refuse(name, f"on the module's device {like.device}", x.device)
-        if x.dtype != like.dtype and not torch._C._is_any_autocast_enabled():
+        if x.dtype != like.dtype and not is_autocast_on():
             refuse(name, f"of the module's dtype {like.dtype}", x.dtype)
 
     def _check_call(self, state: Any, memory: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from attnfast._torch import is_autocast_on
 from attnfast.errors import check_whole, describe, refuse
 from attnfast.functional import copy_distribution
 from attnfast.ops.arguments import check_tensor
@@ -63,7 +64,7 @@ class PointerGenerator(nn.Module):
                 expected = f"{[*rows, '·']} on {logits.device} to fit the logits"
                 refuse("features", expected, f"{describe(x)} on {x.device}")
             wanted = self.gate.weight.dtype
-            if x.dtype != wanted and not torch._C._is_any_autocast_enabled():
+            if x.dtype != wanted and not is_autocast_on():
                 refuse("features", f"of the module's dtype {wanted}", x.dtype)
         sizes = [x.shape[-1] for x in features]
         if sum(sizes) != self.gate.in_features:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attnfast._torch import has_tangents, is_autocast_on, is_surely
 from attnfast.backends import FLOATS, HALF
 from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.ops.operators import accumulation_dtype
@@ -100,7 +101,7 @@ def check_exact(
 
 def refuse_tangents(inputs: Iterable[Any]) -> None:
     """Raise in forward-mode differentiation, where a registered operator gives silent zeros."""
-    if forward_ad._current_level >= 0 and any(
+    if has_tangents() and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     ):
         raise RuntimeError(
@@ -118,7 +119,7 @@ def is_finite(x: object) -> bool:
 def is_one(x: float) -> bool:
     """Whether a number is 1; in a graph that is compiled, whether it can be no other."""
     if torch.compiler.is_compiling():  # to compare would make it a constant there
-        return torch.fx.experimental.symbolic_shapes.statically_known_true(x == 1)
+        return is_surely(x == 1)
     return x == 1
 
 
@@ -142,7 +143,7 @@ def check_temperature(temperature: object) -> None:
 
 def autocast(*inputs):
     """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_autocast_on():
         return inputs
     device = inputs[0].device.type if isinstance(inputs[0], Tensor) else None
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
@@ -154,7 +155,7 @@ def autocast(*inputs):
 
 def autocast_call(call: Any) -> Any:
     """The same for the tensors of a call that have the query's dtype."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_autocast_on():
         return call
     names = ("query", "key", "value", "weight", "bias")
     return call._replace(**dict(zip(names, autocast(*(getattr(call, x) for x in names)))))

@@ -1,0 +1,63 @@
+"""What attnfast uses of PyTorch's private names, all of it.
+
+tests/test_private_torch.py says of each what breaks where PyTorch drops it. ``Tensor._version`` and
+``Tensor._base``, which PyTorch's own notes tell users of, stand where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: A context in which an operator runs below autograd, at two thirds of a small call's time.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+#: Whether autocast is on for any device: one question in place of one for each device.
+is_autocast_on = torch._C._is_any_autocast_enabled
+
+#: The number of the backward that runs in this thread, −1 outside of one.
+number_of_backward = torch._C._current_graph_task_id
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd's engine hold this to the end of the backward that runs, and then call it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[misc]
+
+
+def saves_elsewhere() -> bool:
+    """Whether saved tensors go through hooks, as under checkpointing."""
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def is_intercepted() -> bool:
+    """Whether a mode sees every operator, as ``make_fx`` does to record them."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether a library has registered an operator for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def is_surely(condition: Any) -> bool:
+    """Whether a condition holds whatever the sizes and numbers of a graph that is compiled."""
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Let a compiled graph take a function's result as a constant.
+
+    What torch.compiler.assume_constant_result does, without its import of all of dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

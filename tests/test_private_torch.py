@@ -1,0 +1,93 @@
+"""What attnfast takes of PyTorch's private names, and what breaks where PyTorch drops one."""
+
+import inspect
+from pathlib import Path
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import attnfast
+from attnfast import _torch
+from attnfast.backends import choose
+
+
+def test_all_private_names_stand_in_one_file():
+    sources = Path(inspect.getfile(attnfast)).parent.rglob("*.py")
+    private = ("torch._C", "_execution_engine", "_dynamo_marked", "forward_ad._")
+    using = {x.name for x in sources if any(name in x.read_text() for name in private)}
+    assert using == {"_torch.py"}
+
+
+def test_below_autograd():
+    """A call without gradients takes half as long again."""
+    x = torch.ones(2, requires_grad=True)
+    with _torch.below_autograd():
+        assert not (x * 2).requires_grad
+
+
+def test_autocast():
+    """Modules under autocast are refused for their types, or are computed in float32."""
+    assert not _torch.is_autocast_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _torch.is_autocast_on()
+
+
+def test_the_backward_that_runs():
+    """Gradients of a memory's keys are those of another backward, or never come."""
+    seen, ended = [], []
+
+    def look(_):
+        seen.append(_torch.number_of_backward())
+        _torch.at_end_of_backward(lambda: ended.append(len(seen)))
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(look)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert _torch.number_of_backward() == -1 and ended == [1, 2]
+    assert -1 not in seen and seen[0] != seen[1]
+
+
+def test_saved_tensors_go_elsewhere():
+    """A checkpointed replaced model keeps the keys that the checkpoint is to forget."""
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(lambda x: seen.append(_torch.saves_elsewhere()) or x * 2, x, use_reentrant=False)
+    assert seen == [True] and not _torch.saves_elsewhere()
+
+
+def test_a_mode_that_records():
+    """A graph that make_fx records of a replaced model has the keys of one source as constants."""
+    seen = []
+    make_fx(lambda x: seen.append(_torch.is_intercepted()) or x * 2)(torch.ones(2))
+    assert seen == [True] and not _torch.is_intercepted()
+
+
+def test_forward_mode():
+    """A derivative in forward mode is 0 without a word."""
+    assert not _torch.has_tangents()
+    with forward_ad.dual_level():
+        assert _torch.has_tangents()
+
+
+def test_kernels_that_are_registered():
+    """A backend is chosen that lacks the operator, and the call fails."""
+    assert _torch.has_kernel("aten::add.Tensor", "CPU")
+    assert not _torch.has_kernel("attnfast_triton::attention", "CUDA")
+
+
+def test_what_is_sure_in_a_graph():
+    """A graph is compiled anew for every scale and temperature."""
+    assert _torch.is_surely(True) and not _torch.is_surely(False)
+
+
+def test_a_constant_in_graphs():
+    """The choice of a backend breaks a graph that is compiled."""
+
+    def run(x):
+        return x * len(choose(None, x.device, x.dtype))
+
+    assert torch.compile(run, fullgraph=True, backend="eager")(torch.ones(1)).item() == 3
