@@ -28,10 +28,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 
 import attnfast
-from attnfast.hosts import HOSTS, attend, project, touch
+from attnfast.hosts import HOSTS, attend, keep_in_graph, project
+from attnfast.hosts.cache import PLACE, Seen
 from attnfast.hosts.host import dressed
 from attnfast.hosts.probe import tensors
-from attnfast.hosts.recall import PLACE, Seen
 from attnfast.memory import prepare
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
@@ -45,7 +45,7 @@ class Served:
         context, self.last = attend(
             self, self.query(state), key, memory, self.energy.weight, mask=mask
         )
-        return touch(context, self.energy.bias), self.last
+        return keep_in_graph(context, self.energy.bias), self.last
 
 
 class Wrong(Served):
@@ -827,7 +827,7 @@ def test_sources_that_come_once_are_not_prepared(grad):
     states, memory, mask = inputs(B=4, steps=20)
     with (
         torch.set_grad_enabled(grad),
-        mock.patch("attnfast.hosts.recall.prepare", wraps=prepare) as made,
+        mock.patch("attnfast.hosts.serve.prepare", wraps=prepare) as made,
     ):
         for s in states:
             args = s, memory[torch.randperm(4)], mask

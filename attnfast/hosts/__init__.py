@@ -2,18 +2,18 @@
 
 import importlib
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.host import HOSTS, Draw, Host, register_host
-from attnfast.hosts.recall import (
+from attnfast.hosts.replace import Report, replace
+from attnfast.hosts.serve import (
     attend,
     batch_first,
+    keep_in_graph,
     multiplied,
     project,
     project_both,
     project_joined,
-    recall,
-    touch,
 )
-from attnfast.hosts.replace import Report, replace
 
 __all__ = [
     "HOSTS",
@@ -22,14 +22,14 @@ __all__ = [
     "Report",
     "attend",
     "batch_first",
+    "cached_per_source",
+    "keep_in_graph",
     "multiplied",
     "project",
     "project_both",
     "project_joined",
-    "recall",
     "register_host",
     "replace",
-    "touch",
 ]
 
 #: The files of adapters, each of which registers its hosts.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, recall
+from attnfast.hosts.serve import attend
 
 
 class AllenNLP:
     """e = v · tanh(q W + h U)."""
 
     def forward(self, vector, matrix, matrix_mask=None):
-        key = recall(self, "key", lambda: matrix @ self._u_matrix, matrix, self._u_matrix)
+        key = cached_per_source(
+            self, "key", lambda: matrix @ self._u_matrix, matrix, self._u_matrix
+        )
         mask = None if matrix_mask is None else matrix_mask != 0
         return attend(self, vector @ self._w_matrix, key, None, self._v_vector, mask=mask)[1]
 

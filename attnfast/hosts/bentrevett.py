@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.hosts.host import arguments, register_host
-from attnfast.hosts.recall import attend, batch_first, is_plain, project_both
+from attnfast.hosts.serve import attend, batch_first, is_plain, project_both
 
 
 def parts(attention):

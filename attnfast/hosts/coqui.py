@@ -3,7 +3,7 @@
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, touch
+from attnfast.hosts.serve import attend, keep_in_graph
 
 
 class Original:
@@ -36,7 +36,7 @@ class Original:
         self.attention_weights = weights
         if self.forward_attn and self.trans_agent:
             self.u = torch.sigmoid(self.ta(torch.cat([context, query.squeeze(1)], -1)))
-        return touch(context, self.v.linear_layer.bias)
+        return keep_in_graph(context, self.v.linear_layer.bias)
 
 
 def example(attention, draw):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, project
+from attnfast.hosts.serve import attend, project
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"
 

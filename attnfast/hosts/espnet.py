@@ -2,8 +2,9 @@
 
 import torch
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, multiplied, recall, touch
+from attnfast.hosts.serve import attend, keep_in_graph, multiplied
 
 KEYS = ["mlp_enc.weight", "mlp_enc.bias", "mlp_dec.weight"]
 SCORED = [*KEYS, "gvec.weight", "gvec.bias"]
@@ -26,7 +27,7 @@ def begin_step(self, states, lengths, z):
 
 def lengths_of(self):
     """Return the lengths that the host's mask stands for."""
-    return recall(self, "lengths", lambda: (~self.mask).sum(1), self.mask)
+    return cached_per_source(self, "lengths", lambda: (~self.mask).sum(1), self.mask)
 
 
 def score(self, query, scale, **more):
@@ -34,7 +35,7 @@ def score(self, query, scale, **more):
     more = {"value": self.enc_h, "lengths": lengths_of(self), "scale": scale, **more}
     context, weights = attend(self, query, self.pre_compute_enc_h, weight=self.gvec.weight, **more)
     if context is not None:
-        context = touch(multiplied(context, weights, self.enc_h), self.gvec.bias)
+        context = keep_in_graph(multiplied(context, weights, self.enc_h), self.gvec.bias)
     return context, weights
 
 

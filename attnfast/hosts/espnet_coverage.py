@@ -2,9 +2,9 @@
 
 import torch
 
+from attnfast.hosts.cache import Seen, cached_per_source
 from attnfast.hosts.espnet import SCORED, begin, register, score
 from attnfast.hosts.espnet_location import LOCATED, located, uniform
-from attnfast.hosts.recall import Seen, recall
 
 
 class Total:
@@ -25,7 +25,7 @@ class Total:
 
 def total(self, weights):
     """Return the sum of all weights before, of a source and its mask."""
-    return recall(self, "total", Total, self.enc_h, self.mask)(weights)
+    return cached_per_source(self, "total", Total, self.enc_h, self.mask)(weights)
 
 
 class Coverage:
@@ -35,7 +35,7 @@ class Coverage:
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)) + self.wvec.bias
         att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
         weight = self.wvec.weight
-        feature = recall(self, "feature", lambda: weight.view(-1), weight, self.enc_h)
+        feature = cached_per_source(self, "feature", lambda: weight.view(-1), weight, self.enc_h)
         history = {"coverage": total(self, att_prev_list), "coverage_weight": feature}
         context, weights = score(self, query, scaling, **history)
         att_prev_list += [weights]  # the host's own list

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from attnfast.hosts.espnet import begin, example, register
 from attnfast.hosts.espnet_location import LOCATED, located, window, windowed
-from attnfast.hosts.recall import multiplied, touch
+from attnfast.hosts.serve import keep_in_graph, multiplied
 
 
 def forwarded(self, odds, states, lengths, z, past, scale, *around):
@@ -17,7 +17,7 @@ def forwarded(self, odds, states, lengths, z, past, scale, *around):
         past = F.pad(states.new_ones(len(states), 1), (0, self.h_length - 1))
     _, weights = located(self, query, scale, past, mask=window(self, *around), value=None)
     weights = odds(past, F.pad(past, (1, 0))[:, :-1]) * weights
-    weights = touch(F.normalize(weights.clamp(min=1e-6), p=1, dim=1), self.gvec.bias)
+    weights = keep_in_graph(F.normalize(weights.clamp(min=1e-6), p=1, dim=1), self.gvec.bias)
     context = torch.bmm(weights.unsqueeze(1), self.enc_h).squeeze(1)
     return multiplied(context, weights, self.enc_h), weights
 

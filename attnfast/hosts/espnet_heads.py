@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from attnfast.hosts.espnet import begin_step, lengths_of, register
 from attnfast.hosts.espnet_location import uniform
-from attnfast.hosts.recall import attend, together, touch
+from attnfast.hosts.serve import attend, keep_in_graph, together
 
 
 def attended(self, states, lengths, z, **more):
@@ -28,7 +28,9 @@ def attended(self, states, lengths, z, **more):
     rows = [g.weight for g in scores] or None
     weight = rows and together(self, "weight", rows, self.enc_h, torch.cat)
     context, weights = attend(self, query, key, value, weight, lengths=lengths_of(self), **more)
-    return self.mlp_o(touch(context.flatten(1), *(g.bias for g in scores))), list(weights.unbind(1))
+    return self.mlp_o(keep_in_graph(context.flatten(1), *(g.bias for g in scores))), list(
+        weights.unbind(1)
+    )
 
 
 def located(self, states, lengths, z, previous, scale):

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.espnet import SCORED, begin, call, example, lengths_of, register, score
-from attnfast.hosts.recall import recall
 
 LOCATED = [*SCORED, "loc_conv.weight", "mlp_att.weight"]
 RECURRENT = [*SCORED, "loc_conv.weight", "att_lstm.weight_ih", "att_lstm.weight_hh"]
@@ -18,7 +18,7 @@ def uniform(self):
 def located(self, query, scale, previous, **more):
     """Return context and weights, the score with features U (F ∗ previous)."""
     kernel, projection = self.loc_conv.weight, self.mlp_att.weight
-    filters = recall(self, "filters", lambda: kernel.squeeze(2), kernel, self.enc_h)
+    filters = cached_per_source(self, "filters", lambda: kernel.squeeze(2), kernel, self.enc_h)
     more = {"filters": filters, "projection": projection, "previous": previous, **more}
     return score(self, query, scale, **more)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, batch_first, multiplied, project_joined
+from attnfast.hosts.serve import attend, batch_first, multiplied, project_joined
 
 
 class Fairseq:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, batch_first, project, recall
+from attnfast.hosts.serve import attend, batch_first, project
 
 
 def normalized(self, keys):
     """Return the weight g v / ‖v‖, the same tensor at every step."""
     v, g = self.linear_att, self.normalize_scalar
-    return recall(self, "weight", lambda: v / v.norm() * g, v, g, keys)
+    return cached_per_source(self, "weight", lambda: v / v.norm() * g, v, g, keys)
 
 
 class GNMT:

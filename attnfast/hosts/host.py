@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast.hosts.recall import PLACE
+from attnfast.hosts.cache import PLACE
 
 __all__ = [
     "Draw",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, project
+from attnfast.hosts.serve import attend, project
 
 
 class Luong:

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, multiplied
+from attnfast.hosts.serve import attend, multiplied
 
 
 class Dot:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, project, project_joined
+from attnfast.hosts.serve import attend, project, project_joined
 
 
 def attended(self, src, source, **seen):

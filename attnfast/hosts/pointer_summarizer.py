@@ -1,7 +1,8 @@
 """Attention of atulkum's pointer_summarizer, a pointer-generator network with coverage."""
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, multiplied, recall
+from attnfast.hosts.serve import attend, multiplied
 
 
 class PointerGenerator:
@@ -11,15 +12,17 @@ class PointerGenerator:
     """
 
     def forward(self, s_t_hat, encoder_outputs, encoder_feature, enc_padding_mask, coverage):
-        key = recall(
+        key = cached_per_source(
             self, "key", lambda: encoder_feature.reshape(encoder_outputs.shape), encoder_feature
         )
-        mask = recall(self, "mask", lambda: enc_padding_mask != 0, enc_padding_mask)
+        mask = cached_per_source(self, "mask", lambda: enc_padding_mask != 0, enc_padding_mask)
         covered, history = hasattr(self, "W_c"), {}
         if covered:
             coverage = coverage.view(-1, key.size(1))
             weight = self.W_c.weight
-            feature = recall(self, "feature", lambda: weight.view(-1), weight, encoder_feature)
+            feature = cached_per_source(
+                self, "feature", lambda: weight.view(-1), weight, encoder_feature
+            )
             history = {"coverage": coverage, "coverage_weight": feature}
         context, weights = attend(
             self, self.decode_proj(s_t_hat), key, encoder_outputs, self.v.weight, mask=mask,

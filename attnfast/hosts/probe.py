@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnfast.hosts.cache import PLACE
 from attnfast.hosts.host import Draw, Host, arguments, dressed
-from attnfast.hosts.recall import PLACE
 
 __all__ = ["tensors", "why_left"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, multiplied, project, touch
+from attnfast.hosts.serve import attend, keep_in_graph, multiplied, project
 
 
 class Captioning:
@@ -13,7 +13,7 @@ class Captioning:
         query, weight = self.decoder_att(decoder_hidden), self.full_att.weight
         key = project(self, "key", self.encoder_att, encoder_out)
         context, alpha = attend(self, query, key, encoder_out, weight, activation="relu")
-        return touch(multiplied(context, alpha, encoder_out), self.full_att.bias), alpha
+        return keep_in_graph(multiplied(context, alpha, encoder_out), self.full_att.bias), alpha
 
 
 def example(attention, draw):

@@ -2,8 +2,9 @@
 
 import torch
 
+from attnfast.hosts.cache import cached_per_source
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend, recall
+from attnfast.hosts.serve import attend
 
 
 def mask_of(states, lengths):
@@ -13,7 +14,9 @@ def mask_of(states, lengths):
 
 
 def attended(self, *terms, **more):
-    lengths = recall(self, "lengths", lambda: (self.mask != 0).flatten(1).sum(1), self.mask)
+    lengths = cached_per_source(
+        self, "lengths", lambda: (self.mask != 0).flatten(1).sum(1), self.mask
+    )
     return attend(self, *terms, lengths=lengths, **more)
 
 

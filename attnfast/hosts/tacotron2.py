@@ -3,7 +3,7 @@
 import torch
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import attend
+from attnfast.hosts.serve import attend
 
 
 class LocationSensitive:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from attnfast.hosts.host import register_host
-from attnfast.hosts.recall import (
+from attnfast.hosts.serve import (
     attend,
     batch_first,
     is_plain,
+    keep_in_graph,
     multiplied,
     project,
     project_both,
-    touch,
 )
 
 
@@ -22,7 +22,7 @@ class Translation:
             return super().forward(query, keys)
         key, weight = project(self, "key", self.Ua, keys), self.Va.weight
         context, weights = attend(self, self.Wa(query), key, keys, weight)
-        return touch(context, self.Va.bias), weights
+        return keep_in_graph(context, self.Va.bias), weights
 
 
 class Chatbot:
