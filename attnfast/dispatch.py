@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnfast import reference
 from attnfast.ops.arguments import as_returned, fold_scale, refuse_tangents
@@ -22,7 +23,7 @@ def run(operator: Operator, call: Any, backend: str) -> Any:
     refuse_tangents(call)
     if not torch.is_grad_enabled():
         return operator(backend, call)
-    if not any([x is not None and x.requires_grad for x in operator.tensors(call)]):
+    if not any([x.requires_grad for x in call if isinstance(x, Tensor)]):
         return operator(backend, call)
     if call._fields[-1] == "need_weights":  # the backward reads them
         call = made(type(call), (*call[:-1], True))

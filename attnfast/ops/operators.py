@@ -191,8 +191,6 @@ class Operator:
         pool = [*grads, *tensors, *numbers, *needs]
         wanted = [x if x in pool else "none" for x in self.Backward._fields]
         self._arranged = _getter(wanted, [*pool, "none"])
-        kinds = get_type_hints(self.Call)
-        self.tensors = _getter([x for x in given if kinds[x] in (Tensor, Tensor | None)], given)
         gradients = list(self.Gradients._fields)
         names = ["grad_score" if x == "bias" else f"grad_{x}" for x in given]
         self._gradient_of = [gradients.index(x) if x in gradients else None for x in names]
