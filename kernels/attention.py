@@ -64,7 +64,9 @@ def _exp_twice(b_x):
     """e^{2x} = 2^n e^r with |r| ≤ ln(2)/2: the hardware's exponential alone loses |x| ulp."""
     b_n = tl.floor(b_x * 2.8853900817779268 + 0.5)
     b_r = b_x * 2 - b_n * 0.693145751953125 - b_n * 1.4286068203094172e-06  # ln 2 in two parts
-    return tl.exp(b_r) * tl.exp2(b_n)
+    # 2^n by its bits: an error of ex2.approx would be the same for every element
+    b_bits = (tl.where(b_n >= -64, b_n, 0).to(tl.int32) + 127) << 23  # of a NaN, 1
+    return tl.exp(b_r) * b_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -217,7 +219,8 @@ def _scores(
     elif near:
         # Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)), two features at a time
         for chunk in range(0, A, CHUNK):
-            b_part = tl.zeros([BQ, BK], acc)
+            # from Σ w down to what is left of it: less is rounded away than at its end
+            b_part = tl.zeros([BQ, BK], acc) + tl.load(p_ew + AP + chunk // CHUNK)
             for i in tl.static_range(0, CHUNK, 2):
                 b_w0, b_w1 = tl.load(p_ew + chunk + i), tl.load(p_ew + chunk + i + 1)
                 # [BQ] and [BK]
@@ -226,7 +229,7 @@ def _scores(
                 b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
                 b_d1 = b_w1 + b_eq1[:, None] * b_ek1[None, :]
                 b_part += (b_w0 * b_d1 + b_d0) * _reciprocal(b_d0 * b_d1)
-            b_s += tl.load(p_ew + AP + chunk // CHUNK) + b_part
+            b_s += b_part
             p_eq += CHUNK * BQ
             p_ek += CHUNK * BK
     else:
