@@ -33,7 +33,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
         ("            grad_score = grad_score * of.scale\n", "            pass\n"),
     ],
-    ("attnfast/ops/operators.py", "tests/test_memory.py -k several"): [
+    ("attnfast/ops/operators.py", "tests/test_attention.py -k 'table and cpu'"): [
         ("grad_score.sum_to_size(shape).to(dtype)", "grad_score * 0"),
     ],
     ("attnfast/steps.py", HISTORY): [
