@@ -15,6 +15,7 @@ from attnfast.ops import attention, copying
 from attnfast.ops.arguments import (
     as_returned,
     autocast_call,
+    check_activation,
     check_inputs,
     check_scale,
     check_temperature,
@@ -24,7 +25,6 @@ from attnfast.ops.arguments import (
     fold_scale,
     is_finite,
     is_one,
-    is_relu,
 )
 from attnfast.ops.attention import Attention
 from attnfast.ops.copying import COPYING, Copy
@@ -155,7 +155,9 @@ def additive_attention(
     Translate", ICLR 2015, arXiv:1409.0473.
     """
     check_tensor("weight", weight)
-    call = Attention(query, key, value, weight, bias, mask, lengths, relu=is_relu(activation))
+    call = Attention(
+        query, key, value, weight, bias, mask, lengths, score=check_activation(activation)
+    )
     place = Place(span, position, sigma)
     return _attend(call, place, temperature, need_weights, need_log_sum_exp, backend)
 
@@ -250,7 +252,7 @@ def coverage_call(
 
     filters, projection = cast(call.filters), cast(call.projection)
     if filters is not None or projection is not None:
-        plain = Coverage(query, call.key, call.value, call.weight)
+        plain = Coverage(query, call.key, call.value, call.weight, score=call.score)
         check_history(plain._replace(filters=filters, projection=projection))
     check_word("over", over, ("previous", "coverage"))
     if over == "coverage" and filters is not None and filters.shape[-2] == 1:
@@ -304,6 +306,7 @@ def coverage_attention(
     transition: float | Tensor | None = None,
     coverage: Tensor | None = None,
     previous: Tensor | None = None,
+    activation: str = "tanh",
     scale: float | None = None,
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
@@ -341,6 +344,7 @@ def coverage_attention(
             one) or ``[B, Tq]``. ``previous`` must then say where to begin.
         coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
         previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
+        activation: of the additive score, as in :func:`attnfast.additive_attention`.
         scale: s; None means 1 with a weight and 1/√A without.
         lengths, mask, bias, temperature, need_weights, backend: as in
             :func:`attnfast.additive_attention`. A row whose mask is False throughout (padding of
@@ -365,10 +369,12 @@ def coverage_attention(
     """
     check_flag("need_weights", need_weights)
     check_flag("need_loss", need_loss)
+    score = check_activation(activation)
     call = coverage_call(
         Coverage(
             query, key, value, weight, bias, mask, lengths, filters, projection,
             penalty, fertility, transition, coverage, previous, scale,  # type: ignore[arg-type]
+            "dot" if weight is None else score,
         ),
         temperature, coverage_weight, over,
     )  # fmt: skip

@@ -21,9 +21,9 @@ from attnfast.ops.arguments import (
     as_returned,
     autocast,
     autocast_call,
+    check_activation,
     check_scale,
     check_tensor,
-    is_relu,
     refuse_tangents,
 )
 from attnfast.ops.attention import Attention, check
@@ -40,10 +40,10 @@ class Memory(NamedTuple):
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
-    the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None; ``relu``,
-    whether the rectifier stands for tanh. To attend to a memory raises if key, value, lengths,
-    weight or mask have been changed in place, as far as PyTorch counts changes: not those through
-    ``.data``.
+    the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None;
+    ``score``, ``"dot"`` or the additive score's activation. To attend to a memory raises if key,
+    value, lengths, weight or mask have been changed in place, as far as PyTorch counts changes:
+    not those through ``.data``.
 
     A memory pickles as its tensors do: keys lose the graph that they came from.
     """
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
     backend: str | None = None
     steps: Steps | None = None
     fertility: Tensor | None = None
-    relu: bool = False
+    score: str = "dot"
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
@@ -74,7 +74,7 @@ class Memory(NamedTuple):
         """Return the call of a query; ``kept`` is what steps keep of the keys."""
         return Attention(
             query, self.key, self.value, self.weight, None, self.mask, self.lengths, None, 0, kept,
-            scale, self.relu, need_weights,
+            scale, self.score, need_weights,
         )  # fmt: skip
 
     def __reduce__(self):
@@ -82,7 +82,7 @@ class Memory(NamedTuple):
 
     def _made_of(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the tensors that steps share, and what serves them."""
-        return (self.key, self.value, self.lengths, self.weight), (self.backend, self.relu)
+        return (self.key, self.value, self.lengths, self.weight), (self.backend, self.score)
 
 
 def _restored(has_steps: bool, *fields) -> Memory:
@@ -112,7 +112,7 @@ def _attend_once(
     """Attend with one query that the memory's steps serve, within a span if one is given."""
     steps: Any = memory.steps
     defers, lowered = steps.defers(), None
-    call = memory._call(query, scale, defers or bool(need_weights), steps.exponentials())
+    call = memory._call(query, scale, defers or bool(need_weights), steps.prepared())
     if place is not None:
         lowered = lower(call, place, need_weights)
         call = lowered.call
@@ -163,10 +163,11 @@ def prepare(
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
-    check(Attention(one, key, value, weight, None, mask, lengths))
+    activation = check_activation(activation)
+    score = "dot" if weight is None else activation
+    check(Attention(one, key, value, weight, None, mask, lengths, score=score))
     lengths = None if lengths is None else lengths.long()
-    relu = is_relu(activation)
-    memory = Memory(key, value, lengths, mask, weight, backend, relu=relu)
+    memory = Memory(key, value, lengths, mask, weight, backend, score=score)
     if torch.compiler.is_compiling():
         return memory
     backend = choose(backend, key.device, key.dtype, step=True)
@@ -249,7 +250,7 @@ def attend_with_history(
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
-        memory: key, value, weight, lengths, mask, fertility and backend; its activation is tanh.
+        memory: key, value, weight, score, lengths, mask, fertility and backend.
         need_weights, need_loss, coverage_weight, filters, over, projection, terms: as there.
 
     Returns:
@@ -258,9 +259,7 @@ def attend_with_history(
         second derivatives and forward mode raise.
     """
     check_memory(memory)
-    key, value, lengths, mask, weight, backend, steps, fertility, relu = memory
-    if relu:
-        refuse("memory", "one of tanh: a history knows no other activation", "one of relu")
+    key, value, lengths, mask, weight, backend, steps, fertility, score = memory
     terms = {"mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
     steps = _usable(steps)
@@ -276,14 +275,15 @@ def attend_with_history(
         return coverage_attention(
             query, key, value, weight, lengths=lengths, backend=backend, need_weights=need_weights,
             need_loss=need_loss, coverage_weight=coverage_weight, filters=filters, over=over,
-            projection=projection, **terms,
+            projection=projection, activation="tanh" if weight is None else score, **terms,
         )  # fmt: skip
     terms["rate"] = terms.pop("fertility")
     terms.setdefault("scale", None)
     temperature = terms.pop("temperature", 1.0)
     call = Coverage(
-        query, key, value, weight, lengths=lengths, filters=filters, projection=projection, **terms
-    )
+        query, key, value, weight, lengths=lengths, filters=filters, projection=projection,
+        score=score, **terms,
+    )  # fmt: skip
     call = coverage_call(call, temperature, coverage_weight, over)
     refuse_tangents(call)
     token, waiting = steps.token, steps.waiting  # type: ignore[union-attr]

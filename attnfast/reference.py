@@ -43,13 +43,16 @@ def exactly(call: Any) -> Any:
     return call._replace(**{name: x.to(dtype) for name, x in given.items() if x is not None})
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor | None, relu: bool = False) -> Tensor:
-    """Return the dot scores ``[B, Tq, Tk]``, or the additive ones with a weight."""
+ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
+
+
+def score(query: Tensor, key: Tensor, weight: Tensor | None, name: str) -> Tensor:
+    """Return the dot scores ``[B, Tq, Tk]``, or the additive ones of an activation."""
     if weight is None:
         return query @ key.transpose(-1, -2)
     weight = weight[:, None, None, :] if weight.dim() == 2 else weight  # [H, A]: one for each head
     features = query.unsqueeze(-2) + key.unsqueeze(-3)
-    return (weight * (features.relu() if relu else features.tanh())).sum(-1)
+    return (weight * ACTIVATIONS[name](features)).sum(-1)
 
 
 def attention(call: Attention) -> Attended:
@@ -69,7 +72,7 @@ def attention(call: Attention) -> Attended:
             call = call._replace(bias=bias, mask=mask)
         call = call._replace(mask=inside if call.mask is None else inside & call.mask)
     visible, k, v = visible_keys(call)
-    e = call.scale * score(call.query, k, call.weight, call.relu)
+    e = call.scale * score(call.query, k, call.weight, call.score)
     if call.bias is not None:
         e = e + call.bias
 
@@ -107,7 +110,7 @@ def coverage_attention(call: Coverage) -> Covered:
             signals = torch.stack([p, c][: filters.shape[-2]], -2)
             found = windows(signals, width) @ filters.flatten(-2).mT
             keys = k + found @ call.projection.mT
-        e = call.scale * score(q[..., t : t + 1, :], keys, call.weight).squeeze(-2)
+        e = call.scale * score(q[..., t : t + 1, :], keys, call.weight, call.score).squeeze(-2)
         if bias is not None:
             e = e + bias.expand(*bias.shape[:-2], q.shape[-2], -1)[..., t, :]
         if call.penalty is not None:

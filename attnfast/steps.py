@@ -114,7 +114,7 @@ class Features:
 
 
 class Steps:
-    """What the steps of one memory share: the exponentials of its keys, gradients that wait."""
+    """What the steps of one memory share: what is prepared of its keys, gradients that wait."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Steps:
         mask: Tensor | None = None,
     ):
         key, value, lengths, weight = self.of = of
-        backend, relu = self.how = how
+        backend, score = self.how = how
         # An inference tensor has no version.
         named = zip(("key", "value", "lengths", "weight", "mask"), (*of, mask))
         self.versions = [
@@ -137,11 +137,10 @@ class Steps:
         self.token = None  # not deferred
         if deferred:
             self.token = Prepared.apply(
-                key, value, weight, None, None, None, lengths, self.waiting, backend, relu
+                key, value, weight, None, None, None, lengths, self.waiting, backend, score
             )
-        exact = key.dtype == torch.float64 or relu
-        self.keeps = backend == "cpu" and weight is not None and not exact
-        self._exponentials: Tensor | None = None
+        self.prepares = backend == "cpu"
+        self._prepared: Tensor | None = None
         self._features: Features | None = None
 
     def check_unchanged(self) -> None:
@@ -183,14 +182,15 @@ class Steps:
             and query.shape == self.query_shape
         )
 
-    def exponentials(self) -> Tensor | None:
-        """Return what the CPU's additive score keeps of the keys, taken at the first step."""
-        if self.keeps and self._exponentials is None:
+    def prepared(self) -> Tensor | None:
+        """Return what the backend keeps of the keys, made at the first step."""
+        if self.prepares:
+            self.prepares = False
             key, _, lengths, _ = self.of
-            with torch.inference_mode(False):  # or no backward could save them
-                kept = torch.ops.attnfast_cpu.exponentials(key.detach(), lengths)
-            self._exponentials, self.keeps = kept, kept.dim() > 1  # empty beyond its domain
-        return self._exponentials if self.keeps else None
+            with torch.inference_mode(False):  # or no backward could save it
+                kept = torch.ops.attnfast_cpu.prepare(key.detach(), lengths, self.how[1])
+            self._prepared = kept if kept.numel() else None
+        return self._prepared
 
     def features(self, of: tuple[Any, ...], filters: Tensor, projection: Tensor) -> Features:
         """Return the token of steps with such filters, made once for what they are made ``of``."""
@@ -201,7 +201,7 @@ class Steps:
             waiting, backend = Waiting(), self.backend
             token = Prepared.apply(
                 key, value, weight, filters, projection, self.token, lengths, waiting, backend,
-                False,
+                self.how[1],
             )  # fmt: skip
             known = self._features = Features(
                 of, filters.detach(), projection.detach(), token, waiting
@@ -222,10 +222,10 @@ class Prepared(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, backend, relu
+        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, backend, score
     ):  # fmt: skip
         ctx.save_for_backward(key, value, weight, lengths, filters, projection)
-        ctx.waiting, ctx.backend, ctx.relu = waiting, backend, relu
+        ctx.waiting, ctx.backend, ctx.score = waiting, backend, score
         ctx.set_materialize_grads(False)
         return key.new_empty(0)
 
@@ -256,8 +256,8 @@ class Prepared(Function):
             arguments = AttentionBackward(
                 grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None,
                 query=query, key=key, value=value, weight=weight, lengths=lengths,
-                span=span[0] if span else None, columns=columns[0], exponentials=None,
-                weights=weights, grad_score=grad_score, scale=1.0, relu=ctx.relu,
+                span=span[0] if span else None, columns=columns[0], prepared=None,
+                weights=weights, grad_score=grad_score, scale=1.0, score=ctx.score,
                 need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip
             _, *more, _ = ATTENTION.backward(ctx.backend, arguments)

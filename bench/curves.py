@@ -60,7 +60,7 @@ def main() -> None:
         rows = {}
         for title, backward in (("forward", False), ("forward + backward", True)):
             measured = [
-                costs(calls(Case("additive", *shape(n)), backward), repeats)
+                costs(calls(Case("tanh", *shape(n)), backward), repeats)
                 for n in tqdm(sizes, desc=f"{name}, {title}", leave=False)
             ]
             rows[title] = {way: [cost[way] for cost in measured] for way in measured[0]}

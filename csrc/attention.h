@@ -3,11 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__CUDACC__)
-#define ATTNFAST_DEVICE __device__
-#else
-#define ATTNFAST_DEVICE
-#endif
+#include "score.h"
 
 namespace attnfast {
 
@@ -23,9 +19,9 @@ struct Attention {
   Dtype dtype;
   int64_t B, H, Tq, Tk, A, Dv;
   double scale;
-  bool relu;                     // the additive score's activation is not tanh but max(0, .)
+  Score score;
   View query, key, value;        // column stride 1
-  View weight;                   // [H, A] by its head stride; absent: dot score
+  View weight;                   // [H, A] by its head stride; absent for the dot score
   View bias, mask;               // any strides
   bool bias_in_sums;             // CPU: the bias is of the accumulation dtype
   const int64_t* lengths;        // [B] or null

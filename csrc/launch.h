@@ -177,6 +177,16 @@ class Fit {
   }
 };
 
+Score score_of(const std::string& name) {
+#define ATTNFAST_CASE(score) \
+  if (name == #score) return Score::score;
+  ATTNFAST_CASE(dot)
+  ATTNFAST_CASE(tanh)
+  ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
+#undef ATTNFAST_CASE
+  throw std::runtime_error("score must be one that csrc/score.h lists, got " + name);
+}
+
 // Whether kernels read a bias of the accumulation dtype beside half types; else it is rounded before.
 bool bias_may_be_of_sums();
 
@@ -187,7 +197,7 @@ struct Call {
 
   Call(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
        const Optional& weight, const Optional& bias, const Optional& mask, const Optional& lengths,
-       const Optional& span, int64_t columns, double scale)
+       const Optional& span, int64_t columns, double scale, const std::string& score)
       : fit(name, query) {
     const int64_t n = query.dim();
     const ScalarType dtype = query.scalar_type();
@@ -215,6 +225,8 @@ struct Call {
     a.Tk = Tk;
     a.Dv = value.size(n - 1);
     a.scale = scale;
+    a.score = score_of(score);
+    fit.check(weight.has_value() == (a.score != Score::dot), "score");
     a.query = view_of_rows(query, keep);
     a.key = view_of_rows(key, keep);
     a.value = view_of_rows(value, keep);

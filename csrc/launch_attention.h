@@ -13,14 +13,14 @@ int64_t blocks_of_keys(const Attention&);
 void run_forward(Attention&, const Tensor& query);
 void run_backward(Attention&, const Tensor& query);
 
-// Hand over what exponentials made of the keys; only tanh in float32 can take them.
-void put(const Optional& exponentials, const Optional& weight, Call& call) {
-  if (!exponentials) return;
+// Hand over what the backend has prepared of the keys.
+void put(const Optional& prepared, Call& call) {
+  if (!prepared) return;
   Attention& a = call.a;
-  call.fit.check(weight && !a.relu && a.dtype != Dtype::f64, "exponentials");
+  call.fit.check(a.score == Score::tanh && a.dtype != Dtype::f64, "prepared");
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
-  call.fit.sizes("exponentials", exponentials, ScalarType::Float, {a.B, a.H, a.Tk, width});
-  call.keep.push_back(packed(*exponentials));
+  call.fit.sizes("prepared", prepared, ScalarType::Float, {a.B, a.H, a.Tk, width});
+  call.keep.push_back(packed(*prepared));
   a.exponentials = view(call.keep.back());
 }
 
@@ -28,12 +28,11 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
                                              const Tensor value, const Optional weight,
                                              const Optional bias, const Optional mask,
                                              const Optional lengths, const Optional span,
-                                             int64_t columns, const Optional exponentials,
-                                             double scale, bool relu, bool need_weights) {
-  Call call("attention", query, key, value, weight, bias, mask, lengths, span, columns, scale);
+                                             int64_t columns, const Optional prepared,
+                                             double scale, std::string score, bool need_weights) {
+  Call call("attention", query, key, value, weight, bias, mask, lengths, span, columns, scale, score);
   Attention& a = call.a;
-  a.relu = relu;
-  put(exponentials, weight, call);
+  put(prepared, call);
   const ScalarType sums = accumulation(query);
   Tensor weights = need_weights ? empty(query.device(), shape(query, a.W), sums)
                                 : empty(query.device(), {0}, sums);
@@ -51,13 +50,13 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor query, const Tensor ke
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor grad_context, const Optional grad_weights, const Optional grad_log_sum_exp,
     const Tensor query, const Tensor key, const Tensor value, const Optional weight,
-    const Optional lengths, const Optional span, int64_t columns, const Optional exponentials,
-    const Tensor weights, const Optional given_grad_score, double scale, bool relu,
+    const Optional lengths, const Optional span, int64_t columns, const Optional prepared,
+    const Tensor weights, const Optional given_grad_score, double scale, std::string score,
     bool need_grad_query, bool need_grad_key, bool need_grad_score) {
-  Call call("attention_backward", query, key, value, weight, {}, {}, lengths, span, columns, scale);
+  Call call("attention_backward", query, key, value, weight, {}, {}, lengths, span, columns, scale,
+            score);
   Attention& a = call.a;
-  a.relu = relu;
-  put(exponentials, weight, call);
+  put(prepared, call);
   const ScalarType sums = accumulation(query);
   const ScalarType dtype = query.scalar_type();
   call.fit.rows("grad_context", grad_context, dtype, {a.Tq, a.Dv});

@@ -38,8 +38,8 @@ struct CoverageCall {
 
   CoverageCall(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
                const Optional& weight, const Optional& bias, const Optional& mask,
-               const Optional& lengths, const History& h, double scale)
-      : call(name, query, key, value, weight, bias, mask, lengths, {}, 0, scale) {
+               const Optional& lengths, const History& h, double scale, const std::string& score)
+      : call(name, query, key, value, weight, bias, mask, lengths, {}, 0, scale, score) {
     const Fit& fit = call.fit;
     const ScalarType number = accumulation(query);
     fit.rows("fertility", h.rate, number, {call.a.Tk});
@@ -85,9 +85,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
     const Tensor query, const Tensor key, const Tensor value, const Optional weight,
     const Optional bias, const Optional mask, const Optional lengths, const Optional filters,
     const Optional projection, const Optional penalty, const Optional rate,
-    const Optional transition, const Optional coverage, const Optional previous, double scale) {
+    const Optional transition, const Optional coverage, const Optional previous, double scale,
+    std::string score) {
   CoverageCall c("coverage_attention", query, key, value, weight, bias, mask, lengths,
-                 {filters, projection, penalty, rate, transition, coverage, previous}, scale);
+                 {filters, projection, penalty, rate, transition, coverage, previous}, scale, score);
   Coverage& a = c.a;
   const ScalarType sums = accumulation(query);
   const auto out = [&](std::vector<int64_t> sizes, ScalarType dtype) {
@@ -135,11 +136,11 @@ Gradients backward(const char* name, const Tensor& grad_context, const Optional&
                    const Optional& grad_coverage, const Optional& grad_loss, const Tensor& query,
                    const Tensor& key, const Tensor& value, const Optional& weight,
                    const Optional& lengths, const History& history, const Tensor& weights,
-                   const Tensor& odds, double scale, bool need_grad_query,
+                   const Tensor& odds, double scale, const std::string& score, bool need_grad_query,
                    bool need_grad_key, bool need_grad_score, bool need_grad_filters,
                    const Sums* of_steps = nullptr) {
   const auto& [filters, projection, penalty, rate, transition, coverage, previous] = history;
-  CoverageCall c(name, query, key, value, weight, {}, {}, lengths, history, scale);
+  CoverageCall c(name, query, key, value, weight, {}, {}, lengths, history, scale, score);
   Coverage& a = c.a;
   const Fit& fit = c.call.fit;
   const ScalarType sums = accumulation(query), dtype = query.scalar_type();
@@ -238,12 +239,12 @@ Gradients coverage_attention_backward(
     const Optional weight, const Optional lengths, const Optional filters,
     const Optional projection, const Optional penalty, const Optional rate,
     const Optional transition, const Optional coverage, const Optional previous,
-    const Tensor weights, const Tensor odds, double scale, bool need_grad_query, bool need_grad_key,
-    bool need_grad_score, bool need_grad_filters) {
+    const Tensor weights, const Tensor odds, double scale, std::string score, bool need_grad_query,
+    bool need_grad_key, bool need_grad_score, bool need_grad_filters) {
   return backward("coverage_attention_backward", grad_context, grad_weights, grad_coverage,
                   grad_loss, query, key, value, weight, lengths,
                   {filters, projection, penalty, rate, transition, coverage, previous},
-                  weights, odds, scale, need_grad_query, need_grad_key, need_grad_score,
+                  weights, odds, scale, score, need_grad_query, need_grad_key, need_grad_score,
                   need_grad_filters);
 }
 
@@ -254,11 +255,13 @@ Gradients coverage_attention_backward_into(
     const Optional projection, const Optional penalty, const Optional rate,
     const Optional transition, const Optional coverage, const Optional previous,
     const Tensor weights, const Tensor odds, Tensor sum_key, Tensor sum_weight, Tensor sum_filters,
-    Tensor sum_projection, double scale, bool need_grad_query, bool need_grad_score) {
+    Tensor sum_projection, double scale, std::string score, bool need_grad_query,
+    bool need_grad_score) {
   const Sums sums = {sum_key, sum_weight, sum_filters, sum_projection};
   return backward("coverage_attention_backward_into", grad_context, grad_weights, grad_coverage,
                   grad_loss, query, key, value, weight, lengths,
-                  {filters, projection, penalty, rate, transition, coverage, previous}, weights, odds, scale, need_grad_query, false, need_grad_score, false, &sums);
+                  {filters, projection, penalty, rate, transition, coverage, previous}, weights, odds, scale, score,
+                  need_grad_query, false, need_grad_score, false, &sums);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ reciprocal: w0/d0 + w1/d1 = (w0·D + d0) / (d0·D) with D = d1/w1 = 1/w1 + (E(q)
 costs nothing once the query's side has been divided by it. Where max|q| + max|k| ≤ 21.8 each d is
 below 2^63. The error is that of numbers near 1, so tiles where the sum is at most 0.8 take an odd
 polynomial of q + k. Tiles beyond both, a weight of extreme norm, and float64 take a direct path:
-one exponential per element, right for every finite input. The rectifier has none of these.
+one exponential per element, right for every finite input. Other activations have none of these.
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
@@ -100,6 +100,15 @@ def _tanh(b_x):
         b_near = b_x0 + b_x0 * b_u * ((b_p - 0.333333333333333235) / b_q)
     b_tanh = tl.where(m_near, b_near, tl.where(b_x < 0, -b_far, b_far))
     return b_tanh, tl.where(m_near, 0.25 - 0.25 * b_tanh * b_tanh, b_t * b_r * b_r)
+
+
+@triton.jit
+def _activation(b_z, SCORE: tl.constexpr):
+    """f(z) of an additive score, and f'(z) / 4."""
+    if SCORE == "relu":
+        return tl.where(b_z < 0, 0, b_z), tl.where(b_z > 0, tl.full(b_z.shape, 0.25, b_z.dtype), 0)
+    else:
+        return _tanh(b_z)
 
 
 @triton.jit
@@ -196,8 +205,8 @@ def _exponentials(
 @triton.jit
 def _scores(
     p_q, p_k, p_weight, p_eq, p_ek, p_ew, s_qa, s_ka, s_wa, near, small, m_q, m_k, A, AP,
-    ADDITIVE: tl.constexpr, RELU: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    BA: tl.constexpr, acc: tl.constexpr,
+    SCORE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr,
+    acc: tl.constexpr,
 ):  # fmt: skip
     """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
 
@@ -205,7 +214,7 @@ def _scores(
     ``[AP / 2, BK, 2]``, and ``p_ew`` to the weights as :func:`_exponentials` leaves them.
     """
     b_s = tl.zeros([BQ, BK], acc)
-    if not ADDITIVE:
+    if SCORE == "dot":
         for a in range(0, A, BA):
             o_a = a + tl.arange(0, BA)
             m_a = o_a < A
@@ -240,13 +249,11 @@ def _scores(
                 b_q = tl.load(p_q + tl.cast(a, tl.int64) * s_qa, mask=m_q, other=0).to(acc)
                 b_k = tl.load(p_k + tl.cast(a, tl.int64) * s_ka, mask=m_k, other=0).to(acc)
                 b_x = b_q[:, None] + b_k[None, :]
-                if RELU:
-                    b_part += b_w * tl.where(b_x < 0, 0, b_x)
-                elif small:
+                if small:
                     b_part += b_w * _small_tanh(b_x)
                 else:
-                    b_tanh, _ = _tanh(b_x)
-                    b_part += b_w * b_tanh
+                    b_f, _ = _activation(b_x, SCORE)
+                    b_part += b_w * b_f
             b_s += b_part
     return b_s
 
@@ -255,7 +262,7 @@ def _scores(
 def _forward(
     p_q, p_k, p_v, p_weight, p_eq, p_ek, p_ew, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
     p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span,
-    s_context, scale, H, Tq, Tk, W, A, AP, Dv, RELU: tl.constexpr, COMPACT: tl.constexpr,
+    s_context, scale, H, Tq, Tk, W, A, AP, Dv, SCORE: tl.constexpr, COMPACT: tl.constexpr,
     SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
@@ -321,7 +328,7 @@ def _forward(
         b_s = scale * _scores(
             p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile, p_ew,
             s_q[3], s_k[3], s_wa, near, small, m_q, m_k, A, AP,
-            p_weight is not None, RELU, BQ, BK, BA, acc,
+            SCORE, BQ, BK, BA, acc,
         )  # fmt: skip
         m_column = m_q[:, None] & (o_k < Tk)[None, :] if p_span is None else m_s
         o_s = o_q.to(tl.int64)[:, None], o_column.to(tl.int64)
@@ -538,14 +545,14 @@ def _column_of(
 def _additive_gradient(
     p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_span, p_rows,
     p_dx, p_dw, s_x, s_y, s_weight, s_span, s_dx, scale, H, Tk, W, Tx, Ty, A,
-    RELU: tl.constexpr, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
+    SCORE: tl.constexpr, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
-    """dx = scale · w Σ_y ds 4r(1 − r) of BX rows and BA features, and dw = scale · Σ ds (1 − 2r).
+    """dx = scale · w Σ_y ds f'(x + y) of BX rows and BA features, and dw = scale · Σ ds f(x + y).
 
-    The score is symmetric: x are the queries and y the keys, or the other way round. Every
-    thread keeps its elements of x in registers while y passes, so nothing is reduced between
-    threads until the end.
+    Of tanh f' is 4r(1 − r) and f is 1 − 2r. The score is symmetric: x are the queries and y the
+    keys, or the other way round. Every thread keeps its elements of x in registers while y passes,
+    so nothing is reduced between threads until the end.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     NX, NY = tl.cdiv(Tx, BX), tl.cdiv(Ty, BY)
@@ -575,7 +582,7 @@ def _additive_gradient(
             stop = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2 + 1).to(tl.int32)
     p_x += i_b * s_x[0] + i_h * s_x[1] + o_x[:, None] * s_x[2] + o_a[None, :] * s_x[3]
     p_y += i_b * s_y[0] + i_h * s_y[1] + o_a * s_y[3]
-    # [BX, BA]: Σ_y ds r(1 − r) and Σ_y ds (r − ½)
+    # [BX, BA]: Σ_y ds f'/4 and Σ_y ds (−f/2)
     b_dx = tl.zeros([BX, BA], acc)
     b_dw = tl.zeros([BX, BA], acc)
     for i_y in range(start // BY, tl.cdiv(stop, BY)):
@@ -633,19 +640,14 @@ def _additive_gradient(
                     )
                 b_y = tl.load(p_y + tl.cast(y, tl.int64) * s_y[2], mask=m_a, other=0).to(acc)
                 b_z = b_x + _finite(b_y)[None, :]
-                if RELU:  # in the place of r(1 − r) and r − ½ stand 1/4 of the slope and −z/2
-                    b_dx += tl.where(b_z > 0, 0.25 * b_ds[:, None], 0)
-                    if p_dw is not None:
-                        b_dw += b_ds[:, None] * tl.where(b_z > 0, -0.5 * b_z, 0)
+                if small:
+                    b_f = _small_tanh(b_z)
+                    b_slope = 0.25 - 0.25 * b_f * b_f
                 else:
-                    if small:
-                        b_tanh = _small_tanh(b_z)
-                        b_slope = 0.25 - 0.25 * b_tanh * b_tanh
-                    else:
-                        b_tanh, b_slope = _tanh(b_z)
-                    b_dx += b_ds[:, None] * b_slope
-                    if p_dw is not None:
-                        b_dw += b_ds[:, None] * (-0.5 * b_tanh)
+                    b_f, b_slope = _activation(b_z, SCORE)
+                b_dx += b_ds[:, None] * b_slope
+                if p_dw is not None:
+                    b_dw += b_ds[:, None] * (-0.5 * b_f)
     # [BA]
     scale = _scalar(scale, acc)
     p_weight += i_h * s_weight[0] + o_a * s_weight[1]
@@ -788,20 +790,21 @@ def sweep(call: Attention, context: Tensor | None, weights: Tensor | None, lse: 
     """
     acc, Dv = accumulation_dtype(call.query.dtype), call.value.shape[-1]
     query, key, value, weight, lengths, span = _prepare(call)
-    bias, mask, columns, scale, relu = call.bias, call.mask, call.columns, call.scale, call.relu
+    bias, mask, columns, scale, score = call.bias, call.mask, call.columns, call.scale, call.score
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
     BA = _block(A, _depth(query.dtype))
-    factored = weight is not None and acc == torch.float32 and not relu
-    BK = _block(Tk, 32 if factored or relu else _depth(query.dtype))
+    factored = score == "tanh" and acc == torch.float32
+    plain = score not in ("dot", "tanh")
+    BK = _block(Tk, 32 if factored or plain else _depth(query.dtype))
     # The weights, if they are there, save taking the scores again for values wider than a block,
     # and save registers where a dot has no tensor cores. A factored score is dear: wider blocks.
     separate = weights is not None and (Dv > 128 or query.dtype not in HALF)
     within = None if separate else context
     BV = _block(Dv, 256 if factored and not separate else 128)
-    # Scores and context of a float32 rectifier do not fit the registers together in taller tiles.
-    most = 4096 if relu and not separate and query.dtype not in HALF else 8192
+    # Plain activations of float32 and a context do not fit the registers together in taller tiles.
+    most = 4096 if plain and not separate and query.dtype not in HALF else 8192
     BQ = _block(Tq, min(_tile(64, span, columns), most // BV), 1)
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)
@@ -816,7 +819,7 @@ def sweep(call: Attention, context: Tensor | None, weights: Tensor | None, lse: 
             span, within, weights, lse, query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
             _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
-            RELU=relu, COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
+            SCORE=score, COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
             num_warps=8, **LAUNCH,
         )  # fmt: skip
         if separate and context is not None:
@@ -837,7 +840,7 @@ def forward(call: Attention) -> Attended:
 
 def backward(call: AttentionBackward) -> AttentionGradients:
     """Run the operator ``attention_backward``."""
-    scale, relu, columns = call.scale, call.relu, call.columns
+    scale, score, columns = call.scale, call.score, call.columns
     weights, grad_score, grad_log_sum_exp = call.weights, call.grad_score, call.grad_log_sum_exp
 
     def empty(needed: bool, x: Tensor) -> Tensor:
@@ -873,7 +876,7 @@ def backward(call: AttentionBackward) -> AttentionGradients:
             if need_grad_key:
                 _multiply(ds, query, *seen, dk, scale, over_keys=False, clean=True)
         elif need_grad_query or need_grad_key:
-            factored = ds.dtype == torch.float32 and not relu
+            factored = score == "tanh" and ds.dtype == torch.float32
             BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
             e_q = e_k = (None, None)
             if factored:
@@ -886,7 +889,7 @@ def backward(call: AttentionBackward) -> AttentionGradients:
                 query.stride(), key.stride(), weight.stride(), _strides(span),
                 _strides(dq if need_grad_query else None), _pair(scale),
                 H, Tk, W, Tq, Tk, A,
-                RELU=relu, OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
+                SCORE=score, OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
                 num_warps=4, **LAUNCH,
             )  # fmt: skip
             if need_grad_key:
@@ -895,7 +898,7 @@ def backward(call: AttentionBackward) -> AttentionGradients:
                     _rows_of_keys(span, columns, B, H, Tk, BK), dk, None, key.stride(),
                     query.stride(), weight.stride(), _strides(span), dk.stride(), _pair(scale),
                     H, Tk, W, Tk, Tq, A,
-                    RELU=relu, OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ,
+                    SCORE=score, OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ,
                     BA=BA, num_warps=4, **LAUNCH,
                 )  # fmt: skip
                 grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)

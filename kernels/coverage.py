@@ -1,8 +1,8 @@
 """Attention with a history in Triton: one program scans the rows of a sequence and head.
 
-Without features in the tanh, scores are taken for all rows at once by attention's own kernel and
-the scan is a softmax for each row. With features a row's scores are taken in the scan: what the
-filters find around a key, projected into the tanh. The state, coverage and last weights, stays in
+Without features scores are taken for all rows at once by attention's own kernel and the scan is a
+softmax for each row. With features a row's scores are taken in the scan: what the filters find
+around a key, projected into the activation. The state, coverage and last weights, stays in
 the multiprocessor's cache. The backward walks the rows from the last to the first; its sums over
 rows lie in memory private to a program, which adds to them atomically because several threads may
 hold one element, and so in the loops' order.
@@ -18,6 +18,7 @@ import triton.language as tl
 from attnfast.kernels import attention
 from attnfast.kernels.attention import (
     LAUNCH,
+    _activation,
     _block,
     _heads,
     _multiply,
@@ -25,7 +26,6 @@ from attnfast.kernels.attention import (
     _scalar,
     _seen_keys,
     _strides,
-    _tanh,
 )
 
 from attnfast.errors import refuse
@@ -68,7 +68,7 @@ def _find(
 
 
 @triton.jit
-def _tanh_inputs(
+def _features(
     p_q, p_k, p_projection, s_q, s_k, b_found, o_a, m_k, A, K,
     BF: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def _scan(
     p_q, p_k, p_weight, p_bias, p_mask, p_lengths, p_filters, p_projection, p_penalty, p_rate,
     p_transition, p_previous, p_weights, p_coverage, p_loss, p_odds,
     s_q, s_k, s_weight, s_bias, s_mask, s_filters, s_projection, s_penalty, scale,
-    H, Tq, Tk, A, K, W, C: tl.constexpr,
+    H, Tq, Tk, A, K, W, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Weights, coverage and loss. Without filters ``weights`` holds the scores to begin with."""
@@ -143,13 +143,13 @@ def _scan(
                 b_e = tl.zeros([BK], acc)
                 for a in range(0, A, BA):
                     o_a = a + tl.arange(0, BA)
-                    b_z, _ = _tanh_inputs(
+                    b_z, _ = _features(
                         p_q + tl.cast(t, tl.int64) * s_q[2], p_k + o_k.to(tl.int64) * s_k[2],
                         p_projection, s_q[3], s_k[3], b_found, o_a, m_k, A, K, BF, acc,
                     )  # fmt: skip
-                    b_tanh, _ = _tanh(b_z)
+                    b_f, _ = _activation(b_z, SCORE)
                     b_w = tl.load(p_weight + o_a * s_weight[1], mask=o_a < A, other=0).to(acc)
-                    b_e += tl.sum(b_w[None, :] * b_tanh, 1)
+                    b_e += tl.sum(b_w[None, :] * b_f, 1)
                 b_e *= scale
                 o_s = o_k.to(tl.int64)
                 if p_mask is not None:
@@ -217,7 +217,7 @@ def _scan_gradient(
     p_ds, p_before, p_dlast, p_dcoverage, p_dr, p_dfound,
     p_dq, p_dk, p_dweight, p_dfilters, p_dprojection, p_dpenalty, p_drate, p_dtransition,
     s_q, s_k, s_weight, s_filters, s_projection, s_penalty, scale,
-    H, Tq, Tk, A, K, W, C: tl.constexpr,
+    H, Tq, Tk, A, K, W, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """From g = dc vᵀ + dP, in the place of ds, to ds and all that flows through the history.
@@ -337,17 +337,17 @@ def _scan_gradient(
                 for a in range(0, A, BA):
                     o_a = a + tl.arange(0, BA)
                     m_a = o_a < A
-                    b_z, b_u = _tanh_inputs(
+                    b_z, b_u = _features(
                         p_q + tl.cast(t, tl.int64) * s_q[2], p_k + o_k.to(tl.int64) * s_k[2],
                         p_projection, s_q[3], s_k[3], b_found, o_a, m_k, A, K, BF, acc,
                     )  # fmt: skip
                     # [BK, BA]
-                    b_tanh, b_slope = _tanh(b_z)
-                    b_tanh = b_ds[:, None] * b_tanh
+                    b_f, b_slope = _activation(b_z, SCORE)
+                    b_f = b_ds[:, None] * b_f
                     b_w = tl.load(p_weight + o_a * s_weight[1], mask=m_a, other=0).to(acc)
                     b_dz = (b_ds[:, None] * b_w[None, :]) * (4 * b_slope)
                     tl.atomic_add(
-                        p_dweight + i_bh * A + o_a, tl.sum(b_tanh, 0), mask=m_a, sem="relaxed"
+                        p_dweight + i_bh * A + o_a, tl.sum(b_f, 0), mask=m_a, sem="relaxed"
                     )
                     p_dqa = p_dq + (i_bh * Tq + t) * A + o_a
                     tl.atomic_add(p_dqa, tl.sum(b_dz, 0), mask=m_a, sem="relaxed")
@@ -443,6 +443,7 @@ def _options(call) -> tuple:
             "A": query.shape[-1],
             "K": K,
             "W": W,
+            "SCORE": call.score,
             "C": C,
             "BK": _block(key.shape[-2], 32) if K else rows,
             "BR": rows,
@@ -574,7 +575,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         of_scores = AttentionBackward(
             grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
             key=key, value=value, weight=weight, lengths=lengths, span=None, columns=0,
-            exponentials=None, weights=weights, grad_score=ds, scale=scale, relu=False,
+            prepared=None, weights=weights, grad_score=ds, scale=scale, score=call.score,
             need_grad_query=need_grad_query, need_grad_key=need_grad_key, need_grad_score=False,
         )  # fmt: skip
         grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(of_scores)

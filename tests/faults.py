@@ -23,8 +23,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/steps.py", STEPS): [
         ("            and how == self.how\n", ""),
         ("of[0] is key", "True"),
-        ("scale=1.0, relu=ctx.relu,", "scale=1.0, relu=False,"),
-        ("and not exact", ""),
+        ("scale=1.0, score=ctx.score,", "scale=1.0, score='tanh',"),
         ("if not torch.is_grad_enabled() or not roots:", "if True:"),
         ("if x._version != version:", "if False:"),
         ("number_of_backward() == self.task", "number_of_backward() != -2"),
@@ -53,7 +52,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/reference.py", CPU): [
         ("log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)", "pass"),
-        ("(features.relu() if relu else features.tanh())", "features.tanh()"),
+        ("ACTIVATIONS[name](features)", "features.tanh()"),
     ],
     ("attnfast/functional.py", CPU): [
         ("scale=max(call.query.shape[-1], 1) ** -0.5", "scale=max(call.query.shape[-1], 1) ** 0.5"),

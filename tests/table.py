@@ -14,6 +14,7 @@ from torch import Tensor
 import attnfast
 from attnfast import reference
 from attnfast.backends import BACKENDS, why_not
+from attnfast.ops.arguments import SCORES
 from attnfast.ops.attention import Attention
 
 CPU = torch.device("cpu")
@@ -35,11 +36,15 @@ RMS = 5e-3
 OF_KEYS = ("grad of query", "grad of coverage_weight")
 
 
+#: Activations that kernels take as they stand.
+PLAIN = SCORES[2:]
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of attention; ``terms`` are among lengths, mask, bias."""
 
-    score: str  # dot, additive, or relu: additive with the rectifier
+    score: str  # dot, or the activation of the additive score
     B: int
     Tq: int
     Tk: int
@@ -83,7 +88,7 @@ def cases() -> list[Case]:
     draw = random.Random(0)
     terms, layouts = itertools.cycle(TERMS), itertools.cycle(LAYOUTS)
     table = []
-    for score in ("dot", "additive"):
+    for score in ("dot", "tanh"):
         for Tq, Tk in zip(LENGTHS, draw.sample(LENGTHS, len(LENGTHS))):
             A, Dv = draw.choice(FEATURES), draw.choice(FEATURES)
             while Tq * Tk * max(A, Dv) > 4e6:
@@ -110,14 +115,15 @@ def cases() -> list[Case]:
             for shape in ((2, 17, 33, 59, 64, 2), (3, 5, 97, 128, 33, None)):
                 table.append(Case(score, *shape, dtype=dtype, terms=("lengths", "mask", "bias")))
     sizes = ((17, 65, 64, 33), (1, 130, 72, 40), (5, 3, 7, 1), (129, 64, 33, 8), (3, 0, 8, 8))
-    for shape, term, layout in zip(sizes, TERMS, itertools.cycle(LAYOUTS)):
-        table.append(Case("relu", 2, *shape, terms=term, layout=layout))
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        table.append(Case("relu", 2, 17, 33, 59, 64, 2, dtype=dtype, terms=("lengths", "mask")))
-    table.append(Case("relu", 2, 3, 5, 8, 8, 4, weight_per_head=True))
-    table.append(Case("relu", 2, 7, 19, 40, 24, scale=1e3))
+    for score in PLAIN:
+        for shape, term, layout in zip(sizes, TERMS, itertools.cycle(LAYOUTS)):
+            table.append(Case(score, 2, *shape, terms=term, layout=layout))
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            table.append(Case(score, 2, 17, 33, 59, 64, 2, dtype=dtype, terms=("lengths", "mask")))
+        table.append(Case(score, 2, 3, 5, 8, 8, 4, weight_per_head=True))
+        table.append(Case(score, 2, 7, 19, 40, 24, scale=1e3))
     for shape in ((2, 9, 33, 512, 40), (1, 2, 5, 600, 8), (2, 1, 20, 2048, 16)):
-        table.append(Case("additive", *shape, positive=True))
+        table.append(Case("tanh", *shape, positive=True))
     return table
 
 
@@ -132,7 +138,7 @@ def fuzz(seed: int, count: int, most: float) -> list[Case]:
     table = []
     while len(table) < count:
         case = Case(
-            score=draw.choice(("dot", "additive", "additive", "relu")),
+            score=draw.choice(("tanh", *SCORES)),
             B=size(draw, 1, 4),
             Tq=size(draw, 1, 3, 40, 150),
             Tk=size(draw, 2, 40, 300, 2000),
@@ -210,7 +216,7 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
     if "lengths" in case.terms:
         args["lengths"] = torch.randint(0, case.Tk + 1, (case.B,), generator=g).to(device)
     args = {k: _leaf(v) for k, v in args.items()}
-    return {**args, "activation": "relu"} if case.score == "relu" else args
+    return {**args, "activation": case.score} if case.score not in ("dot", "tanh") else args
 
 
 def _leaf(x: Tensor | None) -> Tensor | None:
@@ -352,7 +358,8 @@ def oracle_of(case: Case, how) -> dict[str, Tensor]:
 
 def exact(activation="tanh", **args):
     """Call the reference."""
-    return reference.attention(Attention(**args, relu=activation == "relu"))
+    score = "dot" if args.get("weight") is None else activation
+    return reference.attention(Attention(**args, score=score))
 
 
 def oracle(case: Case) -> dict[str, Tensor]:

@@ -231,7 +231,7 @@ def test_one_graph_of_the_default_compiler():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("score", ["dot", "tanh"])
 def test_scales_keep_the_rule(score, dtype):
     """In a graph the scale is multiplied into the query or the weight, and so rounded with it."""
     case = Case(score, 2, 5, 70, 96, 24, dtype=dtype)

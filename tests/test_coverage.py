@@ -12,7 +12,7 @@ import pytest
 import table
 import torch
 import torch.nn.functional as F
-from table import CPU, DEVICE, LAYOUTS, Case, inputs, size, small
+from table import CPU, DEVICE, LAYOUTS, PLAIN, Case, inputs, size, small
 from torch.autograd import forward_ad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,7 @@ import attnfast
 from attnfast.backends import why_not
 from attnfast.diagnostics import peak_memory
 from attnfast.memory import attend_with_history, prepare
+from attnfast.ops.arguments import SCORES
 
 NAMES = ("context", "weights", "coverage", "loss")
 #: What a row may know of its past, and what only the additive score has.
@@ -41,38 +42,41 @@ class History(Case):
 
 def histories() -> list[History]:
     """Return every term alone and with others, every dtype, sizes about the kernels' edges."""
-    table = []
+    cases = []
     seeds = itertools.count()
     shapes = itertools.cycle(
         [(2, 3, 5, 7, 6, None), (2, 4, 17, 16, 8, 2), (1, 5, 70, 40, 33, None), (3, 2, 65, 8, 5, 1)]
     )
     extra = itertools.cycle([(), ("lengths",), ("lengths", "mask", "bias")])
-    for score in ("additive", "dot"):
-        terms = TERMS + (FEATURES if score == "additive" else ())
+    for score in ("tanh", "dot"):
+        terms = TERMS + (FEATURES if score == "tanh" else ())
         chosen = [(), *((t,) for t in terms), *itertools.combinations(terms, 2), terms]
         for picked in chosen:
             sizes = next(shapes)
             scale = sizes[3] ** -0.25 if score == "dot" else 1.0
             case = History(score, *sizes, terms=picked + next(extra), seed=next(seeds), scale=scale)
-            table.append(replace(case, per_head=case.H is not None and case.seed % 2 == 0))
+            cases.append(replace(case, per_head=case.H is not None and case.seed % 2 == 0))
     every = (*TERMS, *FEATURES, "lengths", "mask", "bias")
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        table.append(History("additive", 2, 3, 33, 20, 9, 2, dtype=dtype, terms=every))
-        table.append(History("dot", 2, 3, 33, 20, 9, dtype=dtype, terms=(*TERMS, "lengths")))
+        cases.append(History("tanh", 2, 3, 33, 20, 9, 2, dtype=dtype, terms=every))
+        cases.append(History("dot", 2, 3, 33, 20, 9, dtype=dtype, terms=(*TERMS, "lengths")))
     for Tk, terms in ((150, every), (200, ("location",)), (560, ("coverage_weight", "transition"))):
-        table.append(History("additive", 1, 2, Tk, 20, 9, terms=terms, seed=next(seeds)))
-    table.append(History("dot", 1, 3, 560, 16, 9, terms=(*TERMS, "lengths"), scale=0.5))
+        cases.append(History("tanh", 1, 2, Tk, 20, 9, terms=terms, seed=next(seeds)))
+    cases.append(History("dot", 1, 3, 560, 16, 9, terms=(*TERMS, "lengths"), scale=0.5))
     for filters in ((1, 1, 1), (1, 1, 31), (16, 1, 3), (17, 2, 7), (33, 2, 1)):
-        table.append(
-            History("additive", 2, 3, 40, 19, 6, terms=("location", "state"), filters=filters)
-        )
+        cases.append(History("tanh", 2, 3, 40, 19, 6, terms=("location", "state"), filters=filters))
     for term in ("penalty", "location"):
-        case = History("additive", 2, 4, 17, 16, 8, 2, terms=(term,), layout="time first")
-        table.append(case)
+        case = History("tanh", 2, 4, 17, 16, 8, 2, terms=(term,), layout="time first")
+        cases.append(case)
+    for score in PLAIN:
+        cases.append(History(score, 2, 3, 37, 21, 6, terms=(*TERMS, "coverage_weight", "lengths")))
+        cases.append(History(score, 2, 3, 19, 20, 9, 2, terms=every, per_head=True))
+        cases.append(History(score, 2, 3, 19, 12, 7, dtype=torch.float16, terms=every))
+        cases.append(History(score, 2, 3, 33, 16, 7, terms=("penalty", "state")))
     sizes = [(0, 3, 5, 8, 8), (2, 0, 5, 8, 8), (2, 3, 0, 8, 8), (2, 3, 5, 8, 0), (2, 3, 5, 0, 8)]
-    table += [History("additive", *s, terms=("penalty", "location")) for s in sizes]
-    table.append(History("additive", 2, 3, 5, 8, 8, terms=("location",), filters=(0, 1, 3)))
-    return table
+    cases += [History("tanh", *s, terms=("penalty", "location")) for s in sizes]
+    cases.append(History("tanh", 2, 3, 5, 8, 8, terms=("location",), filters=(0, 1, 3)))
+    return cases
 
 
 def fuzz(seed: int, count: int) -> list[History]:
@@ -80,8 +84,8 @@ def fuzz(seed: int, count: int) -> list[History]:
     draw = random.Random(seed)
     table = []
     while len(table) < count:
-        score = draw.choice(("additive", "additive", "dot"))
-        terms = TERMS + (FEATURES if score == "additive" else ())
+        score = draw.choice(("tanh", *SCORES))
+        terms = TERMS + (FEATURES if score != "dot" else ())
         terms = tuple(t for t in (*terms, "lengths", "mask", "bias") if draw.random() < 0.4)
         case = History(
             score,
@@ -151,7 +155,8 @@ def in_steps(backend: str):
     """Return the same as a decoder does it: a prepared memory, one query after the other."""
 
     def attend(query, key, value, weight=None, *, lengths=None, fertility=None, **terms):
-        memory = prepare(key, value, weight, lengths=lengths, backend=backend)
+        score = {"activation": terms.pop("activation", "tanh")}
+        memory = prepare(key, value, weight, **score, lengths=lengths, backend=backend)
         memory = memory._replace(fertility=fertility)
         by_row = {k: terms.pop(k) for k in ("mask", "bias") if terms.get(k) is not None}
         steps, lost, state = [], 0, {k: terms.pop(k, None) for k in ("coverage", "previous")}
@@ -216,7 +221,7 @@ def test_table(case, backend):
 NEAR_ZERO = [
     one
     for terms in ((), ("coverage_weight",), ("location", "lengths"))
-    for one in small(History("additive", 2, 3, 19, 12, 7, terms=(*terms, "state")))
+    for one in small(History("tanh", 2, 3, 19, 12, 7, terms=(*terms, "state")))
 ]  # without the state coverage is as large as the weights: which is the smaller would be noise
 
 
@@ -317,10 +322,10 @@ def test_tu_2016():
     torch.testing.assert_close(coverage, c)
 
 
-@pytest.mark.parametrize("score", ["additive", "dot"])
+@pytest.mark.parametrize("score", ["tanh", "dot"])
 def test_steps_are_the_whole(score, backend):
     """One query at a time, coverage and last weights carried, gives the same numbers."""
-    features = FEATURES if score == "additive" else ()
+    features = FEATURES if score == "tanh" else ()
     case = History(
         score, 2, 5, 19, 12, 7, dtype=torch.float64, terms=(*TERMS, *features, "lengths")
     )
@@ -348,15 +353,17 @@ def test_steps_are_the_whole(score, backend):
 
 
 STEPS = [
-    History("additive", 2, 4, 19, 12, 7, terms=("location", "lengths")),
-    History("additive", 2, 4, 70, 33, 7, terms=("location",), filters=(17, 1, 7)),
-    History("additive", 2, 3, 19, 20, 7, terms=("coverage_weight", "mask", "bias")),
-    History("additive", 2, 3, 19, 32, 7, terms=("location", "lengths"), dtype=torch.float16),
-    History("additive", 2, 3, 9, 8, 5, terms=("penalty", "lengths")),
-    History("additive", 2, 3, 9, 8, 5, 2, terms=(*TERMS, *FEATURES), per_head=True),
-    History("additive", 2, 3, 9, 8, 5, 2, terms=FEATURES, dtype=torch.float64),
-    History("additive", 2, 3, 9, 8, 5, terms=("transition", "penalty")),
-    History("additive", 2, 3, 9, 8, 5, terms=("location",), filters=(0, 1, 3)),
+    History("tanh", 2, 4, 19, 12, 7, terms=("location", "lengths")),
+    History("tanh", 2, 4, 70, 33, 7, terms=("location",), filters=(17, 1, 7)),
+    History("tanh", 2, 3, 19, 20, 7, terms=("coverage_weight", "mask", "bias")),
+    History("tanh", 2, 3, 19, 32, 7, terms=("location", "lengths"), dtype=torch.float16),
+    History("tanh", 2, 3, 9, 8, 5, terms=("penalty", "lengths")),
+    History("tanh", 2, 3, 9, 8, 5, 2, terms=(*TERMS, *FEATURES), per_head=True),
+    History("tanh", 2, 3, 9, 8, 5, 2, terms=FEATURES, dtype=torch.float64),
+    History("tanh", 2, 3, 9, 8, 5, terms=("transition", "penalty")),
+    History("relu", 2, 3, 19, 12, 7, terms=("location", "lengths")),
+    History("relu", 2, 3, 9, 8, 5, 2, terms=("penalty", "coverage_weight")),
+    History("tanh", 2, 3, 9, 8, 5, terms=("location",), filters=(0, 1, 3)),
     History("dot", 2, 3, 9, 16, 5, terms=("penalty", "transition"), scale=0.5),
 ]
 
@@ -370,7 +377,7 @@ def test_gradients_that_wait(case, backend):
 
 def test_filters_that_change_between_steps(backend):
     """Other filters, and a backward between the steps, over one memory."""
-    case = History("additive", 2, 3, 9, 8, 5, terms=("location",), dtype=torch.float64)
+    case = History("tanh", 2, 3, 9, 8, 5, terms=("location",), dtype=torch.float64)
     skip_unless(backend, case)
     args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
     query, key, value, weight, *features = args.values()
@@ -395,7 +402,7 @@ def test_filters_that_change_between_steps(backend):
 
 @pytest.mark.parametrize("by", ["penalty", "location"])
 def test_steps_of_another_scale(by, backend):
-    case = History("additive", 2, 1, 9, 8, 5, terms=(by,), dtype=torch.float64)
+    case = History("tanh", 2, 1, 9, 8, 5, terms=(by,), dtype=torch.float64)
     skip_unless(backend, case)
     args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
     query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "weight"))
@@ -413,7 +420,7 @@ def test_steps_of_another_scale(by, backend):
 @pytest.mark.parametrize("terms", [("penalty",), ("location",)])
 def test_steps_have_no_second_derivative(terms, backend):
     """Also where the context's gradient is a constant, and for what is taken at the end."""
-    case = History("additive", 2, 3, 9, 8, 5, terms=terms)
+    case = History("tanh", 2, 3, 9, 8, 5, terms=terms)
     skip_unless(backend, case)
     if backend == "reference":
         pytest.skip("PyTorch differentiates it")
@@ -433,7 +440,7 @@ def test_steps_have_no_second_derivative(terms, backend):
 @pytest.mark.parametrize("by", [(), ("penalty",), ("location",), ("coverage_weight",)])
 def test_hidden_rows_may_have_any_gradient(by, backend):
     """What comes for a row that sees nothing, NaN or not, changes no other row's."""
-    case = History("additive", 2, 2, 9, 8, 5, terms=by)
+    case = History("tanh", 2, 2, 9, 8, 5, terms=by)
     skip_unless(backend, case)
     device = DEVICE[backend]
     args = arguments(case, device)
@@ -456,7 +463,7 @@ def test_hidden_rows_may_have_any_gradient(by, backend):
 @pytest.mark.parametrize("by", ["location", "coverage_weight"])
 def test_parameters_that_change_in_place_between_steps(by, backend):
     """Steps after it take the new ones, forward and backward, as on a memory made then."""
-    case = History("additive", 2, 2, 9, 8, 5, terms=(by,))
+    case = History("tanh", 2, 2, 9, 8, 5, terms=(by,))
     skip_unless(backend, case)
     grads, contexts = [], []
     for late in (False, True):
@@ -481,7 +488,7 @@ def test_parameters_that_change_in_place_between_steps(by, backend):
 
 
 def test_checkpointed_steps():
-    args = arguments(History("additive", 2, 3, 9, 8, 5, terms=("location",)))
+    args = arguments(History("tanh", 2, 3, 9, 8, 5, terms=("location",)))
     terms = {k: args[k] for k in ("filters", "projection")}
     leaves, grads = [args["key"], args["value"], *terms.values()], []
     for how in (lambda step, *a: step(*a), functools.partial(checkpoint, use_reentrant=False)):
@@ -498,7 +505,7 @@ def test_checkpointed_steps():
 @pytest.mark.parametrize("reached", [True, False])
 def test_steps_leave_nothing(reached):
     """Neither after a backward nor without one."""
-    args = arguments(History("additive", 2, 3, 9, 8, 5, terms=("location",)))
+    args = arguments(History("tanh", 2, 3, 9, 8, 5, terms=("location",)))
     memory = prepare(args["key"] * 1, args["value"], args["weight"])
     terms = {k: args[k] for k in ("filters", "projection")}
     result = attend_with_history(args["query"][:, :1], memory, **terms)
@@ -511,9 +518,9 @@ def test_steps_leave_nothing(reached):
 
 
 @pytest.mark.parametrize("heads", [None, 2])
-@pytest.mark.parametrize("score", ["additive", "dot"])
+@pytest.mark.parametrize("score", ["tanh", "dot"])
 def test_gradcheck(score, heads, backend):
-    features = FEATURES if score == "additive" else ()
+    features = FEATURES if score == "tanh" else ()
     slow = backend == "triton" and DEVICE["triton"].type == "cpu"
     if slow and heads is None:
         pytest.skip("Triton's interpreter is slow, and heads are the harder case")
@@ -536,7 +543,7 @@ def test_gradcheck(score, heads, backend):
 @pytest.mark.parametrize("terms", [("penalty",), ("transition", "coverage_weight", "location")])
 def test_hidden_keys_change_nothing(terms, backend):
     """NaN in keys and values past a length or under a mask is as good as 0, to the bit."""
-    case = History("additive", 2, 3, 21, 9, 6, terms=(*terms, "state", "lengths", "mask"))
+    case = History("tanh", 2, 3, 21, 9, 6, terms=(*terms, "state", "lengths", "mask"))
     skip_unless(backend, case)
     clean, poisoned = arguments(case, DEVICE[backend]), arguments(case, DEVICE[backend])
     for args in (clean, poisoned):
@@ -615,7 +622,7 @@ def test_the_loss_of_rows_alike(backend):
 
 @pytest.mark.parametrize("factor", [1e4, -5e4])
 def test_large_scores(factor, backend):
-    case = History("additive", 2, 3, 33, 16, 8, terms=("penalty", "coverage_weight", "location"))
+    case = History("tanh", 2, 3, 33, 16, 8, terms=("penalty", "coverage_weight", "location"))
     skip_unless(backend, case)
     args = arguments(case, DEVICE[backend])
     args["weight"] = (args["weight"].detach() * factor).requires_grad_()
@@ -625,7 +632,7 @@ def test_large_scores(factor, backend):
 
 def test_empty_rows(backend):
     """A row that sees nothing gives zeros, and counts in neither coverage nor loss."""
-    case = History("additive", 2, 4, 6, 5, 3, terms=("penalty", "coverage_weight", "location"))
+    case = History("tanh", 2, 4, 6, 5, 3, terms=("penalty", "coverage_weight", "location"))
     skip_unless(backend, case)
     args = arguments(case, DEVICE[backend])
     mask = torch.ones(2, 4, 1, dtype=torch.bool, device=DEVICE[backend])
@@ -640,7 +647,7 @@ def test_empty_rows(backend):
 
 
 def test_second_derivatives_and_forward_mode_raise(backend):
-    case = History("additive", 1, 2, 3, 4, 2, terms=("penalty",))
+    case = History("tanh", 1, 2, 3, 4, 2, terms=("penalty",))
     skip_unless(backend, case)
     if backend == "reference":
         pytest.skip("PyTorch differentiates it")
@@ -658,7 +665,7 @@ def test_second_derivatives_and_forward_mode_raise(backend):
 
 def test_opcheck(backend):
     terms = (*TERMS, "location", "lengths", "mask", "bias")
-    case = History("additive", 2, 3, 5, 8, 7, H=2, terms=terms, layout="time first")
+    case = History("tanh", 2, 3, 5, 8, 7, H=2, terms=terms, layout="time first")
     skip_unless(backend, case)
     if backend == "reference":
         pytest.skip("not a registered op")
@@ -671,18 +678,20 @@ def test_opcheck(backend):
         args["coverage"], args["previous"],
     )  # fmt: skip
     tensors = (*(args[k] for k in ("query", "key", "value", "weight")),)
-    call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5)
+    call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5, "tanh")
     torch.library.opcheck(ops.coverage_attention.default, call)
     *outputs, odds = ops.coverage_attention(*call)
     grads = [torch.randn_like(x) for x in outputs]
     backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds)
     for needed in ((True,) * 4, (True, False, False, False)):
-        torch.library.opcheck(ops.coverage_attention_backward.default, (*backward, 0.5, *needed))
+        torch.library.opcheck(
+            ops.coverage_attention_backward.default, (*backward, 0.5, "tanh", *needed)
+        )
     shapes = (x.shape[-n:] for x, n in ((args["weight"], 1), (history[0], 3), (history[1], 2)))
     sums = [torch.zeros(args["key"].shape, device=DEVICE[backend])]
     sums += [torch.zeros(*outputs[3].shape, *shape, device=DEVICE[backend]) for shape in shapes]
     torch.library.opcheck(
-        ops.coverage_attention_backward_into.default, (*backward, *sums, 0.5, True, True)
+        ops.coverage_attention_backward_into.default, (*backward, *sums, 0.5, "tanh", True, True)
     )
 
 
@@ -695,7 +704,7 @@ def test_compile():
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
     for Tk in (5, 9):
-        case = History("additive", 2, 3, Tk, 8, 8, terms=("penalty", "location", "lengths"))
+        case = History("tanh", 2, 3, Tk, 8, 8, terms=("penalty", "location", "lengths"))
         args = arguments(case)
         leaves = [v for v in args.values() if v is not None and v.requires_grad]
         for a, b in zip(
@@ -707,7 +716,7 @@ def test_compile():
 @pytest.mark.parametrize("terms", [("penalty",), ("coverage_weight",)])
 def test_memory_is_linear(terms):
     """Forward and backward hold numbers of the size of the weights, not of weights × features."""
-    case = History("additive", 2, 60, 200, 64, 32, terms=terms)
+    case = History("tanh", 2, 60, 200, 64, 32, terms=terms)
     args = arguments(case)
     leaves = [v for v in args.values() if v is not None and v.requires_grad]
 

@@ -72,7 +72,7 @@ def tiles(case: Case) -> float:
 
 
 SMALL = [case for case in cases() if tiles(case) < 45 and case.elements < 1e6]
-WIDE = Case("additive", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced")
+WIDE = Case("tanh", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced")
 
 
 @pytest.mark.parametrize("case", [*SMALL, WIDE], ids=test_attention.name)
@@ -197,7 +197,7 @@ def test_coverage_fuzz(host):
 def test_what_the_history_owes(host, monkeypatch):
     """The properties that test_coverage.py asks of every backend, by name."""
     monkeypatch.setattr(test_coverage, "skip_unless", lambda *_: None)
-    for score in ("additive", "dot"):
+    for score in ("tanh", "dot"):
         test_coverage.test_steps_are_the_whole(score, host)
     for terms in (("penalty",), ("transition", "coverage_weight", "location")):
         test_coverage.test_hidden_keys_change_nothing(terms, host)
@@ -214,7 +214,7 @@ def test_recurrent_decoder(case, host):
     test_memory.judge(case, host)
 
 
-@pytest.mark.parametrize("score", ["dot", "additive"])
+@pytest.mark.parametrize("score", ["dot", "tanh"])
 def test_what_every_backend_owes(score, host):
     """The properties that test_attention.py asks of every backend, by name."""
     test_attention.test_empty_rows(score, (4, 70, 8, 8), host)

@@ -89,7 +89,7 @@ def cubins(library, tmp_path_factory):
 def plain(mangled: str) -> str:
     """Names without namespaces and arguments."""
     said = subprocess.run(["c++filt"], input=mangled, text=True, capture_output=True).stdout
-    said = re.sub(r"attnfast::\(anonymous namespace\)::|\((attnfast::.*::)?Score\)|void ", "", said)
+    said = re.sub(r"attnfast::\(anonymous namespace\)::|\((attnfast::)?Score\)|void ", "", said)
     return re.sub(r"(?m)^([\w<>, ]+)\(.*", r"\1", said.strip())
 
 

@@ -28,16 +28,16 @@ from attnfast.memory import attend, attend_with_history, prepare
 from attnfast.ops.attention import ATTENTION
 
 CASES = [
-    Case("additive", 3, 5, 33, 40, 24),
-    Case("additive", 2, 4, 130, 256, 64, terms=("lengths",)),
-    Case("additive", 2, 3, 9, 17, 8, H=2, terms=("mask",), weight_per_head=True),
-    Case("additive", 2, 3, 20, 32, 16, scale=6.0),  # beyond the domain of kept exponentials
-    Case("additive", 2, 3, 20, 32, 16, terms=("lengths", "mask"), layout="sliced"),
-    Case("additive", 2, 3, 20, 32, 16, dtype=torch.float64),
-    Case("additive", 2, 3, 20, 32, 16, dtype=torch.bfloat16),
-    Case("additive", 2, 3, 20, 48, 16, dtype=torch.float16, terms=("lengths",)),
-    Case("additive", 2, 3, 0, 8, 8),
-    Case("additive", 2, 3, 5, 0, 8),
+    Case("tanh", 3, 5, 33, 40, 24),
+    Case("tanh", 2, 4, 130, 256, 64, terms=("lengths",)),
+    Case("tanh", 2, 3, 9, 17, 8, H=2, terms=("mask",), weight_per_head=True),
+    Case("tanh", 2, 3, 20, 32, 16, scale=6.0),  # beyond the domain of kept exponentials
+    Case("tanh", 2, 3, 20, 32, 16, terms=("lengths", "mask"), layout="sliced"),
+    Case("tanh", 2, 3, 20, 32, 16, dtype=torch.float64),
+    Case("tanh", 2, 3, 20, 32, 16, dtype=torch.bfloat16),
+    Case("tanh", 2, 3, 20, 48, 16, dtype=torch.float16, terms=("lengths",)),
+    Case("tanh", 2, 3, 0, 8, 8),
+    Case("tanh", 2, 3, 5, 0, 8),
     Case("dot", 2, 3, 5, 0, 8),
     Case("relu", 2, 4, 70, 33, 24, terms=("lengths", "mask")),
     Case("relu", 2, 3, 9, 17, 8, H=2, dtype=torch.bfloat16, weight_per_head=True),
@@ -87,7 +87,7 @@ def test_recurrent_decoder(case, backend):
     judge(case, backend)
 
 
-NEAR_ZERO = small(Case("additive", 2, 3, 20, 40, 16, terms=("lengths",)))
+NEAR_ZERO = small(Case("tanh", 2, 3, 20, 40, 16, terms=("lengths",)))
 
 
 @pytest.mark.parametrize("case", NEAR_ZERO, ids=str)
@@ -95,7 +95,7 @@ def test_inputs_near_zero(case, backend):
     test_recurrent_decoder(case, backend)
 
 
-@pytest.mark.parametrize("score", ["additive", "dot"])
+@pytest.mark.parametrize("score", ["tanh", "dot"])
 def test_what_is_not_seen_does_not_touch_the_gradients(score, backend):
     """Ten steps on keys and values that are NaN beyond a length."""
     if backend == "triton":
@@ -118,7 +118,7 @@ def test_what_is_not_seen_does_not_touch_the_gradients(score, backend):
         assert (bad[f"grad of {name}"][1, 17:] == 0).all()
 
 
-@pytest.fixture(params=["additive", "dot"])
+@pytest.fixture(params=["tanh", "dot"])
 def parts(request):
     """Two steps on one memory: its leaves, its queries, and how to attend."""
     args = inputs(Case(request.param, 2, 4, 9, 32, 7, dtype=torch.float64))
@@ -224,7 +224,7 @@ def test_reentrant_checkpoint_over_a_memory_made_outside(parts, projected):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_memory_changed_in_place_is_refused(name, rows, grad):
-    args = inputs(Case("additive", 2, 2, 9, 8, 5, terms=("lengths",)))
+    args = inputs(Case("tanh", 2, 2, 9, 8, 5, terms=("lengths",)))
     args = {k: args[k].detach() for k in ("query", "key", "value", "weight", "lengths")}
     args["key"].requires_grad_(grad)
     query = args.pop("query")[:, :rows]
@@ -240,7 +240,7 @@ def test_a_memory_changed_in_place_is_refused(name, rows, grad):
 
 
 def test_a_memory_pickles():
-    args = inputs(Case("additive", 2, 1, 9, 8, 5, terms=("lengths",)))
+    args = inputs(Case("tanh", 2, 1, 9, 8, 5, terms=("lengths",)))
     m = prepare(args["key"] * 2, args["value"], args["weight"], lengths=args["lengths"])
     query = args["query"]
     for again in (pickle.loads(pickle.dumps(m)), copy.copy(m)):
@@ -249,10 +249,10 @@ def test_a_memory_pickles():
 
 
 def test_steps_serve_their_own_activation():
-    case = Case("additive", 2, 1, 9, 8, 5)
+    case = Case("tanh", 2, 1, 9, 8, 5)
     args = inputs(case)
     query, leaves = args["query"], [args[k] for k in ("key", "value", "weight")]
-    memories = prepare(*leaves)._replace(relu=True), prepare(*leaves, activation="relu")
+    memories = prepare(*leaves)._replace(score="relu"), prepare(*leaves, activation="relu")
     got, want = (gradients(leaves, attend(query, m)[0]) for m in memories)
     same(got, want)
 
@@ -399,7 +399,7 @@ def test_inference_then_training(parts):
 
 
 def test_autocast_reaches_a_memory_made_outside():
-    args = inputs(Case("additive", 2, 1, 9, 32, 8))
+    args = inputs(Case("tanh", 2, 1, 9, 32, 8))
     m = prepare(args["key"], args["value"], args["weight"])
     with torch.autocast("cpu", torch.bfloat16):
         context, _ = attend(args["query"], m)
@@ -416,7 +416,7 @@ def test_compiled_step_on_a_memory_made_outside(parts):
     same(gradients(leaves, got), gradients(leaves, want))
 
 
-@pytest.mark.parametrize("score", ["additive", "dot"])
+@pytest.mark.parametrize("score", ["tanh", "dot"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_what_no_step_may_see_changes_nothing(score, dtype):
     args = inputs(Case(score, 2, 1, 37, 40, 24, dtype=dtype))
@@ -438,23 +438,24 @@ def test_what_no_step_may_see_changes_nothing(score, dtype):
         assert torch.equal(clean, poisoned)
 
 
-def test_exponentials_are_kept_and_dropped(monkeypatch):
-    args = inputs(Case("additive", 2, 1, 70, 40, 8))
+def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
+    args = inputs(Case("tanh", 2, 1, 70, 40, 8))
     m = prepare(args["key"], args["value"], args["weight"])
     calls = []
-    original = torch.ops.attnfast_cpu.exponentials
+    original = torch.ops.attnfast_cpu.prepare
     monkeypatch.setattr(
-        torch.ops.attnfast_cpu, "exponentials", lambda *a: calls.append(a) or original(*a)
+        torch.ops.attnfast_cpu, "prepare", lambda *a: calls.append(a) or original(*a)
     )
     for _ in range(3):
         attend(args["query"], m)
     assert len(calls) == 1
-    kept = m.steps.exponentials()
+    kept = m.steps.prepared()
     assert kept.shape == (2, 1, 70, 64)
     torch.testing.assert_close(kept[:, 0, :, :40], torch.exp(2 * args["key"]), atol=0, rtol=2e-6)
     assert not kept[..., 40:].any()
     far = prepare(args["key"] + 11, args["value"], args["weight"])
-    assert far.steps.exponentials() is None
+    assert far.steps.prepared() is None
+    assert prepare(args["key"], args["value"]).steps.prepared() is None  # dot
 
 
 def test_bad_arguments():

@@ -128,7 +128,7 @@ def cases():
     sizes, terms = itertools.cycle(SIZES), itertools.cycle(table.TERMS)
     layouts = itertools.cycle(table.LAYOUTS)
     out = []
-    for score, span in itertools.product(("dot", "additive"), SPANS):
+    for score, span in itertools.product(("dot", "tanh"), SPANS):
         steady = span.stride > 1 and not span.fixed
         for position in draw.sample(STEADY if steady else POSITIONS, 3):
             A, Dv = draw.choice((1, 8, 33, 64)), draw.choice((1, 7, 16, 40))
@@ -146,7 +146,7 @@ def cases():
         case = Case("relu", 2, 17, 20, 33, 8, draw.choice((None, 3)), seed=len(out))
         out.append((case, span, None))
     heads = (Span(window=1), Span(stride=4), Span(window=1), Span(stride=4, fixed=True), Span())
-    for score in ("dot", "additive"):
+    for score in ("dot", "tanh"):
         case = Case(score, 2, 19, 23, 8, 8, 5, terms=("lengths", "bias"), weight_per_head=True)
         out.append((case, heads, None))
         case = Case(score, 2, 19, 23, 8, 16, 3, layout="time first")
@@ -180,7 +180,7 @@ def test_table(case, span, position, backend):
 NEAR_ZERO = [
     (one, span, None)
     for span in (Span(window=(2, 3)), Span(stride=4))
-    for one in small(Case("additive", 2, 17, 23, 33, 10, terms=("lengths",)))
+    for one in small(Case("tanh", 2, 17, 23, 33, 10, terms=("lengths",)))
 ]
 
 
@@ -223,10 +223,10 @@ def test_fuzz(seed, backend):
 
 @pytest.mark.parametrize("span", [Span(window=3), Span(window=6, stride=3), Span(stride=2)])
 def test_no_rows(span, backend):
-    judge(Case("additive", 1, 0, 130, 7, 1), span, None, backend)
+    judge(Case("tanh", 1, 0, 130, 7, 1), span, None, backend)
 
 
-SCORES = ("dot", "additive")
+SCORES = ("dot", "tanh")
 SPAN = Span(window=(1, 2))
 
 
@@ -261,7 +261,7 @@ def test_forms_of_the_weights(span, score, backend):
 def test_sparse_weights_of_spans_by_head(heads):
     """They and their gradient are those of the dense ones."""
     spans = [(SPAN, Span(stride=3), Span())[i] for i in heads]
-    case = Case("additive", 2, 5, 9, 8, 4, 4, terms=("lengths",), weight_per_head=True)
+    case = Case("tanh", 2, 5, 9, 8, 4, 4, terms=("lengths",), weight_per_head=True)
     args = inputs(case)
     leaves = {k: v for k, v in args.items() if v is not None and v.is_floating_point()}
     weights = {}
@@ -334,10 +334,10 @@ def test_scale_of_any_sign(span, scale, backend):
 
 # Several blocks of 64 keys; more columns than keys; nothing to see.
 STEPS = [
-    (Case("additive", 2, 1, 150, 16, 9, terms=("lengths",)), Span(window=(90, 40)), "predicted"),
+    (Case("tanh", 2, 1, 150, 16, 9, terms=("lengths",)), Span(window=(90, 40)), "predicted"),
     (Case("dot", 2, 1, 100, 16, 9, 2), Span(window=70), 3),
     (Case("relu", 2, 1, 140, 16, 9), Span(causal=True), "predicted"),
-    (Case("additive", 2, 1, 140, 16, 9), Span(window=(None, 2)), -40),
+    (Case("tanh", 2, 1, 140, 16, 9), Span(window=(None, 2)), -40),
 ]
 
 
@@ -367,7 +367,7 @@ def test_a_row_ends_with_its_columns(backend):
 def test_window_wider_than_the_keys(backend):
     """The columns are the window's all the same."""
     leave_out(backend, True)
-    case = Case("additive", 2, 5, 4, 8, 4, terms=("lengths", "mask", "bias"))
+    case = Case("tanh", 2, 5, 4, 8, 4, terms=("lengths", "mask", "bias"))
     args = inputs(case, DEVICE[backend])
     for span in (
         Span(window=9),
@@ -459,7 +459,7 @@ def test_what_is_not_seen_changes_nothing(span, score, backend):
 
     clean, dirty = results(case, args, run), results(case, {**args, **dirty}, run)
     for key, value in clean.items():
-        if backend == "triton" and score == "additive":  # a reciprocal shared with a hidden key
+        if backend == "triton" and score == "tanh":  # a reciprocal shared with a hidden key
             torch.testing.assert_close(value, dirty[key], msg=key)
         else:
             assert torch.equal(value, dirty[key]), key
@@ -552,11 +552,13 @@ def test_opcheck(score, backend):
     bounds = torch.tensor([[[-1, 2], [0, 3], [2, 9]]], device=DEVICE[backend])
     tensors = [args[k] for k in ("query", "key", "value", "weight")]
     bias = torch.randn(2, 3, 3, device=DEVICE[backend])
-    call = (*tensors, bias, bias > -1, None, bounds, 3, None, 0.5, False, True)
-    torch.library.opcheck(ops.attention.default, call)
+    call = Attention(
+        *tensors, bias, bias > -1, span=bounds, columns=3, scale=0.5, score=score, need_weights=True
+    )
+    torch.library.opcheck(ops.attention.default, tuple(call))
     outputs = ops.attention(*call)
     grads = [torch.randn_like(x) for x in outputs]
-    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, False, True, True, True)
+    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, score, True, True, True)
     torch.library.opcheck(ops.attention_backward.default, (*grads, *rest))
 
 
@@ -569,7 +571,7 @@ def test_compile(span):
     phases = span.stride > 1 and not span.fixed
     compiled = torch.compile(loss, fullgraph=True, dynamic=not phases)
     for Tk in (6,) if phases else (5, 9):
-        args = inputs(Case("additive", 2, 3, Tk, 8, 8, terms=("lengths",)))
+        args = inputs(Case("tanh", 2, 3, Tk, 8, 8, terms=("lengths",)))
         leaves = [v for v in args.values() if v is not None and v.requires_grad]
         want = torch.autograd.grad(loss(args, "end"), leaves)
         got = torch.autograd.grad(compiled(args, "end"), leaves)
@@ -577,7 +579,7 @@ def test_compile(span):
             torch.testing.assert_close(a, b)
 
 
-GOOD = Case("additive", 2, 3, 5, 8, 7, 2)
+GOOD = Case("tanh", 2, 3, 5, 8, 7, 2)
 
 
 @pytest.mark.parametrize(
@@ -651,7 +653,7 @@ def test_gradient_of_a_bias_that_heads_share(dtype, backend):
 @pytest.mark.parametrize("T", [1.0, 2.5])
 def test_a_prior_is_a_bias_like_another(T, backend):
     """It is added to the one given, and divided by the temperature with it."""
-    args = inputs(Case("additive", 2, 3, 7, 8, 5, terms=("bias",)), DEVICE[backend])
+    args = inputs(Case("tanh", 2, 3, 7, 8, 5, terms=("bias",)), DEVICE[backend])
     p, sigma = torch.tensor([1.0, 2.0, 5.0], device=DEVICE[backend]), 1.7
     j = torch.arange(7.0, device=p.device)
     prior = -(j - p.unsqueeze(-1)).square() / (2 * sigma**2)

@@ -30,12 +30,10 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-CASES = list(
-    itertools.product(("float32", "bfloat16"), ("additive", "dot"), ("plain", "all", "span"))
-)
+CASES = list(itertools.product(("float32", "bfloat16"), ("tanh", "dot"), ("plain", "all", "span")))
 CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
 CASES += [("float32", "relu", "all")]
-CASES += itertools.product(("float32", "bfloat16"), ("additive", "dot", "relu"), ("few", "wide"))
+CASES += itertools.product(("float32", "bfloat16"), ("tanh", "dot", "relu"), ("few", "wide"))
 
 #: Bytes of stack at most: room for a few predicates, for no loop's values; the scan's gradient also
 #: puts by what it needs once for every row.
@@ -93,7 +91,6 @@ def record(cases: list[tuple]) -> list[tuple]:
             for size in ((Tq, A), (Tk, A), (Tk, Dv))
         )
         weight = None if score == "dot" else query.new_zeros(A)
-        relu = score == "relu"
         bias = mask = lengths = span = grad_weights = grad_lse = None
         columns = 0
         if extras == "span":
@@ -107,12 +104,12 @@ def record(cases: list[tuple]) -> list[tuple]:
             lengths = torch.tensor([Tk, 17])
             grad_weights, grad_lse = weights, weights[..., 0]
         call = attention.Attention(
-            query, key, value, weight, bias, mask, lengths, span, columns, relu=relu,
+            query, key, value, weight, bias, mask, lengths, span, columns, score=score,
             need_weights=bias is not None,
         )  # fmt: skip
         backward = attention.AttentionBackward(
             attention.forward(call).context, grad_weights, grad_lse, query, key, value, weight,
-            lengths, span, columns, None, weights, None, 1.0, relu, True, True, bias is not None,
+            lengths, span, columns, None, weights, None, 1.0, score, True, True, bias is not None,
         )  # fmt: skip
         attention.backward(backward)
     return launches
@@ -139,11 +136,13 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
     for history in ((filters, projection), (None, None)):
         terms = (*history, penalty, rate, transition, state, state)
         weight = query.new_zeros(A)
-        call = coverage.Coverage(query, key, value, weight, bias, mask, lengths, *terms)
+        call = coverage.Coverage(
+            query, key, value, weight, bias, mask, lengths, *terms, score="tanh"
+        )
         context, _, last, _, odds = coverage.forward(call)
         backward = coverage.CoverageBackward(
             context, weights if every else None, last if every else None, grad,
-            query, key, value, weight, lengths, *terms, weights, odds, 1.0, *[True] * 4,
+            query, key, value, weight, lengths, *terms, weights, odds, 1.0, "tanh", *[True] * 4,
         )  # fmt: skip
         coverage.backward(backward)
 
@@ -179,7 +178,7 @@ def compile_for(target: str) -> list[dict]:
     from triton.compiler import ASTSource
 
     backend = TARGETS[target][0]
-    few = [case for case in CASES if case[2] == "all"] + [("float32", "additive", "span")]
+    few = [case for case in CASES if case[2] == "all"] + [("float32", "tanh", "span")]
     cases = CASES if target == "sm_90" else few
     attention.NVIDIA = tl.constexpr(backend == "cuda")
     figures, done = [], set()
@@ -264,7 +263,7 @@ def test_instructions_of_the_factored_loop(figures, kernel, target):
     for figure in figures:
         if (figure["kernel"], figure["target"]) != (kernel, target):
             continue
-        if not figure["case"].startswith("float32-additive"):
+        if not figure["case"].startswith("float32-tanh"):
             continue
         elements, mix = factored_loop(figure["loops"])
         assert elements % figure["tile"] == 0, "not the loop over the tile's features"

@@ -121,7 +121,7 @@ def attend(
     flat = weight is not None and key.dim() == 3
     if mask is not None and mask.dim() < key.dim():
         mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
-    relu = activation == "relu"
+    score = "dot" if weight is None else activation
 
     def made(how: Callable[..., Any], **more: Any) -> Any:
         values, ends = key[..., :1] if value is None else value, lengths
@@ -131,7 +131,7 @@ def attend(
 
     memory = cached_per_source(
         module, "memory", lambda: made(prepare, activation=activation),
-        key, value, weight, lengths, activation, once=lambda: made(Memory, relu=relu),
+        key, value, weight, lengths, activation, once=lambda: made(Memory, score=score),
     )  # fmt: skip
     rows = None
     B, sources = query.shape[0], key.shape[0]

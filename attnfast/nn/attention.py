@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnfast._torch import is_autocast_on
 from attnfast.errors import check_flag, check_whole, check_word, refuse
 from attnfast.memory import Memory, attend, check_memory, prepare
-from attnfast.ops.arguments import check_temperature, check_tensor, is_relu
+from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
 from attnfast.ops.span import check_form
 
 
@@ -155,7 +155,7 @@ class BahdanauAttention(_Attention):
     ):
         check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
         check_flag("bias", bias)
-        is_relu(activation)
+        check_activation(activation)
         super().__init__((attn_dim,), 1.0, backend)
         self.activation = activation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)

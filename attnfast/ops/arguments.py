@@ -14,6 +14,9 @@ from attnfast.backends import FLOATS, HALF
 from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.ops.operators import accumulation_dtype
 
+#: q·k, and Σ_a w_a f(q_a + k_a) by the name of f.
+SCORES = ("dot", "tanh", "relu")
+
 
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is no tensor."""
@@ -56,6 +59,10 @@ def check_inputs(call: Any) -> None:
         refuse("key", f"{[*q[:-2], 'Tk', q[-1]]} to fit the query", list(k))
     if v[:-1] != k[:-1]:
         refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
+    if call.score not in SCORES or (call.score == "dot") != (call.weight is None):
+        scores = "dot" if call.weight is None else " or ".join(SCORES[1:])
+        more = "out" if call.weight is None else ""
+        refuse("score", f"{scores} with{more} a weight", call.score)
     if call.weight is not None and call.weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
         refuse("weight", f"{shapes} to fit the query", list(call.weight.shape))
@@ -129,10 +136,10 @@ def check_scale(scale: object, expected: str = "a finite number") -> None:
         refuse("scale", expected, describe(scale))
 
 
-def is_relu(activation: object) -> bool:
-    """Say which of the two an activation is; refuse others."""
-    check_word("activation", activation, ("tanh", "relu"))
-    return activation == "relu"
+def check_activation(activation: Any) -> str:
+    """Return the additive score with an activation; refuse one that has none."""
+    check_word("activation", activation, SCORES[1:])
+    return str(activation)
 
 
 def check_temperature(temperature: object) -> None:

@@ -4,13 +4,13 @@ r"""Attention without history: every query row weighs the keys it may see, rows 
     α_ij    = exp(e_ij − log_sum_exp_i)  over the keys j that row i may see, 0 elsewhere
     c_i     = Σ_j α_ij v_j
 
-with ``score(q, k) = q·k`` (dot), or ``Σ_a w_a f(q_a + k_a)`` (additive) when a weight is given, f
-being tanh or the rectifier.
-What a row may see is a span of keys (:mod:`attnfast.ops.span`), a length, a mask.
+with ``score(q, k) = q·k`` (``dot``), or the additive ``Σ_a w_a f(q_a + k_a)``, which has the name
+of f: ``tanh``, or ``relu``, max(0, x). What a row may see is a span of keys
+(:mod:`attnfast.ops.span`), a length, a mask.
 
 This file is the contract: what goes into the operator and its backward, and what comes out. Every
-backend implements the two under its own namespace ``attnfast_<backend>``; the CPU also
-``exponentials``, which those two take. :mod:`attnfast.reference` is the oracle.
+backend implements the two under its own namespace ``attnfast_<backend>``, and may have a
+``prepare``. :mod:`attnfast.reference` is the oracle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_exact, check_inputs, check_terms
+from attnfast.ops.arguments import check_dense, check_exact, check_inputs, check_terms
 from attnfast.ops.operators import (
     LIBRARIES,
     Operator,
@@ -38,9 +38,9 @@ class Attention(NamedTuple):
     2]``, int64, or 1 in place of B and H, holds the first key that a row may see and the one after
     the last, which may lie outside of the sequence. With ``columns`` W > 0 scores are compact,
     ``[B, (H,) Tq, W]``: column m of row i is key ``span[i, 0] + m``, and keys beyond the W-th are
-    not seen; else they are ``[B, (H,) Tq, Tk]``. ``exponentials`` is what
-    ``attnfast_cpu::exponentials`` made of the keys. ``relu`` makes f of the additive score the
-    rectifier.
+    not seen; else they are ``[B, (H,) Tq, Tk]``. ``prepared`` is what the backend's own ``prepare``
+    made of the keys, and no other backend's. ``score`` is one of
+    :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a weight.
     """
 
     query: Tensor
@@ -52,9 +52,9 @@ class Attention(NamedTuple):
     lengths: Tensor | None = None
     span: Tensor | None = None
     columns: int = 0
-    exponentials: Tensor | None = None
+    prepared: Tensor | None = None
     scale: float = 1.0
-    relu: bool = False
+    score: str = "dot"
     need_weights: bool = False
 
 
@@ -88,11 +88,11 @@ class AttentionBackward(NamedTuple):
     lengths: Tensor | None
     span: Tensor | None
     columns: int
-    exponentials: Tensor | None
+    prepared: Tensor | None
     weights: Tensor
     grad_score: Tensor | None
     scale: float
-    relu: bool
+    score: str
     need_grad_query: bool
     need_grad_key: bool
     need_grad_score: bool
@@ -123,11 +123,8 @@ def check(call: Attention) -> None:
         if span.dtype != torch.int64 or span.device != call.query.device:
             refuse("span", f"int64 on {call.query.device}", f"{span.dtype} on {span.device}")
     check_terms(call, columns or keys)
-    if call.exponentials is not None:
-        if call.weight is None or call.relu or call.key.dtype == torch.float64:
-            refuse("exponentials", "None but for tanh in float32", "a tensor")
-        made = _fake_exponentials(call.key, None)
-        check_exact(call.key, [("exponentials", call.exponentials, made.dtype, made.shape)])
+    if call.prepared is not None:
+        check_dense("prepared", call.prepared)
 
 
 def _check_backward(call: AttentionBackward) -> None:
@@ -182,12 +179,11 @@ implement(
     {"attention": "forward", "attention_backward": "backward"},
 )  # fmt: skip
 
-# e^{2 key} in float32, [B, H, Tk, A rounded up to 32]; size [0] if a key is beyond its domain.
-LIBRARIES["cpu"].define("exponentials(Tensor key, Tensor? lengths) -> Tensor")
+# What a backend keeps of the keys for all steps over them, of size [0] if nothing: nobody but the
+# backend looks into it.
+LIBRARIES["cpu"].define("prepare(Tensor key, Tensor? lengths, str score) -> Tensor")
 
 
-@torch.library.register_fake("attnfast_cpu::exponentials", lib=LIBRARIES["cpu"])
-def _fake_exponentials(key, lengths):
-    *lead, Tk, A = key.shape
-    shape = (lead[0], lead[1] if len(lead) == 2 else 1, Tk, (A + 31) // 32 * 32)
-    return key.new_empty(shape, dtype=torch.float32)
+@torch.library.register_fake("attnfast_cpu::prepare", lib=LIBRARIES["cpu"])
+def _fake_prepare(key, lengths, score):
+    return key.new_empty(0, dtype=torch.float32)

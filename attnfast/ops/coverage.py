@@ -2,7 +2,7 @@ r"""Attention with a memory of its past: every row depends on the weights of the
 
 With C_t the coverage before row t and p_t the weights of row t − 1::
 
-    f_tj    = U · (F ∗ [p_t, C_t])_j                         the history's features, in the tanh
+    f_tj    = U · (F ∗ [p_t, C_t])_j                         the history's features
     e_tj    = scale · score(q_t, k_j + f_tj) + bias_tj − λ C_tj
     r_tj    = 1,  or (1 − u_t) p_tj + u_t p_t,j−1            forward attention
     α_tj    ∝ r_tj exp(e_tj)  over the keys j that row t may see
@@ -55,6 +55,7 @@ class Coverage(NamedTuple):
     coverage: Tensor | None = None
     previous: Tensor | None = None
     scale: float = 1.0
+    score: str = "dot"
 
 
 class Covered(NamedTuple):
@@ -93,6 +94,7 @@ class CoverageBackward(NamedTuple):
     weights: Tensor
     odds: Tensor
     scale: float
+    score: str
     need_grad_query: bool
     need_grad_key: bool
     need_grad_score: bool
@@ -120,8 +122,9 @@ class CoverageGradients(NamedTuple):
 #: accumulation dtype, one for each sequence (and head), and leave the value's gradient for the end.
 SUMS = ("sum_key", "sum_weight", "sum_filters", "sum_projection")
 _of_all = get_type_hints(CoverageBackward)
-_last = ("scale", "need_grad_query", "need_grad_score")
-_first = [x for x in CoverageBackward._fields if x != "scale" and not x.startswith("need")]
+_last = ("scale", "score", "need_grad_query", "need_grad_score")
+_no = ("need_grad_key", "need_grad_filters", *_last)
+_first = [x for x in CoverageBackward._fields if x not in _no]
 _into_fields: Any = [
     *((x, _of_all[x]) for x in _first),
     *((x, Annotated[Tensor, f"Tensor({letter}!)"]) for x, letter in zip(SUMS, "abcd")),
@@ -197,7 +200,7 @@ def _check_backward(call: CoverageBackward) -> None:
 def without_sums(call: Any) -> CoverageBackward:
     """Return the arguments of the backward that has no sums to add to."""
     names = [x for x in CoverageBackward._fields if x in call._fields]
-    mine = {x: getattr(call, x) for x in names}
+    mine: dict[str, Any] = {x: getattr(call, x) for x in names}
     return CoverageBackward(**mine, need_grad_key=False, need_grad_filters=False)
 
 

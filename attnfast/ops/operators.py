@@ -28,6 +28,7 @@ TYPES: dict[Any, str] = {
     int: "int",
     float: "float",
     bool: "bool",
+    str: "str",
 }
 
 

@@ -192,10 +192,12 @@ void run_backward(Attention& a, const Tensor&) {
   if (inputs) run({grad_inputs}, a);
 }
 
-// The exponentials of prepared keys, or size [0] if one of them lies beyond their domain.
-Tensor exponentials(const Tensor key, const Optional lengths) {
-  Call call("exponentials", key, key, key, {}, {}, {}, lengths, {}, 0, 1);
+// What steps over the same keys keep of them: their exponentials, for tanh; size [0] if nothing, as
+// where a key lies beyond the exponentials' domain.
+Tensor prepare(const Tensor key, const Optional lengths, std::string score) {
+  Call call("prepare", key, key, key, {}, {}, {}, lengths, {}, 0, 1, "dot");
   Attention& a = call.a;
+  if (score_of(score) != Score::tanh || a.dtype == Dtype::f64) return empty(kCpu, {0}, ScalarType::Float);
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
   const Tensor out = empty(kCpu, {a.B, a.H, a.Tk, width}, ScalarType::Float);
@@ -204,9 +206,9 @@ Tensor exponentials(const Tensor key, const Optional lengths) {
   a.ranges = view(ranges);
   a.rows = 1;
   a.scores = a.exponentials;
-  if (a.dtype != Dtype::f64) run({kernels().prepare}, a);
+  run({kernels().prepare}, a);
   const float* range = static_cast<const float*>(place_of(ranges));
-  const bool far = a.dtype == Dtype::f64 ||
+  const bool far =
       std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kPreparedLimit; });
   return far ? empty(kCpu, {0}, ScalarType::Float) : out;
 }
@@ -216,7 +218,7 @@ Tensor exponentials(const Tensor key, const Optional lengths) {
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("exponentials", TORCH_BOX(&exponentials));
+  m.impl("prepare", TORCH_BOX(&prepare));
 }
 
 }  // namespace attnfast

@@ -49,18 +49,18 @@ class Scores {
     expect_apart(at<T>(key, item, from), key.row, n, depth);
     keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
     rows = q;
-    path = !additive ? Score::dot : a.relu ? Score::relu : Score::direct;
+    path = Path::direct;
     if constexpr (sizeof(C) == 4) {
       if (factorable()) {
         const bool near = q_range <= kSmallLimit;
         if (near && q_range + range_of(keys, n, width) <= kSmallLimit) {
           if (item.rows < 3) return;  // too few to pay for tanh(k)
           double_tanh(keys, n, width, k_held);
-          return take(Score::small, {k_held, width});
+          return take(Path::small, {k_held, width});
         }
         if (kept) return take_kept();
         if (q_range + exponentials(keys, n, depth, width, k_held) <= kFactoredLimit)
-          return take(Score::factored, {k_held, width});
+          return take(Path::factored, {k_held, width});
       }
     }
     if (!additive && a.span.data)
@@ -73,13 +73,15 @@ class Scores {
     const int64_t j = from - first, nk = to - from;
     const Rows<C> qs = {rows.data + row * rows.stride, rows.stride};
     const Rows<C> ks = {keys.data + j * keys.stride, keys.stride};
-    if (path == Score::dot && a.span.data)
+    if (!additive && a.span.data)
       return dot_transposed(qs, n, k_held + j, kTransposed<C>, nk, width, out, stride);
-    if (path == Score::dot) return dot_block(qs, n, ks, nk, width, out, stride, k_held);
-    auto block = path == Score::relu ? score_block<C, Score::relu> : score_block<C, Score::direct>;
+    if (!additive) return dot_block(qs, n, ks, nk, width, out, stride, k_held);
+    auto block = by_activation(a.score, [](auto known) {
+      return score_block<C, decltype(known)::score, Path::direct>;
+    });
     if constexpr (sizeof(C) == 4) {
-      if (path == Score::factored) block = score_block<C, Score::factored>;
-      if (path == Score::small) block = score_block<C, Score::small>;
+      if (path == Path::factored) block = score_block<C, Score::tanh, Path::factored>;
+      if (path == Path::small) block = score_block<C, Score::tanh, Path::small>;
     }
     block(qs, n, ks, nk, w, width, out, stride);
   }
@@ -94,12 +96,12 @@ class Scores {
   int64_t to() const { return last; }
 
  private:
-  bool factorable() const { return additive && !a.relu; }
+  bool factorable() const { return additive && a.score == Score::tanh; }
 
   // Tiles take such keys, and the queries' rows that go with them.
-  void take(Score next, Rows<C> prepared) {
+  void take(Path next, Rows<C> prepared) {
     if (held != next) {
-      if (next == Score::small) double_tanh(q, item.rows, width, q_held);
+      if (next == Path::small) double_tanh(q, item.rows, width, q_held);
       else exponentials(q, item.rows, depth, width, q_held);
     }
     held = path = next;
@@ -108,7 +110,7 @@ class Scores {
   }
 
   void take_kept() {
-    take(Score::factored, {at<C>(a.exponentials, item, first), round_up(depth, kPadding)});
+    take(Path::factored, {at<C>(a.exponentials, item, first), round_up(depth, kPadding)});
   }
 
   const Attention& a;
@@ -120,7 +122,7 @@ class Scores {
   C q_range = 0;
   C *q_held = nullptr, *k_scratch, *k_held;
   const C* w = nullptr;
-  Score path = Score::dot, held = Score::factored;
+  Path path = Path::direct, held = Path::factored;
   Rows<C> q, rows, keys;
 };
 
@@ -373,17 +375,20 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
   C* grad_k = grad_q + a.Tq * W2;
   C* grad_w = grad_k + n * W2;
   for (C* x = grad_q; x < grad_w + W2; ++x) *x = 0;
-  const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, a.relu, q) +
-                  pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, a.relu, k);
-  auto blocks = a.relu ? grad_blocks<C, Score::relu> : grad_blocks<C, Score::direct>;
+  const bool bounded = a.score == Score::tanh;
+  const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, !bounded, q) +
+                  pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, !bounded, k);
+  auto blocks = by_activation(a.score, [](auto known) {
+    return grad_blocks<C, decltype(known)::score, Path::direct>;
+  });
   if constexpr (sizeof(C) == 4) {
     const Rows<C> both = {q, W2};  // k follows q
-    if (range <= kSmallLimit && !a.relu) {
+    if (range <= kSmallLimit && a.score == Score::tanh) {
       double_tanh(both, a.Tq + n, W2, q);
-      blocks = grad_blocks<C, Score::small>;
-    } else if (range <= kFactoredLimit && !a.relu) {
+      blocks = grad_blocks<C, Score::tanh, Path::small>;
+    } else if (range <= kFactoredLimit && a.score == Score::tanh) {
       exponentials(both, a.Tq + n, W2, W2, q);
-      blocks = grad_blocks<C, Score::factored>;
+      blocks = grad_blocks<C, Score::tanh, Path::factored>;
     }
   }
   if (a.span.data) {
@@ -429,8 +434,9 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
   for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(weight[x]) : C{};
   const C* q = gather(at<T>(a.query, item, 0) + c, 0, 1, width, wide, scratch).data;
   C q_range = 0;
+  const bool factorable = sizeof(C) == 4 && a.score == Score::tanh;
   if constexpr (sizeof(C) == 4)
-    if (!a.relu) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
+    if (factorable) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
   const bool near = q_range <= kSmallLimit;  // perhaps with the keys too
   const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
   const auto put_row = [&](T* out, const C* x) {
@@ -465,8 +471,10 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
       return q_range + range;
     };
     const bool keys = a.grad_key.data;
-    auto rows = a.relu ? (keys ? grad_rows<C, Score::relu, true> : grad_rows<C, Score::relu, false>)
-                       : (keys ? grad_rows<C, Score::direct, true> : grad_rows<C, Score::direct, false>);
+    auto rows = by_activation(a.score, [&](auto known) {
+      constexpr Score S = decltype(known)::score;
+      return keys ? grad_rows<C, S, Path::direct, true> : grad_rows<C, S, Path::direct, false>;
+    });
     const C* of_query = q;
     int64_t ahead = 0;
     if constexpr (sizeof(C) == 4) {
@@ -474,13 +482,14 @@ void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C
       const auto factor = [&](int i) {
         return exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_exp + i * wide);
       };
-      const bool small = near && !a.relu && all_keys(range) <= kSmallLimit;  // needs no tanh(k) for one query
-      if (!a.relu && !small && (prepared || all_keys(factor) <= kFactoredLimit)) {
+      const bool small = near && all_keys(range) <= kSmallLimit;  // needs no tanh(k) for one query
+      if (factorable && !small && (prepared || all_keys(factor) <= kFactoredLimit)) {
         of_query = q_exp;
         for (int i = 0; i < 4; ++i)
           k[i] = prepared ? at<C>(a.exponentials, item, key[i]) + c : k_exp + i * wide;
         ahead = prepared ? 4 * a.exponentials.row : 0;
-        rows = keys ? grad_rows<C, Score::factored, true> : grad_rows<C, Score::factored, false>;
+        rows = keys ? grad_rows<C, Score::tanh, Path::factored, true>
+                    : grad_rows<C, Score::tanh, Path::factored, false>;
       }
     }
     rows(of_query, k, gradient, wide, ahead, grad_q, grad_k, grad_w);

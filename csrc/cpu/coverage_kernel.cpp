@@ -4,7 +4,7 @@
 // One item is a (sequence, head), whose rows follow one another. Without features in the tanh the
 // scores are there when it begins, taken for all rows at once by attention's own pass. With
 // features a row's scores are taken here: features of 64 keys at a time by two small products, then
-// z = q + k + U f in registers and its tanh.
+// z = q + k + U f in registers and its activation.
 #include "coverage.h"
 #include "rows.h"
 #include "score.h"
@@ -170,16 +170,24 @@ inline void expect_next(const C* const* k, int64_t c) {
   for (int j = J; j < 2 * J; ++j) expect_step(k[j] + c);
 }
 
-// out[j] = sum_c w_c tanh(z_jc) of J keys
-template <int J, class C>
-void tanh_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
+// s = -f(z) / 2
+template <Score S, int N, class C>
+inline void half_activations(const Vec<C> (&z)[N], Vec<C> (&s)[N]) {
+  if constexpr (S == Score::tanh) half_tanh(z, s);
+  else
+    for (int i = 0; i < N; ++i) s[i] = activation<S, C>(z[i]) * (C)-0.5;
+}
+
+// out[j] = sum_c w_c f(z_jc) of J keys
+template <Score S, int J, class C>
+void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
   constexpr int V = Vector<C>::width;
   Vec<C> acc[J] = {};
   for (int64_t c = 0; c < p.A; c += 2 * V) {
     Vec<C> z[2 * J], s[2 * J];
     expect_next<J>(k, c);
     features<J>(p, p.query, k, found, c, z);
-    half_tanh(z, s);
+    half_activations<S, 2 * J, C>(z, s);
     const Vec<C> w0 = load(p.weight + c), w1 = load(p.weight + c + V);
     for (int j = 0; j < J; ++j) acc[j] += w0 * s[2 * j] + w1 * s[2 * j + 1];
   }
@@ -195,11 +203,17 @@ void take_keys(const Coverage& a, const Item& item, Place<C>& p, const int64_t* 
   for (int64_t i = n; i < n + 4; ++i) out[i] = out[n - 1];
 }
 
-// The additive scores of row t with the history's features in the tanh.
+// The additive scores of row t with the history's features in the activation.
 template <class T, class C>
 void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<C>& p, C* out) {
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
   if (q != p.query) copy(q, a.A, p.query);
+  const auto tile = [&](bool four) {
+    return by_activation(a.score, [&](auto known) {
+      constexpr Score S = decltype(known)::score;
+      return four ? features_tile<S, 4, C> : features_tile<S, 1, C>;
+    });
+  };
   int64_t keys[kKeyBlock];
   const C* k[kKeyBlock + 4];
   for (int64_t j = 0; j < item.seen; j += kKeyBlock) {
@@ -207,10 +221,8 @@ void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<
     for (int64_t i = 0; i < n; ++i) keys[i] = j + i;
     find(p, keys, n);
     take_keys<T>(a, item, p, keys, n, k);
-    for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
-      const auto tile = n - i >= 4 ? tanh_tile<4, C> : tanh_tile<1, C>;
-      tile(p, k + i, p.found + i * p.found_row, out + j + i);
-    }
+    for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1)
+      tile(n - i >= 4)(p, k + i, p.found + i * p.found_row, out + j + i);
   }
 }
 
@@ -298,10 +310,9 @@ void forward(const Attention& attention, int64_t index, void* memory) {
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// With s = -tanh(z) / 2 and g the gradients of J scores: grad_z_jc = g_j (1/4 - s^2), which lacks
-// 4 w_c, as what it adds to grad_query does; what g_j s adds to grad_weight lacks -2. Where `one` filter
+// With s = -f(z) / 2 and g the gradients of J scores: grad_z_jc = g_j f'(z) / 4, which lacks 4 w_c, as what it adds to grad_query does; what g_j s adds to grad_weight lacks -2. Where `one` filter
 // is all there are, grad_z goes to grad_found and grad_projection here, else it is stored.
-template <int J, bool one, class C>
+template <Score S, int J, bool one, class C>
 void grad_tile(const Place<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
                C* grad_z, C* grad_found) {
   constexpr int V = Vector<C>::width;
@@ -315,13 +326,14 @@ void grad_tile(const Place<C>& p, const C* const* k, const C* g, const C* found,
     expect_next<J>(k, c);
     expect_next<J>(grad_k, c);
     features<J>(p, q, k, found, c, z);
-    half_tanh(z, s);
+    half_activations<S, 2 * J, C>(z, s);
     const Vec<C> slope0 = load(weight + c) * (C)4, slope1 = load(weight + c + V) * (C)4;
     Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {}, p0 = {}, p1 = {};
     for (int j = 0; j < J; ++j) {
       const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
       const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
-      const Vec<C> u0 = g[j] * (C)0.25 - t0 * s0, u1 = g[j] * (C)0.25 - t1 * s1;
+      const C quarter = g[j] * (C)0.25;
+      const Vec<C> u0 = quarter_slope<S>(quarter, t0, s0), u1 = quarter_slope<S>(quarter, t1, s1);
       w0 += t0;
       w1 += t1;
       q0 += u0;
@@ -379,8 +391,11 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
     take_keys<T>(a, item, p, keys, n, k);
     const bool one = p.K == 1;
     for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
-      const auto tile = n - i >= 4 ? (one ? grad_tile<4, true, C> : grad_tile<4, false, C>)
-                                   : (one ? grad_tile<1, true, C> : grad_tile<1, false, C>);
+      const auto tile = by_activation(a.score, [&](auto known) {
+        constexpr Score S = decltype(known)::score;
+        return n - i >= 4 ? (one ? grad_tile<S, 4, true, C> : grad_tile<S, 4, false, C>)
+                          : (one ? grad_tile<S, 1, true, C> : grad_tile<S, 1, false, C>);
+      });
       const int64_t of_filters = i * p.found_row;
       tile(p, k + i, gradient + i, p.found + of_filters, grad_k + i, p.grad_z + i * p.A,
            p.grad_found + of_filters);

@@ -1,4 +1,4 @@
-// Scores of tiles of queries and keys; the three paths of the additive one, and that of relu.
+// Scores of tiles of queries and keys; tanh has three paths.
 //
 // With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
 // two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). The error is that of
@@ -12,12 +12,7 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-enum class Score { dot, factored, small, direct, relu };
-
-template <class C>
-inline Vec<C> rectified(Vec<C> z) {
-  return z < (C)0 ? Vec<C>{} : z;  // and NaN as it is
-}
+enum class Path { direct, factored, small };  // of tanh; other scores are taken directly
 
 // e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0. Returns the largest
 // |x|, passing over NaN: a NaN in a masked key must not choose the path.
@@ -51,7 +46,7 @@ C range_of(Rows<C> x, int64_t n, int64_t padded) {
   return highest<C>(most);
 }
 
-// -2 tanh(x), as Score::small takes it.
+// -2 tanh(x), as Path::small takes it.
 template <class C>
 void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
   constexpr int W = Vector<C>::width;
@@ -68,7 +63,7 @@ void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
 // out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc). A term of tanh is -w tanh / 2, taken as
 // w (1/d - 1/2): a sum of w/d, to be subtracted from that of w, is rounded as a number of the size of
 // that of |w|, and where the weights have one sign the score is far smaller.
-template <class C, Score S, int I, int J>
+template <class C, Score S, Path P, int I, int J>
 void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
                 int64_t out_stride) {
   constexpr int W = Vector<C>::width;
@@ -82,7 +77,7 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
         const Vec<C> q0 = load(qi), q1 = load(qi + W);
-        if constexpr (S == Score::direct) {
+        if constexpr (S == Score::tanh && P == Path::direct) {
           Vec<C> z[2 * J], s[2 * J];
           for (int j = 0; j < J; ++j) {
             z[2 * j] = q0 + load(k.data + j * k.stride + c);
@@ -102,13 +97,13 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
             continue;
           }
           const Vec<C> w0 = load(w + c), w1 = load(w + c + W);
-          if constexpr (S == Score::factored) {
+          if constexpr (S != Score::tanh) {
+            acc[i][j] += w0 * activation<S, C>(q0 + k0);
+            acc[i][j] += w1 * activation<S, C>(q1 + k1);
+          } else if constexpr (P == Path::factored) {
             const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
             acc[i][j] += (w0 * d1 + w1 * d0) * reciprocal(d0 * d1) - (w0 + w1) * (C)0.5;
-          } else if constexpr (S == Score::relu) {
-            acc[i][j] += w0 * rectified<C>(q0 + k0);
-            acc[i][j] += w1 * rectified<C>(q1 + k1);
-          } else if constexpr (S == Score::small) {  // w s, as below
+          } else if constexpr (P == Path::small) {  // w s, as below
             const Vec<C> d0 = q0 * k0 + (C)4, d1 = q1 * k1 + (C)4;
             acc[i][j] += (w0 * (q0 + k0) * d1 + w1 * (q1 + k1) * d0) * reciprocal(d0 * d1);
           }
@@ -126,12 +121,12 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
       for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
     }
     for (int j = 0; j < J; ++j)
-      out[i * out_stride + j] = S == Score::dot || S == Score::relu ? score[j] : -2 * score[j];
+      out[i * out_stride + j] = S == Score::tanh ? -2 * score[j] : score[j];
   }
 }
 
 // The scores of nq queries and nk keys. Four keys stay in the first cache while queries pass.
-template <class C, Score S>
+template <class C, Score S, Path P>
 void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded,
                  C* out, int64_t out_stride) {
   constexpr int I = 2;
@@ -139,8 +134,9 @@ void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64
     const int64_t keys = nk - j >= 4 ? 4 : 1;
     for (int64_t i = 0; i < nq;) {
       const int64_t rows = nq - i >= I ? I : 1;
-      const auto tile = keys == 4 ? (rows == I ? score_tile<C, S, I, 4> : score_tile<C, S, 1, 4>)
-                                  : (rows == I ? score_tile<C, S, I, 1> : score_tile<C, S, 1, 1>);
+      const auto tile =
+          keys == 4 ? (rows == I ? score_tile<C, S, P, I, 4> : score_tile<C, S, P, 1, 4>)
+                    : (rows == I ? score_tile<C, S, P, I, 1> : score_tile<C, S, P, 1, 1>);
       tile({q.data + i * q.stride, q.stride}, {k.data + j * k.stride, k.stride}, w, padded,
            out + i * out_stride + j, out_stride);
       i += rows;
@@ -155,7 +151,7 @@ void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* 
                int64_t out_stride, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
   if (nq < 6)  // too few to pay for a transposition
-    return score_block<C, Score::dot>(q, nq, k, nk, nullptr, padded, out, out_stride);
+    return score_block<C, Score::dot, Path::direct>(q, nq, k, nk, nullptr, padded, out, out_stride);
   for (int64_t j = 0; j < nk; j += W2) {
     const int64_t keys = min(nk - j, W2);
     transpose(k.data + j * k.stride, k.stride, keys, padded, scratch, W2);
@@ -174,21 +170,21 @@ void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk
 
 // s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2, or of what
 // double_tanh has left, (q + k) / (4 + q k)
-template <class C, Score S>
+template <class C, Score S, Path P>
 inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& s0, Vec<C>& s1) {
-  if constexpr (S == Score::factored) {
+  if constexpr (S != Score::tanh) {
+    s0 = activation<S, C>(q0 + k0) * (C)-0.5;
+    s1 = activation<S, C>(q1 + k1) * (C)-0.5;
+  } else if constexpr (P == Path::factored) {
     const Vec<C> d0 = q0 * k0 + (C)1, d1 = q1 * k1 + (C)1;
     const Vec<C> r = reciprocal(d0 * d1);
     s0 = r * d1 - (C)0.5;
     s1 = r * d0 - (C)0.5;
-  } else if constexpr (S == Score::small) {
+  } else if constexpr (P == Path::small) {
     const Vec<C> d0 = q0 * k0 + (C)4, d1 = q1 * k1 + (C)4;
     const Vec<C> r = reciprocal(d0 * d1);
     s0 = (q0 + k0) * (r * d1);
     s1 = (q1 + k1) * (r * d0);
-  } else if constexpr (S == Score::relu) {
-    s0 = rectified<C>(q0 + k0) * (C)-0.5;
-    s1 = rectified<C>(q1 + k1) * (C)-0.5;
   } else {
     const Vec<C> z[] = {q0 + k0, q1 + k1};
     Vec<C> s[2];
@@ -200,13 +196,13 @@ inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& 
 // g f'(q + k) / 4, of a quarter of g and t = g s; of tanh, g (1/4 - s^2)
 template <Score S, class C>
 inline Vec<C> quarter_slope(C quarter, Vec<C> t, Vec<C> s) {
-  if constexpr (S == Score::relu) return s < (C)0 ? splat(quarter) : Vec<C>{};
-  else return quarter - t * s;
+  if constexpr (S == Score::tanh) return quarter - t * s;
+  else return times_slope<S, C>(splat(quarter), s * (C)-2);
 }
 
 // For I queries and n keys, two vectors of features, packed: with g the gradient of the score
 //   grad_q_i += sum_j g f' / 4,  grad_k_j += sum_i g f' / 4,  grad_w += sum_ij g s
-template <class C, Score S, int I>
+template <class C, Score S, Path P, int I>
 void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q,
                C* grad_k, C* grad_w) {
   constexpr int W = Vector<C>::width;
@@ -220,7 +216,7 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
     Vec<C> gk0 = load(grad_k + j * 2 * W), gk1 = load(grad_k + j * 2 * W + W);
     for (int i = 0; i < I; ++i) {
       Vec<C> s0, s1;
-      half_activation<C, S>(q0[i], q1[i], k0, k1, s0, s1);
+      half_activation<C, S, P>(q0[i], q1[i], k0, k1, s0, s1);
       const C gij = g[i * g_stride + j], quarter = gij * (C)0.25;
       const Vec<C> t0 = gij * s0, t1 = gij * s1;
       const Vec<C> u0 = quarter_slope<S>(quarter, t0, s0), u1 = quarter_slope<S>(quarter, t1, s1);
@@ -244,7 +240,7 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
 
 // The same for all queries and keys, by blocks: what is touched stays in the first cache, and sums
 // of sums lose less than one long sum.
-template <class C, Score S>
+template <class C, Score S, Path P>
 void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
                  C* grad_q, C* grad_k, C* grad_w) {
   constexpr int W2 = 2 * Vector<C>::width;
@@ -258,7 +254,7 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
       for (int64_t x = 0; x < W2; ++x) part_w[x] = 0;
       for (int64_t i = i0; i < end;) {
         const bool two = i + 2 <= end;
-        const auto tile = two ? grad_tile<C, S, 2> : grad_tile<C, S, 1>;
+        const auto tile = two ? grad_tile<C, S, P, 2> : grad_tile<C, S, P, 1>;
         tile(q + i * W2, k + j * W2, g + i * g_stride + j, g_stride, keys, grad_q + i * W2, part_k,
              part_w);
         i += two ? 2 : 1;
@@ -271,7 +267,7 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
 
 // The same for one query and four whole rows of keys; without `keys` only grad_q. grad_k [4, width] is
 // written, not added to. The next four rows are expected so far `ahead`.
-template <class C, Score S, bool keys>
+template <class C, Score S, Path P, bool keys>
 void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, int64_t ahead,
                C* grad_q, C* grad_k, C* grad_w) {
   constexpr int W = Vector<C>::width;
@@ -280,13 +276,13 @@ void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t widt
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
     for (int j = 0; j < 4; ++j) expect_step(k[j] + ahead + c);
     Vec<C> s[8];
-    if constexpr (S == Score::direct) {
+    if constexpr (S == Score::tanh && P == Path::direct) {
       Vec<C> z[8];
       for (int j = 0; j < 4; ++j) z[2 * j] = q0 + load(k[j] + c), z[2 * j + 1] = q1 + load(k[j] + c + W);
       half_tanh(z, s);
     } else {
       for (int j = 0; j < 4; ++j)
-        half_activation<C, S>(q0, q1, load(k[j] + c), load(k[j] + c + W), s[2 * j], s[2 * j + 1]);
+        half_activation<C, S, P>(q0, q1, load(k[j] + c), load(k[j] + c + W), s[2 * j], s[2 * j + 1]);
     }
     for (int j = 0; j < 4; ++j) {
       const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];

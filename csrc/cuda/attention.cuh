@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 // A gradient is a sum over the other side, for every row and feature; queries and keys take turns
 // in the part of the rows, so that no two blocks add to the same number:
 //   dot       out_r = scale * sum_c g_rc y_c
-//   additive  out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
-//   relu      out_r = 4 scale w * sum_c g_rc / 4 where s < 0,  s = -relu(x_r + y_c) / 2
+//   tanh      out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
+//   others    out_r = 4 scale w * sum_c g_rc f'(x_r + y_c) / 4,  s = -f(x_r + y_c) / 2
 // and, where queries are the rows, grad_weight = -2 scale * sum_rc g_rc s.
 struct Sum {
   View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
@@ -204,11 +204,11 @@ __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a)
   }
 }
 
-// NaN counts as 0 under tanh, and what is not finite under relu: a row that may see it has NaN weights and so a NaN g; for the others
-// it must not exist.
+// NaN counts as 0, and, but under tanh, what is not finite: a row that may see it has NaN weights and so
+// a NaN g; for the others it must not exist.
 template <Score S, class C, int N>
 __device__ void drop_unseen(C (&x)[N]) {
-  for (C& v : x) v = (S == Score::relu ? v - v == 0 : v == v) ? v : 0;
+  for (C& v : x) v = (S == Score::tanh ? v == v : v - v == 0) ? v : 0;
 }
 
 // Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice. The quick way
@@ -218,7 +218,7 @@ template <Score S, bool quick, bool weighs, class C>
 __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x)[kHeight][2],
                             C (&out)[kHeight][2], C (&grad_weight)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll(S == Score::additive && !quick ? 1 : 2)
+#pragma unroll(S == Score::tanh && !quick ? 1 : 2)
   for (int c = 0; c < columns; ++c) {
     const C y[2] = {staged.y[c][lane], staged.y[c][lane + 32]};
     for (int r = 0; r < kHeight; ++r) {
@@ -228,18 +228,19 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
           if (quick || g != 0) out[r][half] += g * y[half];
       } else {
         C s[2];
-        if constexpr (S == Score::additive && quick) {
+        if constexpr (S == Score::tanh && quick) {
           const C d0 = x[r][0] * y[0] + 1, d1 = x[r][1] * y[1] + 1, both = reciprocal(d0 * d1);
           s[0] = both * d1 - C(0.5), s[1] = both * d0 - C(0.5);
         } else {
           for (int half = 0; half < 2; ++half) {
             const C z = x[r][half] + y[half];
-            s[half] = C(-0.5) * (S == Score::relu ? rectified(z) : tanh(z));
+            if constexpr (S == Score::tanh) s[half] = C(-0.5) * tanh(z);
+            else s[half] = C(-0.5) * activation<S, C>(z);
           }
         }
         for (int half = 0; half < 2; ++half) {
-          const C slope = S == Score::relu ? C(s[half] < 0) / 4 : C(0.25) - s[half] * s[half];
-          out[r][half] += g * slope;
+          if constexpr (S == Score::tanh) out[r][half] += g * (C(0.25) - s[half] * s[half]);
+          else out[r][half] += times_slope<S, C>(g / 4, -2 * s[half]);
           if (weighs) grad_weight[half] += g * s[half];
         }
       }
@@ -254,7 +255,7 @@ template <class T, Score S, bool keys_are_rows>
 __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
     grad_rows(const Attention a, const Sum sum) {
   using C = typename Accumulate<T>::type;
-  constexpr bool factorable = S == Score::additive && sizeof(C) == 4, weighs = !keys_are_rows;
+  constexpr bool factorable = S == Score::tanh && sizeof(C) == 4, weighs = !keys_are_rows;
   __shared__ StagedSum<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, sum.rows, kSumRows);
@@ -371,9 +372,8 @@ void launch_forward(const Attention& a, const Launch& launch) {
     const Factored of = factored<T>(a, launch);
     const auto with = [&](auto columns) {
       constexpr int N = decltype(columns)::value;
-      const auto kernel = !a.weight.data ? forward<T, Score::dot, N>
-                          : a.relu       ? forward<T, Score::relu, N>
-                                         : forward<T, Score::additive, N>;
+      const auto kernel =
+          by_score(a.score, [](auto known) { return forward<T, decltype(known)::score, N>; });
       const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // the weights are due at 0
       launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a, of);
     };
@@ -398,9 +398,8 @@ void launch_backward(const Attention& a, const Launch& launch) {
     };
     const auto of_rows = [&](auto keys) {
       constexpr bool are_rows = decltype(keys)::value;
-      return !a.weight.data ? grad_rows<T, Score::dot, are_rows>
-             : a.relu       ? grad_rows<T, Score::relu, are_rows>
-                            : grad_rows<T, Score::additive, are_rows>;
+      return by_score(
+          a.score, [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });
     };
     if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
     if (a.grad_query.data || a.grad_weight.data) add(of_rows(std::false_type{}), query);

@@ -34,6 +34,28 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   }
 }
 
+// An activation, and g times its slope where it is x, of a score that is known at run time alone.
+template <class C>
+__device__ C activated(Score score, C z) {
+  switch (score) {
+#define ATTNFAST_CASE(name) \
+  case Score::name: return activation<Score::name, C>(z);
+    ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
+#undef ATTNFAST_CASE
+    default: return tanh(z);
+  }
+}
+template <class C>
+__device__ C times_slope(Score score, C g, C x) {
+  switch (score) {
+#define ATTNFAST_CASE(name) \
+  case Score::name: return times_slope<Score::name, C>(g, x);
+    ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
+#undef ATTNFAST_CASE
+    default: return g * (1 - x * x);
+  }
+}
+
 // A signal over the keys, 0 past both ends; null is 0 everywhere.
 template <class C>
 struct Signal {
@@ -140,7 +162,7 @@ struct Scan {
         }
         const C qc = widen(q[c]), w = widen(weight[c]);
 #pragma unroll
-        for (int x = 0; x < kAtOnce; ++x) s[x] += w * tanh(z[x] + widen(k[x][c]) + qc);
+        for (int x = 0; x < kAtOnce; ++x) s[x] += w * activated(a.score, z[x] + widen(k[x][c]) + qc);
       }
 #pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
@@ -166,8 +188,9 @@ struct Scan {
         if (g[j] != 0) {
           C z = 0;
           for (int64_t i = 0; i < K; ++i) z += found[j * K + i] * u[i];
-          const C x = tanh(z + widen(at<T>(a.key, tile, j)[c]) + qc), scaled = C(a.scale) * g[j];
-          slope = scaled * w * (1 - x * x);
+          const C x = activated(a.score, z + widen(at<T>(a.key, tile, j)[c]) + qc);
+          const C scaled = C(a.scale) * g[j];
+          slope = times_slope(a.score, scaled * w, x);
           grad_w += scaled * x;
           grad_q += slope;
           if (a.grad_key.data) grad_keys[j * a.A + c] += slope;
@@ -395,8 +418,8 @@ void launch_forward(const Coverage& a, const Launch& launch) {
   const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, {}};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const auto scores = a.weight.data ? products<T, Score::additive, false>
-                                      : products<T, Score::dot, false>;
+    const auto scores =
+        by_score(a.score, [](auto known) { return products<T, decltype(known)::score, false>; });
     if (!a.filters_count)
       launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
              factored<T>(rows, launch));

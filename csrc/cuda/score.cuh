@@ -167,7 +167,7 @@ template <class T, class Launch>
 Factored factored(const Attention& a, const Launch& launch) {
   Factored out = {};
   if constexpr (sizeof(typename Accumulate<T>::type) == 4) {
-    if (!a.weight.data || a.relu) return out;
+    if (a.score != Score::tanh) return out;
     const int64_t width = tiles(a.A, kFeatures) * kFeatures;
     const auto rows = [&](int64_t count) {
       const int64_t head = count * width, batch = a.H * head;
@@ -182,7 +182,7 @@ Factored factored(const Attention& a, const Launch& launch) {
 
 // Add q k (dot) or w f(q + k) of the staged features, of the tile's queries lane / 8 + 4 r and its keys
 // lane % 8 + 8 x.
-template <Score S, class C>
+template <Score S, bool small, class C>
 __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
   const int lane = threadIdx.x % 32;
   const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
@@ -199,10 +199,10 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
           if constexpr (S == Score::dot) {
             sum[r][x] += q0 * k0;
             sum[r][x] += q1 * k1;
-          } else if constexpr (S == Score::relu) {
-            sum[r][x] += w[c + i] * rectified(q0 + k0);
-            sum[r][x] += w[c + i + 1] * rectified(q1 + k1);
-          } else if constexpr (S == Score::small) {
+          } else if constexpr (S != Score::tanh) {
+            sum[r][x] += w[c + i] * activation<S, C>(q0 + k0);
+            sum[r][x] += w[c + i + 1] * activation<S, C>(q1 + k1);
+          } else if constexpr (small) {
             sum[r][x] += w[c + i] * small_tanh(q0 + k0);
             sum[r][x] += w[c + i + 1] * small_tanh(q1 + k1);
           } else {
@@ -216,13 +216,13 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
 
 // staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share
 // the features, of which they take chunks; every thread of the block takes part. Where the score is
-// additive, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
+// tanh's, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
 // warp's features add up to, tanh by tanh; `small` tells that they are near 0, and not factored.
 template <Score S, class X, class C, class Again>
 __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
                            Staged<C>& staged, const Again& again, bool small = false) {
   constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
-  constexpr bool factored = S == Score::additive && sizeof(C) == 4;
+  constexpr bool factored = S == Score::tanh && sizeof(C) == 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4 * 4;
   const bool fours = factored || (aligned(q) && aligned(k));
   C(*const rows)[kPitch] = staged.rows[warp], *const weights = staged.w[warp];
@@ -241,7 +241,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
     C part[4][4];
     for (int r = 0; r < 4; ++r)
       for (int x = 0; x < 4; ++x) part[r][x] = factored ? widen(w[width + first / kFeatures]) : C(0);
-    if constexpr (S != Score::additive || factored) {
+    if constexpr (S != Score::tanh || factored) {
       C x[kSteps][4];
 #pragma unroll
       for (int n = 0; n < kSteps; ++n)
@@ -255,13 +255,13 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
         for (int i = 0; i < 4; ++i) rows[lane / 4 + 8 * n][quad + i] = x[n][i];
       if (S != Score::dot && lane < kFeatures) weights[lane] = v;
       __syncwarp();
-      if (factored && small) score_features<Score::small>(rows, weights, part);
-      else score_features<S>(rows, weights, part);
+      if (factored && small) score_features<S, true>(rows, weights, part);
+      else score_features<S, false>(rows, weights, part);
     }
     for (int r = 0; r < 4; ++r)  // sums of sums lose less
       for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
   }
-  if constexpr (S == Score::additive) {
+  if constexpr (S == Score::tanh) {
     bool missing = !factored;
     for (int r = 0; r < 4; ++r)
       for (int x = 0; x < 4; ++x) missing |= sum[r][x] != sum[r][x];
@@ -293,7 +293,7 @@ __device__ void score_tile(const Attention& a, const Factored& f, const Tile& ti
     if (row >= rows || key >= keys) return C(0);
     return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
   };
-  if constexpr (S == Score::additive && sizeof(C) == 4) {
+  if constexpr (S == Score::tanh && sizeof(C) == 4) {
     bool small = false;
     if constexpr (near) {
       const int lane = threadIdx.x % 32;

@@ -28,10 +28,10 @@ template <Score S, class C>
 __device__ C pair_score(C q0, C q1, C k0, C k1, C w0, C w1) {
   if constexpr (S == Score::dot) {
     return q0 * k0 + q1 * k1;
-  } else if constexpr (S == Score::relu) {
-    return w0 * rectified(q0 + k0) + w1 * rectified(q1 + k1);
-  } else {
+  } else if constexpr (S == Score::tanh) {
     return w0 * tanh(q0 + k0) + w1 * tanh(q1 + k1);
+  } else {
+    return w0 * activation<S, C>(q0 + k0) + w1 * activation<S, C>(q1 + k1);
   }
 }
 
@@ -207,11 +207,11 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) 
       if (share[j] == 0) continue;
       if constexpr (S == Score::dot) {
         sum += share[j] * widen(*k);
-      } else if constexpr (S == Score::relu) {
-        sum += q0 + widen(*k) > 0 ? share[j] : 0;
-      } else {
+      } else if constexpr (S == Score::tanh) {
         const C t = tanh(q0 + widen(*k));
         sum += share[j] * (1 - t * t);
+      } else {
+        sum += times_slope<S, C>(share[j], activation<S, C>(q0 + widen(*k)));
       }
     }
     return S == Score::dot ? sum : sum * widen(w[c]);
@@ -230,9 +230,8 @@ inline int64_t key_parts(const Attention& a) {
 template <class T, class Launch>
 void launch_step(const Attention& a, const Launch& launch) {
   const int64_t blocks = key_parts(a);
-  const auto kernel = !a.weight.data ? step<T, Score::dot>
-                      : a.relu       ? step<T, Score::relu>
-                                     : step<T, Score::additive>;
+  const auto kernel =
+      by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
   if (blocks == 1 || blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, View{});
   using C = typename Accumulate<T>::type;
@@ -245,9 +244,8 @@ void launch_step(const Attention& a, const Launch& launch) {
 // Whether it was a step's backward that one launch can do.
 template <class T, class Launch>
 bool launch_step_backward(const Attention& a, const Launch& launch) {
-  const auto kernel = !a.weight.data ? step_backward<T, Score::dot>
-                      : a.relu       ? step_backward<T, Score::relu>
-                                     : step_backward<T, Score::additive>;
+  const auto kernel =
+      by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score>; });
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_weight.data;
   if (a.Tq != 1 || a.grad_score_given || !a.grad_query.data || others) return false;
   const int64_t blocks = key_parts(a);

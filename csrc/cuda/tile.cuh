@@ -22,8 +22,6 @@ constexpr float kFactoredLimit = 10.9f;
 // Of |q| + |k| where tanh is so small that its error must be relative.
 constexpr float kSmallLimit = 0.8f;
 
-enum class Score { dot, additive, relu, small };
-
 // ---- numbers ----------------------------------------------------------------------------------
 
 template <class T>
@@ -212,12 +210,6 @@ __device__ void finish_row(const Attention& a, const Tile& tile, int64_t i, cons
     const C s = exists ? weights[c] : C(-INFINITY);
     weights[c] = s == -INFINITY ? 0 : exp(s - top) * share;
   }
-}
-
-// and NaN as it is
-template <class C>
-__device__ C rectified(C z) {
-  return z < 0 ? C(0) : z;
 }
 
 }  // namespace

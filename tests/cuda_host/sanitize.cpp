@@ -36,6 +36,7 @@ int main(int, char** argv) {
     }
     a.dtype = Dtype::f32;
     a.scale = 0.5;
+    a.score = additive ? Score::tanh : Score::dot;
     a.query = tensor(a.Tq, a.A);
     a.key = tensor(a.Tk, a.A);
     a.value = tensor(a.Tk, a.Dv);
