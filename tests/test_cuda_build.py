@@ -11,6 +11,7 @@ from machine_code import factored_loop, functions, resources, run_tool
 from test_cuda import compile_on_host
 
 import attnfast
+from attnfast.ops.arguments import SCORES
 
 ARCHS = ("80", "90", "100")
 DTYPES = ("float", "double", "__half", "__nv_bfloat16")
@@ -23,23 +24,22 @@ BUDGETS = {
     )
     for dtype in DTYPES
     for kernel, score, registers, of_double, kib in (
-        *(("forward", f", {score}, 1", 128, 255, 18) for score in range(3)),
-        *(("forward", f", {score}, 2", 168, 255, 18) for score in range(3)),
-        *(("forward", f", {score}, 4", 168, 0, 18) for score in range(3)),
-        *(("step", f", {score}", 104, 104, 5) for score in range(3)),
-        *(("step_backward", f", {score}", 104, 104, 5) for score in range(3)),
+        *(("forward", f", {score}, 1", 128, 255, 18) for score in range(len(SCORES))),
+        *(("forward", f", {score}, 2", 168, 255, 18) for score in range(len(SCORES))),
+        *(("forward", f", {score}, 4", 168, 0, 18) for score in range(len(SCORES))),
+        *(("step", f", {score}", 104, 104, 5) for score in range(len(SCORES))),
+        *(("step_backward", f", {score}", 104, 104, 5) for score in range(len(SCORES))),
         ("combine", "", 64, 64, 0),
         ("factor", "", 64, 0, 0),
-        ("products", ", 0, false", 168, 240, 16),
         ("products", ", 0, true", 168, 240, 16),
-        ("products", ", 1, false", 168, 240, 16),
+        *(("products", f", {score}, false", 168, 240, 16) for score in range(len(SCORES))),
         ("grad_score", "", 168, 240, 16),
         ("grad_rows", ", 0, false", 96, 200, 14),
         ("grad_rows", ", 0, true", 96, 200, 14),
         ("grad_rows", ", 1, false", 168, 200, 14),
         ("grad_rows", ", 1, true", 128, 200, 14),
-        ("grad_rows", ", 2, false", 168, 200, 14),
-        ("grad_rows", ", 2, true", 128, 200, 14),
+        *(("grad_rows", f", {score}, false", 168, 210, 14) for score in range(2, len(SCORES))),
+        *(("grad_rows", f", {score}, true", 128, 210, 14) for score in range(2, len(SCORES))),
         ("scan", "", 168, 168, 1),
         ("scan_backward", "", 168, 168, 5),
         ("distribution", "", 80, 80, 1),
