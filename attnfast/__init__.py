@@ -15,9 +15,12 @@ from attnfast.functional import (
 from attnfast.hosts import register_host, replace
 from attnfast.losses import alignment_loss
 from attnfast.ops.span import Span
+from attnfast.results import AttentionResult, CoverageResult
 from attnfast.version import __version__
 
 __all__ = [
+    "AttentionResult",
+    "CoverageResult",
     "Span",
     "__version__",
     "additive_attention",

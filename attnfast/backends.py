@@ -1,16 +1,21 @@
-"""Which implementation serves a call: one table, one reason per refusal."""
+"""Which implementation serves a call: a class for each, which judges the whole call.
+
+:func:`choose` takes the backend that ranks a call best among those that have nothing against it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import importlib.util
+import math
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnfast._torch import constant_in_graphs, has_kernel
 from attnfast.errors import describe, refuse
@@ -54,12 +59,6 @@ def load_library(name: str) -> str | None:
     return None
 
 
-def _cpu(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu":
-        return f"it runs on CPU tensors, not on {device.type}"
-    return load_library("_C_cpu")
-
-
 def triton_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -68,25 +67,6 @@ def triton_interpreted() -> bool:
 @functools.cache
 def _triton_missing() -> bool:
     return importlib.util.find_spec("triton") is None
-
-
-def _triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    if _triton_missing():
-        return "the package triton is not installed"
-    if reason := not_installed():
-        return reason
-    if triton_interpreted():
-        if dtype == torch.bfloat16:
-            return "Triton's interpreter computes bfloat16 wrongly"
-        return None if device.type == "cpu" else "TRITON_INTERPRET=1 asks for CPU tensors"
-    if device.type != "cuda":
-        return f"it runs on CUDA tensors, not on {device.type}"
-    if torch.version.hip is None:
-        own = torch.cuda.get_device_capability(device)
-        if own < OLDEST_FOR_TRITON:
-            needed = _named(OLDEST_FOR_TRITON)
-            return f"Triton needs compute capability {needed}, this GPU has {_named(own)}"
-    return None
 
 
 def _named(*capabilities: tuple[int, int]) -> str:
@@ -118,62 +98,145 @@ def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | N
     )
 
 
-def _cuda(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if device.type != "cuda":
-        return f"it runs on CUDA tensors, not on {device.type}"
-    if reason := load_library("_C_cuda"):
-        return reason
-    return not_built_for(torch.cuda.get_device_capability(device), architectures())
+class Request(NamedTuple):
+    """What backends judge a call by."""
+
+    device: torch.device
+    dtype: torch.dtype
+    operator: str = "attention"
+    step: bool = False  # one query for each sequence: what it costs is latency
+    filters: int = 0
 
 
-def _reference(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+class Backend:
+    """An implementation of the operators."""
+
+    name: str
+
+    def why_not(self, request: Request) -> str | None:
+        """Return why this cannot run a call, in words that follow "because", or None."""
+        if reason := self._unable(request):
+            return reason
+        name, key = f"attnfast_{self.name}::{request.operator}", request.device.type.upper()
+        registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
+        return None if registered else f"it has no {request.operator} yet"
+
+    def _unable(self, request: Request) -> str | None:
+        raise NotImplementedError
+
+    def rank(self, request: Request) -> float:
+        """Return this one's place for a call, the lowest the best; infinite: asked for by name."""
+        raise NotImplementedError
+
+    def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
+        """Return what steps over the same keys keep of them, which no other backend looks into."""
+        return None
 
 
-#: Every backend with the function that says why it cannot run a call, in order of preference: see
-#: :func:`in_order`.
-BACKENDS: dict[str, Callable[[torch.device, torch.dtype], str | None]] = {
-    "triton": _triton,
-    "cuda": _cuda,
-    "cpu": _cpu,
-    "reference": _reference,
-}
+class Triton(Backend):
+    """Triton kernels."""
+
+    name = "triton"
+    most_filters = 128  # more do not fit into shared memory
+
+    def _unable(self, request: Request) -> str | None:
+        if _triton_missing():
+            return "the package triton is not installed"
+        if reason := not_installed():
+            return reason
+        if request.filters > self.most_filters:
+            return f"it takes at most {self.most_filters} filters, not {request.filters}"
+        if triton_interpreted():
+            if request.dtype == torch.bfloat16:
+                return "Triton's interpreter computes bfloat16 wrongly"
+            on_cpu = request.device.type == "cpu"
+            return None if on_cpu else "TRITON_INTERPRET=1 asks for CPU tensors"
+        if request.device.type != "cuda":
+            return f"it runs on CUDA tensors, not on {request.device.type}"
+        if torch.version.hip is None:
+            own = torch.cuda.get_device_capability(request.device)
+            if own < OLDEST_FOR_TRITON:
+                needed = _named(OLDEST_FOR_TRITON)
+                return f"Triton needs compute capability {needed}, this GPU has {_named(own)}"
+        return None
+
+    def rank(self, request: Request) -> float:
+        return math.inf if triton_interpreted() else 1
 
 
-@functools.cache
-def why_not(
-    backend: str, device: torch.device, dtype: torch.dtype, operator: str = "attention"
-) -> str | None:
-    """Return why ``backend`` cannot run tensors of this device and dtype, or None if it can."""
-    reason = BACKENDS[backend](device, dtype)
-    if reason is not None or backend == "reference":
-        return reason
-    name, key = f"attnfast_{backend}::{operator}", device.type.upper()
-    registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
-    return None if registered else f"it has no {operator} yet"
+class Cuda(Backend):
+    """CUDA C++.
 
-
-def in_order(operator: str, step: bool) -> list[str]:
-    """Return the backends to try, the best first, for an operator and one query (``step``) or more.
-
-    Latency is all that a decoder's step costs, and a scan over its rows: there CUDA C++ comes
-    before Triton. Until both have been measured on a GPU this is an expectation.
+    Latency is all that a decoder's step costs, and a scan over its rows: there it comes before
+    Triton. Until both have been measured on a GPU this is an expectation.
     """
-    order = [name for name in BACKENDS if name != "triton" or not triton_interpreted()]
-    if step or operator == "coverage_attention":
-        order.sort(key=lambda name: name != "cuda")  # the rest stay as they are
-    return order
+
+    name = "cuda"
+
+    def _unable(self, request: Request) -> str | None:
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        if request.device.type != "cuda":
+            return f"it runs on CUDA tensors, not on {request.device.type}"
+        if reason := load_library("_C_cuda"):
+            return reason
+        return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
+
+    def rank(self, request: Request) -> float:
+        return 0 if request.step or request.operator == "coverage_attention" else 2
+
+
+class Cpu(Backend):
+    """C++ for CPUs."""
+
+    name = "cpu"
+
+    def _unable(self, request: Request) -> str | None:
+        if request.device.type != "cpu":
+            return f"it runs on CPU tensors, not on {request.device.type}"
+        return load_library("_C_cpu")
+
+    def rank(self, request: Request) -> float:
+        return 3
+
+    def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
+        kept = torch.ops.attnfast_cpu.prepare(key.detach(), lengths, score)
+        return kept if kept.numel() else None
+
+
+class Reference(Backend):
+    """Plain PyTorch, the oracle: it takes everything."""
+
+    name = "reference"
+
+    def why_not(self, request: Request) -> str | None:
+        return None
+
+    def rank(self, request: Request) -> float:
+        return 4
+
+
+BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Reference())}
 
 
 @functools.cache
-def _choose(
-    backend: str | None, device: torch.device, dtype: torch.dtype, operator: str, step: bool
-) -> str:
+def why_not(backend: str, *asked) -> str | None:
+    """Return why a backend cannot run a call, or None; ``asked`` is what a Request holds."""
+    return BACKENDS[backend].why_not(Request(*asked))
+
+
+def in_order(request: Request) -> list[str]:
+    """Return the backends to try for a call, the best first."""
+    ranks = {name: backend.rank(request) for name, backend in BACKENDS.items()}
+    return sorted((name for name in ranks if ranks[name] < math.inf), key=ranks.__getitem__)
+
+
+@functools.cache
+def _choose(backend: str | None, *asked) -> str:
+    request = Request(*asked)
     if backend is None:
-        order = in_order(operator, step)
-        reasons = {name: why_not(name, device, dtype, operator) for name in order}
+        order = in_order(request)
+        reasons = {name: why_not(name, *asked) for name in order}
         chosen = next(name for name in order if reasons[name] is None)
         if chosen == "reference":
             refusals = "; ".join(f"{name}: {reasons[name]}" for name in order[:-1])
@@ -184,7 +247,7 @@ def _choose(
         return chosen
     if backend not in BACKENDS:
         refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
-    reason = why_not(backend, device, dtype, operator)
+    reason = why_not(backend, *asked)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
@@ -197,8 +260,13 @@ def choose(
     dtype: torch.dtype,
     operator: str = "attention",
     step: bool = False,
+    filters: int = 0,
 ) -> str:
-    """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``."""
+    """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``.
+
+    The other arguments are those of a :class:`Request`.
+    """
     if backend is not None and not isinstance(backend, str):
         refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
-    return _choose(backend if backend is None else str(backend), device, dtype, operator, step)
+    name = backend if backend is None else str(backend)
+    return _choose(name, device, dtype, operator, step, filters)

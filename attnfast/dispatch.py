@@ -9,8 +9,9 @@ from torch import Tensor
 
 from attnfast import reference
 from attnfast.ops.arguments import as_returned, fold_scale, refuse_tangents
-from attnfast.ops.attention import ATTENTION, Attended, Attention
+from attnfast.ops.attention import ATTENTION, Attention
 from attnfast.ops.operators import Operator, is_recorded, made
+from attnfast.results import AttentionResult, attention_result
 
 __all__ = ["attend", "run"]
 
@@ -30,9 +31,9 @@ def run(operator: Operator, call: Any, backend: str) -> Any:
     return operator(backend, call) if is_recorded() else operator.differentiable(backend, call)
 
 
-def attend(call: Attention, backend: str) -> Attended:
-    """Run attention; its weights are as users get them."""
+def attend(call: Attention, backend: str) -> AttentionResult:
+    """Run attention; its results are as users get them."""
     call = fold_scale(call) if backend != "reference" else call
     context, weights, log_sum_exp = run(ATTENTION, call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)
-    return made(Attended, (context, weights, log_sum_exp))
+    return attention_result(context, weights, log_sum_exp)

@@ -31,6 +31,11 @@ from attnfast.ops.copying import COPYING, Copy
 from attnfast.ops.coverage import COVERAGE, Coverage, check_history
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import Position, Spans, check_form, check_span
+from attnfast.results import (
+    AttentionResult,
+    CoverageResult,
+    coverage_result,
+)
 
 __all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot_attention"]
 
@@ -40,14 +45,12 @@ def _attend(
     place: Place,
     temperature: float,
     need_weights: bool | str,
-    need_log_sum_exp: bool,
     backend: str | None,
-) -> tuple[Tensor | None, ...]:
+) -> AttentionResult:
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     call = autocast_call(call)
     check_form(need_weights)
     need_weights = need_weights if isinstance(need_weights, str) else bool(need_weights)
-    check_flag("need_log_sum_exp", need_log_sum_exp)
     try:
         check_temperature(temperature)
         if call.scale is None:
@@ -73,7 +76,7 @@ def _attend(
     except Exception:
         attention.check(call)
         raise
-    return tuple(result) if need_log_sum_exp else result[:2]
+    return result
 
 
 def additive_attention(
@@ -91,9 +94,8 @@ def additive_attention(
     sigma: float | Tensor | None = None,
     temperature: float = 1.0,
     need_weights: bool | str = False,
-    need_log_sum_exp: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> AttentionResult:
     r"""Attend with Bahdanau's additive score.
 
     .. math:: e_{ij} = (\sum_a w_a \tanh(q_{ia} + k_{ja}) + b_{ij}) / T, \quad
@@ -129,17 +131,17 @@ def additive_attention(
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
             them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
-        need_log_sum_exp: return log Σ_j exp(e_ij) as a third result, float32 (float64 for float64).
         backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
             ``"reference"``.
 
     Returns:
-        ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype, then
-        ``log_sum_exp [B, Tq]`` if asked for. With a list of spans weights are a list too, one
-        ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
+        ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype: an
+        :class:`attnfast.AttentionResult`, whose attribute ``log_sum_exp [B, Tq]`` is
+        log Σ_j exp(e_ij), float32 (float64 for float64). With a list of spans weights are a list
+        too, one ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
         log-sum-exp −inf and gradients 0. With heads the context lies in memory as the query does,
-        like that of ``scaled_dot_product_attention``: who has transposed ``[B, Tq, H, A]``
-        transposes back without a copy.
+        like that of ``scaled_dot_product_attention``: a transposed ``[B, Tq, H, A]`` is transposed
+        back without a copy.
 
     For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp of
     itself), so that a score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager
@@ -159,7 +161,7 @@ def additive_attention(
         query, key, value, weight, bias, mask, lengths, score=check_activation(activation)
     )
     place = Place(span, position, sigma)
-    return _attend(call, place, temperature, need_weights, need_log_sum_exp, backend)
+    return _attend(call, place, temperature, need_weights, backend)
 
 
 def dot_attention(
@@ -176,9 +178,8 @@ def dot_attention(
     sigma: float | Tensor | None = None,
     temperature: float = 1.0,
     need_weights: bool | str = False,
-    need_log_sum_exp: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> AttentionResult:
     r"""Attend with the dot-product score.
 
     .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
@@ -197,7 +198,7 @@ def dot_attention(
     """
     call = Attention(query, key, value, None, bias, mask, lengths, scale=scale)  # type: ignore[arg-type]
     place = Place(span, position, sigma)
-    return _attend(call, place, temperature, need_weights, need_log_sum_exp, backend)
+    return _attend(call, place, temperature, need_weights, backend)
 
 
 def _with_coverage_feature(
@@ -291,6 +292,11 @@ def coverage_call(
     return call
 
 
+def filters_of(call: Coverage) -> int:
+    """Return how many filters a call has."""
+    return 0 if call.filters is None else call.filters.shape[-3]
+
+
 def coverage_attention(
     query: Tensor,
     key: Tensor,
@@ -313,9 +319,8 @@ def coverage_attention(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     need_weights: bool = False,
-    need_loss: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> CoverageResult:
     r"""Attend row after row, each row knowing what the rows before it attended to.
 
     .. math:: e_{tj} = (s \cdot \mathrm{score}(q_t, k_j + f_{tj}) + b_{tj} - \lambda C_{tj}) / T,
@@ -349,12 +354,12 @@ def coverage_attention(
         lengths, mask, bias, temperature, need_weights, backend: as in
             :func:`attnfast.additive_attention`. A row whose mask is False throughout (padding of
             the target) counts in neither coverage nor loss.
-        need_loss: return the coverage loss too.
 
     Returns:
         ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
-        last row, float32 (float64 for float64); with ``need_loss`` every sequence's coverage loss,
-        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, ``[B]``. With heads, ``[B, H, …]`` throughout.
+        last row, float32 (float64 for float64): an :class:`attnfast.CoverageResult`, whose
+        attribute ``loss [B]`` is every sequence's coverage loss,
+        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`. With heads, ``[B, H, …]`` throughout.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
@@ -368,7 +373,6 @@ def coverage_attention(
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
     check_flag("need_weights", need_weights)
-    check_flag("need_loss", need_loss)
     score = check_activation(activation)
     call = coverage_call(
         Coverage(
@@ -379,10 +383,9 @@ def coverage_attention(
         temperature, coverage_weight, over,
     )  # fmt: skip
     query = call.query
-    backend = choose(backend, query.device, query.dtype, "coverage_attention")
+    backend = choose(backend, query.device, query.dtype, COVERAGE.name, filters=filters_of(call))
     context, weights, last, loss, _ = dispatch.run(COVERAGE, call, backend)
-    result = (context, as_returned(weights, query.dtype, need_weights), last)
-    return (*result, loss) if need_loss else result
+    return coverage_result(context, as_returned(weights, query.dtype, need_weights), last, loss)
 
 
 def copy_distribution(
@@ -443,7 +446,7 @@ def copy_distribution(
     check_flag("log", log)
     call = Copy(logits, weights, source, gate, extra_words, bool(log))
     try:
-        backend = choose(backend, logits.device, logits.dtype, "copy_distribution")
+        backend = choose(backend, logits.device, logits.dtype, COPYING.name)
         return dispatch.run(COPYING, call, backend).distribution
     except Exception:
         copying.check(call)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnfast import dispatch
-from attnfast.ops.attention import Attended, Attention
+from attnfast.ops.attention import Attention
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import (
     Position,
@@ -30,6 +30,7 @@ from attnfast.ops.span import (
     to_form,
     to_phases,
 )
+from attnfast.results import AttentionResult, attention_result
 
 __all__ = ["Lowered", "Place", "attend", "lower"]
 
@@ -53,23 +54,21 @@ class Lowered(NamedTuple):
     phases: int = 1
     front: int = 0  # rows of the first phase that do not exist
 
-    def weights(self, weights: Any, form: bool | str) -> Any:
-        """Return the operator's weights as they were asked for."""
-        if isinstance(form, str):
-            return to_form(form, weights, self.keys, self.Tk)
-        return to_columns(weights, self.narrow) if form and self.narrow is not None else weights
-
-    def restore(self, result: Attended, form: bool | str) -> Attended:
+    def restore(self, result: AttentionResult, form: bool | str) -> AttentionResult:
         """Return the results of the call before it was lowered."""
-        context, weights, log_sum_exp = result
+        context: Any = result.context
+        weights, log_sum_exp = result.weights, result.log_sum_exp
         if self.phases > 1:
-            parts = (context, weights, log_sum_exp.unsqueeze(-1))
-            context, weights, log_sum_exp = (
+            context, weights, sums = (
                 None if x is None else from_phases(x, self.phases, self.front, self.like)
-                for x in parts
+                for x in (context, weights, log_sum_exp.unsqueeze(-1))
             )
-            log_sum_exp = log_sum_exp.squeeze(-1)
-        return Attended(context, self.weights(weights, form), log_sum_exp)
+            log_sum_exp = sums.squeeze(-1)  # type: ignore[union-attr]
+        if isinstance(form, str):
+            weights = to_form(form, weights, self.keys, self.Tk)
+        elif form and self.narrow is not None:
+            weights = to_columns(weights, self.narrow)
+        return attention_result(context, weights, log_sum_exp)
 
 
 def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
@@ -150,13 +149,13 @@ def _in_phases(call: Attention, span: Span, position: Any, front: int) -> Attent
     )
 
 
-def _attend(call: Attention, place: Place, form: bool | str, backend: str) -> Attended:
+def _attend(call: Attention, place: Place, form: bool | str, backend: str) -> AttentionResult:
     """Run a backend within one span."""
     lowered = lower(call, place, form)
     return lowered.restore(dispatch.attend(lowered.call, backend), form)
 
 
-def attend(call: Attention, place: Place, form: bool | str, backend: str) -> Attended:
+def attend(call: Attention, place: Place, form: bool | str, backend: str) -> AttentionResult:
     """Run a backend within a span, or one for each head: heads of the same one go together.
 
     With a list of spans the weights are a list, one for each head, unless ``form`` is a word.
@@ -191,8 +190,9 @@ def attend(call: Attention, place: Place, form: bool | str, backend: str) -> Att
         )
         own = Place(span, heads(place.position, index), heads(place.sigma, index))
         results.append(_attend(of_heads, own, form, backend))
-    contexts, weights, sums = zip(*results)
+    contexts, weights = zip(*results)
+    sums = [result.log_sum_exp for result in results]
     joined: Any = None
     if form:
         joined = join_heads(weights, order) if isinstance(form, str) else by_head(weights, order)
-    return Attended(join_heads(contexts, order), joined, join_heads(sums, order))
+    return attention_result(join_heads(contexts, order), joined, join_heads(sums, order))

@@ -15,7 +15,7 @@ from attnfast import dispatch, lowering
 from attnfast._torch import saves_elsewhere
 from attnfast.backends import FLOATS, choose
 from attnfast.errors import describe, refuse, refuse_type
-from attnfast.functional import coverage_attention, coverage_call
+from attnfast.functional import coverage_attention, coverage_call, filters_of
 from attnfast.lowering import Place, lower
 from attnfast.ops.arguments import (
     as_returned,
@@ -27,10 +27,16 @@ from attnfast.ops.arguments import (
     refuse_tangents,
 )
 from attnfast.ops.attention import Attention, check
-from attnfast.ops.coverage import Coverage
-from attnfast.ops.operators import is_recorded
+from attnfast.ops.coverage import COVERAGE, Coverage
+from attnfast.ops.operators import is_recorded, made
 from attnfast.ops.span import Position, Span, Spans, check_span
-from attnfast.steps import HistoryStep, Step, Steps
+from attnfast.results import (
+    AttentionResult,
+    CoverageResult,
+    attention_result,
+    coverage_result,
+)
+from attnfast.steps import HistoryStep, Source, Step, Steps
 
 __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 
@@ -40,10 +46,10 @@ class Memory(NamedTuple):
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
-    the dot score; ``backend``, what runs it; ``fertility [B, Tk]``, of coverage, or None;
-    ``score``, ``"dot"`` or the additive score's activation. To attend to a memory raises if key,
-    value, lengths, weight or mask have been changed in place, as far as PyTorch counts changes:
-    not those through ``.data``.
+    the dot score; ``backend``, the one asked for, or None; ``fertility [B, Tk]``, of coverage, or
+    None; ``score``, ``"dot"`` or the additive score's activation. To attend to a memory raises if
+    key, value, lengths, weight or mask have been changed in place, as far as PyTorch counts
+    changes: not those through ``.data``.
 
     A memory pickles as its tensors do: keys lose the graph that they came from.
     """
@@ -66,7 +72,7 @@ class Memory(NamedTuple):
         memory = self._replace(**chosen, steps=None)
         if self.steps is None:
             return memory
-        return memory._replace(steps=Steps(*memory._made_of(), mask=memory.mask))
+        return memory._replace(steps=Steps(memory._shared(), self.steps.backend, mask=memory.mask))
 
     def _call(
         self, query: Tensor, scale: float, need_weights: bool, kept: Tensor | None = None
@@ -80,16 +86,20 @@ class Memory(NamedTuple):
     def __reduce__(self):
         return _restored, (self.steps is not None, *self._replace(steps=None))
 
-    def _made_of(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the tensors that steps share, and what serves them."""
-        return (self.key, self.value, self.lengths, self.weight), (self.backend, self.score)
+    def _shared(self) -> Source:
+        """Return what all steps share."""
+        return made(
+            Source, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
+        )
 
 
 def _restored(has_steps: bool, *fields) -> Memory:
     """Return an unpickled memory."""
     memory = Memory(*fields)
-    steps = Steps(*memory._made_of(), mask=memory.mask) if has_steps else None
-    return memory._replace(steps=steps)
+    if not has_steps:
+        return memory
+    backend = choose(memory.backend, memory.key.device, memory.key.dtype, step=True)
+    return memory._replace(steps=Steps(memory._shared(), backend, mask=memory.mask))
 
 
 def check_memory(memory: object) -> None:
@@ -108,7 +118,7 @@ def _usable(steps: Steps | None) -> Steps | None:
 
 def _attend_once(
     query: Tensor, memory: Memory, scale: float, place: Place | None, need_weights: bool | str
-) -> tuple[Any, ...]:
+) -> AttentionResult:
     """Attend with one query that the memory's steps serve, within a span if one is given."""
     steps: Any = memory.steps
     defers, lowered = steps.defers(), None
@@ -118,12 +128,12 @@ def _attend_once(
         call = lowered.call
     if defers:
         refuse_tangents(call)
-        result = Step.apply(query, steps.token, call.bias, call, steps, bool(need_weights))
-        context, weights = result if need_weights else (result, None)
-        weights = None if weights is None else as_returned(weights, query.dtype, True)
+        context, weights, log_sum_exp = Step.apply(query, steps.token, call.bias, call, steps)
+        weights = as_returned(weights, query.dtype, bool(need_weights))
+        result = attention_result(context, weights, log_sum_exp)
     else:
-        context, weights, _ = dispatch.attend(call, memory.backend)  # type: ignore[arg-type]
-    return context, weights if lowered is None else lowered.weights(weights, need_weights)
+        result = dispatch.attend(call, steps.backend)
+    return result if lowered is None else lowered.restore(result, need_weights)
 
 
 def prepare(
@@ -170,14 +180,13 @@ def prepare(
     memory = Memory(key, value, lengths, mask, weight, backend, score=score)
     if torch.compiler.is_compiling():
         return memory
-    backend = choose(backend, key.device, key.dtype, step=True)
-    memory = memory._replace(backend=backend)
+    chosen = choose(backend, key.device, key.dtype, step=True)
     deferred = (
-        backend != "reference"
+        chosen != "reference"
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, weight))
     )
-    return memory._replace(steps=Steps(*memory._made_of(), deferred=deferred, mask=mask))
+    return memory._replace(steps=Steps(memory._shared(), chosen, deferred, mask))
 
 
 def attend(
@@ -189,7 +198,7 @@ def attend(
     position: Position = None,
     sigma: float | Tensor | None = None,
     need_weights: bool | str = False,
-) -> tuple[Any, ...]:
+) -> AttentionResult:
     """Attend to a memory with one query per sequence, or with many.
 
     Args:
@@ -199,8 +208,8 @@ def attend(
         need_weights: return the weights too; otherwise they are None; as there.
 
     Returns:
-        ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None; those of a span as
-        :func:`attnfast.additive_attention` returns them.
+        ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None, an
+        :class:`attnfast.AttentionResult` as of :func:`attnfast.additive_attention`.
 
     With one query the gradients of keys, values and weight are taken for all such calls at once,
     at the end of a backward; second derivatives and forward mode raise.
@@ -216,13 +225,13 @@ def attend(
             check(memory._call(query, scale, False))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
-        if steady and steps is not None and steps.serve(query, *memory._made_of()):
+        if steady and steps is not None and steps.serve(query, memory._shared()):
             return _attend_once(query, memory, scale, place, need_weights)
         call = autocast_call(memory._call(query, scale, bool(need_weights)))
         backend = choose(memory.backend, query.device, query.dtype, step=True)
         if place is None:
-            return dispatch.attend(call, backend)[:2]
-        return lowering.attend(call, place, need_weights, backend)[:2]
+            return dispatch.attend(call, backend)
+        return lowering.attend(call, place, need_weights, backend)
     except Exception:
         key = memory.key
         if isinstance(query, Tensor):
@@ -239,19 +248,18 @@ def attend_with_history(
     memory: Memory,
     *,
     need_weights: bool = False,
-    need_loss: bool = False,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
     over: str = "previous",
     projection: Tensor | None = None,
     **terms: Any,
-) -> tuple[Tensor | None, ...]:
+) -> CoverageResult:
     """Attend as :func:`attnfast.coverage_attention` does, to a memory.
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
         memory: key, value, weight, score, lengths, mask, fertility and backend.
-        need_weights, need_loss, coverage_weight, filters, over, projection, terms: as there.
+        need_weights, coverage_weight, filters, over, projection, terms: as there.
 
     Returns:
         what :func:`attnfast.coverage_attention` does. With one query keys, values, weight,
@@ -259,42 +267,52 @@ def attend_with_history(
         second derivatives and forward mode raise.
     """
     check_memory(memory)
-    key, value, lengths, mask, weight, backend, steps, fertility, score = memory
+    key, value, lengths, mask, weight, backend, _, fertility, score = memory
     terms = {"mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
-    steps = _usable(steps)
+    steps = _usable(memory.steps)
     deferred = (
         steps is not None
         and steps.defers()
         and not saves_elsewhere()  # checkpointing
         and isinstance(query, Tensor)
-        and steps.serve(query, *memory._made_of())
+        and steps.serve(query, memory._shared())
     )
-    made_of = (coverage_weight, filters, over, projection)
-    if not deferred:
-        return coverage_attention(
-            query, key, value, weight, lengths=lengths, backend=backend, need_weights=need_weights,
-            need_loss=need_loss, coverage_weight=coverage_weight, filters=filters, over=over,
-            projection=projection, activation="tanh" if weight is None else score, **terms,
+    if deferred:
+        given = dict(terms)
+        given["rate"] = given.pop("fertility")
+        given.setdefault("scale", None)
+        temperature = given.pop("temperature", 1.0)
+        call = Coverage(
+            query, key, value, weight, lengths=lengths, filters=filters, projection=projection,
+            score=score, **given,
         )  # fmt: skip
-    terms["rate"] = terms.pop("fertility")
-    terms.setdefault("scale", None)
-    temperature = terms.pop("temperature", 1.0)
-    call = Coverage(
-        query, key, value, weight, lengths=lengths, filters=filters, projection=projection,
-        score=score, **terms,
+        call = coverage_call(call, temperature, coverage_weight, over)
+        asked = (backend, query.device, query.dtype, COVERAGE.name)
+        if choose(*asked, filters=filters_of(call)) == steps.backend:  # type: ignore[union-attr]
+            made_of = (coverage_weight, filters, over, projection)
+            return _attend_once_with_history(call, steps, made_of, need_weights)
+    return coverage_attention(
+        query, key, value, weight, lengths=lengths, backend=backend, need_weights=need_weights,
+        coverage_weight=coverage_weight, filters=filters, over=over, projection=projection,
+        activation="tanh" if weight is None else score, **terms,
     )  # fmt: skip
-    call = coverage_call(call, temperature, coverage_weight, over)
+
+
+def _attend_once_with_history(
+    call: Coverage, steps: Any, made_of: tuple[Any, ...], need_weights: bool
+) -> CoverageResult:
+    """Attend with one query that steps serve; its filters are ``made_of`` what users gave."""
     refuse_tangents(call)
-    token, waiting = steps.token, steps.waiting  # type: ignore[union-attr]
-    if call.filters is not None and not call.filters.shape[-3]:
+    token, waiting = steps.token, steps.waiting
+    if not filters_of(call):
         call = call._replace(filters=None, projection=None)
     if call.filters is not None and call.projection is not None:
-        features = steps.features(made_of, call.filters, call.projection)  # type: ignore[union-attr]
+        features = steps.features(made_of, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
         token, waiting = features.token, features.waiting
     kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients wait
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
-    context, weights, coverage, loss, _ = HistoryStep.apply(*call, token, waiting, backend)
-    result = (context, as_returned(weights, query.dtype, need_weights), coverage)
-    return (*result, loss) if need_loss else result
+    context, weights, coverage, loss, _ = HistoryStep.apply(*call, token, waiting, steps.backend)
+    weights = as_returned(weights, call.query.dtype, need_weights)
+    return coverage_result(context, weights, coverage, loss)

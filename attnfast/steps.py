@@ -24,13 +24,14 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from attnfast._torch import at_end_of_backward, number_of_backward
+from attnfast.backends import BACKENDS
 from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
 from attnfast.ops.coverage import COVERAGE, backward_into
 
@@ -113,20 +114,27 @@ class Features:
     waiting: Waiting
 
 
+class Source(NamedTuple):
+    """What all steps over one memory share; ``backend`` is the one asked for, or None."""
+
+    key: Tensor
+    value: Tensor
+    lengths: Tensor | None
+    weight: Tensor | None
+    score: str
+    backend: str | None
+
+
 class Steps:
-    """What the steps of one memory share: what is prepared of its keys, gradients that wait."""
+    """The steps over one memory: what their backend prepared of its keys, gradients that wait."""
 
     def __init__(
-        self,
-        of: tuple[Any, ...],
-        how: tuple[Any, ...],
-        deferred: bool = False,
-        mask: Tensor | None = None,
+        self, source: Source, backend: str, deferred: bool = False, mask: Tensor | None = None
     ):
-        key, value, lengths, weight = self.of = of
-        backend, score = self.how = how
+        self.source = source
+        key, value, lengths, weight, score, _ = source
         # An inference tensor has no version.
-        named = zip(("key", "value", "lengths", "weight", "mask"), (*of, mask))
+        named = zip(("key", "value", "lengths", "weight", "mask"), (*source[:4], mask))
         self.versions = [
             (x, x._version, name) for name, x in named if x is not None and not x.is_inference()
         ]
@@ -139,7 +147,7 @@ class Steps:
             self.token = Prepared.apply(
                 key, value, weight, None, None, None, lengths, self.waiting, backend, score
             )
-        self.prepares = backend == "cpu"
+        self._is_prepared = False
         self._prepared: Tensor | None = None
         self._features: Features | None = None
 
@@ -161,7 +169,7 @@ class Steps:
             return False
         if number_of_backward() == self.task:
             return True
-        key, value, _, weight = self.of
+        key, value, _, weight, *_ = self.source
         if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
             raise RuntimeError(
                 "memory must be prepared inside a reentrant checkpoint that attends to it; "
@@ -169,27 +177,27 @@ class Steps:
             )
         return False
 
-    def serve(self, query: Tensor, of: tuple[Any, ...], how: tuple[Any, ...]) -> bool:
+    def serve(self, query: Tensor, source: Source) -> bool:
         """Whether this is one query for the very tensors that the steps were made of."""
-        key, value, lengths, weight = self.of
+        key, value, lengths, weight, score, backend = self.source
         return (
-            of[0] is key
-            and of[1] is value
-            and of[2] is lengths
-            and of[3] is weight
-            and how == self.how
+            source[0] is key
+            and source[1] is value
+            and source[2] is lengths
+            and source[3] is weight
+            and source[4] == score
+            and source[5] == backend
             and query.dtype == key.dtype
             and query.shape == self.query_shape
         )
 
     def prepared(self) -> Tensor | None:
         """Return what the backend keeps of the keys, made at the first step."""
-        if self.prepares:
-            self.prepares = False
-            key, _, lengths, _ = self.of
+        if not self._is_prepared:
+            key, _, lengths, _, score, _ = self.source
             with torch.inference_mode(False):  # or no backward could save it
-                kept = torch.ops.attnfast_cpu.prepare(key.detach(), lengths, self.how[1])
-            self._prepared = kept if kept.numel() else None
+                self._prepared = BACKENDS[self.backend].prepare(key, lengths, score)
+            self._is_prepared = True
         return self._prepared
 
     def features(self, of: tuple[Any, ...], filters: Tensor, projection: Tensor) -> Features:
@@ -197,11 +205,11 @@ class Steps:
         of = tuple((x, getattr(x, "_version", None)) for x in of)
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
-            key, value, lengths, weight = self.of
+            key, value, lengths, weight, score, _ = self.source
             waiting, backend = Waiting(), self.backend
             token = Prepared.apply(
                 key, value, weight, filters, projection, self.token, lengths, waiting, backend,
-                self.how[1],
+                score,
             )  # fmt: skip
             known = self._features = Features(
                 of, filters.detach(), projection.detach(), token, waiting
@@ -274,16 +282,15 @@ class Step(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query, token, bias, call: Attention, steps, need_weights):
+    def forward(ctx: Any, query, token, bias, call: Attention, steps):
         result = ATTENTION(steps.backend, call)
         ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
         ctx.backend, ctx.waiting = steps.backend, steps.waiting
-        return result[:2] if need_weights else result.context
+        return tuple(result)
 
     @staticmethod
     @once
-    def backward(ctx: Any, grad_context, grad_weights=None):
-        grads = (grad_context, grad_weights, None)
+    def backward(ctx: Any, *grads):
         of, saved = ATTENTION.arguments(ctx, grads, needs=(True, False, True))
         grad_query, _, _, _, grad_score = ATTENTION.backward(ctx.backend, of)
         grad_bias = ATTENTION.of_bias(ctx, grad_score) if ctx.needs_input_grad[2] else None
@@ -295,7 +302,7 @@ class Step(Function):
         else:  # rows of several steps go together where their weights have as many columns
             span = of.span.expand(*of.query.shape[:-1], 2)
             ctx.waiting.here().append(((of.columns, True), *left, span))
-        return (grad_query, None, grad_bias, None, None, None), saved
+        return (grad_query, None, grad_bias, None, None), saved
 
 
 class HistoryStep(Function):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 import attnfast
-from attnfast.backends import in_order, why_not
+from attnfast.backends import Request, in_order, why_not
 from attnfast.diagnostics import best_device, peak_memory
 
 DEVICE = best_device()
@@ -46,13 +46,10 @@ def fused(way: Callable, operator: str = "attention", step: bool = False) -> dic
 
     Args:
         way: takes ``backend``.
-        operator, step: as in :func:`attnfast.backends.in_order`.
+        operator, step: as in :class:`attnfast.backends.Request`.
     """
-    able = [
-        name
-        for name in in_order(operator, step)
-        if why_not(name, DEVICE, torch.float32, operator) is None
-    ]
+    request = Request(DEVICE, torch.float32, operator, step)
+    able = [name for name in in_order(request) if why_not(name, *request) is None]
     if able != ["reference"]:
         able.remove("reference")
     asked = [None, *able[1:]]

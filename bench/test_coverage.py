@@ -39,10 +39,8 @@ def loop(query, key, value, weight, penalty=None, coverage_weight=None):
 
 
 def whole_target(query, key, value, weight, **options):
-    context, _, _, loss = attnfast.coverage_attention(
-        query, key, value, weight, need_loss=True, **options
-    )
-    return context, loss
+    result = attnfast.coverage_attention(query, key, value, weight, **options)
+    return result.context, result.loss
 
 
 def location_step(query, key, value, weight, filters, projection, previous):

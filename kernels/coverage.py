@@ -28,6 +28,7 @@ from attnfast.kernels.attention import (
     _strides,
 )
 
+from attnfast.backends import Triton
 from attnfast.errors import refuse
 from attnfast.ops.attention import Attention, AttentionBackward
 from attnfast.ops.coverage import (
@@ -43,7 +44,6 @@ from attnfast.ops.operators import accumulation_dtype, empty_rows
 FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
 MOST_ODDS = tl.constexpr(5.54e34)  # e^80
 TINY = tl.constexpr(1.1754943508222875e-38)  # odds below it count as 0
-FILTERS = 128  # more do not fit into shared memory
 
 
 @triton.jit
@@ -423,8 +423,8 @@ def _options(call) -> tuple:
     query, key, penalty = call.query, call.key, call.penalty
     filters, projection = call.filters, call.projection
     K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
-    if K > FILTERS:
-        refuse("filters", f"at most {FILTERS} on the Triton backend", K)
+    if Triton.most_filters < K:
+        refuse("filters", f"at most {Triton.most_filters} on the Triton backend", K)
     # No element of a row may be held by two warps: what one has stored in the place of what it
     # loaded, the other would load too late, and add up.
     rows = _block(key.shape[-2], 1024, 256)

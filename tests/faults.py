@@ -21,8 +21,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (".masked_fill(hidden, 0)", ""),
     ],
     ("attnfast/steps.py", STEPS): [
-        ("            and how == self.how\n", ""),
-        ("of[0] is key", "True"),
+        ("            and source[4] == score\n", ""),
+        ("source[0] is key", "True"),
         ("scale=1.0, score=ctx.score,", "scale=1.0, score='tanh',"),
         ("if not torch.is_grad_enabled() or not roots:", "if True:"),
         ("if x._version != version:", "if False:"),

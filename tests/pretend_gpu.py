@@ -181,7 +181,7 @@ def unpacked(x: Tensor, lengths: Tensor | None = None, **_: Any) -> Any:
     return x
 
 
-def why_not(backend, device, dtype, operator="attention"):
+def why_not(backend, device, *_):
     """Return why a backend cannot run: a GPU's want a GPU, the CPU's a CPU."""
     wanted = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}.get(backend, device.type)
     return None if device.type == wanted else f"it wants tensors on {wanted}"

@@ -230,6 +230,11 @@ def frozen(args: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {**args, **{k: v.detach() for k, v in tensors.items()}}
 
 
+def every(result) -> tuple:
+    """Return the items of a public function's result and what it has besides, by name."""
+    return (*result, *getattr(result, "__dict__", {}).values())
+
+
 def attend(args: dict[str, Tensor | None], **options):
     """Call the public function that the arguments belong to."""
     args = {**args, **options}
@@ -271,7 +276,7 @@ NAMES = ("context", "weights", "log_sum_exp")
 
 def results(case: Case, args: dict[str, Tensor | None], how, names=NAMES) -> dict[str, Tensor]:
     """Return the outputs of ``how(**args)`` and the gradients of a random sum of them."""
-    outputs = dict(zip(names, how(**args)))
+    outputs = dict(zip(names, every(how(**args))))
     g = torch.Generator().manual_seed(case.seed + 1)
     leaves = {k: v for k, v in args.items() if isinstance(v, Tensor) and v.requires_grad}
     upstream = []

@@ -62,7 +62,7 @@ def inputs() -> dict[str, Any]:
 def spanned() -> dict[str, Any]:
     names = ("query", "key", "value", "lengths", "temperature")
     more = {"span": Span(window=1), "position": "diagonal", "sigma": 2.0, "need_weights": True}
-    return {name: inputs()[name] for name in names} | more | {"need_log_sum_exp": True}
+    return {name: inputs()[name] for name in names} | more
 
 
 def calls_of(module: nn.Module) -> dict[str, tuple[Callable, dict[str, Any]]]:
@@ -145,7 +145,7 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
                 "filters": torch.randn(2, 1, 3), "over": "coverage",
                 "projection": torch.randn(A, 2), "fertility": torch.rand(B, TK) + 1,
                 "transition": 0.5, "coverage": torch.rand(B, TK), "previous": torch.rand(B, TK),
-                "scale": 1.0, "need_weights": True, "need_loss": True,
+                "scale": 1.0, "need_weights": True,
             },
         ),
         "copy_distribution": (

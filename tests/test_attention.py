@@ -16,6 +16,7 @@ from table import (
     cases,
     check,
     eager,
+    every,
     exact,
     frozen,
     fuzz,
@@ -33,12 +34,15 @@ import attnfast
 from attnfast.backends import why_not
 from attnfast.ops.attention import Attended, Attention, AttentionBackward
 
-OUTPUTS = {"need_weights": True, "need_log_sum_exp": True}
+
+def everything(args, **options) -> tuple:
+    """Return context, weights and log-sum-exp of the public function."""
+    return every(attend(args, need_weights=True, **options))
 
 
 def run(case, backend, **changes):
     args = {**inputs(case, DEVICE[backend]), **changes}
-    return results(case, args, lambda **a: attend(a, backend=backend, **OUTPUTS))
+    return results(case, args, lambda **a: everything(a, backend=backend))
 
 
 def judge(case, backend):
@@ -126,7 +130,7 @@ def test_blocks_near_zero_beside_others(backend):
         return lambda key, **rest: how(key=key * (1 + 30 * apart.view(-1, 1).to(key)), **rest)
 
     args = inputs(case, DEVICE[backend])
-    got = results(case, args, far(lambda **a: attend(a, backend=backend, **OUTPUTS)))
+    got = results(case, args, far(lambda **a: everything(a, backend=backend)))
     check(case, got, oracle_of(case, far(exact)), losses(case, far(eager)))
 
 
@@ -143,7 +147,7 @@ def test_tanh_near_zero(dtype, rows, backend):
     args["query"] = (z / 2).expand(-1, -1, rows, 1)  # halves: their sum is exact
     args = {k: x.transpose(0, 1) if x.dim() == 4 else x for k, x in args.items()}  # heads
     args = {k: x.to(DEVICE[backend], dtype).requires_grad_() for k, x in args.items()}
-    *_, tanh = attend(args, need_log_sum_exp=True, backend=backend)
+    tanh = attend(args, backend=backend).log_sum_exp
     (grad,) = torch.autograd.grad(tanh[..., 0].sum(), args["weight"])
     right = torch.tensor([math.tanh(x) for x in z.flatten()], dtype=torch.float64)
     for got in (tanh[0, :, 0], tanh[0, :, -1], grad.flatten()):
@@ -162,7 +166,7 @@ def test_heads_keep_their_order(score, sizes, backend):
         pytest.skip(f"{backend} does not run this case here")
     judge(case, backend)
     args = inputs(case, DEVICE[backend])
-    context, weights, _ = attend(args, backend=backend, **OUTPUTS)
+    context, weights, _ = everything(args, backend=backend)
     grads = torch.autograd.grad(context.sum(), [args[k] for k in ("query", "key", "value")])
     if backend != "reference":
         for x in (context, *grads):
@@ -193,9 +197,9 @@ def test_textbook_softmax(backend):
 
 def test_temperature_divides_score_and_bias(backend):
     args = inputs(Case("tanh", 2, 3, 5, 8, 8, terms=("bias",)), DEVICE[backend])
-    warm = attend(args, temperature=2.0, backend=backend, **OUTPUTS)
+    warm = everything(args, temperature=2.0, backend=backend)
     halved = {k: v / 2 if k in ("weight", "bias") else v for k, v in args.items() if v is not None}
-    half = attend({**args, **halved}, backend=backend, **OUTPUTS)
+    half = everything({**args, **halved}, backend=backend)
     for a, b in zip(warm, half):
         torch.testing.assert_close(a, b)
 
@@ -218,7 +222,7 @@ def test_scale_multiplies_the_query(size, terms, backend):
 def test_results_do_not_depend_on_what_is_asked(columns, backend):
     args = inputs(Case("tanh", 2, 5, 17, 8, columns, terms=("lengths",)), DEVICE[backend])
     with torch.no_grad():
-        full = attend(args, backend=backend, **OUTPUTS)
+        full = everything(args, backend=backend)
         context, weights = attend(args, backend=backend)
     assert weights is None
     torch.testing.assert_close(context, full[0])
@@ -277,9 +281,9 @@ def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, backend):
     changed = {"weight": weight, "key": key, "bias": bias, "mask": mask}
     if span:
         changed["span"] = attnfast.Span(window=Tk - 10)
-    want = attend({**args, **changed}, backend="reference", **OUTPUTS)
+    want = everything({**args, **changed}, backend="reference")
     assert want[1][0, 0].isnan().any() and want[1][1, 0].isfinite().all()
-    got = attend({**args, **changed}, backend=backend, **OUTPUTS)
+    got = everything({**args, **changed}, backend=backend)
     for x, y in zip(got, want, strict=True):
         x, y = (z.masked_fill(z == math.inf, math.nan) for z in (x, y))  # a row's log-sum-exp
         torch.testing.assert_close(x, y, equal_nan=True)
@@ -390,7 +394,7 @@ def test_a_row_that_is_nan_leaves_alone_what_it_may_not_see(score, backend):
     args["key"][0, 0] = math.nan
     args["key"].requires_grad_()
     mask = torch.eye(2, dtype=torch.bool, device=device).unsqueeze(0)
-    context, weights, _ = attend(args, mask=mask, backend=backend, **OUTPUTS)
+    context, weights, _ = everything(args, mask=mask, backend=backend)
     assert torch.equal(weights[0, :, 1].cpu(), torch.tensor([0.0, 1.0]))
     grads = torch.autograd.grad(context[:, 1].sum(), [args["key"], args["value"]])
     for grad in grads:
@@ -407,7 +411,7 @@ def test_large_scores(factor, backend):
     wanted = eager(**double)
     with torch.no_grad():
         plain = eager(**wanted_args)
-        got = attend({**args, "weight": weight}, backend=backend, **OUTPUTS)
+        got = everything({**args, "weight": weight}, backend=backend)
     got, wanted, plain = (dict(zip(NAMES, outputs)) for outputs in (got, wanted, plain))
     check(case, got, wanted, [plain])
 
@@ -441,7 +445,7 @@ def judge_on(case, args, backend):
     got = results(
         case,
         {x: v.detach().to(device).requires_grad_() for x, v in leaves.items()},
-        lambda **a: attend(a, backend=backend, **OUTPUTS),
+        lambda **a: everything(a, backend=backend),
     )
     check(case, got, results(case, double, eager), [results(case, leaves, eager)])
 
@@ -517,9 +521,7 @@ def test_bound_on_the_error_of_a_tanh(k, backend):
     query = query.view(1, -1, 1).to(DEVICE[backend])
     key = torch.full_like(query[:, :1], k)
     weight = torch.ones(1, device=query.device)
-    *_, tanh = attnfast.additive_attention(
-        query, key, key, weight, need_log_sum_exp=True, backend=backend
-    )
+    tanh = attnfast.additive_attention(query, key, key, weight, backend=backend).log_sum_exp
     exact = torch.tanh(query.double() + key.double()).squeeze(-1)
     assert (tanh - exact).abs().max() <= 4e-7
 
@@ -528,10 +530,8 @@ def test_a_vanishing_weight_of_a_saturated_feature(backend):
     """It shares a reciprocal with one that counts, and takes nothing from it."""
     query = torch.tensor([0.3, 10.0] * 4, device=DEVICE[backend]).view(1, 1, 8)
     weight = torch.tensor([1.0, 1e-25] * 4, device=DEVICE[backend])
-    *_, score = attnfast.additive_attention(
-        query, query, query, weight, need_log_sum_exp=True, backend=backend
-    )
-    torch.testing.assert_close(score.item(), 4 * math.tanh(0.6), rtol=2e-6, atol=0)
+    result = attnfast.additive_attention(query, query, query, weight, backend=backend)
+    torch.testing.assert_close(result.log_sum_exp.item(), 4 * math.tanh(0.6), rtol=2e-6, atol=0)
 
 
 def test_half_inputs_of_256(backend):
@@ -540,7 +540,7 @@ def test_half_inputs_of_256(backend):
     args = dict(inputs(case, DEVICE[backend]))
     args["query"] = torch.full_like(args["query"], 256.0)
     args["key"] = torch.full_like(args["key"], 256.0)
-    _, weights, log_sum_exp = attend(args, backend=backend, **OUTPUTS)
+    _, weights, log_sum_exp = everything(args, backend=backend)
     assert torch.allclose(weights.float(), torch.full_like(weights, 0.2).float(), atol=1e-3)
     assert torch.allclose(log_sum_exp, torch.full_like(log_sum_exp, 8 * 256.0**2 + math.log(5)))
 
@@ -557,8 +557,8 @@ def test_offsets_past_two_to_the_31(score, backend):
         far[key] = room.as_strided(x.shape, strides).copy_(x)
         if x.is_floating_point():
             far[key].requires_grad_()
-        want = attend(args, backend=backend, **OUTPUTS)
-        got = attend(far, backend=backend, **OUTPUTS)
+        want = everything(args, backend=backend)
+        got = everything(far, backend=backend)
         assert all(torch.equal(a, b) for a, b in zip(want, got)), key
         far[key] = args[key]
 
@@ -571,9 +571,9 @@ def test_deterministic(score, backend):
         case = Case(score, 2, 3, 17, 8, 8, terms=("lengths",))
     args = inputs(case, DEVICE[backend])
     with torch.no_grad():
-        first = attend(args, backend=backend, **OUTPUTS)
+        first = everything(args, backend=backend)
         for _ in range(repeats[0]):
-            again = attend(args, backend=backend, **OUTPUTS)
+            again = everything(args, backend=backend)
             assert all(torch.equal(a, b) for a, b in zip(first, again))
     grads = run(case, backend)
     for _ in range(repeats[1]):
@@ -603,11 +603,10 @@ def test_scores_that_are_not_returned_pass_in_parts(shape):
     args = {k: v if v is None else v.detach() for k, v in inputs(case).items()}
     args["lengths"] = torch.tensor([1024, 900, 777][: case.B])
     args["mask"] = torch.rand(case.B, *case.heads, case.Tq, case.Tk) > 0.3
-    options = {"need_log_sum_exp": True, "backend": "cpu"}
-    in_parts = attend(args, **options)
-    whole = attend(args, need_weights=True, **options)
-    torch.testing.assert_close(in_parts[0], whole[0])
-    torch.testing.assert_close(in_parts[2], whole[2])
+    in_parts = attend(args, backend="cpu")
+    whole = attend(args, need_weights=True, backend="cpu")
+    torch.testing.assert_close(in_parts.context, whole.context)
+    torch.testing.assert_close(in_parts.log_sum_exp, whole.log_sum_exp)
 
 
 def test_no_heads():
@@ -621,7 +620,7 @@ def _double(case):
     names = [k for k, v in args.items() if v is not None and v.requires_grad]
 
     def call(*leaves, backend):
-        return attend({**args, **dict(zip(names, leaves))}, backend=backend, **OUTPUTS)
+        return everything({**args, **dict(zip(names, leaves))}, backend=backend)
 
     return call, [args[k] for k in names]
 
@@ -693,7 +692,7 @@ def test_opcheck(score, backend):
 @pytest.mark.parametrize("score", ["dot", "tanh"])
 def test_compile(score):
     def loss(args):
-        context, weights, log_sum_exp = attend(args, **OUTPUTS)
+        context, weights, log_sum_exp = everything(args)
         return context.sum() + weights.square().sum() + log_sum_exp.sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import Case, check, in_orders, inputs, oracle_of, results
+from table import Case, check, every, in_orders, inputs, oracle_of, results
 from torch import Tensor
 
 import attnfast
@@ -78,12 +78,12 @@ def by_penalty(x, number):
     terms = {"penalty": number, "fertility": x["key"].sigmoid().sum(-1), "scale": number / 2}
     x = {name: y for name, y in x.items() if name != "weight"}
     start = x["value"].new_zeros(B, Tk)
-    return coverage_attention(**x, **terms, coverage=start, need_weights=True, need_loss=True)
+    return every(coverage_attention(**x, **terms, coverage=start, need_weights=True))
 
 
 def by_filters(x, number):
     wide = {"filters": x["key"].sum() * torch.ones(2, 1, 3), "projection": torch.ones(A, 2)}
-    return coverage_attention(**x, **wide, temperature=number, over="coverage", need_loss=True)
+    return every(coverage_attention(**x, **wide, temperature=number, over="coverage"))
 
 
 def forward(x, number):
@@ -238,8 +238,7 @@ def test_scales_keep_the_rule(score, dtype):
     scale = 0.37
 
     def attend(query, key, value, weight, bias, mask, lengths, backend=None):
-        options = {"need_weights": True, "need_log_sum_exp": True, "backend": backend}
-        terms = options | {"temperature": 1 / scale}
+        terms = {"need_weights": True, "backend": backend, "temperature": 1 / scale}
         if weight is None:
             return attnfast.dot_attention(query, key, value, scale=1.0, **terms)
         return attnfast.additive_attention(query, key, value, weight, **terms)

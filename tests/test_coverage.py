@@ -147,7 +147,7 @@ def arguments(case: History, device: torch.device = CPU) -> dict:
 def attend(backend: str):
     """Return a call of the public function."""
     return functools.partial(
-        attnfast.coverage_attention, scale=1.0, need_weights=True, need_loss=True, backend=backend
+        attnfast.coverage_attention, scale=1.0, need_weights=True, backend=backend
     )
 
 
@@ -165,13 +165,14 @@ def in_steps(backend: str):
                    for k, x in by_row.items()}  # fmt: skip
             if terms.get("transition") is not None:
                 now["transition"] = terms["transition"][..., t : t + 1]
-            context, weights, coverage, loss = attend_with_history(
-                query[..., t : t + 1, :], memory, scale=1.0, need_weights=True, need_loss=True,
+            result = attend_with_history(
+                query[..., t : t + 1, :], memory, scale=1.0, need_weights=True,
                 **{**terms, **now}, **state,
             )  # fmt: skip
+            context, weights, coverage = result
             state = {"coverage": coverage, "previous": weights.squeeze(-2)}
             steps.append((context, weights))
-            lost = lost + loss
+            lost = lost + result.loss
         contexts, weights = (torch.cat(x, -2) for x in zip(*steps))
         return contexts, weights, coverage, lost
 
@@ -261,10 +262,8 @@ def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
 
 def test_see_2017():
     q, k, v, w, w_c = tensors((2, 4, 6), (2, 5, 6), (2, 5, 3), (6,), (6,))
-    context, _, coverage, loss = attnfast.coverage_attention(
-        q, k, v, w, coverage_weight=w_c, need_loss=True
-    )
-    for got, want in zip((context, coverage, loss), see(q, k, v, w, w_c)):
+    result = attnfast.coverage_attention(q, k, v, w, coverage_weight=w_c)
+    for got, want in zip((result.context, result.coverage, result.loss), see(q, k, v, w, w_c)):
         torch.testing.assert_close(got, want)
 
 
@@ -331,15 +330,16 @@ def test_steps_are_the_whole(score, backend):
     )
     skip_unless(backend, case)
     args = arguments(case, DEVICE[backend])
-    options = {"need_weights": True, "need_loss": True, "backend": backend}
-    whole = attnfast.coverage_attention(**args, **options)
+    options = {"need_weights": True, "backend": backend}
+    whole = table.every(attnfast.coverage_attention(**args, **options))
     steps = []
     query, transition = args.pop("query"), args.pop("transition")
     for t in range(case.Tq):
         now = {"query": query[:, t : t + 1], "transition": transition[:, t : t + 1]}
-        context, weights, coverage, loss = attnfast.coverage_attention(**args, **now, **options)
+        result = attnfast.coverage_attention(**args, **now, **options)
+        context, weights, coverage = result
         args.update(coverage=coverage, previous=weights[:, 0])
-        steps.append((context, weights, loss))
+        steps.append((context, weights, result.loss))
     parts = (torch.cat([s[0] for s in steps], 1), torch.cat([s[1] for s in steps], 1), coverage,
              sum(s[2] for s in steps))  # fmt: skip
     for got, want in zip(parts, whole):
@@ -533,9 +533,10 @@ def test_gradcheck(score, heads, backend):
     args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
 
     def function(*values):
-        return attnfast.coverage_attention(
-            **dict(zip(args, values)), need_weights=True, need_loss=True, backend=backend
+        result = attnfast.coverage_attention(
+            **dict(zip(args, values)), need_weights=True, backend=backend
         )
+        return table.every(result)
 
     assert gradcheck(function, tuple(args.values()), fast_mode=slow)
 
@@ -612,10 +613,10 @@ def test_the_loss_of_rows_alike(backend):
         query = args["query"].detach()[:, :1].expand(2, 2, 8).clone().requires_grad_()
         coverage = torch.zeros(2, 9, device=query.device)
         coverage[:, :4] = -0.3  # of these keys the coverage is the smaller
-        *_, loss = attnfast.coverage_attention(
-            query, args["key"], args["value"], coverage=coverage, need_loss=True, backend=name
+        result = attnfast.coverage_attention(
+            query, args["key"], args["value"], coverage=coverage, backend=name
         )
-        grads.append(torch.autograd.grad(loss.sum(), query)[0].cpu())
+        grads.append(torch.autograd.grad(result.loss.sum(), query)[0].cpu())
     assert grads[1][:, 1].abs().max() > 1e-2
     torch.testing.assert_close(*grads)
 
@@ -697,9 +698,8 @@ def test_opcheck(backend):
 
 def test_compile():
     def loss(args):
-        context, weights, coverage, lost = attnfast.coverage_attention(
-            **args, need_weights=True, need_loss=True
-        )
+        result = attnfast.coverage_attention(**args, need_weights=True)
+        context, weights, coverage, lost = table.every(result)
         return context.sum() + weights.square().sum() + coverage.sin().sum() + lost.sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
@@ -721,8 +721,8 @@ def test_memory_is_linear(terms):
     leaves = [v for v in args.values() if v is not None and v.requires_grad]
 
     def step():
-        context, _, _, loss = attnfast.coverage_attention(**args, need_loss=True, backend="cpu")
-        torch.autograd.grad(context.sum() + loss.sum(), leaves)
+        result = attnfast.coverage_attention(**args, backend="cpu")
+        torch.autograd.grad(result.context.sum() + result.loss.sum(), leaves)
 
     step()
     numbers = case.B * (case.Tk * case.Tq + (case.Tk + case.Tq) * (case.A + case.Dv))

@@ -60,13 +60,15 @@ def prepared_steps(leaves, backend):
 
 def location(leaves, backend):
     *rest, filters, projection = leaves
-    return attnfast.coverage_attention(
-        *rest, filters=filters, projection=projection, penalty=0.5, need_loss=True, backend=backend
-    )[::3]
+    result = attnfast.coverage_attention(
+        *rest, filters=filters, projection=projection, penalty=0.5, backend=backend
+    )
+    return result.context, result.loss
 
 
 def penalty(leaves, backend):
-    return attnfast.coverage_attention(*leaves, penalty=1.0, need_loss=True, backend=backend)[::3]
+    result = attnfast.coverage_attention(*leaves, penalty=1.0, backend=backend)
+    return result.context, result.loss
 
 
 def copying(leaves, backend):

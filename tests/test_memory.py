@@ -480,3 +480,22 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match="scale must be a finite number, got "):
             attend(x, prepare(x, x), scale=scale)
     assert set(memory.__all__) == {"Memory", "attend", "attend_with_history", "prepare"}
+
+
+def test_log_sum_exp_of_steps(backend):
+    """A step's is that of the whole, and so are its gradients, which wait for the last step."""
+    found = []
+    for size in (1, 3):
+        args = inputs(Case("tanh", 2, 3, 9, 8, 5, terms=("lengths",)), DEVICE[backend])
+        leaves = [args[x] for x in ("query", "key", "weight")]
+        m = prepare(
+            args["key"], args["value"], args["weight"], lengths=args["lengths"], backend=backend
+        )
+        results = [attend(query, m) for query in args["query"].split(size, 1)]
+        assert all(result.weights is None for result in results)
+        sums = torch.cat([result.log_sum_exp for result in results], 1)
+        context = torch.cat([context for context, _ in results], 1)
+        finite = sums[args["lengths"] > 0]
+        found.append([sums, *gradients(leaves, context, finite)])
+    for steps, whole in zip(*found):
+        torch.testing.assert_close(steps, whole)

@@ -22,6 +22,7 @@ from attnfast import backends
 from attnfast.backends import load_library, why_not
 
 ROOT = Path(__file__).parent.parent
+CARD = backends.Request(torch.device("cuda", 0), torch.float32)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -410,8 +411,9 @@ def test_a_library_runs_on_the_gpus_it_was_built_for(own, built, runs, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: own)
     monkeypatch.setattr(backends, "load_library", lambda _: None)
+    monkeypatch.setattr(backends, "has_kernel", lambda *_: True)
     monkeypatch.setattr(backends, "architectures", lambda: built)
-    reason = backends._cuda(torch.device("cuda", 0), torch.float32)
+    reason = backends.Cuda().why_not(CARD)
     assert (reason is None) == runs
     if not runs:
         major, minor = own
@@ -425,7 +427,7 @@ def test_triton_needs_a_capability(own, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: own)
     monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_triton_missing", lambda: False)
-    reason = backends._triton(torch.device("cuda", 0), torch.float32)
+    reason = backends.Triton().why_not(CARD)
     assert reason == (None if runs else "Triton needs compute capability 8.0, this GPU has 7.5")
 
 
@@ -445,6 +447,24 @@ def test_the_backend_goes_by_operator_and_shape(operator, step, wanted, monkeypa
     monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)
     device = torch.device("cuda")
     assert backends.choose(None, device, torch.float32, operator, step) == wanted
+
+
+def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
+    """As more filters than Triton takes, where there is no other backend for a GPU."""
+    monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_triton_missing", lambda: False)
+    monkeypatch.setattr(backends, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends.Cuda, "_unable", lambda *_: "it was not built")
+    most = backends.Triton.most_filters
+    asked = (torch.device("cuda", 7), torch.float32, "coverage_attention", True)
+    assert backends.choose(None, *asked, filters=most) == "triton"
+    with pytest.warns(UserWarning, match=f"at most {most} filters, not {most + 1}"):
+        assert backends.choose(None, *asked, filters=most + 1) == "reference"
+    with pytest.raises(
+        RuntimeError, match=f"'triton' cannot run this call: it takes at most {most}"
+    ):
+        backends.choose("triton", *asked, filters=most + 1)
 
 
 @pytest.mark.parametrize("queries", [1, 2])

@@ -30,7 +30,6 @@ from attnfast import Span, dispatch
 from attnfast.diagnostics import peak_memory
 from attnfast.ops.attention import Attention
 
-OUTPUTS = {"need_weights": "dense", "need_log_sum_exp": True}
 SPANS = (
     Span(window=(2, 3)),
     Span(window=0),
@@ -111,7 +110,9 @@ def judge(case, span, position, backend, freeze=False):
     span = list(span) if isinstance(span, tuple) else span
     got = results(
         case, args,
-        lambda **a: attend(a, span=span, position=argument, backend=backend, **OUTPUTS),
+        lambda **a: attend(
+            a, span=span, position=argument, backend=backend, need_weights="dense"
+        ),
     )  # fmt: skip
     wanted = oracle_of(case, seen(exact))
     if freeze:
@@ -232,8 +233,8 @@ SPAN = Span(window=(1, 2))
 
 def weigh(args, span, backend, **options):
     """Context, compact weights and log-sum-exp."""
-    options = {**OUTPUTS, "need_weights": True, **options}
-    return attend(args, span=span, backend=backend, **options)
+    options = {"need_weights": True, **options}
+    return table.every(attend(args, span=span, backend=backend, **options))
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -301,7 +302,7 @@ def test_prior(learned, span, score, backend):
 
     args, p, sigma = leaves(torch.float32, device)
     options = {"position": p, "sigma": sigma} if learned else {"position": "diagonal", "sigma": 1.5}
-    got = attend(args, span=span, backend=backend, **options, **OUTPUTS)
+    got = weigh(args, span, backend, need_weights="dense", **options)
     exact, q, width = leaves(torch.float64, CPU)
     center = q if learned else torch.arange(5) * exact["lengths"].view(-1, 1) / 5
     width = width if learned else torch.tensor(1.5)
@@ -323,7 +324,7 @@ def test_prior(learned, span, score, backend):
 def test_scale_of_any_sign(span, scale, backend):
     case = Case("dot", 2, 5, 9, 8, 4)
     args = {k: v for k, v in inputs(case, DEVICE[backend]).items() if k != "weight"}
-    options = {**OUTPUTS, "backend": backend, "span": span}
+    options = {"need_weights": "dense", "backend": backend, "span": span}
     got = results(case, args, lambda **a: attnfast.dot_attention(**a, scale=scale, **options))
     args = {k: v for k, v in inputs(case).items() if k != "weight"}
     options["backend"] = "reference"

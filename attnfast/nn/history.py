@@ -101,7 +101,7 @@ class HistoryAttention(_Attention):
                 seen = target_mask.reshape(*query.shape[:2], 1)
                 mask = seen if mask is None else seen & mask
             history = self.start(memory) if history is None else history
-            result: Any = attend_with_history(
+            result = attend_with_history(
                 query,
                 memory,
                 coverage=history.coverage,
@@ -109,15 +109,15 @@ class HistoryAttention(_Attention):
                 mask=mask,
                 temperature=self.temperature,
                 need_weights=True,
-                need_loss=True,
                 **self._terms(memory),
                 **terms,
             )
         except Exception:
             self._check_call(state, memory)
             raise
-        context, weights, coverage, loss = result
-        loss = loss if history.loss is None else history.loss + loss
+        context, weights, coverage = result
+        assert weights is not None
+        loss = result.loss if history.loss is None else history.loss + result.loss
         previous = weights[:, -1] if weights.shape[1] else history.previous
         history = History(coverage, previous.to(coverage.dtype), loss)
         shown = weights if need_weights else None

@@ -361,7 +361,7 @@ class SparseSelfAttention(MultiHeadAttention):
                 "backend": self.backend,
             }
             if self.weight is None:
-                result: tuple[Any, ...] = dot_attention(query, key, value, **terms)
+                result = dot_attention(query, key, value, **terms)
             else:
                 result = additive_attention(query, key, value, self.weight, **terms)
         except Exception:
