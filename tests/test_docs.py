@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import doubles
+from integrations import doubles
 from torch import nn
 
 from attnfast import cli
-from attnfast.hosts import host
+from attnfast.integrations import adapter
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +31,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_runs(page, monkeypatch):
     """In order, in one namespace; text after Python is what it printed."""
-    monkeypatch.setattr(host, "HOSTS", dict(host.HOSTS))
+    monkeypatch.setattr(adapter, "ADAPTERS", dict(adapter.ADAPTERS))
     torch.manual_seed(0)
     names, printed = {"model": model(), "__name__": "page"}, ""
     for kind, code in blocks(page):

@@ -213,7 +213,7 @@ def test_kernels_shadow_no_other_package():
 def public():
     """Yield every public function, class and method of the modules meant for users."""
     for info in pkgutil.walk_packages(attnfast.__path__, "attnfast."):
-        adapter = info.name.rpartition(".")[2] in attnfast.hosts.ADAPTERS
+        adapter = info.name.rpartition(".")[2] in attnfast.integrations.PROJECTS
         if adapter or re.search(r"__main__|kernels|_C_", info.name):
             continue
         module = importlib.import_module(info.name)

@@ -1,4 +1,4 @@
-"""attnfast.replace: the mechanism, on a host of the tests' own. The hosts are in tests/hosts."""
+"""attnfast.replace: the mechanism, on a class of the tests' own; projects' are in integrations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hosts.doubles import (
+from integrations.doubles import (
     AdditiveAttention,
     AttentionLayer,
     Attn,
@@ -28,10 +28,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 
 import attnfast
-from attnfast.hosts import HOSTS, attend, keep_in_graph, project
-from attnfast.hosts.cache import PLACE, Seen
-from attnfast.hosts.host import dressed
-from attnfast.hosts.probe import tensors
+from attnfast.integrations import ADAPTERS, attend, keep_in_graph, project
+from attnfast.integrations.adapter import dressed
+from attnfast.integrations.cache import PLACE, Seen
+from attnfast.integrations.probe import tensors
 from attnfast.memory import prepare
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
@@ -73,16 +73,16 @@ def example(module, draw):
 
 def register(methods=Served, **more):
     terms = {"classes": ["Plain"], "parameters": PARAMETERS, "example": example, "name": "plain"}
-    return attnfast.register_host(methods, **{**terms, **more})
+    return attnfast.register_adapter(methods, **{**terms, **more})
 
 
 @pytest.fixture(autouse=True)
-def hosts():
-    known = dict(HOSTS)
+def adapters():
+    known = dict(ADAPTERS)
     register()
     yield
-    HOSTS.clear()
-    HOSTS.update(known)
+    ADAPTERS.clear()
+    ADAPTERS.update(known)
 
 
 def model(n=1):
@@ -177,16 +177,16 @@ def test_copies_are_served_too(way):
         torch.save(m, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    assert dressed(twin["a0"]) is HOSTS["plain"] and type(twin["a0"]) is type(m["a0"])
+    assert dressed(twin["a0"]) is ADAPTERS["plain"] and type(twin["a0"]) is type(m["a0"])
     same(run(twin["a0"], *args), want)
 
 
-def test_a_pickle_of_an_unknown_host():
+def test_a_pickle_of_an_unknown_adapter():
     m = model()
     attnfast.replace(m)
     data = pickle.dumps(m)
-    del HOSTS["plain"]
-    with pytest.raises(RuntimeError, match="replaced as plain: register that host first"):
+    del ADAPTERS["plain"]
+    with pytest.raises(RuntimeError, match="replaced as plain: register that adapter first"):
         pickle.loads(data)
 
 
@@ -501,7 +501,7 @@ def test_subclasses_with_methods_of_their_own_are_left_alone():
     assert "0: Logged left alone: its class Logged has a forward of its own" in str(report)
 
 
-def test_layers_with_hooks_are_left_to_the_host():
+def test_layers_with_hooks_are_left_to_the_project():
     m = model()["a0"]
     m.energy.register_forward_hook(lambda module, args, output: 3 * output)
     assert "left alone: its energy has hooks" in str(attnfast.replace(m))
@@ -553,7 +553,7 @@ def test_strict_raises_where_nothing_is_known():
 def test_what_may_be_attention_is_mentioned(name):
     report = str(attnfast.replace(type(name, (nn.Module,), {})()))
     assert f"{name} left alone: its class" in report
-    assert f".{name} is not known; attnfast.register_host" in report
+    assert f".{name} is not known; attnfast.register_adapter" in report
     assert not attnfast.replace(nn.ModuleList([nn.Flatten(), nn.BatchNorm1d(2)])).found
 
 
@@ -704,7 +704,7 @@ def load_assigned(m, new):
 
 
 CHANGES = [copy_through_data, mix_through_data, assign_data, from_a_vector, load, load_assigned]
-HOSTS_OF_ONE_SOURCE = {
+OF_ONE_SOURCE = {
     "plain": (Plain, lambda m, q, h: m(q, h)),
     "gnmt": (lambda: GNMTAttention(6, 6, 5, True, True), lambda m, q, h: m(q, h)),
     "bentrevett": (lambda: bentrevett("2024", False, 6, 6), lambda m, q, h: m(q, h)),
@@ -716,9 +716,9 @@ HOSTS_OF_ONE_SOURCE = {
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", HOSTS_OF_ONE_SOURCE)
+@pytest.mark.parametrize("name", OF_ONE_SOURCE)
 def test_averages_that_are_swapped_in_between_two_calls(name, change, grad):
-    make, call = HOSTS_OF_ONE_SOURCE[name]
+    make, call = OF_ONE_SOURCE[name]
     torch.manual_seed(0)
     plain = make()
     served = copy.deepcopy(plain)
@@ -827,7 +827,7 @@ def test_sources_that_come_once_are_not_prepared(grad):
     states, memory, mask = inputs(B=4, steps=20)
     with (
         torch.set_grad_enabled(grad),
-        mock.patch("attnfast.hosts.serve.prepare", wraps=prepare) as made,
+        mock.patch("attnfast.integrations.serve.prepare", wraps=prepare) as made,
     ):
         for s in states:
             args = s, memory[torch.randperm(4)], mask
@@ -846,7 +846,7 @@ BROADCAST = [(n, r) for n in ("plain", "sgrvinod", "allennlp", "dot") for r in (
 
 @pytest.mark.parametrize(("name", "rows"), [*BROADCAST, ("fairseq", (3, 1))])
 def test_one_source_for_many_queries_and_the_reverse(name, rows):
-    """Where the host's own code broadcasts."""
+    """Where the project's own code broadcasts."""
     torch.manual_seed(0)
     B, S = rows
     if name == "fairseq":
@@ -854,7 +854,7 @@ def test_one_source_for_many_queries_and_the_reverse(name, rows):
     elif name == "dot":
         plain, call = Attn("dot", 6), lambda m, q, h: m(q.unsqueeze(0), h.transpose(0, 1))
     else:
-        make, call = HOSTS_OF_ONE_SOURCE[name]
+        make, call = OF_ONE_SOURCE[name]
         plain = make()
     served = copy.deepcopy(plain)
     attnfast.replace(served, strict=True)
@@ -1007,7 +1007,7 @@ def test_the_report_says_it_all():
     assert all(a != b for a, b in pairwise(text))
 
 
-def test_the_host_of_the_docs():
+def test_the_adapter_of_the_docs():
     class Attention(nn.Module):
         """What the methods in docs/replace.md stand in for."""
 

@@ -1,0 +1,75 @@
+"""ESPnet's forward attention: plain, with a transition agent, with durations."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from attnfast.integrations.espnet import begin, example, register
+from attnfast.integrations.espnet_location import LOCATED, located, window, windowed
+from attnfast.integrations.serve import keep_in_graph, multiplied
+
+
+def forwarded(self, odds, states, lengths, z, past, scale, *around):
+    """Return context and weights ∝ max(w odds, 1e-6), w a softmax, the first α on frame 0."""
+    query = self.mlp_dec(begin(self, states, lengths, z))
+    if past is None:
+        past = F.pad(states.new_ones(len(states), 1), (0, self.h_length - 1))
+    _, weights = located(self, query, scale, past, mask=window(self, *around), value=None)
+    weights = odds(past, F.pad(past, (1, 0))[:, :-1]) * weights
+    weights = keep_in_graph(F.normalize(weights.clamp(min=1e-6), p=1, dim=1), self.gvec.bias)
+    context = torch.bmm(weights.unsqueeze(1), self.enc_h).squeeze(1)
+    return multiplied(context, weights, self.enc_h), weights
+
+
+class Forward:
+    """odds_j = α_j + α_j−1."""
+
+    def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling=1.0,
+                last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
+        args = enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling
+        return forwarded(self, torch.add, *args, last_attended_idx, backward_window, forward_window)
+
+
+class TransitionAgent:
+    """odds_j = u α_j + (1 − u) α_j−1, u made at the step before."""
+
+    def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, out_prev, scaling=1.0,
+                last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
+        u, args = self.trans_agent_prob, (enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling)
+        args += last_attended_idx, backward_window, forward_window
+        context, weights = forwarded(self, lambda stay, go: u * stay + (1 - u) * go, *args)
+        z = begin(self, enc_hs_pad, enc_hs_len, dec_z)
+        self.trans_agent_prob = torch.sigmoid(self.mlp_ta(torch.cat([context, out_prev, z], 1)))
+        return context, weights
+
+
+class Durations:
+    """odds_j = d_j α_j + (1 − d_j−1) α_j−1; with a window the project's own code runs."""
+
+    def forward(self, enc_hs_pad, enc_hs_len, trans_token, dec_z, att_prev, scaling=1.0,
+                last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
+        source, args = (enc_hs_pad, enc_hs_len), (dec_z, att_prev, scaling)
+        if last_attended_idx is not None:
+            around = last_attended_idx, backward_window, forward_window
+            return super().forward(*source, trans_token, *args, *around)
+        d = trans_token.squeeze(-1)
+        moves = 1 - F.pad(d, (1, 0))[:, :-1]
+        return forwarded(self, lambda stay, go: d * stay + moves * go, *source, *args)
+
+
+def with_output(attention, draw, states, lengths, z, past, **more):
+    odim = attention.mlp_ta.in_features - attention.eunits - attention.dunits
+    return attention(states, lengths, z, past, draw(len(states), odim), **more)
+
+
+def with_durations(attention, draw, states, lengths, z, past, **more):
+    return attention(states, lengths, draw(*states.shape[:2], 1).sigmoid(), z, past, **more)
+
+
+register = partial(register, note="a source without frames has uniform weights, not NaN")
+register(Forward, "AttForward", LOCATED, example=windowed)
+AGENT = [*LOCATED, "mlp_ta.weight", "mlp_ta.bias"]
+register(TransitionAgent, "AttForwardTA", AGENT, example=partial(windowed, call=with_output))
+TOKEN = [*LOCATED, "pt_zero_linear.weight", "pt_zero_linear.bias"]
+register(Durations, "GDCAttLoc", TOKEN, example=partial(example, call=with_durations))
