@@ -28,9 +28,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 
 import attnfast
-from attnfast.integrations import ADAPTERS, attend, keep_in_graph, project
-from attnfast.integrations.adapter import dressed
+from attnfast.integrations import ADAPTERS, Adapter, attend, keep_in_graph, project
 from attnfast.integrations.cache import PLACE, Seen
+from attnfast.integrations.patch import adapter_serving
 from attnfast.integrations.probe import tensors
 from attnfast.memory import prepare
 
@@ -73,16 +73,14 @@ def example(module, draw):
 
 def register(methods=Served, **more):
     terms = {"classes": ["Plain"], "parameters": PARAMETERS, "example": example, "name": "plain"}
-    return attnfast.register_adapter(methods, **{**terms, **more})
+    attnfast.register_adapter(Adapter(methods=methods, **{**terms, **more}))
 
 
 @pytest.fixture(autouse=True)
 def adapters():
-    known = dict(ADAPTERS)
-    register()
-    yield
-    ADAPTERS.clear()
-    ADAPTERS.update(known)
+    with mock.patch.dict(ADAPTERS):
+        register()
+        yield
 
 
 def model(n=1):
@@ -177,7 +175,7 @@ def test_copies_are_served_too(way):
         torch.save(m, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    assert dressed(twin["a0"]) is ADAPTERS["plain"] and type(twin["a0"]) is type(m["a0"])
+    assert adapter_serving(twin["a0"]) is ADAPTERS["plain"] and type(twin["a0"]) is type(m["a0"])
     same(run(twin["a0"], *args), want)
 
 
@@ -534,8 +532,16 @@ def test_twice_and_nothing():
     assert str(attnfast.replace(nn.Linear(2, 2))) == "no attention that is known"
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         attnfast.replace(3)
-    with pytest.raises(TypeError, match="parameters must be a list of names, got 'a'"):
-        register(parameters="a")
+
+
+def test_what_is_no_adapter():
+    with pytest.raises(TypeError, match="methods must be a class, got 3"):
+        register(3)
+    for names in ("a", 3, [3], iter("a")):
+        with pytest.raises(TypeError, match="parameters must be a list of names, got "):
+            register(parameters=names)
+    with pytest.raises(TypeError, match=r"adapter must be an attnfast.integrations.Adapter, got 3"):
+        attnfast.register_adapter(3)
 
 
 def test_strict_raises_where_nothing_is_known():

@@ -1,9 +1,8 @@
 """Other projects' attention, served by attnfast: one file for each project."""
 
-import importlib
-
-from attnfast.integrations.adapter import ADAPTERS, Adapter, Draw, register_adapter
+from attnfast.integrations.adapter import Adapter, Draw
 from attnfast.integrations.cache import cached_per_source
+from attnfast.integrations.registry import ADAPTERS, register_adapter
 from attnfast.integrations.replace import Report, replace
 from attnfast.integrations.serve import (
     attend,
@@ -31,28 +30,3 @@ __all__ = [
     "register_adapter",
     "replace",
 ]
-
-#: The files of adapters, each of which registers its own.
-PROJECTS = (
-    "allennlp",
-    "bentrevett",
-    "coqui",
-    "d2l",
-    "espnet",
-    "espnet_coverage",
-    "espnet_forward",
-    "espnet_heads",
-    "espnet_location",
-    "fairseq",
-    "gnmt",
-    "joeynmt",
-    "keras",
-    "onmt",
-    "pointer_summarizer",
-    "sgrvinod",
-    "speechbrain",
-    "tacotron2",
-    "tutorials",
-)
-for name in PROJECTS:
-    importlib.import_module(f"attnfast.integrations.{name}")

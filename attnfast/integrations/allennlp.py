@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.serve import attend
 
@@ -26,15 +26,17 @@ def example(attention, draw):
             yield attention(draw(len(lengths), size), source, mask)
 
 
-register_adapter(
-    AllenNLP,
-    name="AllenNLP's AdditiveAttention",
-    classes=["allennlp.modules.attention.additive_attention.AdditiveAttention"],
-    parameters=["_w_matrix", "_u_matrix", "_v_vector"],
-    example=example,
-    why_not=lambda attention: (
-        None if attention._normalize else "it returns scores without a softmax"
+ADAPTERS = [
+    Adapter(
+        name="AllenNLP's AdditiveAttention",
+        methods=AllenNLP,
+        classes=["allennlp.modules.attention.additive_attention.AdditiveAttention"],
+        parameters=["_w_matrix", "_u_matrix", "_v_vector"],
+        example=example,
+        why_not=lambda attention: (
+            None if attention._normalize else "it returns scores without a softmax"
+        ),
+        larger=1,
+        note="scores far below 0 get weights that sum to 1, where AllenNLP's 1e-13 makes them less",
     ),
-    larger=1,
-    note="scores far below 0 get weights that sum to 1, where AllenNLP's 1e-13 makes them less",
-)
+]

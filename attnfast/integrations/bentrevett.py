@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import arguments, register_adapter
+from attnfast.integrations.adapter import Adapter, arguments
 from attnfast.integrations.serve import attend, batch_first, is_plain, project_both
 
 
@@ -34,16 +34,18 @@ def example(attention, draw):
             yield attention(draw(len(lengths), size), source, *seen)
 
 
-for edition, layer, v in (
-    ("", "attn", "v.weight"),
-    (" of 2018", "attn", "v"),
-    (" of 2024", "attn_fc", "v_fc.weight"),
-):
-    register_adapter(
-        Bentrevett,
+ADAPTERS = [
+    Adapter(
         name=f"bentrevett's Attention{edition}",
+        methods=Bentrevett,
         classes=["Attention"],
         parameters=[f"{layer}.weight", f"{layer}.bias", v],
         example=example,
         note="a source without words has weights 0 instead of equal ones",
     )
+    for edition, layer, v in (
+        ("", "attn", "v.weight"),
+        (" of 2018", "attn", "v"),
+        (" of 2024", "attn_fc", "v_fc.weight"),
+    )
+]

@@ -2,7 +2,7 @@
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, keep_in_graph
 
 
@@ -53,24 +53,26 @@ def example(attention, draw):
             yield attention(query, inputs, processed, mask), attention.attention_weights
 
 
-register_adapter(
-    Original,
-    name="Coqui's OriginalAttention",
-    classes=["OriginalAttention"],
-    parameters=[
-        *(f"{name}.linear_layer.weight" for name in ("query_layer", "inputs_layer", "v")),
-        "v.linear_layer.bias",
-    ],
-    optional=[
-        "location_layer.location_conv1d.weight",
-        "location_layer.location_dense.linear_layer.weight",
-        *("ta.weight", "ta.bias"),
-    ],
-    example=example,
-    reads=["_mask_value", "win_idx"],  # of masks, and of the windows that its own code makes
-    why_not=lambda attention: (
-        None if attention.norm == "softmax" else "its weights are normalised sigmoids"
+ADAPTERS = [
+    Adapter(
+        name="Coqui's OriginalAttention",
+        methods=Original,
+        classes=["OriginalAttention"],
+        parameters=[
+            *(f"{name}.linear_layer.weight" for name in ("query_layer", "inputs_layer", "v")),
+            "v.linear_layer.bias",
+        ],
+        optional=[
+            "location_layer.location_conv1d.weight",
+            "location_layer.location_dense.linear_layer.weight",
+            *("ta.weight", "ta.bias"),
+        ],
+        example=example,
+        reads=["_mask_value", "win_idx"],  # of masks, and of the windows that its own code makes
+        why_not=lambda attention: (
+            None if attention.norm == "softmax" else "its weights are normalised sigmoids"
+        ),
+        note="a source without frames has weights 0 instead of NaN",
+        dtype=torch.float32,
     ),
-    note="a source without frames has weights 0 instead of NaN",
-    dtype=torch.float32,
-)
+]

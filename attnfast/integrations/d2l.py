@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, project
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"
@@ -50,21 +50,23 @@ def example(attention, draw, query=4, key=4):
         yield attention(draw(B, 3, query), source, source, None)
 
 
-register_adapter(
-    Additive,
-    name="d2l's AdditiveAttention",
-    classes=["AdditiveAttention"],
-    parameters=["W_k.weight", "W_q.weight", "w_v.weight"],
-    example=lambda attention, draw: example(
-        attention, draw, attention.W_q.in_features, attention.W_k.in_features
+ADAPTERS = [
+    Adapter(
+        name="d2l's AdditiveAttention",
+        methods=Additive,
+        classes=["AdditiveAttention"],
+        parameters=["W_k.weight", "W_q.weight", "w_v.weight"],
+        example=lambda attention, draw: example(
+            attention, draw, attention.W_q.in_features, attention.W_k.in_features
+        ),
+        note=EMPTY,
     ),
-    note=EMPTY,
-)
-register_adapter(
-    Dot,
-    name="d2l's DotProductAttention",
-    classes=["d2l.torch.DotProductAttention"],
-    parameters=[],
-    example=example,
-    note=EMPTY,
-)
+    Adapter(
+        name="d2l's DotProductAttention",
+        methods=Dot,
+        classes=["d2l.torch.DotProductAttention"],
+        parameters=[],
+        example=example,
+        note=EMPTY,
+    ),
+]

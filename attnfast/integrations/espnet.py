@@ -2,7 +2,7 @@
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.serve import attend, keep_in_graph, multiplied
 
@@ -74,13 +74,14 @@ def example(attention, draw, call=call):
             yield context, list(past) if isinstance(past, list) else past  # ESPnet's list grows
 
 
-def register(methods, cls, parameters, **more):
+def adapter(cls, methods, parameters, **more):
     more = {"example": example, "note": "a source without frames has weights 0, not NaN", **more}
     classes = [f"espnet.nets.pytorch_backend.rnn.attentions.{cls}"]
-    register_adapter(
-        methods, name=f"ESPnet's {cls}", classes=classes, parameters=parameters, **more
-    )
+    name = f"ESPnet's {cls}"
+    return Adapter(name=name, methods=methods, classes=classes, parameters=parameters, **more)
 
 
-register(Dot, "AttDot", [*KEYS, "mlp_dec.bias"])
-register(Additive, "AttAdd", SCORED)
+ADAPTERS = [
+    adapter("AttDot", Dot, [*KEYS, "mlp_dec.bias"]),
+    adapter("AttAdd", Additive, SCORED),
+]

@@ -3,7 +3,7 @@
 import torch
 
 from attnfast.integrations.cache import Seen, cached_per_source
-from attnfast.integrations.espnet import SCORED, begin, register, score
+from attnfast.integrations.espnet import SCORED, adapter, begin, score
 from attnfast.integrations.espnet_location import LOCATED, located, uniform
 
 
@@ -53,5 +53,8 @@ class CoverageLocation:
         return context, att_prev_list
 
 
-register(Coverage, "AttCov", [*SCORED, "wvec.weight", "wvec.bias"], dtype=torch.float32)
-register(CoverageLocation, "AttCovLoc", LOCATED, dtype=torch.float32)
+WEIGHTED = [*SCORED, "wvec.weight", "wvec.bias"]
+ADAPTERS = [
+    adapter("AttCov", Coverage, WEIGHTED, dtype=torch.float32),
+    adapter("AttCovLoc", CoverageLocation, LOCATED, dtype=torch.float32),
+]

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from attnfast.integrations.espnet import begin, example, register
+from attnfast.integrations.espnet import adapter, begin, example
 from attnfast.integrations.espnet_location import LOCATED, located, window, windowed
 from attnfast.integrations.serve import keep_in_graph, multiplied
 
@@ -67,9 +67,13 @@ def with_durations(attention, draw, states, lengths, z, past, **more):
     return attention(states, lengths, draw(*states.shape[:2], 1).sigmoid(), z, past, **more)
 
 
-register = partial(register, note="a source without frames has uniform weights, not NaN")
-register(Forward, "AttForward", LOCATED, example=windowed)
 AGENT = [*LOCATED, "mlp_ta.weight", "mlp_ta.bias"]
-register(TransitionAgent, "AttForwardTA", AGENT, example=partial(windowed, call=with_output))
 TOKEN = [*LOCATED, "pt_zero_linear.weight", "pt_zero_linear.bias"]
-register(Durations, "GDCAttLoc", TOKEN, example=partial(example, call=with_durations))
+ADAPTERS = [
+    adapter(*terms, example=call, note="a source without frames has uniform weights, not NaN")
+    for *terms, call in (
+        ("AttForward", Forward, LOCATED, windowed),
+        ("AttForwardTA", TransitionAgent, AGENT, partial(windowed, call=with_output)),
+        ("GDCAttLoc", Durations, TOKEN, partial(example, call=with_durations)),
+    )
+]

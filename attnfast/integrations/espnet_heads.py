@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from attnfast.integrations.espnet import begin_step, lengths_of, register
+from attnfast.integrations.espnet import adapter, begin_step, lengths_of
 from attnfast.integrations.espnet_location import uniform
 from attnfast.integrations.serve import attend, keep_in_graph, together
 
@@ -73,7 +73,9 @@ class Resolutions:
 DOT = [f"{name}.weight" for name in ("mlp_q.*", "mlp_k.*", "mlp_v.*", "mlp_o")] + ["mlp_q.*.bias"]
 ADD = [*DOT, "gvec.*.weight", "gvec.*.bias"]
 LOC = [*ADD, "loc_conv.*.weight", "mlp_att.*.weight"]
-register(Heads, "AttMultiHeadDot", DOT)
-register(Heads, "AttMultiHeadAdd", ADD)
-register(Location, "AttMultiHeadLoc", LOC, dtype=torch.float32, larger=4)
-register(Resolutions, "AttMultiHeadMultiResLoc", LOC, dtype=torch.float32, larger=4)
+ADAPTERS = [
+    adapter("AttMultiHeadDot", Heads, DOT),
+    adapter("AttMultiHeadAdd", Heads, ADD),
+    adapter("AttMultiHeadLoc", Location, LOC, dtype=torch.float32, larger=4),
+    adapter("AttMultiHeadMultiResLoc", Resolutions, LOC, dtype=torch.float32, larger=4),
+]

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.espnet import SCORED, begin, call, example, lengths_of, register, score
+from attnfast.integrations.espnet import SCORED, adapter, begin, call, example, lengths_of, score
 
 LOCATED = [*SCORED, "loc_conv.weight", "mlp_att.weight"]
 RECURRENT = [*SCORED, "loc_conv.weight", "att_lstm.weight_ih", "att_lstm.weight_hh"]
@@ -64,9 +64,13 @@ def windowed(attention, draw, call=call):
         yield call(attention, draw, states, [7], z, None, last_attended_idx=last)
 
 
-register(Location, "AttLoc", LOCATED, example=windowed)
-register(RecurrentLocation, "AttLocRec", RECURRENT, dtype=torch.float32)
-register(
-    Location, "AttLoc2D", LOCATED,
-    why_not=lambda attention: "its filters see more rows of weights than the last",
-)  # fmt: skip
+ADAPTERS = [
+    adapter("AttLoc", Location, LOCATED, example=windowed),
+    adapter("AttLocRec", RecurrentLocation, RECURRENT, dtype=torch.float32),
+    adapter(
+        "AttLoc2D",
+        Location,
+        LOCATED,
+        why_not=lambda attention: "its filters see more rows of weights than the last",
+    ),
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, batch_first, multiplied, project_joined
 
 
@@ -30,13 +30,15 @@ def example(attention, draw):
             yield attention(draw(len(lengths), size), source, mask)
 
 
-register_adapter(
-    Fairseq,
-    name="fairseq's AttentionLayer",
-    classes=["fairseq.models.lstm.AttentionLayer"],
-    parameters=["input_proj.weight", "output_proj.weight"],
-    optional=["input_proj.bias", "output_proj.bias"],
-    example=example,
-    note="a source without words has weights 0 instead of NaN",
-    dtype=torch.float32,  # of its own scores, whatever the module has
-)
+ADAPTERS = [
+    Adapter(
+        name="fairseq's AttentionLayer",
+        methods=Fairseq,
+        classes=["fairseq.models.lstm.AttentionLayer"],
+        parameters=["input_proj.weight", "output_proj.weight"],
+        optional=["input_proj.bias", "output_proj.bias"],
+        example=example,
+        note="a source without words has weights 0 instead of NaN",
+        dtype=torch.float32,  # of its own scores, whatever the module has
+    ),
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.serve import attend, batch_first, project
 
@@ -48,12 +48,14 @@ def example(attention, draw):
         yield attention(draw(B, size), source)
 
 
-register_adapter(
-    GNMT,
-    name="GNMT's BahdanauAttention",
-    classes=["BahdanauAttention"],
-    parameters=["linear_q.weight", "linear_k.weight", "linear_att"],
-    optional=["normalize_scalar", "normalize_bias"],
-    example=example,
-    note="a source without words has weights 0 instead of equal ones",
-)
+ADAPTERS = [
+    Adapter(
+        name="GNMT's BahdanauAttention",
+        methods=GNMT,
+        classes=["BahdanauAttention"],
+        parameters=["linear_q.weight", "linear_k.weight", "linear_att"],
+        optional=["normalize_scalar", "normalize_bias"],
+        example=example,
+        note="a source without words has weights 0 instead of equal ones",
+    ),
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, project
 
 
@@ -48,17 +48,19 @@ COMMON: dict[str, Any] = {
     "example": example,
     "note": "a source without words has weights 0 instead of NaN",
 }
-register_adapter(
-    Bahdanau,
-    name="joeynmt's BahdanauAttention",
-    classes=["joeynmt.attention.BahdanauAttention"],
-    parameters=["key_layer.weight", "query_layer.weight", "energy_layer.weight"],
-    **COMMON,
-)
-register_adapter(
-    Luong,
-    name="joeynmt's LuongAttention",
-    classes=["joeynmt.attention.LuongAttention"],
-    parameters=["key_layer.weight"],
-    **COMMON,
-)
+ADAPTERS = [
+    Adapter(
+        name="joeynmt's BahdanauAttention",
+        methods=Bahdanau,
+        classes=["joeynmt.attention.BahdanauAttention"],
+        parameters=["key_layer.weight", "query_layer.weight", "energy_layer.weight"],
+        **COMMON,
+    ),
+    Adapter(
+        name="joeynmt's LuongAttention",
+        methods=Luong,
+        classes=["joeynmt.attention.LuongAttention"],
+        parameters=["key_layer.weight"],
+        **COMMON,
+    ),
+]

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, multiplied
 
 
@@ -72,10 +72,17 @@ def why_not(attention):
 
 
 LAYERS = {"attention.Attention": Dot, "additive_attention.AdditiveAttention": Additive}
-for layer, methods in LAYERS.items():
-    register_adapter(
-        methods, name=f"Keras's {layer.rpartition('.')[2]}", parameters=[],
-        classes=[f"keras.src.layers.attention.{layer}"], example=example, why_not=why_not,
-        optional=["scale", "concat_score_weight", "seed_generator_state"], dtype=torch.float32,
+ADAPTERS = [
+    Adapter(
+        name=f"Keras's {layer.rpartition('.')[2]}",
+        methods=methods,
+        classes=[f"keras.src.layers.attention.{layer}"],
+        parameters=[],
+        optional=["scale", "concat_score_weight", "seed_generator_state"],
+        example=example,
+        why_not=why_not,
         note="a row without keys has weights 0; a copy of the model has Keras's own again",
-    )  # fmt: skip
+        dtype=torch.float32,
+    )
+    for layer, methods in LAYERS.items()
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, project, project_joined
 
 
@@ -65,17 +65,19 @@ COMMON: dict[str, Any] = {
     "note": "a source without words has weights 0 instead of NaN",
 }  # fmt: skip
 
-register_adapter(
-    OpenNMT,
-    name="OpenNMT-py's GlobalAttention",
-    classes=["onmt.modules.global_attention.GlobalAttention"],
-    example=partial(example, seen=lambda draw, lengths, Tk: draw.numbers(*lengths)),
-    **COMMON,
-)
-register_adapter(
-    Eole,
-    name="eole's GlobalAttention",
-    classes=["eole.modules.global_attention.GlobalAttention"],
-    example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
-    **COMMON,
-)
+ADAPTERS = [
+    Adapter(
+        name="OpenNMT-py's GlobalAttention",
+        methods=OpenNMT,
+        classes=["onmt.modules.global_attention.GlobalAttention"],
+        example=partial(example, seen=lambda draw, lengths, Tk: draw.numbers(*lengths)),
+        **COMMON,
+    ),
+    Adapter(
+        name="eole's GlobalAttention",
+        methods=Eole,
+        classes=["eole.modules.global_attention.GlobalAttention"],
+        example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
+        **COMMON,
+    ),
+]

@@ -1,6 +1,6 @@
 """Attention of atulkum's pointer_summarizer, a pointer-generator network with coverage."""
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.serve import attend, multiplied
 
@@ -46,13 +46,15 @@ def example(attention, draw):
             yield result
 
 
-register_adapter(
-    PointerGenerator,
-    name="pointer_summarizer's attention",
-    classes=["Attention"],
-    parameters=["decode_proj.weight", "decode_proj.bias", "v.weight"],
-    optional=["W_c.weight"],
-    reads=["config"],
-    example=example,
-    note="a source without words has weights 0 instead of NaN",
-)
+ADAPTERS = [
+    Adapter(
+        name="pointer_summarizer's attention",
+        methods=PointerGenerator,
+        classes=["Attention"],
+        parameters=["decode_proj.weight", "decode_proj.bias", "v.weight"],
+        optional=["W_c.weight"],
+        reads=["config"],
+        example=example,
+        note="a source without words has weights 0 instead of NaN",
+    ),
+]

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast.integrations.adapter import Adapter, Draw, arguments, dressed
+from attnfast.integrations.adapter import Adapter, Draw, arguments
 from attnfast.integrations.cache import PLACE
+from attnfast.integrations.patch import adapter_serving, patch
 
 __all__ = ["tensors", "why_left"]
 
@@ -35,7 +36,7 @@ INTERNAL = {*vars(nn.Module()), PLACE}
 
 def why_left(module: nn.Module, adapter: Adapter) -> str | None:
     """Say why a module of a known class is left alone, or None."""
-    if dressed(module) is not None:
+    if adapter_serving(module) is not None:
         return "it is served already"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         return "its parameters have no shape yet: replace it after the first call"
@@ -172,9 +173,8 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     if full & set(adapter.classes):
         return None  # not a copy
     own, ours = methods_of(type(module)), methods_of(adapter.methods)
-    known = {
-        name.partition(".")[0] for name in adapter.parameters | adapter.optional
-    } | adapter.reads
+    parameters = (*adapter.parameters, *adapter.optional)
+    known = {*(name.partition(".")[0] for name in parameters), *adapter.reads}
     beside = vars(sys.modules[adapter.methods.__module__]).values()
     helpers = [f for f in beside if isinstance(f, FunctionType)]
     helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
@@ -268,7 +268,7 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
                     size = way.larger * max(p.shape[-1:], default=1) ** -0.5
                     p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
             if served:
-                dressed(twin, adapter)
+                patch(twin, adapter)
             cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
             with cast if way.autocast else contextlib.nullcontext():
                 return run(

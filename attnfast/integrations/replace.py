@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from attnfast.backends import choose
-from attnfast.integrations.adapter import Adapter, adapter_of, dressed, undressed, why_unknown
+from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import why_left
+from attnfast.integrations.registry import adapter_of, why_unknown
 
 __all__ = ["Report", "replace"]
 
@@ -57,7 +59,7 @@ class Report:
     def undo(self) -> None:
         """Give every module its own methods back."""
         for x in self.replaced:
-            undressed(x.module)
+            unpatch(x.module)
             x.left = "its replacement was undone"
 
     def __str__(self) -> str:
@@ -124,7 +126,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         for x in report.found
         if x.adapter is not None or not any(m in known for m in x.module.modules())
     ]
-    refused = [x for x in report.left if x.adapter is not None and dressed(x.module) is None]
+    refused = [x for x in report.left if x.adapter and not adapter_serving(x.module)]
     if strict and refused:
         raise RuntimeError("; ".join(map(str, refused)))
     if strict and not known:
@@ -132,7 +134,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     for found in report.replaced:
         parameter = next(found.module.parameters(), torch.empty(0, device="cpu"))
         found.backend = choose(None, parameter.device, parameter.dtype, step=True)
-        dressed(found.module, found.adapter)
+        assert found.adapter is not None
+        patch(found.module, found.adapter)
     return report
 
 

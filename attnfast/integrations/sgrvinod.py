@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend, keep_in_graph, multiplied, project
 
 
@@ -26,10 +26,14 @@ def example(attention, draw):
                 yield attention(source[:B], draw(B, size))
 
 
-register_adapter(
-    Captioning,
-    name="sgrvinod's Attention",
-    classes=["Attention"],
-    parameters=[f"{x}_att.{y}" for x in ("encoder", "decoder", "full") for y in ("weight", "bias")],
-    example=example,
-)
+ADAPTERS = [
+    Adapter(
+        name="sgrvinod's Attention",
+        methods=Captioning,
+        classes=["Attention"],
+        parameters=[
+            f"{x}_att.{y}" for x in ("encoder", "decoder", "full") for y in ("weight", "bias")
+        ],
+        example=example,
+    ),
+]

@@ -2,7 +2,7 @@
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.serve import attend
 
@@ -71,12 +71,18 @@ def names(*layers):
 
 
 CONTENT = [*names("mlp_enc", "mlp_dec", "mlp_out"), "mlp_attn.weight"]
-for methods, cls, parameters in (
-    (Additive, "ContentBasedAttention", CONTENT),
-    (Additive, "LocationAwareAttention", [*CONTENT, "conv_loc.weight", *names("mlp_loc")]),
-    (KeyValue, "KeyValueAttention", names("key_linear", "query_linear", "value_linear")),
-):
-    register_adapter(
-        methods, name=f"SpeechBrain's {cls}", classes=[f"speechbrain.nnet.attention.{cls}"],
-        parameters=parameters, example=example, note="an empty source has weights 0, not NaN",
-    )  # fmt: skip
+ADAPTERS = [
+    Adapter(
+        name=f"SpeechBrain's {cls}",
+        methods=methods,
+        classes=[f"speechbrain.nnet.attention.{cls}"],
+        parameters=parameters,
+        example=example,
+        note="an empty source has weights 0, not NaN",
+    )
+    for cls, methods, parameters in (
+        ("ContentBasedAttention", Additive, CONTENT),
+        ("LocationAwareAttention", Additive, [*CONTENT, "conv_loc.weight", *names("mlp_loc")]),
+        ("KeyValueAttention", KeyValue, names("key_linear", "query_linear", "value_linear")),
+    )
+]

@@ -2,7 +2,7 @@
 
 import torch
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import attend
 
 
@@ -42,16 +42,13 @@ def example(attention, draw):
             history = torch.stack([weights, history[:, 1] + weights], 1)
 
 
-for cls, linear, conv in (
-    ("Attention", ".linear_layer", ".conv"),
-    ("torchaudio.models.tacotron2._Attention", "", ""),
-):
-    register_adapter(
-        LocationSensitive,
-        name="torchaudio's Tacotron 2 attention" if "." in cls else "Tacotron 2's attention",
+ADAPTERS = [
+    Adapter(
+        name=name,
+        methods=LocationSensitive,
         classes=[cls],
         parameters=[
-            *(f"{name}{linear}.weight" for name in ("query_layer", "memory_layer", "v")),
+            *(f"{layer}{linear}.weight" for layer in ("query_layer", "memory_layer", "v")),
             f"location_layer.location_conv{conv}.weight",
             f"location_layer.location_dense{linear}.weight",
         ],
@@ -59,3 +56,8 @@ for cls, linear, conv in (
         reads=["score_mask_value"],
         note="a source without frames has weights 0 instead of NaN",
     )
+    for name, cls, linear, conv in (
+        ("Tacotron 2's attention", "Attention", ".linear_layer", ".conv"),
+        ("torchaudio's Tacotron 2 attention", "torchaudio.models.tacotron2._Attention", "", ""),
+    )
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import register_adapter
+from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.serve import (
     attend,
     batch_first,
@@ -59,18 +59,20 @@ def chatbot(attention, draw):
             yield attention(draw(1, B, size), source)
 
 
-register_adapter(
-    Translation,
-    name="the translation tutorial's BahdanauAttention",
-    classes=["BahdanauAttention"],
-    parameters=["Wa.weight", "Wa.bias", "Ua.weight", "Ua.bias", "Va.weight", "Va.bias"],
-    example=translation,
-)
-register_adapter(
-    Chatbot,
-    name="the chatbot tutorial's Attn",
-    classes=["Attn"],
-    parameters=[],
-    optional=["attn.weight", "attn.bias", "v"],
-    example=chatbot,
-)
+ADAPTERS = [
+    Adapter(
+        name="the translation tutorial's BahdanauAttention",
+        methods=Translation,
+        classes=["BahdanauAttention"],
+        parameters=["Wa.weight", "Wa.bias", "Ua.weight", "Ua.bias", "Va.weight", "Va.bias"],
+        example=translation,
+    ),
+    Adapter(
+        name="the chatbot tutorial's Attn",
+        methods=Chatbot,
+        classes=["Attn"],
+        parameters=[],
+        optional=["attn.weight", "attn.bias", "v"],
+        example=chatbot,
+    ),
+]

@@ -11,7 +11,7 @@ import torch
 from integrations.common import compare, real
 
 import attnfast
-from attnfast.integrations.adapter import dressed
+from attnfast.integrations.patch import adapter_serving
 
 os.environ["KERAS_BACKEND"] = "torch"
 keras = real("keras")
@@ -160,5 +160,5 @@ def test_files_and_copies(tmp_path):
         assert type(twin.get_layer("a")) is keras.layers.AdditiveAttention
         torch.testing.assert_close(model(inputs), twin(inputs))
     for twin in (copy.deepcopy(served), pickle.loads(pickle.dumps(served))):
-        assert dressed(twin) is dressed(served) is not None
+        assert adapter_serving(twin) is adapter_serving(served) is not None
         torch.testing.assert_close(served(inputs), twin(inputs))
