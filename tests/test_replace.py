@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import io
 import pickle
 import re
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -186,6 +189,122 @@ def test_a_pickle_of_an_unknown_adapter():
     del ADAPTERS["plain"]
     with pytest.raises(RuntimeError, match="replaced as plain: register that adapter first"):
         pickle.loads(data)
+
+
+def remade(made, args):
+    return made(*args)
+
+
+class ByReduce(Plain):
+    def __reduce__(self):
+        return type(self), (6,), vars(self)
+
+
+class ByKeyword(Plain):
+    def __reduce__(self):
+        return functools.partial(type(self), features=5), (), vars(self)
+
+
+class ByMethod(Plain):
+    @classmethod
+    def made(cls, dim):
+        return cls(dim)
+
+    def __reduce__(self):
+        return self.made, (6,), vars(self)
+
+
+class ByReduceEx(Plain):
+    def __reduce_ex__(self, protocol):
+        made, args, *rest = super().__reduce_ex__(protocol)
+        return (remade, (made, args), *rest)
+
+
+class ByState(Plain):
+    def __getstate__(self):
+        return {**vars(self), "version": 2}
+
+    def __setstate__(self, state):
+        assert state.pop("version") == 2
+        super().__setstate__(state)
+
+
+class ByCopies(Plain):
+    def __copy__(self):
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo):
+        twin = type(self).__new__(type(self))
+        vars(twin).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items()})
+        return twin
+
+
+class ByName(Plain):
+    def __deepcopy__(self, memo):
+        twin = ByName()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+def saved(m):
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    **{f"pickle {n}": lambda m, n=n: pickle.loads(pickle.dumps(m, n)) for n in (0, 2, 5)},
+}
+OWN = [ByReduce, ByKeyword, ByMethod, ByReduceEx, ByState, ByCopies, ByName]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", [Plain, *OWN])
+def test_what_the_own_class_says_of_its_copies(cls, way):
+    m = cls()
+    attnfast.replace(m, strict=True)
+    served, (states, memory, mask) = type(m), inputs()
+    context, _ = m(states[0], memory, mask)
+    m.last, kept = None, vars(m)[PLACE]
+    twin = WAYS[way](m)
+    assert type(twin) is served is type(m) and twin is not m
+    assert vars(m)[PLACE] is kept and PLACE not in vars(twin)
+    torch.testing.assert_close(twin(states[0], memory, mask)[0], context)
+
+
+class Watched(Plain):
+    """Lets another thread look while it says what is copied."""
+
+    meeting = threading.Barrier(1)
+
+    def __getstate__(self):
+        for _ in range(2):
+            self.meeting.wait()
+        return vars(self).copy()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_while_another_thread_copies(way, monkeypatch):
+    """The class of a module that is copied is at no time another."""
+    m = Watched()
+    attnfast.replace(m, strict=True)
+    served, (states, memory, mask) = type(m), inputs()
+    monkeypatch.setattr(Watched, "meeting", threading.Barrier(2, timeout=60))
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        want = m(states[0], memory, mask)
+        for _ in range(3):
+            twin = pool.submit(WAYS[way], m)
+            m.meeting.wait()
+            seen, got = type(m), m(states[0], memory, mask)
+            m.meeting.wait()
+            assert seen is served is type(twin.result())
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("methods", [Wrong, WrongLater])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -27,24 +28,61 @@ class _Patched:
         return super().train(mode)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol):
-        patched = type(self)
-        _set_class(self, patched._attnfast_own)
-        try:
-            made, args, *rest = self.__reduce_ex__(max(protocol, 2))
-        finally:
-            _set_class(self, patched)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {k: v for k, v in rest[0].items() if k != PLACE}
-        return (_remade, (patched._attnfast_adapter.name, made, *args), *rest)
+        """Say how the own class makes a copy, and that this is patched again."""
+        reduced = super().__reduce_ex__(max(protocol, 2))
+        if isinstance(reduced, str):  # the name of a global
+            return reduced
+        made, args, *rest = (_of_own(x, type(self)) for x in reduced)
+        return (_remade, (type(self)._attnfast_adapter.name, made, *args), *rest)
+
+
+def _of_own(x: Any, patched: Any) -> Any:
+    """Return a part of what the own class says of a copy: without its patch and what it keeps.
+
+    A pickle names classes, and of the name of both only the own class can be found.
+    """
+    own = patched._attnfast_own
+    if x is patched:
+        return own
+    if isinstance(x, MethodType) and x.__self__ is patched:
+        return getattr(own, x.__name__)
+    if isinstance(x, partial):
+        return partial(_of_own(x.func, patched), *_of_own(x.args, patched), **x.keywords)
+    if type(x) is tuple:
+        return tuple(_of_own(part, patched) for part in x)
+    if type(x) is dict:
+        x = x.copy()  # a call in another thread may add to the module's
+        x.pop(PLACE, None)
+    return x
 
 
 def _remade(name: str, made: Callable[..., Any], *args: Any) -> Any:
-    """Make a replaced module again, from a pickle or as a copy."""
+    """Make a patched module again, from a pickle or as a copy."""
     if name not in ADAPTERS:
         raise RuntimeError(f"a pickled module was replaced as {name}: register that adapter first")
     module = made(*args)
-    patch(module, ADAPTERS[name])
+    if adapter_serving(module) is None:
+        patch(module, ADAPTERS[name])
     return module
+
+
+def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Let copies of an own ``__copy__`` or ``__deepcopy__`` be patched, too, and keep nothing."""
+
+    @wraps(theirs)
+    def method(self, *memos):
+        memo, kept = (*memos, {})[0], vars(self).get(PLACE)
+        if kept is not None:
+            memo[id(kept)] = {}  # what stands for it in a deep copy
+        twin = theirs(self, *memos)
+        memo.pop(id(kept), None)
+        if type(twin) is type(self)._attnfast_own:
+            patch(twin, type(self)._attnfast_adapter)
+        if twin is not self:
+            vars(twin).pop(PLACE, None)
+        return twin
+
+    return method
 
 
 def _falling_back(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -81,6 +119,9 @@ def _patched_class(own: type, adapter: Adapter) -> type:
         "_attnfast_own": own, "_attnfast_adapter": adapter,
         **dict(_falling_back(own, adapter.methods)),
     }  # fmt: skip
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(own, name):
+            names[name] = _copying(getattr(own, name))
     return type(own.__name__, (_Patched, adapter.methods, own), names)
 
 
