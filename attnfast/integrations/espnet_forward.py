@@ -10,12 +10,11 @@ from attnfast.integrations.espnet_location import LOCATED, located, window, wind
 from attnfast.integrations.serve import keep_in_graph, multiplied
 
 
-def forwarded(self, odds, states, lengths, z, past, scale, *around):
+def forwarded(self, odds, query, past, scale, mask=None):
     """Return context and weights ∝ max(w odds, 1e-6), w a softmax, the first α on frame 0."""
-    query = self.mlp_dec(begin(self, states, lengths, z))
     if past is None:
-        past = F.pad(states.new_ones(len(states), 1), (0, self.h_length - 1))
-    _, weights = located(self, query, scale, past, mask=window(self, *around), value=None)
+        past = F.pad(self.enc_h.new_ones(len(self.enc_h), 1), (0, self.h_length - 1))
+    _, weights = located(self, query, scale, past, mask=mask, value=None)
     weights = odds(past, F.pad(past, (1, 0))[:, :-1]) * weights
     weights = keep_in_graph(F.normalize(weights.clamp(min=1e-6), p=1, dim=1), self.gvec.bias)
     context = torch.bmm(weights.unsqueeze(1), self.enc_h).squeeze(1)
@@ -27,8 +26,9 @@ class Forward:
 
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling=1.0,
                 last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
-        args = enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling
-        return forwarded(self, torch.add, *args, last_attended_idx, backward_window, forward_window)
+        query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z))
+        mask = window(self, last_attended_idx, backward_window, forward_window)
+        return forwarded(self, torch.add, query, att_prev, scaling, mask)
 
 
 class TransitionAgent:
@@ -36,26 +36,27 @@ class TransitionAgent:
 
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, out_prev, scaling=1.0,
                 last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
-        u, args = self.trans_agent_prob, (enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling)
-        args += last_attended_idx, backward_window, forward_window
-        context, weights = forwarded(self, lambda stay, go: u * stay + (1 - u) * go, *args)
-        z = begin(self, enc_hs_pad, enc_hs_len, dec_z)
+        z, u = begin(self, enc_hs_pad, enc_hs_len, dec_z), self.trans_agent_prob
+        mask = window(self, last_attended_idx, backward_window, forward_window)
+        context, weights = forwarded(
+            self, lambda stay, go: u * stay + (1 - u) * go, self.mlp_dec(z), att_prev, scaling, mask
+        )
         self.trans_agent_prob = torch.sigmoid(self.mlp_ta(torch.cat([context, out_prev, z], 1)))
         return context, weights
 
 
 class Durations:
-    """odds_j = d_j α_j + (1 − d_j−1) α_j−1; with a window the project's own code runs."""
+    """odds_j = d_j α_j + (1 − d_j−1) α_j−1; with a window ESPnet's own code runs."""
 
     def forward(self, enc_hs_pad, enc_hs_len, trans_token, dec_z, att_prev, scaling=1.0,
                 last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
-        source, args = (enc_hs_pad, enc_hs_len), (dec_z, att_prev, scaling)
         if last_attended_idx is not None:
+            args = enc_hs_pad, enc_hs_len, trans_token, dec_z, att_prev, scaling
             around = last_attended_idx, backward_window, forward_window
-            return super().forward(*source, trans_token, *args, *around)
-        d = trans_token.squeeze(-1)
+            return super().forward(*args, *around)
+        query, d = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)), trans_token.squeeze(-1)
         moves = 1 - F.pad(d, (1, 0))[:, :-1]
-        return forwarded(self, lambda stay, go: d * stay + moves * go, *source, *args)
+        return forwarded(self, lambda stay, go: d * stay + moves * go, query, att_prev, scaling)
 
 
 def with_output(attention, draw, states, lengths, z, past, **more):
@@ -67,13 +68,13 @@ def with_durations(attention, draw, states, lengths, z, past, **more):
     return attention(states, lengths, draw(*states.shape[:2], 1).sigmoid(), z, past, **more)
 
 
+NOTE = "a source without frames has uniform weights, not NaN"
 AGENT = [*LOCATED, "mlp_ta.weight", "mlp_ta.bias"]
+AGENT_EXAMPLE = partial(windowed, call=with_output)
 TOKEN = [*LOCATED, "pt_zero_linear.weight", "pt_zero_linear.bias"]
+TOKEN_EXAMPLE = partial(example, call=with_durations)
 ADAPTERS = [
-    adapter(*terms, example=call, note="a source without frames has uniform weights, not NaN")
-    for *terms, call in (
-        ("AttForward", Forward, LOCATED, windowed),
-        ("AttForwardTA", TransitionAgent, AGENT, partial(windowed, call=with_output)),
-        ("GDCAttLoc", Durations, TOKEN, partial(example, call=with_durations)),
-    )
+    adapter("AttForward", Forward, LOCATED, example=windowed, note=NOTE),
+    adapter("AttForwardTA", TransitionAgent, AGENT, example=AGENT_EXAMPLE, note=NOTE),
+    adapter("GDCAttLoc", Durations, TOKEN, example=TOKEN_EXAMPLE, note=NOTE),
 ]
