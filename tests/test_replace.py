@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import io
 import pickle
+import pkgutil
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +22,11 @@ from integrations.plain import Served, as_plain, inputs, model, projections, reg
 from torch import nn
 
 import attnfast
+from attnfast import integrations
 from attnfast.integrations import ADAPTERS
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving
+from attnfast.integrations.registry import PROJECTS
 
 
 @pytest.fixture(autouse=True)
@@ -247,6 +251,14 @@ def test_twice_and_nothing():
     assert str(attnfast.replace(nn.Linear(2, 2))) == "no attention that is known"
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         attnfast.replace(3)
+
+
+def test_every_file_of_adapters_is_listed():
+    names = [x.name for x in pkgutil.iter_modules(integrations.__path__, "attnfast.integrations.")]
+    modules = [importlib.import_module(name) for name in names]
+    assert tuple(m for m in modules if isinstance(getattr(m, "ADAPTERS", 0), list)) == PROJECTS
+    adapters = [adapter.name for project in PROJECTS for adapter in project.ADAPTERS]
+    assert len(adapters) == len(set(adapters))
 
 
 def test_what_is_no_adapter():

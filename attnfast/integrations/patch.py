@@ -30,8 +30,6 @@ class _Patched:
     def __reduce_ex__(self, protocol):
         """Say how the own class makes a copy, and that this is patched again."""
         reduced = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, str):  # the name of a global
-            return reduced
         made, args, *rest = (_of_own(x, type(self)) for x in reduced)
         return (_remade, (type(self)._attnfast_adapter.name, made, *args), *rest)
 
