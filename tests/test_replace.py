@@ -6,12 +6,12 @@ import copy
 import functools
 import importlib
 import io
+import itertools
 import pickle
 import pkgutil
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -153,6 +153,14 @@ class ByName(Plain):
         return twin
 
 
+class ByFactory(Plain):
+    """Makes a copy of whatever class it has; such a factory cannot be pickled."""
+
+    def __reduce__(self):
+        cls = type(self)
+        return lambda: cls(), (), vars(self)
+
+
 def saved(m):
     file = io.BytesIO()
     torch.save(m, file)
@@ -171,8 +179,10 @@ WAYS = {
 OWN = [ByReduce, ByKeyword, ByMethod, ByReduceEx, ByState, ByCopies, ByName]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cls", [Plain, *OWN])
+@pytest.mark.parametrize(
+    ("cls", "way"),
+    [*itertools.product([Plain, *OWN], WAYS), (ByFactory, "copy"), (ByFactory, "deepcopy")],
+)
 def test_what_the_own_class_says_of_its_copies(cls, way):
     m = cls()
     attnfast.replace(m, strict=True)
@@ -330,7 +340,7 @@ def test_the_report_says_it_all():
     text = str(attnfast.replace(m)).splitlines()
     assert text[0].startswith("x: Plain served by ") and text[0].endswith("as plain; nothing else")
     assert text[1].startswith("MultiheadAttention: MultiheadAttention left alone: ")
-    assert all(a != b for a, b in pairwise(text))
+    assert all(a != b for a, b in itertools.pairwise(text))
 
 
 def test_the_adapter_of_the_docs():

@@ -29,8 +29,7 @@ class _Patched:
 
     def __reduce_ex__(self, protocol):
         """Say how the own class makes a copy, and that this is patched again."""
-        reduced = super().__reduce_ex__(max(protocol, 2))
-        made, args, *rest = (_of_own(x, type(self)) for x in reduced)
+        made, args, *rest = (_of_own(x, type(self)) for x in super().__reduce_ex__(protocol))
         return (_remade, (type(self)._attnfast_adapter.name, made, *args), *rest)
 
 
