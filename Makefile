@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 TWO := -n 2 --dist loadfile
 
-.PHONY: demo test hosts lint bench gpu sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test integrations lint bench gpu sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -14,19 +14,19 @@ demo: .venv/installed
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, and
 # exponentials and quotients as rough as a GPU's.
-test: .venv/installed .venv/cuda .venv/oldest-triton hosts
+test: .venv/installed .venv/cuda .venv/oldest-triton integrations
 	$(BIN)/pytest -q $(TWO)
 	PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests -k "triton and (table or decoder or vanish or large or registers or spilling) and not test_span"
 
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
-hosts: .venv/hosts
+integrations: .venv/integrations
 
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: .venv/installed hosts
+bench: .venv/installed integrations
 	$(BIN)/pytest bench --benchmark-json=bench.json
 	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)
 
@@ -82,7 +82,7 @@ check-machine:
 	  ATTNFAST_BUILD_CUDA=1 $(BIN)/python setup.py -q build_ext --inplace; fi
 	touch $@
 
-.venv/hosts: tests/hosts/requirements.txt | .venv/installed
+.venv/integrations: tests/integrations/requirements.txt | .venv/installed
 	$(PIP) --no-deps -r $<
 	touch $@
 

@@ -12,7 +12,7 @@ from attnfast.functional import (
     coverage_attention,
     dot_attention,
 )
-from attnfast.hosts import register_host, replace
+from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
 from attnfast.ops.span import Span
 from attnfast.results import AttentionResult, CoverageResult
@@ -29,6 +29,6 @@ __all__ = [
     "coverage_attention",
     "dot_attention",
     "nn",
-    "register_host",
+    "register_adapter",
     "replace",
 ]

@@ -1,7 +1,7 @@
 """Times attnfast against the attention modules of real toolkits: same weights, same tensors.
 
 A recurrent decoder attends step by step, as the toolkits' own decoders do. They are not installed
-with attnfast: `make hosts` installs what their attention needs.
+with attnfast: `make integrations` installs what their attention needs.
 """
 
 import pytest

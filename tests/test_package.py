@@ -20,6 +20,7 @@ import torch
 import attnfast
 from attnfast import backends
 from attnfast.backends import load_library, why_not
+from attnfast.integrations.registry import PROJECTS
 
 ROOT = Path(__file__).parent.parent
 CARD = backends.Request(torch.device("cuda", 0), torch.float32)
@@ -214,8 +215,8 @@ def test_kernels_shadow_no_other_package():
 def public():
     """Yield every public function, class and method of the modules meant for users."""
     for info in pkgutil.walk_packages(attnfast.__path__, "attnfast."):
-        adapter = info.name.rpartition(".")[2] in attnfast.hosts.ADAPTERS
-        if adapter or re.search(r"__main__|kernels|_C_", info.name):
+        adapters = info.name in {project.__name__ for project in PROJECTS}
+        if adapters or re.search(r"__main__|kernels|_C_", info.name):
             continue
         module = importlib.import_module(info.name)
         for name, thing in vars(module).items():

@@ -1,0 +1,32 @@
+"""Other projects' attention, served by attnfast: one file for each project."""
+
+from attnfast.integrations.adapter import Adapter, Draw
+from attnfast.integrations.cache import cached_per_source
+from attnfast.integrations.registry import ADAPTERS, register_adapter
+from attnfast.integrations.replace import Report, replace
+from attnfast.integrations.serve import (
+    attend,
+    batch_first,
+    keep_in_graph,
+    multiplied,
+    project,
+    project_both,
+    project_joined,
+)
+
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "Draw",
+    "Report",
+    "attend",
+    "batch_first",
+    "cached_per_source",
+    "keep_in_graph",
+    "multiplied",
+    "project",
+    "project_both",
+    "project_joined",
+    "register_adapter",
+    "replace",
+]

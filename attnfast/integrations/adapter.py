@@ -1,0 +1,130 @@
+"""An adapter: a class of somebody's attention, and the methods that take the place of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import filter as filter_names
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Adapter", "Draw", "arguments"]
+
+
+class Draw:
+    """Random input of a probe, the same for the same seed."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        others: tuple[tuple[int, ...], ...] = (),
+        repeats: bool = False,
+    ):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.device, self.others, self.repeats = dtype, device, others, repeats
+        self.leaves: list[Tensor] = []
+
+    def __call__(self, *shape: int, grad: bool = True) -> Tensor:
+        """Return normal numbers; their gradients are compared unless ``grad`` is False."""
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        if self.repeats and grad and x.dim() > 2:  # as padding has them
+            rows = torch.rand(x.shape[:-1], generator=self.generator)
+            x[rows < 0.25], x[rows > 0.75] = 0, 1
+        x = x.to(self.device, self.dtype).requires_grad_(grad)
+        if grad:
+            self.leaves.append(x)
+        return x
+
+    def sources(self, *lengths: Iterable[int]) -> tuple[Iterable[int], ...]:
+        """Return the lengths of batches of sources: those given, and once those of others."""
+        return (*lengths, *self.others)
+
+    def numbers(self, *values: int) -> Tensor:
+        """Return whole numbers, such as lengths."""
+        return torch.tensor(values, device=self.device)
+
+    def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:
+        """Return a boolean mask ``[B, Tk]``, True up to the lengths."""
+        return torch.arange(Tk, device=self.device) < self.numbers(*lengths).unsqueeze(1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adapter:
+    """One class of attention of another project.
+
+    Args:
+        name: what a report calls it.
+        methods: a class whose methods take the place of the module's; ``super()`` in them is the
+            module's own class.
+        classes: the names of the module's class, ``package.module.Class``, or ``Class`` alone for
+            code that people copy into their own.
+        parameters: the names of the parameters that it must have; a ``*`` in one stands for the
+            numbers of a list of layers.
+        optional: the names of those that it may have; any other is a reason to leave it alone.
+        example: ``example(module, draw)`` calls a module of this kind, several steps on padded
+            input, and yields what it returns; ``draw(*shape)`` makes the input, and
+            ``draw.sources(...)`` adds a long source to the lengths (see :class:`Draw`).
+        reads: the attributes that the original's code reads and ``methods`` need not, where it is
+            one that people copy; a copy that reads any other is left alone.
+        larger: the size of parameters drawn for one comparison, times 1/√n for n features, so that
+            scores are large; 1 where a note says that large ones differ.
+        why_not: says why a module is left alone, or returns None.
+        note: what is different, if anything, for the report.
+        dtype: what the example is computed with.
+
+    Raises:
+        TypeError: ``methods`` is not a class, or a name is not a string.
+    """
+
+    name: str
+    methods: type
+    classes: Collection[str]
+    parameters: Collection[str]
+    example: Callable[[Any, Draw], Iterable[Any]]
+    optional: Collection[str] = ()
+    reads: Collection[str] = ()
+    larger: float = 16.0
+    why_not: Callable[[Any], str | None] = lambda module: None
+    note: str = ""
+    dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a class, or not a list of names."""
+        if not isinstance(self.methods, type):
+            raise TypeError(f"methods must be a class, got {self.methods!r}")
+        for field in ("classes", "parameters", "optional", "reads"):
+            names = getattr(self, field)
+            listed = isinstance(names, Collection) and not isinstance(names, str)
+            if not listed or not all(isinstance(x, str) for x in names):
+                raise TypeError(f"{field} must be a list of names, got {names!r}")
+
+    def is_named(self, module: nn.Module) -> bool:
+        """Whether the module is one of these, by the name of its class."""
+        full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        short = {c.__qualname__ for c in type(module).__mro__}
+        return any(c in (full if "." in c else short) for c in self.classes)
+
+    def misfits(self, module: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the parameters that the module has and these have not, and the reverse."""
+        names = {
+            name.rpartition("/")[2]  # Keras puts the layers' names before it
+            for name, _ in module.named_parameters(remove_duplicate=False)
+        }
+        known = {n for p in (*self.parameters, *self.optional) for n in filter_names(names, p)}
+        missing = sorted(p for p in self.parameters if not filter_names(names, p))
+        return sorted(names - known), missing
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the module is one of these, by the names of its class and its parameters."""
+        return self.is_named(module) and not any(self.misfits(module))
+
+
+def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:
+    """Return what a method of the module's own class takes, by name."""
+    own = getattr(type(module), "_attnfast_own", type(module))
+    return dict(list(inspect.signature(getattr(own, name)).parameters.items())[1:])

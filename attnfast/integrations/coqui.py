@@ -1,0 +1,78 @@
+"""The attention of Coqui's (and Mozilla's) Tacotrons."""
+
+import torch
+
+from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.serve import attend, keep_in_graph
+
+
+class Original:
+    """e = v · tanh(Q q + M h + U (F ∗ [α, C])) + b, U and F for location-sensitive attention.
+
+    Forward attention is the project's own, on our weights. Windows at inference, and weights that
+    are normalised sigmoids, are left to its own code.
+    """
+
+    def forward(self, query, inputs, processed_inputs, mask):
+        if self.norm != "softmax" or (self.windowing and not self.training):
+            return super().forward(query, inputs, processed_inputs, mask)
+        location = {}
+        if self.location_attention:
+            location = {
+                "filters": self.location_layer.location_conv1d.weight,
+                "projection": self.location_layer.location_dense.linear_layer.weight,
+                "previous": self.attention_weights,
+                "coverage": self.attention_weights_cum.clone(),  # the project changes it
+            }
+        context, weights = attend(
+            self, self.query_layer(query), processed_inputs, None if self.forward_attn else inputs,
+            self.v.linear_layer.weight, mask=mask, **location,
+        )  # fmt: skip
+        if self.location_attention:
+            self.update_location_attention(weights)
+        if self.forward_attn:
+            self.alpha = weights = self.apply_forward_attention(weights)
+            context = torch.bmm(weights.unsqueeze(1), inputs).squeeze(1)
+        self.attention_weights = weights
+        if self.forward_attn and self.trans_agent:
+            self.u = torch.sigmoid(self.ta(torch.cat([context, query.squeeze(1)], -1)))
+        return keep_in_graph(context, self.v.linear_layer.bias)
+
+
+def example(attention, draw):
+    """Decode two batches and, as at inference, one sentence without a mask."""
+    attention.train(attention.training or bool(attention.windowing))  # windows have no gradient
+    for lengths in draw.sources((5, 2, 4), (3, 3), (6,)):
+        B, Tk = len(lengths), max(lengths)
+        inputs = draw(B, Tk, attention.inputs_layer.linear_layer.in_features)
+        mask = draw.seen(lengths, Tk) if B > 1 else None
+        attention.init_states(inputs)
+        processed = attention.preprocess_inputs(inputs)
+        for _ in range(3):
+            query = draw(B, attention.query_layer.linear_layer.in_features)
+            yield attention(query, inputs, processed, mask), attention.attention_weights
+
+
+ADAPTERS = [
+    Adapter(
+        name="Coqui's OriginalAttention",
+        methods=Original,
+        classes=["OriginalAttention"],
+        parameters=[
+            *(f"{name}.linear_layer.weight" for name in ("query_layer", "inputs_layer", "v")),
+            "v.linear_layer.bias",
+        ],
+        optional=[
+            "location_layer.location_conv1d.weight",
+            "location_layer.location_dense.linear_layer.weight",
+            *("ta.weight", "ta.bias"),
+        ],
+        example=example,
+        reads=["_mask_value", "win_idx"],  # of masks, and of the windows that its own code makes
+        why_not=lambda attention: (
+            None if attention.norm == "softmax" else "its weights are normalised sigmoids"
+        ),
+        note="a source without frames has weights 0 instead of NaN",
+        dtype=torch.float32,
+    ),
+]

@@ -1,0 +1,385 @@
+"""The comparison that comes before any trust: a module beside its replacement, on copies of both.
+
+Its own class and its adapter's methods compute the adapter's example: as it is, in training, in
+float64, under autocast, with larger parameters on a long source. Results, state and gradients must
+agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import inspect
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.integrations.adapter import Adapter, Draw, arguments
+from attnfast.integrations.cache import PLACE
+from attnfast.integrations.patch import adapter_serving, patch
+
+__all__ = ["tensors", "why_left"]
+
+OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
+FIXED = (torch.dtype, torch.device, str, type(None))  # what a global that code reads may be
+INTERNAL = {*vars(nn.Module()), PLACE}
+
+
+def why_left(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say why a module of a known class is left alone, or None."""
+    if adapter_serving(module) is not None:
+        return "it is served already"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        return "its parameters have no shape yet: replace it after the first call"
+    if any(p.is_meta for p in module.parameters()):
+        return "its parameters are on the meta device: replace it when they have values"
+    return (
+        why_not_called_alike(module, adapter)
+        or adapter.why_not(module)
+        or why_not_inherited(module, adapter)
+        or why_not_read_alike(module, adapter)
+        or why_not_hooked(module)
+        or why_not_alike(module, adapter)
+    )
+
+
+def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say which arguments the module's methods need and their replacements do not take, or None."""
+    for name, method in inspect.getmembers(adapter.methods, inspect.isfunction):
+        if not inspect.isfunction(getattr(type(module), name, None)):
+            continue
+        taken = inspect.signature(method).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            continue
+        own = arguments(module, name).values()  # without an optional one its own class takes over
+        more = [p.name for p in own if p.name not in taken and p.default is p.empty]
+        if more:
+            return f"its own {name} takes {', '.join(more)}, which its replacement does not"
+    return None
+
+
+def why_not_inherited(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say which method of the adapter's class a subclass of it has of its own, or None."""
+    for cls in type(module).__mro__:
+        if {cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"} & set(adapter.classes):
+            return None
+        for name in vars(cls):
+            known = hasattr(adapter.methods, name) or hasattr(super(cls, module), name)
+            if known and (name == "forward" or not hasattr(nn.Module, name)):
+                return f"its class {cls.__name__} has a {name} of its own"
+    return None
+
+
+def why_not_hooked(module: nn.Module) -> str | None:
+    """Say which inner layer has hooks, which would not be called, or None."""
+    for name, part in module.named_modules():
+        hooks = (v for k, v in vars(part).items() if k.endswith("_hooks") and "state_dict" not in k)
+        if part is not module and any(hooks):
+            return f"its {name} has hooks"
+    return None
+
+
+# ---- what its own code reads ---------------------------------------------------------------------
+
+
+def words(code: CodeType) -> set[str]:
+    """Return the names that code uses, and its strings: attributes are among them."""
+    inner = [words(x) for x in code.co_consts if isinstance(x, CodeType)]
+    strings = {x for x in code.co_consts if isinstance(x, str)}
+    return strings.union(code.co_names, *inner)
+
+
+def methods_of(cls: type) -> dict[str, list[FunctionType]]:
+    """Return the methods of a class and of its bases, without those of ``nn.Module``."""
+    found: dict[str, list[FunctionType]] = {}
+    for base in cls.__mro__:
+        for name, method in () if issubclass(nn.Module, base) else vars(base).items():
+            if isinstance(method, FunctionType):
+                found.setdefault(name, []).append(inspect.unwrap(method))
+    return found
+
+
+def read_of_self(function: FunctionType) -> set[str]:
+    """Return the attributes that a function reads of its first argument."""
+    code, found, is_self = function.__code__, set(), False
+    for step in dis.get_instructions(code):
+        if is_self and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(step.argval)
+        last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        is_self = step.opname.startswith("LOAD_") and last == code.co_varnames[0]
+    return found
+
+
+def is_ready_made(x: Any, project: str) -> bool:
+    """Whether this is of Python or of an installed package, in which a project changes nothing."""
+    name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or ""
+    package = name.partition(".")[0]
+    if package == project:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file
+
+
+def used_by(
+    names: Iterable[str], methods: dict[str, list[FunctionType]]
+) -> tuple[set[str], set[str]]:
+    """Return the words of these methods and of all that they call, and the globals that they read.
+
+    Of modules and classes the globals are those attributes that are neither functions nor classes.
+    """
+    found: set[str] = set()
+    read: set[str] = set()
+    todo, seen = [f for name in names for f in methods.get(name, ())], set()
+    while todo:
+        function = todo.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        used = words(function.__code__)
+        found |= used
+        todo += [f for name in used for f in methods.get(name, ())]
+        project = function.__module__.partition(".")[0]
+        places = [("", function.__globals__)]
+        while places:
+            path, names_here = places.pop()
+            for name in used & names_here.keys():
+                x = names_here[name]
+                if is_ready_made(x, project):
+                    continue
+                if isinstance(x, FunctionType):
+                    todo.append(inspect.unwrap(x))
+                elif isinstance(x, (ModuleType, type)):
+                    places += [] if path else [(f"{name}.", vars(x))]
+                elif not isinstance(x, FIXED):
+                    read.add(path + name)
+    return found, read
+
+
+def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say which attributes the code of a copied class reads and its replacement does not, or None.
+
+    What an attribute does may not show on the example: a temperature that is 1 for now.
+    """
+    full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+    if full & set(adapter.classes):
+        return None  # not a copy
+    own, ours = methods_of(type(module)), methods_of(adapter.methods)
+    parameters = (*adapter.parameters, *adapter.optional)
+    known = {*(name.partition(".")[0] for name in parameters), *adapter.reads}
+    beside = vars(sys.modules[adapter.methods.__module__]).values()
+    helpers = [f for f in beside if isinstance(f, FunctionType)]
+    helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
+    known = known.union(*(read_of_self(f) for f in (*chain(*ours.values()), *helpers)))
+    replaced = own.keys() & ours.keys()
+    runs = known - replaced  # its own methods that the replacement calls
+    read, shared = used_by(replaced, {name: own[name] for name in own.keys() - runs})
+    state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
+    for cls in type(module).__mro__:
+        if not issubclass(nn.Module, cls):
+            state.update(k for k, v in vars(cls).items() if not callable(v) and k[:2] != "__")
+    plain = {
+        name  # ReLU, Softmax: nothing to change in them
+        for name, part in module.named_children()
+        if type(part).__module__ == "torch.nn.modules.activation"
+    }
+    unknown = sorted((read & state) - known - plain)
+    unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
+    if unknown:
+        return f"its own code reads {', '.join(unknown)}, which its replacement does not"
+    return None
+
+
+# ---- what both compute ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of calling both."""
+
+    dtype: torch.dtype
+    device: torch.device
+    tolerance: float
+    training: bool = False
+    autocast: bool = False
+    larger: float | None = None  # drawn parameters, of this size; else the module's own
+    others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
+    repeats: bool = False  # rows of zeros and of the same numbers among the input's
+
+
+def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
+    """Yield the ways in which a module and its replacement are compared."""
+    cpu = torch.device("cpu")
+    parameter = next(module.parameters(), torch.empty(0, device=cpu))
+    exact = adapter.dtype == torch.float64
+    for training in (False, True):
+        yield Way(adapter.dtype, cpu, 1e-9 if exact else 1e-4, training)
+    if parameter.dtype in (torch.float32, torch.float64):
+        yield Way(parameter.dtype, parameter.device, 1e-4)
+    yield Way(adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS)
+    yield Way(adapter.dtype, cpu, 1e-9 if exact else 1e-4, repeats=True)
+    yield Way(torch.float32, parameter.device, 0.1, autocast=True)
+
+
+def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say in what the module and its replacement differ on the adapter's example, or None."""
+    for way in ways(module, adapter):
+        outcomes = []
+        for served in (False, True):
+            try:
+                outcomes.append(outcome_of(module, adapter, way, served))
+            except Exception as error:
+                if way.autocast and not served:
+                    break  # its own class does not know autocast either
+                whose = "its replacement" if served else "its own class"
+                what = " ".join(str(error).split())
+                return f"{whose} fails on an example: {type(error).__name__}: {what}"
+        else:
+            difference = why_not_same(outcomes[0], outcomes[1], way)
+            if difference is not None:
+                return difference
+    return None
+
+
+def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> tuple[Any, ...]:
+    """Run the adapter's example on a copy of the module; return results, state and gradients."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them only wait for one another
+    try:
+        with (
+            torch.random.fork_rng(),
+            torch.enable_grad(),
+            torch.device(way.device),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            twin = _copy(module).to(way.device, way.dtype).train(way.training)
+            for p in twin.parameters():
+                if p.is_floating_point() and way.larger is not None:
+                    size = way.larger * max(p.shape[-1:], default=1) ** -0.5
+                    p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
+            if served:
+                patch(twin, adapter)
+            cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
+            with cast if way.autocast else contextlib.nullcontext():
+                return run(
+                    twin,
+                    adapter.example,
+                    Draw(way.dtype, way.device, others=way.others, repeats=way.repeats),
+                )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
+    """Run an example; return its results, the module's state, and the gradients of all of it."""
+    results = dict(_flat("", list(example(module, draw))))
+    if not any(isinstance(x, Tensor) for x in results.values()):
+        raise ValueError("the example yields no tensor")
+    state = state_of(module)
+    every = (*results.values(), *state.values())
+    made = [x for x in every if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in (*draw.leaves, *module.parameters()) if x.requires_grad]
+    weighted = Draw(torch.float64, draw.device, seed=1)
+    loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if made else [None] * len(leaves)
+    return results, state, {f"{i}": x for i, x in enumerate(grads)}
+
+
+def tensors(x: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        yield from tensors(list(x.values()))
+    elif isinstance(x, Iterable) and not isinstance(x, str):
+        for part in x:
+            yield from tensors(part)
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Return buffers and attributes, also of inner layers, by name: tensors and what is plain."""
+    state: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        ready_made = type(part).__module__.startswith("torch.nn.")  # what they keep is PyTorch's
+        kept = {k: v for k, v in vars(part).items() if not ready_made and k not in INTERNAL}
+        for name, x in sorted((kept | part._buffers).items()):
+            state.update(_flat(f"{path}.{name}".lstrip("."), x))
+    return state
+
+
+def _flat(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield tensors, numbers and strings of nested containers by name, and the types of others."""
+    if isinstance(x, (Tensor, bool, int, float, complex, str, bytes, type(None))):
+        yield name, x
+    elif isinstance(x, (list, tuple, deque, dict)):
+        yield name, (type(x), len(x))
+        for key, part in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from _flat(f"{name}[{key!r}]", part)
+    else:
+        yield name, type(x)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a copy without hooks, and without the history of what it keeps."""
+    kept = [x for x in tensors(list(vars(module).values())) if not x.is_leaf]
+    twin = copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
+    for part in twin.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and hasattr(value, "clear"):
+                value.clear()
+    return twin
+
+
+def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | None:
+    """Say in what two outcomes differ, or None."""
+    for what, a, b in zip(("results", "state", "gradients"), old, new):
+        # Under autocast some gradients are rounding noise: they are compared with the largest.
+        every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
+        sizes = [float(x.detach().abs().max()) for x in every if way.autocast and x.numel()]
+        least = max(sizes, default=0.0)
+        for name, x in a.items():
+            if name in b and not _close(x, b[name], way.tolerance, least):
+                where = f" in {name}" if what == "state" else ""
+                return f"{what} differ{where} by {_far(x, b[name])}"
+        if a.keys() != b.keys():
+            return f"{what} differ in {', '.join(sorted(a.keys() ^ b.keys()))}"
+    return None
+
+
+def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        a, b = torch.tensor(a), torch.tensor(b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and a == b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach().double(), b.detach().double()
+    if not a.numel():
+        return True
+    finite = a[a.isfinite()].abs()
+    most = max(1.0, least, float(finite.max()) if finite.numel() else 0.0)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
+
+
+def _far(a: Any, b: Any) -> str:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return f"being {_short(b)} instead of {_short(a)}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"form: {b.dtype} {list(b.shape)} instead of {a.dtype} {list(a.shape)}"
+    return f"{float((a.double() - b.double()).detach().abs().max()):.2g}"
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, tuple):  # a container's type and length: see _flat
+        return f"a {x[0].__name__} of {x[1]}"
+    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.40}"

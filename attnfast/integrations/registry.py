@@ -1,0 +1,91 @@
+"""Every adapter that is known: those of the projects named here, and what users register."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from attnfast.integrations import (
+    allennlp,
+    bentrevett,
+    coqui,
+    d2l,
+    espnet,
+    espnet_coverage,
+    espnet_forward,
+    espnet_heads,
+    espnet_location,
+    fairseq,
+    gnmt,
+    joeynmt,
+    keras,
+    onmt,
+    pointer_summarizer,
+    sgrvinod,
+    speechbrain,
+    tacotron2,
+    tutorials,
+)
+from attnfast.integrations.adapter import Adapter
+
+__all__ = ["ADAPTERS", "PROJECTS", "adapter_of", "register_adapter", "why_unknown"]
+
+#: The files of adapters, each with a list of its own.
+PROJECTS = (
+    allennlp,
+    bentrevett,
+    coqui,
+    d2l,
+    espnet,
+    espnet_coverage,
+    espnet_forward,
+    espnet_heads,
+    espnet_location,
+    fairseq,
+    gnmt,
+    joeynmt,
+    keras,
+    onmt,
+    pointer_summarizer,
+    sgrvinod,
+    speechbrain,
+    tacotron2,
+    tutorials,
+)
+#: Every adapter that is known, by its name.
+ADAPTERS: dict[str, Adapter] = {a.name: a for project in PROJECTS for a in project.ADAPTERS}
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Make :func:`attnfast.replace` know one more class of attention.
+
+    Args:
+        adapter: takes the place of one of the same name.
+
+    Raises:
+        TypeError: ``adapter`` is not an :class:`Adapter`.
+    """
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"adapter must be an attnfast.integrations.Adapter, got {adapter!r}")
+    ADAPTERS[adapter.name] = adapter
+
+
+def why_unknown(module: nn.Module) -> str:
+    """Say what of a module that no adapter fits is not known."""
+    named = [adapter for adapter in ADAPTERS.values() if adapter.is_named(module)]
+    if not named:
+        cls = type(module)
+        return (
+            f"its class {cls.__module__}.{cls.__qualname__} is not known; attnfast.register_adapter"
+        )
+    adapter = min(named, key=lambda adapter: sum(map(len, adapter.misfits(module))))
+    more, missing = (
+        ", ".join(names[:3]) + ", …" * (len(names) > 3) for names in adapter.misfits(module)
+    )
+    said = [f"it has {more}"] * bool(more) + [f"it lacks {missing}"] * bool(missing)
+    what = f"its parameters are not known: unlike {adapter.name} {' and '.join(said)}"
+    return f"{what}; attnfast.register_adapter"
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """Return the adapter whose class and parameters the module has, the last registered first."""
+    return next((a for a in reversed(ADAPTERS.values()) if a.fits(module)), None)

@@ -1,0 +1,151 @@
+"""``attnfast.replace(model)``: finds the attention that is known in a model and serves it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnfast.backends import choose
+from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.patch import adapter_serving, patch, unpatch
+from attnfast.integrations.probe import why_left
+from attnfast.integrations.registry import adapter_of, why_unknown
+
+__all__ = ["Report", "replace"]
+
+ATTENTION = re.compile("Att|attention|attn|LSA")  # in the names of classes that a report mentions
+
+
+@dataclass
+class Found:
+    """One module of a report: where it is, what it is, what serves it or why it was left alone."""
+
+    path: str
+    module: nn.Module
+    adapter: Adapter | None
+    backend: str = ""
+    left: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.path or '(the model)'}: {type(self.module).__name__}"
+        if self.left:
+            return f"{what} left alone: {self.left}"
+        assert self.adapter is not None
+        note = f"; {self.adapter.note}" if self.adapter.note else ""
+        return f"{what} served by {self.backend}, as {self.adapter.name}{note}"
+
+
+@dataclass
+class Report:
+    """What :func:`replace` found; one line a module when printed."""
+
+    found: list[Found] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> list[Found]:
+        """The modules that attnfast serves now."""
+        return [x for x in self.found if not x.left]
+
+    @property
+    def left(self) -> list[Found]:
+        """The modules that were left alone, and why."""
+        return [x for x in self.found if x.left]
+
+    def undo(self) -> None:
+        """Give every module its own methods back."""
+        for x in self.replaced:
+            unpatch(x.module)
+            x.left = "its replacement was undone"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.found)) or "no attention that is known"
+
+
+def replace(model: nn.Module, *, strict: bool = False) -> Report:
+    """Let attnfast compute the attention of a model, in place.
+
+    Every module whose class and parameters are known is first called beside its replacement, on
+    copies of both: several steps on small random padded input, in float64, as the model is, under
+    autocast, and with larger parameters on a long source. Where outputs, gradients, buffers or
+    attributes differ, its methods need arguments that the replacement does not know, a subclass has
+    methods of its own, a copied class reads other attributes, or an inner layer has hooks, it is
+    left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks, arguments, results
+    and attributes stay as they are; a call with an optional argument that the replacement does not
+    know goes to the module's own code; models can be copied and pickled.
+
+    Keys are projected, and their memory prepared, once per source: as long as calls come with the
+    same tensors, unchanged in place. A parameter that is written through ``.data`` between two
+    calls with one source, as running averages are, is seen by some of its values: not where a write
+    spares these, and not on a GPU, where ``train()`` or ``eval()`` after it says so. Of several
+    backwards over one source all but the last need ``retain_graph=True``. Weights of inner layers
+    may be read without a call of the layer: prune, normalise or adapt layers before, or
+    ``report.undo()`` first.
+
+    Args:
+        model: any module; its parameters are not touched.
+        strict: raise where a known class of attention cannot be served, instead of leaving it, and
+            where there is none.
+
+    Returns:
+        A :class:`Report`; ``print(report)`` says what became of every attention, ``report.undo()``
+        takes all back.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        RuntimeError: with ``strict``, what was left alone and why, or that no attention is known;
+            the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    report = Report()
+    inner: set[nn.Module] = set()  # parts of known attention
+    for path, module in _modules(model):
+        adapter = adapter_of(module)
+        ours = type(module).__module__.startswith("attnfast.")
+        if (
+            module in inner
+            or ours
+            or (adapter is None and not ATTENTION.search(type(module).__name__))
+        ):
+            continue
+        found = Found(path, module, adapter)
+        report.found.append(found)
+        if adapter is None:
+            found.left = why_unknown(module)
+            continue
+        inner.update(module.modules())
+        found.left = why_left(module, adapter) or ""
+    known = [x.module for x in report.found if x.adapter is not None]
+    report.found = [  # what only holds known attention is not worth a line
+        x
+        for x in report.found
+        if x.adapter is not None or not any(m in known for m in x.module.modules())
+    ]
+    refused = [x for x in report.left if x.adapter and not adapter_serving(x.module)]
+    if strict and refused:
+        raise RuntimeError("; ".join(map(str, refused)))
+    if strict and not known:
+        raise RuntimeError(f"{type(model).__name__} has {report}")
+    for found in report.replaced:
+        parameter = next(found.module.parameters(), torch.empty(0, device="cpu"))
+        found.backend = choose(None, parameter.device, parameter.dtype, step=True)
+        assert found.adapter is not None
+        patch(found.module, found.adapter)
+    return report
+
+
+def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their paths, also layers that Keras keeps in lists of its own."""
+    seen = set() if seen is None else seen
+    known = list(model.named_modules(seen, path))
+    yield from known
+    for path, module in known:
+        if hasattr(module, "_flatten_layers"):
+            for layer in module._flatten_layers(include_self=False, recursive=False):
+                if layer not in seen:
+                    yield from _modules(layer, f"{path}.{layer.name}".lstrip("."), seen)

@@ -1,0 +1,181 @@
+"""What adapters are made of: projections taken once per source, a memory, attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnfast.integrations.cache import cached_per_source
+from attnfast.memory import Memory, attend_with_history, prepare
+from attnfast.memory import attend as attend_to
+
+__all__ = [
+    "attend",
+    "batch_first",
+    "is_plain",
+    "keep_in_graph",
+    "multiplied",
+    "project",
+    "project_both",
+    "project_joined",
+    "together",
+]
+
+
+def together(
+    module: nn.Module,
+    name: str,
+    parts: list[Tensor],
+    source: Tensor,
+    join: Callable[[list[Tensor]], Tensor] = torch.stack,
+) -> Tensor:
+    """Return the parts of all heads in one tensor, ``join(parts)``, once per source."""
+    return cached_per_source(module, name, lambda: join(parts), *parts, source)
+
+
+def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
+    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``."""
+    if type(layer) is not nn.Linear:
+        return layer(states)
+    return cached_per_source(module, name, lambda: layer(states), states, layer.weight, layer.bias)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether its weight and bias stand for a layer: it need not be called."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+    return type(layer) is nn.Linear and not any((*hooks, layer._backward_pre_hooks))
+
+
+def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first n columns of a layer's weight and the others, taken once per source.
+
+    A slice's gradient is as large as the whole, so one that every step took would cost them more.
+    """
+    weight: Any = layer.weight
+    sizes = [n, weight.shape[1] - n]
+    return cached_per_source(module, "halves", lambda: weight.split(sizes, 1), weight, n, source)
+
+
+def project_both(
+    module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the two terms of ``layer([query; states])``, that of the states once per source."""
+    of_query, of_states = halves(module, layer, query.shape[-1], states)
+    key = cached_per_source(
+        module, "key", lambda: F.linear(states, of_states), states, layer.weight
+    )
+    return F.linear(query, of_query, layer.bias), key
+
+
+def project_joined(
+    module: nn.Module, layer: nn.Module, context: Tensor, query: Tensor, source: Tensor
+) -> Tensor:
+    """Return ``layer([context; query])``; of a plain layer autograd then saves no copy of both."""
+    if not is_plain(layer):
+        return layer(torch.cat([context, query], -1))
+    of_context, of_query = halves(module, layer, context.shape[-1], source)
+    bias: Any = layer.bias
+    return F.linear(context, of_context) + F.linear(query, of_query, bias)
+
+
+def batch_first(module: nn.Module, states: Tensor) -> Tensor:
+    """Return time-first states with the batch first, the same tensor at every step."""
+    return cached_per_source(module, "states", lambda: states.transpose(0, 1), states)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    weight: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    activation: str = "tanh",
+    **history: Any,
+) -> tuple[Any, Tensor]:
+    """Attend to a memory that is prepared once per source; return context and weights.
+
+    Args:
+        module: the project's module, which keeps the memory.
+        query: ``[B, (H,) A]`` for one decoder step, ``[B, (H,) Tq, A]`` for many.
+        key, value: ``[B, (H,) Tk, A]`` and ``[B, (H,) Tk, Dv]``, the same tensors at every step;
+            value None where the project wants weights alone.
+        weight: of the additive score, ``[A]``, ``[1, A]`` or with heads ``[H, A]``; None for the
+            dot score.
+        lengths: ``[B]``, the same tensor at every step.
+        mask: boolean ``[B, Tk]``, or of the shape of the weights, True where a key may be attended
+            to.
+        scale: multiplies the score.
+        activation: of the additive score, as in :func:`attnfast.additive_attention`.
+        history: what :func:`attnfast.coverage_attention` takes besides, if the score knows it.
+    """
+    step = query.dim() < key.dim()
+    query = query.unsqueeze(-2) if step else query
+    flat = weight is not None and key.dim() == 3
+    if mask is not None and mask.dim() < key.dim():
+        mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
+    score = "dot" if weight is None else activation
+
+    def made(how: Callable[..., Any], **more: Any) -> Any:
+        values, ends = key[..., :1] if value is None else value, lengths
+        ends = None if ends is None else ends.long()
+        w = weight if weight is None or not flat else weight.view(-1)
+        return how(key, values, weight=w, lengths=ends, **more)
+
+    memory = cached_per_source(
+        module, "memory", lambda: made(prepare, activation=activation),
+        key, value, weight, lengths, activation, once=lambda: made(Memory, score=score),
+    )  # fmt: skip
+    rows = None
+    B, sources = query.shape[0], key.shape[0]
+    if B != sources == 1 and not history:  # projects broadcast
+        rows = B, query.shape[-2]
+        query = _as_row(query)
+        if mask is not None:
+            mask = _as_row(mask.expand(rows[0], *mask.shape[1:-2], rows[1], -1))
+    elif B == 1 != sources:
+        query = query.expand(sources, *query.shape[1:])
+    memory = memory if mask is None else memory._replace(mask=mask)
+    how: Any = attend_with_history if history else attend_to
+    context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
+    if rows is not None:
+        context, weights = (
+            x.squeeze(0).unflatten(-2, rows).movedim(-3, 0) for x in (context, weights)
+        )
+    if step:
+        context, weights = context.squeeze(-2), weights.squeeze(-2)
+    if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
+        weights = weights.float()  # as a softmax has it there
+    return None if value is None else context, weights
+
+
+def _as_row(x: Tensor) -> Tensor:
+    """Return the rows of many sequences, ``[B, (H,) Tq, ·]``, as those of one."""
+    return x.movedim(0, -3).flatten(-3, -2).unsqueeze(0)
+
+
+def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
+    """Return x with the type of a product of all, where a project multiplies and sums by elements.
+
+    Under autocast a matrix product and the operators here have its type, and such a sum has not.
+    """
+    dtype = x.dtype
+    for term in terms:
+        if term.dtype != dtype:
+            dtype = torch.promote_types(dtype, term.dtype)
+    return x if dtype == x.dtype else x.to(dtype)
+
+
+def keep_in_graph(x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """Return x; parameters that cannot change it, as a bias before a softmax, have gradient 0."""
+    for p in parameters:
+        if p is not None and p.requires_grad and torch.is_grad_enabled():
+            x = x + p.flatten()[:0].sum()
+    return x

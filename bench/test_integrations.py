@@ -1,0 +1,249 @@
+"""Times other projects' attention as it is and served by attnfast: one module, one set of tensors.
+
+`make integrations` installs the projects; what is not there is left out, doubles of the tests stand
+for what is on no package index. A recurrent decoder attends step by step, each state depending on
+the context before it; "whole target" is one call. What is kept for the backward is counted without
+the states, which belong to the caller (a recurrent cell keeps its own), and without the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from integrations import common, doubles
+from race import DEVICE, race, timed
+
+import attnfast
+from attnfast.diagnostics import memory_of
+
+logging.disable(logging.WARNING)  # ESPnet warns at every step
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+ESPNET = "espnet.nets.pytorch_backend.rnn.attentions"
+PIPELINE = ("ahocorasick", "configargparse", "fasttext", "pyonmttok", "rapidfuzz", "spacy", "yaml")
+TOOLS = ("hyperpyyaml", "joblib", "ruamel", "scipy", "sentencepiece", "torchaudio", "yaml")
+JOEY = ("importlib_metadata", "packaging", "torch.utils.tensorboard", "yaml")
+
+
+class Case(NamedTuple):
+    """A module made for D features, and its call: for one step ``(context, past)``."""
+
+    sizes: tuple[int, int, int, int]  # B, T, S, D
+    make: Callable
+    call: Callable
+    whole: bool = False  # one call for all states
+    parts: Callable | None = None  # the projections around the fused op, as a bound
+
+
+def onmt(kind):
+    return lambda D: common.real("onmt.modules.global_attention", *PIPELINE).GlobalAttention(
+        D, False, kind
+    )
+
+
+def onmt_parts(m, source, states):
+    query, key = m.linear_query(states), m.linear_context(source)
+    context, _ = attnfast.additive_attention(query, key, source, m.v.weight[0], need_weights=True)
+    return m.linear_out(torch.cat([context, states], -1))
+
+
+def gnmt_parts(m, source, states):
+    weight = m.linear_att / m.linear_att.norm() * m.normalize_scalar
+    query, key = m.linear_q(states) + m.normalize_bias, m.linear_k(source)
+    return attnfast.additive_attention(query, key, source, weight, need_weights=True)[0]
+
+
+def espnet(name, *more):
+    return lambda D: getattr(common.real(ESPNET), name)(D, D, D, *more)
+
+
+def espnet_step(m, source, state, past):
+    if past is None:
+        m.reset()
+    return m(source, [source.shape[1]] * len(source), state, past)
+
+
+def heads(name, *more):
+    return lambda D: getattr(common.real(ESPNET), name)(D, D, 4, D // 4, D // 4, *more)
+
+
+def joeynmt_step(m, source, state, past):
+    if past is None:
+        m.compute_proj_keys(source)
+    mask = torch.ones(len(source), 1, source.shape[1], dtype=torch.bool)
+    context, weights = m(state.unsqueeze(1), mask, source)
+    return context.squeeze(1), weights
+
+
+def joeynmt(D):
+    return common.real("joeynmt.attention", *JOEY).BahdanauAttention(D, D, D)
+
+
+def speechbrain(name, *more):
+    module = "speechbrain.nnet.attention"
+    return lambda D: getattr(common.real(module, *TOOLS), name)(D, D, D, D, *more)
+
+
+def speechbrain_step(m, source, state, past):
+    if past is None:
+        m.reset()
+    return m(source, torch.full((len(source),), source.shape[1]), state)
+
+
+def tacotron(D):
+    return doubles.Tacotron2Attention(D, D, 128, 32, 31)
+
+
+def tacotron_step(m, source, state, past):
+    if past is None:
+        zeros = source.new_zeros(source.shape[:2])
+        past = m.memory_layer(source), zeros, zeros
+    processed, last, total = past
+    context, weights = m(state, source, processed, torch.stack([last, total], 1), None)
+    return context, (processed, weights, total + weights)
+
+
+def coqui(D):
+    module = common.alone("TTS.tts.layers.tacotron.attentions", "scipy")
+    return module.OriginalAttention(
+        D, D, 128, True, windowing=False, norm="softmax", forward_attn=False, trans_agent=False,
+        forward_attn_mask=False, attention_location_n_filters=32,
+        attention_location_kernel_size=31,
+    )  # fmt: skip
+
+
+def coqui_step(m, source, state, past):
+    if past is None:
+        m.init_states(source)
+        past = m.preprocess_inputs(source)
+    return m(state, source, past, None), past
+
+
+def pointer(D):
+    doubles.config.hidden_dim = D // 2
+    return doubles.PointerAttention()
+
+
+def pointer_step(m, source, state, past):
+    ones = source.new_ones(source.shape[:2])
+    past = torch.zeros_like(ones) if past is None else past
+    context, _, coverage = m(state, source, source.flatten(0, 1), ones, past)
+    return context, coverage
+
+
+def weights_alone(weights_of):
+    """Return the step of a project that leaves the context to its caller."""
+
+    def step(m, source, state, past):
+        past = source.transpose(0, 1).contiguous() if past is None else past
+        return (weights_of(m, past, state).view(len(source), 1, -1) @ source).squeeze(1), past
+
+    return step
+
+
+def d2l(D):
+    lazy = common.real(
+        "d2l.torch", "IPython", "matplotlib", "matplotlib_inline", "pandas", "PIL", "requests",
+        "scipy", "torchvision",
+    ).AdditiveAttention(D, 0.0)  # fmt: skip
+    x = torch.zeros(1, 1, D)
+    with torch.no_grad():
+        lazy(x, x, x, None)
+    return lazy
+
+
+SPEECH, TEXT = (32, 100, 400, 512), (32, 100, 100, 512)
+CASES = {
+    "OpenNMT mlp": Case(TEXT, onmt("mlp"), lambda m, h, q: m(q, h)[0], True, onmt_parts),
+    "OpenNMT mlp, long": Case(
+        (32, 200, 200, 512), onmt("mlp"), lambda m, h, q: m(q, h)[0], True, onmt_parts
+    ),
+    "GNMT normalised": Case(
+        TEXT, lambda D: doubles.GNMTAttention(D, D, D, True, True), lambda m, h, q: m(q, h)[0],
+        True, gnmt_parts,
+    ),
+    "d2l additive": Case(TEXT, d2l, lambda m, h, q: m(q, h, h, None), True),
+    "OpenNMT mlp, steps": Case(TEXT, onmt("mlp"), lambda m, h, q, _: m(q, h)),
+    "OpenNMT general, steps": Case(TEXT, onmt("general"), lambda m, h, q, _: m(q, h)),
+    "joeynmt Bahdanau": Case(TEXT, joeynmt, joeynmt_step),
+    "translation tutorial": Case(
+        TEXT, lambda D: doubles.BahdanauAttention(D),
+        lambda m, h, q, _: (m(q.unsqueeze(1), h)[0].squeeze(1), 0),
+    ),
+    "bentrevett": Case(
+        TEXT, lambda D: doubles.bentrevett("2024", False, D, D),
+        weights_alone(lambda m, source, state: m(state, source)),
+    ),
+    "fairseq": Case(
+        SPEECH, lambda D: doubles.AttentionLayer(D, D, D),
+        lambda m, h, q, past: m(q, h.transpose(0, 1), None),
+    ),
+    "sgrvinod": Case(
+        (32, 20, 196, 512), lambda D: doubles.CaptionAttention(D, D, D),
+        lambda m, h, q, _: m(h, q),
+    ),
+    "ESPnet AttDot": Case(SPEECH, espnet("AttDot"), espnet_step),
+    "ESPnet AttAdd": Case(SPEECH, espnet("AttAdd"), espnet_step),
+    "ESPnet AttLoc": Case(SPEECH, espnet("AttLoc", 10, 100), espnet_step),
+    "ESPnet AttCov": Case(SPEECH, espnet("AttCov"), espnet_step),
+    "ESPnet AttCovLoc": Case(SPEECH, espnet("AttCovLoc", 10, 100), espnet_step),
+    "ESPnet AttForward": Case(SPEECH, espnet("AttForward", 10, 100), espnet_step),
+    "ESPnet AttMultiHeadAdd": Case((8, 100, 400, 512), heads("AttMultiHeadAdd"), espnet_step),
+    "SpeechBrain content": Case(SPEECH, speechbrain("ContentBasedAttention"), speechbrain_step),
+    "SpeechBrain location": Case(
+        SPEECH, speechbrain("LocationAwareAttention", 10, 100), speechbrain_step
+    ),
+    "Tacotron 2": Case((32, 400, 100, 512), tacotron, tacotron_step),
+    "Coqui TTS": Case((32, 400, 100, 512), coqui, coqui_step),
+    "pointer_summarizer": Case(
+        (8, 100, 400, 512), pointer, pointer_step
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_integration(benchmark, name):
+    if DEVICE.type != "cpu":
+        pytest.skip("its masks are made on the CPU")
+    case = CASES[name]
+    B, T, S, D = case.sizes
+    torch.manual_seed(0)
+    plain = case.make(D)
+    for p in plain.parameters():
+        torch.nn.init.uniform_(p, -(D**-0.5), D**-0.5)
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    unused = {"replaced": copy.deepcopy(served), "as it was": copy.deepcopy(plain)}
+    source, states = torch.randn(B, S, D, requires_grad=True), torch.randn(B, T, D)
+
+    def decode(module, call=case.call):
+        """Return the contexts and what else the caller holds."""
+        if case.whole:
+            return call(module, source, states), []
+        past, context, contexts, cells = None, 0, [], []
+        for state in states.unbind(1):
+            cells.append(state + 0.1 * context)
+            context, past = call(module, source, cells[-1], past)
+            contexts.append(context)
+        return torch.stack(contexts, 1), cells
+
+    def run(module, call=case.call):
+        leaves = [source, *(p for p in module.parameters() if p.dim() > 1)]
+        return timed(lambda: decode(module, call)[0], leaves)
+
+    calls = {"replaced": run(served), "as it was": run(plain)}
+    for got, want in zip(*(call() for call in calls.values())):
+        error = (got - want).detach().norm() / want.detach().norm()
+        assert error < 1e-3, f"a result is off by {error:.1e}"  # a recurrence adds to rounding
+    contexts, cells = decode(served)
+    held = contexts.nbytes + sum(x.nbytes for x in cells)
+    kept = {name: memory_of(lambda m=m: decode(m))[1] - held for name, m in unused.items()}
+    if case.parts is not None:
+        calls["its parts"] = run(served, case.parts)
+    how = "a whole target at once" if case.whole else "step by step"
+    race(benchmark, how, name, case.sizes, "forward + backward", calls)
+    benchmark.extra_info.update(size_names="B, T, S, D", kept=kept)

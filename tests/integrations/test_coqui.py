@@ -1,0 +1,120 @@
+"""Coqui TTS: the attention of its Tacotrons, and Tacotron 2's decoder whole."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from integrations.common import alone, compare, preparations, same_training_step
+
+import attnfast
+
+coqui = alone("TTS.tts.layers.tacotron.attentions", "scipy")
+tacotron2 = alone("TTS.tts.layers.tacotron.tacotron2", "scipy")
+SINGLE = (torch.float32,)  # the project's own first weights are float32
+
+
+def make(location=True, windowing=False, norm="softmax", forward=False, agent=False, mask=False):
+    torch.manual_seed(0)
+    shape = {"attention_location_n_filters": 3, "attention_location_kernel_size": 5}
+    return coqui.OriginalAttention(
+        5, 6, 7, location, windowing=windowing, norm=norm, forward_attn=forward, trans_agent=agent,
+        forward_attn_mask=mask, **shape,
+    )  # fmt: skip
+
+
+def decode(attention, draw, steps=4):
+    for lengths in ((7, 2, 4), (5, 5), (8,)):
+        B, Tk = len(lengths), max(lengths)
+        inputs, mask = draw(B, Tk, 6), draw.seen(lengths, Tk) if B > 1 else None
+        attention.init_states(inputs)
+        processed = attention.preprocess_inputs(inputs)
+        for _ in range(steps):
+            yield attention(draw(B, 5), inputs, processed, mask), attention.attention_weights
+
+
+@pytest.mark.parametrize("location", [False, True])
+def test_attention(location):
+    compare(make(location), decode, SINGLE)
+
+
+@pytest.mark.parametrize("location", [False, True])
+def test_a_source_is_prepared_once(location):
+    assert preparations(make(location), decode) == (6 if location else 3)  # filters besides
+
+
+@pytest.mark.parametrize(("location", "agent", "mask"), list(product([False, True], repeat=3)))
+def test_forward_attention(location, agent, mask):
+    compare(make(location, forward=True, agent=agent, mask=mask), decode, SINGLE)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_windows_at_inference_are_its_own(forward):
+    attention = make(windowing=True, forward=forward)
+    compare(attention, decode, SINGLE, training=(True,))
+    ours, own = copy.deepcopy(attention), copy.deepcopy(attention)
+    assert attnfast.replace(ours).replaced
+    for m in (ours, own):
+        m.eval()
+    inputs = torch.randn(1, 20, 6)
+    with torch.no_grad():
+        for m in (ours, own):
+            torch.manual_seed(1)
+            m.init_states(inputs)
+            for _ in range(5):
+                m(torch.randn(1, 5), inputs, m.preprocess_inputs(inputs), None)
+    assert ours.win_idx == own.win_idx
+    torch.testing.assert_close(ours.attention_weights, own.attention_weights)
+
+
+def test_sigmoids_are_left_alone():
+    report = attnfast.replace(make(norm="sigmoid"))
+    assert "left alone: its weights are normalised sigmoids" in str(report)
+    attention = make()
+    attnfast.replace(attention)
+    attention.norm = "sigmoid"  # afterwards
+    plain = make(norm="sigmoid")
+    inputs, query = torch.randn(2, 4, 6), torch.randn(2, 5)
+    for m in (attention, plain):
+        m.init_states(inputs)
+        m(query, inputs, m.preprocess_inputs(inputs), None)
+    torch.testing.assert_close(attention.attention_weights, plain.attention_weights)
+
+
+class Model(torch.nn.Module):
+    """Coqui's Tacotron 2 decoder, whose widths are fixed, on an encoder of its own."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = torch.nn.LSTM(4, 6, batch_first=True)
+        self.decoder = tacotron2.Decoder(
+            in_channels=6, frame_channels=3, r=2, attn_type="original", attn_norm="softmax",
+            prenet_type="original", prenet_dropout=True, attn_K=1, separate_stopnet=False,
+            max_decoder_steps=4, **options,
+        )  # fmt: skip
+
+    def forward(self, source, speech, mask):
+        return self.decoder(self.encoder(source)[0], speech, mask)
+
+
+@pytest.mark.parametrize("kind", ["location", "forward", "windows"])
+def test_whole_decoders(kind):
+    forward = kind == "forward"
+    plain = Model(
+        location_attn=True, forward_attn=forward, trans_agent=forward, forward_attn_mask=forward,
+        attn_win=kind == "windows",
+    )  # fmt: skip
+    served = copy.deepcopy(plain)
+    report = attnfast.replace(served)
+    assert [x.path for x in report.replaced] == ["decoder.attention"]
+    source, mask = torch.randn(3, 7, 4), torch.arange(7) < torch.tensor([[7], [2], [5]])
+    same_training_step(plain, served, lambda m: m(source, torch.randn(3, 6, 3), mask))
+    spoken = []
+    for m in (plain.eval(), served.eval()):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            spoken.append(m.decoder.inference(m.encoder(source[:1])[0]))
+    torch.testing.assert_close(*spoken, rtol=1e-4, atol=1e-5)

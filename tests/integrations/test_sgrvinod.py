@@ -1,0 +1,79 @@
+"""sgrvinod's captioning, a double: scores with the rectifier, a batch that shrinks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from integrations.common import compare
+from integrations.doubles import CaptionAttention
+
+import attnfast
+from attnfast.integrations import attend
+
+
+def use(attention, draw):
+    for pixels in (7, 4):
+        source = draw(4, pixels, 6)
+        for B in (4, 4, 3, 3, 1):
+            yield attention(source[:B], draw(B, 5))
+        yield attention(source * 2, draw(4, 5))
+
+
+def test_attention():
+    torch.manual_seed(0)
+    compare(CaptionAttention(6, 5, 8), use)
+
+
+def test_a_batch_that_shrinks_is_prepared_once_for_each_size():
+    torch.manual_seed(0)
+    attention = CaptionAttention(6, 5, 8)
+    attnfast.replace(attention, strict=True)
+    source, calls = torch.randn(4, 7, 6, requires_grad=True), []
+    attention.encoder_att.register_forward_hook(lambda *_: calls.append(1))
+    for B in (4, 4, 4, 3, 3, 1):
+        attention(source[:B], torch.randn(B, 5))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("grad", [False, True])
+def test_infinite_scores_are_nan(sign, grad):
+    """As in its own code, where a softmax has no finite largest score."""
+    torch.manual_seed(0)
+    plain = CaptionAttention(6, 5, 8)
+    for m in (plain.encoder_att, plain.decoder_att, plain.full_att):
+        m.weight.data.abs_()
+    plain.full_att.weight.data.mul_(sign)
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    source, query = torch.rand(4, 7, 6), torch.rand(4, 5)
+    query[0] = torch.inf  # every score
+    query[1, 0] = torch.nan
+    source[2, 3] = 1e38  # one score overflows
+    with torch.set_grad_enabled(grad):
+        want, got = plain(source, query), served(source, query)
+    assert want[1][:2].isnan().all() and not want[1][3].isnan().any()
+    torch.testing.assert_close(got[1], want[1], equal_nan=True)
+    assert torch.equal(got[0].isnan(), want[0].isnan())
+
+
+def test_hidden_keys_are_no_reason_for_nan():
+    torch.manual_seed(0)
+    holder, key, value = torch.nn.Module(), torch.rand(3, 4, 6), torch.rand(3, 4, 5)
+    weight, query = -torch.rand(6), torch.rand(3, 6)
+    key[0, 2:], key[1], query[2] = torch.inf, torch.nan, torch.inf
+    mask = torch.tensor([[True, True, False, False], [False] * 4, [True] * 4])
+    lengths, whole = torch.tensor([2, 0, 4]), torch.ones(3, 4, dtype=torch.bool)
+    for seen in ({"mask": mask}, {"lengths": lengths}, {"mask": whole, "lengths": lengths}):
+        context, weights = attend(holder, query, key, value, weight, activation="relu", **seen)
+        assert context[:2].isfinite().all() and weights[0].sum().isclose(torch.tensor(1.0))
+        assert not weights[1].any() and weights[2].isnan().all() and context[2].isnan().all()
+
+
+def test_tanh_in_its_place_is_left_alone():
+    attention = CaptionAttention(6, 5, 8)
+    attention.relu = torch.nn.Tanh()
+    report = attnfast.replace(attention)
+    assert "left alone: results differ by" in str(report)

@@ -1,0 +1,82 @@
+"""Tacotron 2: torchaudio's real attention and model, NVIDIA's by a double."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from integrations.common import alone, compare, preparations, same_training_step
+from integrations.doubles import Tacotron2Attention
+
+import attnfast
+
+torchaudio = alone("torchaudio.models.tacotron2")
+CLASSES = [torchaudio._Attention, Tacotron2Attention]
+
+
+def decode(attention, draw, masked=True, steps=3):
+    for lengths in ((6, 1, 4), (3, 5), (7,)):
+        B, Tk = len(lengths), max(lengths)
+        memory = draw(B, Tk, 6)
+        processed = attention.memory_layer(memory)
+        mask = ~draw.seen(lengths, Tk) if masked else None
+        weights, total = torch.zeros(2, B, Tk, dtype=draw.dtype)
+        for _ in range(steps):
+            history = torch.stack([weights, total], 1)
+            context, weights = attention(draw(B, 5), memory, processed, history, mask)
+            total = total + weights
+            yield context, weights
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_attention(cls):
+    for width in (1, 5, 31):
+        compare(cls(5, 6, 7, 3, width), decode)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_source_is_prepared_once(cls):
+    assert preparations(cls(5, 6, 7, 3, 5), decode) == 6  # three, each with its filters
+
+
+def test_without_a_mask():
+    """As NVIDIA's decoder calls it at inference."""
+    compare(Tacotron2Attention(5, 6, 7, 3, 5), lambda m, draw: decode(m, draw, masked=False))
+    attention = Tacotron2Attention(5, 6, 7, 3, 5)
+    attention.score_mask_value = torch.finfo(torch.float16).min
+    compare(attention, decode)
+
+
+def test_other_convolutions_are_left_alone():
+    attention = torchaudio._Attention(5, 6, 7, 3, 5)
+    attention.location_layer.location_conv.dilation = (2,)
+    attention.location_layer.location_conv.padding = (4,)
+    assert "left alone: results differ" in str(attnfast.replace(attention))
+
+
+def model():
+    torch.manual_seed(0)
+    return torchaudio.Tacotron2(
+        n_mels=4, n_symbol=9, symbol_embedding_dim=6, encoder_embedding_dim=6,
+        encoder_kernel_size=3, encoder_n_convolution=1, decoder_rnn_dim=5, decoder_max_step=12,
+        prenet_dim=4, attention_rnn_dim=5, attention_hidden_dim=7, attention_location_n_filter=3,
+        attention_location_kernel_size=5, postnet_n_convolution=2, postnet_kernel_size=3,
+        postnet_embedding_dim=4,
+    ).double()  # fmt: skip
+
+
+def test_the_whole_model():
+    plain = model()
+    served = copy.deepcopy(plain)
+    report = attnfast.replace(served)
+    assert [x.path for x in report.replaced] == ["decoder.attention_layer"]
+    words, lengths = torch.randint(1, 9, (3, 7)), torch.tensor([7, 4, 2])
+    speech, steps = torch.randn(3, 4, 10).double(), torch.tensor([10, 8, 3])
+    same_training_step(plain, served, lambda m: m(words, lengths, speech, steps))
+    results = []
+    for m in (plain.eval(), served.eval()):
+        torch.manual_seed(2)
+        with torch.no_grad():
+            results.append(m.infer(words, lengths))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,418 @@
+"""attnfast.replace compares first, and what differs is left alone: variants of the double Plain."""
+
+from __future__ import annotations
+
+import collections
+from unittest import mock
+
+import pytest
+import torch
+from integrations.doubles import Plain
+from integrations.plain import Served, as_plain, example, inputs, model, register, run
+from torch import nn
+
+import attnfast
+from attnfast.integrations import ADAPTERS, attend, project
+
+
+@pytest.fixture(autouse=True)
+def adapters():
+    with mock.patch.dict(ADAPTERS):
+        register()
+        yield
+
+
+class Wrong(Served):
+    """Forgets the mask."""
+
+    def forward(self, state, memory, mask=None):
+        return super().forward(state, memory)
+
+
+class WrongLater(Served):
+    """Right at the first step only."""
+
+    def forward(self, state, memory, mask=None):
+        again, self.again = getattr(self, "again", 0), getattr(self, "again", 0) + 1
+        return super().forward(state * (1 + 1e-3 * again), memory, mask)
+
+
+def test_the_probe_leaves_no_trace():
+    m = model()["a0"]
+    states, memory, mask = inputs()
+    run(m, states, memory, mask)  # its state has a history now
+    last, random, grads = m.last, torch.get_rng_state(), [p.grad for p in m.parameters()]
+    attnfast.replace(m)
+    assert m.last is last and torch.equal(random, torch.get_rng_state())
+    assert [p.grad for p in m.parameters()] == grads and m.training
+
+
+@pytest.mark.parametrize("methods", [Wrong, WrongLater])
+def test_what_differs_is_left_alone(methods):
+    register(methods)
+    m = model(2)
+    report = attnfast.replace(m)
+    assert not report.replaced and all("differ" in x.left for x in report.left)
+    assert type(m["a0"]) is Plain
+    assert "a0: Plain left alone: " in str(report)
+    with pytest.raises(RuntimeError, match=r"a0: Plain left alone: .*differ.*; a1: Plain"):
+        attnfast.replace(m, strict=True)
+
+
+def test_a_missing_gradient_is_a_difference():
+    class Untouched(Served):
+        def forward(self, state, memory, mask=None):
+            key = project(self, "key", self.key, memory)
+            return attend(self, self.query(state), key, memory, self.energy.weight, mask=mask)
+
+    register(Untouched)
+    report = attnfast.replace(model())
+    assert not report.replaced
+
+
+def test_subclasses_that_compute_something_else_are_left_alone():
+    class Plain2(Plain):
+        def forward(self, state, memory, mask=None):
+            return super().forward(state * 2, memory, mask)
+
+    report = attnfast.replace(nn.ModuleList([Plain2(), Plain()]))
+    assert [x.path for x in report.left] == ["0"] and [x.path for x in report.replaced] == ["1"]
+
+
+def test_arguments_that_a_replacement_does_not_take():
+    class Sharper(Plain):
+        def forward(self, state, memory, sharpness, mask=None):
+            return super().forward(state * sharpness, memory, mask)
+
+    class Wider(Plain):
+        def forward(self, *inputs, **more):
+            return super().forward(*inputs, **more)
+
+    reports = [str(attnfast.replace(cls())) for cls in (Sharper, Wider)]
+    what = "left alone: its own forward takes {}, which its replacement does not"
+    assert what.format("sharpness") in reports[0]
+    assert what.format("inputs, more") in reports[1]
+
+    class Any(Served):
+        def forward(self, *inputs, **more):
+            return super().forward(*inputs, **more)
+
+    register(Any)
+    assert attnfast.replace(Plain()).replaced
+
+
+# ---- copies that do something else, which a short example would not show -------------------------
+
+
+@as_plain
+class Clamped(Plain):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2).clamp(-5, 5)
+
+    def forward(self, state, memory, mask=None):
+        self.last = self.scores(state, memory).masked_fill(~mask, -1e9).softmax(1)
+        return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+
+@as_plain
+class Windowed(Clamped):
+    """Only the first words of a long source."""
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        far = torch.arange(memory.shape[1]) >= 500
+        return self.energy(features).squeeze(2).masked_fill(far, -1e9)
+
+
+@as_plain
+class Heated(Clamped):
+    temperature = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.temperature
+
+
+@as_plain
+class HeatedInstance(Clamped):
+    def __init__(self):
+        super().__init__()
+        self.heat = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.__dict__["heat"]
+
+
+@as_plain
+class Padded(Clamped):
+    """Finds padding where the states are 0, as pad_packed_sequence leaves them."""
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        scores = self.energy(features).squeeze(2)
+        return scores.masked_fill((memory == 0).all(-1), -1e10)
+
+
+@as_plain
+class ByHand(Clamped):
+    """A softmax that divides by a little more."""
+
+    def forward(self, state, memory, mask=None):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        e = self.energy(features).squeeze(2).exp() * mask
+        self.last = e / (e.sum(1, keepdim=True) + 1e-12)
+        return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+
+@as_plain
+class Linear(Clamped):
+    """Without the tanh, and so small that it hardly shows."""
+
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            torch.nn.init.constant_(p, 1e-9)
+
+    def scores(self, state, memory):
+        return self.energy(self.query(state).unsqueeze(1) + self.key(memory)).squeeze(2)
+
+
+Result = collections.namedtuple("Result", ["context", "weights"])
+
+
+@as_plain
+class Named(Plain):
+    def forward(self, state, memory, mask=None):
+        return Result(*super().forward(state, memory, mask))
+
+
+@as_plain
+class More(Plain):
+    def forward(self, state, memory, mask=None):
+        return *super().forward(state, memory, mask), None
+
+
+class Settings:
+    temperature = 1.0
+
+
+def heated_by(module, scores):
+    return scores / module.warmth
+
+
+@as_plain
+class HeatedElsewhere(Clamped):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / Settings.temperature
+
+
+@as_plain
+class HeatedByHelper(Clamped):
+    def __init__(self):
+        super().__init__()
+        self.warmth = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return heated_by(self, self.energy(features).squeeze(2))
+
+
+@as_plain
+class HeatedByWeight(Clamped):
+    """A name that parameters have, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = 1.0
+
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / self.weight
+
+
+class Counting(Plain):
+    """Known by its own name; counts where its replacement does not."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.list, self.number, self.how = [], 0, how
+
+    def forward(self, state, memory, mask=None):
+        if self.how == "buffer":
+            self.calls += 1
+        elif self.how == "list":
+            self.list.append("a call")
+        else:
+            self.number += 1
+        return Plain.forward(self, state, memory, mask)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Clamped, "results differ"),
+        (Windowed, "results differ"),
+        (Heated, "its own code reads temperature, which"),
+        (HeatedInstance, "its own code reads heat, which"),
+        (HeatedElsewhere, "its own code reads Settings.temperature, which"),
+        (HeatedByHelper, "its own code reads warmth, which"),
+        (HeatedByWeight, "its own code reads weight, which"),
+        (Padded, "results differ"),
+        (ByHand, "results differ"),
+        (Linear, "results differ"),
+        (Named, "results differ by being a tuple of 2 instead of a Result of 2"),
+        (More, "results differ by being a tuple of 2 instead of a tuple of 3"),
+    ],
+)
+def test_copies_that_compute_something_else_are_left_alone(cls, why):
+    assert why in str(attnfast.replace(cls()))
+
+
+@pytest.mark.parametrize(("how", "what"), [("buffer", "calls"), ("list", "list"), ("", "number")])
+def test_what_a_copy_counts_is_compared(how, what):
+    register(classes=[f"{Counting.__module__}.Counting"])
+    report = str(attnfast.replace(Counting(how)))
+    assert "left alone: state differ" in report and what in report, report
+
+
+def test_layers_without_state_may_be_read():
+    @as_plain
+    class Modular(Clamped):
+        def __init__(self):
+            super().__init__()
+            self.tanh, self.softmax = nn.Tanh(), nn.Softmax(1)
+
+        def scores(self, state, memory):
+            features = self.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+            return self.energy(features).squeeze(2)
+
+        def forward(self, state, memory, mask=None):
+            self.last = self.softmax(self.scores(state, memory).masked_fill(~mask, -1e9))
+            return (self.last.unsqueeze(1) @ memory).squeeze(1), self.last
+
+    assert attnfast.replace(Modular()).replaced
+    m = Modular()
+    m.tanh = nn.Identity()
+    assert "its own code reads tanh" in str(attnfast.replace(m))
+
+
+def test_subclasses_with_methods_of_their_own_are_left_alone():
+    """What they do differently need not show on the example."""
+
+    class Logged(Plain):
+        def forward(self, state, memory, mask=None):
+            return super().forward(state, memory, mask)
+
+    class Kept(Plain):
+        """Has more, but nothing else."""
+
+        dropout = 0.1
+
+        def more(self):
+            return self.last
+
+        def extra_repr(self):
+            return "more"
+
+    report = attnfast.replace(nn.ModuleList([Logged(), Kept()]))
+    assert [x.path for x in report.replaced] == ["1"]
+    assert "0: Logged left alone: its class Logged has a forward of its own" in str(report)
+
+
+def test_layers_with_hooks_are_left_to_the_project():
+    m = model()["a0"]
+    m.energy.register_forward_hook(lambda module, args, output: 3 * output)
+    assert "left alone: its energy has hooks" in str(attnfast.replace(m))
+
+
+def test_why_not_and_a_failing_example():
+    register(why_not=lambda module: "it is a Tuesday")
+    assert "it is a Tuesday" in str(attnfast.replace(model()))
+
+    def fails(module, draw):
+        yield module(draw(1))
+
+    register(example=fails)
+    assert "its own class fails on an example: TypeError" in str(attnfast.replace(model()))
+
+
+def test_what_cannot_be_copied_is_left_alone():
+    class Single(Plain):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("there is only one")
+
+    assert "RuntimeError: there is only one" in str(attnfast.replace(Single()))
+
+
+def test_examples_that_yield_nothing():
+    register(example=lambda module, draw: [])
+    report = str(attnfast.replace(Plain()))
+    assert report.endswith("fails on an example: ValueError: the example yields no tensor")
+    register(example=lambda module, draw: [draw(2, grad=False)])
+    assert attnfast.replace(Plain()).replaced  # nothing has a gradient, on both sides
+
+
+@as_plain
+class Placeless(Plain):
+    """Makes tensors on the default device."""
+
+    def forward(self, state, memory, mask=None):
+        return super().forward(state + torch.zeros(6), memory, mask)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_another_default_device(device):
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        with torch.device("cpu"):
+            m = Plain()
+        report = attnfast.replace(m, strict=True)
+        assert "served by cpu" in str(report)
+        m.__class__ = Placeless
+        assert attnfast.replace(m, strict=True).replaced
+    finally:
+        torch.set_default_device(before)
+    with torch.device("meta"):
+        report = attnfast.replace(Plain())
+    assert "its parameters are on the meta device" in str(report)
+
+
+def test_one_thread_compares():
+    threads = []
+
+    def watch(module, draw):
+        threads.append(torch.get_num_threads())
+        yield from example(module, draw)
+
+    register(example=watch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        attnfast.replace(Plain())
+        assert set(threads) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_another_type_under_autocast_is_left_alone():
+    class Single(Served):
+        def forward(self, state, memory, mask=None):
+            context, weights = super().forward(state, memory, mask)
+            return context.float() if context.dtype == torch.bfloat16 else context, weights
+
+    register(Single)
+    what = "results differ by form: torch.float32 [2, 6] instead of torch.bfloat16 [2, 6]"
+    assert what in str(attnfast.replace(Plain()))
+
+    class Double(Plain):
+        def forward(self, state, memory, mask=None):
+            assert not torch.is_autocast_enabled("cpu"), "not under autocast"
+            return super().forward(state, memory, mask)
+
+    register()
+    assert attnfast.replace(as_plain(Double)()).replaced  # nothing to compare with
