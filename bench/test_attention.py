@@ -16,8 +16,8 @@ from race import DECODERS, DEVICE, DIRECTIONS, eager, fused, race, roofline, tim
 from table import Case, attend, inputs
 from torch.nn.attention.flex_attention import flex_attention
 
-from attnfast.memory import attend as attend_to
-from attnfast.memory import prepare
+from attnfast.decoding import attend as attend_to
+from attnfast.decoding import prepare
 
 SHAPES = {  # B, Tq, Tk, A, Dv
     "translation": (32, 50, 50, 512, 512),

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attnfast
 from attnfast.backends import why_not
+from attnfast.decoding import attend_with_history, prepare
 from attnfast.diagnostics import peak_memory
-from attnfast.memory import attend_with_history, prepare
 from attnfast.ops.arguments import SCORES
 
 NAMES = ("context", "weights", "coverage", "loss")

@@ -21,8 +21,8 @@ import test_span
 import torch
 from table import Case, cases, fuzz
 
+import attnfast.decoding.memory
 import attnfast.functional
-import attnfast.memory
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -60,7 +60,7 @@ def host(library, monkeypatch):
     def chosen(backend, *_, **__):
         return "reference" if backend == "reference" else "cuda"  # the oracle is no kernel
 
-    for module in (attnfast.functional, attnfast.memory):
+    for module in (attnfast.functional, attnfast.decoding.memory):
         monkeypatch.setattr(module, "choose", chosen)
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnfast.decoding.steps import Prepared
 from attnfast.nn import (
     CoverageAttention,
     ForwardAttention,
     LocationAwareAttention,
     PointerGenerator,
 )
-from attnfast.steps import Prepared
 
 B, TQ, TK, Q, K, A = 3, 4, 7, 10, 12, 8
 LENGTHS = torch.tensor([7, 4, 1])

@@ -23,8 +23,8 @@ from table import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from attnfast import Span, additive_attention, dot_attention, memory
-from attnfast.memory import attend, attend_with_history, prepare
+from attnfast import Span, additive_attention, dot_attention
+from attnfast.decoding import attend, attend_with_history, memory, prepare
 from attnfast.ops.attention import ATTENTION
 
 CASES = [

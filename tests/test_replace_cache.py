@@ -23,10 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 
 import attnfast
+from attnfast.decoding import prepare
 from attnfast.integrations import ADAPTERS
 from attnfast.integrations.cache import PLACE, Seen
 from attnfast.integrations.probe import tensors
-from attnfast.memory import prepare
 
 
 @pytest.fixture(autouse=True)

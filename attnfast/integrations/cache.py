@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._torch import is_intercepted, saves_elsewhere
-from attnfast.memory import Memory
+from attnfast.decoding import Memory
 
 __all__ = ["PLACE", "Seen", "cached_per_source"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnfast.decoding import Memory, attend_with_history, prepare
+from attnfast.decoding import attend as attend_to
 from attnfast.integrations.cache import cached_per_source
-from attnfast.memory import Memory, attend_with_history, prepare
-from attnfast.memory import attend as attend_to
 
 __all__ = [
     "attend",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnfast.decoding import check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
-from attnfast.memory import check_memory
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
 from attnfast.ops.arguments import check_tensor

@@ -15,7 +15,7 @@ history too, of how far the rows have come.
 The attribute ``temperature``, 1 unless set, divides every module's scores.
 """
 
-from attnfast.memory import Memory
+from attnfast.decoding import Memory
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, MultiHeadAttention
 from attnfast.nn.copying import PointerGenerator
 from attnfast.nn.history import (

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._torch import is_autocast_on
+from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.errors import check_flag, check_whole, check_word, refuse
-from attnfast.memory import Memory, attend, check_memory, prepare
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
 from attnfast.ops.span import check_form
 

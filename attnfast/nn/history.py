@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnfast.decoding import Memory, attend_with_history
 from attnfast.errors import (
     check_flag,
     check_whole,
@@ -16,7 +17,6 @@ from attnfast.errors import (
     refuse,
     refuse_type,
 )
-from attnfast.memory import Memory, attend_with_history
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
 from attnfast.ops.arguments import is_finite
 from attnfast.ops.span import check_form

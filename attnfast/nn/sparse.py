@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnfast.decoding import Memory
 from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.functional import additive_attention, dot_attention
-from attnfast.memory import Memory
 from attnfast.nn.attention import LuongAttention, MultiHeadAttention, check_sizes
 from attnfast.ops.arguments import check_tensor, is_one
 from attnfast.ops.operators import accumulation_dtype

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import attnfast
+from attnfast.decoding.steps import Prepared
 from attnfast.integrations.adapter import Draw
 from attnfast.integrations.probe import run as outcome
 from attnfast.integrations.probe import state_of, tensors
-from attnfast.steps import Prepared
 
 
 class _Unused(types.ModuleType):

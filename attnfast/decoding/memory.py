@@ -1,7 +1,7 @@
 """Prepared memory: what a decoder attends to, step after step.
 
 What a decoder computes once for a source is kept in a :class:`Memory`. Each step attends to it with
-one query; :mod:`attnfast.steps` tells how their gradients are taken.
+one query; :mod:`attnfast.decoding.steps` tells how their gradients are taken.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from attnfast import dispatch, lowering
 from attnfast._torch import saves_elsewhere
 from attnfast.backends import FLOATS, choose
+from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
 from attnfast.errors import describe, refuse, refuse_type
 from attnfast.functional import coverage_attention, coverage_call, filters_of
 from attnfast.lowering import Place, lower
@@ -36,7 +37,6 @@ from attnfast.results import (
     attention_result,
     coverage_result,
 )
-from attnfast.steps import HistoryStep, Source, Step, Steps
 
 __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 
@@ -70,9 +70,7 @@ class Memory(NamedTuple):
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
         memory = self._replace(**chosen, steps=None)
-        if self.steps is None:
-            return memory
-        return memory._replace(steps=Steps(memory._shared(), self.steps.backend, mask=memory.mask))
+        return memory if self.steps is None else memory._with_steps(self.steps.backend)
 
     def _call(
         self, query: Tensor, scale: float, need_weights: bool, kept: Tensor | None = None
@@ -83,11 +81,18 @@ class Memory(NamedTuple):
             scale, self.score, need_weights,
         )  # fmt: skip
 
+    def _chosen(self) -> str:
+        """Return the backend of steps."""
+        return choose(self.backend, self.key.device, self.key.dtype, step=True)
+
+    def _with_steps(self, backend: str, deferred: bool = False) -> Memory:
+        return self._replace(steps=Steps(self._common(), backend, deferred, self.mask))
+
     def __reduce__(self):
         return _restored, (self.steps is not None, *self._replace(steps=None))
 
-    def _shared(self) -> Source:
-        """Return what all steps share."""
+    def _common(self) -> Source:
+        """Return what all steps have in common."""
         return made(
             Source, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
         )
@@ -96,10 +101,7 @@ class Memory(NamedTuple):
 def _restored(has_steps: bool, *fields) -> Memory:
     """Return an unpickled memory."""
     memory = Memory(*fields)
-    if not has_steps:
-        return memory
-    backend = choose(memory.backend, memory.key.device, memory.key.dtype, step=True)
-    return memory._replace(steps=Steps(memory._shared(), backend, mask=memory.mask))
+    return memory._with_steps(memory._chosen()) if has_steps else memory
 
 
 def check_memory(memory: object) -> None:
@@ -180,13 +182,13 @@ def prepare(
     memory = Memory(key, value, lengths, mask, weight, backend, score=score)
     if torch.compiler.is_compiling():
         return memory
-    chosen = choose(backend, key.device, key.dtype, step=True)
+    chosen = memory._chosen()
     deferred = (
         chosen != "reference"
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, weight))
     )
-    return memory._replace(steps=Steps(memory._shared(), chosen, deferred, mask))
+    return memory._with_steps(chosen, deferred)
 
 
 def attend(
@@ -225,7 +227,7 @@ def attend(
             check(memory._call(query, scale, False))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
-        if steady and steps is not None and steps.serve(query, memory._shared()):
+        if steady and steps is not None and steps.serve(query, memory._common()):
             return _attend_once(query, memory, scale, place, need_weights)
         call = autocast_call(memory._call(query, scale, bool(need_weights)))
         backend = choose(memory.backend, query.device, query.dtype, step=True)
@@ -276,7 +278,7 @@ def attend_with_history(
         and steps.defers()
         and not saves_elsewhere()  # checkpointing
         and isinstance(query, Tensor)
-        and steps.serve(query, memory._shared())
+        and steps.serve(query, memory._common())
     )
     if deferred:
         given = dict(terms)

@@ -19,10 +19,8 @@ write the keys' gradient at every step, so they add theirs to sums, and only the
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,77 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast._torch import at_end_of_backward, number_of_backward
+from attnfast._torch import number_of_backward
 from attnfast.backends import BACKENDS
+from attnfast.decoding.waiting import Waiting, no_double_backward
 from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
 from attnfast.ops.coverage import COVERAGE, backward_into
-
-
-class _Differentiated(Function):
-    """Hands on what a backward computed, and what it was computed from: no derivative passes."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors):
-        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_):
-        raise RuntimeError(
-            "a decoder's steps have no second derivative on the compiled backends; 'reference' has"
-        )
-
-
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let no derivative go through what a backward computes: asking for one raises.
-
-    The backward returns its gradients and the tensors that it took them from. PyTorch's own
-    ``once_differentiable`` leaves no path to these: a derivative with respect to them is None.
-    """
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *grads):
-        with torch.no_grad():
-            result, taken_from = backward(ctx, *grads)
-        roots = [x for x in (*grads, *taken_from) if x is not None and x.requires_grad]
-        if not torch.is_grad_enabled() or not roots:
-            return result
-        return _Differentiated.apply(len(result), *result, *roots)
-
-    return run
-
-
-class _Left(list):
-    """What the steps of one backward left; a list that can be referred to weakly."""
-
-    sums: tuple[Tensor, ...] | None = None
-
-
-class Waiting:
-    """Gradients that steps have left, by the running backward's number in autograd's engine.
-
-    One that never reaches the memory (only a query's gradient was asked for, or it failed) must
-    not be counted by the next: the engine alone holds what was left, and forgets it at the end.
-    """
-
-    def __init__(self):
-        self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
-
-    def here(self) -> _Left:
-        """Return what is left in the running backward, to add to until its end."""
-        task = number_of_backward()
-        left = self.left.get(task)
-        if left is None:
-            left = self.left[task] = _Left()
-            at_end_of_backward(lambda left=left: None)  # type: ignore[misc]
-        return left
-
-    def take(self) -> tuple[list[tuple[Any, ...]], tuple[Tensor, ...] | None]:
-        """Return what was left in the running backward, and its sums, and forget them."""
-        left = self.left.get(number_of_backward(), _Left())
-        taken, sums = list(left), left.sums
-        left.clear()
-        left.sums = None
-        return taken, sums
 
 
 @dataclass(eq=False)
@@ -125,6 +57,38 @@ class Source(NamedTuple):
     backend: str | None
 
 
+class Shared(NamedTuple):
+    """What a token's backward needs besides its tensors."""
+
+    lengths: Tensor | None
+    score: str
+    backend: str
+    waiting: Waiting
+
+
+class Record(NamedTuple):
+    """What a step leaves for the gradients of keys, values and weight."""
+
+    query: Tensor
+    weights: Tensor
+    grad_score: Tensor  # times the scale
+    grad_context: Tensor
+    span: Tensor | None = None
+    columns: int = 0
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What steps must have in common for their rows to go together."""
+        return self.columns, self.span is None
+
+
+class FeaturesRecord(NamedTuple):
+    """What a step with filters leaves: the rest is in the sums."""
+
+    weights: Tensor
+    grad_context: Tensor
+
+
 class Steps:
     """The steps over one memory: what their backend prepared of its keys, gradients that wait."""
 
@@ -132,7 +96,7 @@ class Steps:
         self, source: Source, backend: str, deferred: bool = False, mask: Tensor | None = None
     ):
         self.source = source
-        key, value, lengths, weight, score, _ = source
+        key, value, _, weight, _, _ = source
         # An inference tensor has no version.
         named = zip(("key", "value", "lengths", "weight", "mask"), (*source[:4], mask))
         self.versions = [
@@ -144,12 +108,14 @@ class Steps:
         self.waiting = Waiting()
         self.token = None  # not deferred
         if deferred:
-            self.token = Prepared.apply(
-                key, value, weight, None, None, None, lengths, self.waiting, backend, score
-            )
+            self.token = Prepared.apply(key, value, weight, None, None, None, self._shared())
         self._is_prepared = False
         self._prepared: Tensor | None = None
         self._features: Features | None = None
+
+    def _shared(self, waiting: Waiting | None = None) -> Shared:
+        _, _, lengths, _, score, _ = self.source
+        return Shared(lengths, score, self.backend, waiting or self.waiting)
 
     def check_unchanged(self) -> None:
         """Refuse tensors of the memory that were changed in place since it was prepared."""
@@ -205,12 +171,11 @@ class Steps:
         of = tuple((x, getattr(x, "_version", None)) for x in of)
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
-            key, value, lengths, weight, score, _ = self.source
-            waiting, backend = Waiting(), self.backend
+            key, value, _, weight, _, _ = self.source
+            waiting = Waiting()
             token = Prepared.apply(
-                key, value, weight, filters, projection, self.token, lengths, waiting, backend,
-                score,
-            )  # fmt: skip
+                key, value, weight, filters, projection, self.token, self._shared(waiting)
+            )
             known = self._features = Features(
                 of, filters.detach(), projection.detach(), token, waiting
             )
@@ -229,20 +194,18 @@ class Prepared(Function):
     """Makes the token that every step takes; its backward is that of all steps together."""
 
     @staticmethod
-    def forward(
-        ctx: Any, key, value, weight, filters, projection, before, lengths, waiting, backend, score
-    ):  # fmt: skip
-        ctx.save_for_backward(key, value, weight, lengths, filters, projection)
-        ctx.waiting, ctx.backend, ctx.score = waiting, backend, score
+    def forward(ctx: Any, key, value, weight, filters, projection, before, shared: Shared):
+        ctx.save_for_backward(key, value, weight, shared.lengths, filters, projection)
+        ctx.shared = shared._replace(lengths=None)
         ctx.set_materialize_grads(False)
         return key.new_empty(0)
 
     @staticmethod
-    @once
+    @no_double_backward
     def backward(ctx: Any, _):
-        steps, sums = ctx.waiting.take()
+        steps, sums = ctx.shared.waiting.collect()
         if not steps:
-            return (None,) * 10, ()
+            return (None,) * 7, ()
         key, value, weight, lengths, *features = saved = ctx.saved_tensors
         if sums is not None:
             weights, grad_context = (torch.cat(x, -2) for x in zip(*steps))
@@ -254,24 +217,23 @@ class Prepared(Function):
             of_all = (weight, *features)
             summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, of_all)]
             grads = (grad_key.to(key.dtype), grad_value.to(value.dtype), *summed)
-            return (*grads, *[None] * 5), (*saved, *itertools.chain(*steps))
+            return (*grads, None, None), (*saved, *itertools.chain(*steps))
         grads = ()
-        for columns in dict.fromkeys(step[0] for step in steps):
-            alike = [step[1:] for step in steps if step[0] == columns]
-            query, weights, grad_score, grad_context, *span = (
-                torch.cat(x, -2) for x in zip(*alike)
-            )
+        for kind in dict.fromkeys(step.kind for step in steps):
+            alike = zip(*(step for step in steps if step.kind == kind))
+            rows: list[Any] = [None if x[0] is None else torch.cat(x, -2) for x in [*alike][:5]]
+            query, weights, grad_score, grad_context, span = rows
             arguments = AttentionBackward(
                 grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None,
                 query=query, key=key, value=value, weight=weight, lengths=lengths,
-                span=span[0] if span else None, columns=columns[0], prepared=None,
-                weights=weights, grad_score=grad_score, scale=1.0, score=ctx.score,
+                span=span, columns=kind[0], prepared=None, weights=weights,
+                grad_score=grad_score, scale=1.0, score=ctx.shared.score,
                 need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip
-            _, *more, _ = ATTENTION.backward(ctx.backend, arguments)
+            _, *more, _ = ATTENTION.backward(ctx.shared.backend, arguments)
             grads = tuple(a + b for a, b in zip(grads, more)) if grads else more
-        taken_from = (*saved, *itertools.chain(*(step[1:] for step in steps)))
-        return (*grads[:2], None if weight is None else grads[2], *[None] * 7), taken_from
+        left = (x for step in steps for x in step if isinstance(x, Tensor))
+        return (*grads[:2], None if weight is None else grads[2], *[None] * 4), (*saved, *left)
 
 
 class Step(Function):
@@ -289,19 +251,16 @@ class Step(Function):
         return tuple(result)
 
     @staticmethod
-    @once
+    @no_double_backward
     def backward(ctx: Any, *grads):
         of, saved = ATTENTION.arguments(ctx, grads, needs=(True, False, True))
         grad_query, _, _, _, grad_score = ATTENTION.backward(ctx.backend, of)
         grad_bias = ATTENTION.of_bias(ctx, grad_score) if ctx.needs_input_grad[2] else None
         if of.scale != 1:
             grad_score = grad_score * of.scale
-        left = (of.query, of.weights, grad_score, of.grad_context)
-        if of.span is None:
-            ctx.waiting.here().append(((0, False), *left))
-        else:  # rows of several steps go together where their weights have as many columns
-            span = of.span.expand(*of.query.shape[:-1], 2)
-            ctx.waiting.here().append(((of.columns, True), *left, span))
+        span = None if of.span is None else of.span.expand(*of.query.shape[:-1], 2)
+        record = Record(of.query, of.weights, grad_score, of.grad_context, span, of.columns)
+        ctx.waiting.pending().append(record)
         return (grad_query, None, grad_bias, None, None), saved
 
 
@@ -316,13 +275,13 @@ class HistoryStep(Function):
         return tuple(outputs)
 
     @staticmethod
-    @once
+    @no_double_backward
     def backward(ctx: Any, *grad_outputs):
-        left, (of, saved) = ctx.waiting.here(), COVERAGE.arguments(ctx, grad_outputs)
+        left, (of, saved) = ctx.waiting.pending(), COVERAGE.arguments(ctx, grad_outputs)
         if of.filters is None:
             gradients = COVERAGE.backward(ctx.backend, of._replace(need_grad_score=True))
             grad_score = gradients.grad_score * of.scale
-            left.append(((0, False), of.query, of.weights, grad_score, of.grad_context))
+            left.append(Record(of.query, of.weights, grad_score, of.grad_context))
         else:
             if left.sums is None:
                 batch = of.weights.shape[:-2]
@@ -330,5 +289,5 @@ class HistoryStep(Function):
                 shapes = (of.key.shape, *((*batch, *x.shape[-n:]) for x, n in of_all))
                 left.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
             gradients = backward_into(ctx.backend, of, left.sums)
-            left.append((of.weights, of.grad_context))
+            left.append(FeaturesRecord(of.weights, of.grad_context))
         return (*COVERAGE.of_inputs(ctx, gradients), None, None, None), saved
