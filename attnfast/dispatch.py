@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnfast import reference
-from attnfast.ops.arguments import as_returned, fold_scale, refuse_tangents
+from attnfast.ops.arguments import as_returned, refuse_tangents
 from attnfast.ops.attention import ATTENTION, Attention
 from attnfast.ops.operators import Operator, is_recorded, made
 from attnfast.results import AttentionResult, attention_result
@@ -33,7 +33,6 @@ def run(operator: Operator, call: Any, backend: str) -> Any:
 
 def attend(call: Attention, backend: str) -> AttentionResult:
     """Run attention; its results are as users get them."""
-    call = fold_scale(call) if backend != "reference" else call
     context, weights, log_sum_exp = run(ATTENTION, call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)
     return attention_result(context, weights, log_sum_exp)

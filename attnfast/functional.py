@@ -65,6 +65,8 @@ def _attend(
         backend = choose(backend, query.device, query.dtype, step=step)
         if need_weights:
             call = call._replace(need_weights=True)
+        if backend != "reference":
+            call = fold_scale(call)
         if all(x is None for x in place) and not isinstance(need_weights, str):
             result = dispatch.attend(call, backend)
         else:
@@ -373,12 +375,12 @@ def coverage_attention(
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
     check_flag("need_weights", need_weights)
-    score = check_activation(activation)
+    score = "dot" if weight is None else check_activation(activation)
     call = coverage_call(
         Coverage(
             query, key, value, weight, bias, mask, lengths, filters, projection,
             penalty, fertility, transition, coverage, previous, scale,  # type: ignore[arg-type]
-            "dot" if weight is None else score,
+            score,
         ),
         temperature, coverage_weight, over,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from attnfast.ops.arguments import (
     check_activation,
     check_scale,
     check_tensor,
+    fold_scale,
     refuse_tangents,
 )
 from attnfast.ops.attention import Attention, check
@@ -130,7 +131,9 @@ def _attend_once(
         call = lowered.call
     if defers:
         refuse_tangents(call)
-        context, weights, log_sum_exp = Step.apply(query, steps.token, call.bias, call, steps)
+        context, weights, log_sum_exp = Step.apply(
+            query, steps.token, call.bias, call, steps, bool(need_weights)
+        )
         weights = as_returned(weights, query.dtype, bool(need_weights))
         result = attention_result(context, weights, log_sum_exp)
     else:
@@ -231,6 +234,8 @@ def attend(
             return _attend_once(query, memory, scale, place, need_weights)
         call = autocast_call(memory._call(query, scale, bool(need_weights)))
         backend = choose(memory.backend, query.device, query.dtype, step=True)
+        if backend != "reference":
+            call = fold_scale(call)
         if place is None:
             return dispatch.attend(call, backend)
         return lowering.attend(call, place, need_weights, backend)

@@ -244,11 +244,11 @@ class Step(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query, token, bias, call: Attention, steps):
+    def forward(ctx: Any, query, token, bias, call: Attention, steps, need_weights):
         result = ATTENTION(steps.backend, call)
         ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
         ctx.backend, ctx.waiting = steps.backend, steps.waiting
-        return tuple(result)
+        return result.context, result.weights if need_weights else None, result.log_sum_exp
 
     @staticmethod
     @no_double_backward
@@ -261,7 +261,7 @@ class Step(Function):
         span = None if of.span is None else of.span.expand(*of.query.shape[:-1], 2)
         record = Record(of.query, of.weights, grad_score, of.grad_context, span, of.columns)
         ctx.waiting.pending().append(record)
-        return (grad_query, None, grad_bias, None, None), saved
+        return (grad_query, None, grad_bias, None, None, None), saved
 
 
 class HistoryStep(Function):

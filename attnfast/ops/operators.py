@@ -130,7 +130,7 @@ class Operator:
         self.name, self.Call, self.Result = name, Call, Result
         self.Backward, self.Gradients, self.constant = Backward, Gradients, constant
         self._plan(needs)
-        self.check = check
+        self.check, self.fake = check, fake
         self.forwards = self.define(name, Call, Result, check, fake)
         self.backwards = self.define(
             f"{name}_backward", Backward, Gradients, check_backward, fake_backward
@@ -205,7 +205,6 @@ class Operator:
         ctx.numbers = self._numbers(everything)
         bias = None if self._bias is None else inputs[self._bias]
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        ctx.shape = output[0].shape
         if self._constant:
             ctx.mark_non_differentiable(*[output[i] for i in self._constant])
         ctx.set_materialize_grads(False)
@@ -218,12 +217,19 @@ class Operator:
         if needs is None:
             needed = ctx.needs_input_grad
             needs = [any([needed[i] for i in group]) for group in self._needs]
-        first, *others = grads
         saved = ctx.saved_tensors
-        if first is None:  # autograd has none where it is 0
-            first = saved[0].new_zeros(()).expand(ctx.shape)
-        pool = (first, *others, *saved[: self._saved], *ctx.numbers, *needs, None)
-        return made(self.Backward, self._arranged(pool)), saved
+        pool = (*grads, *saved[: self._saved], *ctx.numbers, *needs, None)
+        arguments = made(self.Backward, self._arranged(pool))
+        if grads[0] is None:  # autograd has none where it is 0
+            arguments = self._with_zeros(arguments)
+        return arguments, saved
+
+    def _with_zeros(self, arguments: Any) -> Any:
+        """Return the arguments of a backward, of which the first result's gradient is 0."""
+        fields = [x for x in self.Call._fields if x in self.Backward._fields]
+        call = self.Call(**{x: getattr(arguments, x) for x in fields})
+        name = f"grad_{self.Result._fields[0]}"
+        return arguments._replace(**{name: self.fake(call)[0].zero_()})
 
     def of_inputs(self, ctx: Any, gradients: Any) -> tuple[Tensor | None, ...]:
         """Return the gradient of every argument that needs one, None for the others."""
