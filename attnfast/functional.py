@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnfast import dispatch, lowering
-from attnfast.backends import HALF, choose
+from attnfast.backends import HALF, Triton, choose
 from attnfast.errors import check_flag, check_word, describe, refuse
 from attnfast.lowering import Place
 from attnfast.ops import attention, copying
@@ -295,8 +295,32 @@ def coverage_call(
 
 
 def filters_of(call: Coverage) -> int:
-    """Return how many filters a call has."""
-    return 0 if call.filters is None else call.filters.shape[-3]
+    """Return how many filters a call has; in a graph that is compiled, whether more than Triton's.
+
+    There the choice of a backend is a constant, and so must be what it depends on.
+    """
+    count = 0 if call.filters is None else call.filters.shape[-3]
+    if torch.compiler.is_compiling():
+        return Triton.most_filters + 1 if count > Triton.most_filters else 0
+    return count
+
+
+def cover(
+    call: Coverage,
+    temperature: float,
+    coverage_weight: Tensor | None,
+    over: str,
+    need_weights: bool,
+    backend: str | None,
+) -> CoverageResult:
+    """Choose a backend and run a call as :func:`coverage_call` takes it."""
+    check_flag("need_weights", need_weights)
+    call = coverage_call(call, temperature, coverage_weight, over)
+    query = call.query
+    asked = (backend, query.device, query.dtype, COVERAGE.name)
+    backend = choose(*asked, filters=filters_of(call))
+    context, weights, last, loss, _ = dispatch.run(COVERAGE, call, backend)
+    return coverage_result(context, as_returned(weights, query.dtype, need_weights), last, loss)
 
 
 def coverage_attention(
@@ -374,20 +398,12 @@ def coverage_attention(
     NeurIPS 2015, arXiv:1506.07503; Zhang, Ling and Dai, "Forward Attention in Sequence-to-Sequence
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
-    check_flag("need_weights", need_weights)
     score = "dot" if weight is None else check_activation(activation)
-    call = coverage_call(
-        Coverage(
-            query, key, value, weight, bias, mask, lengths, filters, projection,
-            penalty, fertility, transition, coverage, previous, scale,  # type: ignore[arg-type]
-            score,
-        ),
-        temperature, coverage_weight, over,
+    call = Coverage(
+        query, key, value, weight, bias, mask, lengths, filters, projection,
+        penalty, fertility, transition, coverage, previous, scale, score,  # type: ignore[arg-type]
     )  # fmt: skip
-    query = call.query
-    backend = choose(backend, query.device, query.dtype, COVERAGE.name, filters=filters_of(call))
-    context, weights, last, loss, _ = dispatch.run(COVERAGE, call, backend)
-    return coverage_result(context, as_returned(weights, query.dtype, need_weights), last, loss)
+    return cover(call, temperature, coverage_weight, over, need_weights, backend)
 
 
 def copy_distribution(

@@ -15,8 +15,8 @@ from attnfast import dispatch, lowering
 from attnfast._torch import saves_elsewhere
 from attnfast.backends import FLOATS, choose
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
-from attnfast.errors import describe, refuse, refuse_type
-from attnfast.functional import coverage_attention, coverage_call, filters_of
+from attnfast.errors import check_flag, describe, refuse, refuse_type
+from attnfast.functional import cover, coverage_call, filters_of
 from attnfast.lowering import Place, lower
 from attnfast.ops.arguments import (
     as_returned,
@@ -274,36 +274,29 @@ def attend_with_history(
         second derivatives and forward mode raise.
     """
     check_memory(memory)
-    key, value, lengths, mask, weight, backend, _, fertility, score = memory
-    terms = {"mask": mask, "fertility": fertility, **terms}
     (query,) = autocast(query)
+    temperature = terms.pop("temperature", 1.0)
+    given = {"mask": memory.mask, "fertility": memory.fertility, "scale": None, **terms}
+    given["rate"] = given.pop("fertility")
+    call = Coverage(
+        query, memory.key, memory.value, memory.weight, lengths=memory.lengths, filters=filters,
+        projection=projection, score=memory.score, **given,
+    )  # fmt: skip
     steps = _usable(memory.steps)
-    deferred = (
+    if (
         steps is not None
         and steps.defers()
         and not saves_elsewhere()  # checkpointing
         and isinstance(query, Tensor)
         and steps.serve(query, memory._common())
-    )
-    if deferred:
-        given = dict(terms)
-        given["rate"] = given.pop("fertility")
-        given.setdefault("scale", None)
-        temperature = given.pop("temperature", 1.0)
-        call = Coverage(
-            query, key, value, weight, lengths=lengths, filters=filters, projection=projection,
-            score=score, **given,
-        )  # fmt: skip
-        call = coverage_call(call, temperature, coverage_weight, over)
-        asked = (backend, query.device, query.dtype, COVERAGE.name)
-        if choose(*asked, filters=filters_of(call)) == steps.backend:  # type: ignore[union-attr]
+    ):
+        check_flag("need_weights", need_weights)
+        checked = coverage_call(call, temperature, coverage_weight, over)
+        asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
+        if choose(*asked, filters=filters_of(checked)) == steps.backend:
             made_of = (coverage_weight, filters, over, projection)
-            return _attend_once_with_history(call, steps, made_of, need_weights)
-    return coverage_attention(
-        query, key, value, weight, lengths=lengths, backend=backend, need_weights=need_weights,
-        coverage_weight=coverage_weight, filters=filters, over=over, projection=projection,
-        activation="tanh" if weight is None else score, **terms,
-    )  # fmt: skip
+            return _attend_once_with_history(checked, steps, made_of, need_weights)
+    return cover(call, temperature, coverage_weight, over, need_weights, memory.backend)
 
 
 def _attend_once_with_history(
