@@ -228,11 +228,11 @@ def coverage_call(
     call: Coverage,
     temperature: float = 1.0,
     coverage_weight: Tensor | None = None,
-    over: str = "previous",
+    channels: str = "previous",
 ) -> Coverage:
     """Check the arguments of :func:`coverage_attention`; return the operator's.
 
-    In ``call`` the penalty and the transition may be numbers still, the rate is a fertility, and
+    In ``call`` penalty and transition_prob may be numbers, inverse_fertility is a fertility, and
     the scale may be None.
     """
     call = autocast_call(call)
@@ -257,8 +257,8 @@ def coverage_call(
     if filters is not None or projection is not None:
         plain = Coverage(query, call.key, call.value, call.weight, score=call.score)
         check_history(plain._replace(filters=filters, projection=projection))
-    check_word("over", over, ("previous", "coverage"))
-    if over == "coverage" and filters is not None and filters.shape[-2] == 1:
+    check_word("channels", channels, ("previous", "coverage"))
+    if channels == "coverage" and filters is not None and filters.shape[-2] == 1:
         filters = torch.nn.functional.pad(filters, (0, 0, 1, 0))  # the second channel
     filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
 
@@ -270,11 +270,11 @@ def coverage_call(
         return filled(query, shape, x, dtype)
 
     penalty = number("penalty", call.penalty, (1,))
-    transition = number("transition", call.transition, query.shape[:-1])
-    if transition is not None and call.previous is None:
-        refuse("previous", "given with a transition: the weights that it starts from", None)
-    fertility = call.rate
-    rate = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
+    transition_prob = number("transition_prob", call.transition_prob, query.shape[:-1])
+    if transition_prob is not None and call.previous is None:
+        refuse("previous", "given with a transition_prob: the weights that it starts from", None)
+    fertility = call.inverse_fertility
+    inverse = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
     if not is_one(temperature):
         scale, bias = scale / temperature, None if bias is None else bias / temperature
         penalty = None if penalty is None else penalty / temperature
@@ -283,8 +283,8 @@ def coverage_call(
         filters=filters,
         projection=projection,
         penalty=cast(penalty),
-        rate=rate,
-        transition=cast(transition),
+        inverse_fertility=inverse,
+        transition_prob=cast(transition_prob),
         coverage=cast(call.coverage),
         previous=cast(call.previous),
         scale=scale,
@@ -309,13 +309,13 @@ def cover(
     call: Coverage,
     temperature: float,
     coverage_weight: Tensor | None,
-    over: str,
+    channels: str,
     need_weights: bool,
     backend: str | None,
 ) -> CoverageResult:
     """Choose a backend and run a call as :func:`coverage_call` takes it."""
     check_flag("need_weights", need_weights)
-    call = coverage_call(call, temperature, coverage_weight, over)
+    call = coverage_call(call, temperature, coverage_weight, channels)
     query = call.query
     asked = (backend, query.device, query.dtype, COVERAGE.name)
     backend = choose(*asked, filters=filters_of(call))
@@ -332,10 +332,10 @@ def coverage_attention(
     penalty: float | Tensor | None = None,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
-    over: str = "previous",
+    channels: str = "previous",
     projection: Tensor | None = None,
     fertility: Tensor | None = None,
-    transition: float | Tensor | None = None,
+    transition_prob: float | Tensor | None = None,
     coverage: Tensor | None = None,
     previous: Tensor | None = None,
     activation: str = "tanh",
@@ -366,11 +366,11 @@ def coverage_attention(
         filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`: ``[K, 1, W]``
             on the last row's weights or ``[K, 2, W]`` on these and the coverage, W odd, zeros past
             the ends; with heads also ``[H, K, 2, W]``.
-        over: what filters of one channel look at, ``"previous"`` or ``"coverage"``.
+        channels: what filters of one channel look at, ``"previous"`` or ``"coverage"``.
         projection: U of the location features, ``[A, K]`` or ``[H, A, K]``.
         fertility: φ > 0, how much attention a key asks for, ``[B, Tk]`` (or with heads); None
             means 1.
-        transition: u of forward attention, which multiplies exp(e) by
+        transition_prob: u of forward attention, which multiplies exp(e) by
             :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number (0.5 for the plain
             one) or ``[B, Tq]``. ``previous`` must then say where to begin.
         coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
@@ -401,9 +401,9 @@ def coverage_attention(
     score = "dot" if weight is None else check_activation(activation)
     call = Coverage(
         query, key, value, weight, bias, mask, lengths, filters, projection,
-        penalty, fertility, transition, coverage, previous, scale, score,  # type: ignore[arg-type]
+        penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
     )  # fmt: skip
-    return cover(call, temperature, coverage_weight, over, need_weights, backend)
+    return cover(call, temperature, coverage_weight, channels, need_weights, backend)
 
 
 def copy_distribution(

@@ -95,7 +95,7 @@ def coverage_attention(call: Coverage) -> Covered:
     """Compute context, weights, coverage and loss, row by row; no odds."""
     dtype = call.query.dtype
     call = exactly(call)
-    q, bias, filters, u_t = call.query, call.bias, call.filters, call.transition
+    q, bias, filters, u_t = call.query, call.bias, call.filters, call.transition_prob
     visible, k, v = visible_keys(call)
     zeros = k.new_zeros(k.shape[:-1])
     c = zeros if call.coverage is None else call.coverage
@@ -130,7 +130,7 @@ def coverage_attention(call: Coverage) -> Covered:
         total = mass.sum(-1, keepdim=True)
         p = mass / total.masked_fill(total == 0, 1)
         loss = loss + torch.where(p <= c, p, c).masked_fill(~seen, 0).sum(-1)
-        c = c + (p if call.rate is None else call.rate * p)
+        c = c + (p if call.inverse_fertility is None else call.inverse_fertility * p)
         rows.append(p)
     weights = torch.stack(rows, -2) if rows else q @ k.mT
     return Covered((weights @ v).to(dtype), weights, c, loss, weights.new_empty(0))

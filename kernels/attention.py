@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -322,8 +323,8 @@ def _forward(
             p_eq_tile = p_eq + i_eq * AP * BQ + tl.arange(0, BQ)[:, None] * 2 + o_pair
             p_ek_tile = p_ek + i_ek * AP * BK + tl.arange(0, BK)[:, None] * 2 + o_pair
         else:
-            near: tl.constexpr = False
-            small: tl.constexpr = False
+            near: tl.constexpr = False  # type: ignore[no-redef]
+            small: tl.constexpr = False  # type: ignore[no-redef]
             p_eq_tile, p_ek_tile = p_eq, p_ek
         b_s = scale * _scores(
             p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile, p_ew,
@@ -592,8 +593,8 @@ def _additive_gradient(
             small = reach <= SMALL_LIMIT
             near = (reach > SMALL_LIMIT) & (reach <= FACTORED_LIMIT)
         else:
-            near: tl.constexpr = False
-            small: tl.constexpr = False
+            near: tl.constexpr = False  # type: ignore[no-redef]
+            small: tl.constexpr = False  # type: ignore[no-redef]
         if near:
             p_tile = p_ex + (i_bh * NX * BX + o_x)[:, None] * A + o_a[None, :]
             b_ex = tl.load(p_tile, mask=m_xa, other=0)
@@ -661,7 +662,7 @@ def _additive_gradient(
         tl.store(p_dw + (i_bh * NX + i_x) * A + o_a, b_dw, mask=m_a)
 
 
-def _heads(x: Tensor | None) -> Tensor | None:
+def _heads(x: Any) -> Any:
     """View ``[B, T, ·]`` as ``[B, 1, T, ·]``."""
     return x.unsqueeze(1) if x is not None and x.dim() == 3 else x
 
@@ -708,7 +709,7 @@ def _whole_chunks(features: int) -> int:
     return triton.cdiv(features, CHUNK.value) * CHUNK.value
 
 
-def _prepare(call):
+def _prepare(call: Any) -> tuple[Any, ...]:
     """Bring every input to one form: a head axis, and a row of ``weight`` for each head."""
     query, key, value = _heads(call.query), _heads(call.key), _heads(call.value)
     weight, lengths, span = call.weight, call.lengths, _heads(getattr(call, "span", None))
@@ -838,9 +839,42 @@ def forward(call: Attention) -> Attended:
     return Attended(context, weights, lse)
 
 
+def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
+    """Launch :func:`_additive_gradient` for queries and keys; return the weight's in parts.
+
+    The parts ``[B, H, blocks, A]`` are there if the gradients of keys are wanted.
+    """
+    query, key, _, weight, lengths, span = _prepare(call)
+    (B, H, Tq, A), Tk, W = query.shape, key.shape[2], call.weights.shape[-1]
+    factored = call.score == "tanh" and ds.dtype == torch.float32
+    BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
+    e_q = e_k = range_q = range_k = None
+    if factored:
+        e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=False)
+        e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=False)
+    parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
+    options = {"SCORE": call.score, "COMPACT": call.columns > 0, "BA": BA, "num_warps": 4, **LAUNCH}
+    scale, to = _pair(call.scale), dq if call.need_grad_query else None
+    _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
+        query, key, weight, e_q, e_k, range_q, range_k, ds, lengths, span, None,
+        to, parts if call.need_grad_key else None, query.stride(), key.stride(),
+        weight.stride(), _strides(span), _strides(to), scale, H, Tk, W, Tq, Tk, A,
+        OVER_KEYS=True, BX=BQ, BY=BK, **options,
+    )  # fmt: skip
+    if call.need_grad_key:
+        rows = _rows_of_keys(span, call.columns, B, H, Tk, BK)
+        _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
+            key, query, weight, e_k, e_q, range_k, range_q, ds, lengths, span, rows,
+            dk, None, key.stride(), query.stride(), weight.stride(), _strides(span),
+            dk.stride(), scale, H, Tk, W, Tk, Tq, A,
+            OVER_KEYS=False, BX=BK, BY=BQ, **options,
+        )  # fmt: skip
+    return parts
+
+
 def backward(call: AttentionBackward) -> AttentionGradients:
     """Run the operator ``attention_backward``."""
-    scale, score, columns = call.scale, call.score, call.columns
+    scale, columns = call.scale, call.columns
     weights, grad_score, grad_log_sum_exp = call.weights, call.grad_score, call.grad_log_sum_exp
 
     def empty(needed: bool, x: Tensor) -> Tensor:
@@ -849,13 +883,12 @@ def backward(call: AttentionBackward) -> AttentionGradients:
     need_grad_query, need_grad_key = call.need_grad_query, call.need_grad_key
     grad_query = empty(need_grad_query, call.query)
     grad_key, grad_value = empty(need_grad_key, call.key), empty(need_grad_key, call.value)
-    need_grad_weight = need_grad_key and call.weight is not None
-    grad_weight, shape = call.query.new_empty(0), None if call.weight is None else call.weight.shape
+    grad_weight = call.query.new_empty(0)
     ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
-    query, key, value, weight, lengths, span = _prepare(call)
+    query, key, value, _, lengths, span = _prepare(call)
     grad_context, grad_weights = _heads(call.grad_context), _heads(call.grad_weights)
     dq, dk, dv = _heads(grad_query), _heads(grad_key), _heads(grad_value)
-    (B, H, Tq, A), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
+    (B, H, Tq, _), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
     BQ = _shorter(_block(Tq, _tile(64, span, columns)), Tq, B * H, query.device)
     BK, BV = _block(Tk, 32), _block(Dv, _depth(query.dtype))
     seen = (lengths, span, columns)
@@ -870,38 +903,16 @@ def backward(call: AttentionBackward) -> AttentionGradients:
             )  # fmt: skip
         if need_grad_key:
             _multiply(weights, grad_context, *seen, dv, 1.0, over_keys=False, clean=False)
-        if weight is None:
+        if call.weight is None:
             if need_grad_query:
                 _multiply(ds, key, *seen, dq, scale, over_keys=True, clean=True)
             if need_grad_key:
                 _multiply(ds, query, *seen, dk, scale, over_keys=False, clean=True)
         elif need_grad_query or need_grad_key:
-            factored = score == "tanh" and ds.dtype == torch.float32
-            BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
-            e_q = e_k = (None, None)
-            if factored:
-                e_q = _exponentials_of(query, weight, None, BQ, transposed=False)
-                e_k = _exponentials_of(key, weight, lengths, BK, transposed=False)
-            parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
-            _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
-                query, key, weight, e_q[0], e_k[0], e_q[1], e_k[1], ds, lengths, span, None,
-                dq if need_grad_query else None, parts if need_grad_weight else None,
-                query.stride(), key.stride(), weight.stride(), _strides(span),
-                _strides(dq if need_grad_query else None), _pair(scale),
-                H, Tk, W, Tq, Tk, A,
-                SCORE=score, OVER_KEYS=True, COMPACT=columns > 0, BX=BQ, BY=BK, BA=BA,
-                num_warps=4, **LAUNCH,
-            )  # fmt: skip
+            parts = _additive_gradients(call, ds, dq, dk)
             if need_grad_key:
-                _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
-                    key, query, weight, e_k[0], e_q[0], e_k[1], e_q[1], ds, lengths, span,
-                    _rows_of_keys(span, columns, B, H, Tk, BK), dk, None, key.stride(),
-                    query.stride(), weight.stride(), _strides(span), dk.stride(), _pair(scale),
-                    H, Tk, W, Tk, Tq, A,
-                    SCORE=score, OVER_KEYS=False, COMPACT=columns > 0, BX=BK, BY=BQ,
-                    BA=BA, num_warps=4, **LAUNCH,
-                )  # fmt: skip
-                grad_weight = parts.sum((0, 2) if len(shape) == 2 else (0, 1, 2)).to(query.dtype)
+                shared = (0, 2) if call.weight.dim() == 2 else (0, 1, 2)
+                grad_weight = parts.sum(shared).to(query.dtype)
     keep_score = call.need_grad_score and grad_score is None
     return AttentionGradients(
         grad_query, grad_key, grad_value, grad_weight, ds if keep_score else ds.new_empty(0)

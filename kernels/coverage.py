@@ -457,7 +457,7 @@ def _options(call) -> tuple:
 
 def forward(call: Coverage) -> Covered:
     """Run the operator ``coverage_attention``."""
-    query, transition, scale = call.query, call.transition, call.scale
+    query, transition_prob, scale = call.query, call.transition_prob, call.scale
     acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], call.key.shape[-2])
     context, keys = empty_rows(query, call.value.shape[-1]), call.key.shape[:-1]
     weights = query.new_empty(shape, dtype=acc)
@@ -465,8 +465,8 @@ def forward(call: Coverage) -> Covered:
     last = query.new_zeros(keys, dtype=acc) if first is None else first.contiguous().clone()
     previous = last.new_zeros(keys) if previous is None else previous.contiguous()
     loss = last.new_zeros(keys[:-1])
-    odds = last.new_empty((0,) if transition is None else shape)
-    rate = None if call.rate is None else call.rate.contiguous()
+    odds = last.new_empty((0,) if transition_prob is None else shape)
+    rate = None if call.inverse_fertility is None else call.inverse_fertility.contiguous()
     filters, projection, options = _options(call)
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
@@ -481,7 +481,7 @@ def forward(call: Coverage) -> Covered:
         if B * H * Tq:
             _scan[(B * H,)](
                 q, k, w, bias, mask, lengths, filters, projection, penalty, rate,
-                None if transition is None else transition.contiguous(), previous,
+                None if transition_prob is None else transition_prob.contiguous(), previous,
                 weights, last, loss, odds, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
                 scale=_pair(scale), **options,
@@ -497,15 +497,41 @@ def backward_into(call) -> CoverageGradients:
     return backward(without_sums(call), tuple(getattr(call, x) for x in SUMS))
 
 
+def _added(parts: torch.Tensor, like: torch.Tensor, axes: int) -> torch.Tensor:
+    """Add up the parts of a parameter over the axes that share it: sequences, and perhaps heads."""
+    return parts.flatten(0, axes - 1).sum(0, dtype=torch.float64).to(like.dtype).reshape(like.shape)
+
+
+def _of_features(call: CoverageBackward, dq, dk, dweight) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of query, key, value and weight of a call with filters."""
+    grad_value = empty_rows(call.value) if call.need_grad_key else call.value.new_empty(0)
+    grad_weight = call.query.new_empty(0)
+    if call.need_grad_key:
+        assert call.weight is not None
+        axes = dweight.dim() - call.weight.dim()
+        grad_weight = _added(dweight, call.weight, axes)
+        with torch.cuda.device_of(call.query):
+            _multiply(
+                call.weights.contiguous(), _heads(call.grad_context),
+                None if call.lengths is None else call.lengths.contiguous(), None, 0,
+                _heads(grad_value), 1.0, over_keys=False, clean=False,
+            )  # fmt: skip
+    grad_query, grad_key = (
+        empty_rows(x).copy_(dx) if needed else x.new_empty(0)
+        for x, dx, needed in (
+            (call.query, dq, call.need_grad_query), (call.key, dk, call.need_grad_key),
+        )
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value, grad_weight
+
+
 def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     """Run ``coverage_attention_backward``; with ``sums`` the operator that adds to these."""
-    query, key, value, weight, penalty = call.query, call.key, call.value, call.weight, call.penalty
-    filters, projection, scale = call.filters, call.projection, call.scale
-    rate, transition, odds = call.rate, call.transition, call.odds
+    query, key, value, penalty = call.query, call.key, call.value, call.penalty
+    rate, transition_prob, odds = call.inverse_fertility, call.transition_prob, call.odds
     coverage, previous, grad_context = call.coverage, call.previous, call.grad_context
     grad_weights, grad_coverage, grad_loss = call.grad_weights, call.grad_coverage, call.grad_loss
-    weights, need_grad_query, need_grad_key = call.weights, call.need_grad_query, call.need_grad_key
-    acc, (Tq, A) = weights.dtype, query.shape[-2:]
+    weights, (Tq, A) = call.weights, query.shape[-2:]
     keys, heads = key.shape[:-1], key.shape[:-2]
 
     def zeros(*shape: int, needed: bool = True) -> torch.Tensor:
@@ -514,7 +540,8 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     def packed(x):
         return None if x is None else x.contiguous()
 
-    ds = torch.matmul(grad_context.to(acc), value.to(acc).mT)  # NaN where no weight is: unread
+    # NaN where no weight is: unread
+    ds = torch.matmul(grad_context.to(weights.dtype), value.to(weights.dtype).mT)
     if grad_weights is not None:
         ds += grad_weights
     ds = ds.contiguous()
@@ -532,69 +559,49 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     )
     dpenalty = zeros(*heads, needed=penalty is not None)
     drate = zeros(*keys, needed=rate is not None)
-    dtransition = zeros(*query.shape[:-1], needed=transition is not None)
+    dtransition = zeros(*query.shape[:-1], needed=transition_prob is not None)
     q, k, _, w, lengths, _ = attention._prepare(call)
     B, H = q.shape[:2]
     with torch.cuda.device_of(query):
         if B * H * Tq:
             _scan_gradient[(B * H,)](
                 q, k, w, lengths, own_filters, own_projection, penalty, packed(rate),
-                packed(transition), last,
+                packed(transition_prob), last,
                 weights.contiguous(), odds.contiguous(), first, packed(grad_loss), ds,
                 torch.empty_like(ds), dlast, dcoverage, torch.empty_like(dlast),
                 zeros(*keys, BF, needed=features), dq, dk, dweight, dfilters, dprojection,
                 dpenalty, drate, dtransition, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(),
-                scale=_pair(scale), **options,
+                scale=_pair(call.scale), **options,
             )  # fmt: skip
 
-    def added(x, like, of_heads: bool):
-        """Add up the parts of sequences, and of heads that share the parameter."""
-        if like is None:
-            return weights.new_empty(0)
-        x = x.flatten(0, 1 if len(heads) == 2 and not of_heads else 0)
-        return x.sum(0, dtype=torch.float64).to(like.dtype).reshape(like.shape)
-
+    none = weights.new_empty(0)
     if features:
-        grad_value = empty_rows(value) if need_grad_key else value.new_empty(0)
-        if need_grad_key:
-            with torch.cuda.device_of(query):
-                _multiply(
-                    weights.contiguous(), _heads(grad_context), lengths, None, 0,
-                    _heads(grad_value), 1.0,
-                    over_keys=False, clean=False,
-                )  # fmt: skip
-        grad_query, grad_key = (
-            empty_rows(x).copy_(dx) if needed else x.new_empty(0)
-            for x, dx, needed in ((query, dq, need_grad_query), (key, dk, need_grad_key))
-        )
-        grad_weight = (
-            added(dweight, weight, weight.dim() == 2) if need_grad_key else query.new_empty(0)
-        )
+        of_inputs = _of_features(call, dq, dk, dweight)
     else:
         of_scores = AttentionBackward(
             grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
-            key=key, value=value, weight=weight, lengths=lengths, span=None, columns=0,
-            prepared=None, weights=weights, grad_score=ds, scale=scale, score=call.score,
-            need_grad_query=need_grad_query, need_grad_key=need_grad_key, need_grad_score=False,
+            key=key, value=value, weight=call.weight, lengths=call.lengths, span=None, columns=0,
+            prepared=None, weights=weights, grad_score=ds, scale=call.scale, score=call.score,
+            need_grad_query=call.need_grad_query, need_grad_key=call.need_grad_key,
+            need_grad_score=False,
         )  # fmt: skip
-        grad_query, grad_key, grad_value, grad_weight, _ = attention.backward(of_scores)
-
-    def none():
-        return weights.new_empty(0)
-
-    if call.need_grad_filters and features:
-        grad_filters = added(dfilters, filters, filters.dim() == 4)
-        grad_projection = added(dprojection, projection, projection.dim() == 3)
-    else:
-        wanted = call.need_grad_filters and filters is not None
-        grad_filters = torch.zeros_like(filters) if wanted else none()
-        grad_projection = torch.zeros_like(projection) if wanted else none()
+        of_inputs = attention.backward(of_scores)[:4]
+    grad_filters, grad_projection = none, none
+    if call.need_grad_filters and call.filters is not None and call.projection is not None:
+        grad_filters = torch.zeros_like(call.filters)  # if there are none of them
+        grad_projection = torch.zeros_like(call.projection)
+        if features:
+            axes = dfilters.dim() - call.filters.dim()
+            grad_filters = _added(dfilters, call.filters, axes)
+            grad_projection = _added(dprojection, call.projection, axes)
+    grad_query, grad_key, grad_value, grad_weight = of_inputs
+    own = 1 if penalty is not None and penalty.shape[0] > 1 else len(heads)
     return CoverageGradients(
         grad_query, grad_key, grad_value, grad_weight,
-        ds if call.need_grad_score else none(), grad_filters, grad_projection,
-        none() if penalty is None else added(dpenalty, penalty, penalty.shape[0] > 1),
+        ds if call.need_grad_score else none, grad_filters, grad_projection,
+        none if penalty is None else _added(dpenalty, penalty, own),
         drate, dtransition,
-        none() if coverage is None else dcoverage,
-        none() if previous is None else dlast,
+        none if coverage is None else dcoverage,
+        none if previous is None else dlast,
     )  # fmt: skip

@@ -89,7 +89,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return _steps(Tk, self.stride)\n        if", "return Tk // self.stride\n        if"),
     ],
     ("attnfast/reference.py", HISTORY): [
-        ("c = c + (p if call.rate is None else call.rate * p)", "c = c + p"),
+        ("(p if call.inverse_fertility is None else call.inverse_fertility * p)", "p"),
         ("(e - top).clamp(max=80).exp()", "(e - top).exp()"),
         ("e = e - call.penalty.unsqueeze(-1) * c", "e = e - call.penalty.unsqueeze(-1)"),
         ("u * torch.nn.functional.pad(p, (1, 0))[..., :-1]",
@@ -133,8 +133,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("first[:, :1] = 1", "first[:, -1:] = 1"),
         ("fertility=self.fertility * asked", "fertility=asked"),
         ("seen if mask is None else seen & mask", "seen"),
-        ('"coverage" if self.over == "cumulative" else "previous"', '"previous"'),
-        ("1 + (over == \"both\")", "1"),
+        ('"coverage" if self.channels == "cumulative" else "previous"', '"previous"'),
+        ("1 + (channels == \"both\")", "1"),
     ],
     ("attnfast/nn/sparse.py", "tests/test_sparse.py"): [
         ("history._replace(rows=history.rows + Tq)", "history._replace(rows=history.rows)"),

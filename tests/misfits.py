@@ -28,7 +28,7 @@ SPAN = {
 }  # fmt: skip
 HISTORY = {
     "filters": "? own s K C Taps", "projection": "? own s A K", "penalty": "? ~ s H1",
-    "rate": "? s B H Tk", "transition": "? s B H Tq", "coverage": "? s B H Tk",
+    "inverse_fertility": "? s B H Tk", "transition_prob": "? s B H Tq", "coverage": "? s B H Tk",
     "previous": "? s B H Tk",
 }  # fmt: skip
 GRADS = {"grad_context": "q B H Tq Dv", "grad_weights": "? s B H Tq W", "weights": "s B H Tq W"}
@@ -135,7 +135,7 @@ class Call:
         for p in parameters(self.name):
             if p not in self.patterns or p == "columns":
                 self.args[p] = others.get(p, True)
-            elif p == "odds" and "transition" in missing:
+            elif p == "odds" and "transition_prob" in missing:
                 self.args[p] = torch.empty(0, dtype=self.patterns[p].dtypes(self.dtype)[0])
             else:
                 self.args[p] = None if p in missing else self.make(p, own.get(p, False))
@@ -197,7 +197,7 @@ class Call:
         defining = ("logits", "query", "key", "value", "weights")
         for p in sorted(self.patterns, key=lambda p: defining.index(p) if p in defining else 9):
             x, (marks, _, names) = args[p], self.patterns[p]
-            if x is None or p == "columns" or (p == "odds" and args["transition"] is None):
+            if x is None or p == "columns" or (p == "odds" and args["transition_prob"] is None):
                 continue
             names = [n for n in names if n != "H" or heads]
             if "own" in marks and heads and x.dim() == len(names) + 1:
@@ -225,7 +225,7 @@ class Call:
         ):
             if args.get(p) is not None and (args[p] > last).any():
                 return False
-        odds = args["odds"] if "odds" in args and args["transition"] is None else None
+        odds = args["odds"] if "odds" in args and args["transition_prob"] is None else None
         if odds is not None and (odds.shape != (0,) or odds.dtype != args["weights"].dtype):
             return False
         filters, projection = args.get("filters"), args.get("projection")

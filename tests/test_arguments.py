@@ -74,7 +74,7 @@ def calls_of(module: nn.Module) -> dict[str, tuple[Callable, dict[str, Any]]]:
     if module.has_history:
         call |= {"history": module.start(memory), "target_mask": torch.ones(B, TQ) > 0}
     if name == "ForwardAttention":
-        call["transition"] = 0.5
+        call["transition_prob"] = 0.5
     prepare = {"states": states, "lengths": lengths, "mask": mask}
     return {f"{name}.prepare": (module.prepare, prepare), name: (module, call)}
 
@@ -93,11 +93,11 @@ KINDS: dict[str, tuple[Callable, dict[str, Any]]] = {
     ),
     "LocationAwareAttention": (
         modules.LocationAwareAttention,
-        {"attn_dim": A, "filters": 2, "width": 3, "over": "both", "bias": True},
+        {"attn_dim": A, "filters": 2, "width": 3, "channels": "both", "bias": True},
     ),
     "ForwardAttention": (
         modules.ForwardAttention,
-        {"attn_dim": A, "filters": 2, "width": 3, "over": "previous", "bias": True},
+        {"attn_dim": A, "filters": 2, "width": 3, "channels": "previous", "bias": True},
     ),
     "LocalAttention": (
         modules.LocalAttention,
@@ -142,9 +142,10 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
             attnfast.coverage_attention,
             inputs() | {
                 "weight": torch.randn(A), "penalty": 0.5, "coverage_weight": torch.randn(A),
-                "filters": torch.randn(2, 1, 3), "over": "coverage",
+                "filters": torch.randn(2, 1, 3), "channels": "coverage",
                 "projection": torch.randn(A, 2), "fertility": torch.rand(B, TK) + 1,
-                "transition": 0.5, "coverage": torch.rand(B, TK), "previous": torch.rand(B, TK),
+                "transition_prob": 0.5, "coverage": torch.rand(B, TK),
+                "previous": torch.rand(B, TK),
                 "scale": 1.0, "need_weights": True,
             },
         ),

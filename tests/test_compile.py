@@ -35,7 +35,7 @@ MODULES = {
     "heads, dot": MultiHeadAttention(A, A, A, 2),
     "heads, additive": MultiHeadAttention(A, A, A, 2, "additive"),
     "coverage": CoverageAttention(A, A, A, penalty=1.0, fertility=2.0),
-    "location": LocationAwareAttention(A, A, A, filters=3, width=3, over="both"),
+    "location": LocationAwareAttention(A, A, A, filters=3, width=3, channels="both"),
     "forward": ForwardAttention(A, A, A),
     "local": LocalAttention(A, A, window=2),
     "predictive": LocalPredictiveAttention(A, A, window=2),
@@ -83,12 +83,12 @@ def by_penalty(x, number):
 
 def by_filters(x, number):
     wide = {"filters": x["key"].sum() * torch.ones(2, 1, 3), "projection": torch.ones(A, 2)}
-    return every(coverage_attention(**x, **wide, temperature=number, over="coverage"))
+    return every(coverage_attention(**x, **wide, temperature=number, channels="coverage"))
 
 
 def forward(x, number):
     start = x["bias"].squeeze(1).softmax(-1)
-    return coverage_attention(**x, transition=number / 3, previous=start, need_weights=True)
+    return coverage_attention(**x, transition_prob=number / 3, previous=start, need_weights=True)
 
 
 def copying(x, number, extra_words=2):
@@ -167,7 +167,7 @@ def of_module(name):
     module = MODULES[name]
 
     def run(x, number):
-        more = {"transition": number / 2} if name == "forward" else {}
+        more = {"transition_prob": number / 2} if name == "forward" else {}
         memory = module.prepare(x["key"], x["lengths"], x["mask"][:, 0])
         states = x["query"]
         state, outputs = states[:, 0], []

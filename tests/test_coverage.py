@@ -24,7 +24,7 @@ from attnfast.ops.arguments import SCORES
 
 NAMES = ("context", "weights", "coverage", "loss")
 #: What a row may know of its past, and what only the additive score has.
-TERMS = ("penalty", "fertility", "transition", "state")
+TERMS = ("penalty", "fertility", "transition_prob", "state")
 FEATURES = ("coverage_weight", "location")
 
 
@@ -60,7 +60,11 @@ def histories() -> list[History]:
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         cases.append(History("tanh", 2, 3, 33, 20, 9, 2, dtype=dtype, terms=every))
         cases.append(History("dot", 2, 3, 33, 20, 9, dtype=dtype, terms=(*TERMS, "lengths")))
-    for Tk, terms in ((150, every), (200, ("location",)), (560, ("coverage_weight", "transition"))):
+    for Tk, terms in (
+        (150, every),
+        (200, ("location",)),
+        (560, ("coverage_weight", "transition_prob")),
+    ):
         cases.append(History("tanh", 1, 2, Tk, 20, 9, terms=terms, seed=next(seeds)))
     cases.append(History("dot", 1, 3, 560, 16, 9, terms=(*TERMS, "lengths"), scale=0.5))
     for filters in ((1, 1, 1), (1, 1, 31), (16, 1, 3), (17, 2, 7), (33, 2, 1)):
@@ -134,12 +138,12 @@ def arguments(case: History, device: torch.device = CPU) -> dict:
     if "location" in case.terms:
         args["filters"] = draw(*own, K, channels, width)
         args["projection"] = draw(*own, case.A, K, scale=case.scale)
-    if "transition" in case.terms:
+    if "transition_prob" in case.terms:
         chance = torch.rand(case.B, *case.heads, case.Tq, generator=g, dtype=torch.float64)
-        args["transition"] = leaf(0.3 + 0.4 * chance)
+        args["transition_prob"] = leaf(0.3 + 0.4 * chance)
     if "state" in case.terms:
         args["coverage"] = positive(*keys)
-    if {"state", "transition"} & set(case.terms):
+    if {"state", "transition_prob"} & set(case.terms):
         args["previous"] = leaf(torch.rand(keys, generator=g, dtype=torch.float64).softmax(-1))
     return args
 
@@ -163,8 +167,8 @@ def in_steps(backend: str):
         for t in range(query.shape[-2]):
             now = {k: x.expand(*x.shape[:-2], query.shape[-2], -1)[..., t : t + 1, :]
                    for k, x in by_row.items()}  # fmt: skip
-            if terms.get("transition") is not None:
-                now["transition"] = terms["transition"][..., t : t + 1]
+            if terms.get("transition_prob") is not None:
+                now["transition_prob"] = terms["transition_prob"][..., t : t + 1]
             result = attend_with_history(
                 query[..., t : t + 1, :], memory, scale=1.0, need_weights=True,
                 **{**terms, **now}, **state,
@@ -285,7 +289,7 @@ def test_zhang_2018():
     q, k, v, w = tensors((2, 6, 6), (2, 7, 6), (2, 7, 3), (6,))
     a = F.one_hot(torch.zeros(2, dtype=torch.long), 7).double()
     _, weights, _ = attnfast.coverage_attention(
-        q, k, v, w, transition=0.5, previous=a, need_weights=True
+        q, k, v, w, transition_prob=0.5, previous=a, need_weights=True
     )
     for t in range(6):
         y = torch.softmax(torch.tanh(q[:, t, None] + k) @ w, 1)
@@ -333,9 +337,9 @@ def test_steps_are_the_whole(score, backend):
     options = {"need_weights": True, "backend": backend}
     whole = table.every(attnfast.coverage_attention(**args, **options))
     steps = []
-    query, transition = args.pop("query"), args.pop("transition")
+    query, transition_prob = args.pop("query"), args.pop("transition_prob")
     for t in range(case.Tq):
-        now = {"query": query[:, t : t + 1], "transition": transition[:, t : t + 1]}
+        now = {"query": query[:, t : t + 1], "transition_prob": transition_prob[:, t : t + 1]}
         result = attnfast.coverage_attention(**args, **now, **options)
         context, weights, coverage = result
         args.update(coverage=coverage, previous=weights[:, 0])
@@ -346,8 +350,8 @@ def test_steps_are_the_whole(score, backend):
         torch.testing.assert_close(got, want)
     args = arguments(case, DEVICE[backend])
     for got, want in zip(
-        torch.autograd.grad(sum(x.sin().sum() for x in parts), [query, transition]),
-        torch.autograd.grad(sum(x.sin().sum() for x in whole), [query, transition]),
+        torch.autograd.grad(sum(x.sin().sum() for x in parts), [query, transition_prob]),
+        torch.autograd.grad(sum(x.sin().sum() for x in whole), [query, transition_prob]),
     ):
         torch.testing.assert_close(got, want)
 
@@ -360,11 +364,11 @@ STEPS = [
     History("tanh", 2, 3, 9, 8, 5, terms=("penalty", "lengths")),
     History("tanh", 2, 3, 9, 8, 5, 2, terms=(*TERMS, *FEATURES), per_head=True),
     History("tanh", 2, 3, 9, 8, 5, 2, terms=FEATURES, dtype=torch.float64),
-    History("tanh", 2, 3, 9, 8, 5, terms=("transition", "penalty")),
+    History("tanh", 2, 3, 9, 8, 5, terms=("transition_prob", "penalty")),
     History("relu", 2, 3, 19, 12, 7, terms=("location", "lengths")),
     History("relu", 2, 3, 9, 8, 5, 2, terms=("penalty", "coverage_weight")),
     History("tanh", 2, 3, 9, 8, 5, terms=("location",), filters=(0, 1, 3)),
-    History("dot", 2, 3, 9, 16, 5, terms=("penalty", "transition"), scale=0.5),
+    History("dot", 2, 3, 9, 16, 5, terms=("penalty", "transition_prob"), scale=0.5),
 ]
 
 
@@ -541,7 +545,9 @@ def test_gradcheck(score, heads, backend):
     assert gradcheck(function, tuple(args.values()), fast_mode=slow)
 
 
-@pytest.mark.parametrize("terms", [("penalty",), ("transition", "coverage_weight", "location")])
+@pytest.mark.parametrize(
+    "terms", [("penalty",), ("transition_prob", "coverage_weight", "location")]
+)
 def test_hidden_keys_change_nothing(terms, backend):
     """NaN in keys and values past a length or under a mask is as good as 0, to the bit."""
     case = History("tanh", 2, 3, 21, 9, 6, terms=(*terms, "state", "lengths", "mask"))
@@ -569,7 +575,7 @@ def test_a_key_out_of_reach_may_have_any_score(backend):
     key = torch.tensor([[[1.0], [2.0], [3.0], [300.0]]], device=device)
     one, first = torch.ones(1, 1, 1, device=device), torch.tensor([[1.0, 0, 0, 0]], device=device)
     _, weights, _ = attnfast.coverage_attention(
-        one, key, key, transition=0.5, previous=first, need_weights=True, backend=backend
+        one, key, key, transition_prob=0.5, previous=first, need_weights=True, backend=backend
     )
     wanted = torch.tensor([1.0, 2.0]).softmax(0)
     torch.testing.assert_close(weights[0, 0].cpu(), torch.cat([wanted, torch.zeros(2)]))
@@ -594,7 +600,8 @@ def test_odds_that_vanish(previous, bias, backend):
 
     def weights_of(backend):
         return attnfast.coverage_attention(
-            key[:, :1], key, value, transition=0.0, previous=last, bias=given, need_weights=True,
+            key[:, :1], key, value, transition_prob=0.0, previous=last, bias=given,
+            need_weights=True,
             backend=backend,
         )[1]  # fmt: skip
 
@@ -675,7 +682,7 @@ def test_opcheck(backend):
     }
     ops = getattr(torch.ops, f"attnfast_{backend}")
     history = (
-        *(args[k] for k in ("filters", "projection", "penalty", "fertility", "transition")),
+        *(args[k] for k in ("filters", "projection", "penalty", "fertility", "transition_prob")),
         args["coverage"], args["previous"],
     )  # fmt: skip
     tensors = (*(args[k] for k in ("query", "key", "value", "weight")),)
@@ -745,7 +752,7 @@ X = torch.ones(2, 3, 4)
         ),
         ({"filters": torch.ones(2, 1, 3)}, "projection must be given when"),
         ({"projection": torch.ones(4, 2)}, "filters must be given when"),
-        ({"over": "next"}, "over must be 'previous' or 'coverage', got 'next'"),
+        ({"channels": "next"}, "channels must be 'previous' or 'coverage', got 'next'"),
         (
             {"filters": torch.ones(2, 1, 4), "projection": torch.ones(4, 2)},
             "filters must be .* with an odd width W",
@@ -763,8 +770,11 @@ X = torch.ones(2, 3, 4)
         ),
         ({"coverage": torch.ones(2, 4)}, r"coverage must be \[2, 3\], got \[2, 4\]"),
         ({"coverage": [1.0]}, "coverage must be a torch.Tensor, got list"),
-        ({"transition": 0.5}, "previous must be given with a transition"),
-        ({"transition": torch.ones(2, 4), "previous": torch.ones(2, 3)}, r"transition must be"),
+        ({"transition_prob": 0.5}, "previous must be given with a transition_prob"),
+        (
+            {"transition_prob": torch.ones(2, 4), "previous": torch.ones(2, 3)},
+            r"transition_prob must be",
+        ),
         ({"temperature": 0.0}, "temperature must be a positive number"),
         ({"scale": math.inf}, "scale must be a finite number or None"),
         ({"backend": "cudnn"}, "backend must be None or one of"),

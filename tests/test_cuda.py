@@ -199,7 +199,7 @@ def test_what_the_history_owes(host, monkeypatch):
     monkeypatch.setattr(test_coverage, "skip_unless", lambda *_: None)
     for score in ("tanh", "dot"):
         test_coverage.test_steps_are_the_whole(score, host)
-    for terms in (("penalty",), ("transition", "coverage_weight", "location")):
+    for terms in (("penalty",), ("transition_prob", "coverage_weight", "location")):
         test_coverage.test_hidden_keys_change_nothing(terms, host)
     test_coverage.test_a_key_out_of_reach_may_have_any_score(host)
     for previous, bias in test_coverage.VANISHING:

@@ -64,7 +64,7 @@ def by_hand(module, query, source):
             features = features + coverage[..., None] * module.coverage_weight
         if getattr(module, "location_conv", None) is not None:
             signals = {"previous": [previous], "cumulative": [coverage]}
-            signals = signals.get(module.over, [previous, coverage])
+            signals = signals.get(module.channels, [previous, coverage])
             found = F.conv1d(torch.stack(signals, 1), module.location_conv.weight, padding=1)
             features = features + module.location_proj(found.transpose(1, 2))
         e = torch.tanh(features) @ module.weight
@@ -197,10 +197,10 @@ def test_a_transition_agent():
     query, source = states()
     memory = module.prepare(source, LENGTHS)
     u = torch.rand(B, TQ).double()
-    context, _, _ = module(query, memory, transition=u)
+    context, _, _ = module(query, memory, transition_prob=u)
     history = None
     for t in range(TQ):
-        step, _, history = module(query[:, t], memory, history, transition=u[:, t])
+        step, _, history = module(query[:, t], memory, history, transition_prob=u[:, t])
         torch.testing.assert_close(step, context[:, t])
 
 
@@ -231,7 +231,10 @@ def test_pointer_generator(log):
             lambda: LocationAwareAttention(Q, K, A, -1),
             "filters must be at least 0, got -1",
         ),
-        (lambda: LocationAwareAttention(Q, K, A, over="all"), "over must be 'previous', 'cumul"),
+        (
+            lambda: LocationAwareAttention(Q, K, A, channels="all"),
+            "channels must be 'previous', 'cumul",
+        ),
         (lambda: CoverageAttention(Q, K, A, fertility=0.0), "fertility must be a positive number"),
         (
             lambda: CoverageAttention(Q, K, A, penalty=torch.ones(1)),

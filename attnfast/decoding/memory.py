@@ -257,7 +257,7 @@ def attend_with_history(
     need_weights: bool = False,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
-    over: str = "previous",
+    channels: str = "previous",
     projection: Tensor | None = None,
     **terms: Any,
 ) -> CoverageResult:
@@ -266,7 +266,7 @@ def attend_with_history(
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
         memory: key, value, weight, score, lengths, mask, fertility and backend.
-        need_weights, coverage_weight, filters, over, projection, terms: as there.
+        need_weights, coverage_weight, filters, channels, projection, terms: as there.
 
     Returns:
         what :func:`attnfast.coverage_attention` does. With one query keys, values, weight,
@@ -277,7 +277,7 @@ def attend_with_history(
     (query,) = autocast(query)
     temperature = terms.pop("temperature", 1.0)
     given = {"mask": memory.mask, "fertility": memory.fertility, "scale": None, **terms}
-    given["rate"] = given.pop("fertility")
+    given["inverse_fertility"] = given.pop("fertility")
     call = Coverage(
         query, memory.key, memory.value, memory.weight, lengths=memory.lengths, filters=filters,
         projection=projection, score=memory.score, **given,
@@ -291,12 +291,12 @@ def attend_with_history(
         and steps.serve(query, memory._common())
     ):
         check_flag("need_weights", need_weights)
-        checked = coverage_call(call, temperature, coverage_weight, over)
+        checked = coverage_call(call, temperature, coverage_weight, channels)
         asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
         if choose(*asked, filters=filters_of(checked)) == steps.backend:
-            made_of = (coverage_weight, filters, over, projection)
+            made_of = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, steps, made_of, need_weights)
-    return cover(call, temperature, coverage_weight, over, need_weights, memory.backend)
+    return cover(call, temperature, coverage_weight, channels, need_weights, memory.backend)
 
 
 def _attend_once_with_history(

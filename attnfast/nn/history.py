@@ -197,13 +197,13 @@ class LocationAwareAttention(HistoryAttention):
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
         filters: K, how many; 0 for the content alone.
         width: of the filters, odd.
-        over: what they look at: ``"previous"``, the last weights (Chorowski et al.);
+        channels: what they look at: ``"previous"``, the last weights (Chorowski et al.);
             ``"cumulative"``, the sum of all; ``"both"``, on two channels (Tacotron 2).
         bias: give the query projection a bias.
         backend: as in :func:`attnfast.coverage_attention`.
 
     Raises:
-        ValueError: an even width, or an unknown ``over``.
+        ValueError: an even width, or unknown ``channels``.
 
     Papers: Chorowski et al., NeurIPS 2015, arXiv:1506.07503; Shen et al., "Natural TTS Synthesis by
     Conditioning WaveNet on Mel Spectrogram Predictions", ICASSP 2018, arXiv:1712.05884.
@@ -216,19 +216,19 @@ class LocationAwareAttention(HistoryAttention):
         attn_dim: int,
         filters: int = 32,
         width: int = 31,
-        over: str = "previous",
+        channels: str = "previous",
         bias: bool = True,
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, attn_dim, bias, backend)
-        check_word("over", over, ("previous", "cumulative", "both"))
+        check_word("channels", channels, ("previous", "cumulative", "both"))
         check_whole("filters", filters, 0)
         if not is_whole(width) or width < 1 or width % 2 == 0:
             refuse("width", "odd and at least 1", describe(width))
-        self.over = over
+        self.channels = channels
         self.location_conv = self.location_proj = None
         if filters:
-            self.location_conv = nn.Conv1d(1 + (over == "both"), filters, width, bias=False)
+            self.location_conv = nn.Conv1d(1 + (channels == "both"), filters, width, bias=False)
             self.location_proj = nn.Linear(filters, attn_dim, bias=False)
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class LocationAwareAttention(HistoryAttention):
             return {}
         return {
             "filters": self.location_conv.weight,
-            "over": "coverage" if self.over == "cumulative" else "previous",
+            "channels": "coverage" if self.channels == "cumulative" else "previous",
             "projection": self.location_proj.weight,
         }
 
@@ -247,14 +247,14 @@ class ForwardAttention(LocationAwareAttention):
     .. math:: \alpha_{tj} \propto ((1 - u_t)\, \alpha_{t-1,j} + u_t\, \alpha_{t-1,j-1})
               \exp(e_{tj})
 
-    It begins at the first key. What :meth:`forward` takes more is ``transition``, u: a number, 0.5
-    for the plain recursion, or from a transition agent, which the decoder computes from what it
+    It begins at the first key. What :meth:`forward` takes more is ``transition_prob``, u: a number,
+    0.5 for the plain recursion, or from a transition agent, which the decoder computes from what it
     knows, the last context included: ``[B]`` for one step, ``[B, Tq]`` for many.
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
-        filters, width, over, bias, backend: as in :class:`LocationAwareAttention`; without filters
-            the score is that of the content alone.
+        filters, width, channels, bias, backend: as in :class:`LocationAwareAttention`; without
+            filters the score is that of the content alone.
 
     Paper: Zhang, Ling and Dai, ICASSP 2018, arXiv:1807.06736.
     """
@@ -266,11 +266,11 @@ class ForwardAttention(LocationAwareAttention):
         attn_dim: int,
         filters: int = 0,
         width: int = 31,
-        over: str = "previous",
+        channels: str = "previous",
         bias: bool = True,
         backend: str | None = None,
     ):
-        super().__init__(query_dim, key_dim, attn_dim, filters, width, over, bias, backend)
+        super().__init__(query_dim, key_dim, attn_dim, filters, width, channels, bias, backend)
 
     def start(self, memory: Memory) -> History:
         history = super().start(memory)
@@ -285,11 +285,11 @@ class ForwardAttention(LocationAwareAttention):
         history: History | None = None,
         need_weights: bool | str = False,
         target_mask: Tensor | None = None,
-        transition: float | Tensor = 0.5,
+        transition_prob: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, History]:
         one = isinstance(state, Tensor) and state.dim() == 2
-        if one and isinstance(transition, Tensor) and transition.dim() == 1:
-            transition = transition.unsqueeze(1)
+        if one and isinstance(transition_prob, Tensor) and transition_prob.dim() == 1:
+            transition_prob = transition_prob.unsqueeze(1)
         return super().forward(
-            state, memory, history, need_weights, target_mask, transition=transition
+            state, memory, history, need_weights, target_mask, transition_prob=transition_prob
         )

@@ -35,9 +35,9 @@ from attnfast.ops.operators import (
 class Coverage(NamedTuple):
     """The arguments of the operator.
 
-    ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``, ``rate``,
-    ``coverage`` and ``previous [B, (H,) Tk]``, ``transition [B, (H,) Tq]`` are of the accumulation
-    dtype.
+    ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
+    ``inverse_fertility``, ``coverage`` and ``previous [B, (H,) Tk]``, ``transition_prob [B, (H,)
+    Tq]`` are of the accumulation dtype.
     """
 
     query: Tensor
@@ -50,8 +50,8 @@ class Coverage(NamedTuple):
     filters: Tensor | None = None
     projection: Tensor | None = None
     penalty: Tensor | None = None
-    rate: Tensor | None = None
-    transition: Tensor | None = None
+    inverse_fertility: Tensor | None = None
+    transition_prob: Tensor | None = None
     coverage: Tensor | None = None
     previous: Tensor | None = None
     scale: float = 1.0
@@ -87,8 +87,8 @@ class CoverageBackward(NamedTuple):
     filters: Tensor | None
     projection: Tensor | None
     penalty: Tensor | None
-    rate: Tensor | None
-    transition: Tensor | None
+    inverse_fertility: Tensor | None
+    transition_prob: Tensor | None
     coverage: Tensor | None
     previous: Tensor | None
     weights: Tensor
@@ -112,8 +112,8 @@ class CoverageGradients(NamedTuple):
     grad_filters: Tensor
     grad_projection: Tensor
     grad_penalty: Tensor
-    grad_rate: Tensor
-    grad_transition: Tensor
+    grad_inverse_fertility: Tensor
+    grad_transition_prob: Tensor
     grad_coverage: Tensor
     grad_previous: Tensor
 
@@ -142,8 +142,8 @@ def check_history(call: Coverage) -> None:
         "filters": (filters, None),
         "projection": (projection, None),
         "penalty": (call.penalty, [heads or [1], [1]]),
-        "fertility": (call.rate, [keys]),
-        "transition": (call.transition, [list(query.shape[:-1])]),
+        "fertility": (call.inverse_fertility, [keys]),
+        "transition_prob": (call.transition_prob, [list(query.shape[:-1])]),
         "coverage": (call.coverage, [keys]),
         "previous": (call.previous, [keys]),
     }
@@ -192,7 +192,7 @@ def _check_backward(call: CoverageBackward) -> None:
         ("grad_coverage", call.grad_coverage, dtype, keys),
         ("grad_loss", call.grad_loss, dtype, keys[:-1]),
         ("weights", call.weights, dtype, scores),
-        ("odds", call.odds, dtype, (0,) if call.transition is None else scores),
+        ("odds", call.odds, dtype, (0,) if call.transition_prob is None else scores),
     ]
     check_exact(query, gradients)
 
@@ -229,7 +229,7 @@ def _fake(call: Coverage) -> Covered:
         query.new_empty(shape, dtype=dtype),
         query.new_empty(keys, dtype=dtype),
         query.new_empty(keys[:-1], dtype=dtype),
-        query.new_empty((0,) if call.transition is None else shape, dtype=dtype),
+        query.new_empty((0,) if call.transition_prob is None else shape, dtype=dtype),
     )
 
 
@@ -249,8 +249,8 @@ def _fake_backward(call: CoverageBackward) -> CoverageGradients:
         like(call.filters, call.need_grad_filters),
         like(call.projection, call.need_grad_filters),
         like(call.penalty),
-        like(call.rate),
-        like(call.transition),
+        like(call.inverse_fertility),
+        like(call.transition_prob),
         like(call.coverage),
         like(call.previous),
     )
