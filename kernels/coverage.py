@@ -575,7 +575,9 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
                 scale=_pair(call.scale), **options,
             )  # fmt: skip
 
-    none = weights.new_empty(0)
+    def none() -> torch.Tensor:
+        return weights.new_empty(0)
+
     if features:
         of_inputs = _of_features(call, dq, dk, dweight)
     else:
@@ -587,7 +589,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             need_grad_score=False,
         )  # fmt: skip
         of_inputs = attention.backward(of_scores)[:4]
-    grad_filters, grad_projection = none, none
+    grad_filters, grad_projection = none(), none()
     if call.need_grad_filters and call.filters is not None and call.projection is not None:
         grad_filters = torch.zeros_like(call.filters)  # if there are none of them
         grad_projection = torch.zeros_like(call.projection)
@@ -599,9 +601,9 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     own = 1 if penalty is not None and penalty.shape[0] > 1 else len(heads)
     return CoverageGradients(
         grad_query, grad_key, grad_value, grad_weight,
-        ds if call.need_grad_score else none, grad_filters, grad_projection,
-        none if penalty is None else _added(dpenalty, penalty, own),
+        ds if call.need_grad_score else none(), grad_filters, grad_projection,
+        none() if penalty is None else _added(dpenalty, penalty, own),
         drate, dtransition,
-        none if coverage is None else dcoverage,
-        none if previous is None else dlast,
+        none() if coverage is None else dcoverage,
+        none() if previous is None else dlast,
     )  # fmt: skip
