@@ -2,9 +2,9 @@
 //
 // With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
 // two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). The error is that of
-// numbers near 1, too much where tanh is small: up to kSmallLimit tanh(q) and tanh(k) are taken once,
+// numbers near 1, too much where tanh is small: up to kSmallSumLimit tanh(q) and tanh(k) are taken once,
 // and tanh(q + k) = (tanh q + tanh k) / (1 + tanh q tanh k), pairs sharing a reciprocal too. Beyond
-// kFactoredLimit the direct path takes tanh(q + k).
+// kFactoredSumLimit the direct path takes tanh(q + k).
 #pragma once
 #include "product.h"
 
@@ -73,7 +73,7 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
     Vec<C> acc[I][J] = {};
     for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * W) {
       if constexpr (I == 1 && J == 4)  // a query alone waits for its keys: have the next four come
-        for (int j = 0; j < J; ++j) expect_step(k.data + (J + j) * k.stride + c);
+        for (int j = 0; j < J; ++j) prefetch_step(k.data + (J + j) * k.stride + c);
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
         const Vec<C> q0 = load(qi), q1 = load(qi + W);
@@ -155,7 +155,7 @@ void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* 
   for (int64_t j = 0; j < nk; j += W2) {
     const int64_t keys = min(nk - j, W2);
     transpose(k.data + j * k.stride, k.stride, keys, padded, scratch, W2);
-    mix_packed<false>(q.data, q.stride, 1, nq, padded, scratch, (C)1, out + j, out_stride, keys);
+    gemm_small_packed<false>(q.data, q.stride, 1, nq, padded, scratch, (C)1, out + j, out_stride, keys);
   }
 }
 
@@ -165,7 +165,7 @@ void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk
                     C* out, int64_t out_stride) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   for (int64_t j = 0; j < nk; j += W2)
-    mix_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride, W2);
+    gemm_small_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride, W2);
 }
 
 // s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2, or of what
@@ -274,7 +274,7 @@ void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t widt
   for (int64_t c = 0; c < width; c += 2 * W) {
     const Vec<C> q0 = load(q + c), q1 = load(q + c + W);
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
-    for (int j = 0; j < 4; ++j) expect_step(k[j] + ahead + c);
+    for (int j = 0; j < 4; ++j) prefetch_step(k[j] + ahead + c);
     Vec<C> s[8];
     if constexpr (S == Score::tanh && P == Path::direct) {
       Vec<C> z[8];

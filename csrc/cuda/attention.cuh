@@ -21,10 +21,10 @@ constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
 template <class T, Score S, int columns>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 4 : 3)
-    forward(const Attention a, const Factored factored) {
+    forward(const Forward a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
-  alignas(16) __shared__ C mixing[kKeys][kQueries + 4];
+  alignas(16) __shared__ C shares[kKeys][kQueries + 4];
   __shared__ C highest[kQueries], mass[kQueries], factor[kQueries];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
       const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
       __syncwarp();  // every lane has looked at the highest before
       const C more = of_warp<Add>(p);
-      mixing[lane][r] = p;
+      shares[lane][r] = p;
       if (lane == 0) highest[r] = top, factor[r] = fade, mass[r] = mass[r] * fade + more;
     }
     __syncthreads();
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
 #pragma unroll
         for (int y = 0; y < kAtOnce; ++y)
           for (int r = 0; r < kQueries; ++r) {
-            const C p = mixing[j + y][r];
+            const C p = shares[j + y][r];
             for (int x = 0; x < columns; ++x)
               if (decltype(finite)::value || p != 0) context[r][x] += p * v[y][x];
           }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
 
 // staged.score(row, key) becomes grad_context_i . v_j of a tile; see score_tile.
 template <class T, class C>
-__device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0, int keys,
+__device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0, int keys,
                                 Staged<C>& staged) {
   const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
                      up_to(kQueries, a.Tq - tile.row)};
@@ -121,7 +121,7 @@ __device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0
 // x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    grad_score(const Attention a) {
+    grad_score(const Backward a) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -170,7 +170,8 @@ struct Sum {
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
   int64_t rows, width;
   double scale;
-  View grad_weight;  // [tiles of rows, width] for each [B, H], or absent
+  View grad_weight;    // [tiles of rows, width] for each [B, H], or absent
+  View rows_of_keys;   // where keys are the rows and have spans: see find_rows_of_keys
 };
 
 constexpr int kHeight = 8;               // rows of a warp
@@ -185,8 +186,10 @@ struct StagedSum {
 };
 
 // For every block of kSumRows keys, which rows see any of them, from the first to the last: Tq minus
-// the one and the other plus one, of which the largest count.
-__global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a) {
+// the one and the other plus one, of which the largest count. Rows of keys are int64 [B, H, blocks, 2],
+// zeros at first.
+__global__ void __launch_bounds__(kThreads)
+    find_rows_of_keys(const Problem a, const View rows_of_keys) {
   Tile tile = locate(a, a.Tq, kThreads);
   tile.row += threadIdx.x / 32 * 32;  // a row for each lane
   const int64_t i = tile.row + threadIdx.x % 32, n = keys_seen(a, tile.b);
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a)
     const unsigned lanes = __ballot_sync(kAll, sees);
     if (lanes == 0 || threadIdx.x % 32 != 0) continue;
     const int64_t first = tile.row + __ffs(lanes) - 1, last = tile.row + 31 - __clz(lanes);
-    auto* rows = at<unsigned long long>(a.rows_of_keys, tile, block);
+    auto* rows = at<unsigned long long>(rows_of_keys, tile, block);
     atomicMax(&rows[0], static_cast<unsigned long long>(a.Tq - first));
     atomicMax(&rows[1], static_cast<unsigned long long>(last + 1));
   }
@@ -253,7 +256,7 @@ constexpr int kResident = sizeof(T) == 8 ? 2 : S == Score::dot ? 5 : keys_are_ro
 
 template <class T, Score S, bool keys_are_rows>
 __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
-    grad_rows(const Attention a, const Sum sum) {
+    grad_rows(const Problem a, const Sum sum) {
   using C = typename Accumulate<T>::type;
   constexpr bool factorable = S == Score::tanh && sizeof(C) == 4, weighs = !keys_are_rows;
   __shared__ StagedSum<C> staged;
@@ -265,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
   if (!keys_are_rows) {
     columns = seen_by_all(a, tile, rows, n);
   } else if (a.span.data) {
-    const int64_t* of = at<int64_t>(a.rows_of_keys, tile, tile.part);
+    const int64_t* of = at<int64_t>(sum.rows_of_keys, tile, tile.part);
     columns = {a.Tq - of[0], of[1], 0};
   } else {
     columns = {0, tile.row < n ? a.Tq : 0, 0};
@@ -274,14 +277,14 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
 
   C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
   bool far = false, wide = false;
-  const auto beyond_small = [](const auto& x) { return beyond(x, kSmallLimit / 2); };
+  const auto beyond_small = [](const auto& x) { return beyond(x, kSmallTanhLimit / 2); };
   if constexpr (S != Score::dot) {
     const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
     for (int half = 0; half < 2; ++half) {
       C part[kHeight];
       load(from, lane + 32 * half, width, part);
       drop_unseen<S>(part);
-      far |= beyond(part, kFactoredLimit);
+      far |= beyond(part, kFactoredEachLimit);
       wide |= beyond_small(part);
       for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
     }
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
         for (const C v : y[half]) special |= v - v != 0;
       else
         drop_unseen<S>(y[half]);
-      if (factorable) special |= beyond(y[half], kFactoredLimit), large |= beyond_small(y[half]);
+      if (factorable) special |= beyond(y[half], kFactoredEachLimit), large |= beyond_small(y[half]);
     }
     // Neighbouring lanes read neighbouring numbers.
     const int64_t i = (keys_are_rows ? c0 : tile.row) + warp;
@@ -361,11 +364,10 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
 // so with blocks that differ in y as a cluster, of which launch.most_together(kernel) tells the
 // largest; launch.scratch<C>(numbers) is memory that lasts until the kernels are through.
 
-inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
-inline int64_t blocks_of_keys(const Attention& a) { return tiles(a.Tk, kSumRows); }
+inline int64_t grad_weight_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
 
 template <class Launch>
-void launch_forward(const Attention& a, const Launch& launch) {
+void launch_forward(const Forward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (a.Tq == 1) return launch_step<T>(a, launch);
@@ -383,28 +385,54 @@ void launch_forward(const Attention& a, const Launch& launch) {
   });
 }
 
+template <class T, class Launch>
+void launch_sum(const Problem& a, const Sum& sum, const Launch& launch,
+                void (*kernel)(Problem, Sum) = grad_rows<T, Score::dot, true>) {
+  launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
+}
+
+// With spans, which rows see the keys of each block, for sums whose rows are keys; else absent.
 template <class Launch>
-void launch_backward(const Attention& a, const Launch& launch) {
-  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, a.grad_weight};
-  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}};
-  const Sum value = {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}};
-  if (a.rows_of_keys.data)
-    launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, a);
+View rows_of_keys(const Backward& a, const Launch& launch) {
+  if (!a.span.data || !(a.grad_key.data || a.grad_value.data)) return {};
+  const int64_t head = 2 * tiles(a.Tk, kSumRows), batch = a.H * head;
+  const View rows = {launch.zeros(a.B * batch), batch, head, 2, 1};
+  launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, static_cast<const Problem&>(a), rows);
+  return rows;
+}
+
+// The gradient of the value, if it is wanted.
+template <class T, class Launch>
+void launch_grad_value(const Backward& a, const View& rows_of_keys, const Launch& launch) {
+  if (!a.grad_value.data) return;
+  launch_sum<T>(a, {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}, rows_of_keys},
+                launch);
+}
+
+// Of query, key, weight and value those gradients that are wanted, from the scores'.
+template <class T, class Launch>
+void launch_grad_inputs(const Backward& a, const Launch& launch) {
+  const View of_keys = rows_of_keys(a, launch);
+  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, a.grad_weight, {}};
+  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}, of_keys};
+  const auto kernel = [&](auto keys) {
+    constexpr bool are_rows = decltype(keys)::value;
+    return by_score(a.score,
+                    [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });
+  };
+  if (a.grad_query.data || a.grad_weight.data)
+    launch_sum<T>(a, query, launch, kernel(std::false_type{}));
+  if (a.grad_key.data) launch_sum<T>(a, key, launch, kernel(std::true_type{}));
+  launch_grad_value<T>(a, of_keys, launch);
+}
+
+template <class Launch>
+void launch_backward(const Backward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (launch_step_backward<T>(a, launch)) return;
-    const auto add = [&](auto kernel, const Sum& sum) {
-      launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
-    };
-    const auto of_rows = [&](auto keys) {
-      constexpr bool are_rows = decltype(keys)::value;
-      return by_score(
-          a.score, [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });
-    };
     if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
-    if (a.grad_query.data || a.grad_weight.data) add(of_rows(std::false_type{}), query);
-    if (a.grad_key.data) add(of_rows(std::true_type{}), key);
-    if (a.grad_value.data) add(grad_rows<T, Score::dot, true>, value);
+    launch_grad_inputs<T>(a, launch);
   });
 }
 

@@ -94,6 +94,14 @@ class Launch {
     kept.push_back(empty(device, {numbers}, sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float));
     return static_cast<C*>(kept.back().data_ptr());
   }
+
+  // The same, zeros.
+  int64_t* zeros(int64_t numbers) const {
+    kept.push_back(empty(device, {numbers}, ScalarType::Long));
+    void* place = kept.back().data_ptr();
+    if (numbers) check(cudaMemsetAsync(place, 0, numbers * sizeof(int64_t), stream));
+    return static_cast<int64_t*>(place);
+  }
 };
 
 std::string sizes(std::initializer_list<int64_t> list) {
@@ -102,15 +110,14 @@ std::string sizes(std::initializer_list<int64_t> list) {
   return text + "]";
 }
 
-// Call run(launch); an error says what failed, as describe tells.
-template <class Arguments, class Run>
-void launched(const Arguments& a, const Tensor& like, int threads,
-              std::string (*describe)(const Arguments&), const Run& run) {
+// Call run(launch); an error says what failed, as describe() tells.
+template <class Describe, class Run>
+void launched(const Tensor& like, int threads, const Describe& describe, const Run& run) {
   const Launch launch(like, threads);
   try {
     run(launch);
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error(describe(a) + ": " + error.what());
+    throw std::runtime_error(describe() + ": " + error.what());
   }
 }
 

@@ -5,7 +5,7 @@
 // second being divided by its weight:
 //   w0/d0 + w1/d1 = (w0 D + d0) / (d0 D),  D = d1/w1 = 1/w1 + (Eq/w1) Ek.
 // What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh. Its error is that of
-// numbers near 1: tiles up to kSmallLimit take a polynomial of q + k.
+// numbers near 1: tiles up to kSmallTanhLimit take a polynomial of q + k.
 #pragma once
 #include "tile.cuh"
 
@@ -81,7 +81,7 @@ struct Factored {
 };
 
 // The largest |x| of a row, of `count` in a sequence.
-__device__ inline float* range_of(const Attention& a, const View& panel, const Tile& tile,
+__device__ inline float* range_of(const Problem& a, const View& panel, const Tile& tile,
                                   int64_t count, int64_t row) {
   const int64_t before = (int64_t{tile.b} * a.H + tile.h) * count;
   return static_cast<float*>(panel.data) + 2 * a.B * panel.batch + before + row;
@@ -98,14 +98,14 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
   for (int i = 0; i < 4; ++i) {
     if (i % 2 && fabs(w[i]) < least) w[i] = least;
     total += w[i];
-    w[i] = most > kFactoredLimit ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
+    w[i] = most > kFactoredEachLimit ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
   }
   for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
 }
 
 // The rows of queries, or of keys, that a block takes.
 template <class T, bool keys>
-__device__ void factor_rows(const Attention& a, const Factored& out, int block) {
+__device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, keys ? a.Tk : a.Tq, kQueries, block);
@@ -139,12 +139,12 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int block) 
       for (int i = 0; i < 4; ++i) {
         near.x[i] = x[i];
         most[r] = fmax(most[r], fabs(x[i]));  // passes over NaN
-        e.x[i] = fabs(x[i]) <= kFactoredLimit ? expf(2 * x[i]) : NAN;
+        e.x[i] = fabs(x[i]) <= kFactoredEachLimit ? expf(2 * x[i]) : NAN;
         if (!keys && i % 2) e.x[i] *= w[i];
       }
       auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c);
       *place = e;
-      if (most[r] <= kSmallLimit) place[a.B * to.batch / 4] = near;
+      if (most[r] <= kSmallTanhLimit) place[a.B * to.batch / 4] = near;
     }
   }
 #pragma unroll
@@ -157,14 +157,14 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int block) 
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) factor(const Attention a, const Factored out) {
+__global__ void __launch_bounds__(kThreads) factor(const Problem a, const Factored out) {
   const int blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
   if (int(blockIdx.x) < blocks) factor_rows<T, false>(a, out, blockIdx.x);
   else factor_rows<T, true>(a, out, blockIdx.x - blocks);
 }
 
 template <class T, class Launch>
-Factored factored(const Attention& a, const Launch& launch) {
+Factored factored(const Problem& a, const Launch& launch) {
   Factored out = {};
   if constexpr (sizeof(typename Accumulate<T>::type) == 4) {
     if (a.score != Score::tanh) return out;
@@ -284,7 +284,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
 
 // Of a tile's query rows and the keys from j0 on. Without `near` tiles near 0 are factored too.
 template <Score S, class T, bool near = true, class C>
-__device__ void score_tile(const Attention& a, const Factored& f, const Tile& tile, int64_t j0,
+__device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile, int64_t j0,
                            int keys, Staged<C>& staged) {
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
@@ -299,7 +299,7 @@ __device__ void score_tile(const Attention& a, const Factored& f, const Tile& ti
       const int lane = threadIdx.x % 32;
       const float of_q = lane < rows ? *range_of(a, f.query, tile, a.Tq, tile.row + lane) : 0;
       const float of_k = lane < keys ? *range_of(a, f.key, tile, a.Tk, j0 + lane) : 0;
-      small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallLimit;
+      small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallTanhLimit;
     }
     Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
     Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
