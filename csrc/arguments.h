@@ -50,28 +50,28 @@ constexpr const char* kTypeName<std::string> = "str";
   this->check(this->rule(given.name __VA_OPT__(, ) __VA_ARGS__), #name);
 
 // `Sizes` has the rules and, made of the arguments, the names that the rules of the list use.
-#define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                        \
-  struct Name : Stack {                                                             \
-    static constexpr const char* kOperator = operator_name;                         \
-    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                    \
-    static std::string listed() { return std::string() LIST(ATTNFAST_LISTED); }     \
-    using Stack::Stack;                                                             \
-    LIST(ATTNFAST_ARGUMENT)                                                         \
-    struct Fit : Sizes {                                                            \
-      explicit Fit(const Name& given) : Sizes(given) { LIST(ATTNFAST_RULE) }        \
-    };                                                                              \
+#define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                    \
+  struct Name : Stack {                                                         \
+    static constexpr const char* kOperator = operator_name;                     \
+    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                \
+    static std::string listed() { return std::string() LIST(ATTNFAST_LISTED); } \
+    using Stack::Stack;                                                         \
+    LIST(ATTNFAST_ARGUMENT)                                                     \
+    struct Fit : Sizes {                                                        \
+      explicit Fit(const Name& given) : Sizes(given) { LIST(ATTNFAST_RULE) }    \
+    };                                                                          \
   };
 
 #define ATTNFAST_RESULT(name) Tensor name;
 #define ATTNFAST_BOXED(name) *stack++ = torch::stable::detail::from(name);
 #define ATTNFAST_RESULT_LISTED(name) +"Tensor " #name ", "
 
-#define ATTNFAST_RESULTS(Name, LIST)                                                 \
-  struct Name {                                                                      \
-    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                     \
+#define ATTNFAST_RESULTS(Name, LIST)                                                   \
+  struct Name {                                                                        \
+    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                       \
     static std::string listed() { return std::string() LIST(ATTNFAST_RESULT_LISTED); } \
-    LIST(ATTNFAST_RESULT)                                                            \
-    void box(StableIValue* stack) const { LIST(ATTNFAST_BOXED) }                     \
+    LIST(ATTNFAST_RESULT)                                                              \
+    void box(StableIValue* stack) const { LIST(ATTNFAST_BOXED) }                       \
   };
 
 // Functions that take arguments and return results, as the dispatcher calls them.
@@ -89,8 +89,8 @@ class Operators {
       library.impl(Arguments::kOperator, &call);
     }
     static std::string listed() {
-      return std::string(Arguments::kOperator) + "(" + Arguments::listed() + ") -> " +
-             Results::listed() + "\n";
+      return std::string(Arguments::kOperator) + "(" + Arguments::listed() + ") -> " + Results::listed() +
+             "\n";
     }
   };
   template <auto function, class Arguments, class Results>

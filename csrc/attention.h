@@ -40,10 +40,10 @@ struct Forward : Problem {
 
 // Numbers are of the accumulation dtype unless said; an output that is absent is not wanted.
 struct Backward : Problem {
-  View weights;                           // as the forward left them, contiguous
-  View grad_context;                      // in, column stride 1, of dtype
-  View grad_weights, grad_log_sum_exp;    // in, column stride 1, or absent
-  View grad_score;                        // contiguous [B, H, Tq, W]: in, if it is given, else out
+  View weights;                         // as the forward left them, contiguous
+  View grad_context;                    // in, column stride 1, of dtype
+  View grad_weights, grad_log_sum_exp;  // in, column stride 1, or absent
+  View grad_score;                      // contiguous [B, H, Tq, W]: in, if it is given, else out
   bool grad_score_given;
   bool grad_score_returned;               // for itself, so that it is the scores' gradient to the bit
   View grad_query, grad_key, grad_value;  // out, column stride 1, of dtype

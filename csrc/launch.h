@@ -40,9 +40,9 @@ Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, Sc
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
-      to<int32_t>(from(device.type())), device.index(), &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
+                               to<int32_t>(from(device.type())), device.index(), &handle));
   return Tensor(handle);
 }
 
@@ -133,13 +133,9 @@ class Fit {
   int64_t B, H;
 
   Fit(const char* operator_name, const Tensor& first)
-      : operator_name(operator_name),
-        first(first),
-        own(first.scalar_type()),
-        sums(accumulation(first)),
-        lead(first.dim() - 2),
-        B(first.dim() ? first.size(0) : 0),
-        H(first.dim() == 4 ? first.size(1) : 1) {}
+      : operator_name(operator_name), first(first), own(first.scalar_type()), sums(accumulation(first)),
+        lead(first.dim() - 2), B(first.dim() ? first.size(0) : 0), H(first.dim() == 4 ? first.size(1) : 1) {
+  }
 
   void check(bool fits, const char* name) const {
     if (!fits) throw std::runtime_error(std::string(operator_name) + ": " + name + " does not fit");
@@ -156,17 +152,13 @@ class Fit {
   bool sizes(const Tensor& x, Types types, Sizes wanted) const {
     return placed(x, types) && ends(x, 0, wanted, false);
   }
-  bool sizes(const Optional& x, Types types, Sizes wanted) const {
-    return !x || sizes(*x, types, wanted);
-  }
+  bool sizes(const Optional& x, Types types, Sizes wanted) const { return !x || sizes(*x, types, wanted); }
 
   // Batch and heads, then these sizes.
   bool rows(const Tensor& x, Types types, Sizes wanted) const {
     return placed(x, types) && begins(x, false) && ends(x, lead, wanted, false);
   }
-  bool rows(const Optional& x, Types types, Sizes wanted) const {
-    return !x || rows(*x, types, wanted);
-  }
+  bool rows(const Optional& x, Types types, Sizes wanted) const { return !x || rows(*x, types, wanted); }
 
   // The same, but 1 may stand for any size.
   bool terms(const Optional& x, Types types, Sizes wanted) const {
@@ -177,8 +169,7 @@ class Fit {
   bool parameters(const Optional& x, Types types, Sizes wanted) const {
     if (!x) return true;
     const bool of_heads = lead == 2 && x->dim() == static_cast<int64_t>(wanted.size()) + 1;
-    return placed(*x, types) && ends(*x, of_heads, wanted, false) &&
-           (!of_heads || x->size(0) == H);
+    return placed(*x, types) && ends(*x, of_heads, wanted, false) && (!of_heads || x->size(0) == H);
   }
 
  protected:
@@ -234,18 +225,17 @@ Score score_of(const std::string& name) {
 bool bias_may_be_of_sums();
 
 // What attention and coverage_attention are given alike, lists as ATTNFAST_ARGUMENTS takes them.
-#define ATTNFAST_KEYS(X)                    \
-  X(Tensor, query, rows, own, {Tq, A})      \
-  X(Tensor, key, rows, own, {Tk, A})        \
-  X(Tensor, value, rows, own, {Tk, Dv})     \
+#define ATTNFAST_KEYS(X)                \
+  X(Tensor, query, rows, own, {Tq, A})  \
+  X(Tensor, key, rows, own, {Tk, A})    \
+  X(Tensor, value, rows, own, {Tk, Dv}) \
   X(Optional, weight, parameters, own, {A})
-#define ATTNFAST_TERMS(X)                                   \
-  X(Optional, bias, terms, Types(own, sums), {Tq, W})       \
+#define ATTNFAST_TERMS(X)                             \
+  X(Optional, bias, terms, Types(own, sums), {Tq, W}) \
   X(Optional, mask, terms, ScalarType::Bool, {Tq, W})
-#define ATTNFAST_LENGTHS(X) \
-  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B})
-#define ATTNFAST_SCORE(X)   \
-  X(double, scale, any)     \
+#define ATTNFAST_LENGTHS(X) X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B})
+#define ATTNFAST_SCORE(X) \
+  X(double, scale, any)   \
   X(std::string, score, goes_with, given.weight)
 
 // The sizes of query, key and value.

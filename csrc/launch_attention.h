@@ -11,9 +11,9 @@ int64_t grad_weight_parts(const Problem&);
 void run_forward(const Forward&, const Tensor& query);
 void run_backward(const Backward&, const Tensor& query);
 
-#define ATTNFAST_SPAN(X)                                 \
-  X(Optional, span, spans)                               \
-  X(int64_t, columns, between, 0, given.span ? Tk : 0)   \
+#define ATTNFAST_SPAN(X)                               \
+  X(Optional, span, spans)                             \
+  X(int64_t, columns, between, 0, given.span ? Tk : 0) \
   X(Optional, prepared, exponentials, given.score)
 
 #define ATTNFAST_ATTENTION(X) \
@@ -24,23 +24,22 @@ void run_backward(const Backward&, const Tensor& query);
   ATTNFAST_SCORE(X)           \
   X(bool, need_weights, any)
 
-#define ATTNFAST_ATTENTION_BACKWARD(X)                  \
-  X(Tensor, grad_context, rows, own, {Tq, Dv})          \
-  X(Optional, grad_weights, rows, sums, {Tq, W})        \
-  X(Optional, grad_log_sum_exp, rows, sums, {Tq})       \
-  ATTNFAST_KEYS(X)                                      \
-  ATTNFAST_LENGTHS(X)                                   \
-  ATTNFAST_SPAN(X)                                      \
-  X(Tensor, weights, rows, sums, {Tq, W})               \
-  X(Optional, grad_score, rows, sums, {Tq, W})          \
-  ATTNFAST_SCORE(X)                                     \
-  X(bool, need_grad_query, any)                         \
-  X(bool, need_grad_key, any)                           \
+#define ATTNFAST_ATTENTION_BACKWARD(X)            \
+  X(Tensor, grad_context, rows, own, {Tq, Dv})    \
+  X(Optional, grad_weights, rows, sums, {Tq, W})  \
+  X(Optional, grad_log_sum_exp, rows, sums, {Tq}) \
+  ATTNFAST_KEYS(X)                                \
+  ATTNFAST_LENGTHS(X)                             \
+  ATTNFAST_SPAN(X)                                \
+  X(Tensor, weights, rows, sums, {Tq, W})         \
+  X(Optional, grad_score, rows, sums, {Tq, W})    \
+  ATTNFAST_SCORE(X)                               \
+  X(bool, need_grad_query, any)                   \
+  X(bool, need_grad_key, any)                     \
   X(bool, need_grad_score, any)
 
 #define ATTNFAST_ATTENDED(X) X(context) X(weights) X(log_sum_exp)
-#define ATTNFAST_ATTENTION_GRADIENTS(X) \
-  X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score)
+#define ATTNFAST_ATTENTION_GRADIENTS(X) X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score)
 
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionFit)
 ATTNFAST_ARGUMENTS(AttentionBackwardArguments, "attention_backward", ATTNFAST_ATTENTION_BACKWARD,
@@ -81,9 +80,8 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
   if (need_grad_weight) a.grad_weight = view(grad_weight);
   a.grad_score_given = given.grad_score.has_value();
   a.grad_score_returned = given.need_grad_score && !a.grad_score_given;
-  const Tensor grad_score = a.grad_score_given
-                                ? packed(*given.grad_score)
-                                : empty(query.device(), shape(given.weights, a.W), fit.sums);
+  const Tensor grad_score = a.grad_score_given ? packed(*given.grad_score)
+                                               : empty(query.device(), shape(given.weights, a.W), fit.sums);
   const Tensor weights = packed(given.weights);
   a.weights = view(weights);
   a.grad_score = view(grad_score);
@@ -96,9 +94,8 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
       .grad_query = grad_query,
       .grad_key = grad_key,
       .grad_value = grad_value,
-      .grad_weight = need_grad_weight
-                         ? sum_of_parts(grad_weight, {0, 2}, given.weight->dim() == 2, fit.own)
-                         : grad_weight,
+      .grad_weight = need_grad_weight ? sum_of_parts(grad_weight, {0, 2}, given.weight->dim() == 2, fit.own)
+                                      : grad_weight,
       .grad_score = a.grad_score_returned ? grad_score : empty_if(false, query, {}, fit.sums),
   };
 }

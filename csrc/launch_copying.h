@@ -11,20 +11,20 @@ namespace {
 void run_forward(const CopyForward&, const Tensor& logits);
 void run_backward(const CopyBackward&, const Tensor& logits);
 
-#define ATTNFAST_COPY_ROWS(X)                                                         \
-  X(Tensor, logits, rows, own, {Tq, V})                                               \
-  X(Tensor, weights, rows, own, {Tq, Tk})                                             \
-  X(Tensor, source, rows, Types(ScalarType::Long, ScalarType::Int), {Tk})             \
+#define ATTNFAST_COPY_ROWS(X)                                             \
+  X(Tensor, logits, rows, own, {Tq, V})                                   \
+  X(Tensor, weights, rows, own, {Tq, Tk})                                 \
+  X(Tensor, source, rows, Types(ScalarType::Long, ScalarType::Int), {Tk}) \
   X(Tensor, gate, rows, own, {Tq})
-#define ATTNFAST_COPY_WORDS(X)                                                        \
-  X(int64_t, extra_words, between, 0, std::numeric_limits<int64_t>::max())            \
+#define ATTNFAST_COPY_WORDS(X)                                             \
+  X(int64_t, extra_words, between, 0, std::numeric_limits<int64_t>::max()) \
   X(bool, log, any)
 
 #define ATTNFAST_COPY(X) ATTNFAST_COPY_ROWS(X) ATTNFAST_COPY_WORDS(X)
-#define ATTNFAST_COPY_BACKWARD(X)                                                     \
-  X(Tensor, grad_distribution, rows, own, {Tq, V + given.extra_words})                \
-  ATTNFAST_COPY_ROWS(X)                                                               \
-  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})                              \
+#define ATTNFAST_COPY_BACKWARD(X)                                      \
+  X(Tensor, grad_distribution, rows, own, {Tq, V + given.extra_words}) \
+  ATTNFAST_COPY_ROWS(X)                                                \
+  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})               \
   ATTNFAST_COPY_WORDS(X)
 
 #define ATTNFAST_COPIED(X) X(distribution) X(log_sum_exp)
@@ -65,8 +65,7 @@ void put_copying(const Arguments& given, const CopyFit& fit, Copying& a, Keep& k
   keep.push_back(packed(wide ? given.source : torch::stable::to(given.source, ScalarType::Long)));
   a.source = static_cast<const int64_t*>(place_of(keep.back()));
   const auto possible = [&](int64_t word) { return word >= 0 && word < a.V + a.X; };
-  fit.check(!given.logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible),
-            "source");
+  fit.check(!given.logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible), "source");
 }
 
 Copied copy_distribution(const CopyArguments& given) {

@@ -12,13 +12,13 @@ void run_forward(const CoverageForward&, const Tensor& query);
 void run_backward(const CoverageBackward&, const Tensor& query);
 int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without filters
 
-#define ATTNFAST_HISTORY(X)                                          \
-  X(Optional, filters, parameters, sums, {K, channels, taps})        \
-  X(Optional, projection, parameters, sums, {A, K})                  \
-  X(Optional, penalty, one_or_each_head)                             \
-  X(Optional, rate, rows, sums, {Tk})                                \
-  X(Optional, transition, rows, sums, {Tq})                          \
-  X(Optional, coverage, rows, sums, {Tk})                            \
+#define ATTNFAST_HISTORY(X)                                   \
+  X(Optional, filters, parameters, sums, {K, channels, taps}) \
+  X(Optional, projection, parameters, sums, {A, K})           \
+  X(Optional, penalty, one_or_each_head)                      \
+  X(Optional, rate, rows, sums, {Tk})                         \
+  X(Optional, transition, rows, sums, {Tq})                   \
+  X(Optional, coverage, rows, sums, {Tk})                     \
   X(Optional, previous, rows, sums, {Tk})
 
 #define ATTNFAST_COVERAGE(X) \
@@ -28,15 +28,15 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   ATTNFAST_HISTORY(X)        \
   ATTNFAST_SCORE(X)
 
-#define ATTNFAST_COVERAGE_SAVED(X)                          \
-  X(Tensor, grad_context, rows, own, {Tq, Dv})              \
-  X(Optional, grad_weights, rows, sums, {Tq, Tk})           \
-  X(Optional, grad_coverage, rows, sums, {Tk})              \
-  X(Optional, grad_loss, rows, sums, {})                    \
-  ATTNFAST_KEYS(X)                                          \
-  ATTNFAST_LENGTHS(X)                                       \
-  ATTNFAST_HISTORY(X)                                       \
-  X(Tensor, weights, rows, sums, {Tq, Tk})                  \
+#define ATTNFAST_COVERAGE_SAVED(X)                \
+  X(Tensor, grad_context, rows, own, {Tq, Dv})    \
+  X(Optional, grad_weights, rows, sums, {Tq, Tk}) \
+  X(Optional, grad_coverage, rows, sums, {Tk})    \
+  X(Optional, grad_loss, rows, sums, {})          \
+  ATTNFAST_KEYS(X)                                \
+  ATTNFAST_LENGTHS(X)                             \
+  ATTNFAST_HISTORY(X)                             \
+  X(Tensor, weights, rows, sums, {Tq, Tk})        \
   X(Tensor, odds, present_with, given.transition, {Tq, Tk})
 
 #define ATTNFAST_COVERAGE_BACKWARD(X) \
@@ -47,21 +47,23 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   X(bool, need_grad_score, any)       \
   X(bool, need_grad_filters, any)
 
-#define ATTNFAST_COVERAGE_BACKWARD_INTO(X)                  \
-  ATTNFAST_COVERAGE_SAVED(X)                                \
-  X(Tensor, sum_key, packed_rows, {Tk, A})                  \
-  X(Tensor, sum_weight, packed_rows, {A})                   \
-  X(Tensor, sum_filters, packed_rows, {K, channels, taps})  \
-  X(Tensor, sum_projection, packed_rows, {A, K})            \
-  ATTNFAST_SCORE(X)                                         \
-  X(bool, need_grad_query, any)                             \
+#define ATTNFAST_COVERAGE_BACKWARD_INTO(X)                 \
+  ATTNFAST_COVERAGE_SAVED(X)                               \
+  X(Tensor, sum_key, packed_rows, {Tk, A})                 \
+  X(Tensor, sum_weight, packed_rows, {A})                  \
+  X(Tensor, sum_filters, packed_rows, {K, channels, taps}) \
+  X(Tensor, sum_projection, packed_rows, {A, K})           \
+  ATTNFAST_SCORE(X)                                        \
+  X(bool, need_grad_query, any)                            \
   X(bool, need_grad_score, any)
 
 #define ATTNFAST_COVERED(X) X(context) X(weights) X(coverage) X(loss) X(odds)
-#define ATTNFAST_COVERAGE_GRADIENTS(X)                                                          \
-  X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)          \
-  X(grad_projection) X(grad_penalty) X(grad_rate) X(grad_transition) X(grad_coverage)           \
+// clang-format off
+#define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
+  X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)     \
+  X(grad_projection) X(grad_penalty) X(grad_rate) X(grad_transition) X(grad_coverage)      \
   X(grad_previous)
+// clang-format on
 
 // The sizes of attention, and those of the filters, 0 without any.
 struct CoverageFit : AttentionFit {
@@ -84,9 +86,7 @@ struct CoverageFit : AttentionFit {
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
 
-  bool one_or_each_head(const Optional& x) const {
-    return sizes(x, sums, {1}) || sizes(x, sums, {H});
-  }
+  bool one_or_each_head(const Optional& x) const { return sizes(x, sums, {1}) || sizes(x, sums, {H}); }
 
   // Rows beside another argument; of size [0] without that.
   bool present_with(const Tensor& x, const Optional& other, Sizes wanted) const {
@@ -166,8 +166,8 @@ Covered coverage_attention(const CoverageArguments& given) {
 struct Parts {
   Tensor weight, filters, projection, penalty;
 
-  static Tensor part(bool wanted, const Tensor& like, const CoverageFit& fit,
-                     std::vector<int64_t> sizes, View& out) {
+  static Tensor part(bool wanted, const Tensor& like, const CoverageFit& fit, std::vector<int64_t> sizes,
+                     View& out) {
     sizes.insert(sizes.begin(), {fit.B, fit.H});
     const Tensor x = empty_if(wanted, like, sizes, fit.sums);
     if (wanted) out = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
@@ -207,6 +207,15 @@ Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const Coverage
   return gradient;
 }
 
+// Fill in the gradients of the results.
+template <class Arguments>
+void put_gradients(const Arguments& given, CoverageBackward& a, Keep& keep) {
+  a.grad_context = view_of_rows(given.grad_context, keep);
+  if (given.grad_weights) a.grad_weights = view_of_rows(*given.grad_weights, keep);
+  a.grad_coverage_out = view_of_numbers(given.grad_coverage, keep);
+  a.grad_loss = view_of_heads(given.grad_loss, a.H, keep);
+}
+
 // Both backwards. The one that adds to sums has no gradients of key, value, weight and filters to return.
 template <class Arguments>
 CoverageGradients coverage_gradients(const Arguments& given) {
@@ -226,8 +235,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Tensor grad_key = gradient_of_rows(need_grad_key, given.key, a.grad_key);
   const Tensor grad_value = gradient_of_rows(need_grad_key, given.value, a.grad_value);
   const Tensor grad_rate = gradient_of_numbers(given.rate, query, fit, a.grad_inverse_fertility);
-  const Tensor grad_transition =
-      gradient_of_numbers(given.transition, query, fit, a.grad_transition_prob);
+  const Tensor grad_transition = gradient_of_numbers(given.transition, query, fit, a.grad_transition_prob);
   const Tensor grad_coverage = gradient_of_numbers(given.coverage, query, fit, a.grad_coverage_in);
   const Tensor grad_previous = gradient_of_numbers(given.previous, query, fit, a.grad_previous);
   const bool need_grad_weight = need_grad_key && given.weight;
@@ -240,34 +248,28 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   if (given.transition) a.odds = view(odds);
   a.grad_score = view(grad_score);
   a.grad_score_returned = given.need_grad_score;
-  a.grad_context = view_of_rows(given.grad_context, keep);
-  if (given.grad_weights) a.grad_weights = view_of_rows(*given.grad_weights, keep);
-  a.grad_coverage_out = view_of_numbers(given.grad_coverage, keep);
-  a.grad_loss = view_of_heads(given.grad_loss, a.H, keep);
+  put_gradients(given, a, keep);
   run_backward(a, query);
 
-  const auto summed = [&](const Tensor& parts, std::vector<int64_t> axes, const Optional& x,
-                          int64_t rank_with_heads, ScalarType dtype) {
-    return sum_of_parts(parts, std::move(axes), x->dim() == rank_with_heads, dtype);
-  };
   const Optional& penalty = given.penalty;
   return {
       .grad_query = grad_query,
       .grad_key = grad_key,
       .grad_value = grad_value,
-      .grad_weight = need_grad_weight ? summed(parts.weight, {0, 2}, given.weight, 2, fit.own)
-                                      : empty_if(false, query, {}, fit.own),
+      .grad_weight = need_grad_weight
+                         ? sum_of_parts(parts.weight, {0, 2}, given.weight->dim() == 2, fit.own)
+                         : empty_if(false, query, {}, fit.own),
       .grad_score = given.need_grad_score ? grad_score : empty_if(false, query, {}, fit.sums),
-      .grad_filters =
-          need_grad_filters ? summed(parts.filters, {0}, given.filters, 4, fit.sums) : parts.filters,
+      .grad_filters = need_grad_filters
+                          ? sum_of_parts(parts.filters, {0}, given.filters->dim() == 4, fit.sums)
+                          : parts.filters,
       .grad_projection = need_grad_filters
-                             ? summed(parts.projection, {0}, given.projection, 3, fit.sums)
+                             ? sum_of_parts(parts.projection, {0}, given.projection->dim() == 3, fit.sums)
                              : parts.projection,
-      .grad_penalty =
-          penalty ? torch::stable::reshape(
-                        sum_of_parts(parts.penalty, {0}, penalty->size(0) != 1, fit.sums),
-                        {penalty->size(0)})
-                  : parts.penalty,
+      .grad_penalty = penalty ? torch::stable::reshape(
+                                    sum_of_parts(parts.penalty, {0}, penalty->size(0) != 1, fit.sums),
+                                    {penalty->size(0)})
+                              : parts.penalty,
       .grad_rate = grad_rate,
       .grad_transition = grad_transition,
       .grad_coverage = grad_coverage,
@@ -283,8 +285,8 @@ CoverageGradients coverage_attention_backward_into(const CoverageBackwardIntoArg
   return coverage_gradients(given);
 }
 
-using CoverageOperators = Operators<coverage_attention, coverage_attention_backward,
-                                    coverage_attention_backward_into>;
+using CoverageOperators =
+    Operators<coverage_attention, coverage_attention_backward, coverage_attention_backward_into>;
 
 }  // namespace
 

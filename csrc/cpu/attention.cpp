@@ -26,24 +26,21 @@ constexpr int64_t kSoftmaxDepth = 8;  // of a softmax alone, in features of a sc
 
 int64_t grad_weight_parts(const Problem&) { return 1; }
 
-template <class... Passes>
-void run(const Forward& a, const Plan& plan, int64_t most_threads, const Passes&... passes) {
-  run(a, plan, most_threads, kernels().forward_scratch(a, plan), passes...);
+template <class... Calls>
+void run_passes(const Forward& a, const Plan& plan, int64_t threads, const Pass<Calls>&... passes) {
+  run(a, plan, threads, kernels().forward_scratch(a, plan), passes...);
 }
-template <class... Passes>
-void run(const Backward& a, const Plan& plan, int64_t most_threads, const Passes&... passes) {
-  run(a, plan, most_threads, kernels().backward_scratch(a, plan), passes...);
+template <class... Calls>
+void run_passes(const Backward& a, const Plan& plan, int64_t threads, const Pass<Calls>&... passes) {
+  run(a, plan, threads, kernels().backward_scratch(a, plan), passes...);
 }
 
 // ---- with a library's products ------------------------------------------------------------------
 
 // Whether one call of a library can take the matrices of all sequences and heads.
-bool even(const Problem& a, const View& x) {
-  return a.H == 1 || a.B == 1 || x.batch == a.H * x.head;
-}
+bool even(const Problem& a, const View& x) { return a.H == 1 || a.B == 1 || x.batch == a.H * x.head; }
 bool dense(const Problem& a, const View& x, int64_t rows, int64_t columns) {
-  return !x.data ||
-      (x.row == columns && even(a, x) && (a.H == 1 ? x.batch : x.head) == rows * columns);
+  return !x.data || (x.row == columns && even(a, x) && (a.H == 1 ? x.batch : x.head) == rows * columns);
 }
 bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
 
@@ -76,7 +73,7 @@ bool multiplies(const Forward& a) {
 bool multiplies(const Backward& a) {
   const bool large = a.Tq * a.Tk * std::max(a.A, a.Dv) >= kOwnCall;
   const bool at_once = together(a) && even(a, a.grad_context) && dense(a, a.grad_query, a.Tq, a.A) &&
-      dense(a, a.grad_key, a.Tk, a.A) && dense(a, a.grad_value, a.Tk, a.Dv);
+                       dense(a, a.grad_key, a.Tk, a.A) && dense(a, a.grad_value, a.Tk, a.Dv);
   return (large || at_once) && may_multiply(a);
 }
 
@@ -87,20 +84,19 @@ View transposed(View x) {
 
 // out = left right: matrices [m, k] and [k, n] of every sequence and head, all at once if they lie
 // evenly, else sequence by sequence.
-void multiply(const Problem& a, const View& left, const View& right, const View& out, int64_t m,
-              int64_t k, int64_t n) {
+void multiply(const Problem& a, const View& left, const View& right, const View& out, int64_t m, int64_t k,
+              int64_t n) {
   const bool together = even(a, left) && even(a, right) && even(a, out);
   const int64_t size = a.dtype == Dtype::f64 ? 8 : 4;
   for (int64_t b = 0; b < (together ? 1 : a.B); ++b) {
     const auto tensor = [&](const View& x, int64_t rows, int64_t columns) {
-      return torch::stable::from_blob(static_cast<char*>(x.data) + b * x.batch * size,
-                                      {together ? a.B * a.H : a.H, rows, columns},
-                                      {a.H == 1 ? x.batch : x.head, x.row, x.column}, kCpu,
-                                      dtype_of_sums(a));
+      return torch::stable::from_blob(
+          static_cast<char*>(x.data) + b * x.batch * size, {together ? a.B * a.H : a.H, rows, columns},
+          {a.H == 1 ? x.batch : x.head, x.row, x.column}, kCpu, dtype_of_sums(a));
     };
     const Tensor product = tensor(out, m, n);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(product.get(), tensor(left, m, k).get(),
-                                                  tensor(right, k, n).get()));
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cpu_bmm_out(product.get(), tensor(left, m, k).get(), tensor(right, k, n).get()));
   }
 }
 
@@ -129,8 +125,7 @@ void forward_with_products(const Forward& whole) {
   const Tensor place = empty(kCpu, {apart ? n : 0, whole.H, rows, whole.Tk}, dtype_of_sums(whole));
   for (int64_t b = 0; b < whole.B; b += n)
     for (int64_t i = 0; i < whole.Tq; i += rows) {
-      const Forward a =
-          part_of(whole, b, std::min(n, whole.B - b), i, std::min(rows, whole.Tq - i));
+      const Forward a = part_of(whole, b, std::min(n, whole.B - b), i, std::min(rows, whole.Tq - i));
       bool hides = false;
       Plan plan = plan_by_rows(a);
       plan.multiplied = true;
@@ -139,9 +134,9 @@ void forward_with_products(const Forward& whole) {
       plan.scores.head = a.Tq * a.Tk;
       plan.scores.batch = a.H * plan.scores.head;
       multiply(a, a.query, transposed(a.key), plan.scores, a.Tq, a.A, a.Tk);
-      run(a, plan, threads_for(a, kSoftmaxDepth), kernels().softmax);
+      run_passes(a, plan, threads_for(a, kSoftmaxDepth), kernels().softmax);
       multiply(a, plan.scores, a.value, a.context, a.Tq, a.Tk, a.Dv);
-      if (hides) run(a, plan, threads_for(a), kernels().context);
+      if (hides) run_passes(a, plan, threads_for(a), kernels().context);
     }
 }
 
@@ -151,14 +146,12 @@ void backward_with_products(const Backward& a, Plan plan) {
   plan.hides = &hides;
   if (!a.grad_score_given) {
     multiply(a, a.grad_context, transposed(a.value), a.grad_score, a.Tq, a.Dv, a.Tk);
-    run(a, plan, threads_for(a, kSoftmaxDepth), kernels().grad_score);
+    run_passes(a, plan, threads_for(a, kSoftmaxDepth), kernels().grad_score);
   }
   if (a.grad_query.data) multiply(a, a.grad_score, a.key, a.grad_query, a.Tq, a.Tk, a.A);
-  if (a.grad_key.data)
-    multiply(a, transposed(a.grad_score), a.query, a.grad_key, a.Tk, a.Tq, a.A);
-  if (a.grad_value.data)
-    multiply(a, transposed(a.weights), a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv);
-  if (hides || plan.grad_inputs_scale != 1) run(a, plan, threads_for(a), kernels().grad_inputs);
+  if (a.grad_key.data) multiply(a, transposed(a.grad_score), a.query, a.grad_key, a.Tk, a.Tq, a.A);
+  if (a.grad_value.data) multiply(a, transposed(a.weights), a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv);
+  if (hides || plan.grad_inputs_scale != 1) run_passes(a, plan, threads_for(a), kernels().grad_inputs);
 }
 
 // ---- forward and backward -----------------------------------------------------------------------
@@ -167,14 +160,14 @@ void run_forward(const Forward& a, const Tensor&) {
   if (multiplies(a)) return forward_with_products(a);
   Plan plan = plan_by_rows(a);
   const int64_t threads = threads_for(a);
-  if (a.span.data) return run(a, plan, threads, kernels().span);
+  if (a.span.data) return run_passes(a, plan, threads, kernels().span);
   plan.scores = a.weights;
   std::optional<Tensor> scores;
   if (!a.weights.data && (plan.keys < a.Tk || plan.columns < a.Dv)) {  // few rows, shared by threads
     scores = empty(kCpu, {a.B, a.H, a.Tq, a.Tk}, dtype_of_sums(a));
     plan.scores = view(*scores);
   }
-  run(a, plan, threads, kernels().scores, kernels().softmax, kernels().context);
+  run_passes(a, plan, threads, kernels().scores, kernels().softmax, kernels().context);
 }
 
 void run_backward(const Backward& a, const Tensor&) {
@@ -187,24 +180,23 @@ void run_backward(const Backward& a, const Tensor&) {
   const auto &grad_weights = kernels().grad_weights, &grad_score = kernels().grad_score;
   const auto &grad_score_span = kernels().grad_score_span, &grad_inputs = kernels().grad_inputs;
   const int64_t threads = threads_for(a);
-  const bool inputs =
-      a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
+  const bool inputs = a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
   if (whole && inputs && !a.grad_score_given && grad_inputs.items(a, plan) == a.B * a.H) {
     // one item has all that concerns a sequence
-    return a.span.data ? run(a, plan, threads, grad_score_span, grad_inputs)
-                       : run(a, plan, threads, grad_weights, grad_score, grad_inputs);
+    return a.span.data ? run_passes(a, plan, threads, grad_score_span, grad_inputs)
+                       : run_passes(a, plan, threads, grad_weights, grad_score, grad_inputs);
   }
   if (!a.grad_score_given)
-    a.span.data ? run(a, plan, threads, grad_score_span)
-                : run(a, plan, threads, grad_weights, grad_score);
-  if (inputs) run(a, plan, threads, grad_inputs);
+    a.span.data ? run_passes(a, plan, threads, grad_score_span)
+                : run_passes(a, plan, threads, grad_weights, grad_score);
+  if (inputs) run_passes(a, plan, threads, grad_inputs);
 }
 
 // ---- prepare ------------------------------------------------------------------------------------
 
-#define ATTNFAST_PREPARE(X)                                                       \
-  X(Tensor, key, rows, own, {Tk, A})                                              \
-  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B})      \
+#define ATTNFAST_PREPARE(X)                                                  \
+  X(Tensor, key, rows, own, {Tk, A})                                         \
+  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
   X(std::string, score, any)
 #define ATTNFAST_PREPARED(X) X(exponentials)
 

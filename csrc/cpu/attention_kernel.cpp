@@ -63,8 +63,7 @@ class Scores {
           return take(Path::factored, {k_held, width});
       }
     }
-    if (!additive && a.span.data)
-      transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
+    if (!additive && a.span.data) transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
   }
 
   // The scores of the item's rows [row, row + n) and the keys [from, to). Where rows have spans, up to
@@ -76,9 +75,8 @@ class Scores {
     if (!additive && a.span.data)
       return dot_transposed(qs, n, k_held + j, kTransposed<C>, nk, width, out, stride);
     if (!additive) return dot_block(qs, n, ks, nk, width, out, stride, k_held);
-    auto block = by_activation(a.score, [](auto known) {
-      return score_block<C, decltype(known)::score, Path::direct>;
-    });
+    auto block = by_activation(
+        a.score, [](auto known) { return score_block<C, decltype(known)::score, Path::direct>; });
     if constexpr (sizeof(C) == 4) {
       if (path == Path::factored) block = score_block<C, Score::tanh, Path::factored>;
       if (path == Path::small) block = score_block<C, Score::tanh, Path::small>;
@@ -164,8 +162,7 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
       finish_scores<T>(a, item, item.row + i, 0, item.seen, row(i));
     }
     for (int64_t i = first; i < last; ++i) top[i - first] = largest(numbers(i));
-    for (int64_t i = first; i < last; ++i)
-      mass[i - first] = exponentiate(numbers(i), top[i - first]);
+    for (int64_t i = first; i < last; ++i) mass[i - first] = exponentiate(numbers(i), top[i - first]);
     for (int64_t i = first; i < last; ++i) {
       *at<C>(a.log_sum_exp, item, item.row + i) =
           normalise(numbers(i), top[i - first], mass[i - first], zeros);
@@ -227,9 +224,7 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
     multiply_by((C)a.scale, band.rows * stride, matrix);
     Own own[kMostRows];
     C top[kMostRows], mass[kMostRows];
-    const auto numbers = [&](int64_t r) {
-      return Within<C>{matrix + r * stride, own[r].from, own[r].to};
-    };
+    const auto numbers = [&](int64_t r) { return Within<C>{matrix + r * stride, own[r].from, own[r].to}; };
     for (int64_t r = 0; r < band.rows; ++r) {
       own[r] = own_of(seen(band.row + r), band);
       finish_scores<T>(a, item, item.row + band.row + r, own[r].column, own[r].end(),
@@ -267,8 +262,8 @@ void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* memo
 // out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) of the columns [from, to) of a row i, to x_j
 // grad_weights_ij added; exactly 0 where P is.
 template <class C>
-void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to,
-                      C scale, C* x, C* out, Flags<C>& zeros) {
+void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to, C scale,
+                      C* x, C* out, Flags<C>& zeros) {
   constexpr int W = Vector<C>::width;
   const int64_t n = to - from;
   const C* p = at<C>(a.weights, item, i) + from;
@@ -419,11 +414,9 @@ void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c
   C factor[W2] = {};
   for (int64_t x = 0; x < width; ++x) factor[x] = 4 * scale * widen(weight[x]);
   if (a.grad_query.data)
-    unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c,
-                 a.grad_query.row);
+    unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c, a.grad_query.row);
   if (a.grad_key.data) {
-    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c,
-                 a.grad_key.row);
+    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c, a.grad_key.row);
     clear<T>(a.grad_key, item, 0, keys.from, c, width);
     clear<T>(a.grad_key, item, keys.to, a.Tk, c, width);
   }
@@ -507,8 +500,7 @@ class StepGradient {
   GradRows prepare(Four& four, const C*& of_query, int64_t& ahead) const {
     const bool look = !prepared || near;  // at the keys themselves
     for (int i = 0; look && i < 4; ++i)
-      four.k[i] = gather(at<T>(a.key, item, four.key[i]) + c, 0, 1, width, wide,
-                         k_scratch + i * wide).data;
+      four.k[i] = gather(at<T>(a.key, item, four.key[i]) + c, 0, 1, width, wide, k_scratch + i * wide).data;
     const bool keys = a.grad_key.data;
     if constexpr (sizeof(C) == 4) {
       const auto all_keys = [&](const auto& range_of_key) {  // with the query
@@ -541,8 +533,7 @@ class StepGradient {
 
   void put_row(T* out, const C* x) const {
     constexpr int W = Vector<C>::width;
-    for (int64_t i = 0; i < width; i += W)
-      put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
+    for (int64_t i = 0; i < width; i += W) put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
   }
 
   const Backward& a;
@@ -557,22 +548,21 @@ class StepGradient {
 
 // The gradients of query, key and weight, columns [c, c + width), dot score.
 template <class T, class C>
-void grad_dot(const Backward& a, const Plan& plan, const Item& item, int64_t c, int64_t width,
-              C* scratch) {
+void grad_dot(const Backward& a, const Plan& plan, const Item& item, int64_t c, int64_t width, C* scratch) {
   const C *g = at<C>(a.grad_score, item, 0), scale = plan.grad_inputs_scale;
   if (a.span.data) {
-    Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row}, rows = {at<T>(a.query, item, 0) + c,
-                                                                  a.query.row};
+    Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row},
+            rows = {at<T>(a.query, item, 0) + c, a.query.row};
     if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.grad_query.row;
     if (a.grad_key.data) rows.to = at<T>(a.grad_key, item, 0) + c, rows.to_row = a.grad_key.row;
     return span_products<T>(a, item, Rows<C>{g, a.W}, scale, width, keys, rows, scratch);
   }
   if (a.grad_query.data)
     multiply(plan, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
-        at<T>(a.grad_query, item, 0) + c, a.grad_query.row, scratch);
+             at<T>(a.grad_query, item, 0) + c, a.grad_query.row, scratch);
   if (a.grad_key.data)
     multiply(plan, g, 1, a.Tk, item.seen, a.Tq, at<T>(a.query, item, 0) + c, a.query.row, width, scale,
-        at<T>(a.grad_key, item, 0) + c, a.grad_key.row, scratch);
+             at<T>(a.grad_key, item, 0) + c, a.grad_key.row, scratch);
 }
 
 // Columns [c, c + columns) of the value's gradient.
@@ -630,8 +620,7 @@ void prepare(const cpu::Preparation& a, const Plan&, int64_t index, void* memory
     const int64_t blocks = parts(a.Tk, kKeyBlock), width = round_up(a.A, kPadding);
     const Item item(a, index / blocks);
     const int64_t block = index % blocks, j = block * kKeyBlock, n = min(item.seen - j, kKeyBlock);
-    const Rows<C> k =
-        gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(memory));
+    const Rows<C> k = gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(memory));
     at<float>(a.ranges, item, 0)[block] =
         exponentials(k, n, a.A, width, at<float>(a.exponentials_out, item, j));
   }
@@ -644,8 +633,9 @@ int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 // Of span_products.
 template <class T>
 int64_t span_sums(const Backward& a, const Plan& plan) {
-  return larger(larger(sums_scratch<T>(a, min(plan.columns, a.A)), sums_scratch<T>(a, a.A % plan.columns)),
-                larger(sums_scratch<T>(a, min(plan.columns, a.Dv)), sums_scratch<T>(a, a.Dv % plan.columns)));
+  return larger(
+      larger(sums_scratch<T>(a, min(plan.columns, a.A)), sums_scratch<T>(a, a.A % plan.columns)),
+      larger(sums_scratch<T>(a, min(plan.columns, a.Dv)), sums_scratch<T>(a, a.Dv % plan.columns)));
 }
 int64_t span_sums(const Backward& a, const Plan& plan) {
   if (a.dtype == Dtype::f64) return span_sums<double>(a, plan);
@@ -671,15 +661,14 @@ int64_t product_elements(const Problem& a, const Plan& plan, int64_t again) {
 template <class C>
 int64_t forward_elements(const Forward& a, const Plan& plan) {
   return larger(tiles_elements<C>(a, plan), product_elements<C>(a, plan, plan.rows)) +
-      scores_scratch<C>(a, plan);
+         scores_scratch<C>(a, plan);
 }
 
 template <class C>
 int64_t backward_elements(const Backward& a, const Plan& plan) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   const int64_t longest = larger(a.Tq, a.Tk) + 1, tiles = tiles_elements<C>(a, plan);
-  const int64_t products =
-      a.span.data ? tiles + span_sums(a, plan) : product_elements<C>(a, plan, longest);
+  const int64_t products = a.span.data ? tiles + span_sums(a, plan) : product_elements<C>(a, plan, longest);
   const int64_t slice = a.weight.data ? 2 * longest * 2 * W2 + W2 + band_scratch<C>(a) : 0;
   const int64_t step = 17 * round_up(padded<C>(a.A), kPadding);
   return larger(larger(tiles, products), larger(slice, step));
@@ -732,14 +721,10 @@ extern const AttentionKernels attention = {
                       return a.B * a.H * (feature_slices(a, plan) + value_slices(a, plan));
                     },
                     ATTNFAST_BY_DTYPE(Backward, grad_inputs)},
-    .grad_value = {[](const Backward& a, const Plan& plan) {
-                     return a.B * a.H * value_slices(a, plan);
-                   },
+    .grad_value = {[](const Backward& a, const Plan& plan) { return a.B * a.H * value_slices(a, plan); },
                    ATTNFAST_BY_DTYPE(Backward, grad_value)},
     .prepare_scratch = prepare_scratch,
-    .prepare = {[](const cpu::Preparation& a, const Plan&) {
-                  return a.B * a.H * parts(a.Tk, kKeyBlock);
-                },
+    .prepare = {[](const cpu::Preparation& a, const Plan&) { return a.B * a.H * parts(a.Tk, kKeyBlock); },
                 ATTNFAST_BY_DTYPE(cpu::Preparation, prepare)},
 };
 

@@ -44,7 +44,7 @@ template <class C>
 Vec<C> exp_below(Vec<C> x, Shift<C> shift) {
   x = x - shift.high - shift.low;
   Vec<C> e = exp(x);
-  e = x < (C)-(sizeof(C) == 4 ? 87 : 700) ? Vec<C>{} : e;
+  e = x < (C) - (sizeof(C) == 4 ? 87 : 700) ? Vec<C>{} : e;
   return x == x ? e : x;
 }
 
@@ -75,12 +75,11 @@ struct Row {
   const int64_t* source;
   Gate gate;
   C *mass, *first, *second, *third;  // scratch: N numbers each
-  const C* x;                         // the logits
+  const C* x;                        // the logits
 
   Row(const Copying& a, int64_t index, void* memory)
-      : b(index / a.Tq), t(index % a.Tq), V(a.V), N(a.V + a.X),
-        weights(at<const T>(a.weights, b, t)), source(a.source + b * a.Tk),
-        gate(widen(*at<const T>(a.gate, b, t))) {
+      : b(index / a.Tq), t(index % a.Tq), V(a.V), N(a.V + a.X), weights(at<const T>(a.weights, b, t)),
+        source(a.source + b * a.Tk), gate(widen(*at<const T>(a.gate, b, t))) {
     mass = static_cast<C*>(memory);
     first = mass + round_up(N, 16);
     second = first + round_up(N, 16);
@@ -92,8 +91,7 @@ struct Row {
 
   // With the mass of every word of the source.
   Word word(int64_t w, double log_sum_exp) const {
-    const double log_generated =
-        generates(w) ? x[w] - log_sum_exp + gate.log_p : -infinity<double>();
+    const double log_generated = generates(w) ? x[w] - log_sum_exp + gate.log_p : -infinity<double>();
     return Word(log_generated, mass[w], gate.log_q);
   }
 };
@@ -236,9 +234,8 @@ void backward(const CopyBackward& a, int64_t index, void* memory) {
   C* out = computed(result, r.third);
   const double log_sum_exp = *at<const double>(a.log_sum_exp, r.b, r.t);
   const Softmax<C> softmax(log_sum_exp);
-  const C grad_gate =
-      a.log ? backward_of_logarithms<T>(a, r, softmax, log_sum_exp, G, out, grad_weights)
-            : backward_of_probabilities<T>(a, r, softmax, G, out, grad_weights);
+  const C grad_gate = a.log ? backward_of_logarithms<T>(a, r, softmax, log_sum_exp, G, out, grad_weights)
+                            : backward_of_probabilities<T>(a, r, softmax, G, out, grad_weights);
   narrow(grad_gate, *at<T>(a.grad_gate, r.b, r.t));
   finish(out, r.V, result);
 }

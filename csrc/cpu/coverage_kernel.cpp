@@ -16,7 +16,7 @@ namespace {
 // Signals over the keys: the last weights and the coverage, zeros past both ends, or gradients.
 template <class C>
 struct Signals {
-  C *channel[2];  // of key 0
+  C* channel[2];  // of key 0
   void take(Scratch<C>& scratch, int64_t Tk, int64_t width) {
     for (C*& x : channel) x = scratch.take(Tk + width) + width / 2;
   }
@@ -105,8 +105,8 @@ void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
 
 // out[n, K] = p[n, columns] times what pack_columns has packed.
 template <class C>
-void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K,
-                  C* out, int64_t out_stride) {
+void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K, C* out,
+                  int64_t out_stride) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   for (int64_t k = 0; k < K; k += W2, v += columns * W2)
     gemm_small_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
@@ -123,13 +123,10 @@ void prepare_features(const Problem& a, const History& h, const Item& item, Plac
   const C *filters = row_of<C>(h.filters, item), *projection = row_of<C>(h.projection, item);
   const int64_t taps = p.channels * p.W;
   for (int64_t k = 0; k < p.K; ++k) {
-    for (int64_t c = 0; c < p.taps; ++c)
-      p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
-    for (int64_t c = 0; c < p.A; ++c)
-      p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
+    for (int64_t c = 0; c < p.taps; ++c) p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
+    for (int64_t c = 0; c < p.A; ++c) p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
   }
-  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; },
-               p.packed_filters);
+  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; }, p.packed_filters);
   const T* weight = at<T>(a.weight, item, 0);
   for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
 }
@@ -291,8 +288,7 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
   C *last = p.state.channel[0], *coverage = p.state.channel[1];
   load_state(a, a, item, p);
   if (p.K) prepare_features<T>(a, a, item, p);
-  const C* inverse_fertility =
-      a.inverse_fertility.data ? row_of<C>(a.inverse_fertility, item) : nullptr;
+  const C* inverse_fertility = a.inverse_fertility.data ? row_of<C>(a.inverse_fertility, item) : nullptr;
   const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
   constexpr int V = Vector<C>::width;
   const int64_t n = item.seen;
@@ -388,7 +384,7 @@ void add_up(C* sum, const C* x, int64_t n) {
 template <class C>
 struct KeysWithGradient {
   int64_t at[kKeyBlock], n;
-  const C* rows[kKeyBlock + 4];     // of keys, and of their gradients; after them the last, again
+  const C* rows[kKeyBlock + 4];  // of keys, and of their gradients; after them the last, again
   C *grad[kKeyBlock + 4], gradient[kKeyBlock];
 
   // From key j on; whether there is any.
@@ -430,8 +426,8 @@ void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const
                           : (one ? grad_tile<S, 1, true, C> : grad_tile<S, 1, false, C>);
       });
       const int64_t of_filters = i * p.found_row;
-      tile(p, keys.rows + i, keys.gradient + i, p.found + of_filters, keys.grad + i,
-           p.grad_z + i * p.A, p.grad_found + of_filters);
+      tile(p, keys.rows + i, keys.gradient + i, p.found + of_filters, keys.grad + i, p.grad_z + i * p.A,
+           p.grad_found + of_filters);
     }
     if (!one) times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
     if (a.grad_filters.data) {
@@ -440,12 +436,12 @@ void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const
                    p.gemm_scratch);
         add_up(p.grad_projection, p.product, p.K * p.A);
       }
-      gemm_small(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product,
-                 p.taps, p.gemm_scratch);
+      gemm_small(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
+                 p.gemm_scratch);
       add_up(p.grad_filters, p.product, p.K * p.taps);
     }
-    gemm_small(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window,
-               p.taps, p.gemm_scratch);
+    gemm_small(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
+               p.gemm_scratch);
     for (int64_t i = 0; i < n; ++i)
       for (int64_t x = 0; x < p.channels; ++x)
         add_up((x ? p.grad : p.grad_before).channel[x] + keys.at[i] - p.W / 2,
@@ -483,12 +479,10 @@ void put_grad_features(const CoverageBackward& a, const Item& item, const Backwa
       if (a.sums) row_of<C>(a.grad_key, item, j)[c] += x;
       else narrow(x, at<T>(a.grad_key, item, j)[c]);
     }
-  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c)
-    put(a.grad_weight, c, -2 * p.grad_weight[c]);
+  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c) put(a.grad_weight, c, -2 * p.grad_weight[c]);
   for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
     const int64_t taps = p.channels * p.W;
-    for (int64_t c = 0; c < taps; ++c)
-      put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
+    for (int64_t c = 0; c < taps; ++c) put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
     for (int64_t c = 0; c < a.A; ++c)
       put(a.grad_projection, c * p.K + k, 4 * p.weight[c] * p.grad_projection[k * p.A + c]);
   }

@@ -16,25 +16,23 @@ struct Rows {
 // Have the cache fetch rows [from, from + n), those of them before `end`: what comes next, in steps too
 // short for the processor to foresee. (GCC drops a call of a function that does nothing else.)
 template <class T>
-__attribute__((always_inline)) inline void prefetch(const T* rows, int64_t stride, int64_t from,
-                                                  int64_t n, int64_t end, int64_t width) {
+__attribute__((always_inline)) inline void prefetch(const T* rows, int64_t stride, int64_t from, int64_t n,
+                                                    int64_t end, int64_t width) {
   for (int64_t r = from; r < min(from + n, end); ++r)
-    for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T))
-      __builtin_prefetch(rows + r * stride + c);
+    for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows + r * stride + c);
 }
 
 // The same for `n` rows that are to be read now, unless they lie side by side.
 template <class T>
 __attribute__((always_inline)) inline void prefetch_apart(const T* rows, int64_t stride, int64_t n,
-                                                        int64_t width) {
+                                                          int64_t width) {
   if (stride != width) prefetch(rows, stride, 0, n, n, width);
 }
 
 // The same for two vectors, what a tile takes at a time of a row.
 template <class C>
 __attribute__((always_inline)) inline void prefetch_step(const C* x) {
-  for (int64_t c = 0; c < 2 * Vector<C>::width; c += 64 / (int64_t)sizeof(C))
-    __builtin_prefetch(x + c);
+  for (int64_t c = 0; c < 2 * Vector<C>::width; c += 64 / (int64_t)sizeof(C)) __builtin_prefetch(x + c);
 }
 
 // Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
@@ -62,8 +60,8 @@ void put(T* out, Vec<C> x, int64_t n) {
 // acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, those of v side by side.
 template <int R, bool skip_zeros, class C>
 inline __attribute__((always_inline)) void gemm_small_block(const C* p, int64_t p_row, int64_t p_col,
-                                                     int64_t n, const C* v, int64_t v_row,
-                                                     Vec<C> (&acc)[R][2]) {
+                                                            int64_t n, const C* v, int64_t v_row,
+                                                            Vec<C> (&acc)[R][2]) {
   constexpr int W = Vector<C>::width;
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec<C>{};
   for (int64_t k = 0; k < n; ++k, p += p_col, v += v_row) {
@@ -80,14 +78,14 @@ inline __attribute__((always_inline)) void gemm_small_block(const C* p, int64_t 
 // The same in blocks of keys, for sums of sums lose less than one long sum.
 template <int R, bool skip_zeros, class C>
 inline __attribute__((always_inline)) void gemm_small_sums(const C* p, int64_t p_row, int64_t p_col,
-                                                    int64_t n, const C* v, int64_t v_row,
-                                                    Vec<C> (&acc)[R][2]) {
+                                                           int64_t n, const C* v, int64_t v_row,
+                                                           Vec<C> (&acc)[R][2]) {
   constexpr int64_t kBlock = 32;
   gemm_small_block<R, skip_zeros>(p, p_row, p_col, min(n, kBlock), v, v_row, acc);
   for (int64_t k = kBlock; k < n; k += kBlock) {
     Vec<C> part[R][2];
     gemm_small_block<R, skip_zeros>(p + k * p_col, p_row, p_col, min(n - k, kBlock), v + k * v_row, v_row,
-                             part);
+                                    part);
     for (int r = 0; r < R; ++r) {
       acc[r][0] += part[r][0];
       acc[r][1] += part[r][1];
@@ -100,16 +98,15 @@ inline __attribute__((always_inline)) void gemm_small_sums(const C* p, int64_t p
 // keys, which changes no bit otherwise.
 template <int R, bool weights, bool more, class C, class O>
 __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n,
-                                        const C* v, int64_t v_row, C scale, O* out,
-                                        int64_t out_stride, int64_t width) {
+                                               const C* v, int64_t v_row, C scale, O* out,
+                                               int64_t out_stride, int64_t width) {
   constexpr int W = Vector<C>::width;
   Vec<C> acc[R][2];
   gemm_small_sums<R, false>(p, p_row, p_col, n, v, v_row, acc);
   if constexpr (weights) {
     Vec<C> check = {};
     for (int r = 0; r < R; ++r) check += acc[r][0] + acc[r][1];
-    if (__builtin_expect(has_nan<C>(check), 0))
-      gemm_small_sums<R, true>(p, p_row, p_col, n, v, v_row, acc);
+    if (__builtin_expect(has_nan<C>(check), 0)) gemm_small_sums<R, true>(p, p_row, p_col, n, v, v_row, acc);
   }
   for (int r = 0; r < R; ++r) {
     if constexpr (more) {
@@ -125,7 +122,7 @@ __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_
 // The same for any number of rows.
 template <bool weights, bool more, class C, class O>
 void gemm_small_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
-              int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
+                     int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
   constexpr int R = kVectorBytes == 64 ? 8 : 6;  // what the registers hold
   const auto run = [&](auto tile, int64_t r) {
     tile(p + r * p_row, p_row, p_col, n, v, v_row, scale, out + r * out_stride, out_stride, width);
@@ -138,7 +135,7 @@ void gemm_small_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int
 
 template <bool weights, class C, class O>
 void gemm_small_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
-                C scale, O* out, int64_t out_stride, int64_t width) {
+                       C scale, O* out, int64_t out_stride, int64_t width) {
   constexpr int W2 = 2 * Vector<C>::width;
   gemm_small_rows<weights, false>(p, p_row, p_col, rows, n, v, W2, scale, out, out_stride, width);
 }
@@ -167,7 +164,7 @@ bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
 // left out. `acc` has room for a row.
 template <class T, class C, class O>
 void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
-             C scale, O* out, C* acc) {
+                    C scale, O* out, C* acc) {
   constexpr int W = Vector<C>::width;
   for (int64_t c = 0; c < round_up(width, W); ++c) acc[c] = 0;
   for (int64_t k = 0;;) {
@@ -207,8 +204,7 @@ void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
 // out[c * out_stride + r] = row r, column c: zeros past the last row, for what happens to lie there
 // may be so small that it is multiplied a hundred times slower.
 template <class C>
-void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out,
-               int64_t out_stride) {
+void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out, int64_t out_stride) {
   int64_t r = 0;
 #if defined(__AVX2__)
   if constexpr (sizeof(C) == 4) {
@@ -226,7 +222,7 @@ void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out
 // out[r] = scale * sum_k p[r, k] v[k], columns [0, width) of v. Scratch: see gemm_small_scratch.
 template <class T, class C, class O>
 void gemm_small(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const T* v,
-         int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
+                int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
   constexpr int W = Vector<C>::width;
   if (rows < 3 || n < 3) {  // too few to pay for packing
     for (int64_t r = 0; r < rows; ++r)

@@ -205,14 +205,14 @@ void diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_
 }
 
 // The function of a pass over calls of one type.
-#define ATTNFAST_BY_DTYPE(Call, function)                                            \
-  [](const Call& a, const Plan& plan, int64_t item, void* scratch) {                 \
-    switch (a.dtype) {                                                               \
-      case Dtype::f32: return function<float>(a, plan, item, scratch);               \
-      case Dtype::f64: return function<double>(a, plan, item, scratch);              \
-      case Dtype::f16: return function<Half>(a, plan, item, scratch);                \
-      case Dtype::bf16: return function<BFloat>(a, plan, item, scratch);             \
-    }                                                                                \
+#define ATTNFAST_BY_DTYPE(Call, function)                                \
+  [](const Call& a, const Plan& plan, int64_t item, void* scratch) {     \
+    switch (a.dtype) {                                                   \
+      case Dtype::f32: return function<float>(a, plan, item, scratch);   \
+      case Dtype::f64: return function<double>(a, plan, item, scratch);  \
+      case Dtype::f16: return function<Half>(a, plan, item, scratch);    \
+      case Dtype::bf16: return function<BFloat>(a, plan, item, scratch); \
+    }                                                                    \
   }
 
 }  // namespace

@@ -25,15 +25,17 @@ const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernel
   const std::string name = forced ? forced : "";
 #if defined(__x86_64__)
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 =
-      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
   if (has_avx512 && (name == "avx512" || name.empty())) return avx512;
   if (has_avx2 && (name == "avx2" || name.empty())) return avx2;
 #endif
   if (name == "portable" || name.empty()) return portable;
-  throw std::runtime_error("ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
-                           "processor has, got " + name);
+  throw std::runtime_error(
+      "ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
+      "processor has, got " +
+      name);
 }
 #if defined(__x86_64__)
 #define ATTNFAST_CHOOSE(table) choose(portable::table, avx2::table, avx512::table)
@@ -48,13 +50,9 @@ int64_t threads_for(int64_t elements) {
   return std::clamp<int64_t>(elements / kWorthAThread, 1, torch::stable::get_num_threads());
 }
 
-int64_t threads_for(const Problem& a, int64_t depth) {
-  return threads_for(a.B * a.H * a.Tq * a.W * depth);
-}
+int64_t threads_for(const Problem& a, int64_t depth) { return threads_for(a.B * a.H * a.Tq * a.W * depth); }
 
-int64_t threads_for(const Problem& a) {
-  return threads_for(a, std::max<int64_t>({a.A, a.Dv, 1}));
-}
+int64_t threads_for(const Problem& a) { return threads_for(a, std::max<int64_t>({a.A, a.Dv, 1})); }
 
 ScalarType dtype_of_sums(const Problem& a) {
   return a.dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;

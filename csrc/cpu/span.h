@@ -140,8 +140,8 @@ struct Side {
 
 // keys.to_i = scale * sum_j p_ij keys.from_j for the rows of a band, p [rows, keys], columns [0, width)
 template <class T, class C>
-void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t width,
-                  const Side<T>& keys, C* gemm_scratch) {
+void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t width, const Side<T>& keys,
+                  C* gemm_scratch) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   const int64_t n = band.to - band.from;
   const T* from = keys.from + band.from * keys.from_row;
@@ -150,11 +150,11 @@ void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t
   if constexpr (sizeof(T) == sizeof(C)) {
     for (; band.rows > 2 && c + W2 <= width; c += W2)
       gemm_small_rows<true, false>(p, stride, 1, band.rows, n, from + c, keys.from_row, scale, to + c,
-                            keys.to_row, W2);
+                                   keys.to_row, W2);
   }
   if (c < width)
     gemm_small(p, stride, 1, band.rows, n, from + c, keys.from_row, width - c, scale, to + c, keys.to_row,
-        gemm_scratch);
+               gemm_scratch);
 }
 
 // Room for the sums of span_products, for those that cannot be added up in their place.
@@ -202,12 +202,12 @@ void span_products(const Problem& a, const Item& item, Rows<C> p, C scale, int64
     if constexpr (in_place) {
       for (int64_t c = 0; c < apart; c += W2)
         gemm_small_rows<true, true>(scratch, 1, n, n, band.rows, from + c, rows.from_row, scale, to + c,
-                             rows.to_row, W2);
+                                    rows.to_row, W2);
     }
     for (int64_t c = apart; c < width; c += W2) {
       pack(from + c, rows.from_row, band.rows, min(width - c, W2), gemm_scratch);
       gemm_small_rows<true, true>(scratch, 1, n, n, band.rows, gemm_scratch, W2, scale,
-                           sums + (c - apart) * a.Tk + band.from * W2, W2, W2);
+                                  sums + (c - apart) * a.Tk + band.from * W2, W2, W2);
     }
   });
   if (rows.to) clear_to(a.Tk);

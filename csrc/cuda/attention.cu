@@ -13,13 +13,15 @@ std::string describe(const Problem& a) {
 }
 
 void run_forward(const Forward& a, const Tensor& query) {
-  launched(query, kThreads, [&] { return describe(a); },
-           [&](const Launch& launch) { launch_forward(a, launch); });
+  launched(
+      query, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_forward(a, launch); });
 }
 
 void run_backward(const Backward& a, const Tensor& query) {
-  launched(query, kThreads, [&] { return describe(a); },
-           [&](const Launch& launch) { launch_backward(a, launch); });
+  launched(
+      query, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_backward(a, launch); });
 }
 
 }  // namespace

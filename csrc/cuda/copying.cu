@@ -13,13 +13,15 @@ std::string describe(const Copying& a) {
 }
 
 void run_forward(const CopyForward& a, const Tensor& logits) {
-  launched(logits, kThreads, [&] { return describe(a); },
-           [&](const Launch& launch) { launch_forward(a, launch); });
+  launched(
+      logits, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_forward(a, launch); });
 }
 
 void run_backward(const CopyBackward& a, const Tensor& logits) {
-  launched(logits, kThreads, [&] { return describe(a); },
-           [&](const Launch& launch) { launch_backward(a, launch); });
+  launched(
+      logits, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_backward(a, launch); });
 }
 
 }  // namespace

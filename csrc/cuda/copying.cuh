@@ -45,8 +45,7 @@ struct Row {
   }
 
   __device__ Word word(int64_t w, double mass, double log_sum_exp) const {
-    const double log_generated =
-        generates(w) ? widen(logits[w]) - log_sum_exp + gate.log_p : -HUGE_VAL;
+    const double log_generated = generates(w) ? widen(logits[w]) - log_sum_exp + gate.log_p : -HUGE_VAL;
     return Word(log_generated, mass, gate.log_q);
   }
 };
@@ -155,8 +154,7 @@ void launch_forward(const CopyForward& a, const Launch& launch) {
 
 template <class Launch>
 void launch_backward(const CopyBackward& a, const Launch& launch) {
-  by_dtype(a.dtype,
-           [&](auto zero) { launch(distribution_gradient<decltype(zero)>, a.B * a.Tq, 1, a); });
+  by_dtype(a.dtype, [&](auto zero) { launch(distribution_gradient<decltype(zero)>, a.B * a.Tq, 1, a); });
 }
 
 }  // namespace

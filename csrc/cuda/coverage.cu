@@ -9,19 +9,21 @@ namespace {
 
 template <class Call>
 std::string describe(const Call& a) {
-  return "coverage_attention on CUDA failed for query " + sizes({a.B, a.H, a.Tq, a.A}) +
-         ", key " + sizes({a.B, a.H, a.Tk, a.A}) + ", " + std::to_string(a.filters_count) +
-         " filters of " + sizes({a.channels, a.width});
+  return "coverage_attention on CUDA failed for query " + sizes({a.B, a.H, a.Tq, a.A}) + ", key " +
+         sizes({a.B, a.H, a.Tk, a.A}) + ", " + std::to_string(a.filters_count) + " filters of " +
+         sizes({a.channels, a.width});
 }
 
 void run_forward(const CoverageForward& a, const Tensor& query) {
-  launched(query, kThreads, [&] { return describe(a); },
-           [&](const Launch& launch) { launch_forward(a, launch); });
+  launched(
+      query, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_forward(a, launch); });
 }
 
 void run_backward(const CoverageBackward& a, const Tensor& query) {
-  launched(query, kThreads, [&] { return describe(a); },
-           [&](const Launch& launch) { launch_backward(a, launch); });
+  launched(
+      query, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_backward(a, launch); });
 }
 
 }  // namespace

@@ -78,10 +78,9 @@ struct Scan {
   C* next;   // scratch that is left
 
   __device__ Scan(const Call& a, const View& scratch)
-      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)),
-        from(blockIdx.y * share(a, gridDim.y)), to(min(from + share(a, gridDim.y), a.Tk)),
-        seen(min(to, n)), K(a.filters_count), W(a.width), taps(a.channels * W),
-        weight(K ? at<T>(a.weight, tile, 0) : nullptr), filters(row(a.filters)),
+      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), from(blockIdx.y * share(a, gridDim.y)),
+        to(min(from + share(a, gridDim.y), a.Tk)), seen(min(to, n)), K(a.filters_count), W(a.width),
+        taps(a.channels * W), weight(K ? at<T>(a.weight, tile, 0) : nullptr), filters(row(a.filters)),
         projection(row(a.projection)), inverse_fertility(row(a.inverse_fertility)),
         penalty(a.penalty.data ? *row(a.penalty) : C(0)), next(row(scratch)) {
     found = take(a.Tk * K);
@@ -90,22 +89,16 @@ struct Scan {
   // Scratch of each sequence and head; see above.
   static int64_t numbers(const Call& a, int64_t) { return a.Tk * a.filters_count; }
 
-  static __device__ int64_t share(const Call& a, int64_t blocks) {
-    return (a.Tk + blocks - 1) / blocks;
-  }
+  static __device__ int64_t share(const Call& a, int64_t blocks) { return (a.Tk + blocks - 1) / blocks; }
 
   __device__ C* take(int64_t numbers) {
     C* place = next;
     next += numbers;
     return place;
   }
-  __device__ C* row(const View& v, int64_t i = 0) const {
-    return v.data ? at<C>(v, tile, i) : nullptr;
-  }
+  __device__ C* row(const View& v, int64_t i = 0) const { return v.data ? at<C>(v, tile, i) : nullptr; }
   // The weights of the row before.
-  __device__ Signal<C> last(int64_t t) const {
-    return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk};
-  }
+  __device__ Signal<C> last(int64_t t) const { return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk}; }
 
   // What the filters find around the block's keys.
   __device__ void find(const Signal<C>& last, const Signal<C>& coverage) const {
@@ -149,12 +142,10 @@ struct Scan {
 #pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
         s[x] = of_warp<Add>(s[x]);
-        if (lane == x && first + x < seen)
-          out[first + x] = finish_score<T>(a, tile, t, first + x, s[x]);
+        if (lane == x && first + x < seen) out[first + x] = finish_score<T>(a, tile, t, first + x, s[x]);
       }
     }
   }
-
 };
 
 // The same of the backward, and its gradients with the features in the tanh.
@@ -162,7 +153,8 @@ template <class T, class C = typename Accumulate<T>::type>
 struct BackwardScan : Scan<T, CoverageBackward> {
   using Base = Scan<T, CoverageBackward>;
   using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::W, Base::taps;
-  using Base::weight, Base::filters, Base::projection, Base::found, Base::row, Base::take;
+  using Base::row, Base::take;
+  using Base::weight, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
   // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]
   C *coverages, *past, *grad_coverage, *grad_found, *slopes, *grad_keys;
   C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
@@ -196,8 +188,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     for (int64_t index = from * K + threadIdx.x; index < seen * K; index += kThreads) {
       const int64_t j = index / K, i = index % K;
       C sum = 0;
-      for (int64_t c = 0; g[j] != 0 && c < a.A; ++c)
-        sum += slopes[j * a.A + c] * projection[c * K + i];
+      for (int64_t c = 0; g[j] != 0 && c < a.A; ++c) sum += slopes[j * a.A + c] * projection[c * K + i];
       grad_found[index] = sum;
     }
     wait_for_blocks();
@@ -256,11 +247,36 @@ struct BackwardScan : Scan<T, CoverageBackward> {
         for (int64_t c = 0; c < W; ++c) {
           const int64_t j = p - c + W / 2;
           if (j < 0 || j >= n || g[j] == 0) continue;
-          for (int64_t i = 0; i < K; ++i)
-            sum += grad_found[j * K + i] * filters[i * taps + x * W + c];
+          for (int64_t i = 0; i < K; ++i) sum += grad_found[j * K + i] * filters[i * taps + x * W + c];
         }
         (x ? grad_coverage : past)[p] += sum;
       }
+  }
+
+  // For a thread's keys, from `begin` on: the coverage before every row, and what rows add to.
+  __device__ void begin(int64_t begin) const {
+    const C *coverage_in = row(a.coverage_in), *grad_coverage_out = row(a.grad_coverage_out);
+    C* const grad_inverse_fertility = row(a.grad_inverse_fertility);
+    for (int64_t j = begin; j < to; j += kThreads) {
+      C coverage = coverage_in ? coverage_in[j] : C(0);
+      for (int64_t t = 0; t < a.Tq; ++t) {
+        coverages[t * a.Tk + j] = coverage;
+        const C w = row(a.weights, t)[j];
+        coverage += inverse_fertility ? inverse_fertility[j] * w : w;
+      }
+      past[j] = 0;
+      grad_coverage[j] = grad_coverage_out ? grad_coverage_out[j] : C(0);
+      if (grad_inverse_fertility) grad_inverse_fertility[j] = 0;
+    }
+  }
+
+  // Write the gradients of the history before all rows, of the same keys.
+  __device__ void end(int64_t begin) const {
+    C *const grad_coverage_in = row(a.grad_coverage_in), *const grad_previous = row(a.grad_previous);
+    for (int64_t j = begin; j < to; j += kThreads) {
+      if (grad_coverage_in) grad_coverage_in[j] = grad_coverage[j];
+      if (grad_previous) grad_previous[j] = past[j];
+    }
   }
 
   // What score_backward adds to, before the rows.
@@ -272,7 +288,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
 
   // The gradients of keys and parameters, after the rows of all blocks.
   __device__ void end_backward() const {
-    C *const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
+    C* const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
     const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size(a);
     const C* part = parts - blockIdx.y * size;
 #pragma unroll
@@ -351,26 +367,14 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
 // gradient; `past` is the gradient of the row's weights as the next row's past, grad_coverage that of
 // the coverage after the row, then before it.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackward a,
-                                                         const View scratch) {
+__global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
   const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
   int turn = 0;
-  const C *coverage_in = s.row(a.coverage_in), *grad_coverage_out = s.row(a.grad_coverage_out);
   const C grad_loss = a.grad_loss.data ? *s.row(a.grad_loss) : C(0);
-  C* grad_inverse_fertility = s.row(a.grad_inverse_fertility);
-  for (int64_t j = begin; j < s.to; j += kThreads) {
-    C coverage = coverage_in ? coverage_in[j] : C(0);  // before every row
-    for (int64_t t = 0; t < a.Tq; ++t) {
-      s.coverages[t * a.Tk + j] = coverage;
-      const C w = s.row(a.weights, t)[j];
-      coverage += s.inverse_fertility ? s.inverse_fertility[j] * w : w;
-    }
-    s.past[j] = 0;
-    s.grad_coverage[j] = grad_coverage_out ? grad_coverage_out[j] : C(0);
-    if (grad_inverse_fertility) grad_inverse_fertility[j] = 0;
-  }
+  C* const grad_inverse_fertility = s.row(a.grad_inverse_fertility);
+  s.begin(begin);
   if (s.K) s.begin_backward();
 
   double grad_penalty = 0;
@@ -418,10 +422,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackw
 
   grad_penalty = of_blocks<Add>(grad_penalty, turn);  // all blocks are through with their rows
   if (begin == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
-  for (int64_t j = begin; j < s.to; j += kThreads) {
-    if (a.grad_coverage_in.data) s.row(a.grad_coverage_in)[j] = s.grad_coverage[j];
-    if (a.grad_previous.data) s.row(a.grad_previous)[j] = s.past[j];
-  }
+  s.end(begin);
   if (s.K) s.end_backward();
   wait_for_blocks();  // which may still look
 }
@@ -460,8 +461,8 @@ void launch_backward(const CoverageBackward& a, const Launch& launch) {
   const Backward& rows = a;
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys),
-           rows, Factored{});
+    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
+           Factored{});
     launch_scan<T, BackwardScan<T>>(a, scan_backward<T>, launch);
     if (a.filters_count) launch_grad_value<T>(rows, {}, launch);
     else launch_grad_inputs<T>(rows, launch);

@@ -30,8 +30,7 @@ class Launch {
   }
 
   template <class... Args>
-  void start(void (*kernel)(Args...), int64_t x, int64_t y, int64_t cluster,
-             const Args&... args) const {
+  void start(void (*kernel)(Args...), int64_t x, int64_t y, int64_t cluster, const Args&... args) const {
     if (x == 0 || y == 0) return;
     if (x > std::numeric_limits<int32_t>::max() || y > 65535)
       throw std::runtime_error("more blocks than a grid holds");
@@ -48,8 +47,7 @@ class Launch {
   }
 
  public:
-  Launch(const Tensor& like, int threads)
-      : device(like.device()), guard(device.index()), threads(threads) {
+  Launch(const Tensor& like, int threads) : device(like.device()), guard(device.index()), threads(threads) {
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &current));
     stream = static_cast<cudaStream_t>(current);

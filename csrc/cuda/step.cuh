@@ -12,7 +12,7 @@ constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way toge
 // ---- a block's keys -----------------------------------------------------------------------------
 
 struct StepKeys {
-  Seen own;     // all that the row sees
+  Seen own;      // all that the row sees
   int64_t from;  // the first that this block takes
   int count;
 };
@@ -44,8 +44,7 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
     C s[kAtOnce] = {};
     const T* k[kAtOnce];
 #pragma unroll
-    for (int x = 0; x < kAtOnce; ++x)
-      k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
+    for (int x = 0; x < kAtOnce; ++x) k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
 #pragma unroll 1
     for (int64_t c = 2 * lane; c < width; c += 64) {
       const bool two = c + 1 < width;
@@ -128,8 +127,7 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
   wait_for_blocks();
   const End<C> all = join<C>(gridDim.y, [&](unsigned block) { return *of_another(&end, block); });
   const C factor = end.faded(all.top) * all.share();
-  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads,
-             kThreads * gridDim.y);
+  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads, kThreads * gridDim.y);
   add_up_blocks<C>(
       a.Dv, [&](int64_t c) { return factor * weighted_sum(c); },
       [&](int64_t c, C total) { narrow(total, at<T>(a.context, tile, 0)[c]); });
@@ -137,8 +135,7 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
 
 // What the parts of a row add up to.
 template <class T>
-__global__ void __launch_bounds__(kThreads) combine(const Forward a, const View parts,
-                                                    int64_t count) {
+__global__ void __launch_bounds__(kThreads) combine(const Forward a, const View parts, int64_t count) {
   using C = typename Accumulate<T>::type;
   const Tile tile = locate(a, 1, 1);
   const auto part = [&](int64_t i) {
@@ -169,10 +166,10 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
   const auto [own, from, keys] = keys_of_block(a, tile);
   const int64_t column = from - own.origin;  // of the first key
   const Rows<T> value = {at<T>(a.value, tile, from), a.value.row, keys};
-  score_keys<Score::dot, C>(at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value,
-                            a.Dv, [&](int j, C x) {
-    share[j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
-  });
+  score_keys<Score::dot, C>(
+      at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value, a.Dv, [&](int j, C x) {
+        share[j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
+      });
   __syncthreads();
   C p[2], x[2], sum = 0;
   for (int half = 0; half < 2; ++half) {
@@ -223,15 +220,12 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
 
 // ---- launches -----------------------------------------------------------------------------------
 
-inline int64_t key_parts(const Problem& a) {
-  return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1});
-}
+inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}); }
 
 template <class T, class Launch>
 void launch_step(const Forward& a, const Launch& launch) {
   const int64_t blocks = key_parts(a);
-  const auto kernel =
-      by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
+  const auto kernel = by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
   if (blocks == 1 || blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, View{});
   using C = typename Accumulate<T>::type;

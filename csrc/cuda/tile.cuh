@@ -99,8 +99,7 @@ inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) 
 // Of what is left, as much as a tile holds; less than 0 beyond the end.
 __device__ inline int up_to(int most, int64_t left) { return left < most ? left : most; }
 
-__device__ inline Tile locate(const Problem& a, int64_t rows, int height,
-                              int block = blockIdx.x) {
+__device__ inline Tile locate(const Problem& a, int64_t rows, int height, int block = blockIdx.x) {
   const int parts = (rows + height - 1) / height, bh = block / parts, part = block % parts;
   const int H = a.H;
   return {bh / H, bh % H, part, int64_t{part} * height};
@@ -197,11 +196,10 @@ __device__ C share_of(C top, C total) {
 // The scores of row i, in their place, become weights: one thread's share of the work, and log sum exp.
 // `total` is the sum of e^{score - top}.
 template <class C>
-__device__ void finish_row(const Forward& a, const Tile& tile, int64_t i, const Seen& own, C top,
-                           C total, int thread, int threads) {
+__device__ void finish_row(const Forward& a, const Tile& tile, int64_t i, const Seen& own, C top, C total,
+                           int thread, int threads) {
   if (thread == 0)
-    *at<C>(a.log_sum_exp, tile, i) =
-        total == 0 || top == kLeast<C> ? C(-INFINITY) : top + log(total);
+    *at<C>(a.log_sum_exp, tile, i) = total == 0 || top == kLeast<C> ? C(-INFINITY) : top + log(total);
   if (!a.weights.data) return;
   C* weights = at<C>(a.weights, tile, i);
   const C share = share_of(top, total);

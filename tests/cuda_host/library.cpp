@@ -13,8 +13,7 @@ inline AOTITorchError empty_but_for_nan(int64_t dim, const int64_t* sizes, const
                                         AtenTensorHandle* out) {
   void* data;
   int64_t bytes;
-  AOTITorchError error =
-      aoti_torch_empty_strided(dim, sizes, strides, dtype, device, index, out);
+  AOTITorchError error = aoti_torch_empty_strided(dim, sizes, strides, dtype, device, index, out);
   if (!error) error = aoti_torch_get_data_ptr(*out, &data);
   if (!error) error = aoti_torch_get_storage_size(*out, &bytes);
   if (!error && bytes) memset(data, 0xff, bytes);

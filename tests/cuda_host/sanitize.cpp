@@ -93,8 +93,7 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
   b.odds = f.odds;
   if (additive) b.grad_filters = make.tensor(h.filters_count, h.channels * h.width);
   if (additive) b.grad_projection = make.tensor(b.A, h.filters_count);
-  for (View* x : {&b.grad_coverage_out, &b.grad_inverse_fertility, &b.grad_coverage_in,
-                  &b.grad_previous})
+  for (View* x : {&b.grad_coverage_out, &b.grad_inverse_fertility, &b.grad_coverage_in, &b.grad_previous})
     *x = make.tensor(1, b.Tk);
   b.grad_transition_prob = make.tensor(1, b.Tq);
   for (View* x : {&b.grad_loss, &b.grad_penalty}) *x = make.tensor(1, 1);
@@ -109,9 +108,16 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
 
 void run_copying(const Problem& p, const Sizes& make, const int64_t* source, double* log_sum_exp) {
   for (const bool log : {false, true}) {
-    const Copying c = {.dtype = Dtype::f32, .B = p.B, .Tq = p.Tq, .Tk = p.Tk, .V = p.Dv, .X = 3,
-                       .log = log, .logits = make.tensor(p.Tq, p.Dv),
-                       .weights = make.tensor(p.Tq, p.Tk), .gate = make.tensor(p.Tq, 1),
+    const Copying c = {.dtype = Dtype::f32,
+                       .B = p.B,
+                       .Tq = p.Tq,
+                       .Tk = p.Tk,
+                       .V = p.Dv,
+                       .X = 3,
+                       .log = log,
+                       .logits = make.tensor(p.Tq, p.Dv),
+                       .weights = make.tensor(p.Tq, p.Tk),
+                       .gate = make.tensor(p.Tq, 1),
                        .source = source};
     const View rows = {log_sum_exp, p.Tq, 0, 1, 1};
     launch_forward(CopyForward{c, make.tensor(p.Tq, p.Dv + 3), rows}, launch);
