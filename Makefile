@@ -5,6 +5,11 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 TWO := -n 2 --dist loadfile
+CXX_SOURCES := $(shell find csrc tests/cuda_host -type f)
+# clang-tidy sees one instruction set, and device code as the tests on the host do.
+TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration \
+  -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
+  -isystem tests/cuda_host
 
 .PHONY: demo test integrations lint bench gpu sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
@@ -25,6 +30,9 @@ lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/clang-tidy --quiet csrc/cpu/*.cpp tests/cuda_host/sanitize.cpp -- $(TIDY) \
+	  -isystem $$($(BIN)/python -c 'import torch; print(torch.__path__[0])')/include
 
 bench: .venv/installed integrations
 	$(BIN)/pytest bench --benchmark-json=bench.json

@@ -5,22 +5,32 @@
 
 namespace attnfast {
 
-// Numbers are of the accumulation dtype, their rows contiguous; what is absent has null data.
-struct Coverage : Attention {
-  bool backward = false;
-  bool sums = false;  // grad_key, grad_weight, grad_filters and grad_projection are added to, for each
-                      // [B, H], and of the accumulation dtype
-  int64_t filters_count = 0, channels = 2, width = 0;  // K filters of W taps; none: K is 0
-  View filters, projection;  // [K, channels, W] and [A, K], each head's own by the head stride
-  View penalty;              // [H] by its head stride
-  View rate, first, previous;                             // [B, H, Tk]
-  View transition;                                        // [B, H, Tq]
-  View last, loss;                                        // out: coverage [B, H, Tk]; [B, H]
-  View odds;                                              // out (in): [B, H, Tq, Tk]
-  View grad_last, grad_loss;                              // in
-  View grad_filters, grad_projection;                     // out: a part for each [B, H]
-  View grad_penalty;                                      // out: a part for each [B, H]
-  View grad_rate, grad_transition, grad_first, grad_previous;  // out
+// What one row passes to the next. Numbers are of the accumulation dtype, their rows contiguous; what is
+// absent has null data.
+struct History {
+  int64_t filters_count = 0, channels = 2, width = 0;  // K filters of `width` taps; none: K is 0
+  View filters, projection;                            // [K, channels, width] and [A, K], each
+                                                       // head's own by the head stride
+  View penalty;                                        // [H] by its head stride
+  View inverse_fertility, coverage_in, previous;       // [B, H, Tk]
+  View transition_prob;                                // [B, H, Tq]
+};
+
+// log_sum_exp is absent.
+struct CoverageForward : Forward, History {
+  View coverage_out, loss;  // out: [B, H, Tk]; [B, H]
+  View odds;                // out, [B, H, Tq, Tk], or absent
+};
+
+// What filters touch is of this struct: with them grad_query, grad_key and grad_weight too are theirs.
+struct CoverageBackward : Backward, History {
+  View odds;                           // as the forward left them
+  View grad_coverage_out, grad_loss;   // in
+  bool sums;                           // grad_key, grad_weight, grad_filters and grad_projection are
+                                       // added to, for each [B, H], and of the accumulation dtype
+  View grad_filters, grad_projection;  // out: a part for each [B, H]
+  View grad_penalty;                   // out: a part for each [B, H]
+  View grad_inverse_fertility, grad_transition_prob, grad_coverage_in, grad_previous;  // out
 };
 
 namespace {

@@ -1,25 +1,19 @@
-// What every launcher does alike: tensors become an Attention, results are allocated.
+// What every launcher does alike: it refuses what does not fit, tensors become views of a Problem, and
+// results are allocated.
 #pragma once
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <numeric>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "attention.h"
 
 namespace attnfast {
 namespace {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Optional = std::optional<Tensor>;
 
 Dtype dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -46,9 +40,9 @@ Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, Sc
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
-      to<int32_t>(from(device.type())), device.index(), &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), to<int32_t>(from(dtype)),
+                               to<int32_t>(from(device.type())), device.index(), &handle));
   return Tensor(handle);
 }
 
@@ -117,65 +111,105 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
   return empty(x.device(), sizes, dtype, order);
 }
 
-// Refuses arguments that do not fit an operator's first one, which has batch and heads in front of its
-// last two sizes. What is wrong with an argument is for attnfast.ops.arguments to say; it refuses the
-// same ones.
+// The rules of arguments, which do or do not fit an operator's first one; that has batch and heads in
+// front of its last two sizes. What is wrong with an argument is for attnfast.ops.arguments to say; it
+// refuses the same ones.
 class Fit {
+  const char* operator_name;
+  const Tensor& first;
+
+ protected:
   using Sizes = std::initializer_list<int64_t>;
-  const char* name_of_operator;
-  const Tensor& query;
+  // An argument is of one of two types, often the same.
+  struct Types {
+    ScalarType one, other;
+    Types(ScalarType one) : one(one), other(one) {}
+    Types(ScalarType one, ScalarType other) : one(one), other(other) {}
+  };
 
  public:
-  Fit(const char* name_of_operator, const Tensor& query)
-      : name_of_operator(name_of_operator), query(query) {}
+  ScalarType own, sums;  // the first argument's type, and that of sums
+  int64_t lead;          // sizes in front of the last two
+  int64_t B, H;
 
-  void check(bool fits, const char* name) const {
-    if (!fits) throw std::runtime_error(std::string(name_of_operator) + ": " + name + " does not fit");
+  Fit(const char* operator_name, const Tensor& first)
+      : operator_name(operator_name), first(first), own(first.scalar_type()), sums(accumulation(first)),
+        lead(first.dim() - 2), B(first.dim() ? first.size(0) : 0), H(first.dim() == 4 ? first.size(1) : 1) {
   }
 
-  // Whether these are the sizes from `from` on; 1 may stand for any of what broadcasts.
-  static bool ends(const Tensor& x, int64_t from, Sizes wanted, bool broadcasts = false) {
-    if (x.dim() != from + static_cast<int64_t>(wanted.size())) return false;
-    for (const int64_t size : wanted) {
-      const int64_t own = x.size(from++);
-      if (own != size && !(broadcasts && own == 1)) return false;
-    }
+  void check(bool fits, const char* name) const {
+    if (!fits) throw std::runtime_error(std::string(operator_name) + ": " + name + " does not fit");
+  }
+
+  template <class T>
+  static bool any(const T&) {
     return true;
   }
 
-  bool placed(const Tensor& x, ScalarType type) const {
-    return x.scalar_type() == type && x.device() == query.device();
-  }
+  static bool between(int64_t x, int64_t least, int64_t most) { return least <= x && x <= most; }
 
   // Just these sizes.
-  void sizes(const char* name, const Tensor& x, ScalarType type, Sizes wanted) const {
-    check(placed(x, type) && ends(x, 0, wanted), name);
+  bool sizes(const Tensor& x, Types types, Sizes wanted) const {
+    return placed(x, types) && ends(x, 0, wanted, false);
   }
-  void sizes(const char* name, const Optional& x, ScalarType type, Sizes wanted) const {
-    if (x) sizes(name, *x, type, wanted);
-  }
+  bool sizes(const Optional& x, Types types, Sizes wanted) const { return !x || sizes(*x, types, wanted); }
 
   // Batch and heads, then these sizes.
-  void rows(const char* name, const Tensor& x, ScalarType type, Sizes wanted,
-            bool broadcasts = false) const {
-    const int64_t lead = query.dim() - 2;
-    bool fits = placed(x, type) && ends(x, lead, wanted, broadcasts);
-    for (int64_t i = 0; fits && i < lead; ++i)
-      fits = x.size(i) == query.size(i) || (broadcasts && x.size(i) == 1);
-    check(fits, name);
+  bool rows(const Tensor& x, Types types, Sizes wanted) const {
+    return placed(x, types) && begins(x, false) && ends(x, lead, wanted, false);
   }
-  void rows(const char* name, const Optional& x, ScalarType type, Sizes wanted,
-            bool broadcasts = false) const {
-    if (x) rows(name, *x, type, wanted, broadcasts);
+  bool rows(const Optional& x, Types types, Sizes wanted) const { return !x || rows(*x, types, wanted); }
+
+  // The same, but 1 may stand for any size.
+  bool terms(const Optional& x, Types types, Sizes wanted) const {
+    return !x || (placed(*x, types) && begins(*x, true) && ends(*x, lead, wanted, true));
   }
 
   // Parameters: for each head these sizes, or the same for all.
-  void parameters(const char* name, const Optional& x, ScalarType type, Sizes wanted) const {
-    if (!x) return;
-    const bool own = query.dim() == 4 && x->dim() == static_cast<int64_t>(wanted.size()) + 1;
-    check(placed(*x, type) && ends(*x, own, wanted) && (!own || x->size(0) == query.size(1)), name);
+  bool parameters(const Optional& x, Types types, Sizes wanted) const {
+    if (!x) return true;
+    const bool of_heads = lead == 2 && x->dim() == static_cast<int64_t>(wanted.size()) + 1;
+    return placed(*x, types) && ends(*x, of_heads, wanted, false) && (!of_heads || x->size(0) == H);
+  }
+
+ protected:
+  bool placed(const Tensor& x, Types types) const {
+    const ScalarType type = x.scalar_type();
+    return (type == types.one || type == types.other) && x.device() == first.device();
+  }
+
+  bool begins(const Tensor& x, bool broadcasts) const {
+    if (x.dim() < lead) return false;
+    for (int64_t i = 0; i < lead; ++i)
+      if (x.size(i) != first.size(i) && !(broadcasts && x.size(i) == 1)) return false;
+    return true;
+  }
+
+  static bool ends(const Tensor& x, int64_t from, Sizes wanted, bool broadcasts) {
+    if (x.dim() != from + static_cast<int64_t>(wanted.size())) return false;
+    for (const int64_t size : wanted) {
+      const int64_t found = x.size(from++);
+      if (found != size && !(broadcasts && found == 1)) return false;
+    }
+    return true;
   }
 };
+
+// Copies that outlive the pointers into them.
+using Keep = std::vector<Tensor>;
+
+// Room for what is asked for; of size [0] for the rest.
+Tensor empty_if(bool wanted, const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  return empty(like.device(), wanted ? sizes : std::vector<int64_t>{0}, dtype);
+}
+
+// The gradient of rows, and where it goes if it is wanted.
+Tensor gradient_of_rows(bool wanted, const Tensor& x, View& out) {
+  if (!wanted) return empty_if(false, x, {}, x.scalar_type());
+  const Tensor gradient = empty_rows(x, x.size(x.dim() - 1), x.scalar_type());
+  out = view(gradient);
+  return gradient;
+}
 
 Score score_of(const std::string& name) {
 #define ATTNFAST_CASE(score) \
@@ -190,71 +224,122 @@ Score score_of(const std::string& name) {
 // Whether kernels read a bias of the accumulation dtype beside half types; else it is rounded before.
 bool bias_may_be_of_sums();
 
-struct Call {
-  Attention a{};
-  std::vector<Tensor> keep;  // copies that outlive the pointers into them
-  Fit fit;
+// What attention and coverage_attention are given alike, lists as ATTNFAST_ARGUMENTS takes them.
+#define ATTNFAST_KEYS(X)                \
+  X(Tensor, query, rows, own, {Tq, A})  \
+  X(Tensor, key, rows, own, {Tk, A})    \
+  X(Tensor, value, rows, own, {Tk, Dv}) \
+  X(Optional, weight, parameters, own, {A})
+#define ATTNFAST_TERMS(X)                             \
+  X(Optional, bias, terms, Types(own, sums), {Tq, W}) \
+  X(Optional, mask, terms, ScalarType::Bool, {Tq, W})
+#define ATTNFAST_LENGTHS(X) X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B})
+#define ATTNFAST_SCORE(X) \
+  X(double, scale, any)   \
+  X(std::string, score, goes_with, given.weight)
 
-  Call(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
-       const Optional& weight, const Optional& bias, const Optional& mask, const Optional& lengths,
-       const Optional& span, int64_t columns, double scale, const std::string& score)
-      : fit(name, query) {
-    const int64_t n = query.dim();
-    const ScalarType dtype = query.scalar_type();
-    fit.check(n == 3 || n == 4, "query");
-    fit.check(key.dim() == n, "key");
-    fit.check(value.dim() == n, "value");
-    const int64_t Tq = query.size(n - 2), Tk = key.size(n - 2), A = query.size(n - 1);
-    fit.rows("key", key, dtype, {Tk, A});
-    fit.rows("value", value, dtype, {Tk, value.size(n - 1)});
-    fit.parameters("weight", weight, dtype, {A});
-    fit.check(columns >= 0 && columns <= (span ? Tk : 0), "columns");
-    const int64_t W = columns ? columns : Tk;
-    fit.rows("span", span, ScalarType::Long, {Tq, 2}, true);
-    if (span) fit.check(span->size(n - 2) == Tq && span->size(n - 1) == 2, "span");
-    a.bias_in_sums = bias && bias->scalar_type() == accumulation(query);
-    fit.rows("bias", bias, a.bias_in_sums ? accumulation(query) : dtype, {Tq, W}, true);
-    fit.rows("mask", mask, ScalarType::Bool, {Tq, W}, true);
-    const bool wide = lengths && lengths->scalar_type() == ScalarType::Long;
-    fit.sizes("lengths", lengths, wide ? ScalarType::Long : ScalarType::Int, {query.size(0)});
-    a.dtype = dtype_of(query);
-    a.B = query.size(0);
-    a.H = n == 4 ? query.size(1) : 1;
-    a.Tq = Tq;
-    a.A = A;
-    a.Tk = Tk;
-    a.Dv = value.size(n - 1);
-    a.scale = scale;
-    a.score = score_of(score);
-    fit.check(weight.has_value() == (a.score != Score::dot), "score");
-    a.query = view_of_rows(query, keep);
-    a.key = view_of_rows(key, keep);
-    a.value = view_of_rows(value, keep);
-    if (weight) {
-      keep.push_back(packed(*weight));
-      a.weight.data = place_of(keep.back());
-      a.weight.head = weight->dim() == 2 ? a.A : 0;
-    }
-    if (lengths) {
-      keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
-      a.lengths = static_cast<const int64_t*>(place_of(keep.back()));
-      const auto possible = [&](int64_t length) { return length >= 0 && length <= Tk; };
-      fit.check(!query.is_cpu() || std::all_of(a.lengths, a.lengths + a.B, possible), "lengths");
-    }
-    a.compact = columns > 0;
-    a.W = W;
-    if (span) {
-      keep.push_back(span->stride(n - 1) == 1 ? *span : torch::stable::contiguous(*span));
-      a.span = broadcast_view(keep.back());
-    }
-    if (bias) {
-      const bool as_it_is = bias->scalar_type() == dtype || bias_may_be_of_sums();
-      keep.push_back(as_it_is ? *bias : torch::stable::to(*bias, dtype));
-      a.bias = broadcast_view(keep.back());
-    }
-    if (mask) a.mask = broadcast_view(*mask);
+// The sizes of query, key and value.
+struct AttentionFit : Fit {
+  int64_t Tq, Tk, A, Dv, W;
+
+  template <class Arguments>
+  explicit AttentionFit(const Arguments& given) : Fit(Arguments::kOperator, given.query) {
+    const int64_t n = given.query.dim();
+    check(n == 3 || n == 4, "query");
+    check(given.key.dim() == n, "key");
+    check(given.value.dim() == n, "value");
+    Tq = given.query.size(n - 2);
+    A = given.query.size(n - 1);
+    Tk = W = given.key.size(n - 2);
+    Dv = given.value.size(n - 1);
+    if constexpr (requires { given.columns; })
+      if (given.columns) W = given.columns;
+  }
+
+  // Whether a score has a weight just if it needs one.
+  static bool goes_with(const std::string& score, const Optional& weight) {
+    return weight.has_value() == (score_of(score) != Score::dot);
+  }
+
+  bool spans(const Optional& x) const {
+    return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {Tq, 2}, false));
+  }
+
+  // What cpu/attention.cpp has prepared.
+  bool exponentials(const Optional& x, const std::string& score) const {
+    const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
+    return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
+                  sizes(x, ScalarType::Float, {B, H, Tk, width}));
   }
 };
+
+// [B], their values checked where that is no wait.
+const int64_t* lengths_of(const Optional& lengths, const AttentionFit& fit, Keep& keep) {
+  if (!lengths) return nullptr;
+  const bool wide = lengths->scalar_type() == ScalarType::Long;
+  keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
+  const auto* values = static_cast<const int64_t*>(place_of(keep.back()));
+  const auto possible = [&](int64_t length) { return length >= 0 && length <= fit.Tk; };
+  fit.check(!lengths->is_cpu() || std::all_of(values, values + fit.B, possible), "lengths");
+  return values;
+}
+
+// A parameter, one for all or one for each head, whose rows are side by side.
+View view_of_parameters(const Tensor& x, bool of_heads, Keep& keep) {
+  keep.push_back(packed(x));
+  View v;
+  v.data = place_of(keep.back());
+  v.head = of_heads ? keep.back().stride(0) : 0;
+  return v;
+}
+
+// Fill in what every call of attention and coverage_attention has.
+template <class Arguments>
+void put_problem(const Arguments& given, const AttentionFit& fit, Problem& a, Keep& keep) {
+  a.dtype = dtype_of(given.query);
+  a.score = score_of(given.score);
+  a.scale = given.scale;
+  a.B = fit.B;
+  a.H = fit.H;
+  a.Tq = fit.Tq;
+  a.Tk = fit.Tk;
+  a.A = fit.A;
+  a.Dv = fit.Dv;
+  a.W = fit.W;
+  a.query = view_of_rows(given.query, keep);
+  a.key = view_of_rows(given.key, keep);
+  a.value = view_of_rows(given.value, keep);
+  if (given.weight) a.weight = view_of_parameters(*given.weight, given.weight->dim() == 2, keep);
+  a.lengths = lengths_of(given.lengths, fit, keep);
+  if constexpr (requires { given.span; }) {
+    a.compact = given.columns > 0;
+    if (const Optional& span = given.span) {
+      const bool side_by_side = span->stride(span->dim() - 1) == 1;
+      keep.push_back(side_by_side ? *span : torch::stable::contiguous(*span));
+      a.span = broadcast_view(keep.back());
+    }
+    if (given.prepared) {
+      keep.push_back(packed(*given.prepared));
+      a.exponentials = view(keep.back());
+    }
+  }
+  if constexpr (requires { given.bias; }) {
+    if (const Optional& bias = given.bias) {
+      a.bias_in_sums = bias->scalar_type() == fit.sums && bias_may_be_of_sums();
+      const bool as_it_is = a.bias_in_sums || bias->scalar_type() == fit.own;
+      keep.push_back(as_it_is ? *bias : torch::stable::to(*bias, fit.own));
+      a.bias = broadcast_view(keep.back());
+    }
+    if (given.mask) a.mask = broadcast_view(*given.mask);
+  }
+}
+
+// Add up, in double, the parts [B, H, ...] of a parameter's gradient over what shares it: the axes given,
+// and the heads unless each has its own.
+Tensor sum_of_parts(const Tensor& parts, std::vector<int64_t> axes, bool of_heads, ScalarType dtype) {
+  if (!of_heads) axes.insert(axes.begin() + 1, 1);
+  return torch::stable::to(torch::stable::sum(parts, axes, false, ScalarType::Double), dtype);
+}
 
 }  // namespace
 }  // namespace attnfast

@@ -1,5 +1,5 @@
-// The two operators of copy_distribution. A launcher includes this file once, defines the two
-// functions below and registers the operators.
+// The two operators of copy_distribution. A launcher includes this file once and defines the functions
+// below.
 #pragma once
 #include "copying.h"
 #include "launch.h"
@@ -8,77 +8,107 @@ namespace attnfast {
 namespace {
 
 // Fill what is out; `logits` tells the device.
-void run_forward(const Copying&, const Tensor& logits);
-void run_backward(const Copying&, const Tensor& logits);
+void run_forward(const CopyForward&, const Tensor& logits);
+void run_backward(const CopyBackward&, const Tensor& logits);
 
-struct CopyingCall {
-  Copying a{};
-  std::vector<Tensor> keep;
-  Fit fit;
+#define ATTNFAST_COPY_ROWS(X)                                             \
+  X(Tensor, logits, rows, own, {Tq, V})                                   \
+  X(Tensor, weights, rows, own, {Tq, Tk})                                 \
+  X(Tensor, source, rows, Types(ScalarType::Long, ScalarType::Int), {Tk}) \
+  X(Tensor, gate, rows, own, {Tq})
+#define ATTNFAST_COPY_WORDS(X)                                             \
+  X(int64_t, extra_words, between, 0, std::numeric_limits<int64_t>::max()) \
+  X(bool, log, any)
 
-  CopyingCall(const char* name, const Tensor& logits, const Tensor& weights, const Tensor& source,
-              const Tensor& gate, int64_t extra_words, bool log)
-      : fit(name, logits) {
-    const ScalarType dtype = logits.scalar_type(), type = source.scalar_type();
-    const bool wide = type == ScalarType::Long;
-    fit.check(logits.dim() == 3, "logits");
-    fit.check(weights.dim() == 3, "weights");
-    const int64_t Tq = logits.size(1), Tk = weights.size(2);
-    fit.rows("weights", weights, dtype, {Tq, Tk});
-    fit.rows("gate", gate, dtype, {Tq});
-    fit.rows("source", source, wide ? type : ScalarType::Int, {Tk});
-    fit.check(extra_words >= 0, "extra_words");
-    a.dtype = dtype_of(logits);
-    a.B = logits.size(0);
-    a.Tq = logits.size(1);
-    a.V = logits.size(2);
-    a.X = extra_words;
-    a.Tk = weights.size(2);
-    a.log = log;
-    a.logits = view_of_rows(logits, keep);
-    a.weights = view_of_rows(weights, keep);
-    a.gate = view(gate, false);
-    keep.push_back(packed(wide ? source : torch::stable::to(source, ScalarType::Long)));
-    a.source = static_cast<const int64_t*>(place_of(keep.back()));
-    const auto possible = [&](int64_t word) { return word >= 0 && word < a.V + a.X; };
-    fit.check(!logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible), "source");
+#define ATTNFAST_COPY(X) ATTNFAST_COPY_ROWS(X) ATTNFAST_COPY_WORDS(X)
+#define ATTNFAST_COPY_BACKWARD(X)                                      \
+  X(Tensor, grad_distribution, rows, own, {Tq, V + given.extra_words}) \
+  ATTNFAST_COPY_ROWS(X)                                                \
+  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})               \
+  ATTNFAST_COPY_WORDS(X)
+
+#define ATTNFAST_COPIED(X) X(distribution) X(log_sum_exp)
+#define ATTNFAST_COPY_GRADIENTS(X) X(grad_logits) X(grad_weights) X(grad_gate)
+
+// The sizes of logits and weights, which have no heads.
+struct CopyFit : Fit {
+  int64_t Tq, Tk, V;
+
+  template <class Arguments>
+  explicit CopyFit(const Arguments& given) : Fit(Arguments::kOperator, given.logits) {
+    check(given.logits.dim() == 3, "logits");
+    check(given.weights.dim() == 3, "weights");
+    Tq = given.logits.size(1);
+    V = given.logits.size(2);
+    Tk = given.weights.size(2);
   }
 };
 
-std::tuple<Tensor, Tensor> copy_distribution(const Tensor logits, const Tensor weights,
-                                             const Tensor source, const Tensor gate,
-                                             int64_t extra_words, bool log) {
-  CopyingCall c("copy_distribution", logits, weights, source, gate, extra_words, log);
-  Copying& a = c.a;
-  const Tensor out = empty(logits.device(), {a.B, a.Tq, a.V + a.X}, logits.scalar_type());
-  const Tensor log_sum_exp = empty(logits.device(), {a.B, a.Tq}, ScalarType::Double);
-  a.distribution = view(out);
-  a.log_sum_exp = view(log_sum_exp, false);
-  run_forward(a, logits);
-  return {out, log_sum_exp};
+ATTNFAST_ARGUMENTS(CopyArguments, "copy_distribution", ATTNFAST_COPY, CopyFit)
+ATTNFAST_ARGUMENTS(CopyBackwardArguments, "copy_distribution_backward", ATTNFAST_COPY_BACKWARD, CopyFit)
+ATTNFAST_RESULTS(Copied, ATTNFAST_COPIED)
+ATTNFAST_RESULTS(CopyGradients, ATTNFAST_COPY_GRADIENTS)
+
+template <class Arguments>
+void put_copying(const Arguments& given, const CopyFit& fit, Copying& a, Keep& keep) {
+  a.dtype = dtype_of(given.logits);
+  a.B = fit.B;
+  a.Tq = fit.Tq;
+  a.Tk = fit.Tk;
+  a.V = fit.V;
+  a.X = given.extra_words;
+  a.log = given.log;
+  a.logits = view_of_rows(given.logits, keep);
+  a.weights = view_of_rows(given.weights, keep);
+  a.gate = view(given.gate, false);
+  const bool wide = given.source.scalar_type() == ScalarType::Long;
+  keep.push_back(packed(wide ? given.source : torch::stable::to(given.source, ScalarType::Long)));
+  a.source = static_cast<const int64_t*>(place_of(keep.back()));
+  const auto possible = [&](int64_t word) { return word >= 0 && word < a.V + a.X; };
+  fit.check(!given.logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible), "source");
 }
 
-std::tuple<Tensor, Tensor, Tensor> copy_distribution_backward(
-    const Tensor grad_distribution, const Tensor logits, const Tensor weights, const Tensor source,
-    const Tensor gate, const Tensor log_sum_exp, int64_t extra_words, bool log) {
-  CopyingCall c("copy_distribution_backward", logits, weights, source, gate, extra_words, log);
-  Copying& a = c.a;
-  c.fit.rows("grad_distribution", grad_distribution, logits.scalar_type(), {a.Tq, a.V + a.X});
-  c.fit.rows("log_sum_exp", log_sum_exp, ScalarType::Double, {a.Tq});
-  const Tensor saved = packed(log_sum_exp);
-  const auto gradient = [&](const std::vector<int64_t>& sizes) {
-    return empty(logits.device(), sizes, logits.scalar_type());
-  };
-  const Tensor grad_logits = gradient({a.B, a.Tq, a.V});
-  const Tensor grad_weights = gradient({a.B, a.Tq, a.Tk}), grad_gate = gradient({a.B, a.Tq});
-  a.log_sum_exp = view(saved, false);
-  a.grad_distribution = view_of_rows(grad_distribution, c.keep);
+Copied copy_distribution(const CopyArguments& given) {
+  const CopyArguments::Fit fit(given);
+  Keep keep;
+  CopyForward a{};
+  put_copying(given, fit, a, keep);
+  const torch::stable::Device device = given.logits.device();
+  const Tensor distribution = empty(device, {a.B, a.Tq, a.V + a.X}, fit.own);
+  const Tensor log_sum_exp = empty(device, {a.B, a.Tq}, ScalarType::Double);
+  a.distribution = view(distribution);
+  a.log_sum_exp = view(log_sum_exp, false);
+  run_forward(a, given.logits);
+  return {.distribution = distribution, .log_sum_exp = log_sum_exp};
+}
+
+CopyGradients copy_distribution_backward(const CopyBackwardArguments& given) {
+  const CopyBackwardArguments::Fit fit(given);
+  Keep keep;
+  CopyBackward a{};
+  put_copying(given, fit, a, keep);
+  const torch::stable::Device device = given.logits.device();
+  const Tensor grad_logits = empty(device, {a.B, a.Tq, a.V}, fit.own);
+  const Tensor grad_weights = empty(device, {a.B, a.Tq, a.Tk}, fit.own);
+  const Tensor grad_gate = empty(device, {a.B, a.Tq}, fit.own);
+  const Tensor log_sum_exp = packed(given.log_sum_exp);
+  a.log_sum_exp = view(log_sum_exp, false);
+  a.grad_distribution = view_of_rows(given.grad_distribution, keep);
   a.grad_logits = view(grad_logits);
   a.grad_weights = view(grad_weights);
   a.grad_gate = view(grad_gate, false);
-  run_backward(a, logits);
-  return {grad_logits, grad_weights, grad_gate};
+  run_backward(a, given.logits);
+  return {.grad_logits = grad_logits, .grad_weights = grad_weights, .grad_gate = grad_gate};
 }
 
+using CopyOperators = Operators<copy_distribution, copy_distribution_backward>;
+
 }  // namespace
+
+// For a test: the lists above.
+ATTNFAST_EXPORT const char* attnfast_copying_operators() {
+  static const std::string text = CopyOperators::listed();
+  return text.c_str();
+}
+
 }  // namespace attnfast

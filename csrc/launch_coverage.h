@@ -1,5 +1,5 @@
-// The operators of coverage_attention. A launcher includes this file once, defines the functions
-// below and registers the operators.
+// The operators of coverage_attention. A launcher includes this file once and defines the functions
+// below.
 #pragma once
 #include "coverage.h"
 #include "launch.h"
@@ -8,261 +8,292 @@ namespace attnfast {
 namespace {
 
 // Fill what is out; `query` tells the device.
-void run_forward(Coverage&, const Tensor& query);
-void run_backward(Coverage&, const Tensor& query);
-int64_t grad_weight_parts(const Attention&);  // see launch_attention.h; without filters
+void run_forward(const CoverageForward&, const Tensor& query);
+void run_backward(const CoverageBackward&, const Tensor& query);
+int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without filters
 
-// The arguments of the history.
-struct History {
-  Optional filters, projection, penalty, rate, transition, coverage, previous;
+#define ATTNFAST_HISTORY(X)                                   \
+  X(Optional, filters, parameters, sums, {K, channels, taps}) \
+  X(Optional, projection, parameters, sums, {A, K})           \
+  X(Optional, penalty, one_or_each_head)                      \
+  X(Optional, rate, rows, sums, {Tk})                         \
+  X(Optional, transition, rows, sums, {Tq})                   \
+  X(Optional, coverage, rows, sums, {Tk})                     \
+  X(Optional, previous, rows, sums, {Tk})
+
+#define ATTNFAST_COVERAGE(X) \
+  ATTNFAST_KEYS(X)           \
+  ATTNFAST_TERMS(X)          \
+  ATTNFAST_LENGTHS(X)        \
+  ATTNFAST_HISTORY(X)        \
+  ATTNFAST_SCORE(X)
+
+#define ATTNFAST_COVERAGE_SAVED(X)                \
+  X(Tensor, grad_context, rows, own, {Tq, Dv})    \
+  X(Optional, grad_weights, rows, sums, {Tq, Tk}) \
+  X(Optional, grad_coverage, rows, sums, {Tk})    \
+  X(Optional, grad_loss, rows, sums, {})          \
+  ATTNFAST_KEYS(X)                                \
+  ATTNFAST_LENGTHS(X)                             \
+  ATTNFAST_HISTORY(X)                             \
+  X(Tensor, weights, rows, sums, {Tq, Tk})        \
+  X(Tensor, odds, present_with, given.transition, {Tq, Tk})
+
+#define ATTNFAST_COVERAGE_BACKWARD(X) \
+  ATTNFAST_COVERAGE_SAVED(X)          \
+  ATTNFAST_SCORE(X)                   \
+  X(bool, need_grad_query, any)       \
+  X(bool, need_grad_key, any)         \
+  X(bool, need_grad_score, any)       \
+  X(bool, need_grad_filters, any)
+
+#define ATTNFAST_COVERAGE_BACKWARD_INTO(X)                 \
+  ATTNFAST_COVERAGE_SAVED(X)                               \
+  X(Tensor, sum_key, packed_rows, {Tk, A})                 \
+  X(Tensor, sum_weight, packed_rows, {A})                  \
+  X(Tensor, sum_filters, packed_rows, {K, channels, taps}) \
+  X(Tensor, sum_projection, packed_rows, {A, K})           \
+  ATTNFAST_SCORE(X)                                        \
+  X(bool, need_grad_query, any)                            \
+  X(bool, need_grad_score, any)
+
+#define ATTNFAST_COVERED(X) X(context) X(weights) X(coverage) X(loss) X(odds)
+// clang-format off
+#define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
+  X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)     \
+  X(grad_projection) X(grad_penalty) X(grad_rate) X(grad_transition) X(grad_coverage)      \
+  X(grad_previous)
+// clang-format on
+
+// The sizes of attention, and those of the filters, 0 without any.
+struct CoverageFit : AttentionFit {
+  int64_t K = 0, channels = 2, taps = 0;
+
+  template <class Arguments>
+  explicit CoverageFit(const Arguments& given) : AttentionFit(given) {
+    const Optional &filters = given.filters, &projection = given.projection;
+    check(filters.has_value() == projection.has_value(), filters ? "projection" : "filters");
+    if (filters) {
+      const int64_t n = filters->dim();
+      check(n == 3 || n == 4, "filters");
+      check(projection->dim() == n - 1, "projection");
+      K = filters->size(n - 3);
+      channels = filters->size(n - 2);
+      taps = filters->size(n - 1);
+      check((channels == 1 || channels == 2) && taps % 2 == 1, "filters");
+      check(given.weight.has_value() || K == 0, "weight");
+    }
+    if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
+  }
+
+  bool one_or_each_head(const Optional& x) const { return sizes(x, sums, {1}) || sizes(x, sums, {H}); }
+
+  // Rows beside another argument; of size [0] without that.
+  bool present_with(const Tensor& x, const Optional& other, Sizes wanted) const {
+    return other ? rows(x, sums, wanted) : sizes(x, sums, {0});
+  }
+
+  // What is added to, its numbers side by side.
+  bool packed_rows(const Tensor& x, Sizes wanted) const {
+    return rows(x, sums, wanted) && x.is_contiguous();
+  }
 };
 
-// A tensor of parameters, one for all or one for each head, whose rows are side by side.
-View view_of_parameters(const Tensor& x, bool of_heads, std::vector<Tensor>& keep) {
-  keep.push_back(packed(x));
-  View v;
-  v.data = place_of(keep.back());
-  v.head = of_heads ? keep.back().stride(0) : 0;
-  return v;
-}
+ATTNFAST_ARGUMENTS(CoverageArguments, "coverage_attention", ATTNFAST_COVERAGE, CoverageFit)
+ATTNFAST_ARGUMENTS(CoverageBackwardArguments, "coverage_attention_backward", ATTNFAST_COVERAGE_BACKWARD,
+                   CoverageFit)
+ATTNFAST_ARGUMENTS(CoverageBackwardIntoArguments, "coverage_attention_backward_into",
+                   ATTNFAST_COVERAGE_BACKWARD_INTO, CoverageFit)
+ATTNFAST_RESULTS(Covered, ATTNFAST_COVERED)
+ATTNFAST_RESULTS(CoverageGradients, ATTNFAST_COVERAGE_GRADIENTS)
 
-// [B, (H,) n], whose last sizes are side by side.
-View view_of_numbers(const Tensor& x, std::vector<Tensor>& keep) {
-  keep.push_back(packed(x));
+// [B, (H,) n], whose last sizes are side by side; absent if there is none.
+View view_of_numbers(const Optional& x, Keep& keep) {
+  if (!x) return {};
+  keep.push_back(packed(*x));
   return view(keep.back(), false);
 }
 
-struct CoverageCall {
-  Call call;
-  Coverage a;
+// [B, (H)], side by side; absent if there is none.
+View view_of_heads(const Optional& x, int64_t heads, Keep& keep) {
+  if (!x) return {};
+  keep.push_back(packed(*x));
+  return {place_of(keep.back()), heads, 1};
+}
 
-  CoverageCall(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
-               const Optional& weight, const Optional& bias, const Optional& mask,
-               const Optional& lengths, const History& h, double scale, const std::string& score)
-      : call(name, query, key, value, weight, bias, mask, lengths, {}, 0, scale, score) {
-    const Fit& fit = call.fit;
-    const ScalarType number = accumulation(query);
-    fit.rows("fertility", h.rate, number, {call.a.Tk});
-    fit.rows("transition", h.transition, number, {call.a.Tq});
-    fit.rows("coverage", h.coverage, number, {call.a.Tk});
-    fit.rows("previous", h.previous, number, {call.a.Tk});
-    if (h.penalty) {
-      const bool one = h.penalty->dim() == 1 && h.penalty->size(0) == 1;
-      fit.sizes("penalty", h.penalty, number, {one ? 1 : call.a.H});
-    }
-    fit.check(h.filters.has_value() == h.projection.has_value(), h.filters ? "projection" : "filters");
-    if (h.filters) {
-      const Tensor& f = *h.filters;
-      const int64_t n = f.dim();
-      fit.check(n == 3 || n == 4, "filters");
-      const int64_t K = f.size(n - 3), channels = f.size(n - 2), width = f.size(n - 1);
-      fit.check((channels == 1 || channels == 2) && width % 2 == 1, "filters");
-      fit.parameters("filters", h.filters, number, {K, channels, width});
-      fit.parameters("projection", h.projection, number, {call.a.A, K});
-      fit.check(h.projection->dim() == n - 1, "projection");
-      fit.check(weight.has_value() || K == 0, "weight");
-    }
-    static_cast<Attention&>(a) = call.a;
-    if (h.filters) {
-      const int64_t n = h.filters->dim();
-      a.filters_count = h.filters->size(n - 3);
-      a.channels = h.filters->size(n - 2);
-      a.width = h.filters->size(n - 1);
-      if (a.filters_count) {
-        a.filters = view_of_parameters(*h.filters, n == 4, call.keep);
-        a.projection = view_of_parameters(*h.projection, n == 4, call.keep);
-      }
-    }
-    if (h.penalty) a.penalty = view_of_parameters(*h.penalty, h.penalty->size(0) != 1, call.keep);
-    if (h.rate) a.rate = view_of_numbers(*h.rate, call.keep);
-    if (h.coverage) a.first = view_of_numbers(*h.coverage, call.keep);
-    if (h.previous) a.previous = view_of_numbers(*h.previous, call.keep);
-    if (h.transition) a.transition = view_of_numbers(*h.transition, call.keep);
+template <class Arguments>
+void put_history(const Arguments& given, const CoverageFit& fit, History& h, Keep& keep) {
+  h.filters_count = fit.K;
+  h.channels = fit.channels;
+  h.width = fit.taps;
+  if (fit.K) {
+    const bool of_heads = given.filters->dim() == 4;
+    h.filters = view_of_parameters(*given.filters, of_heads, keep);
+    h.projection = view_of_parameters(*given.projection, of_heads, keep);
   }
-};
+  if (given.penalty) h.penalty = view_of_parameters(*given.penalty, given.penalty->size(0) != 1, keep);
+  h.inverse_fertility = view_of_numbers(given.rate, keep);
+  h.coverage_in = view_of_numbers(given.coverage, keep);
+  h.previous = view_of_numbers(given.previous, keep);
+  h.transition_prob = view_of_numbers(given.transition, keep);
+}
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> coverage_attention(
-    const Tensor query, const Tensor key, const Tensor value, const Optional weight,
-    const Optional bias, const Optional mask, const Optional lengths, const Optional filters,
-    const Optional projection, const Optional penalty, const Optional rate,
-    const Optional transition, const Optional coverage, const Optional previous, double scale,
-    std::string score) {
-  CoverageCall c("coverage_attention", query, key, value, weight, bias, mask, lengths,
-                 {filters, projection, penalty, rate, transition, coverage, previous}, scale, score);
-  Coverage& a = c.a;
-  const ScalarType sums = accumulation(query);
-  const auto out = [&](std::vector<int64_t> sizes, ScalarType dtype) {
-    return empty(query.device(), sizes, dtype);
-  };
-  std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
-  std::vector<int64_t> heads(keys.begin(), keys.end() - 1);
-  const Tensor context = empty_rows(query, a.Dv, query.scalar_type());
-  const Tensor weights = out(shape(query, a.Tk), sums);
-  const Tensor last = out(keys, sums), loss = out(heads, sums);
-  const Tensor odds = transition ? out(shape(query, a.Tk), sums) : out({0}, sums);
+Covered coverage_attention(const CoverageArguments& given) {
+  const CoverageArguments::Fit fit(given);
+  Keep keep;
+  CoverageForward a{};
+  put_problem(given, fit, a, keep);
+  put_history(given, fit, a, keep);
+  const Tensor &query = given.query, &key = given.key;
+  const std::vector<int64_t> rows = shape(query, a.Tk);
+  const std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
+  const Tensor context = empty_rows(query, a.Dv, fit.own);
+  const Tensor weights = empty(query.device(), rows, fit.sums);
+  const Tensor coverage = empty(query.device(), keys, fit.sums);
+  const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sums);
+  const Tensor odds = empty_if(given.transition.has_value(), query, rows, fit.sums);
   a.context = view(context);
   a.weights = view(weights);
-  a.last = view(last, false);
+  a.coverage_out = view(coverage, false);
   a.loss = View{place_of(loss), a.H, 1};
-  if (transition) a.odds = view(odds);
+  if (given.transition) a.odds = view(odds);
   run_forward(a, query);
-  return {context, weights, last, loss, odds};
+  return {.context = context, .weights = weights, .coverage = coverage, .loss = loss, .odds = odds};
 }
 
-// What steps add the gradients of key, weight, filters and projection to: one for each sequence and
-// head, of the accumulation dtype.
-struct Sums {
-  Tensor key, weight, filters, projection;
+// The parts of parameters' gradients, one or several for every sequence and head, which add up at the
+// end.
+struct Parts {
+  Tensor weight, filters, projection, penalty;
 
-  void put(Coverage& a, const Fit& fit, bool heads, ScalarType type) const {
-    fit.check(a.filters_count > 0, "filters");
-    const auto of = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
-      fit.rows(name, x, type, sizes);
-      fit.check(x.is_contiguous(), name);
-      return View{place_of(x), x.stride(0), heads ? x.stride(1) : 0, *(sizes.end() - 1)};
-    };
-    a.sums = true;
-    a.grad_key = of("sum_key", key, {a.Tk, a.A});
-    a.grad_weight = of("sum_weight", weight, {a.A});
-    a.grad_filters = of("sum_filters", filters, {a.filters_count, a.channels, a.width});
-    a.grad_projection = of("sum_projection", projection, {a.A, a.filters_count});
+  static Tensor part(bool wanted, const Tensor& like, const CoverageFit& fit, std::vector<int64_t> sizes,
+                     View& out) {
+    sizes.insert(sizes.begin(), {fit.B, fit.H});
+    const Tensor x = empty_if(wanted, like, sizes, fit.sums);
+    if (wanted) out = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
+    return x;
   }
+
+  // Room for what is wanted, put where it is to be filled in.
+  template <class Arguments>
+  Parts(const Arguments& given, const CoverageFit& fit, bool of_weight, bool of_filters,
+        CoverageBackward& a)
+      : weight(part(of_weight, given.query, fit, {fit.K || !of_weight ? 1 : grad_weight_parts(a), fit.A},
+                    a.grad_weight)),
+        filters(part(of_filters, given.query, fit, {fit.K, fit.channels, fit.taps}, a.grad_filters)),
+        projection(part(of_filters, given.query, fit, {fit.A, fit.K}, a.grad_projection)),
+        penalty(part(given.penalty.has_value(), given.query, fit, {}, a.grad_penalty)) {}
 };
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                             Tensor, Tensor, Tensor>;
+// Let the gradients be added to sums of steps, one for each sequence and head.
+void put_sums(const CoverageBackwardIntoArguments& given, const CoverageFit& fit, CoverageBackward& a) {
+  const bool heads = fit.lead == 2;
+  const auto of = [&](const Tensor& x, int64_t row) {
+    return View{place_of(x), x.stride(0), heads ? x.stride(1) : 0, row};
+  };
+  a.sums = true;
+  a.grad_key = of(given.sum_key, fit.A);
+  a.grad_weight = of(given.sum_weight, fit.A);
+  a.grad_filters = of(given.sum_filters, fit.taps);
+  a.grad_projection = of(given.sum_projection, fit.K);
+}
 
-Gradients backward(const char* name, const Tensor& grad_context, const Optional& grad_weights,
-                   const Optional& grad_coverage, const Optional& grad_loss, const Tensor& query,
-                   const Tensor& key, const Tensor& value, const Optional& weight,
-                   const Optional& lengths, const History& history, const Tensor& weights,
-                   const Tensor& odds, double scale, const std::string& score, bool need_grad_query,
-                   bool need_grad_key, bool need_grad_score, bool need_grad_filters,
-                   const Sums* of_steps = nullptr) {
-  const auto& [filters, projection, penalty, rate, transition, coverage, previous] = history;
-  CoverageCall c(name, query, key, value, weight, {}, {}, lengths, history, scale, score);
-  Coverage& a = c.a;
-  const Fit& fit = c.call.fit;
-  const ScalarType sums = accumulation(query), dtype = query.scalar_type();
-  fit.rows("grad_context", grad_context, dtype, {a.Tq, a.Dv});
-  fit.rows("grad_weights", grad_weights, sums, {a.Tq, a.Tk});
-  fit.rows("grad_coverage", grad_coverage, sums, {a.Tk});
-  fit.rows("grad_loss", grad_loss, sums, {});
-  fit.rows("weights", weights, sums, {a.Tq, a.Tk});
-  if (transition) fit.rows("odds", odds, sums, {a.Tq, a.Tk});
-  else fit.sizes("odds", odds, sums, {0});
-  const auto out = [&](bool needed, const std::vector<int64_t>& sizes, ScalarType type) {
-    return empty(query.device(), needed ? sizes : std::vector<int64_t>{0}, type);
-  };
-  const auto like = [&](const Tensor& x, bool needed, ScalarType type) {
-    return out(needed, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()), type);
-  };
-  const auto rows = [&](const Tensor& x, bool needed, View& v) {
-    if (!needed) return out(false, {}, dtype);
-    const Tensor grad = empty_rows(x, x.size(x.dim() - 1), dtype);
-    v = view(grad);
-    return grad;
-  };
-  const auto numbers = [&](const Optional& x, View& v) {
-    if (!x) return out(false, {}, sums);
-    const Tensor grad = like(*x, true, sums);
-    v = view(grad, false);
-    return grad;
-  };
-  const Tensor grad_query = rows(query, need_grad_query, a.grad_query);
-  const Tensor grad_key = rows(key, need_grad_key, a.grad_key);
-  const Tensor grad_value = rows(value, need_grad_key, a.grad_value);
-  const Tensor grad_rate = numbers(rate, a.grad_rate);
-  const Tensor grad_transition = numbers(transition, a.grad_transition);
-  const Tensor grad_first = numbers(coverage, a.grad_first);
-  const Tensor grad_previous = numbers(previous, a.grad_previous);
+// The gradient of an argument of the accumulation dtype, of its shape.
+Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const CoverageFit& fit, View& out) {
+  if (!x) return empty_if(false, like, {}, fit.sums);
+  const Tensor gradient =
+      empty(x->device(), std::vector<int64_t>(x->sizes().begin(), x->sizes().end()), fit.sums);
+  out = view(gradient, false);
+  return gradient;
+}
 
-  // Parts for every sequence and head, added up at the end.
-  const int64_t K = a.filters_count, W = a.width;
-  const auto part = [&](bool needed, std::vector<int64_t> sizes, View& v) {
-    sizes.insert(sizes.begin(), {a.B, a.H});
-    const Tensor x = out(needed, sizes, sums);
-    if (needed) v = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
-    return x;
-  };
-  const Tensor part_weight =
-      part(need_grad_key && weight, {K ? 1 : grad_weight_parts(a), a.A}, a.grad_weight);
-  const bool of_filters = need_grad_filters && filters;
-  const Tensor part_filters = part(of_filters, {K, a.channels, W}, a.grad_filters);
-  const Tensor part_projection = part(of_filters, {a.A, K}, a.grad_projection);
-  if (of_steps) of_steps->put(a, fit, query.dim() == 4, sums);
-  const Tensor part_penalty = part(penalty.has_value(), {}, a.grad_penalty);
-  const auto added = [&](const Optional& x, const Tensor& parts, bool needed, bool of_heads,
-                         bool row, ScalarType type) {
-    if (!needed) return like(*x, false, type);
-    std::vector<int64_t> axes{0};
-    if (!of_heads) axes.push_back(1);
-    if (row) axes.push_back(2);
-    return torch::stable::to(torch::stable::sum(parts, axes, false, ScalarType::Double), type);
-  };
+// Fill in the gradients of the results.
+template <class Arguments>
+void put_gradients(const Arguments& given, CoverageBackward& a, Keep& keep) {
+  a.grad_context = view_of_rows(given.grad_context, keep);
+  if (given.grad_weights) a.grad_weights = view_of_rows(*given.grad_weights, keep);
+  a.grad_coverage_out = view_of_numbers(given.grad_coverage, keep);
+  a.grad_loss = view_of_heads(given.grad_loss, a.H, keep);
+}
 
-  const Tensor saved = packed(weights), saved_odds = packed(odds);
-  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), sums);
-  a.weights = view(saved);
-  if (transition) a.odds = view(saved_odds);
-  a.grad_score = view(grad_score);
-  a.backward = a.grad_score_given = true;
-  a.grad_score_returned = need_grad_score;
-  a.grad_context = view_of_rows(grad_context, c.call.keep);
-  if (grad_weights) a.grad_weights = view_of_rows(*grad_weights, c.call.keep);
-  if (grad_coverage) a.grad_last = view_of_numbers(*grad_coverage, c.call.keep);
-  if (grad_loss) {
-    c.call.keep.push_back(packed(*grad_loss));
-    a.grad_loss = View{place_of(c.call.keep.back()), a.H, 1};
+// Both backwards. The one that adds to sums has no gradients of key, value, weight and filters to return.
+template <class Arguments>
+CoverageGradients coverage_gradients(const Arguments& given) {
+  constexpr bool into = std::is_same_v<Arguments, CoverageBackwardIntoArguments>;
+  const typename Arguments::Fit fit(given);
+  bool need_grad_key = false, need_grad_filters = false;
+  if constexpr (!into) {
+    need_grad_key = given.need_grad_key;
+    need_grad_filters = given.need_grad_filters && given.filters;
   }
+  Keep keep;
+  CoverageBackward a{};
+  put_problem(given, fit, a, keep);
+  put_history(given, fit, a, keep);
+  const Tensor& query = given.query;
+  const Tensor grad_query = gradient_of_rows(given.need_grad_query, query, a.grad_query);
+  const Tensor grad_key = gradient_of_rows(need_grad_key, given.key, a.grad_key);
+  const Tensor grad_value = gradient_of_rows(need_grad_key, given.value, a.grad_value);
+  const Tensor grad_rate = gradient_of_numbers(given.rate, query, fit, a.grad_inverse_fertility);
+  const Tensor grad_transition = gradient_of_numbers(given.transition, query, fit, a.grad_transition_prob);
+  const Tensor grad_coverage = gradient_of_numbers(given.coverage, query, fit, a.grad_coverage_in);
+  const Tensor grad_previous = gradient_of_numbers(given.previous, query, fit, a.grad_previous);
+  const bool need_grad_weight = need_grad_key && given.weight;
+  const Parts parts(given, fit, need_grad_weight, need_grad_filters, a);
+  if constexpr (into) put_sums(given, fit, a);
+
+  const Tensor weights = packed(given.weights), odds = packed(given.odds);
+  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sums);
+  a.weights = view(weights);
+  if (given.transition) a.odds = view(odds);
+  a.grad_score = view(grad_score);
+  a.grad_score_returned = given.need_grad_score;
+  put_gradients(given, a, keep);
   run_backward(a, query);
 
-  const auto none = [&] { return out(false, {}, sums); };
-  return {grad_query, grad_key, grad_value,
-          weight ? added(weight, part_weight, need_grad_key, weight->dim() == 2, true, dtype)
-                 : out(false, {}, dtype),
-          need_grad_score ? grad_score : none(),
-          filters ? added(filters, part_filters, of_filters, filters->dim() == 4, false, sums) : none(),
-          projection ? added(projection, part_projection, of_filters, projection->dim() == 3, false,
-                             sums)
-                     : none(),
-          penalty ? torch::stable::reshape(
-                        added(penalty, part_penalty, true, penalty->size(0) != 1, false, sums),
-                        {penalty->size(0)})
-                  : none(),
-          grad_rate, grad_transition, grad_first, grad_previous};
+  const Optional& penalty = given.penalty;
+  return {
+      .grad_query = grad_query,
+      .grad_key = grad_key,
+      .grad_value = grad_value,
+      .grad_weight = need_grad_weight
+                         ? sum_of_parts(parts.weight, {0, 2}, given.weight->dim() == 2, fit.own)
+                         : empty_if(false, query, {}, fit.own),
+      .grad_score = given.need_grad_score ? grad_score : empty_if(false, query, {}, fit.sums),
+      .grad_filters = need_grad_filters
+                          ? sum_of_parts(parts.filters, {0}, given.filters->dim() == 4, fit.sums)
+                          : parts.filters,
+      .grad_projection = need_grad_filters
+                             ? sum_of_parts(parts.projection, {0}, given.projection->dim() == 3, fit.sums)
+                             : parts.projection,
+      .grad_penalty = penalty ? torch::stable::reshape(
+                                    sum_of_parts(parts.penalty, {0}, penalty->size(0) != 1, fit.sums),
+                                    {penalty->size(0)})
+                              : parts.penalty,
+      .grad_rate = grad_rate,
+      .grad_transition = grad_transition,
+      .grad_coverage = grad_coverage,
+      .grad_previous = grad_previous,
+  };
 }
 
-Gradients coverage_attention_backward(
-    const Tensor grad_context, const Optional grad_weights, const Optional grad_coverage,
-    const Optional grad_loss, const Tensor query, const Tensor key, const Tensor value,
-    const Optional weight, const Optional lengths, const Optional filters,
-    const Optional projection, const Optional penalty, const Optional rate,
-    const Optional transition, const Optional coverage, const Optional previous,
-    const Tensor weights, const Tensor odds, double scale, std::string score, bool need_grad_query,
-    bool need_grad_key, bool need_grad_score, bool need_grad_filters) {
-  return backward("coverage_attention_backward", grad_context, grad_weights, grad_coverage,
-                  grad_loss, query, key, value, weight, lengths,
-                  {filters, projection, penalty, rate, transition, coverage, previous},
-                  weights, odds, scale, score, need_grad_query, need_grad_key, need_grad_score,
-                  need_grad_filters);
+CoverageGradients coverage_attention_backward(const CoverageBackwardArguments& given) {
+  return coverage_gradients(given);
 }
 
-Gradients coverage_attention_backward_into(
-    const Tensor grad_context, const Optional grad_weights, const Optional grad_coverage,
-    const Optional grad_loss, const Tensor query, const Tensor key, const Tensor value,
-    const Optional weight, const Optional lengths, const Optional filters,
-    const Optional projection, const Optional penalty, const Optional rate,
-    const Optional transition, const Optional coverage, const Optional previous,
-    const Tensor weights, const Tensor odds, Tensor sum_key, Tensor sum_weight, Tensor sum_filters,
-    Tensor sum_projection, double scale, std::string score, bool need_grad_query,
-    bool need_grad_score) {
-  const Sums sums = {sum_key, sum_weight, sum_filters, sum_projection};
-  return backward("coverage_attention_backward_into", grad_context, grad_weights, grad_coverage,
-                  grad_loss, query, key, value, weight, lengths,
-                  {filters, projection, penalty, rate, transition, coverage, previous}, weights, odds, scale, score,
-                  need_grad_query, false, need_grad_score, false, &sums);
+CoverageGradients coverage_attention_backward_into(const CoverageBackwardIntoArguments& given) {
+  return coverage_gradients(given);
 }
+
+using CoverageOperators =
+    Operators<coverage_attention, coverage_attention_backward, coverage_attention_backward_into>;
 
 }  // namespace
+
+// For a test: the lists above.
+ATTNFAST_EXPORT const char* attnfast_coverage_operators() {
+  static const std::string text = CoverageOperators::listed();
+  return text.c_str();
+}
+
 }  // namespace attnfast

@@ -12,7 +12,7 @@ struct Seen {
 };
 
 // `bounds` are the two numbers of the row, n the keys of its sequence.
-ATTNFAST_DEVICE inline Seen seen_within(const Attention& a, const int64_t* bounds, int64_t n) {
+ATTNFAST_DEVICE inline Seen seen_within(const Problem& a, const int64_t* bounds, int64_t n) {
   const int64_t start = bounds[0], from = start < 0 ? 0 : start;
   int64_t to = bounds[1] < n ? bounds[1] : n;
   if (start >= to) return {0, 0, 0};

@@ -267,9 +267,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("csrc/cuda/attention.cuh", CUDA.format("table or owes or large or vanish")): [
         ("? 0 : p * (out[j] - mean + extra);", "? 0 : p * (out[j] - mean);"),
-        ("context[r][x] *= factor[r];", ";"),
+        ("context[r][x] *= softmax.factor[r];", ";"),
         ("if (decltype(finite)::value || p != 0)", "if (true)"),
-        ("const C share = share_of(highest[r], mass[r]);", "const C share = 1 / mass[r];"),
+        ("const C share = share_of(softmax.highest[r], softmax.mass[r]);",
+         "const C share = 1 / softmax.mass[r];"),
     ],
     ("csrc/cuda/tile.cuh", CUDA.format("diverged")): [
         ("top == kLeast<C> ? C(NAN) :", ""),

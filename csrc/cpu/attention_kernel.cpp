@@ -24,13 +24,13 @@ static_assert(kPadding % (2 * Vector<float>::width) == 0, "exponentials are read
 template <class T, class C = typename Accumulate<T>::type>
 class Scores {
  public:
-  Scores(const Attention& a, const Item& item, const View& query, const View& key, int64_t depth,
+  Scores(const Problem& a, const Item& item, const View& query, const View& key, int64_t depth,
          bool additive, Scratch<C>& scratch)
       : a(a), item(item), key(key), depth(depth), width(padded<C>(depth)), additive(additive) {
     C* q_scratch = scratch.take(item.rows * width);
     k_scratch = scratch.take(kKeyBlock * width);
     k_held = scratch.take(kTransposed<C> * width);
-    expect_apart(at<T>(query, item, item.row), query.row, item.rows, depth);
+    prefetch_apart(at<T>(query, item, item.row), query.row, item.rows, depth);
     q = gather(at<T>(query, item, item.row), query.row, item.rows, depth, width, q_scratch);
     if (!additive) return;
     q_held = scratch.take(item.rows * width);
@@ -45,26 +45,25 @@ class Scores {
     last = to;
     const int64_t n = to - from;
     const bool kept = factorable() && a.exponentials.data && q_range <= kPreparedLimit;
-    if (kept && q_range > kSmallLimit) return take_kept();
-    expect_apart(at<T>(key, item, from), key.row, n, depth);
+    if (kept && q_range > kSmallSumLimit) return take_kept();
+    prefetch_apart(at<T>(key, item, from), key.row, n, depth);
     keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
     rows = q;
     path = Path::direct;
     if constexpr (sizeof(C) == 4) {
       if (factorable()) {
-        const bool near = q_range <= kSmallLimit;
-        if (near && q_range + range_of(keys, n, width) <= kSmallLimit) {
+        const bool near = q_range <= kSmallSumLimit;
+        if (near && q_range + range_of(keys, n, width) <= kSmallSumLimit) {
           if (item.rows < 3) return;  // too few to pay for tanh(k)
           double_tanh(keys, n, width, k_held);
           return take(Path::small, {k_held, width});
         }
         if (kept) return take_kept();
-        if (q_range + exponentials(keys, n, depth, width, k_held) <= kFactoredLimit)
+        if (q_range + exponentials(keys, n, depth, width, k_held) <= kFactoredSumLimit)
           return take(Path::factored, {k_held, width});
       }
     }
-    if (!additive && a.span.data)
-      transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
+    if (!additive && a.span.data) transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
   }
 
   // The scores of the item's rows [row, row + n) and the keys [from, to). Where rows have spans, up to
@@ -76,9 +75,8 @@ class Scores {
     if (!additive && a.span.data)
       return dot_transposed(qs, n, k_held + j, kTransposed<C>, nk, width, out, stride);
     if (!additive) return dot_block(qs, n, ks, nk, width, out, stride, k_held);
-    auto block = by_activation(a.score, [](auto known) {
-      return score_block<C, decltype(known)::score, Path::direct>;
-    });
+    auto block = by_activation(
+        a.score, [](auto known) { return score_block<C, decltype(known)::score, Path::direct>; });
     if constexpr (sizeof(C) == 4) {
       if (path == Path::factored) block = score_block<C, Score::tanh, Path::factored>;
       if (path == Path::small) block = score_block<C, Score::tanh, Path::small>;
@@ -113,7 +111,7 @@ class Scores {
     take(Path::factored, {at<C>(a.exponentials, item, first), round_up(depth, kPadding)});
   }
 
-  const Attention& a;
+  const Problem& a;
   const Item& item;
   const View& key;
   const int64_t depth, width;
@@ -128,9 +126,9 @@ class Scores {
 
 // The scores of all rows and keys of an item, in their columns.
 template <class T, class C>
-void fill(const Attention& a, const Item& item, Scores<T, C> scores, Rows<C> out) {
-  const int64_t end = min(item.seen, (item.part + 1) * a.keys);
-  for (int64_t j = item.part * a.keys; j < end; j += kKeyBlock) {
+void fill(const Plan& plan, const Item& item, Scores<T, C> scores, Rows<C> out) {
+  const int64_t end = min(item.seen, (item.part + 1) * plan.keys);
+  for (int64_t j = item.part * plan.keys; j < end; j += kKeyBlock) {
     const int64_t to = min(j + kKeyBlock, end);
     scores.prepare(j, to);
     scores.tile(0, item.rows, j, to, const_cast<C*>(out.data) + j, out.stride);
@@ -138,18 +136,18 @@ void fill(const Attention& a, const Item& item, Scores<T, C> scores, Rows<C> out
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void scores(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), parts(a.Tk, a.keys));
+void scores(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+  const Item item(a, plan, index, parts(a.Tk, plan.keys));
   Scratch<C> scratch = {static_cast<C*>(memory)};
-  const Rows<C> s = scores_of(a, item, scratch);
-  fill(a, item, Scores<T>(a, item, a.query, a.key, a.A, a.weight.data, scratch), s);
+  const Rows<C> s = scores_of(a, plan, item, scratch);
+  fill(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.weight.data, scratch), s);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void weights(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), 1);
+void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+  const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(memory)};
-  const Rows<C> s = scores_of(a, item, scratch);
+  const Rows<C> s = scores_of(a, plan, item, scratch);
   Flags<C> zeros = {};
   // Step by step over a few rows that stay in the first-level cache, so that none waits for another.
   constexpr int64_t kMost = 16, kNumbers = 2048;
@@ -164,8 +162,7 @@ void weights(const Attention& a, int64_t index, void* memory) {
       finish_scores<T>(a, item, item.row + i, 0, item.seen, row(i));
     }
     for (int64_t i = first; i < last; ++i) top[i - first] = largest(numbers(i));
-    for (int64_t i = first; i < last; ++i)
-      mass[i - first] = exponentiate(numbers(i), top[i - first]);
+    for (int64_t i = first; i < last; ++i) mass[i - first] = exponentiate(numbers(i), top[i - first]);
     for (int64_t i = first; i < last; ++i) {
       *at<C>(a.log_sum_exp, item, item.row + i) =
           normalise(numbers(i), top[i - first], mass[i - first], zeros);
@@ -173,20 +170,20 @@ void weights(const Attention& a, int64_t index, void* memory) {
       clear_outside(row(i), a.W, 0, item.seen);
     }
   }
-  tell_of_zeros<C>(a, item, zeros);
+  tell_of_zeros<C>(a, plan, item, zeros);
 }
 
 // mix, or a second look at what a library has left in its place: a key of weight 0 adds nothing, even
 // when its value is NaN, so what the library took for NaN comes from mix.
 template <class T, class C>
-void multiply(const Attention& a, const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n,
+void multiply(const Plan& plan, const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n,
               const T* v, int64_t v_stride, int64_t width, C scale, T* out, int64_t out_stride,
               C* scratch) {
   if constexpr (sizeof(T) == sizeof(C)) {
-    if (a.multiplied) {
-      if (sound(out, out_stride, rows, width, scale)) return;
-      C* again = scratch + mix_scratch<C>(n, width);
-      mix(p, p_row, p_col, rows, n, v, v_stride, width, scale, again, width, scratch);
+    if (plan.multiplied) {
+      if (is_finite(out, out_stride, rows, width, scale)) return;
+      C* again = scratch + gemm_small_scratch<C>(n, width);
+      gemm_small(p, p_row, p_col, rows, n, v, v_stride, width, scale, again, width, scratch);
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t c = 0; c < width; ++c) {
           T& x = out[r * out_stride + c];
@@ -195,25 +192,25 @@ void multiply(const Attention& a, const C* p, int64_t p_row, int64_t p_col, int6
       return;
     }
   }
-  mix(p, p_row, p_col, rows, n, v, v_stride, width, scale, out, out_stride, scratch);
+  gemm_small(p, p_row, p_col, rows, n, v, v_stride, width, scale, out, out_stride, scratch);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void context(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), parts(a.Dv, a.columns));
-  const int64_t c = item.part * a.columns;
+void context(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+  const Item item(a, plan, index, parts(a.Dv, plan.columns));
+  const int64_t c = item.part * plan.columns;
   Scratch<C> scratch = {static_cast<C*>(memory)};
-  const Rows<C> p = scores_of(a, item, scratch);
-  multiply(a, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
-           min(a.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.context.row,
+  const Rows<C> p = scores_of(a, plan, item, scratch);
+  multiply(plan, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
+           min(plan.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.context.row,
            scratch.next);
 }
 
 // All of it for rows with spans: scores, weights and context of a band follow one another in a matrix
 // that stays in cache.
 template <class T, class C = typename Accumulate<T>::type>
-void forward_span(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), 1);
+void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+  const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(memory)};
   Scores<T> scores(a, item, a.query, a.key, a.A, a.weight.data, scratch);
   const SeenByRows seen(a, item);
@@ -227,9 +224,7 @@ void forward_span(const Attention& a, int64_t index, void* memory) {
     multiply_by((C)a.scale, band.rows * stride, matrix);
     Own own[kMostRows];
     C top[kMostRows], mass[kMostRows];
-    const auto numbers = [&](int64_t r) {
-      return Within<C>{matrix + r * stride, own[r].from, own[r].to};
-    };
+    const auto numbers = [&](int64_t r) { return Within<C>{matrix + r * stride, own[r].from, own[r].to}; };
     for (int64_t r = 0; r < band.rows; ++r) {
       own[r] = own_of(seen(band.row + r), band);
       finish_scores<T>(a, item, item.row + band.row + r, own[r].column, own[r].end(),
@@ -257,21 +252,20 @@ void forward_span(const Attention& a, int64_t index, void* memory) {
 
 // x_ij = grad_context_i . v_j, in the place of grad_score
 template <class T, class C = typename Accumulate<T>::type>
-void grad_weights(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), parts(a.Tk, a.keys));
+void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+  const Item item(a, plan, index, parts(a.Tk, plan.keys));
   Scratch<C> scratch = {static_cast<C*>(memory)};
   const Rows<C> x = {at<C>(a.grad_score, item, item.row), a.W};
-  fill(a, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
+  fill(plan, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
 }
 
 // out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) of the columns [from, to) of a row i, to x_j
 // grad_weights_ij added; exactly 0 where P is.
 template <class C>
-void softmax_backward(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to,
+void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to, C scale,
                       C* x, C* out, Flags<C>& zeros) {
   constexpr int W = Vector<C>::width;
   const int64_t n = to - from;
-  const C scale = a.grad_score_scale;
   const C* p = at<C>(a.weights, item, i) + from;
   if (a.grad_weights.data) {
     const C* extra = at<C>(a.grad_weights, item, i) + from;
@@ -293,21 +287,21 @@ void softmax_backward(const Attention& a, const Item& item, int64_t i, int64_t f
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void grad_score(const Attention& a, int64_t index, void*) {
-  const Item item(a, index, row_blocks(a), 1);
+void grad_score(const Backward& a, const Plan& plan, int64_t index, void*) {
+  const Item item(a, plan, index, 1);
   Flags<C> zeros = {};
   for (int64_t i = item.row; i < item.row + item.rows; ++i) {
     C* x = at<C>(a.grad_score, item, i);
-    softmax_backward(a, item, i, 0, item.seen, x, x, zeros);
+    softmax_backward(a, item, i, 0, item.seen, (C)plan.grad_score_scale, x, x, zeros);
     clear_outside(x, a.W, 0, item.seen);
   }
-  tell_of_zeros<C>(a, item, zeros);
+  tell_of_zeros<C>(a, plan, item, zeros);
 }
 
 // Both passes for rows with spans, by bands.
 template <class T, class C = typename Accumulate<T>::type>
-void grad_score_span(const Attention& a, int64_t index, void* memory) {
-  const Item item(a, index, row_blocks(a), 1);
+void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+  const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(memory)};
   Scores<T> products(a, item, a.grad_context, a.value, a.Dv, false, scratch);
   const SeenByRows seen(a, item);
@@ -320,8 +314,8 @@ void grad_score_span(const Attention& a, int64_t index, void* memory) {
       const Own own = own_of(seen(band.row + r), band);
       const int64_t row = item.row + band.row + r;
       C* out = at<C>(a.grad_score, item, row);
-      softmax_backward(a, item, row, own.column, own.end(), matrix + r * stride + own.from,
-                       out + own.column, zeros);
+      softmax_backward(a, item, row, own.column, own.end(), (C)plan.grad_score_scale,
+                       matrix + r * stride + own.from, out + own.column, zeros);
       clear_outside(out, a.W, own.column, own.end());
     }
   });
@@ -362,9 +356,35 @@ void clear(const View& out, const Item& item, int64_t from, int64_t to, int64_t 
     for (int64_t i = 0; i < width; ++i) at<T>(out, item, r)[c + i] = T{};
 }
 
+// What packed queries and keys give their gradients, additive score; see grad_blocks.
+template <class C>
+using GradBlocks = void (*)(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
+                            C* grad_q, C* grad_k, C* grad_w);
+
+// Prepare nq queries and the n keys that follow them for the path that their largest magnitudes, added
+// up, allow.
+template <class C>
+GradBlocks<C> prepare_blocks(Score score, C range, C* q, int64_t n) {
+  if constexpr (sizeof(C) == 4) {
+    constexpr int W2 = 2 * Vector<C>::width;
+    const Rows<C> both = {q, W2};
+    if (range <= kSmallSumLimit && score == Score::tanh) {
+      double_tanh(both, n, W2, q);
+      return grad_blocks<C, Score::tanh, Path::small>;
+    }
+    if (range <= kFactoredSumLimit && score == Score::tanh) {
+      exponentials(both, n, W2, W2, q);
+      return grad_blocks<C, Score::tanh, Path::factored>;
+    }
+  }
+  return by_activation(score, [](auto known) -> GradBlocks<C> {
+    return grad_blocks<C, decltype(known)::score, Path::direct>;
+  });
+}
+
 // The gradients of query, key and weight for two vectors of features from c on, additive score.
 template <class T, class C>
-void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t c, C* scratch) {
+void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c, C scale, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
   const int64_t width = min(W2, a.A - c), n = keys.to - keys.from;
   const Rows<C> g = {at<C>(a.grad_score, item, 0), a.W};
@@ -378,19 +398,7 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
   const bool bounded = a.score == Score::tanh;
   const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, !bounded, q) +
                   pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, !bounded, k);
-  auto blocks = by_activation(a.score, [](auto known) {
-    return grad_blocks<C, decltype(known)::score, Path::direct>;
-  });
-  if constexpr (sizeof(C) == 4) {
-    const Rows<C> both = {q, W2};  // k follows q
-    if (range <= kSmallLimit && a.score == Score::tanh) {
-      double_tanh(both, a.Tq + n, W2, q);
-      blocks = grad_blocks<C, Score::tanh, Path::small>;
-    } else if (range <= kFactoredLimit && a.score == Score::tanh) {
-      exponentials(both, a.Tq + n, W2, W2, q);
-      blocks = grad_blocks<C, Score::tanh, Path::factored>;
-    }
-  }
+  const auto blocks = prepare_blocks(a.score, range, q, a.Tq + n);
   if (a.span.data) {
     C* tile = grad_w + W2;
     const auto see = [&](int64_t row) { return seen_by(a, item, row); };
@@ -403,15 +411,12 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
     blocks(q, k, g.data, g.stride, a.Tq, n, grad_q, grad_k, grad_w);
   }
 
-  const C scale = a.scale;
   C factor[W2] = {};
   for (int64_t x = 0; x < width; ++x) factor[x] = 4 * scale * widen(weight[x]);
   if (a.grad_query.data)
-    unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c,
-                 a.grad_query.row);
+    unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c, a.grad_query.row);
   if (a.grad_key.data) {
-    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c,
-                 a.grad_key.row);
+    unpack_slice(grad_k, factor, n, width, at<T>(a.grad_key, item, keys.from) + c, a.grad_key.row);
     clear<T>(a.grad_key, item, 0, keys.from, c, width);
     clear<T>(a.grad_key, item, keys.to, a.Tk, c, width);
   }
@@ -422,134 +427,186 @@ void grad_slice(const Attention& a, const Item& item, const Seen& keys, int64_t 
 
 // The same for the only query of a sequence, columns [c, c + width): whole rows of keys pass, four
 // at a time, those without a gradient left out.
-template <class T, class C>
-void grad_step(const Attention& a, const Item& item, int64_t c, int64_t width, C* scratch) {
-  constexpr int W = Vector<C>::width;
-  const int64_t wide = padded<C>(width);
-  const C *g = at<C>(a.grad_score, item, 0), scale = a.scale;
-  const T* weight = at<T>(a.weight, item, 0) + c;
-  C *q_exp = scratch + wide, *grad_q = q_exp + wide, *grad_w = grad_q + wide, *factor = grad_w + wide;
-  C *k_scratch = factor + wide, *k_exp = k_scratch + 4 * wide, *grad_k = k_exp + 4 * wide;
-  for (C* x = grad_q; x < factor; ++x) *x = 0;
-  for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(weight[x]) : C{};
-  const C* q = gather(at<T>(a.query, item, 0) + c, 0, 1, width, wide, scratch).data;
-  C q_range = 0;
-  const bool factorable = sizeof(C) == 4 && a.score == Score::tanh;
-  if constexpr (sizeof(C) == 4)
-    if (factorable) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
-  const bool near = q_range <= kSmallLimit;  // perhaps with the keys too
-  const bool prepared = a.exponentials.data && q_range <= kPreparedLimit;
-  const auto put_row = [&](T* out, const C* x) {
-    for (int64_t i = 0; i < width; i += W)
-      put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
-  };
+template <class T, class C = typename Accumulate<T>::type>
+class StepGradient {
+ public:
+  StepGradient(const Backward& a, const Item& item, int64_t c, int64_t width, C scale, C* scratch)
+      : a(a), item(item), c(c), width(width), wide(padded<C>(width)), scale(scale) {
+    q_exp = scratch + wide;
+    grad_q = q_exp + wide;
+    grad_w = grad_q + wide;
+    factor = grad_w + wide;
+    k_scratch = factor + wide;
+    k_exp = k_scratch + 4 * wide;
+    grad_k = k_exp + 4 * wide;
+    const T* weight = at<T>(a.weight, item, 0) + c;
+    for (C* x = grad_q; x < factor; ++x) *x = 0;
+    for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(weight[x]) : C{};
+    q = gather(at<T>(a.query, item, 0) + c, 0, 1, width, wide, scratch).data;
+    factorable = sizeof(C) == 4 && a.score == Score::tanh;
+    if constexpr (sizeof(C) == 4)
+      if (factorable) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
+    near = q_range <= kSmallSumLimit;
+    prepared = a.exponentials.data && q_range <= kPreparedLimit;
+  }
 
-  for (int64_t j = 0; j < item.seen;) {
+  void run() {
+    const bool keys = a.grad_key.data;
+    Four four;
+    for (int64_t j = 0; find(j, four);) {
+      int64_t ahead = 0;
+      const C* of_query = q;
+      const GradRows rows = prepare(four, of_query, ahead);
+      rows(of_query, four.k, four.gradient, wide, ahead, grad_q, grad_k, grad_w);
+      for (int i = 0; keys && i < four.found; ++i)
+        put_row(at<T>(a.grad_key, item, four.key[i]) + c, grad_k + i * wide);
+    }
+    if (a.grad_query.data) put_row(at<T>(a.grad_query, item, 0) + c, grad_q);
+    if (!a.grad_weight.data) return;
+    C* out_w = at<C>(a.grad_weight, item, 0) + c;
+    for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
+  }
+
+ private:
+  using GradRows = void (*)(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width,
+                            int64_t ahead, C* grad_q, C* grad_k, C* grad_w);
+  // Keys that have a gradient; where fewer than four are left the first stands for the others.
+  struct Four {
     int64_t key[4];
     const C* k[4];
-    C gradient[4] = {};
-    int found = 0;
-    for (; j < item.seen && found < 4; ++j) {
+    C gradient[4];
+    int found;
+  };
+
+  // The next four from key j on; whether there is any.
+  bool find(int64_t& j, Four& four) const {
+    const C* g = at<C>(a.grad_score, item, 0);
+    four.found = 0;
+    for (C& x : four.gradient) x = 0;
+    for (; j < item.seen && four.found < 4; ++j) {
       if (g[j] != 0) {
-        gradient[found] = g[j];
-        key[found++] = j;
+        four.gradient[four.found] = g[j];
+        four.key[four.found++] = j;
       } else if (a.grad_key.data) {
         clear<T>(a.grad_key, item, j, j + 1, c, width);
       }
     }
-    if (found == 0) break;
-    for (int i = found; i < 4; ++i) key[i] = key[0];
+    for (int i = four.found; i < 4; ++i) four.key[i] = four.key[0];
+    return four.found > 0;
+  }
+
+  // The path for these keys; rows of keys and of the query become what it takes, the next four rows lying
+  // `ahead` of the keys.
+  GradRows prepare(Four& four, const C*& of_query, int64_t& ahead) const {
     const bool look = !prepared || near;  // at the keys themselves
     for (int i = 0; look && i < 4; ++i)
-      k[i] = gather(at<T>(a.key, item, key[i]) + c, 0, 1, width, wide, k_scratch + i * wide).data;
-    const auto all_keys = [&](const auto& range_of_key) {  // with the query
-      C range = 0;
-      for (int i = 0; i < 4; ++i) {
-        const C most = range_of_key(i);
-        range = most > range ? most : range;
-      }
-      return q_range + range;
-    };
+      four.k[i] = gather(at<T>(a.key, item, four.key[i]) + c, 0, 1, width, wide, k_scratch + i * wide).data;
     const bool keys = a.grad_key.data;
-    auto rows = by_activation(a.score, [&](auto known) {
-      constexpr Score S = decltype(known)::score;
-      return keys ? grad_rows<C, S, Path::direct, true> : grad_rows<C, S, Path::direct, false>;
-    });
-    const C* of_query = q;
-    int64_t ahead = 0;
     if constexpr (sizeof(C) == 4) {
-      const auto range = [&](int i) { return range_of(Rows<C>{k[i], 0}, 1, wide); };
-      const auto factor = [&](int i) {
-        return exponentials(Rows<C>{k[i], 0}, 1, width, wide, k_exp + i * wide);
+      const auto all_keys = [&](const auto& range_of_key) {  // with the query
+        C range = 0;
+        for (int i = 0; i < 4; ++i) {
+          const C most = range_of_key(i);
+          range = most > range ? most : range;
+        }
+        return q_range + range;
       };
-      const bool small = near && all_keys(range) <= kSmallLimit;  // needs no tanh(k) for one query
-      if (factorable && !small && (prepared || all_keys(factor) <= kFactoredLimit)) {
+      const auto range = [&](int i) { return range_of(Rows<C>{four.k[i], 0}, 1, wide); };
+      const auto factored = [&](int i) {
+        return exponentials(Rows<C>{four.k[i], 0}, 1, width, wide, k_exp + i * wide);
+      };
+      const bool small = near && all_keys(range) <= kSmallSumLimit;  // needs no tanh(k) for one query
+      if (factorable && !small && (prepared || all_keys(factored) <= kFactoredSumLimit)) {
         of_query = q_exp;
         for (int i = 0; i < 4; ++i)
-          k[i] = prepared ? at<C>(a.exponentials, item, key[i]) + c : k_exp + i * wide;
+          four.k[i] = prepared ? at<C>(a.exponentials, item, four.key[i]) + c : k_exp + i * wide;
         ahead = prepared ? 4 * a.exponentials.row : 0;
-        rows = keys ? grad_rows<C, Score::tanh, Path::factored, true>
+        return keys ? grad_rows<C, Score::tanh, Path::factored, true>
                     : grad_rows<C, Score::tanh, Path::factored, false>;
       }
     }
-    rows(of_query, k, gradient, wide, ahead, grad_q, grad_k, grad_w);
-    for (int i = 0; keys && i < found; ++i)
-      put_row(at<T>(a.grad_key, item, key[i]) + c, grad_k + i * wide);
+    return by_activation(a.score, [&](auto known) -> GradRows {
+      constexpr Score S = decltype(known)::score;
+      return keys ? grad_rows<C, S, Path::direct, true> : grad_rows<C, S, Path::direct, false>;
+    });
   }
-  if (a.grad_query.data) put_row(at<T>(a.grad_query, item, 0) + c, grad_q);
-  if (!a.grad_weight.data) return;
-  C* out_w = at<C>(a.grad_weight, item, 0) + c;
-  for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
-}
+
+  void put_row(T* out, const C* x) const {
+    constexpr int W = Vector<C>::width;
+    for (int64_t i = 0; i < width; i += W) put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
+  }
+
+  const Backward& a;
+  const Item& item;
+  const int64_t c, width, wide;
+  const C scale;
+  const C* q;
+  C *q_exp, *grad_q, *grad_w, *factor, *k_scratch, *k_exp, *grad_k;
+  C q_range = 0;
+  bool factorable, near, prepared;  // near: the query is, perhaps with the keys too
+};
 
 // The gradients of query, key and weight, columns [c, c + width), dot score.
 template <class T, class C>
-void grad_dot(const Attention& a, const Item& item, int64_t c, int64_t width, C* scratch) {
-  const C *g = at<C>(a.grad_score, item, 0), scale = a.scale;
+void grad_dot(const Backward& a, const Plan& plan, const Item& item, int64_t c, int64_t width, C* scratch) {
+  const C *g = at<C>(a.grad_score, item, 0), scale = plan.grad_inputs_scale;
   if (a.span.data) {
-    Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row}, rows = {at<T>(a.query, item, 0) + c,
-                                                                  a.query.row};
+    Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row},
+            rows = {at<T>(a.query, item, 0) + c, a.query.row};
     if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.grad_query.row;
     if (a.grad_key.data) rows.to = at<T>(a.grad_key, item, 0) + c, rows.to_row = a.grad_key.row;
     return span_products<T>(a, item, Rows<C>{g, a.W}, scale, width, keys, rows, scratch);
   }
   if (a.grad_query.data)
-    multiply(a, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
-        at<T>(a.grad_query, item, 0) + c, a.grad_query.row, scratch);
+    multiply(plan, g, a.Tk, 1, a.Tq, item.seen, at<T>(a.key, item, 0) + c, a.key.row, width, scale,
+             at<T>(a.grad_query, item, 0) + c, a.grad_query.row, scratch);
   if (a.grad_key.data)
-    multiply(a, g, 1, a.Tk, item.seen, a.Tq, at<T>(a.query, item, 0) + c, a.query.row, width, scale,
-        at<T>(a.grad_key, item, 0) + c, a.grad_key.row, scratch);
+    multiply(plan, g, 1, a.Tk, item.seen, a.Tq, at<T>(a.query, item, 0) + c, a.query.row, width, scale,
+             at<T>(a.grad_key, item, 0) + c, a.grad_key.row, scratch);
+}
+
+// Columns [c, c + columns) of the value's gradient.
+template <class T, class C>
+void grad_value_slice(const Backward& a, const Plan& plan, const Item& item, int64_t c, C* scratch) {
+  const int64_t width = min(plan.columns, a.Dv - c);
+  const C* weights = at<C>(a.weights, item, 0);
+  const T* grad_context = at<T>(a.grad_context, item, 0) + c;
+  T* out = at<T>(a.grad_value, item, 0) + c;
+  if (a.span.data) {
+    const Side<T> rows = {grad_context, a.grad_context.row, out, a.grad_value.row};
+    return span_products<T>(a, item, Rows<C>{weights, a.W}, (C)1, width, Side<T>{}, rows, scratch);
+  }
+  multiply(plan, weights, 1, a.Tk, item.seen, a.Tq, grad_context, a.grad_context.row, width, (C)1, out,
+           a.grad_value.row, scratch);
+  clear<T>(a.grad_value, item, item.seen, a.Tk, c, width);
+}
+
+template <class T, class C = typename Accumulate<T>::type>
+void grad_value(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+  const int64_t slices = value_slices(a, plan);
+  const Item item(a, index / slices);
+  grad_value_slice<T>(a, plan, item, index % slices * plan.columns, static_cast<C*>(memory));
 }
 
 // A slice of the features of query, key and weight, or of the columns of value.
 template <class T, class C = typename Accumulate<T>::type>
-void grad_inputs(const Attention& a, int64_t index, void* memory) {
-  const int64_t features = parts(a.A, a.columns);
-  const Item item(a, index, 1, slices(a));
+void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+  const int64_t features = feature_slices(a, plan), slices = features + value_slices(a, plan);
+  const Item item(a, index / slices);
+  const int64_t slice = index % slices;
   C* scratch = static_cast<C*>(memory);
-  if (item.part >= features) {
-    const int64_t c = (item.part - features) * a.columns, width = min(a.columns, a.Dv - c);
-    if (a.span.data) {
-      const Side<T> rows = {at<T>(a.grad_context, item, 0) + c, a.grad_context.row,
-                            at<T>(a.grad_value, item, 0) + c, a.grad_value.row};
-      const Rows<C> p = {at<C>(a.weights, item, 0), a.W};
-      return span_products<T>(a, item, p, (C)1, width, Side<T>{}, rows, scratch);
-    }
-    multiply(a, at<C>(a.weights, item, 0), 1, a.Tk, item.seen, a.Tq, at<T>(a.grad_context, item, 0) + c,
-        a.grad_context.row, width, (C)1, at<T>(a.grad_value, item, 0) + c, a.grad_value.row,
-        scratch);
-    clear<T>(a.grad_value, item, item.seen, a.Tk, c, width);
-    return;
-  }
-  const int64_t c = item.part * a.columns, width = min(a.columns, a.A - c);
+  if (slice >= features)
+    return grad_value_slice<T>(a, plan, item, (slice - features) * plan.columns, scratch);
+  const int64_t c = slice * plan.columns, width = min(plan.columns, a.A - c);
+  const C scale = plan.grad_inputs_scale;
   if (!a.weight.data) {
-    grad_dot<T>(a, item, c, width, scratch);
+    grad_dot<T>(a, plan, item, c, width, scratch);
   } else if (a.Tq == 1 && !a.span.data) {
-    grad_step<T>(a, item, c, width, scratch);
+    StepGradient<T>(a, item, c, width, scale, scratch).run();
   } else {
     const Seen keys = a.span.data ? hull(a, item) : Seen{0, item.seen, 0};
     for (int64_t x = 0; x < width; x += 2 * Vector<C>::width)
-      grad_slice<T>(a, item, keys, c + x, scratch);
+      grad_slice<T>(a, item, keys, c + x, scale, scratch);
   }
   if (a.grad_key.data && !a.span.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
 }
@@ -558,81 +615,117 @@ void grad_inputs(const Attention& a, int64_t index, void* memory) {
 
 // e^{2 key} of a block of keys, and the largest |key| among them, over which a NaN is passed.
 template <class T, class C = typename Accumulate<T>::type>
-void prepare(const Attention& a, int64_t index, void* memory) {
+void prepare(const cpu::Preparation& a, const Plan&, int64_t index, void* memory) {
   if constexpr (sizeof(C) == 4) {
     const int64_t blocks = parts(a.Tk, kKeyBlock), width = round_up(a.A, kPadding);
-    const Item item(a, index, 1, blocks);
-    const int64_t j = item.part * kKeyBlock, n = min(item.seen - j, kKeyBlock);
-    const Rows<C> k =
-        gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(memory));
-    at<float>(a.ranges, item, 0)[item.part] =
-        exponentials(k, n, a.A, width, at<float>(a.exponentials, item, j));
+    const Item item(a, index / blocks);
+    const int64_t block = index % blocks, j = block * kKeyBlock, n = min(item.seen - j, kKeyBlock);
+    const Rows<C> k = gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(memory));
+    at<float>(a.ranges, item, 0)[block] =
+        exponentials(k, n, a.A, width, at<float>(a.exponentials_out, item, j));
   }
 }
 
 // ---- the table --------------------------------------------------------------------------------
 
-int64_t span_sums(const Attention& a) {
-  const auto most = [&](auto zero) {
-    const int64_t sums[] = {sums_scratch<decltype(zero)>(a, min(a.columns, a.A)),
-                            sums_scratch<decltype(zero)>(a, a.A % a.columns),
-                            sums_scratch<decltype(zero)>(a, min(a.columns, a.Dv)),
-                            sums_scratch<decltype(zero)>(a, a.Dv % a.columns)};
-    int64_t top = 0;
-    for (const int64_t x : sums) top = x > top ? x : top;
-    return top;
-  };
-  if (!a.grad_score.data) return 0;
-  if (a.dtype == Dtype::f64) return most(double{});
-  return a.dtype == Dtype::f32 ? most(float{}) : most(Half{});
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Of span_products.
+template <class T>
+int64_t span_sums(const Backward& a, const Plan& plan) {
+  return larger(
+      larger(sums_scratch<T>(a, min(plan.columns, a.A)), sums_scratch<T>(a, a.A % plan.columns)),
+      larger(sums_scratch<T>(a, min(plan.columns, a.Dv)), sums_scratch<T>(a, a.Dv % plan.columns)));
+}
+int64_t span_sums(const Backward& a, const Plan& plan) {
+  if (a.dtype == Dtype::f64) return span_sums<double>(a, plan);
+  return a.dtype == Dtype::f32 ? span_sums<float>(a, plan) : span_sums<Half>(a, plan);
 }
 
-// Room for the most that any pass takes.
+// Room for scores, and for bands of them.
 template <class C>
-int64_t scratch_elements(const Attention& a) {
-  constexpr int64_t W2 = 2 * Vector<C>::width;
-  const int64_t A = round_up(padded<C>(a.A), kPadding);
-  const int64_t longest = (a.Tq > a.Tk ? a.Tq : a.Tk) + 1, widest = a.A > a.Dv ? a.A : a.Dv;
-  const int64_t again = a.grad_score.data ? longest : a.rows;
-  const bool backward = a.grad_score.data;
-  const int64_t band = band_scratch<C>(a);
-  const int64_t mixing = a.span.data ? mix_scratch<C>(kMostRows + band_keys(a), widest) + band : 0;
-  const int64_t passes[] = {
-      Scores<float, C>::room(a.rows, widest) + mixing,              // all but those below
-      a.span.data ? mixing + span_sums(a)                           // products
-                  : mix_scratch<C>(longest, widest) + (a.multiplied ? again * a.columns : 0),
-      backward && a.weight.data ? 2 * longest * 2 * W2 + W2 + band : 0,  // grad_slice
-      17 * A,                                                       // grad_step
-  };
-  int64_t most = 0;
-  for (const int64_t pass : passes) most = pass > most ? pass : most;
-  return most + scores_scratch<C>(a);
+int64_t tiles_elements(const Problem& a, const Plan& plan) {
+  const int64_t widest = larger(a.A, a.Dv);
+  const int64_t bands =
+      a.span.data ? gemm_small_scratch<C>(kMostRows + band_keys(a), widest) + band_scratch<C>(a) : 0;
+  return Scores<float, C>::room(plan.rows, widest) + bands;
 }
 
-size_t scratch(const Attention& a) {
-  const size_t bytes = a.dtype == Dtype::f64 ? scratch_elements<double>(a) * sizeof(double)
-                                             : scratch_elements<float>(a) * sizeof(float);
+// Room for products; where a library has left them, for `again` rows of them.
+template <class C>
+int64_t product_elements(const Problem& a, const Plan& plan, int64_t again) {
+  const int64_t longest = larger(a.Tq, a.Tk) + 1;
+  return gemm_small_scratch<C>(longest, larger(a.A, a.Dv)) + (plan.multiplied ? again * plan.columns : 0);
+}
+
+template <class C>
+int64_t forward_elements(const Forward& a, const Plan& plan) {
+  return larger(tiles_elements<C>(a, plan), product_elements<C>(a, plan, plan.rows)) +
+         scores_scratch<C>(a, plan);
+}
+
+template <class C>
+int64_t backward_elements(const Backward& a, const Plan& plan) {
+  constexpr int64_t W2 = 2 * Vector<C>::width;
+  const int64_t longest = larger(a.Tq, a.Tk) + 1, tiles = tiles_elements<C>(a, plan);
+  const int64_t products = a.span.data ? tiles + span_sums(a, plan) : product_elements<C>(a, plan, longest);
+  const int64_t slice = a.weight.data ? 2 * longest * 2 * W2 + W2 + band_scratch<C>(a) : 0;
+  const int64_t step = 17 * round_up(padded<C>(a.A), kPadding);
+  return larger(larger(tiles, products), larger(slice, step));
+}
+
+// Bytes of so many floats, or of so many doubles.
+size_t scratch_bytes(Dtype dtype, int64_t floats, int64_t doubles) {
+  const size_t bytes = dtype == Dtype::f64 ? doubles * sizeof(double) : floats * sizeof(float);
   return (bytes + 63) / 64 * 64;
 }
 
-int64_t row_items(const Attention& a) { return a.B * a.H * row_blocks(a); }
-int64_t key_items(const Attention& a) { return row_items(a) * parts(a.Tk, a.keys); }
-int64_t column_items(const Attention& a) { return row_items(a) * parts(a.Dv, a.columns); }
-int64_t slice_items(const Attention& a) { return a.B * a.H * slices(a); }
-int64_t block_items(const Attention& a) { return a.B * a.H * parts(a.Tk, kKeyBlock); }
+size_t forward_scratch(const Forward& a, const Plan& plan) {
+  return scratch_bytes(a.dtype, forward_elements<float>(a, plan), forward_elements<double>(a, plan));
+}
+size_t backward_scratch(const Backward& a, const Plan& plan) {
+  return scratch_bytes(a.dtype, backward_elements<float>(a, plan), backward_elements<double>(a, plan));
+}
+size_t prepare_scratch(const cpu::Preparation& a) {
+  const int64_t numbers = kKeyBlock * round_up(a.A, kPadding);
+  return scratch_bytes(a.dtype, numbers, numbers);
+}
+
+int64_t row_items(const Problem& a, const Plan& plan) { return a.B * a.H * row_blocks(a, plan); }
+int64_t key_items(const Problem& a, const Plan& plan) {
+  return row_items(a, plan) * parts(a.Tk, plan.keys);
+}
 
 }  // namespace
 
 extern const AttentionKernels attention = {
-    scratch,
-    {{key_items, ATTNFAST_BY_DTYPE(scores)},
-     {row_items, ATTNFAST_BY_DTYPE(weights)},
-     {column_items, ATTNFAST_BY_DTYPE(context)}},
-    {row_items, ATTNFAST_BY_DTYPE(forward_span)},
-    {{key_items, ATTNFAST_BY_DTYPE(grad_weights)}, {row_items, ATTNFAST_BY_DTYPE(grad_score)}},
-    {row_items, ATTNFAST_BY_DTYPE(grad_score_span)},
-    {slice_items, ATTNFAST_BY_DTYPE(grad_inputs)},
-    {block_items, ATTNFAST_BY_DTYPE(prepare)},
+    .forward_scratch = forward_scratch,
+    .scores = {[](const Forward& a, const Plan& plan) { return key_items(a, plan); },
+               ATTNFAST_BY_DTYPE(Forward, scores)},
+    .softmax = {[](const Forward& a, const Plan& plan) { return row_items(a, plan); },
+                ATTNFAST_BY_DTYPE(Forward, weights)},
+    .context = {[](const Forward& a, const Plan& plan) {
+                  return row_items(a, plan) * parts(a.Dv, plan.columns);
+                },
+                ATTNFAST_BY_DTYPE(Forward, context)},
+    .span = {[](const Forward& a, const Plan& plan) { return row_items(a, plan); },
+             ATTNFAST_BY_DTYPE(Forward, forward_span)},
+    .backward_scratch = backward_scratch,
+    .grad_weights = {[](const Backward& a, const Plan& plan) { return key_items(a, plan); },
+                     ATTNFAST_BY_DTYPE(Backward, grad_weights)},
+    .grad_score = {[](const Backward& a, const Plan& plan) { return row_items(a, plan); },
+                   ATTNFAST_BY_DTYPE(Backward, grad_score)},
+    .grad_score_span = {[](const Backward& a, const Plan& plan) { return row_items(a, plan); },
+                        ATTNFAST_BY_DTYPE(Backward, grad_score_span)},
+    .grad_inputs = {[](const Backward& a, const Plan& plan) {
+                      return a.B * a.H * (feature_slices(a, plan) + value_slices(a, plan));
+                    },
+                    ATTNFAST_BY_DTYPE(Backward, grad_inputs)},
+    .grad_value = {[](const Backward& a, const Plan& plan) { return a.B * a.H * value_slices(a, plan); },
+                   ATTNFAST_BY_DTYPE(Backward, grad_value)},
+    .prepare_scratch = prepare_scratch,
+    .prepare = {[](const cpu::Preparation& a, const Plan&) { return a.B * a.H * parts(a.Tk, kKeyBlock); },
+                ATTNFAST_BY_DTYPE(cpu::Preparation, prepare)},
 };
 
 }  // namespace VARIANT

@@ -12,20 +12,17 @@ const CopyingKernels& kernels() {
   return chosen;
 }
 
-void run_rows(void (*run)(const Copying&, int64_t, void*), const Copying& a) {
+template <class Call>
+void run_rows(void (*run)(const Call&, int64_t, void*), const Call& a) {
   const int64_t rows = a.B * a.Tq, threads = threads_for(rows * (a.V + a.X + a.Tk));
-  share_out(rows, threads, kernels().scratch(a),
-            [&](int64_t row, void* scratch) { run(a, row, scratch); });
+  share_out(rows, threads, kernels().scratch(a), [&](int64_t row, void* scratch) { run(a, row, scratch); });
 }
 
-void run_forward(const Copying& a, const Tensor&) { run_rows(kernels().forward, a); }
-void run_backward(const Copying& a, const Tensor&) { run_rows(kernels().backward, a); }
+void run_forward(const CopyForward& a, const Tensor&) { run_rows(kernels().forward, a); }
+void run_backward(const CopyBackward& a, const Tensor&) { run_rows(kernels().backward, a); }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
-  m.impl("copy_distribution", TORCH_BOX(&copy_distribution));
-  m.impl("copy_distribution_backward", TORCH_BOX(&copy_distribution_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) { CopyOperators::implement(m); }
 
 }  // namespace attnfast

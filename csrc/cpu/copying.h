@@ -9,8 +9,8 @@ namespace attnfast {
 // Both take row i of B x Tq; scratch is private to a thread, 64-byte aligned.
 struct CopyingKernels {
   size_t (*scratch)(const Copying&);  // bytes
-  void (*forward)(const Copying&, int64_t row, void* scratch);
-  void (*backward)(const Copying&, int64_t row, void* scratch);
+  void (*forward)(const CopyForward&, int64_t row, void* scratch);
+  void (*backward)(const CopyBackward&, int64_t row, void* scratch);
 };
 
 // clang-format off

@@ -44,7 +44,7 @@ template <class C>
 Vec<C> exp_below(Vec<C> x, Shift<C> shift) {
   x = x - shift.high - shift.low;
   Vec<C> e = exp(x);
-  e = x < (C)-(sizeof(C) == 4 ? 87 : 700) ? Vec<C>{} : e;
+  e = x < (C) - (sizeof(C) == 4 ? 87 : 700) ? Vec<C>{} : e;
   return x == x ? e : x;
 }
 
@@ -75,12 +75,11 @@ struct Row {
   const int64_t* source;
   Gate gate;
   C *mass, *first, *second, *third;  // scratch: N numbers each
-  const C* x;                         // the logits
+  const C* x;                        // the logits
 
   Row(const Copying& a, int64_t index, void* memory)
-      : b(index / a.Tq), t(index % a.Tq), V(a.V), N(a.V + a.X),
-        weights(at<const T>(a.weights, b, t)), source(a.source + b * a.Tk),
-        gate(widen(*at<const T>(a.gate, b, t))) {
+      : b(index / a.Tq), t(index % a.Tq), V(a.V), N(a.V + a.X), weights(at<const T>(a.weights, b, t)),
+        source(a.source + b * a.Tk), gate(widen(*at<const T>(a.gate, b, t))) {
     mass = static_cast<C*>(memory);
     first = mass + round_up(N, 16);
     second = first + round_up(N, 16);
@@ -92,8 +91,7 @@ struct Row {
 
   // With the mass of every word of the source.
   Word word(int64_t w, double log_sum_exp) const {
-    const double log_generated =
-        generates(w) ? x[w] - log_sum_exp + gate.log_p : -infinity<double>();
+    const double log_generated = generates(w) ? x[w] - log_sum_exp + gate.log_p : -infinity<double>();
     return Word(log_generated, mass[w], gate.log_q);
   }
 };
@@ -112,7 +110,7 @@ void finish(const C* x, int64_t n, T* out) {
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void forward(const Copying& a, int64_t index, void* memory) {
+void forward(const CopyForward& a, int64_t index, void* memory) {
   constexpr int W = Vector<C>::width;
   const Row<T, C> r(a, index, memory);
   T* result = at<T>(a.distribution, r.b, r.t);
@@ -153,76 +151,93 @@ void forward(const Copying& a, int64_t index, void* memory) {
   finish(out, r.N, result);
 }
 
-// With G the gradient of the result:
-//   probabilities   dlogits = p S (G - T),  T = sum_w S G;   dweight_i = (1 - p) G of its word;
-//                   dgate = p (1 - p) (T - sum_i weight_i G of its word)
-//   logarithms      R_w = p S_w / P_w is what is generated of a word, T = sum_w R G;
-//                   dlogits = R G - S T;   dweight_i = G (1 - p) / P of its word;
-//                   dgate = T - p sum G, of the words that can come
-template <class T, class C = typename Accumulate<T>::type>
-void backward(const Copying& a, int64_t index, void* memory) {
+// S, the softmax of the logits x.
+template <class C>
+struct Softmax {
+  const bool none;  // no word can be generated
+  const Shift<C> shift;
+  explicit Softmax(double log_sum_exp)
+      : none(log_sum_exp == -infinity<C>()), shift(none ? 0 : log_sum_exp) {}
+  Vec<C> operator()(Vec<C> x) const { return none ? Vec<C>{} : exp_below(x, shift); }
+};
+
+// With G the gradient of the probabilities, T = sum_w S G:
+//   dlogits = p S (G - T),  dweight_i = (1 - p) G of its word
+// Returns dgate = p (1 - p) (T - sum_i weight_i G of its word).
+template <class T, class C>
+C backward_of_probabilities(const CopyBackward& a, const Row<T, C>& r, const Softmax<C>& softmax,
+                            const C* G, C* out, T* grad_weights) {
   constexpr int W = Vector<C>::width;
-  const Row<T, C> r(a, index, memory);
   const int64_t V = r.V;
+  const C p = r.gate.p, q = r.gate.q;
+  const C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
+    const Vec<C> S = softmax(load_part(r.x + v, n, -infinity<C>()));
+    store_part(out + v, S, n);
+    return S == 0 ? Vec<C>{} : S * load_part(G + v, n, (C)0);
+  });
+  for (int64_t v = 0; v < V; v += W) {
+    const Vec<C> S = load_part(out + v, V - v, (C)0), g = load_part(G + v, V - v, (C)0);
+    store_part(out + v, S * p * (g - total), V - v);
+  }
+  C copied = 0;
+  for (int64_t i = 0; i < a.Tk; ++i) {
+    const C g = G[r.source[i]];
+    copied += widen(r.weights[i]) * g;
+    narrow(q * g, grad_weights[i]);
+  }
+  return p * q * (total - copied);
+}
+
+// With G the gradient of the logarithms, R_w = p S_w / P_w what is generated of a word, T = sum_w R G:
+//   dlogits = R G - S T,  dweight_i = G (1 - p) / P of its word
+// Returns dgate = T - p sum G, of the words that can come.
+template <class T, class C>
+C backward_of_logarithms(const CopyBackward& a, const Row<T, C>& r, const Softmax<C>& softmax,
+                         double log_sum_exp, const C* G, C* out, T* grad_weights) {
+  constexpr int W = Vector<C>::width;
+  const int64_t V = r.V;
+  const C plain = sum_of<C>(V, [&](int64_t v, int64_t n) {
+    const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
+    return x == -infinity<C>() ? Vec<C>{} : load_part(G + v, n, (C)0);
+  });
+  double generated = plain, all = plain;  // T, and sum G of the words that can come: they nearly cancel
+  add_up(r.weights, r.source, a.Tk, r.mass);
+  for (int64_t i = 0; i < a.Tk; ++i) {
+    const int64_t w = r.source[i];
+    const Word word = r.word(w, log_sum_exp);
+    const C grad = G[w] * (C)word.ratio;
+    narrow_to_finite(grad, grad_weights[i]);
+    const C copied = word.slight || grad == 0 ? 0 : widen(r.weights[i]) * grad;  // of G, by key i
+    if (r.generates(w)) generated -= copied;
+    else all += copied;
+  }
+  const C total = generated;
+  for (int64_t v = 0; v < V; v += W) {
+    const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>()), g = load_part(G + v, V - v, (C)0);
+    store_part(out + v, x == -infinity<C>() ? Vec<C>{} : g - softmax(x) * total, V - v);
+  }
+  for (int64_t i = 0; i < a.Tk; ++i) {
+    const int64_t w = r.source[i];
+    if (!r.generates(w)) continue;
+    const C S = exp_below(splat(r.x[w]), softmax.shift)[0];
+    out[w] = G[w] * (C)r.word(w, log_sum_exp).generated - S * total;
+  }
+  return generated - r.gate.p * all;
+}
+
+template <class T, class C = typename Accumulate<T>::type>
+void backward(const CopyBackward& a, int64_t index, void* memory) {
+  const Row<T, C> r(a, index, memory);
   const C* G = gather(at<const T>(a.grad_distribution, r.b, r.t), 0, 1, r.N, r.N, r.second).data;
   T* result = at<T>(a.grad_logits, r.b, r.t);
   T* grad_weights = at<T>(a.grad_weights, r.b, r.t);
   C* out = computed(result, r.third);
   const double log_sum_exp = *at<const double>(a.log_sum_exp, r.b, r.t);
-  const bool none = log_sum_exp == -infinity<C>();  // no word can be generated
-  const Shift<C> shift(none ? 0 : log_sum_exp);
-  const C p = r.gate.p, q = r.gate.q;
-  C grad_gate;
-  if (!a.log) {
-    const C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
-      const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
-      const Vec<C> S = none ? Vec<C>{} : exp_below(x, shift);
-      store_part(out + v, S, n);
-      return S == 0 ? Vec<C>{} : S * load_part(G + v, n, (C)0);
-    });
-    for (int64_t v = 0; v < V; v += W) {
-      const Vec<C> S = load_part(out + v, V - v, (C)0), g = load_part(G + v, V - v, (C)0);
-      store_part(out + v, S * p * (g - total), V - v);
-    }
-    C copied = 0;
-    for (int64_t i = 0; i < a.Tk; ++i) {
-      const C g = G[r.source[i]];
-      copied += widen(r.weights[i]) * g;
-      narrow(q * g, grad_weights[i]);
-    }
-    grad_gate = p * q * (total - copied);
-  } else {
-    const C plain = sum_of<C>(V, [&](int64_t v, int64_t n) {
-      const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
-      return x == -infinity<C>() ? Vec<C>{} : load_part(G + v, n, (C)0);
-    });
-    double generated = plain, all = plain;  // T, and sum G of the words that can come: they nearly cancel
-    add_up(r.weights, r.source, a.Tk, r.mass);
-    for (int64_t i = 0; i < a.Tk; ++i) {
-      const int64_t w = r.source[i];
-      const Word word = r.word(w, log_sum_exp);
-      const C grad = G[w] * (C)word.ratio;
-      narrow_to_finite(grad, grad_weights[i]);
-      const C copied = word.slight || grad == 0 ? 0 : widen(r.weights[i]) * grad;  // of G, by key i
-      if (r.generates(w)) generated -= copied;
-      else all += copied;
-    }
-    const C total = generated;
-    for (int64_t v = 0; v < V; v += W) {
-      const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>()), g = load_part(G + v, V - v, (C)0);
-      const Vec<C> S = none ? Vec<C>{} : exp_below(x, shift);
-      store_part(out + v, x == -infinity<C>() ? Vec<C>{} : g - S * total, V - v);
-    }
-    for (int64_t i = 0; i < a.Tk; ++i) {
-      const int64_t w = r.source[i];
-      if (!r.generates(w)) continue;
-      const C S = exp_below(splat(r.x[w]), shift)[0];
-      out[w] = G[w] * (C)r.word(w, log_sum_exp).generated - S * total;
-    }
-    grad_gate = generated - r.gate.p * all;
-  }
+  const Softmax<C> softmax(log_sum_exp);
+  const C grad_gate = a.log ? backward_of_logarithms<T>(a, r, softmax, log_sum_exp, G, out, grad_weights)
+                            : backward_of_probabilities<T>(a, r, softmax, G, out, grad_weights);
   narrow(grad_gate, *at<T>(a.grad_gate, r.b, r.t));
-  finish(out, V, result);
+  finish(out, r.V, result);
 }
 
 size_t scratch(const Copying& a) {
@@ -230,8 +245,8 @@ size_t scratch(const Copying& a) {
   return (numbers * (a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float)) + 63) / 64 * 64;
 }
 
-#define ATTNFAST_BY_DTYPE(function)                               \
-  [](const Copying& a, int64_t row, void* scratch) {              \
+#define ATTNFAST_BY_DTYPE(Call, function)                         \
+  [](const Call& a, int64_t row, void* scratch) {                 \
     switch (a.dtype) {                                            \
       case Dtype::f32: return function<float>(a, row, scratch);   \
       case Dtype::f64: return function<double>(a, row, scratch);  \
@@ -242,8 +257,11 @@ size_t scratch(const Copying& a) {
 
 }  // namespace
 
-extern const CopyingKernels copying = {scratch, ATTNFAST_BY_DTYPE(forward),
-                                       ATTNFAST_BY_DTYPE(backward)};
+extern const CopyingKernels copying = {
+    .scratch = scratch,
+    .forward = ATTNFAST_BY_DTYPE(CopyForward, forward),
+    .backward = ATTNFAST_BY_DTYPE(CopyBackward, backward),
+};
 
 }  // namespace VARIANT
 }  // namespace attnfast

@@ -17,40 +17,37 @@ const CoverageKernels& kernels() {
   return chosen;
 }
 
-int64_t grad_weight_parts(const Attention&) { return 1; }
+int64_t grad_weight_parts(const Problem&) { return 1; }
 
-// Passes one after the other for every (sequence, head) where they have as many items: then one
-// thread's arithmetic hides the other's reading.
-void run(std::initializer_list<Pass> passes, const Coverage& a) {
-  const size_t scratch = std::max(rows().scratch(a), kernels().scratch(a));
-  run(passes, a, threads_for(a), scratch);
+// In each call passes follow one another for every (sequence, head) where they have as many items: then
+// one thread's arithmetic hides the other's reading.
+void run_forward(const CoverageForward& a, const Tensor&) {
+  Plan plan = plan_by_rows(a);
+  plan.scores = a.weights;
+  const AttentionKernels& attention = rows();
+  const CoverageKernels& history = kernels();
+  const size_t scratch = std::max(attention.forward_scratch(a, plan), history.forward_scratch(a));
+  const int64_t threads = threads_for(a);
+  if (a.filters_count) return run(a, plan, threads, scratch, history.forward, attention.context);
+  run(a, plan, threads, scratch, attention.scores, history.forward, attention.context);
 }
 
-void run_forward(Coverage& a, const Tensor&) {
-  share_out_rows(a);
-  a.scores = a.weights;
-  const auto& [scores, softmax, context] = rows().forward;
-  if (a.filters_count) return run({kernels().forward, context}, a);
-  run({scores, kernels().forward, context}, a);
-}
-
-void run_backward(Coverage& a, const Tensor&) {
-  a.scores = a.grad_score;
-  share_out_rows(a);
-  run({rows().grad_score[0], kernels().backward}, a);  // grad_context . value, then the scan
+void run_backward(const CoverageBackward& a, const Tensor&) {
+  Plan plan = plan_by_rows(a);
+  const AttentionKernels& attention = rows();
+  const CoverageKernels& history = kernels();
+  const int64_t threads = threads_for(a);
+  const size_t scratch = std::max(attention.backward_scratch(a, plan), history.backward_scratch(a));
+  run(a, plan, threads, scratch, attention.grad_weights, history.backward);
   if (a.filters_count && !a.grad_value.data) return;
-  Attention inputs = a;
-  share_out_columns(inputs);
-  if (a.filters_count) inputs.weight = inputs.grad_query = inputs.grad_key = inputs.grad_weight = {};
-  run({rows().grad_inputs}, inputs, threads_for(a), rows().scratch(inputs));
+  plan.columns = columns_of_gradients(a);
+  plan.grad_inputs_scale = a.scale;
+  const auto& inputs = a.filters_count ? attention.grad_value : attention.grad_inputs;
+  run(a, plan, threads, attention.backward_scratch(a, plan), inputs);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
-  m.impl("coverage_attention", TORCH_BOX(&coverage_attention));
-  m.impl("coverage_attention_backward", TORCH_BOX(&coverage_attention_backward));
-  m.impl("coverage_attention_backward_into", TORCH_BOX(&coverage_attention_backward_into));
-}
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) { CoverageOperators::implement(m); }
 
 }  // namespace attnfast

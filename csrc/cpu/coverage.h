@@ -5,11 +5,12 @@
 
 namespace attnfast {
 
-// Passes over (sequence, head), each row after the other; they take a Coverage.
+// Passes over (sequence, head), each row after the other.
 struct CoverageKernels {
-  size_t (*scratch)(const Coverage&);  // bytes
-  Pass forward;                        // scores, if they have no features, become weights
-  Pass backward;                       // what the weights' gradient leaves for the scores
+  size_t (*forward_scratch)(const CoverageForward&);  // bytes
+  cpu::Pass<CoverageForward> forward;                 // scores, if they have no features, become weights
+  size_t (*backward_scratch)(const CoverageBackward&);
+  cpu::Pass<CoverageBackward> backward;  // what the weights' gradient leaves for the scores
 };
 
 // clang-format off

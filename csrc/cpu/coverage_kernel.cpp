@@ -13,12 +13,10 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-const Coverage& of(const Attention& a) { return static_cast<const Coverage&>(a); }
-
 // Signals over the keys: the last weights and the coverage, zeros past both ends, or gradients.
 template <class C>
 struct Signals {
-  C *channel[2];  // of key 0
+  C* channel[2];  // of key 0
   void take(Scratch<C>& scratch, int64_t Tk, int64_t width) {
     for (C*& x : channel) x = scratch.take(Tk + width) + width / 2;
   }
@@ -30,7 +28,7 @@ struct Signals {
 
 // Whether the keys' gradients are added to where they belong, not to scratch.
 template <class C>
-bool in_place(const Coverage& a) {
+bool in_place(const CoverageBackward& a) {
   return a.sums && a.A == padded<C>(a.A);
 }
 
@@ -38,47 +36,55 @@ bool in_place(const Coverage& a) {
 template <class C>
 struct Place {
   int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
-  int64_t key_rows;                            // of grad_key: one for all where nobody asks for it
-  Signals<C> state, grad, grad_before;
-  C *window, *found, *filters, *packed_filters, *projection, *query, *weight, *key;  // forward
-  C *coverages, *grad_z, *grad_query, *grad_weight, *grad_key, *grad_found, *slope;  // backward
-  C *grad_window, *grad_filters, *grad_projection, *product, *mixing;
+  Signals<C> state;
+  C *window, *found, *filters, *packed_filters, *projection, *query, *weight, *key;
 
-  Place(const Coverage& a, Scratch<C>& scratch) {
-    K = a.filters_count;
-    W = K ? a.width : 1;
-    channels = a.channels;
+  Place(const Problem& a, const History& h, Scratch<C>& scratch) {
+    K = h.filters_count;
+    W = K ? h.width : 1;
+    channels = h.channels;
     A = padded<C>(a.A);
     found_row = padded<C>(K);
     taps = padded<C>(channels * W);
-    key_rows = a.grad_key.data ? a.Tk : 1;
     state.take(scratch, a.Tk, W);
-    if (K) {
-      window = scratch.take(kKeyBlock * taps);
-      found = scratch.take(kKeyBlock * found_row);
-      filters = scratch.take(K * taps);
-      packed_filters = scratch.take(taps * found_row);
-      projection = scratch.take(K * A);
-      query = scratch.take(A);
-      weight = scratch.take(A);
-      key = scratch.take(kKeyBlock * A);
-    }
-    if (!a.backward) return;
-    grad.take(scratch, a.Tk, W);
-    grad_before.take(scratch, a.Tk, W);
+    if (!K) return;
+    window = scratch.take(kKeyBlock * taps);
+    found = scratch.take(kKeyBlock * found_row);
+    filters = scratch.take(K * taps);
+    packed_filters = scratch.take(taps * found_row);
+    projection = scratch.take(K * A);
+    query = scratch.take(A);
+    weight = scratch.take(A);
+    key = scratch.take(kKeyBlock * A);
+  }
+};
+
+// The same of the backward.
+template <class C>
+struct BackwardPlace : Place<C> {
+  int64_t key_rows;  // of grad_key: one for all where nobody asks for it
+  Signals<C> grad, grad_before;
+  C *coverages, *grad_z, *grad_query, *grad_weight, *grad_key, *grad_found, *slope;
+  C *grad_window, *grad_filters, *grad_projection, *product, *gemm_scratch;
+
+  BackwardPlace(const CoverageBackward& a, Scratch<C>& scratch) : Place<C>(a, a, scratch) {
+    const int64_t K = this->K, A = this->A, taps = this->taps, widest = A > taps ? A : taps;
+    key_rows = a.grad_key.data ? a.Tk : 1;
+    grad.take(scratch, a.Tk, this->W);
+    grad_before.take(scratch, a.Tk, this->W);
     coverages = scratch.take(a.Tq * a.Tk);
     if (!K) return;
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
     grad_weight = scratch.take(A);
     grad_key = scratch.take(in_place<C>(a) ? 0 : key_rows * A);
-    grad_found = scratch.take(kKeyBlock * found_row);
-    slope = scratch.take(A * found_row);
+    grad_found = scratch.take(kKeyBlock * this->found_row);
+    slope = scratch.take(A * this->found_row);
     grad_window = scratch.take(kKeyBlock * taps);
     grad_filters = scratch.take(K * taps);
     grad_projection = scratch.take(K * A);
-    product = scratch.take(K * (A > taps ? A : taps));
-    mixing = scratch.take(mix_scratch<C>(kKeyBlock > K ? kKeyBlock : K, A > taps ? A : taps));
+    product = scratch.take(K * widest);
+    gemm_scratch = scratch.take(gemm_small_scratch<C>(kKeyBlock > K ? kKeyBlock : K, widest));
   }
 };
 
@@ -87,7 +93,7 @@ C* row_of(const View& v, const Item& i, int64_t row = 0) {
   return at<C>(v, i, row);
 }
 
-// One after the other, two vectors of the columns of a matrix [rows, columns]: as mix_packed takes
+// One after the other, two vectors of the columns of a matrix [rows, columns]: as gemm_small_packed takes
 // them.
 template <class C, class At>
 void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
@@ -99,11 +105,11 @@ void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
 
 // out[n, K] = p[n, columns] times what pack_columns has packed.
 template <class C>
-void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K,
-                  C* out, int64_t out_stride) {
+void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K, C* out,
+                  int64_t out_stride) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   for (int64_t k = 0; k < K; k += W2, v += columns * W2)
-    mix_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
+    gemm_small_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
 }
 
 template <class C>
@@ -113,17 +119,14 @@ void copy(const C* from, int64_t n, C* to) {
 
 // The parameters of the features: filters [K, taps] and projection [K, A], rows padded with zeros.
 template <class T, class C>
-void prepare_features(const Coverage& a, const Item& item, Place<C>& p) {
-  const C *filters = row_of<C>(a.filters, item), *projection = row_of<C>(a.projection, item);
+void prepare_features(const Problem& a, const History& h, const Item& item, Place<C>& p) {
+  const C *filters = row_of<C>(h.filters, item), *projection = row_of<C>(h.projection, item);
   const int64_t taps = p.channels * p.W;
   for (int64_t k = 0; k < p.K; ++k) {
-    for (int64_t c = 0; c < p.taps; ++c)
-      p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
-    for (int64_t c = 0; c < p.A; ++c)
-      p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
+    for (int64_t c = 0; c < p.taps; ++c) p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
+    for (int64_t c = 0; c < p.A; ++c) p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
   }
-  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; },
-               p.packed_filters);
+  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; }, p.packed_filters);
   const T* weight = at<T>(a.weight, item, 0);
   for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
 }
@@ -166,8 +169,8 @@ inline void features(const Place<C>& p, const C* q, const C* const* k, const C* 
 
 // Have the cache fetch column c of the J keys after these: 2 KB apart, they look like no stream to it.
 template <int J, class C>
-inline void expect_next(const C* const* k, int64_t c) {
-  for (int j = J; j < 2 * J; ++j) expect_step(k[j] + c);
+inline void prefetch_next(const C* const* k, int64_t c) {
+  for (int j = J; j < 2 * J; ++j) prefetch_step(k[j] + c);
 }
 
 // s = -f(z) / 2
@@ -185,7 +188,7 @@ void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out)
   Vec<C> acc[J] = {};
   for (int64_t c = 0; c < p.A; c += 2 * V) {
     Vec<C> z[2 * J], s[2 * J];
-    expect_next<J>(k, c);
+    prefetch_next<J>(k, c);
     features<J>(p, p.query, k, found, c, z);
     half_activations<S, 2 * J, C>(z, s);
     const Vec<C> w0 = load(p.weight + c), w1 = load(p.weight + c + V);
@@ -196,7 +199,7 @@ void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out)
 
 // Rows of n keys at the given positions; after them the last, again, for who looks ahead.
 template <class T, class C>
-void take_keys(const Coverage& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
+void take_keys(const Problem& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
                const C** out) {
   for (int64_t i = 0; i < n; ++i)
     out[i] = gather(at<T>(a.key, item, keys[i]), 0, 1, a.A, p.A, p.key + i * p.A).data;
@@ -205,7 +208,7 @@ void take_keys(const Coverage& a, const Item& item, Place<C>& p, const int64_t* 
 
 // The additive scores of row t with the history's features in the activation.
 template <class T, class C>
-void scores_with_features(const Coverage& a, const Item& item, int64_t t, Place<C>& p, C* out) {
+void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C>& p, C* out) {
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
   if (q != p.query) copy(q, a.A, p.query);
   const auto tile = [&](bool four) {
@@ -253,24 +256,39 @@ void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
 }
 
 template <class C>
-void load_state(const Coverage& a, const Item& item, Place<C>& p) {
+void load_state(const Problem& a, const History& h, const Item& item, Place<C>& p) {
   p.state.clear(a.Tk, p.W);
-  const View* views[] = {&a.previous, &a.first};
+  const View* views[] = {&h.previous, &h.coverage_in};
   for (int i = 0; i < 2; ++i)
     if (views[i]->data) copy(row_of<C>(*views[i], item), a.Tk, p.state.channel[i]);
 }
 
+// The scores e of row t become weights proportional to r exp(e), r being what the last weights and the
+// transition leave; `odds` and `factor` are scratch.
+template <class C>
+void weights_of_transition(const CoverageForward& a, const Item& item, int64_t t, const C* last, C* e,
+                           C* odds, C* factor) {
+  const int64_t n = item.seen;
+  const C u = row_of<C>(a.transition_prob, item)[t];
+  C* kept = row_of<C>(a.odds, item, t);
+  for (int64_t j = 0; j < n; ++j) {
+    const C r = transition_odds(u, last[j], j ? last[j - 1] : C{});
+    factor[j] = e[j] == -(C)__builtin_inf() ? 0 : r;
+  }
+  softmax_with_odds(e, odds, n, factor);
+  for (int64_t j = 0; j < a.Tk; ++j) kept[j] = j < n ? odds[j] : 0;
+}
+
 template <class T, class C = typename Accumulate<T>::type>
-void forward(const Attention& attention, int64_t index, void* memory) {
-  const Coverage& a = of(attention);
-  const Item item(a, index, 1, 1);
+void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory) {
+  const Item item(a, index);
   Scratch<C> scratch{static_cast<C*>(memory)};
-  Place<C> p(a, scratch);
+  Place<C> p(a, a, scratch);
   C *odds = scratch.take(a.Tk), *factor = scratch.take(a.Tk);
   C *last = p.state.channel[0], *coverage = p.state.channel[1];
-  load_state(a, item, p);
-  if (p.K) prepare_features<T>(a, item, p);
-  const C* rate = a.rate.data ? row_of<C>(a.rate, item) : nullptr;
+  load_state(a, a, item, p);
+  if (p.K) prepare_features<T>(a, a, item, p);
+  const C* inverse_fertility = a.inverse_fertility.data ? row_of<C>(a.inverse_fertility, item) : nullptr;
   const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
   constexpr int V = Vector<C>::width;
   const int64_t n = item.seen;
@@ -281,39 +299,34 @@ void forward(const Attention& attention, int64_t index, void* memory) {
     multiply_by((C)a.scale, n, row);
     finish_scores<T>(a, item, t, 0, n, row);
     for (int64_t j = 0; penalty != 0 && j < n; ++j) row[j] -= penalty * coverage[j];
-    if (a.transition.data) {
-      const C u = row_of<C>(a.transition, item)[t];
-      C* kept = row_of<C>(a.odds, item, t);
-      for (int64_t j = 0; j < n; ++j) {
-        const C r = transition_odds(u, last[j], j ? last[j - 1] : C{});
-        factor[j] = row[j] == -(C)__builtin_inf() ? 0 : r;
-      }
-      softmax_with_odds(row, odds, n, factor);
-      for (int64_t j = 0; j < a.Tk; ++j) kept[j] = j < n ? odds[j] : 0;
+    if (a.transition_prob.data) {
+      weights_of_transition(a, item, t, last, row, odds, factor);
     } else {
       Flags<C> zeros = {};
       softmax(row, n, zeros);
     }
     Vec<C> lost = {};
     for (int64_t j = 0; j < n; j += V) {
-      const Vec<C> x = load_part(row + j, n - j, (C)0), c = load_part(coverage + j, n - j, (C)0);
+      const auto part = [&](const C* x) { return load_part(x + j, n - j, (C)0); };
+      const Vec<C> x = part(row), c = part(coverage);
       lost += x <= c ? x : c;
-      store_part(coverage + j, c + (rate ? load_part(rate + j, n - j, (C)0) * x : x), n - j);
+      store_part(coverage + j, c + (inverse_fertility ? part(inverse_fertility) * x : x), n - j);
       store_part(last + j, x, n - j);
     }
     loss += sum<C>(lost);
     for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;
   }
-  copy(coverage, a.Tk, row_of<C>(a.last, item));
+  copy(coverage, a.Tk, row_of<C>(a.coverage_out, item));
   *row_of<C>(a.loss, item) = loss;
 }
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// With s = -f(z) / 2 and g the gradients of J scores: grad_z_jc = g_j f'(z) / 4, which lacks 4 w_c, as what it adds to grad_query does; what g_j s adds to grad_weight lacks -2. Where `one` filter
-// is all there are, grad_z goes to grad_found and grad_projection here, else it is stored.
+// With s = -f(z) / 2 and g the gradients of J scores: grad_z_jc = g_j f'(z) / 4. That lacks a factor of
+// 4 w_c, as does what it adds to grad_query; what g_j s adds to grad_weight lacks -2. Where `one` filter is
+// all there are, grad_z goes to grad_found and grad_projection here, else it is stored.
 template <Score S, int J, bool one, class C>
-void grad_tile(const Place<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
+void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
                C* grad_z, C* grad_found) {
   constexpr int V = Vector<C>::width;
   Vec<C> f[J] = {};
@@ -323,8 +336,8 @@ void grad_tile(const Place<C>& p, const C* const* k, const C* g, const C* found,
   const int64_t A = p.A;
   for (int64_t c = 0; c < A; c += 2 * V) {
     Vec<C> z[2 * J], s[2 * J];
-    expect_next<J>(k, c);
-    expect_next<J>(grad_k, c);
+    prefetch_next<J>(k, c);
+    prefetch_next<J>(grad_k, c);
     features<J>(p, q, k, found, c, z);
     half_activations<S, 2 * J, C>(z, s);
     const Vec<C> slope0 = load(weight + c) * (C)4, slope1 = load(weight + c + V) * (C)4;
@@ -367,28 +380,44 @@ void add_up(C* sum, const C* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
 }
 
+// At most a block of the keys of a row that have a gradient, NaN or not.
+template <class C>
+struct KeysWithGradient {
+  int64_t at[kKeyBlock], n;
+  const C* rows[kKeyBlock + 4];  // of keys, and of their gradients; after them the last, again
+  C *grad[kKeyBlock + 4], gradient[kKeyBlock];
+
+  // From key j on; whether there is any.
+  template <class T>
+  bool find(const CoverageBackward& a, const Item& item, const C* g, C scale, BackwardPlace<C>& p,
+            int64_t& j) {
+    n = 0;
+    for (; j < item.seen && n < kKeyBlock; ++j) {
+      if (g[j] == 0) continue;
+      grad[n] = p.grad_key + (a.grad_key.data ? j : 0) * p.A;
+      gradient[n] = scale * g[j];
+      at[n++] = j;
+    }
+    if (n == 0) return false;
+    for (int64_t i = n; i < n + 4; ++i) grad[i] = grad[n - 1];
+    take_keys<T>(a, item, p, at, n, rows);
+    return true;
+  }
+};
+
 // From the gradients of row t's scores, times the scale, to those of query, key, weight, features and
-// the history before the row. Keys without a gradient are left out, NaN or not.
+// the history before the row.
 template <class T, class C>
-void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, Place<C>& p) {
+void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const C* g,
+                   BackwardPlace<C>& p) {
   const C scale = a.scale;
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
   if (q != p.query) copy(q, a.A, p.query);
   for (int64_t c = 0; c < p.A; ++c) p.grad_query[c] = 0;
-  for (int64_t j = 0; j < item.seen;) {
-    int64_t keys[kKeyBlock], n = 0;
-    const C* k[kKeyBlock + 4];
-    C *grad_k[kKeyBlock + 4], gradient[kKeyBlock];
-    for (; j < item.seen && n < kKeyBlock; ++j) {
-      if (g[j] == 0) continue;
-      grad_k[n] = p.grad_key + (a.grad_key.data ? j : 0) * p.A;
-      gradient[n] = scale * g[j];
-      keys[n++] = j;
-    }
-    if (n == 0) break;
-    for (int64_t i = n; i < n + 4; ++i) grad_k[i] = grad_k[n - 1];
-    find(p, keys, n);
-    take_keys<T>(a, item, p, keys, n, k);
+  KeysWithGradient<C> keys;
+  for (int64_t j = 0; keys.template find<T>(a, item, g, scale, p, j);) {
+    const int64_t n = keys.n;
+    find(p, keys.at, n);
     const bool one = p.K == 1;
     for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
       const auto tile = by_activation(a.score, [&](auto known) {
@@ -397,24 +426,25 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
                           : (one ? grad_tile<S, 1, true, C> : grad_tile<S, 1, false, C>);
       });
       const int64_t of_filters = i * p.found_row;
-      tile(p, k + i, gradient + i, p.found + of_filters, grad_k + i, p.grad_z + i * p.A,
+      tile(p, keys.rows + i, keys.gradient + i, p.found + of_filters, keys.grad + i, p.grad_z + i * p.A,
            p.grad_found + of_filters);
     }
     if (!one) times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
     if (a.grad_filters.data) {
       if (!one) {
-        mix(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A, p.mixing);
+        gemm_small(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A,
+                   p.gemm_scratch);
         add_up(p.grad_projection, p.product, p.K * p.A);
       }
-      mix(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
-          p.mixing);
+      gemm_small(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
+                 p.gemm_scratch);
       add_up(p.grad_filters, p.product, p.K * p.taps);
     }
-    mix(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
-        p.mixing);
+    gemm_small(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
+               p.gemm_scratch);
     for (int64_t i = 0; i < n; ++i)
       for (int64_t x = 0; x < p.channels; ++x)
-        add_up((x ? p.grad : p.grad_before).channel[x] + keys[i] - p.W / 2,
+        add_up((x ? p.grad : p.grad_before).channel[x] + keys.at[i] - p.W / 2,
                p.grad_window + i * p.taps + x * p.W, p.W);
   }
   if (!a.grad_query.data) return;
@@ -423,7 +453,7 @@ void grad_features(const Coverage& a, const Item& item, int64_t t, const C* g, P
 }
 
 template <class C>
-void begin_grad_features(const Coverage& a, const Item& item, Place<C>& p) {
+void begin_grad_features(const CoverageBackward& a, const Item& item, BackwardPlace<C>& p) {
   const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
     return 4 * p.weight[c] * p.projection[k * p.A + c];
   };
@@ -438,7 +468,7 @@ void begin_grad_features(const Coverage& a, const Item& item, Place<C>& p) {
 }
 
 template <class T, class C>
-void put_grad_features(const Coverage& a, const Item& item, const Place<C>& p) {
+void put_grad_features(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
   const auto put = [&](const View& v, int64_t i, C x) {
     C& out = row_of<C>(v, item)[i];
     out = a.sums ? out + x : x;
@@ -449,82 +479,88 @@ void put_grad_features(const Coverage& a, const Item& item, const Place<C>& p) {
       if (a.sums) row_of<C>(a.grad_key, item, j)[c] += x;
       else narrow(x, at<T>(a.grad_key, item, j)[c]);
     }
-  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c)
-    put(a.grad_weight, c, -2 * p.grad_weight[c]);
+  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c) put(a.grad_weight, c, -2 * p.grad_weight[c]);
   for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
     const int64_t taps = p.channels * p.W;
-    for (int64_t c = 0; c < taps; ++c)
-      put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
+    for (int64_t c = 0; c < taps; ++c) put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
     for (int64_t c = 0; c < a.A; ++c)
       put(a.grad_projection, c * p.K + k, 4 * p.weight[c] * p.grad_projection[k * p.A + c]);
   }
 }
 
-// Rows from the last to the first. grad_score holds grad_context . value and becomes the scores'
-// gradient; channel 0 of `grad` is the gradient of the row's weights as the next row's past, channel 1
-// that of the coverage after it, then before it.
-template <class T, class C = typename Accumulate<T>::type>
-void backward(const Attention& attention, int64_t index, void* memory) {
-  const Coverage& a = of(attention);
-  const Item item(a, index, 1, 1);
-  Scratch<C> scratch{static_cast<C*>(memory)};
-  Place<C> p(a, scratch);
-  const int64_t n = item.seen;
-  const C* rate = a.rate.data ? row_of<C>(a.rate, item) : nullptr;
-  const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
-  const C grad_loss = a.grad_loss.data ? *row_of<C>(a.grad_loss, item) : 0;
-  load_state(a, item, p);
-  for (int64_t t = 0; t < a.Tq; ++t) {  // the coverage before every row
+// The coverage before every row, as the forward has added it up.
+template <class C>
+void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fertility,
+                BackwardPlace<C>& p) {
+  if (a.Tq) copy(p.state.channel[1], a.Tk, p.coverages);
+  for (int64_t t = 1; t < a.Tq; ++t) {
     C* now = p.coverages + t * a.Tk;
-    const C* before = t ? now - a.Tk : p.state.channel[1];
-    const C* weights = t ? row_of<C>(a.weights, item, t - 1) : nullptr;
-    for (int64_t j = 0; j < a.Tk; ++j)
-      now[j] = before[j] + (t ? (rate ? rate[j] * weights[j] : weights[j]) : 0);
+    const C *before = now - a.Tk, *weights = row_of<C>(a.weights, item, t - 1);
+    if (inverse_fertility)
+      for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j] + inverse_fertility[j] * weights[j];
+    else
+      for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j] + weights[j];
   }
-  if (p.K) {
-    prepare_features<T>(a, item, p);
-    begin_grad_features(a, item, p);
-  }
-  p.grad.clear(a.Tk, p.W);
-  C* grad_coverage = p.grad.channel[1];
-  if (a.grad_last.data) copy(row_of<C>(a.grad_last, item), a.Tk, grad_coverage);
-  C* grad_rate = a.grad_rate.data ? row_of<C>(a.grad_rate, item) : nullptr;
-  for (int64_t j = 0; grad_rate && j < a.Tk; ++j) grad_rate[j] = 0;
-  constexpr int V = Vector<C>::width;
+}
+
+// The rows of a (sequence, head) from the last to the first. grad_score holds grad_context . value and
+// becomes the scores' gradient; channel 0 of `grad` is the gradient of the row's weights as the next row's
+// past, channel 1 that of the coverage after it, then before it.
+template <class T, class C = typename Accumulate<T>::type>
+class Rewind {
+  static constexpr int V = Vector<C>::width;
+  const CoverageBackward& a;
+  const Item item;
+  Scratch<C> scratch;
+  BackwardPlace<C> p;
+  const int64_t n;
+  const C *const inverse_fertility, penalty, grad_loss;
+  C *const grad_coverage, *const grad_inverse_fertility;
   double grad_penalty = 0;
 
-  for (int64_t t = a.Tq - 1; t >= 0; --t) {
-    const C *weights = row_of<C>(a.weights, item, t), *coverage = p.coverages + t * a.Tk;
-    const C* previous = t ? row_of<C>(a.weights, item, t - 1)
-                          : (a.previous.data ? row_of<C>(a.previous, item) : nullptr);
-    C* g = row_of<C>(a.grad_score, item, t);
-    if (a.grad_weights.data) add_up(g, row_of<C>(a.grad_weights, item, t), n);
+  C* row(const View& v, int64_t t = 0) const { return v.data ? row_of<C>(v, item, t) : nullptr; }
+  C number(const View& v) const { return v.data ? *row(v) : 0; }
+
+  // g becomes the gradient of row t's weights; returns their mean, by the weights.
+  C weights_backward(int64_t t, const C* weights, const C* coverage, C* g) {
+    if (a.grad_weights.data) add_up(g, row(a.grad_weights, t), n);
+    const int64_t n = this->n;  // locals, which stores cannot change
+    const C *rate = inverse_fertility, *past = p.grad.channel[0], loss = grad_loss;
+    C *grad_rate = grad_inverse_fertility, *grad_coverage = this->grad_coverage;
     Vec<C> products = {};
     for (int64_t j = 0; j < n; j += V) {
       const auto part = [&](const C* x) { return load_part(x + j, n - j, (C)0); };
-      const Vec<C> w = part(weights), c = part(grad_coverage), less = splat(grad_loss);
+      const Vec<C> w = part(weights), c = part(grad_coverage), less = splat(loss);
       const auto smaller = w <= part(coverage);
-      Vec<C> x = part(g) + part(p.grad.channel[0]) + (rate ? part(rate) * c : c);
+      Vec<C> x = part(g) + part(past) + (rate ? part(rate) * c : c);
       x += smaller ? less : Vec<C>{};
       products += w == 0 ? w : w * x;
       store_part(g + j, x, n - j);
       if (grad_rate) store_part(grad_rate + j, part(grad_rate) + c * w, n - j);
       store_part(grad_coverage + j, c + (smaller ? Vec<C>{} : less), n - j);
     }
-    const C mean = sum<C>(products);
-    p.grad_before.clear(a.Tk, p.W);
-    C* grad_previous = p.grad_before.channel[0];
-    if (a.transition.data) {
-      const C u = row_of<C>(a.transition, item)[t], *odds = row_of<C>(a.odds, item, t);
-      double grad_u = 0;
-      for (int64_t j = 0; j < n; ++j) {
-        const C grad_r = odds[j] == 0 ? 0 : odds[j] * (g[j] - mean);
-        grad_previous[j] += (1 - u) * grad_r;
-        if (j) grad_previous[j - 1] += u * grad_r;
-        if (previous) grad_u += grad_r * ((j ? previous[j - 1] : 0) - previous[j]);
-      }
-      row_of<C>(a.grad_transition, item)[t] = grad_u;
+    return sum<C>(products);
+  }
+
+  // What row t's odds give to the transition and to the weights of the row before.
+  void odds_backward(int64_t t, const C* previous, const C* g, C mean, C* grad_previous) {
+    const int64_t n = this->n;
+    const C u = row(a.transition_prob)[t], *odds = row(a.odds, t);
+    double grad_u = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      const C grad_r = odds[j] == 0 ? 0 : odds[j] * (g[j] - mean);
+      grad_previous[j] += (1 - u) * grad_r;
+      if (j) grad_previous[j - 1] += u * grad_r;
+      if (previous) grad_u += grad_r * ((j ? previous[j - 1] : 0) - previous[j]);
     }
+    row(a.grad_transition_prob)[t] = grad_u;
+  }
+
+  // g becomes the gradient of row t's scores.
+  void softmax_backward(const C* weights, const C* coverage, C mean, C* g) {
+    const int64_t n = this->n;
+    const C penalty = this->penalty;
+    C* grad_coverage = this->grad_coverage;
     Vec<C> penalties = {};
     for (int64_t j = 0; j < n; j += V) {
       const auto part = [&](const C* x) { return load_part(x + j, n - j, (C)0); };
@@ -535,6 +571,17 @@ void backward(const Attention& attention, int64_t index, void* memory) {
     }
     grad_penalty -= sum<C>(penalties);
     for (int64_t j = n; j < a.Tk; ++j) g[j] = 0;
+  }
+
+  void row_backward(int64_t t) {
+    const C *weights = row(a.weights, t), *coverage = p.coverages + t * a.Tk;
+    const C* previous = t ? row(a.weights, t - 1) : row(a.previous);
+    C* g = row(a.grad_score, t);
+    const C mean = weights_backward(t, weights, coverage, g);
+    p.grad_before.clear(a.Tk, p.W);
+    C* grad_previous = p.grad_before.channel[0];
+    if (a.transition_prob.data) odds_backward(t, previous, g, mean, grad_previous);
+    softmax_backward(weights, coverage, mean, g);
     if (p.K) {
       p.state.clear(a.Tk, p.W);
       if (previous) copy(previous, a.Tk, p.state.channel[0]);
@@ -544,36 +591,70 @@ void backward(const Attention& attention, int64_t index, void* memory) {
     // What the filters left past the ends, and at keys that no row sees, belongs to nothing.
     for (int64_t j = 0; j < a.Tk; ++j) p.grad.channel[0][j] = grad_previous[j];
   }
-  if (p.K) put_grad_features<T>(a, item, p);
-  if (a.grad_penalty.data) *row_of<C>(a.grad_penalty, item) = grad_penalty;
-  if (a.grad_first.data) copy(grad_coverage, a.Tk, row_of<C>(a.grad_first, item));
-  if (a.grad_previous.data)
-    copy(p.grad.channel[0], a.Tk, row_of<C>(a.grad_previous, item));
+
+ public:
+  Rewind(const CoverageBackward& a, int64_t index, void* memory)
+      : a(a), item(a, index), scratch{static_cast<C*>(memory)}, p(a, scratch), n(item.seen),
+        inverse_fertility(row(a.inverse_fertility)), penalty(number(a.penalty)),
+        grad_loss(number(a.grad_loss)), grad_coverage(p.grad.channel[1]),
+        grad_inverse_fertility(row(a.grad_inverse_fertility)) {}
+
+  void run() {
+    load_state(a, a, item, p);
+    cover_rows(a, item, inverse_fertility, p);
+    if (p.K) {
+      prepare_features<T>(a, a, item, p);
+      begin_grad_features(a, item, p);
+    }
+    p.grad.clear(a.Tk, p.W);
+    if (a.grad_coverage_out.data) copy(row(a.grad_coverage_out), a.Tk, grad_coverage);
+    for (int64_t j = 0; grad_inverse_fertility && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
+    for (int64_t t = a.Tq - 1; t >= 0; --t) row_backward(t);
+    if (p.K) put_grad_features<T>(a, item, p);
+    if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty;
+    if (a.grad_coverage_in.data) copy(grad_coverage, a.Tk, row(a.grad_coverage_in));
+    if (a.grad_previous.data) copy(p.grad.channel[0], a.Tk, row(a.grad_previous));
+  }
+};
+
+template <class T>
+void backward(const CoverageBackward& a, const Plan&, int64_t index, void* memory) {
+  Rewind<T>(a, index, memory).run();
 }
 
 // ---- the table --------------------------------------------------------------------------------
 
 template <class C>
-size_t scratch_bytes(const Coverage& a) {
+size_t forward_bytes(const CoverageForward& a) {
   Scratch<C> scratch{nullptr};
-  Place<C> p(a, scratch);
+  Place<C> p(a, a, scratch);
   scratch.take(a.Tk);
   scratch.take(a.Tk);
   return (size_t)scratch.next;
 }
-
-size_t scratch(const Coverage& a) {
-  return a.dtype == Dtype::f64 ? scratch_bytes<double>(a) : scratch_bytes<float>(a);
+template <class C>
+size_t backward_bytes(const CoverageBackward& a) {
+  Scratch<C> scratch{nullptr};
+  BackwardPlace<C> p(a, scratch);
+  return (size_t)scratch.next;
 }
 
-int64_t items(const Attention& a) { return a.B * a.H; }
+size_t forward_scratch(const CoverageForward& a) {
+  return a.dtype == Dtype::f64 ? forward_bytes<double>(a) : forward_bytes<float>(a);
+}
+size_t backward_scratch(const CoverageBackward& a) {
+  return a.dtype == Dtype::f64 ? backward_bytes<double>(a) : backward_bytes<float>(a);
+}
 
 }  // namespace
 
 extern const CoverageKernels coverage = {
-    scratch,
-    {items, ATTNFAST_BY_DTYPE(forward)},
-    {items, ATTNFAST_BY_DTYPE(backward)},
+    .forward_scratch = forward_scratch,
+    .forward = {[](const CoverageForward& a, const Plan&) { return a.B * a.H; },
+                ATTNFAST_BY_DTYPE(CoverageForward, forward)},
+    .backward_scratch = backward_scratch,
+    .backward = {[](const CoverageBackward& a, const Plan&) { return a.B * a.H; },
+                 ATTNFAST_BY_DTYPE(CoverageBackward, backward)},
 };
 
 }  // namespace VARIANT

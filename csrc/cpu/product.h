@@ -16,25 +16,23 @@ struct Rows {
 // Have the cache fetch rows [from, from + n), those of them before `end`: what comes next, in steps too
 // short for the processor to foresee. (GCC drops a call of a function that does nothing else.)
 template <class T>
-__attribute__((always_inline)) inline void expect(const T* rows, int64_t stride, int64_t from,
-                                                  int64_t n, int64_t end, int64_t width) {
+__attribute__((always_inline)) inline void prefetch(const T* rows, int64_t stride, int64_t from, int64_t n,
+                                                    int64_t end, int64_t width) {
   for (int64_t r = from; r < min(from + n, end); ++r)
-    for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T))
-      __builtin_prefetch(rows + r * stride + c);
+    for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows + r * stride + c);
 }
 
 // The same for `n` rows that are to be read now, unless they lie side by side.
 template <class T>
-__attribute__((always_inline)) inline void expect_apart(const T* rows, int64_t stride, int64_t n,
-                                                        int64_t width) {
-  if (stride != width) expect(rows, stride, 0, n, n, width);
+__attribute__((always_inline)) inline void prefetch_apart(const T* rows, int64_t stride, int64_t n,
+                                                          int64_t width) {
+  if (stride != width) prefetch(rows, stride, 0, n, n, width);
 }
 
 // The same for two vectors, what a tile takes at a time of a row.
 template <class C>
-__attribute__((always_inline)) inline void expect_step(const C* x) {
-  for (int64_t c = 0; c < 2 * Vector<C>::width; c += 64 / (int64_t)sizeof(C))
-    __builtin_prefetch(x + c);
+__attribute__((always_inline)) inline void prefetch_step(const C* x) {
+  for (int64_t c = 0; c < 2 * Vector<C>::width; c += 64 / (int64_t)sizeof(C)) __builtin_prefetch(x + c);
 }
 
 // Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
@@ -61,9 +59,9 @@ void put(T* out, Vec<C> x, int64_t n) {
 
 // acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, those of v side by side.
 template <int R, bool skip_zeros, class C>
-inline __attribute__((always_inline)) void mix_block(const C* p, int64_t p_row, int64_t p_col,
-                                                     int64_t n, const C* v, int64_t v_row,
-                                                     Vec<C> (&acc)[R][2]) {
+inline __attribute__((always_inline)) void gemm_small_block(const C* p, int64_t p_row, int64_t p_col,
+                                                            int64_t n, const C* v, int64_t v_row,
+                                                            Vec<C> (&acc)[R][2]) {
   constexpr int W = Vector<C>::width;
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec<C>{};
   for (int64_t k = 0; k < n; ++k, p += p_col, v += v_row) {
@@ -79,15 +77,15 @@ inline __attribute__((always_inline)) void mix_block(const C* p, int64_t p_row, 
 
 // The same in blocks of keys, for sums of sums lose less than one long sum.
 template <int R, bool skip_zeros, class C>
-inline __attribute__((always_inline)) void mix_sums(const C* p, int64_t p_row, int64_t p_col,
-                                                    int64_t n, const C* v, int64_t v_row,
-                                                    Vec<C> (&acc)[R][2]) {
+inline __attribute__((always_inline)) void gemm_small_sums(const C* p, int64_t p_row, int64_t p_col,
+                                                           int64_t n, const C* v, int64_t v_row,
+                                                           Vec<C> (&acc)[R][2]) {
   constexpr int64_t kBlock = 32;
-  mix_block<R, skip_zeros>(p, p_row, p_col, min(n, kBlock), v, v_row, acc);
+  gemm_small_block<R, skip_zeros>(p, p_row, p_col, min(n, kBlock), v, v_row, acc);
   for (int64_t k = kBlock; k < n; k += kBlock) {
     Vec<C> part[R][2];
-    mix_block<R, skip_zeros>(p + k * p_col, p_row, p_col, min(n - k, kBlock), v + k * v_row, v_row,
-                             part);
+    gemm_small_block<R, skip_zeros>(p + k * p_col, p_row, p_col, min(n - k, kBlock), v + k * v_row, v_row,
+                                    part);
     for (int r = 0; r < R; ++r) {
       acc[r][0] += part[r][0];
       acc[r][1] += part[r][1];
@@ -99,17 +97,16 @@ inline __attribute__((always_inline)) void mix_sums(const C* p, int64_t p_row, i
 // weight 0 adds nothing even when its value is NaN: a sum that is NaN is taken again without such
 // keys, which changes no bit otherwise.
 template <int R, bool weights, bool more, class C, class O>
-__attribute__((noinline)) void mix_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n,
-                                        const C* v, int64_t v_row, C scale, O* out,
-                                        int64_t out_stride, int64_t width) {
+__attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n,
+                                               const C* v, int64_t v_row, C scale, O* out,
+                                               int64_t out_stride, int64_t width) {
   constexpr int W = Vector<C>::width;
   Vec<C> acc[R][2];
-  mix_sums<R, false>(p, p_row, p_col, n, v, v_row, acc);
+  gemm_small_sums<R, false>(p, p_row, p_col, n, v, v_row, acc);
   if constexpr (weights) {
     Vec<C> check = {};
     for (int r = 0; r < R; ++r) check += acc[r][0] + acc[r][1];
-    if (__builtin_expect(has_nan<C>(check), 0))
-      mix_sums<R, true>(p, p_row, p_col, n, v, v_row, acc);
+    if (__builtin_expect(has_nan<C>(check), 0)) gemm_small_sums<R, true>(p, p_row, p_col, n, v, v_row, acc);
   }
   for (int r = 0; r < R; ++r) {
     if constexpr (more) {
@@ -124,28 +121,28 @@ __attribute__((noinline)) void mix_tile(const C* p, int64_t p_row, int64_t p_col
 
 // The same for any number of rows.
 template <bool weights, bool more, class C, class O>
-void mix_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
-              int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
+void gemm_small_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
+                     int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
   constexpr int R = kVectorBytes == 64 ? 8 : 6;  // what the registers hold
   const auto run = [&](auto tile, int64_t r) {
     tile(p + r * p_row, p_row, p_col, n, v, v_row, scale, out + r * out_stride, out_stride, width);
   };
   int64_t r = 0;
-  for (; r + R <= rows; r += R) run(mix_tile<R, weights, more, C, O>, r);
-  for (; r + 3 <= rows; r += 3) run(mix_tile<3, weights, more, C, O>, r);
-  for (; r < rows; ++r) run(mix_tile<1, weights, more, C, O>, r);
+  for (; r + R <= rows; r += R) run(gemm_small_tile<R, weights, more, C, O>, r);
+  for (; r + 3 <= rows; r += 3) run(gemm_small_tile<3, weights, more, C, O>, r);
+  for (; r < rows; ++r) run(gemm_small_tile<1, weights, more, C, O>, r);
 }
 
 template <bool weights, class C, class O>
-void mix_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
-                C scale, O* out, int64_t out_stride, int64_t width) {
+void gemm_small_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
+                       C scale, O* out, int64_t out_stride, int64_t width) {
   constexpr int W2 = 2 * Vector<C>::width;
-  mix_rows<weights, false>(p, p_row, p_col, rows, n, v, W2, scale, out, out_stride, width);
+  gemm_small_rows<weights, false>(p, p_row, p_col, rows, n, v, W2, scale, out, out_stride, width);
 }
 
 // Scale what another has computed; tell whether it is free of NaN.
 template <class C>
-bool sound(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
+bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
   constexpr int W = Vector<C>::width;
   Vec<C> check = {};
   for (int64_t r = 0; r < rows; ++r, x += stride) {
@@ -166,8 +163,8 @@ bool sound(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
 // out = scale * sum_k p[k] v[k]: runs through the rows of v once, four at a time, those of weight 0
 // left out. `acc` has room for a row.
 template <class T, class C, class O>
-void mix_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
-             C scale, O* out, C* acc) {
+void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
+                    C scale, O* out, C* acc) {
   constexpr int W = Vector<C>::width;
   for (int64_t c = 0; c < round_up(width, W); ++c) acc[c] = 0;
   for (int64_t k = 0;;) {
@@ -207,8 +204,7 @@ void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
 // out[c * out_stride + r] = row r, column c: zeros past the last row, for what happens to lie there
 // may be so small that it is multiplied a hundred times slower.
 template <class C>
-void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out,
-               int64_t out_stride) {
+void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out, int64_t out_stride) {
   int64_t r = 0;
 #if defined(__AVX2__)
   if constexpr (sizeof(C) == 4) {
@@ -223,25 +219,25 @@ void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out
   }
 }
 
-// out[r] = scale * sum_k p[r, k] v[k], columns [0, width) of v. Scratch: see mix_scratch.
+// out[r] = scale * sum_k p[r, k] v[k], columns [0, width) of v. Scratch: see gemm_small_scratch.
 template <class T, class C, class O>
-void mix(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const T* v,
-         int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
+void gemm_small(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const T* v,
+                int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
   constexpr int W = Vector<C>::width;
   if (rows < 3 || n < 3) {  // too few to pay for packing
     for (int64_t r = 0; r < rows; ++r)
-      mix_row(p + r * p_row, p_col, n, v, v_stride, width, scale, out + r * out_stride, scratch);
+      gemm_small_row(p + r * p_row, p_col, n, v, v_stride, width, scale, out + r * out_stride, scratch);
     return;
   }
   for (int64_t c = 0; c < width; c += 2 * W) {
     const int64_t part = min(width - c, 2 * W);
     pack(v + c, v_stride, n, part, scratch);
-    mix_packed<true>(p, p_row, p_col, rows, n, scratch, scale, out + c, out_stride, part);
+    gemm_small_packed<true>(p, p_row, p_col, rows, n, scratch, scale, out + c, out_stride, part);
   }
 }
 
 template <class C>
-int64_t mix_scratch(int64_t n, int64_t width) {
+int64_t gemm_small_scratch(int64_t n, int64_t width) {
   constexpr int W = Vector<C>::width;
   return n * 2 * W + round_up(width, W);
 }

@@ -7,6 +7,8 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
+using cpu::Plan;
+
 // Room that is given out piece by piece.
 template <class C>
 struct Scratch {
@@ -20,30 +22,33 @@ struct Scratch {
 
 int64_t parts(int64_t n, int64_t size) { return n > size ? (n + size - 1) / size : 1; }
 
-int64_t keys_seen(const Attention& a, int64_t b) {
+int64_t keys_seen(const Problem& a, int64_t b) {
   const int64_t n = a.lengths ? a.lengths[b] : a.Tk;
   return n < 0 ? 0 : min(n, a.Tk);
 }
 
-int64_t row_blocks(const Attention& a) { return (a.Tq + a.rows - 1) / a.rows; }
+int64_t row_blocks(const Problem& a, const Plan& plan) { return (a.Tq + plan.rows - 1) / plan.rows; }
 
 // Parts of a (sequence, head) in grad_inputs: slices of the features, and of the values' columns.
-int64_t slices(const Attention& a) {
-  return parts(a.A, a.columns) + (a.grad_value.data ? parts(a.Dv, a.columns) : 0);
+int64_t feature_slices(const Problem& a, const Plan& plan) { return parts(a.A, plan.columns); }
+int64_t value_slices(const Backward& a, const Plan& plan) {
+  return a.grad_value.data ? parts(a.Dv, plan.columns) : 0;
 }
 
-// Item `index` of a pass.
+// Item `index` of a pass, rows of a (sequence, head) and one part of its keys or columns.
 struct Item {
   int64_t b, h, bh, row, rows, part, seen;
-  Item(const Attention& a, int64_t index, int64_t row_blocks, int64_t parts) {
+
+  // Blocks of rows, each in so many parts.
+  Item(const Problem& a, const Plan& plan, int64_t index, int64_t parts)
+      : Item(a, index / parts / row_blocks(a, plan)) {
     part = index % parts;
-    row = index / parts % row_blocks * a.rows;
-    rows = min(a.rows, a.Tq - row);
-    bh = index / parts / row_blocks;
-    b = bh / a.H;
-    h = bh % a.H;
-    seen = keys_seen(a, b);
+    row = index / parts % row_blocks(a, plan) * plan.rows;
+    rows = min(plan.rows, a.Tq - row);
   }
+  // All rows.
+  Item(const Problem& a, int64_t bh)
+      : b(bh / a.H), h(bh % a.H), bh(bh), row(0), rows(a.Tq), part(0), seen(keys_seen(a, b)) {}
 };
 
 template <class T>
@@ -58,13 +63,13 @@ int64_t padded(int64_t width) {
 
 // Where the scores of an item lie: the weights' place, or the start of a thread's scratch.
 template <class C>
-int64_t scores_scratch(const Attention& a) {
-  return a.scores.data || a.span.data ? 0 : round_up(a.rows * a.W, 64 / sizeof(C));
+int64_t scores_scratch(const Problem& a, const Plan& plan) {
+  return plan.scores.data || a.span.data ? 0 : round_up(plan.rows * a.W, 64 / sizeof(C));
 }
 template <class C>
-Rows<C> scores_of(const Attention& a, const Item& item, Scratch<C>& scratch) {
-  if (a.scores.data) return {at<C>(a.scores, item, item.row), a.W};
-  return {scratch.take(scores_scratch<C>(a)), a.W};
+Rows<C> scores_of(const Problem& a, const Plan& plan, const Item& item, Scratch<C>& scratch) {
+  if (plan.scores.data) return {at<C>(plan.scores, item, item.row), a.W};
+  return {scratch.take(scores_scratch<C>(a, plan)), a.W};
 }
 
 // Zeros in place of the numbers of a row that are not in [from, to).
@@ -157,9 +162,9 @@ C softmax(C* s, int64_t n, Flags<C>& zeros) {
 }
 
 template <class C>
-void tell_of_zeros(const Attention& a, const Item& item, Flags<C> zeros) {
-  if (a.hides && (item.seen < a.Tk || any<C>(zeros)))
-    __atomic_store_n(a.hides, true, __ATOMIC_RELAXED);
+void tell_of_zeros(const Problem& a, const Plan& plan, const Item& item, Flags<C> zeros) {
+  if (plan.hides && (item.seen < a.Tk || any<C>(zeros)))
+    __atomic_store_n(plan.hides, true, __ATOMIC_RELAXED);
 }
 
 template <class C>
@@ -170,7 +175,7 @@ void multiply_by(C scale, int64_t n, C* x) {
 
 // Add the bias to the scores of columns [from, to), hide what the mask hides.
 template <class T, class C>
-void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to, C* s) {
+void finish_scores(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* s) {
   const int64_t n = to - from;
   const C hidden = -__builtin_inf();
   const auto add_bias = [&](const auto* bias) {
@@ -191,7 +196,7 @@ void finish_scores(const Attention& a, const Item& item, int64_t i, int64_t from
 // NaN in place of the weights of a row that has diverged, at the keys [from, to) that it sees. So is a
 // softmax where a score is +inf or NaN, or where there are scores and all are -inf.
 template <class T, class C>
-void diverge(const Attention& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
+void diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
   for (int64_t j = from; j < to; ++j) {
     C seen = 0;
     finish_scores<T>(a, item, i, j, j + 1, &seen);
@@ -199,14 +204,15 @@ void diverge(const Attention& a, const Item& item, int64_t i, int64_t from, int6
   }
 }
 
-#define ATTNFAST_BY_DTYPE(function)                                \
-  [](const Attention& a, int64_t item, void* scratch) {            \
-    switch (a.dtype) {                                             \
-      case Dtype::f32: return function<float>(a, item, scratch);   \
-      case Dtype::f64: return function<double>(a, item, scratch);  \
-      case Dtype::f16: return function<Half>(a, item, scratch);    \
-      case Dtype::bf16: return function<BFloat>(a, item, scratch); \
-    }                                                              \
+// The function of a pass over calls of one type.
+#define ATTNFAST_BY_DTYPE(Call, function)                                \
+  [](const Call& a, const Plan& plan, int64_t item, void* scratch) {     \
+    switch (a.dtype) {                                                   \
+      case Dtype::f32: return function<float>(a, plan, item, scratch);   \
+      case Dtype::f64: return function<double>(a, plan, item, scratch);  \
+      case Dtype::f16: return function<Half>(a, plan, item, scratch);    \
+      case Dtype::bf16: return function<BFloat>(a, plan, item, scratch); \
+    }                                                                    \
   }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <initializer_list>
 #include <string>
 
 #include "../launch.h"
@@ -11,6 +10,9 @@
 
 namespace attnfast {
 namespace {
+
+using cpu::Pass;
+using cpu::Plan;
 
 bool bias_may_be_of_sums() { return true; }
 
@@ -23,15 +25,17 @@ const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernel
   const std::string name = forced ? forced : "";
 #if defined(__x86_64__)
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 =
-      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
   if (has_avx512 && (name == "avx512" || name.empty())) return avx512;
   if (has_avx2 && (name == "avx2" || name.empty())) return avx2;
 #endif
   if (name == "portable" || name.empty()) return portable;
-  throw std::runtime_error("ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
-                           "processor has, got " + name);
+  throw std::runtime_error(
+      "ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
+      "processor has, got " +
+      name);
 }
 #if defined(__x86_64__)
 #define ATTNFAST_CHOOSE(table) choose(portable::table, avx2::table, avx512::table)
@@ -46,15 +50,11 @@ int64_t threads_for(int64_t elements) {
   return std::clamp<int64_t>(elements / kWorthAThread, 1, torch::stable::get_num_threads());
 }
 
-int64_t threads_for(const Attention& a, int64_t depth) {
-  return threads_for(a.B * a.H * a.Tq * a.W * depth);
-}
+int64_t threads_for(const Problem& a, int64_t depth) { return threads_for(a.B * a.H * a.Tq * a.W * depth); }
 
-int64_t threads_for(const Attention& a) {
-  return threads_for(a, std::max<int64_t>({a.A, a.Dv, 1}));
-}
+int64_t threads_for(const Problem& a) { return threads_for(a, std::max<int64_t>({a.A, a.Dv, 1})); }
 
-ScalarType dtype_of_sums(const Attention& a) {
+ScalarType dtype_of_sums(const Problem& a) {
   return a.dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
@@ -79,54 +79,58 @@ void share_out(int64_t items, int64_t most_threads, size_t scratch, const Run& r
 
 // Run passes that follow one another: item by item where they have as many, and a thread's share is
 // in its cache when the next pass comes; else one after the other.
-void run(std::initializer_list<Pass> passes, const Attention& a, int64_t most_threads,
-         size_t scratch) {
-  const auto run_group = [&](const Pass* first, const Pass* last) {
-    share_out(first->items(a), most_threads, scratch, [&](int64_t item, void* place) {
-      for (const Pass* pass = first; pass < last; ++pass) pass->run(a, item, place);
+template <class Call, class... Calls>
+void run(const Call& a, const Plan& plan, int64_t most_threads, size_t scratch,
+         const Pass<Calls>&... passes) {
+  constexpr size_t count = sizeof...(passes);
+  const int64_t items[] = {passes.items(a, plan)...};
+  for (size_t first = 0, last; first < count; first = last) {
+    for (last = first + 1; last < count && items[last] == items[first];) ++last;
+    share_out(items[first], most_threads, scratch, [&](int64_t item, void* place) {
+      size_t i = 0;
+      const auto run_one = [&](const auto& pass) {
+        if (first <= i && i < last) pass.run(a, plan, item, place);
+        ++i;
+      };
+      (run_one(passes), ...);
     });
-  };
-  const Pass* first = passes.begin();
-  for (const Pass* pass = first; pass < passes.end(); ++pass) {
-    if (pass->items(a) == first->items(a)) continue;
-    run_group(first, pass);
-    first = pass;
   }
-  run_group(first, passes.end());
 }
 
 // Rows of one item: as many as repay the preparation of the keys, few enough that scores stay in
 // cache and that threads get as many items each, or several. Where rows alone make too few items,
 // keys and columns are shared out too.
-void share_out_rows(Attention& a) {
+Plan plan_by_rows(const Problem& a) {
+  Plan plan{};
   const int64_t threads = threads_for(a), sequences = a.B * a.H;
   const int64_t cached = (int64_t{1} << 18) / std::max<int64_t>(a.W, 1);
   const int64_t most = std::clamp<int64_t>(cached, 4, kMostRows);
   int64_t pieces = std::max<int64_t>((a.Tq + most - 1) / most, 1);  // of a sequence and head
   while (sequences * pieces % threads != 0 && sequences * pieces < 4 * threads) ++pieces;
-  a.rows = std::clamp<int64_t>((a.Tq + pieces - 1) / pieces, 4, most);
-  a.rows = std::min(a.rows, std::max<int64_t>(a.Tq, 1));
-  a.keys = std::max<int64_t>(a.Tk, 1);
-  a.columns = std::max<int64_t>(a.Dv, 1);
-  const int64_t items = std::max<int64_t>(a.B * a.H * ((a.Tq + a.rows - 1) / a.rows), 1);
-  if (threads == 1 || items >= 2 * threads || a.span.data) return;
+  plan.rows = std::clamp<int64_t>((a.Tq + pieces - 1) / pieces, 4, most);
+  plan.rows = std::min(plan.rows, std::max<int64_t>(a.Tq, 1));
+  plan.keys = std::max<int64_t>(a.Tk, 1);
+  plan.columns = std::max<int64_t>(a.Dv, 1);
+  const int64_t items = std::max<int64_t>(sequences * ((a.Tq + plan.rows - 1) / plan.rows), 1);
+  if (threads == 1 || items >= 2 * threads || a.span.data) return plan;
   const auto part = [&](int64_t n, int64_t multiple) {
     const int64_t size = n * items / (2 * threads);
     return std::max<int64_t>((size + multiple - 1) / multiple, 1) * multiple;
   };
-  a.keys = part(a.Tk, kKeyBlock);
-  a.columns = part(a.Dv, kPadding);
+  plan.keys = part(a.Tk, kKeyBlock);
+  plan.columns = part(a.Dv, kPadding);
+  return plan;
 }
 
-// Columns of one item of a backward: a few registers' worth, more only where that leaves each thread
-// two items; whole rows, for one query, of the memory's bandwidth.
-void share_out_columns(Attention& a) {
+// Columns of one item of the inputs' gradients: a few registers' worth, more only where that leaves each
+// thread two items; whole rows, for one query, of the memory's bandwidth.
+int64_t columns_of_gradients(const Problem& a) {
   const int64_t widest = std::max<int64_t>({a.A, a.Dv, 1}), items = std::max<int64_t>(a.B * a.H, 1);
   const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;  // a column's sums are apart
   const bool rows = a.Tq == 1 || (a.span.data && !half);
   const int64_t most = rows ? widest : half ? kPadding : 4 * kPadding;
   const int64_t slices = (2 * threads_for(a) + items - 1) / items, n = slices * kPadding;
-  a.columns = std::clamp<int64_t>((widest + n - 1) / n * kPadding, kPadding, std::max(most, kPadding));
+  return std::clamp<int64_t>((widest + n - 1) / n * kPadding, kPadding, std::max(most, kPadding));
 }
 
 }  // namespace

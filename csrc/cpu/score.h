@@ -2,9 +2,9 @@
 //
 // With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
 // two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). The error is that of
-// numbers near 1, too much where tanh is small: up to kSmallLimit tanh(q) and tanh(k) are taken once,
+// numbers near 1, too much where tanh is small: up to kSmallSumLimit tanh(q) and tanh(k) are taken once,
 // and tanh(q + k) = (tanh q + tanh k) / (1 + tanh q tanh k), pairs sharing a reciprocal too. Beyond
-// kFactoredLimit the direct path takes tanh(q + k).
+// kFactoredSumLimit the direct path takes tanh(q + k).
 #pragma once
 #include "product.h"
 
@@ -64,8 +64,7 @@ void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
 // w (1/d - 1/2): a sum of w/d, to be subtracted from that of w, is rounded as a number of the size of
 // that of |w|, and where the weights have one sign the score is far smaller.
 template <class C, Score S, Path P, int I, int J>
-void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
-                int64_t out_stride) {
+void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out, int64_t out_stride) {
   constexpr int W = Vector<C>::width;
   constexpr int64_t kFeatures = 16 * 2 * W;  // summed on their own: sums of sums lose less
   Vec<C> total[I][J] = {};
@@ -73,7 +72,7 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
     Vec<C> acc[I][J] = {};
     for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * W) {
       if constexpr (I == 1 && J == 4)  // a query alone waits for its keys: have the next four come
-        for (int j = 0; j < J; ++j) expect_step(k.data + (J + j) * k.stride + c);
+        for (int j = 0; j < J; ++j) prefetch_step(k.data + (J + j) * k.stride + c);
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
         const Vec<C> q0 = load(qi), q1 = load(qi + W);
@@ -120,23 +119,21 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out,
     } else {
       for (int j = 0; j < J; ++j) score[j] = sum<C>(total[i][j]);
     }
-    for (int j = 0; j < J; ++j)
-      out[i * out_stride + j] = S == Score::tanh ? -2 * score[j] : score[j];
+    for (int j = 0; j < J; ++j) out[i * out_stride + j] = S == Score::tanh ? -2 * score[j] : score[j];
   }
 }
 
 // The scores of nq queries and nk keys. Four keys stay in the first cache while queries pass.
 template <class C, Score S, Path P>
-void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded,
-                 C* out, int64_t out_stride) {
+void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded, C* out,
+                 int64_t out_stride) {
   constexpr int I = 2;
   for (int64_t j = 0; j < nk;) {
     const int64_t keys = nk - j >= 4 ? 4 : 1;
     for (int64_t i = 0; i < nq;) {
       const int64_t rows = nq - i >= I ? I : 1;
-      const auto tile =
-          keys == 4 ? (rows == I ? score_tile<C, S, P, I, 4> : score_tile<C, S, P, 1, 4>)
-                    : (rows == I ? score_tile<C, S, P, I, 1> : score_tile<C, S, P, 1, 1>);
+      const auto tile = keys == 4 ? (rows == I ? score_tile<C, S, P, I, 4> : score_tile<C, S, P, 1, 4>)
+                                  : (rows == I ? score_tile<C, S, P, I, 1> : score_tile<C, S, P, 1, 1>);
       tile({q.data + i * q.stride, q.stride}, {k.data + j * k.stride, k.stride}, w, padded,
            out + i * out_stride + j, out_stride);
       i += rows;
@@ -147,25 +144,26 @@ void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64
 
 // The dot scores of nq queries and nk keys; scratch holds two vectors of keys, transposed.
 template <class C>
-void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* out,
-               int64_t out_stride, C* scratch) {
+void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* out, int64_t out_stride,
+               C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
   if (nq < 6)  // too few to pay for a transposition
     return score_block<C, Score::dot, Path::direct>(q, nq, k, nk, nullptr, padded, out, out_stride);
   for (int64_t j = 0; j < nk; j += W2) {
     const int64_t keys = min(nk - j, W2);
     transpose(k.data + j * k.stride, k.stride, keys, padded, scratch, W2);
-    mix_packed<false>(q.data, q.stride, 1, nq, padded, scratch, (C)1, out + j, out_stride, keys);
+    gemm_small_packed<false>(q.data, q.stride, 1, nq, padded, scratch, (C)1, out + j, out_stride, keys);
   }
 }
 
 // The same where all keys have been transposed, `k_row` apart; reads and writes up to two vectors more.
 template <class C>
-void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk, int64_t padded,
-                    C* out, int64_t out_stride) {
+void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk, int64_t padded, C* out,
+                    int64_t out_stride) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   for (int64_t j = 0; j < nk; j += W2)
-    mix_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride, W2);
+    gemm_small_rows<false, false>(q.data, q.stride, 1, nq, padded, k + j, k_row, (C)1, out + j, out_stride,
+                                  W2);
 }
 
 // s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2, or of what
@@ -203,8 +201,8 @@ inline Vec<C> quarter_slope(C quarter, Vec<C> t, Vec<C> s) {
 // For I queries and n keys, two vectors of features, packed: with g the gradient of the score
 //   grad_q_i += sum_j g f' / 4,  grad_k_j += sum_i g f' / 4,  grad_w += sum_ij g s
 template <class C, Score S, Path P, int I>
-void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q,
-               C* grad_k, C* grad_w) {
+void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q, C* grad_k,
+               C* grad_w) {
   constexpr int W = Vector<C>::width;
   Vec<C> q0[I], q1[I], gq0[I] = {}, gq1[I] = {}, gw0 = {}, gw1 = {};
   for (int i = 0; i < I; ++i) {
@@ -241,8 +239,8 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
 // The same for all queries and keys, by blocks: what is touched stays in the first cache, and sums
 // of sums lose less than one long sum.
 template <class C, Score S, Path P>
-void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
-                 C* grad_q, C* grad_k, C* grad_w) {
+void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n, C* grad_q,
+                 C* grad_k, C* grad_w) {
   constexpr int W2 = 2 * Vector<C>::width;
   constexpr int64_t kQueries = 32, kKeys = 128;
   C part_k[kKeys * W2], part_w[W2];
@@ -255,8 +253,7 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
       for (int64_t i = i0; i < end;) {
         const bool two = i + 2 <= end;
         const auto tile = two ? grad_tile<C, S, P, 2> : grad_tile<C, S, P, 1>;
-        tile(q + i * W2, k + j * W2, g + i * g_stride + j, g_stride, keys, grad_q + i * W2, part_k,
-             part_w);
+        tile(q + i * W2, k + j * W2, g + i * g_stride + j, g_stride, keys, grad_q + i * W2, part_k, part_w);
         i += two ? 2 : 1;
       }
       for (int64_t x = 0; x < keys * W2; ++x) grad_k[j * W2 + x] += part_k[x];
@@ -268,13 +265,13 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
 // The same for one query and four whole rows of keys; without `keys` only grad_q. grad_k [4, width] is
 // written, not added to. The next four rows are expected so far `ahead`.
 template <class C, Score S, Path P, bool keys>
-void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, int64_t ahead,
-               C* grad_q, C* grad_k, C* grad_w) {
+void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, int64_t ahead, C* grad_q,
+               C* grad_k, C* grad_w) {
   constexpr int W = Vector<C>::width;
   for (int64_t c = 0; c < width; c += 2 * W) {
     const Vec<C> q0 = load(q + c), q1 = load(q + c + W);
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
-    for (int j = 0; j < 4; ++j) expect_step(k[j] + ahead + c);
+    for (int j = 0; j < 4; ++j) prefetch_step(k[j] + ahead + c);
     Vec<C> s[8];
     if constexpr (S == Score::tanh && P == Path::direct) {
       Vec<C> z[8];

@@ -8,7 +8,7 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-Seen seen_by(const Attention& a, const Item& item, int64_t row) {
+Seen seen_by(const Problem& a, const Item& item, int64_t row) {
   return seen_within(a, at<int64_t>(a.span, item, row), item.seen);
 }
 
@@ -16,7 +16,7 @@ Seen seen_by(const Attention& a, const Item& item, int64_t row) {
 struct SeenByRows {
   Seen rows[kMostRows];
   int64_t last = 0;  // after the last key that any of them sees
-  SeenByRows(const Attention& a, const Item& item) {
+  SeenByRows(const Problem& a, const Item& item) {
     for (int64_t r = 0; r < item.rows; ++r) {
       rows[r] = seen_by(a, item, item.row + r);
       last = rows[r].to > last ? rows[r].to : last;
@@ -66,13 +66,13 @@ void for_bands(int64_t row, int64_t end, int64_t first, int64_t last, int waste,
 
 // The most keys of a band taken loosely, and its numbers as a matrix [rows, keys]: where its rows begin,
 // for tiles write up to two vectors beyond their keys, and room for all.
-int64_t band_keys(const Attention& a) { return 2 * min(a.W, a.Tk) + 16; }
+int64_t band_keys(const Problem& a) { return 2 * min(a.W, a.Tk) + 16; }
 template <class C>
 int64_t band_row(int64_t keys) {
   return round_up(keys, Vector<C>::width) + 2 * Vector<C>::width;
 }
 template <class C>
-int64_t band_scratch(const Attention& a) {
+int64_t band_scratch(const Problem& a) {
   return a.span.data ? kMostRows * band_row<C>(band_keys(a)) : 0;
 }
 
@@ -107,7 +107,7 @@ void fill(const Band& band, const SeenByRows& seen, Scores& scores, C* out, int6
 
 // Rows of numbers in their columns become the matrix of a band, 0 where a row sees no key.
 template <class C>
-void spread(const Attention& a, const Item& item, const Band& band, Rows<C> p, C* out) {
+void spread(const Problem& a, const Item& item, const Band& band, Rows<C> p, C* out) {
   const int64_t n = band.to - band.from;
   for (int64_t r = 0; r < band.rows; ++r, out += n) {
     const Own own = own_of(seen_by(a, item, band.row + r), band);
@@ -118,7 +118,7 @@ void spread(const Attention& a, const Item& item, const Band& band, Rows<C> p, C
 }
 
 // The keys that any row of a sequence sees; one empty run if none does.
-Seen hull(const Attention& a, const Item& item) {
+Seen hull(const Problem& a, const Item& item) {
   Seen all = {item.seen, 0, 0};
   for (int64_t r = 0; r < a.Tq; ++r) {
     const Seen s = seen_by(a, item, r);
@@ -140,8 +140,8 @@ struct Side {
 
 // keys.to_i = scale * sum_j p_ij keys.from_j for the rows of a band, p [rows, keys], columns [0, width)
 template <class T, class C>
-void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t width,
-                  const Side<T>& keys, C* mixing) {
+void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t width, const Side<T>& keys,
+                  C* gemm_scratch) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   const int64_t n = band.to - band.from;
   const T* from = keys.from + band.from * keys.from_row;
@@ -149,17 +149,17 @@ void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t
   int64_t c = 0;
   if constexpr (sizeof(T) == sizeof(C)) {
     for (; band.rows > 2 && c + W2 <= width; c += W2)
-      mix_rows<true, false>(p, stride, 1, band.rows, n, from + c, keys.from_row, scale, to + c,
-                            keys.to_row, W2);
+      gemm_small_rows<true, false>(p, stride, 1, band.rows, n, from + c, keys.from_row, scale, to + c,
+                                   keys.to_row, W2);
   }
   if (c < width)
-    mix(p, stride, 1, band.rows, n, from + c, keys.from_row, width - c, scale, to + c, keys.to_row,
-        mixing);
+    gemm_small(p, stride, 1, band.rows, n, from + c, keys.from_row, width - c, scale, to + c, keys.to_row,
+               gemm_scratch);
 }
 
 // Room for the sums of span_products, for those that cannot be added up in their place.
 template <class T>
-int64_t sums_scratch(const Attention& a, int64_t width) {
+int64_t sums_scratch(const Problem& a, int64_t width) {
   constexpr int64_t W2 = 2 * Vector<typename Accumulate<T>::type>::width;
   const bool apart = sizeof(T) != sizeof(typename Accumulate<T>::type);
   return a.Tk * (apart ? round_up(width, W2) : width % W2 ? W2 : 0);
@@ -168,12 +168,12 @@ int64_t sums_scratch(const Attention& a, int64_t width) {
 // Two products of p, rows of numbers in their columns, for columns [0, width):
 //   keys.to_i = scale * sum_j p_ij keys.from_j,  rows.to_j = scale * sum_i p_ij rows.from_i
 template <class T, class C = typename Accumulate<T>::type>
-void span_products(const Attention& a, const Item& item, Rows<C> p, C scale, int64_t width,
+void span_products(const Problem& a, const Item& item, Rows<C> p, C scale, int64_t width,
                    const Side<T>& keys, const Side<T>& rows, C* scratch) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   constexpr bool in_place = sizeof(T) == sizeof(C);
-  C* mixing = scratch + band_scratch<C>(a);  // or a band's rows, side by side
-  C* sums = mixing + mix_scratch<C>(kMostRows + band_keys(a), width);
+  C* gemm_scratch = scratch + band_scratch<C>(a);  // or a band's rows, side by side
+  C* sums = gemm_scratch + gemm_small_scratch<C>(kMostRows + band_keys(a), width);
   const int64_t apart = in_place ? width / W2 * W2 : 0;  // columns from here on have sums apart
   int64_t cleared = 0;
   const auto clear_to = [&](int64_t end) {  // just before the first sums come, while in cache
@@ -186,28 +186,28 @@ void span_products(const Attention& a, const Item& item, Rows<C> p, C scale, int
     const int64_t n = band.to - band.from;
     const int64_t next = band.row + band.rows;
     if (keys.to) {
-      expect(keys.from, keys.from_row, band.to, band.rows, item.seen, width);
-      expect(keys.to, keys.to_row, next, band.rows, a.Tq, width);
+      prefetch(keys.from, keys.from_row, band.to, band.rows, item.seen, width);
+      prefetch(keys.to, keys.to_row, next, band.rows, a.Tq, width);
     }
     if (rows.to) {
-      expect(rows.from, rows.from_row, next, band.rows, a.Tq, width);
-      expect(rows.to, rows.to_row, band.to, band.rows, item.seen, width);
+      prefetch(rows.from, rows.from_row, next, band.rows, a.Tq, width);
+      prefetch(rows.to, rows.to_row, band.to, band.rows, item.seen, width);
     }
     spread(a, item, band, p, scratch);
-    if (keys.to) band_product<T>(scratch, n, band, scale, width, keys, mixing);
+    if (keys.to) band_product<T>(scratch, n, band, scale, width, keys, gemm_scratch);
     if (!rows.to || !n) return;
     clear_to(band.to);
     const T* from = rows.from + band.row * rows.from_row;
     T* to = rows.to + band.from * rows.to_row;
     if constexpr (in_place) {
       for (int64_t c = 0; c < apart; c += W2)
-        mix_rows<true, true>(scratch, 1, n, n, band.rows, from + c, rows.from_row, scale, to + c,
-                             rows.to_row, W2);
+        gemm_small_rows<true, true>(scratch, 1, n, n, band.rows, from + c, rows.from_row, scale, to + c,
+                                    rows.to_row, W2);
     }
     for (int64_t c = apart; c < width; c += W2) {
-      pack(from + c, rows.from_row, band.rows, min(width - c, W2), mixing);
-      mix_rows<true, true>(scratch, 1, n, n, band.rows, mixing, W2, scale,
-                           sums + (c - apart) * a.Tk + band.from * W2, W2, W2);
+      pack(from + c, rows.from_row, band.rows, min(width - c, W2), gemm_scratch);
+      gemm_small_rows<true, true>(scratch, 1, n, n, band.rows, gemm_scratch, W2, scale,
+                                  sums + (c - apart) * a.Tk + band.from * W2, W2, W2);
     }
   });
   if (rows.to) clear_to(a.Tk);

@@ -87,8 +87,7 @@ static inline void store_part(C* p, Vec<C> x, int64_t n) {
   if (n >= Vector<C>::width) return store(p, x);
   if (n <= 0) return;
 #if defined(__AVX512F__)
-  if constexpr (sizeof(C) == 4)
-    return _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+  if constexpr (sizeof(C) == 4) return _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
 #elif defined(__AVX2__)
   if constexpr (sizeof(C) == 4) return _mm256_maskstore_ps(p, lanes(n), (__m256)x);
 #endif
@@ -163,8 +162,8 @@ template <>
 inline void sums(const Vec<float> (&x)[4], float* out) {
   const Vec<float> four = pairs(pairs(x[0], x[1]), pairs(x[2], x[3]));
 #if defined(__AVX512F__)
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)four),
-                                    _mm512_extractf32x8_ps((__m512)four, 1));
+  const __m256 half =
+      _mm256_add_ps(_mm512_castps512_ps256((__m512)four), _mm512_extractf32x8_ps((__m512)four, 1));
 #else
   const __m256 half = (__m256)four;
 #endif

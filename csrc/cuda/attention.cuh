@@ -19,21 +19,85 @@ namespace {
 template <class C>
 constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
+// What the rows of a tile have come to: the largest score, the sum of e^{score - highest}, and what that
+// sum and the context were last multiplied by; and e^{score - highest} of the keys at hand.
+template <class C>
+struct Softmax {
+  C highest[kQueries], mass[kQueries], factor[kQueries];
+  alignas(16) C shares[kKeys][kQueries + 4];
+};
+
+// Take the scores of the keys from j0 on into the softmax; `stored` tells whether to keep them.
+template <class T, class C>
+__device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, int rows, int64_t n,
+                               bool stored, Staged<C>& staged, Softmax<C>& softmax) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int r = threadIdx.x / 32; r < kQueries; r += kWarps) {
+    const int64_t i = tile.row + r, j = j0 + lane;
+    const Seen own = r < rows ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
+    C s = -INFINITY;
+    if (own.from <= j && j < own.to) {
+      s = finish_score<T>(a, tile, i, j - own.origin, staged.score(r, lane), kLeast<C>);
+      if (stored) at<C>(a.weights, tile, i)[j - own.origin] = s;
+    }
+    const C before = softmax.highest[r], top = fmax(before, of_warp<Max>(s));
+    const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
+    __syncwarp();  // every lane has looked at the highest before
+    const C more = of_warp<Add>(p);
+    softmax.shares[lane][r] = p;
+    if (lane == 0) {
+      softmax.highest[r] = top;
+      softmax.factor[r] = fade;
+      softmax.mass[r] = softmax.mass[r] * fade + more;
+    }
+  }
+}
+
+// Add the values of `keys` keys from j0 on, by their shares, to columns of the context kThreads apart.
+template <class T, class C, int columns>
+__device__ void add_values(const Forward& a, const Tile& tile, int64_t j0, int keys, int column,
+                           const C (&shares)[kKeys][kQueries + 4], C (&context)[kQueries][columns]) {
+  const T* value = at<T>(a.value, tile, j0) + column;
+#pragma unroll 1
+  for (int j = 0; j < keys && column < a.Dv; j += kAtOnce, value += kAtOnce * a.value.row) {
+    C v[kAtOnce][columns], none = 0;
+#pragma unroll
+    for (int y = 0; y < kAtOnce; ++y)
+      for (int x = 0; x < columns; ++x) {
+        const bool exists = j + y < keys && column + kThreads * x < a.Dv;
+        v[y][x] = exists ? widen(value[y * a.value.row + kThreads * x]) : 0;
+        none += 0 * v[y][x];
+      }
+    const auto add = [&](auto finite) {
+#pragma unroll
+      for (int y = 0; y < kAtOnce; ++y)
+        for (int r = 0; r < kQueries; ++r) {
+          const C p = shares[j + y][r];
+          for (int x = 0; x < columns; ++x)
+            if (decltype(finite)::value || p != 0) context[r][x] += p * v[y][x];
+        }
+    };
+    if (none == 0) add(std::true_type{});
+    else add(std::false_type{});  // it must not meet a weight of 0
+  }
+}
+
 template <class T, Score S, int columns>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 4 : 3)
-    forward(const Attention a, const Factored factored) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
+                                            : columns == 1 ? 4
+                                                           : 3)
+    forward(const Forward a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
-  alignas(16) __shared__ C mixing[kKeys][kQueries + 4];
-  __shared__ C highest[kQueries], mass[kQueries], factor[kQueries];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ Softmax<C> softmax;
   const Tile tile = locate(a, a.Tq, kQueries);
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b);
   const bool first = blockIdx.y == 0;
-  const int column = blockIdx.y * kThreads * columns + threadIdx.x;  // the next ones kThreads apart
+  const int column = blockIdx.y * kThreads * columns + threadIdx.x;
   C context[kQueries][columns] = {};
-  if (threadIdx.x < kQueries) highest[threadIdx.x] = -INFINITY, mass[threadIdx.x] = 0;
+  if (threadIdx.x < kQueries) softmax.highest[threadIdx.x] = -INFINITY, softmax.mass[threadIdx.x] = 0;
 
   const Seen all = seen_by_all(a, tile, rows, n);
 #pragma unroll 1
@@ -42,61 +106,25 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
     const int keys = min(left, kKeys);
     constexpr bool near = columns < 4;  // with more registers spill on sm_100
     score_tile<S, T, near>(a, factored, tile, j0, keys, staged);
-#pragma unroll 1
-    for (int r = warp; r < kQueries; r += kWarps) {
-      const int64_t i = tile.row + r, j = j0 + lane;
-      const Seen own = r < rows ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
-      C s = -INFINITY;
-      if (own.from <= j && j < own.to) {
-        s = finish_score<T>(a, tile, i, j - own.origin, staged.score(r, lane), kLeast<C>);
-        if (a.weights.data && first) at<C>(a.weights, tile, i)[j - own.origin] = s;
-      }
-      const C before = highest[r], top = fmax(before, of_warp<Max>(s));
-      const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
-      __syncwarp();  // every lane has looked at the highest before
-      const C more = of_warp<Add>(p);
-      mixing[lane][r] = p;
-      if (lane == 0) highest[r] = top, factor[r] = fade, mass[r] = mass[r] * fade + more;
-    }
+    update_softmax<T>(a, tile, j0, rows, n, a.weights.data && first, staged, softmax);
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < kQueries; ++r)
-      for (int x = 0; x < columns; ++x) context[r][x] *= factor[r];
-    const T* value = at<T>(a.value, tile, j0) + column;
-#pragma unroll 1
-    for (int j = 0; j < keys && column < a.Dv; j += kAtOnce, value += kAtOnce * a.value.row) {
-      C v[kAtOnce][columns], none = 0;
-#pragma unroll
-      for (int y = 0; y < kAtOnce; ++y)
-        for (int x = 0; x < columns; ++x) {
-          const bool exists = j + y < keys && column + kThreads * x < a.Dv;
-          v[y][x] = exists ? widen(value[y * a.value.row + kThreads * x]) : 0;
-          none += 0 * v[y][x];
-        }
-      const auto add = [&](auto finite) {
-#pragma unroll
-        for (int y = 0; y < kAtOnce; ++y)
-          for (int r = 0; r < kQueries; ++r) {
-            const C p = mixing[j + y][r];
-            for (int x = 0; x < columns; ++x)
-              if (decltype(finite)::value || p != 0) context[r][x] += p * v[y][x];
-          }
-      };
-      if (none == 0) add(std::true_type{});
-      else add(std::false_type{});  // it must not meet a weight of 0
-    }
+      for (int x = 0; x < columns; ++x) context[r][x] *= softmax.factor[r];
+    add_values<T>(a, tile, j0, keys, column, softmax.shares, context);
   }
 
   __syncthreads();  // and scores come back to other lanes than wrote them
   if (first)
-    for (int r = warp; r < rows; r += kWarps) {
+    for (int r = threadIdx.x / 32; r < rows; r += kWarps) {
       const int64_t i = tile.row + r;
-      finish_row(a, tile, i, seen_by(a, tile, i, n), highest[r], mass[r], lane, 32);
+      finish_row(a, tile, i, seen_by(a, tile, i, n), softmax.highest[r], softmax.mass[r], threadIdx.x % 32,
+                 32);
     }
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {
     if (r >= rows) break;
-    const C share = share_of(highest[r], mass[r]);
+    const C share = share_of(softmax.highest[r], softmax.mass[r]);
     T* out = at<T>(a.context, tile, tile.row + r);
     for (int x = 0; x < columns; ++x) {
       const int c = column + kThreads * x;
@@ -109,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : columns == 1 ? 
 
 // staged.score(row, key) becomes grad_context_i . v_j of a tile; see score_tile.
 template <class T, class C>
-__device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0, int keys,
+__device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0, int keys,
                                 Staged<C>& staged) {
   const Rows<T> g = {at<T>(a.grad_context, tile, tile.row), a.grad_context.row,
                      up_to(kQueries, a.Tq - tile.row)};
@@ -120,8 +148,7 @@ __device__ void score_gradients(const Attention& a, const Tile& tile, int64_t j0
 // grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
 // x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    grad_score(const Attention a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) grad_score(const Backward a) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -170,14 +197,15 @@ struct Sum {
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
   int64_t rows, width;
   double scale;
-  View grad_weight;  // [tiles of rows, width] for each [B, H], or absent
+  View grad_weight;   // [tiles of rows, width] for each [B, H], or absent
+  View rows_of_keys;  // where keys are the rows and have spans: see find_rows_of_keys
 };
 
-constexpr int kHeight = 8;               // rows of a warp
+constexpr int kHeight = 8;                  // rows of a warp
 constexpr int kSumRows = kWarps * kHeight;  // of a block
-constexpr int kSumColumns = 32;          // staged at a time, by a warp
-constexpr int kPart = 32 / kWarps;       // so many of the rows or columns
-constexpr int kSlice = 64;               // features of a block, two for each lane
+constexpr int kSumColumns = 32;             // staged at a time, by a warp
+constexpr int kPart = 32 / kWarps;          // so many of the rows or columns
+constexpr int kSlice = 64;                  // features of a block, two for each lane
 
 template <class C>
 struct StagedSum {
@@ -185,8 +213,9 @@ struct StagedSum {
 };
 
 // For every block of kSumRows keys, which rows see any of them, from the first to the last: Tq minus
-// the one and the other plus one, of which the largest count.
-__global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a) {
+// the one and the other plus one, of which the largest count. Rows of keys are int64 [B, H, blocks, 2],
+// zeros at first.
+__global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Problem a, const View rows_of_keys) {
   Tile tile = locate(a, a.Tq, kThreads);
   tile.row += threadIdx.x / 32 * 32;  // a row for each lane
   const int64_t i = tile.row + threadIdx.x % 32, n = keys_seen(a, tile.b);
@@ -198,7 +227,7 @@ __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Attention a)
     const unsigned lanes = __ballot_sync(kAll, sees);
     if (lanes == 0 || threadIdx.x % 32 != 0) continue;
     const int64_t first = tile.row + __ffs(lanes) - 1, last = tile.row + 31 - __clz(lanes);
-    auto* rows = at<unsigned long long>(a.rows_of_keys, tile, block);
+    auto* rows = at<unsigned long long>(rows_of_keys, tile, block);
     atomicMax(&rows[0], static_cast<unsigned long long>(a.Tq - first));
     atomicMax(&rows[1], static_cast<unsigned long long>(last + 1));
   }
@@ -248,93 +277,58 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
   }
 }
 
-template <class T, Score S, bool keys_are_rows>
-constexpr int kResident = sizeof(T) == 8 ? 2 : S == Score::dot ? 5 : keys_are_rows ? 4 : 3;
+// The keys that rows of a tile see, or, where keys are the rows, the query rows that see them.
+template <bool keys_are_rows>
+__device__ Seen columns_of(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t n) {
+  if (!keys_are_rows) return seen_by_all(a, tile, rows, n);
+  if (!a.span.data) return {0, tile.row < n ? a.Tq : 0, 0};
+  const int64_t* of = at<int64_t>(sum.rows_of_keys, tile, tile.part);
+  return {a.Tq - of[0], of[1], 0};
+}
 
-template <class T, Score S, bool keys_are_rows>
-__global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
-    grad_rows(const Attention a, const Sum sum) {
-  using C = typename Accumulate<T>::type;
-  constexpr bool factorable = S == Score::tanh && sizeof(C) == 4, weighs = !keys_are_rows;
-  __shared__ StagedSum<C> staged;
+// g of the rows and `count` columns from c0 on, each warp's part. Neighbouring lanes read neighbouring
+// numbers.
+template <bool keys_are_rows, class C>
+__device__ void load_g(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t c0, int count,
+                       C (&g)[kPart]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = locate(a, sum.rows, kSumRows);
-  const int rows = up_to(kSumRows, sum.rows - tile.row);
-  const int64_t n = keys_seen(a, tile.b);
-  Seen columns;  // that are not 0 for some row
-  if (!keys_are_rows) {
-    columns = seen_by_all(a, tile, rows, n);
-  } else if (a.span.data) {
-    const int64_t* of = at<int64_t>(a.rows_of_keys, tile, tile.part);
-    columns = {a.Tq - of[0], of[1], 0};
-  } else {
-    columns = {0, tile.row < n ? a.Tq : 0, 0};
-  }
-  const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
-
-  C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
-  bool far = false, wide = false;
-  const auto beyond_small = [](const auto& x) { return beyond(x, kSmallLimit / 2); };
-  if constexpr (S != Score::dot) {
-    const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
-    for (int half = 0; half < 2; ++half) {
-      C part[kHeight];
-      load(from, lane + 32 * half, width, part);
-      drop_unseen<S>(part);
-      far |= beyond(part, kFactoredLimit);
-      wide |= beyond_small(part);
-      for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
-    }
-  }
-  for (int64_t c0 = columns.from; c0 < columns.to; c0 += kSumColumns) {
-    const int count = up_to(kSumColumns, columns.to - c0);
-    const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
-    C y[2][kPart], g[kPart];
-    bool special = (S != Score::dot && !factorable) || far, large = wide;
-    for (int half = 0; half < 2; ++half) {
-      load(from, lane + 32 * half, width, y[half]);
-      if constexpr (S == Score::dot)
-        for (const C v : y[half]) special |= v - v != 0;
-      else
-        drop_unseen<S>(y[half]);
-      if (factorable) special |= beyond(y[half], kFactoredLimit), large |= beyond_small(y[half]);
-    }
-    // Neighbouring lanes read neighbouring numbers.
-    const int64_t i = (keys_are_rows ? c0 : tile.row) + warp;
-    const int64_t j = (keys_are_rows ? tile.row : c0) + lane;
-    const int of_i = keys_are_rows ? count : rows, of_j = keys_are_rows ? rows : count;
-    const C* of_g = at<C>(sum.g, tile, i) + j;
+  const int64_t i = (keys_are_rows ? c0 : tile.row) + warp;
+  const int64_t j = (keys_are_rows ? tile.row : c0) + lane;
+  const int of_i = keys_are_rows ? count : rows, of_j = keys_are_rows ? rows : count;
+  const C* of_g = at<C>(sum.g, tile, i) + j;
 #pragma unroll
-    for (int m = 0; m < kPart; ++m, of_g += kWarps * sum.g.row) {
-      bool exists = lane < of_j && warp + m * kWarps < of_i;
-      int64_t origin = 0;
-      if (a.span.data && exists) {
-        const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // what lies beyond n is 0
-        exists = own.from <= j && j < own.to;
-        origin = own.origin;
-      }
-      g[m] = exists ? of_g[-origin] : 0;
+  for (int m = 0; m < kPart; ++m, of_g += kWarps * sum.g.row) {
+    bool exists = lane < of_j && warp + m * kWarps < of_i;
+    int64_t origin = 0;
+    if (a.span.data && exists) {
+      const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // what lies beyond n is 0
+      exists = own.from <= j && j < own.to;
+      origin = own.origin;
     }
-    bool quick = !__syncthreads_or(special);  // and the columns staged before are used up
-    if (factorable) quick &= __syncthreads_or(large) != 0;
-    for (int half = 0; half < 2; ++half)
-      for (int m = 0; m < kPart; ++m)
-        staged.y[warp + m * kWarps][lane + 32 * half] =
-            factorable && quick ? expf(2 * y[half][m]) : y[half][m];
-    for (int m = 0; m < kPart; ++m) {
-      const int other = warp + m * kWarps, r = keys_are_rows ? lane : other;
-      staged.g[keys_are_rows ? other : lane][r % kWarps * kHeight + r / kWarps] = g[m];
-    }
-    __syncthreads();
-    if constexpr (factorable || S == Score::dot) {
-      if (quick) {
-        sum_columns<S, true, weighs>(staged, count, e, out, grad_weight);
-        continue;
-      }
-    }
-    sum_columns<S, false, weighs>(staged, count, x, out, grad_weight);
+    g[m] = exists ? of_g[-origin] : 0;
   }
+}
 
+// Each warp's part of the columns, e^{2y} where they are factored, and of g.
+template <bool keys_are_rows, bool factorable, class C>
+__device__ void stage(const C (&y)[2][kPart], const C (&g)[kPart], bool quick, StagedSum<C>& staged) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int half = 0; half < 2; ++half)
+    for (int m = 0; m < kPart; ++m)
+      staged.y[warp + m * kWarps][lane + 32 * half] =
+          factorable && quick ? expf(2 * y[half][m]) : y[half][m];
+  for (int m = 0; m < kPart; ++m) {
+    const int other = warp + m * kWarps, r = keys_are_rows ? lane : other;
+    staged.g[keys_are_rows ? other : lane][r % kWarps * kHeight + r / kWarps] = g[m];
+  }
+}
+
+// Write the sums of a block, each feature times its factor, and what its rows give the weight.
+template <class T, Score S, bool weighs, class C>
+__device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t slice,
+                            const C (&out)[kHeight][2], const C (&grad_weight)[2], StagedSum<C>& staged) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t width = sum.width - slice;
   for (int half = 0; half < 2; ++half) {
     const int64_t c = lane + 32 * half;
     C factor = sum.scale;
@@ -355,17 +349,78 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
   }
 }
 
+template <class T, Score S, bool keys_are_rows>
+constexpr int kResident = sizeof(T) == 8    ? 2
+                          : S == Score::dot ? 5
+                          : keys_are_rows   ? 4
+                                            : 3;
+
+template <class T, Score S, bool keys_are_rows>
+__global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
+    grad_rows(const Problem a, const Sum sum) {
+  using C = typename Accumulate<T>::type;
+  constexpr bool factorable = S == Score::tanh && sizeof(C) == 4, weighs = !keys_are_rows;
+  __shared__ StagedSum<C> staged;
+  const int lane = threadIdx.x % 32;
+  const Tile tile = locate(a, sum.rows, kSumRows);
+  const int rows = up_to(kSumRows, sum.rows - tile.row);
+  // that are not 0 for some row
+  const Seen columns = columns_of<keys_are_rows>(a, sum, tile, rows, keys_seen(a, tile.b));
+  const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
+
+  C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
+  bool far = false, wide = false;
+  const auto beyond_small = [](const auto& x) { return beyond(x, kSmallTanhLimit / 2); };
+  if constexpr (S != Score::dot) {
+    const Rows<T> from = {at<T>(sum.x, tile, tile.row) + slice, sum.x.row, rows};
+    for (int half = 0; half < 2; ++half) {
+      C part[kHeight];
+      load(from, lane + 32 * half, width, part);
+      drop_unseen<S>(part);
+      far |= beyond(part, kFactoredEachLimit);
+      wide |= beyond_small(part);
+      for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
+    }
+  }
+  for (int64_t c0 = columns.from; c0 < columns.to; c0 += kSumColumns) {
+    const int count = up_to(kSumColumns, columns.to - c0);
+    const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
+    C y[2][kPart], g[kPart];
+    bool special = (S != Score::dot && !factorable) || far, large = wide;
+    for (int half = 0; half < 2; ++half) {
+      load(from, lane + 32 * half, width, y[half]);
+      if constexpr (S == Score::dot)
+        for (const C v : y[half]) special |= v - v != 0;
+      else drop_unseen<S>(y[half]);
+      if (factorable) special |= beyond(y[half], kFactoredEachLimit), large |= beyond_small(y[half]);
+    }
+    load_g<keys_are_rows>(a, sum, tile, rows, c0, count, g);
+    bool quick = !__syncthreads_or(special);  // and the columns staged before are used up
+    if (factorable) quick &= __syncthreads_or(large) != 0;
+    stage<keys_are_rows, factorable>(y, g, quick, staged);
+    __syncthreads();
+    if constexpr (factorable || S == Score::dot) {
+      if (quick) {
+        sum_columns<S, true, weighs>(staged, count, e, out, grad_weight);
+        continue;
+      }
+    }
+    sum_columns<S, false, weighs>(staged, count, x, out, grad_weight);
+  }
+
+  finish_sums<T, S, weighs>(a, sum, tile, rows, slice, out, grad_weight, staged);
+}
+
 // ---- launches -----------------------------------------------------------------------------------
 //
 // Each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments). launch.together does
 // so with blocks that differ in y as a cluster, of which launch.most_together(kernel) tells the
 // largest; launch.scratch<C>(numbers) is memory that lasts until the kernels are through.
 
-inline int64_t grad_weight_parts(const Attention& a) { return tiles(a.Tq, kSumRows); }
-inline int64_t blocks_of_keys(const Attention& a) { return tiles(a.Tk, kSumRows); }
+inline int64_t grad_weight_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
 
 template <class Launch>
-void launch_forward(const Attention& a, const Launch& launch) {
+void launch_forward(const Forward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (a.Tq == 1) return launch_step<T>(a, launch);
@@ -383,28 +438,51 @@ void launch_forward(const Attention& a, const Launch& launch) {
   });
 }
 
+template <class T, class Launch>
+void launch_sum(const Problem& a, const Sum& sum, const Launch& launch,
+                void (*kernel)(Problem, Sum) = grad_rows<T, Score::dot, true>) {
+  launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
+}
+
+// With spans, which rows see the keys of each block, for sums whose rows are keys; else absent.
 template <class Launch>
-void launch_backward(const Attention& a, const Launch& launch) {
-  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, a.grad_weight};
-  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}};
-  const Sum value = {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}};
-  if (a.rows_of_keys.data)
-    launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, a);
+View rows_of_keys(const Backward& a, const Launch& launch) {
+  if (!a.span.data || !(a.grad_key.data || a.grad_value.data)) return {};
+  const int64_t head = 2 * tiles(a.Tk, kSumRows), batch = a.H * head;
+  const View rows = {launch.zeros(a.B * batch), batch, head, 2, 1};
+  launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, static_cast<const Problem&>(a), rows);
+  return rows;
+}
+
+// The gradient of the value, if it is wanted.
+template <class T, class Launch>
+void launch_grad_value(const Backward& a, const View& rows_of_keys, const Launch& launch) {
+  if (!a.grad_value.data) return;
+  launch_sum<T>(a, {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}, rows_of_keys}, launch);
+}
+
+// Of query, key, weight and value those gradients that are wanted, from the scores'.
+template <class T, class Launch>
+void launch_grad_inputs(const Backward& a, const Launch& launch) {
+  const View of_keys = rows_of_keys(a, launch);
+  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, a.grad_weight, {}};
+  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}, of_keys};
+  const auto kernel = [&](auto keys) {
+    constexpr bool are_rows = decltype(keys)::value;
+    return by_score(a.score, [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });
+  };
+  if (a.grad_query.data || a.grad_weight.data) launch_sum<T>(a, query, launch, kernel(std::false_type{}));
+  if (a.grad_key.data) launch_sum<T>(a, key, launch, kernel(std::true_type{}));
+  launch_grad_value<T>(a, of_keys, launch);
+}
+
+template <class Launch>
+void launch_backward(const Backward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (launch_step_backward<T>(a, launch)) return;
-    const auto add = [&](auto kernel, const Sum& sum) {
-      launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
-    };
-    const auto of_rows = [&](auto keys) {
-      constexpr bool are_rows = decltype(keys)::value;
-      return by_score(
-          a.score, [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });
-    };
     if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
-    if (a.grad_query.data || a.grad_weight.data) add(of_rows(std::false_type{}), query);
-    if (a.grad_key.data) add(of_rows(std::true_type{}), key);
-    if (a.grad_value.data) add(grad_rows<T, Score::dot, true>, value);
+    launch_grad_inputs<T>(a, launch);
   });
 }
 

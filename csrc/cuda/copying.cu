@@ -12,19 +12,20 @@ std::string describe(const Copying& a) {
          sizes({a.B, a.Tq, a.Tk});
 }
 
-void run_forward(const Copying& a, const Tensor& logits) {
-  launched(a, logits, kThreads, describe, [&](const Launch& launch) { launch_forward(a, launch); });
+void run_forward(const CopyForward& a, const Tensor& logits) {
+  launched(
+      logits, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_forward(a, launch); });
 }
 
-void run_backward(const Copying& a, const Tensor& logits) {
-  launched(a, logits, kThreads, describe, [&](const Launch& launch) { launch_backward(a, launch); });
+void run_backward(const CopyBackward& a, const Tensor& logits) {
+  launched(
+      logits, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_backward(a, launch); });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) {
-  m.impl("copy_distribution", TORCH_BOX(&copy_distribution));
-  m.impl("copy_distribution_backward", TORCH_BOX(&copy_distribution_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { CopyOperators::implement(m); }
 
 }  // namespace attnfast

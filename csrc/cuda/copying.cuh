@@ -45,14 +45,13 @@ struct Row {
   }
 
   __device__ Word word(int64_t w, double mass, double log_sum_exp) const {
-    const double log_generated =
-        generates(w) ? widen(logits[w]) - log_sum_exp + gate.log_p : -HUGE_VAL;
+    const double log_generated = generates(w) ? widen(logits[w]) - log_sum_exp + gate.log_p : -HUGE_VAL;
     return Word(log_generated, mass, gate.log_q);
   }
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 6) distribution(const Copying a) {
+__global__ void __launch_bounds__(kThreads, 6) distribution(const CopyForward a) {
   using C = typename Accumulate<T>::type;
   const Row<T> r(a);
   T* out = r.template at<T>(a.distribution);
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 6) distribution(const Copying a) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const Copying a) {
+__global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const CopyBackward a) {
   using C = typename Accumulate<T>::type;
   constexpr double most = sizeof(T) == 2 ? 65504 : HUGE_VAL;  // that a gradient of a weight can be
   const Row<T> r(a);
@@ -149,14 +148,13 @@ __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const Copyi
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
 template <class Launch>
-void launch_forward(const Copying& a, const Launch& launch) {
+void launch_forward(const CopyForward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) { launch(distribution<decltype(zero)>, a.B * a.Tq, 1, a); });
 }
 
 template <class Launch>
-void launch_backward(const Copying& a, const Launch& launch) {
-  by_dtype(a.dtype,
-           [&](auto zero) { launch(distribution_gradient<decltype(zero)>, a.B * a.Tq, 1, a); });
+void launch_backward(const CopyBackward& a, const Launch& launch) {
+  by_dtype(a.dtype, [&](auto zero) { launch(distribution_gradient<decltype(zero)>, a.B * a.Tq, 1, a); });
 }
 
 }  // namespace

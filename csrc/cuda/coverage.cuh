@@ -15,7 +15,7 @@ namespace {
 // The scores, in the place of the weights, or grad_context_i . v_j, in that of the scores' gradients.
 template <class T, Score S, bool backward>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    products(const Attention a, const Factored factored) {
+    products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     const int64_t i = tile.row + r, j = j0 + lane;
     if (i >= a.Tq || j >= n) continue;
     const C s = staged.score(r, lane);
-    if (backward) at<C>(a.grad_score, tile, i)[j] = s;
+    if constexpr (backward) at<C>(a.grad_score, tile, i)[j] = s;
     else at<C>(a.weights, tile, i)[j] = finish_score<T>(a, tile, i, j, s);
   }
 }
@@ -64,66 +64,41 @@ struct Signal {
   __device__ C operator[](int64_t j) const { return x && 0 <= j && j < size ? x[j] : C(0); }
 };
 
-// What a block reads and keeps. Its keys are [from, to), of which the row may see those before `seen`.
-template <class T, class C = typename Accumulate<T>::type>
+// What a block reads and keeps, forward or backward. Its keys are [from, to), of which the row may see
+// those before `seen`.
+template <class T, class Call, class C = typename Accumulate<T>::type>
 struct Scan {
-  const Coverage& a;
+  const Call& a;
   const Tile tile;
   const int64_t n, from, to, seen, K, W, taps;
   const T* const weight;
-  const C *const filters, *const projection, *const rate;
+  const C *const filters, *const projection, *const inverse_fertility;
   const C penalty;
-  // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]
-  C *coverages, *past, *grad_coverage, *found, *grad_found, *slopes, *grad_keys;
-  C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
+  C* found;  // of all blocks: [Tk, K]
+  C* next;   // scratch that is left
 
-  __device__ Scan(const Coverage& a, const View& scratch)
-      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)),
-        from(blockIdx.y * share(a, gridDim.y)), to(min(from + share(a, gridDim.y), a.Tk)),
-        seen(min(to, n)), K(a.filters_count), W(a.width), taps(a.channels * W),
-        weight(K ? at<T>(a.weight, tile, 0) : nullptr), filters(row(a.filters)),
-        projection(row(a.projection)), rate(row(a.rate)),
-        penalty(a.penalty.data ? *row(a.penalty) : C(0)) {
-    C* next = row(scratch);
-    const auto take = [&](int64_t numbers) {
-      C* p = next;
-      next += numbers;
-      return p;
-    };
+  __device__ Scan(const Call& a, const View& scratch)
+      : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), from(blockIdx.y * share(a, gridDim.y)),
+        to(min(from + share(a, gridDim.y), a.Tk)), seen(min(to, n)), K(a.filters_count), W(a.width),
+        taps(a.channels * W), weight(K ? at<T>(a.weight, tile, 0) : nullptr), filters(row(a.filters)),
+        projection(row(a.projection)), inverse_fertility(row(a.inverse_fertility)),
+        penalty(a.penalty.data ? *row(a.penalty) : C(0)), next(row(scratch)) {
     found = take(a.Tk * K);
-    if (!a.backward) return;
-    coverages = take(a.Tq * a.Tk);
-    past = take(a.Tk);
-    grad_coverage = take(a.Tk);
-    grad_found = take(a.Tk * K);
-    slopes = take(K ? a.Tk * a.A : 0);
-    parts = take(gridDim.y * part_size(a)) + blockIdx.y * part_size(a);
-    grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
   }
 
-  // Of each sequence and head; see above.
-  static int64_t numbers(const Coverage& a, int64_t blocks) {
-    const int64_t K = a.filters_count, forward = a.Tk * K;
-    if (!a.backward) return forward;
-    return 2 * forward + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
-           blocks * part_size(a);
-  }
-  static __host__ __device__ int64_t part_size(const Coverage& a) {
-    const int64_t K = a.filters_count;
-    return K ? a.A + K * a.channels * a.width + a.A * K : 0;
-  }
+  // Scratch of each sequence and head; see above.
+  static int64_t numbers(const Call& a, int64_t) { return a.Tk * a.filters_count; }
 
-  static __device__ int64_t share(const Coverage& a, int64_t blocks) {
-    return (a.Tk + blocks - 1) / blocks;
-  }
+  static __device__ int64_t share(const Call& a, int64_t blocks) { return (a.Tk + blocks - 1) / blocks; }
 
-  __device__ C* row(const View& v, int64_t i = 0) const {
-    return v.data ? at<C>(v, tile, i) : nullptr;
+  __device__ C* take(int64_t numbers) {
+    C* place = next;
+    next += numbers;
+    return place;
   }
+  __device__ C* row(const View& v, int64_t i = 0) const { return v.data ? at<C>(v, tile, i) : nullptr; }
   // The weights of the row before.
-  __device__ Signal<C> last(int64_t t) const {
-    return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk};
-  }
+  __device__ Signal<C> last(int64_t t) const { return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk}; }
 
   // What the filters find around the block's keys.
   __device__ void find(const Signal<C>& last, const Signal<C>& coverage) const {
@@ -167,19 +142,63 @@ struct Scan {
 #pragma unroll
       for (int x = 0; x < kAtOnce; ++x) {
         s[x] = of_warp<Add>(s[x]);
-        if (lane == x && first + x < seen)
-          out[first + x] = finish_score<T>(a, tile, t, first + x, s[x]);
+        if (lane == x && first + x < seen) out[first + x] = finish_score<T>(a, tile, t, first + x, s[x]);
       }
     }
+  }
+};
+
+// The same of the backward, and its gradients with the features in the tanh.
+template <class T, class C = typename Accumulate<T>::type>
+struct BackwardScan : Scan<T, CoverageBackward> {
+  using Base = Scan<T, CoverageBackward>;
+  using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::W, Base::taps;
+  using Base::row, Base::take;
+  using Base::weight, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
+  // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]
+  C *coverages, *past, *grad_coverage, *grad_found, *slopes, *grad_keys;
+  C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
+
+  __device__ BackwardScan(const CoverageBackward& a, const View& scratch) : Base(a, scratch) {
+    coverages = take(a.Tq * a.Tk);
+    past = take(a.Tk);
+    grad_coverage = take(a.Tk);
+    grad_found = take(a.Tk * K);
+    slopes = take(K ? a.Tk * a.A : 0);
+    parts = take(gridDim.y * part_size(a)) + blockIdx.y * part_size(a);
+    grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
+  }
+
+  static int64_t numbers(const CoverageBackward& a, int64_t blocks) {
+    const int64_t K = a.filters_count;
+    return 2 * a.Tk * K + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
+           blocks * part_size(a);
+  }
+  static __host__ __device__ int64_t part_size(const CoverageBackward& a) {
+    const int64_t K = a.filters_count;
+    return K ? a.A + K * a.channels * a.width + a.A * K : 0;
   }
 
   // From the gradients of row t's scores to those of its query, of keys, parameters and the history.
   __device__ void score_backward(int64_t t, const C* g) const {
     const Signal<C> last = this->last(t), coverage = {coverages + t * a.Tk, a.Tk};
-    find(last, coverage);
+    this->find(last, coverage);
     __syncthreads();
+    grad_features(t, g);
+    for (int64_t index = from * K + threadIdx.x; index < seen * K; index += kThreads) {
+      const int64_t j = index / K, i = index % K;
+      C sum = 0;
+      for (int64_t c = 0; g[j] != 0 && c < a.A; ++c) sum += slopes[j * a.A + c] * projection[c * K + i];
+      grad_found[index] = sum;
+    }
+    wait_for_blocks();
+    grad_signals(g, last, coverage);
+  }
+
+  // Of row t's query, and what its scores add to those of keys, weight and projection.
+  __device__ void grad_features(int64_t t, const C* g) const {
     const T* q = at<T>(a.query, tile, t);
-    C *const grad_filters = parts + a.A, *const grad_projection = grad_filters + K * taps;
+    C* const grad_projection = parts + a.A + K * taps;
     const auto of_feature = [&](int64_t c) {
       const C qc = widen(q[c]), w = widen(weight[c]), *u = projection + c * K;
       C grad_q = 0, grad_w = 0;
@@ -209,14 +228,11 @@ struct Scan {
     add_up_blocks<C>(a.A, of_feature, [&](int64_t c, C grad_q) {
       if (a.grad_query.data) narrow(grad_q, at<T>(a.grad_query, tile, t)[c]);
     });
-    for (int64_t index = from * K + threadIdx.x; index < seen * K; index += kThreads) {
-      const int64_t j = index / K, i = index % K;
-      C sum = 0;
-      for (int64_t c = 0; g[j] != 0 && c < a.A; ++c)
-        sum += slopes[j * a.A + c] * projection[c * K + i];
-      grad_found[index] = sum;
-    }
-    wait_for_blocks();
+  }
+
+  // From grad_found to the gradients of the filters and of what they have looked at.
+  __device__ void grad_signals(const C* g, const Signal<C>& last, const Signal<C>& coverage) const {
+    C* const grad_filters = parts + a.A;
     for (int64_t index = threadIdx.x; a.grad_filters.data && index < K * taps; index += kThreads) {
       const int64_t i = index / taps, x = index % taps / W, c = index % taps % W;
       const Signal<C> signal = x ? coverage : last;
@@ -231,11 +247,36 @@ struct Scan {
         for (int64_t c = 0; c < W; ++c) {
           const int64_t j = p - c + W / 2;
           if (j < 0 || j >= n || g[j] == 0) continue;
-          for (int64_t i = 0; i < K; ++i)
-            sum += grad_found[j * K + i] * filters[i * taps + x * W + c];
+          for (int64_t i = 0; i < K; ++i) sum += grad_found[j * K + i] * filters[i * taps + x * W + c];
         }
         (x ? grad_coverage : past)[p] += sum;
       }
+  }
+
+  // For a thread's keys, from `begin` on: the coverage before every row, and what rows add to.
+  __device__ void begin(int64_t begin) const {
+    const C *coverage_in = row(a.coverage_in), *grad_coverage_out = row(a.grad_coverage_out);
+    C* const grad_inverse_fertility = row(a.grad_inverse_fertility);
+    for (int64_t j = begin; j < to; j += kThreads) {
+      C coverage = coverage_in ? coverage_in[j] : C(0);
+      for (int64_t t = 0; t < a.Tq; ++t) {
+        coverages[t * a.Tk + j] = coverage;
+        const C w = row(a.weights, t)[j];
+        coverage += inverse_fertility ? inverse_fertility[j] * w : w;
+      }
+      past[j] = 0;
+      grad_coverage[j] = grad_coverage_out ? grad_coverage_out[j] : C(0);
+      if (grad_inverse_fertility) grad_inverse_fertility[j] = 0;
+    }
+  }
+
+  // Write the gradients of the history before all rows, of the same keys.
+  __device__ void end(int64_t begin) const {
+    C *const grad_coverage_in = row(a.grad_coverage_in), *const grad_previous = row(a.grad_previous);
+    for (int64_t j = begin; j < to; j += kThreads) {
+      if (grad_coverage_in) grad_coverage_in[j] = grad_coverage[j];
+      if (grad_previous) grad_previous[j] = past[j];
+    }
   }
 
   // What score_backward adds to, before the rows.
@@ -247,7 +288,7 @@ struct Scan {
 
   // The gradients of keys and parameters, after the rows of all blocks.
   __device__ void end_backward() const {
-    C *const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
+    C* const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
     const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size(a);
     const C* part = parts - blockIdx.y * size;
 #pragma unroll
@@ -265,19 +306,19 @@ struct Scan {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3) scan(const Coverage a, const View scratch) {
+__global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, const View scratch) {
   using C = typename Accumulate<T>::type;
-  const Scan<T> s(a, scratch);
+  const Scan<T, CoverageForward> s(a, scratch);
   const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
-  C* coverage = s.row(a.last);
-  const C* first = s.row(a.first);
-  for (int64_t j = begin; j < s.to; j += kThreads) coverage[j] = first ? first[j] : C(0);
+  C* coverage = s.row(a.coverage_out);
+  const C* coverage_in = s.row(a.coverage_in);
+  for (int64_t j = begin; j < s.to; j += kThreads) coverage[j] = coverage_in ? coverage_in[j] : C(0);
   double loss = 0;
   int turn = 0;
   for (int64_t t = 0; t < a.Tq; ++t) {
     const Signal<C> last = s.last(t);
     C *row = s.row(a.weights, t), *odds = s.row(a.odds, t);
-    const C u = a.transition.data ? s.row(a.transition)[t] : C(0);
+    const C u = a.transition_prob.data ? s.row(a.transition_prob)[t] : C(0);
     const auto odds_before = [&](int64_t j) { return transition_odds(u, last[j], last[j - 1]); };
     if (s.K || odds) wait_for_blocks();  // their keys' weights and coverage count too
     if (s.K) {
@@ -314,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const Coverage a, const View
         odds[j] = x > C(kMostOdds) ? C(kMostOdds) : x;
       }
       loss += p <= c ? p : c;
-      coverage[j] = c + (s.rate ? s.rate[j] * p : p);
+      coverage[j] = c + (s.inverse_fertility ? s.inverse_fertility[j] * p : p);
     }
   }
   loss = of_blocks<Add>(loss, turn);
@@ -326,25 +367,14 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const Coverage a, const View
 // gradient; `past` is the gradient of the row's weights as the next row's past, grad_coverage that of
 // the coverage after the row, then before it.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3) scan_backward(const Coverage a, const View scratch) {
+__global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
-  const Scan<T> s(a, scratch);
+  const BackwardScan<T> s(a, scratch);
   const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
   int turn = 0;
-  const C *first = s.row(a.first), *grad_last = s.row(a.grad_last);
   const C grad_loss = a.grad_loss.data ? *s.row(a.grad_loss) : C(0);
-  C* grad_rate = s.row(a.grad_rate);
-  for (int64_t j = begin; j < s.to; j += kThreads) {
-    C coverage = first ? first[j] : C(0);  // before every row
-    for (int64_t t = 0; t < a.Tq; ++t) {
-      s.coverages[t * a.Tk + j] = coverage;
-      const C w = s.row(a.weights, t)[j];
-      coverage += s.rate ? s.rate[j] * w : w;
-    }
-    s.past[j] = 0;
-    s.grad_coverage[j] = grad_last ? grad_last[j] : C(0);
-    if (grad_rate) grad_rate[j] = 0;
-  }
+  C* const grad_inverse_fertility = s.row(a.grad_inverse_fertility);
+  s.begin(begin);
   if (s.K) s.begin_backward();
 
   double grad_penalty = 0;
@@ -356,18 +386,19 @@ __global__ void __launch_bounds__(kThreads, 3) scan_backward(const Coverage a, c
     for (int64_t j = begin; j < s.seen; j += kThreads) {
       const C w = weights[j], c = s.grad_coverage[j];
       const bool smaller = w <= coverage[j];
-      C x = g[j] + (extra ? extra[j] : C(0)) + s.past[j] + (s.rate ? s.rate[j] * c : c);
+      C x = g[j] + (extra ? extra[j] : C(0)) + s.past[j] +
+            (s.inverse_fertility ? s.inverse_fertility[j] * c : c);
       if (smaller) x += grad_loss;
       if (w != 0) part += w * x;
       g[j] = x;
-      if (grad_rate) grad_rate[j] += c * w;
+      if (grad_inverse_fertility) grad_inverse_fertility[j] += c * w;
       if (!smaller) s.grad_coverage[j] = c + grad_loss;
     }
     // after it, all that the row after, or the start, has left is there
     const C mean = of_blocks<Add>(part, turn);
     for (int64_t j = begin; j < s.to; j += kThreads) s.past[j] = 0;
     if (odds) {
-      const C u = s.row(a.transition)[t];
+      const C u = s.row(a.transition_prob)[t];
       const auto grad_odds = [&](int64_t j) {
         return j < s.n && odds[j] != 0 ? odds[j] * (g[j] - mean) : C(0);
       };
@@ -378,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan_backward(const Coverage a, c
         grad_u += r * (last[j - 1] - last[j]);
       }
       grad_u = of_blocks<Add>(grad_u, turn);
-      if (begin == 0) s.row(a.grad_transition)[t] = grad_u;
+      if (begin == 0) s.row(a.grad_transition_prob)[t] = grad_u;
     }
     for (int64_t j = begin; j < s.to; j += kThreads) {
       const C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
@@ -391,31 +422,28 @@ __global__ void __launch_bounds__(kThreads, 3) scan_backward(const Coverage a, c
 
   grad_penalty = of_blocks<Add>(grad_penalty, turn);  // all blocks are through with their rows
   if (begin == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
-  for (int64_t j = begin; j < s.to; j += kThreads) {
-    if (a.grad_first.data) s.row(a.grad_first)[j] = s.grad_coverage[j];
-    if (a.grad_previous.data) s.row(a.grad_previous)[j] = s.past[j];
-  }
+  s.end(begin);
   if (s.K) s.end_backward();
   wait_for_blocks();  // which may still look
 }
 
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
-template <class T, class Launch>
-void launch_scan(const Coverage& a, const Launch& launch) {
+// `Keeps` is what a kernel of scan keeps.
+template <class T, class Keeps, class Call, class Launch>
+void launch_scan(const Call& a, void (*kernel)(Call, View), const Launch& launch) {
   using C = typename Accumulate<T>::type;
-  const auto kernel = a.backward ? scan_backward<T> : scan<T>;
   int64_t blocks = tiles(a.Tk, kStepKeys);
   blocks = blocks <= 1 ? 1 : min(blocks, int64_t{launch.most_together(kernel)});
-  const int64_t size = Scan<T>::numbers(a, blocks);
+  const int64_t size = Keeps::numbers(a, blocks);
   const View scratch = {launch.template scratch<C>(a.B * a.H * size), a.H * size, size};
   launch.together(kernel, a.B * a.H, blocks, a, scratch);
 }
 
 template <class Launch>
-void launch_forward(const Coverage& a, const Launch& launch) {
-  const Attention& rows = a;
-  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, {}};
+void launch_forward(const CoverageForward& a, const Launch& launch) {
+  const Forward& rows = a;
+  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, {}, {}};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto scores =
@@ -423,23 +451,22 @@ void launch_forward(const Coverage& a, const Launch& launch) {
     if (!a.filters_count)
       launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
              factored<T>(rows, launch));
-    launch_scan<T>(a, launch);
-    launch(grad_rows<T, Score::dot, false>, a.B * a.H * tiles(a.Tq, kSumRows), tiles(a.Dv, kSlice),
-           rows, context);
+    launch_scan<T, Scan<T, CoverageForward>>(a, scan<T>, launch);
+    launch_sum<T>(a, context, launch, grad_rows<T, Score::dot, false>);
   });
 }
 
 template <class Launch>
-void launch_backward(const Coverage& a, const Launch& launch) {
-  Attention rows = a;
-  if (a.filters_count) rows.grad_query = rows.grad_key = rows.grad_weight = {};
+void launch_backward(const CoverageBackward& a, const Launch& launch) {
+  const Backward& rows = a;
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys),
-           rows, Factored{});
-    launch_scan<T>(a, launch);
+    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
+           Factored{});
+    launch_scan<T, BackwardScan<T>>(a, scan_backward<T>, launch);
+    if (a.filters_count) launch_grad_value<T>(rows, {}, launch);
+    else launch_grad_inputs<T>(rows, launch);
   });
-  launch_backward(rows, launch);
 }
 
 }  // namespace

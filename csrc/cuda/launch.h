@@ -30,8 +30,7 @@ class Launch {
   }
 
   template <class... Args>
-  void start(void (*kernel)(Args...), int64_t x, int64_t y, int64_t cluster,
-             const Args&... args) const {
+  void start(void (*kernel)(Args...), int64_t x, int64_t y, int64_t cluster, const Args&... args) const {
     if (x == 0 || y == 0) return;
     if (x > std::numeric_limits<int32_t>::max() || y > 65535)
       throw std::runtime_error("more blocks than a grid holds");
@@ -48,8 +47,7 @@ class Launch {
   }
 
  public:
-  Launch(const Tensor& like, int threads)
-      : device(like.device()), guard(device.index()), threads(threads) {
+  Launch(const Tensor& like, int threads) : device(like.device()), guard(device.index()), threads(threads) {
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &current));
     stream = static_cast<cudaStream_t>(current);
@@ -94,6 +92,14 @@ class Launch {
     kept.push_back(empty(device, {numbers}, sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float));
     return static_cast<C*>(kept.back().data_ptr());
   }
+
+  // The same, zeros.
+  int64_t* zeros(int64_t numbers) const {
+    kept.push_back(empty(device, {numbers}, ScalarType::Long));
+    void* place = kept.back().data_ptr();
+    if (numbers) check(cudaMemsetAsync(place, 0, numbers * sizeof(int64_t), stream));
+    return static_cast<int64_t*>(place);
+  }
 };
 
 std::string sizes(std::initializer_list<int64_t> list) {
@@ -102,15 +108,14 @@ std::string sizes(std::initializer_list<int64_t> list) {
   return text + "]";
 }
 
-// Call run(launch); an error says what failed, as describe tells.
-template <class Arguments, class Run>
-void launched(const Arguments& a, const Tensor& like, int threads,
-              std::string (*describe)(const Arguments&), const Run& run) {
+// Call run(launch); an error says what failed, as describe() tells.
+template <class Describe, class Run>
+void launched(const Tensor& like, int threads, const Describe& describe, const Run& run) {
   const Launch launch(like, threads);
   try {
     run(launch);
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error(describe(a) + ": " + error.what());
+    throw std::runtime_error(describe() + ": " + error.what());
   }
 }
 

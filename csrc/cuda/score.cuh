@@ -5,7 +5,7 @@
 // second being divided by its weight:
 //   w0/d0 + w1/d1 = (w0 D + d0) / (d0 D),  D = d1/w1 = 1/w1 + (Eq/w1) Ek.
 // What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh. Its error is that of
-// numbers near 1: tiles up to kSmallLimit take a polynomial of q + k.
+// numbers near 1: tiles up to kSmallTanhLimit take a polynomial of q + k.
 #pragma once
 #include "tile.cuh"
 
@@ -28,9 +28,7 @@ template <class C>
 struct Staged {
   alignas(16) C rows[kWarps][kQueries + kKeys][kPitch], w[kWarps][kFeatures];
 
-  __device__ C& sum(int warp, int row, int key) {
-    return (&rows[warp][0][0])[row * kSumPitch + key];
-  }
+  __device__ C& sum(int warp, int row, int key) { return (&rows[warp][0][0])[row * kSumPitch + key]; }
   // Of all warps, after score_tile.
   __device__ C score(int row, int key) {
     C score = 0;
@@ -74,15 +72,15 @@ __device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width)
 
 // What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every
 // second feature 1 / -2w, by which the query's e^{2x} is multiplied. After the weights each chunk's sum.
-// Behind all of these lie x and w themselves, for tiles near 0, and then the largest |x| of each row. (Views
-// of their own would make the parameters so long that registers spill on sm_100.)
+// Behind all of these lie x and w themselves, for tiles near 0, and then the largest |x| of each row.
+// (Views of their own would make the parameters so long that registers spill on sm_100.)
 struct Factored {
   View query, key, weight;
 };
 
 // The largest |x| of a row, of `count` in a sequence.
-__device__ inline float* range_of(const Attention& a, const View& panel, const Tile& tile,
-                                  int64_t count, int64_t row) {
+__device__ inline float* range_of(const Problem& a, const View& panel, const Tile& tile, int64_t count,
+                                  int64_t row) {
   const int64_t before = (int64_t{tile.b} * a.H + tile.h) * count;
   return static_cast<float*>(panel.data) + 2 * a.B * panel.batch + before + row;
 }
@@ -98,14 +96,14 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
   for (int i = 0; i < 4; ++i) {
     if (i % 2 && fabs(w[i]) < least) w[i] = least;
     total += w[i];
-    w[i] = most > kFactoredLimit ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
+    w[i] = most > kFactoredEachLimit ? NAN : i % 2 ? -0.5f / w[i] : -2 * w[i];
   }
   for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
 }
 
 // The rows of queries, or of keys, that a block takes.
 template <class T, bool keys>
-__device__ void factor_rows(const Attention& a, const Factored& out, int block) {
+__device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, keys ? a.Tk : a.Tq, kQueries, block);
@@ -139,32 +137,31 @@ __device__ void factor_rows(const Attention& a, const Factored& out, int block) 
       for (int i = 0; i < 4; ++i) {
         near.x[i] = x[i];
         most[r] = fmax(most[r], fabs(x[i]));  // passes over NaN
-        e.x[i] = fabs(x[i]) <= kFactoredLimit ? expf(2 * x[i]) : NAN;
+        e.x[i] = fabs(x[i]) <= kFactoredEachLimit ? expf(2 * x[i]) : NAN;
         if (!keys && i % 2) e.x[i] *= w[i];
       }
       auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c);
       *place = e;
-      if (most[r] <= kSmallLimit) place[a.B * to.batch / 4] = near;
+      if (most[r] <= kSmallTanhLimit) place[a.B * to.batch / 4] = near;
     }
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float range = of_warp<Max>(most[r]);
     const int row = warp * kRows + r;
-    if (lane == 0 && row < rows.count)
-      *range_of(a, to, tile, keys ? a.Tk : a.Tq, tile.row + row) = range;
+    if (lane == 0 && row < rows.count) *range_of(a, to, tile, keys ? a.Tk : a.Tq, tile.row + row) = range;
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) factor(const Attention a, const Factored out) {
+__global__ void __launch_bounds__(kThreads) factor(const Problem a, const Factored out) {
   const int blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
   if (int(blockIdx.x) < blocks) factor_rows<T, false>(a, out, blockIdx.x);
   else factor_rows<T, true>(a, out, blockIdx.x - blocks);
 }
 
 template <class T, class Launch>
-Factored factored(const Attention& a, const Launch& launch) {
+Factored factored(const Problem& a, const Launch& launch) {
   Factored out = {};
   if constexpr (sizeof(typename Accumulate<T>::type) == 4) {
     if (a.score != Score::tanh) return out;
@@ -214,18 +211,38 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
   }
 }
 
+// Sums of w tanh(q + k) that a factored score could not hold, which are NaN, or all where nothing is
+// factored, become again(row, key); see score_tile.
+template <bool factored, class C, class Again>
+__device__ void take_again(C (&sum)[4][4], const Again& again) {
+  const int lane = threadIdx.x % 32;
+  bool missing = !factored;
+  for (int r = 0; r < 4; ++r)
+    for (int x = 0; x < 4; ++x) missing |= sum[r][x] != sum[r][x];
+#pragma unroll 1
+  for (int pair = 0; missing && pair < 16; ++pair) {
+    C value = NAN;
+    for (int r = 0; factored && r < 4; ++r)
+      for (int x = 0; x < 4; ++x) value = pair == 4 * r + x ? sum[r][x] : value;
+    if (value == value) continue;
+    value = again(lane / 8 + pair / 4 * 4, lane % 8 + pair % 4 * 8);
+    for (int r = 0; r < 4; ++r)
+      for (int x = 0; x < 4; ++x) sum[r][x] = pair == 4 * r + x ? value : sum[r][x];
+  }
+}
+
 // staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share
 // the features, of which they take chunks; every thread of the block takes part. Where the score is
 // tanh's, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
 // warp's features add up to, tanh by tanh; `small` tells that they are near 0, and not factored.
 template <Score S, class X, class C, class Again>
-__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
-                           Staged<C>& staged, const Again& again, bool small = false) {
+__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width, Staged<C>& staged,
+                           const Again& again, bool small = false) {
   constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
   constexpr bool factored = S == Score::tanh && sizeof(C) == 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4 * 4;
   const bool fours = factored || (aligned(q) && aligned(k));
-  C(*const rows)[kPitch] = staged.rows[warp], *const weights = staged.w[warp];
+  C(*const rows)[kPitch] = staged.rows[warp], * const weights = staged.w[warp];
   using Step = std::conditional_t<factored, int, int64_t>;
   Step from[kSteps];  // where rows begin; past the last one the last again
 #pragma unroll
@@ -245,8 +262,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
       C x[kSteps][4];
 #pragma unroll
       for (int n = 0; n < kSteps; ++n)
-        load((n < kQueries / 8 ? q : k).data + first + from[n], fours,
-             factored ? 4 : width - first - quad, x[n]);
+        load((n < kQueries / 8 ? q : k).data + first + from[n], fours, factored ? 4 : width - first - quad,
+             x[n]);
       C v = 0;
       if (S != Score::dot && lane < kFeatures && first + lane < width) v = widen(w[first + lane]);
       __syncwarp();  // the features staged before are used up
@@ -261,21 +278,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
     for (int r = 0; r < 4; ++r)  // sums of sums lose less
       for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
   }
-  if constexpr (S == Score::tanh) {
-    bool missing = !factored;
-    for (int r = 0; r < 4; ++r)
-      for (int x = 0; x < 4; ++x) missing |= sum[r][x] != sum[r][x];
-#pragma unroll 1
-    for (int pair = 0; missing && pair < 16; ++pair) {
-      C value = NAN;
-      for (int r = 0; factored && r < 4; ++r)
-        for (int x = 0; x < 4; ++x) value = pair == 4 * r + x ? sum[r][x] : value;
-      if (value == value) continue;
-      value = again(lane / 8 + pair / 4 * 4, lane % 8 + pair % 4 * 8);
-      for (int r = 0; r < 4; ++r)
-        for (int x = 0; x < 4; ++x) sum[r][x] = pair == 4 * r + x ? value : sum[r][x];
-    }
-  }
+  if constexpr (S == Score::tanh) take_again<factored>(sum, again);
   __syncwarp();
   for (int r = 0; r < 4; ++r)
     for (int x = 0; x < 4; ++x) staged.sum(warp, lane / 8 + 4 * r, lane % 8 + 8 * x) = sum[r][x];
@@ -284,8 +287,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
 
 // Of a tile's query rows and the keys from j0 on. Without `near` tiles near 0 are factored too.
 template <Score S, class T, bool near = true, class C>
-__device__ void score_tile(const Attention& a, const Factored& f, const Tile& tile, int64_t j0,
-                           int keys, Staged<C>& staged) {
+__device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile, int64_t j0, int keys,
+                           Staged<C>& staged) {
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
   const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
@@ -299,7 +302,7 @@ __device__ void score_tile(const Attention& a, const Factored& f, const Tile& ti
       const int lane = threadIdx.x % 32;
       const float of_q = lane < rows ? *range_of(a, f.query, tile, a.Tq, tile.row + lane) : 0;
       const float of_k = lane < keys ? *range_of(a, f.key, tile, a.Tk, j0 + lane) : 0;
-      small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallLimit;
+      small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallTanhLimit;
     }
     Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
     Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};

@@ -12,12 +12,12 @@ constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way toge
 // ---- a block's keys -----------------------------------------------------------------------------
 
 struct StepKeys {
-  Seen own;     // all that the row sees
+  Seen own;      // all that the row sees
   int64_t from;  // the first that this block takes
   int count;
 };
 
-__device__ inline StepKeys keys_of_block(const Attention& a, const Tile& tile) {
+__device__ inline StepKeys keys_of_block(const Problem& a, const Tile& tile) {
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   const int64_t from = own.from + blockIdx.y * int64_t{kStepKeys};
   return {own, from, max(0, up_to(kStepKeys, own.to - from))};
@@ -44,8 +44,7 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
     C s[kAtOnce] = {};
     const T* k[kAtOnce];
 #pragma unroll
-    for (int x = 0; x < kAtOnce; ++x)
-      k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
+    for (int x = 0; x < kAtOnce; ++x) k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
 #pragma unroll 1
     for (int64_t c = 2 * lane; c < width; c += 64) {
       const bool two = c + 1 < width;
@@ -86,7 +85,7 @@ __device__ End<C> join(int64_t parts, const Part& part) {
 
 // Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 4) step(const Attention a, const View parts) {
+__global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View parts) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // scores, then e^{score - top}
   __shared__ End<C> end;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Attention a, const Vie
   __syncthreads();  // every warp has read the scores
   if (warp < 2 && lane + 32 * warp < keys) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
 
-  const auto mix = [&, from = from, keys = keys](int64_t c) {
+  const auto weighted_sum = [&, from = from, keys = keys](int64_t c) {
     const T* value = at<T>(a.value, tile, from) + c;
     C sum = 0;
 #pragma unroll 4
@@ -121,24 +120,22 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Attention a, const Vie
     __syncthreads();
     C* part = at<C>(parts, tile, blockIdx.y);
     if (threadIdx.x == 0) part[a.Dv] = shift, part[a.Dv + 1] = mass;
-    for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) part[c] = mix(c);
+    for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) part[c] = weighted_sum(c);
     return;
   }
   if (threadIdx.x == 0) end = {shift, mass};
   wait_for_blocks();
   const End<C> all = join<C>(gridDim.y, [&](unsigned block) { return *of_another(&end, block); });
   const C factor = end.faded(all.top) * all.share();
-  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads,
-             kThreads * gridDim.y);
+  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads, kThreads * gridDim.y);
   add_up_blocks<C>(
-      a.Dv, [&](int64_t c) { return factor * mix(c); },
+      a.Dv, [&](int64_t c) { return factor * weighted_sum(c); },
       [&](int64_t c, C total) { narrow(total, at<T>(a.context, tile, 0)[c]); });
 }
 
 // What the parts of a row add up to.
 template <class T>
-__global__ void __launch_bounds__(kThreads) combine(const Attention a, const View parts,
-                                                    int64_t count) {
+__global__ void __launch_bounds__(kThreads) combine(const Forward a, const View parts, int64_t count) {
   using C = typename Accumulate<T>::type;
   const Tile tile = locate(a, 1, 1);
   const auto part = [&](int64_t i) {
@@ -160,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Attention a, const Vie
 // The gradients of scores and query, all that a step over a prepared memory wants; see grad_score
 // and grad_rows for the formulas.
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) {
+__global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // x, then grad_score
   __shared__ C product;
@@ -169,10 +166,10 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) 
   const auto [own, from, keys] = keys_of_block(a, tile);
   const int64_t column = from - own.origin;  // of the first key
   const Rows<T> value = {at<T>(a.value, tile, from), a.value.row, keys};
-  score_keys<Score::dot, C>(at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value,
-                            a.Dv, [&](int j, C x) {
-    share[j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
-  });
+  score_keys<Score::dot, C>(
+      at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value, a.Dv, [&](int j, C x) {
+        share[j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
+      });
   __syncthreads();
   C p[2], x[2], sum = 0;
   for (int half = 0; half < 2; ++half) {
@@ -223,15 +220,12 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Attention a) 
 
 // ---- launches -----------------------------------------------------------------------------------
 
-inline int64_t key_parts(const Attention& a) {
-  return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1});
-}
+inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}); }
 
 template <class T, class Launch>
-void launch_step(const Attention& a, const Launch& launch) {
+void launch_step(const Forward& a, const Launch& launch) {
   const int64_t blocks = key_parts(a);
-  const auto kernel =
-      by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
+  const auto kernel = by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
   if (blocks == 1 || blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, View{});
   using C = typename Accumulate<T>::type;
@@ -243,7 +237,7 @@ void launch_step(const Attention& a, const Launch& launch) {
 
 // Whether it was a step's backward that one launch can do.
 template <class T, class Launch>
-bool launch_step_backward(const Attention& a, const Launch& launch) {
+bool launch_step_backward(const Backward& a, const Launch& launch) {
   const auto kernel =
       by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score>; });
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_weight.data;

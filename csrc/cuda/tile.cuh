@@ -16,11 +16,11 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 constexpr int kMostBlocks = 8;         // of a cluster
-// Of queries and keys whose e^{2x} are multiplied: d = 1 + Eq Ek <= 1 + e^{4 * 10.9} < 2^63; of weights,
+// Of each |q| and |k| whose e^{2x} are multiplied: d = 1 + Eq Ek <= 1 + e^{4 * 10.9} < 2^63; of weights,
 // too, for they magnify the 3 ulp that the factored path loses.
-constexpr float kFactoredLimit = 10.9f;
-// Of |q| + |k| where tanh is so small that its error must be relative.
-constexpr float kSmallLimit = 0.8f;
+constexpr float kFactoredEachLimit = 10.9f;
+// Of |q| + |k|: up to here tanh is so small that its error must be relative, and small_tanh holds.
+constexpr float kSmallTanhLimit = 0.8f;
 
 // ---- numbers ----------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ __device__ inline void narrow(float x, __nv_bfloat16& out) { out = __float2bfloa
 // 1 / x for 1 <= x <= 2^126: one special function, with -ftz=true.
 __device__ inline float reciprocal(float x) { return __fdividef(1.f, x); }
 
-// tanh x up to kSmallLimit, within 4e-9 of itself before rounding: x + x^3 P(x^2), fitted by least
+// tanh x up to kSmallTanhLimit, within 4e-9 of itself before rounding: x + x^3 P(x^2), fitted by least
 // squares at Chebyshev's nodes, reweighted towards the largest error.
 template <class C>
 __device__ C small_tanh(C x) {
@@ -99,14 +99,13 @@ inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) 
 // Of what is left, as much as a tile holds; less than 0 beyond the end.
 __device__ inline int up_to(int most, int64_t left) { return left < most ? left : most; }
 
-__device__ inline Tile locate(const Attention& a, int64_t rows, int height,
-                              int block = blockIdx.x) {
+__device__ inline Tile locate(const Problem& a, int64_t rows, int height, int block = blockIdx.x) {
   const int parts = (rows + height - 1) / height, bh = block / parts, part = block % parts;
   const int H = a.H;
   return {bh / H, bh % H, part, int64_t{part} * height};
 }
 
-__device__ inline int64_t keys_seen(const Attention& a, int64_t b) {
+__device__ inline int64_t keys_seen(const Problem& a, int64_t b) {
   return a.lengths ? max(int64_t{0}, min(a.lengths[b], a.Tk)) : a.Tk;
 }
 
@@ -116,13 +115,13 @@ __device__ T* at(const View& v, const Tile& tile, int64_t row) {
 }
 
 // The keys that a query row may see, of the n of its sequence.
-__device__ inline Seen seen_by(const Attention& a, const Tile& tile, int64_t row, int64_t n) {
+__device__ inline Seen seen_by(const Problem& a, const Tile& tile, int64_t row, int64_t n) {
   if (!a.span.data) return {0, n, 0};
   return seen_within(a, at<int64_t>(a.span, tile, row), n);
 }
 
 // The keys that any of up to 32 rows of a tile sees; every lane of a warp takes part.
-__device__ inline Seen seen_by_all(const Attention& a, const Tile& tile, int64_t rows, int64_t n) {
+__device__ inline Seen seen_by_all(const Problem& a, const Tile& tile, int64_t rows, int64_t n) {
   if (!a.span.data) return {0, n, 0};
   const int lane = threadIdx.x % 32;
   Seen all = {n, 0, 0};
@@ -175,7 +174,7 @@ constexpr C kUlp = sizeof(C) == 4 ? C(__FLT_EPSILON__) : C(__DBL_EPSILON__);
 // A product becomes the score of row i in a column: scale, bias, mask; -inf where it is hidden, also
 // where it is NaN, and `least` in place of -inf elsewhere.
 template <class T, class C>
-__device__ C finish_score(const Attention& a, const Tile& tile, int64_t i, int64_t column, C s,
+__device__ C finish_score(const Problem& a, const Tile& tile, int64_t i, int64_t column, C s,
                           C least = -INFINITY) {
   s *= C(a.scale);
   bool seen = !a.mask.data || at<uint8_t>(a.mask, tile, i)[column * a.mask.column];
@@ -197,11 +196,10 @@ __device__ C share_of(C top, C total) {
 // The scores of row i, in their place, become weights: one thread's share of the work, and log sum exp.
 // `total` is the sum of e^{score - top}.
 template <class C>
-__device__ void finish_row(const Attention& a, const Tile& tile, int64_t i, const Seen& own, C top,
-                           C total, int thread, int threads) {
+__device__ void finish_row(const Forward& a, const Tile& tile, int64_t i, const Seen& own, C top, C total,
+                           int thread, int threads) {
   if (thread == 0)
-    *at<C>(a.log_sum_exp, tile, i) =
-        total == 0 || top == kLeast<C> ? C(-INFINITY) : top + log(total);
+    *at<C>(a.log_sum_exp, tile, i) = total == 0 || top == kLeast<C> ? C(-INFINITY) : top + log(total);
   if (!a.weights.data) return;
   C* weights = at<C>(a.weights, tile, i);
   const C share = share_of(top, total);

@@ -291,4 +291,10 @@ struct LaunchOnHost {
     memset(kept.back().get(), 0xff, numbers * sizeof(C));  // NaN
     return reinterpret_cast<C*>(kept.back().get());
   }
+
+  int64_t* zeros(int64_t numbers) const {
+    int64_t* place = scratch<int64_t>(numbers);
+    memset(place, 0, numbers * sizeof(int64_t));
+    return place;
+  }
 };

@@ -13,8 +13,7 @@ inline AOTITorchError empty_but_for_nan(int64_t dim, const int64_t* sizes, const
                                         AtenTensorHandle* out) {
   void* data;
   int64_t bytes;
-  AOTITorchError error =
-      aoti_torch_empty_strided(dim, sizes, strides, dtype, device, index, out);
+  AOTITorchError error = aoti_torch_empty_strided(dim, sizes, strides, dtype, device, index, out);
   if (!error) error = aoti_torch_get_data_ptr(*out, &data);
   if (!error) error = aoti_torch_get_storage_size(*out, &bytes);
   if (!error && bytes) memset(data, 0xff, bytes);
@@ -32,22 +31,26 @@ inline AOTITorchError empty_but_for_nan(int64_t dim, const int64_t* sizes, const
 namespace attnfast {
 namespace {
 bool bias_may_be_of_sums() { return false; }
-void run_forward(Attention& a, const Tensor&) { launch_forward(a, LaunchOnHost<kThreads>{}); }
-void run_backward(Attention& a, const Tensor&) { launch_backward(a, LaunchOnHost<kThreads>{}); }
-void run_forward(const Copying& a, const Tensor&) { launch_forward(a, LaunchOnHost<kThreads>{}); }
-void run_backward(const Copying& a, const Tensor&) { launch_backward(a, LaunchOnHost<kThreads>{}); }
-void run_forward(Coverage& a, const Tensor&) { launch_forward(a, LaunchOnHost<kThreads>{}); }
-void run_backward(Coverage& a, const Tensor&) { launch_backward(a, LaunchOnHost<kThreads>{}); }
+template <class Call>
+void run_forward(const Call& a) {
+  launch_forward(a, LaunchOnHost<kThreads>{});
+}
+template <class Call>
+void run_backward(const Call& a) {
+  launch_backward(a, LaunchOnHost<kThreads>{});
+}
+void run_forward(const Forward& a, const Tensor&) { run_forward(a); }
+void run_backward(const Backward& a, const Tensor&) { run_backward(a); }
+void run_forward(const CopyForward& a, const Tensor&) { run_forward(a); }
+void run_backward(const CopyBackward& a, const Tensor&) { run_backward(a); }
+void run_forward(const CoverageForward& a, const Tensor&) { run_forward(a); }
+void run_backward(const CoverageBackward& a, const Tensor&) { run_backward(a); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CPU, m) {
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("copy_distribution", TORCH_BOX(&copy_distribution));
-  m.impl("copy_distribution_backward", TORCH_BOX(&copy_distribution_backward));
-  m.impl("coverage_attention", TORCH_BOX(&coverage_attention));
-  m.impl("coverage_attention_backward", TORCH_BOX(&coverage_attention_backward));
-  m.impl("coverage_attention_backward_into", TORCH_BOX(&coverage_attention_backward_into));
+  AttentionOperators::implement(m);
+  CopyOperators::implement(m);
+  CoverageOperators::implement(m);
 }
 }  // namespace attnfast
 

@@ -11,98 +11,147 @@
 
 using namespace attnfast;
 
+std::deque<std::vector<float>> memory;
+
+// The sizes of the tensors to make.
+struct Sizes {
+  int64_t B, H;
+
+  View tensor(int64_t rows, int64_t columns) const {
+    auto& x = memory.emplace_back(B * H * rows * columns);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = sinf(i * 1.7f);
+    return View{x.data(), H * rows * columns, rows * columns, columns, 1};
+  }
+};
+
+const LaunchOnHost<kThreads> launch;
+
+Problem problem(const Problem& sizes, const Sizes& make, bool additive) {
+  Problem a = sizes;
+  a.dtype = Dtype::f32;
+  a.scale = 0.5;
+  a.score = additive ? Score::tanh : Score::dot;
+  a.query = make.tensor(a.Tq, a.A);
+  a.key = make.tensor(a.Tk, a.A);
+  a.value = make.tensor(a.Tk, a.Dv);
+  if (additive) a.weight = make.tensor(1, a.A);
+  a.bias = make.tensor(a.Tq, a.W);
+  return a;
+}
+
+Forward forward_of(const Problem& p, const Sizes& make) {
+  Forward a = {p};
+  a.context = make.tensor(a.Tq, a.Dv);
+  a.weights = make.tensor(a.Tq, a.W);
+  a.log_sum_exp = make.tensor(a.Tq, 1);
+  return a;
+}
+
+Backward backward_of(const Forward& forward, const Sizes& make) {
+  Backward a = {static_cast<const Problem&>(forward)};
+  a.weights = forward.weights;
+  a.grad_context = make.tensor(a.Tq, a.Dv);
+  a.grad_weights = make.tensor(a.Tq, a.W);
+  a.grad_log_sum_exp = make.tensor(a.Tq, 1);
+  a.grad_score = make.tensor(a.Tq, a.W);
+  a.grad_query = make.tensor(a.Tq, a.A);
+  a.grad_key = make.tensor(a.Tk, a.A);
+  a.grad_value = make.tensor(a.Tk, a.Dv);
+  a.grad_weight = make.tensor(grad_weight_parts(a), a.A);
+  return a;
+}
+
+History history(const Problem& a, const Sizes& make, bool additive) {
+  History h;
+  h.filters_count = additive ? 3 : 0;
+  h.width = additive ? 5 : 0;
+  if (additive) h.filters = make.tensor(h.filters_count, h.channels * h.width);
+  if (additive) h.projection = make.tensor(a.A, h.filters_count);
+  for (View* x : {&h.inverse_fertility, &h.coverage_in, &h.previous}) *x = make.tensor(1, a.Tk);
+  h.transition_prob = make.tensor(1, a.Tq);
+  h.penalty = make.tensor(1, 1);
+  return h;
+}
+
+void run_attention(const Forward& forward, const Backward& backward) {
+  launch_forward(forward, launch);
+  launch_backward(backward, launch);
+  if (backward.Tq != 1) return;
+  Backward only = backward;  // a step over a prepared memory
+  only.grad_key = only.grad_value = only.grad_weight = {};
+  launch_backward(only, launch);
+}
+
+void run_coverage(const Forward& forward, const Backward& backward, const Sizes& make, bool additive) {
+  const History h = history(forward, make, additive);
+  CoverageForward f = {forward, h};
+  f.coverage_out = make.tensor(1, f.Tk);
+  f.loss = make.tensor(1, 1);
+  f.odds = make.tensor(f.Tq, f.Tk);
+  launch_forward(f, launch);
+  CoverageBackward b = {backward, h};
+  b.odds = f.odds;
+  if (additive) b.grad_filters = make.tensor(h.filters_count, h.channels * h.width);
+  if (additive) b.grad_projection = make.tensor(b.A, h.filters_count);
+  for (View* x : {&b.grad_coverage_out, &b.grad_inverse_fertility, &b.grad_coverage_in, &b.grad_previous})
+    *x = make.tensor(1, b.Tk);
+  b.grad_transition_prob = make.tensor(1, b.Tq);
+  for (View* x : {&b.grad_loss, &b.grad_penalty}) *x = make.tensor(1, 1);
+  b.grad_weight = make.tensor(additive ? 1 : grad_weight_parts(b), b.A);
+  launch_backward(b, launch);
+  if (!additive) return;
+  b.sums = true;  // a step of many
+  b.Tq = 1;
+  b.grad_value = {};
+  launch_backward(b, launch);
+}
+
+void run_copying(const Problem& p, const Sizes& make, const int64_t* source, double* log_sum_exp) {
+  for (const bool log : {false, true}) {
+    const Copying c = {.dtype = Dtype::f32,
+                       .B = p.B,
+                       .Tq = p.Tq,
+                       .Tk = p.Tk,
+                       .V = p.Dv,
+                       .X = 3,
+                       .log = log,
+                       .logits = make.tensor(p.Tq, p.Dv),
+                       .weights = make.tensor(p.Tq, p.Tk),
+                       .gate = make.tensor(p.Tq, 1),
+                       .source = source};
+    const View rows = {log_sum_exp, p.Tq, 0, 1, 1};
+    launch_forward(CopyForward{c, make.tensor(p.Tq, p.Dv + 3), rows}, launch);
+    launch_backward(CopyBackward{c, rows, make.tensor(p.Tq, p.Dv + 3), make.tensor(p.Tq, p.Dv),
+                                 make.tensor(p.Tq, p.Tk), make.tensor(p.Tq, 1)},
+                    launch);
+  }
+}
+
 int main(int, char** argv) {
-  std::deque<std::vector<float>> memory;
-  Attention a = {};
+  Problem a = {};
   int64_t* const sizes[] = {&a.B, &a.H, &a.Tq, &a.Tk, &a.A, &a.Dv};
   for (int i = 0; i < 6; ++i) *sizes[i] = atoll(argv[i + 1]);
-  const auto tensor = [&](int64_t rows, int64_t columns) {
-    auto& x = memory.emplace_back(a.B * a.H * rows * columns);
-    for (size_t i = 0; i < x.size(); ++i) x[i] = sinf(i * 1.7f);
-    return View{x.data(), a.H * rows * columns, rows * columns, columns, 1};
-  };
+  const Sizes make = {a.B, a.H};
   const int64_t columns = atoll(argv[7]);
   most_together = atoi(argv[8]);
   a.compact = columns > 0;
   a.W = a.compact ? columns : a.Tk;
-  std::vector<int64_t> span, rows_of_keys;
+  std::vector<int64_t> span, lengths(a.B, a.Tk);
   for (int64_t i = 0; i < a.Tq; ++i) span.insert(span.end(), {i - 2, i - 2 + columns});
   if (a.compact) a.span = {span.data(), 0, 0, 2, 1};
+  if (a.B) lengths[0] = a.Tk - a.Tk / 3;
+  a.lengths = lengths.data();
   for (const bool additive : {false, true}) {
-    if (a.compact) {
-      const int64_t blocks = blocks_of_keys(a);
-      rows_of_keys.assign(a.B * a.H * blocks * 2, 0);
-      a.rows_of_keys = {rows_of_keys.data(), a.H * blocks * 2, blocks * 2, 2, 1};
-    }
-    a.dtype = Dtype::f32;
-    a.scale = 0.5;
-    a.score = additive ? Score::tanh : Score::dot;
-    a.query = tensor(a.Tq, a.A);
-    a.key = tensor(a.Tk, a.A);
-    a.value = tensor(a.Tk, a.Dv);
-    a.weight = additive ? tensor(1, a.A) : View{};
-    a.bias = tensor(a.Tq, a.W);
-    a.context = tensor(a.Tq, a.Dv);
-    a.weights = tensor(a.Tq, a.W);
-    a.log_sum_exp = tensor(a.Tq, 1);
-    a.grad_context = tensor(a.Tq, a.Dv);
-    a.grad_weights = tensor(a.Tq, a.W);
-    a.grad_log_sum_exp = tensor(a.Tq, 1);
-    a.grad_score = tensor(a.Tq, a.W);
-    a.grad_query = tensor(a.Tq, a.A);
-    a.grad_key = tensor(a.Tk, a.A);
-    a.grad_value = tensor(a.Tk, a.Dv);
-    a.grad_weight = tensor(grad_weight_parts(a), a.A);
-    std::vector<int64_t> lengths(a.B, a.Tk);
-    if (a.B) lengths[0] = a.Tk - a.Tk / 3;
-    a.lengths = lengths.data();
-    launch_forward(a, LaunchOnHost<kThreads>{});
-    launch_backward(a, LaunchOnHost<kThreads>{});
-    if (a.Tq == 1) {  // and a step over a prepared memory
-      Attention only = a;
-      only.grad_key = only.grad_value = only.grad_weight = {};
-      launch_backward(only, LaunchOnHost<kThreads>{});
-    }
-
+    const Forward forward = forward_of(problem(a, make, additive), make);
+    const Backward backward = backward_of(forward, make);
+    run_attention(forward, backward);
     if (a.compact || a.Tq > 4) continue;  // the history goes from row to row
-    Coverage h = {};
-    static_cast<Attention&>(h) = a;
-    h.filters_count = additive ? 3 : 0;
-    h.width = additive ? 5 : 0;
-    for (View* x : {&h.filters, &h.grad_filters})
-      if (additive) *x = tensor(h.filters_count, h.channels * h.width);
-    for (View* x : {&h.projection, &h.grad_projection})
-      if (additive) *x = tensor(a.A, h.filters_count);
-    for (View* x : {&h.rate, &h.first, &h.previous, &h.last, &h.grad_last, &h.grad_rate,
-                    &h.grad_first, &h.grad_previous})
-      *x = tensor(1, a.Tk);
-    for (View* x : {&h.transition, &h.grad_transition}) *x = tensor(1, a.Tq);
-    for (View* x : {&h.penalty, &h.loss, &h.grad_loss, &h.grad_penalty}) *x = tensor(1, 1);
-    h.odds = tensor(a.Tq, a.Tk);
-    h.grad_weight = tensor(additive ? 1 : grad_weight_parts(a), a.A);
-    launch_forward(h, LaunchOnHost<kThreads>{});
-    h.backward = h.grad_score_given = true;
-    launch_backward(h, LaunchOnHost<kThreads>{});
-    if (!additive) continue;
-    h.sums = true;  // and a step of many
-    h.Tq = 1;
-    h.grad_value = {};
-    launch_backward(h, LaunchOnHost<kThreads>{});
+    run_coverage(forward, backward, make, additive);
   }
   std::vector<int64_t> source(a.B * a.Tk);
   std::vector<double> log_sum_exp(a.B * a.Tq);
   for (size_t i = 0; i < source.size(); ++i) source[i] = i * 7 % (a.Dv + 3);
-  for (const bool log : {false, true}) {
-    Copying c = {Dtype::f32, a.B, a.Tq, a.Tk, a.Dv, 3, log};
-    c.source = source.data();
-    c.log_sum_exp = {log_sum_exp.data(), a.Tq, 0, 1, 1};
-    for (View* x : {&c.logits, &c.grad_logits}) *x = tensor(a.Tq, a.Dv);
-    for (View* x : {&c.weights, &c.grad_weights}) *x = tensor(a.Tq, a.Tk);
-    for (View* x : {&c.distribution, &c.grad_distribution}) *x = tensor(a.Tq, a.Dv + 3);
-    for (View* x : {&c.gate, &c.grad_gate}) *x = tensor(a.Tq, 1);
-    launch_forward(c, LaunchOnHost<kThreads>{});
-    launch_backward(c, LaunchOnHost<kThreads>{});
-  }
+  run_copying(a, make, source.data(), log_sum_exp.data());
   for (const auto& x : memory)
     for (const float v : x)
       if (v != v) return puts("NaN"), 1;

@@ -1,0 +1,110 @@
+// An operator's arguments and results, each a struct made of one list of its fields. From the lists of
+// arguments, X(type, name, rule, what the rule takes), follow what is unpacked from the dispatcher's
+// stack, where alone a field has a position, and what is refused, by name.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace attnfast {
+namespace {
+
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+// What the dispatcher hands over; fields take theirs one after the other.
+class Stack {
+  StableIValue* next;
+
+ protected:
+  template <class T>
+  T pop() {
+    return torch::stable::detail::to<T>(*next++);
+  }
+
+ public:
+  explicit Stack(StableIValue* next) : next(next) {}
+};
+
+// The names of types as PyTorch's schemas print them.
+template <class T>
+constexpr const char* kTypeName = "Tensor";
+template <>
+constexpr const char* kTypeName<Optional> = "Optional[Tensor]";
+template <>
+constexpr const char* kTypeName<int64_t> = "int";
+template <>
+constexpr const char* kTypeName<double> = "float";
+template <>
+constexpr const char* kTypeName<bool> = "bool";
+template <>
+constexpr const char* kTypeName<std::string> = "str";
+
+#define ATTNFAST_COUNTED(...) +1
+#define ATTNFAST_ARGUMENT(type, name, ...) type name = pop<type>();
+#define ATTNFAST_LISTED(type, name, ...) +kTypeName<type> + " " #name ", "
+#define ATTNFAST_RULE(type, name, rule, ...) \
+  this->check(this->rule(given.name __VA_OPT__(, ) __VA_ARGS__), #name);
+
+// `Sizes` has the rules and, made of the arguments, the names that the rules of the list use.
+#define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                    \
+  struct Name : Stack {                                                         \
+    static constexpr const char* kOperator = operator_name;                     \
+    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                \
+    static std::string listed() { return std::string() LIST(ATTNFAST_LISTED); } \
+    using Stack::Stack;                                                         \
+    LIST(ATTNFAST_ARGUMENT)                                                     \
+    struct Fit : Sizes {                                                        \
+      explicit Fit(const Name& given) : Sizes(given) { LIST(ATTNFAST_RULE) }    \
+    };                                                                          \
+  };
+
+#define ATTNFAST_RESULT(name) Tensor name;
+#define ATTNFAST_BOXED(name) *stack++ = torch::stable::detail::from(name);
+#define ATTNFAST_RESULT_LISTED(name) +"Tensor " #name ", "
+
+#define ATTNFAST_RESULTS(Name, LIST)                                                   \
+  struct Name {                                                                        \
+    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                       \
+    static std::string listed() { return std::string() LIST(ATTNFAST_RESULT_LISTED); } \
+    LIST(ATTNFAST_RESULT)                                                              \
+    void box(StableIValue* stack) const { LIST(ATTNFAST_BOXED) }                       \
+  };
+
+// Functions that take arguments and return results, as the dispatcher calls them.
+template <auto... functions>
+class Operators {
+  template <auto function, class Arguments, class Results>
+  struct Operator {
+    static void call(StableIValue* stack, uint64_t given, uint64_t expected) {
+      if (given != Arguments::kCount || expected != Results::kCount)
+        throw std::runtime_error(std::string(Arguments::kOperator) +
+                                 ": this library was built for another version of attnfast");
+      function(Arguments(stack)).box(stack);
+    }
+    static void implement(torch::stable::detail::StableLibrary& library) {
+      library.impl(Arguments::kOperator, &call);
+    }
+    static std::string listed() {
+      return std::string(Arguments::kOperator) + "(" + Arguments::listed() + ") -> " + Results::listed() +
+             "\n";
+    }
+  };
+  template <auto function, class Arguments, class Results>
+  static Operator<function, Arguments, Results> of(Results (*)(const Arguments&));
+
+ public:
+  static void implement(torch::stable::detail::StableLibrary& library) {
+    (decltype(of<functions>(functions))::implement(library), ...);
+  }
+  // A line for each, for a test to compare with the schemas.
+  static std::string listed() { return (decltype(of<functions>(functions))::listed() + ...); }
+};
+
+#define ATTNFAST_EXPORT extern "C" __attribute__((visibility("default"), used))
+
+}  // namespace
+}  // namespace attnfast
