@@ -16,8 +16,8 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   X(Optional, filters, parameters, sums, {K, channels, taps}) \
   X(Optional, projection, parameters, sums, {A, K})           \
   X(Optional, penalty, one_or_each_head)                      \
-  X(Optional, rate, rows, sums, {Tk})                         \
-  X(Optional, transition, rows, sums, {Tq})                   \
+  X(Optional, inverse_fertility, rows, sums, {Tk})            \
+  X(Optional, transition_prob, rows, sums, {Tq})              \
   X(Optional, coverage, rows, sums, {Tk})                     \
   X(Optional, previous, rows, sums, {Tk})
 
@@ -37,7 +37,7 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   ATTNFAST_LENGTHS(X)                             \
   ATTNFAST_HISTORY(X)                             \
   X(Tensor, weights, rows, sums, {Tq, Tk})        \
-  X(Tensor, odds, present_with, given.transition, {Tq, Tk})
+  X(Tensor, odds, present_with, given.transition_prob, {Tq, Tk})
 
 #define ATTNFAST_COVERAGE_BACKWARD(X) \
   ATTNFAST_COVERAGE_SAVED(X)          \
@@ -61,8 +61,8 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
 // clang-format off
 #define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
   X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)     \
-  X(grad_projection) X(grad_penalty) X(grad_rate) X(grad_transition) X(grad_coverage)      \
-  X(grad_previous)
+  X(grad_projection) X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob)     \
+  X(grad_coverage) X(grad_previous)
 // clang-format on
 
 // The sizes of attention, and those of the filters, 0 without any.
@@ -132,10 +132,10 @@ void put_history(const Arguments& given, const CoverageFit& fit, History& h, Kee
     h.projection = view_of_parameters(*given.projection, of_heads, keep);
   }
   if (given.penalty) h.penalty = view_of_parameters(*given.penalty, given.penalty->size(0) != 1, keep);
-  h.inverse_fertility = view_of_numbers(given.rate, keep);
+  h.inverse_fertility = view_of_numbers(given.inverse_fertility, keep);
   h.coverage_in = view_of_numbers(given.coverage, keep);
   h.previous = view_of_numbers(given.previous, keep);
-  h.transition_prob = view_of_numbers(given.transition, keep);
+  h.transition_prob = view_of_numbers(given.transition_prob, keep);
 }
 
 Covered coverage_attention(const CoverageArguments& given) {
@@ -151,12 +151,12 @@ Covered coverage_attention(const CoverageArguments& given) {
   const Tensor weights = empty(query.device(), rows, fit.sums);
   const Tensor coverage = empty(query.device(), keys, fit.sums);
   const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sums);
-  const Tensor odds = empty_if(given.transition.has_value(), query, rows, fit.sums);
+  const Tensor odds = empty_if(given.transition_prob.has_value(), query, rows, fit.sums);
   a.context = view(context);
   a.weights = view(weights);
   a.coverage_out = view(coverage, false);
   a.loss = View{place_of(loss), a.H, 1};
-  if (given.transition) a.odds = view(odds);
+  if (given.transition_prob) a.odds = view(odds);
   run_forward(a, query);
   return {.context = context, .weights = weights, .coverage = coverage, .loss = loss, .odds = odds};
 }
@@ -234,8 +234,10 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Tensor grad_query = gradient_of_rows(given.need_grad_query, query, a.grad_query);
   const Tensor grad_key = gradient_of_rows(need_grad_key, given.key, a.grad_key);
   const Tensor grad_value = gradient_of_rows(need_grad_key, given.value, a.grad_value);
-  const Tensor grad_rate = gradient_of_numbers(given.rate, query, fit, a.grad_inverse_fertility);
-  const Tensor grad_transition = gradient_of_numbers(given.transition, query, fit, a.grad_transition_prob);
+  const Tensor grad_inverse_fertility =
+      gradient_of_numbers(given.inverse_fertility, query, fit, a.grad_inverse_fertility);
+  const Tensor grad_transition_prob =
+      gradient_of_numbers(given.transition_prob, query, fit, a.grad_transition_prob);
   const Tensor grad_coverage = gradient_of_numbers(given.coverage, query, fit, a.grad_coverage_in);
   const Tensor grad_previous = gradient_of_numbers(given.previous, query, fit, a.grad_previous);
   const bool need_grad_weight = need_grad_key && given.weight;
@@ -245,7 +247,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Tensor weights = packed(given.weights), odds = packed(given.odds);
   const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sums);
   a.weights = view(weights);
-  if (given.transition) a.odds = view(odds);
+  if (given.transition_prob) a.odds = view(odds);
   a.grad_score = view(grad_score);
   a.grad_score_returned = given.need_grad_score;
   put_gradients(given, a, keep);
@@ -270,8 +272,8 @@ CoverageGradients coverage_gradients(const Arguments& given) {
                                     sum_of_parts(parts.penalty, {0}, penalty->size(0) != 1, fit.sums),
                                     {penalty->size(0)})
                               : parts.penalty,
-      .grad_rate = grad_rate,
-      .grad_transition = grad_transition,
+      .grad_inverse_fertility = grad_inverse_fertility,
+      .grad_transition_prob = grad_transition_prob,
       .grad_coverage = grad_coverage,
       .grad_previous = grad_previous,
   };
