@@ -5,7 +5,7 @@ r"""Attention without history: every query row weighs the keys it may see, rows 
     c_i     = Σ_j α_ij v_j
 
 with ``score(q, k) = q·k`` (``dot``), or the additive ``Σ_a w_a f(q_a + k_a)``, which has the name
-of f: ``tanh``, or ``relu``, max(0, x). What a row may see is a span of keys
+of f, as :data:`attnfast.reference.ACTIVATIONS` lists them. What a row may see is a span of keys
 (:mod:`attnfast.ops.span`), a length, a mask.
 
 This file is the contract: what goes into the operator and its backward, and what comes out. Every
