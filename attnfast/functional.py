@@ -113,7 +113,8 @@ def additive_attention(
         key: ``[B, Tk, A]`` (or with heads), dtype and device of the query, as ``value``.
         value: ``[B, Tk, Dv]`` (or with heads).
         weight: ``[A]``; with heads also ``[H, A]``.
-        activation: ``"tanh"``, or ``"relu"`` for max(0, q + k) in its place.
+        activation: ``"tanh"``, or in its place ``"relu"``, max(0, x), or ``"leaky_relu"``, GATv2's
+            max(0.2 x, x) (Brody, Alon and Yahav, ICLR 2022, arXiv:2105.14491).
         lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are not seen. On the
             CPU a length outside 0…Tk is refused; on a GPU it is clamped, for checking would wait.
         mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where

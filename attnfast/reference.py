@@ -5,7 +5,9 @@ It is a backend like any other, ``backend="reference"``, and never made faster.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +45,11 @@ def exactly(call: Any) -> Any:
     return call._replace(**{name: x.to(dtype) for name, x in given.items() if x is not None})
 
 
-ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "leaky_relu": functools.partial(torch.nn.functional.leaky_relu, negative_slope=0.2),
+}
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor | None, name: str) -> Tensor:

@@ -10,7 +10,7 @@
 namespace attnfast {
 
 // q . k, and sum_a w_a f(q_a + k_a) by the name of f, as attnfast/ops/attention.py has them.
-#define ATTNFAST_ACTIVATIONS(X) X(relu)  // but tanh
+#define ATTNFAST_ACTIVATIONS(X) X(relu) X(leaky_relu)  // but tanh
 #define ATTNFAST_NAME(name) name,
 enum class Score { dot, tanh, ATTNFAST_ACTIVATIONS(ATTNFAST_NAME) };
 #undef ATTNFAST_NAME
@@ -42,13 +42,15 @@ inline auto by_score(Score score, const F& f) {
 // f(z), but of tanh, which each backend takes in ways of its own. V is a number or a vector of numbers C.
 template <Score S, class C, class V>
 ATTNFAST_DEVICE inline V activation(V z) {
-  return z < V{} ? V{} : z;  // and NaN as it is
+  if constexpr (S == Score::leaky_relu) return z < V{} ? z * C(0.2) : z;
+  else return z < V{} ? V{} : z;  // and NaN as it is
 }
 
 // g f'(z), of g and f(z)
 template <Score S, class C, class V>
 ATTNFAST_DEVICE inline V times_slope(V g, V f) {
-  return f > V{} ? g : V{};
+  if constexpr (S == Score::leaky_relu) return f > V{} ? g : g * C(0.2);
+  else return f > V{} ? g : V{};
 }
 
 }  // namespace

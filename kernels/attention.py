@@ -108,6 +108,9 @@ def _activation(b_z, SCORE: tl.constexpr):
     """f(z) of an additive score, and f'(z) / 4."""
     if SCORE == "relu":
         return tl.where(b_z < 0, 0, b_z), tl.where(b_z > 0, tl.full(b_z.shape, 0.25, b_z.dtype), 0)
+    elif SCORE == "leaky_relu":
+        b_ones = tl.full(b_z.shape, 1, b_z.dtype)
+        return tl.where(b_z < 0, 0.2 * b_z, b_z), tl.where(b_z > 0, 0.25 * b_ones, 0.05 * b_ones)
     else:
         return _tanh(b_z)
 

@@ -245,12 +245,19 @@ def attend(args: dict[str, Tensor | None], **options):
     return attnfast.additive_attention(query, key, value, weight, **args)
 
 
+EAGER = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "leaky_relu": lambda x: torch.where(x > 0, x, 0.2 * x),
+}
+
+
 def eager(query, key, value, weight=None, bias=None, mask=None, lengths=None, activation="tanh"):
     """Attend as people write it, in the tensors' own dtype: context, weights, log-sum-exp."""
     if weight is None:
         score = query @ key.transpose(-1, -2)
     else:
-        features = getattr(torch, activation)(query.unsqueeze(-2) + key.unsqueeze(-3))
+        features = EAGER[activation](query.unsqueeze(-2) + key.unsqueeze(-3))
         score = (
             features @ weight
             if weight.dim() == 1

@@ -15,7 +15,7 @@ from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.ops.operators import accumulation_dtype
 
 #: q·k, and Σ_a w_a f(q_a + k_a) by the name of f.
-SCORES = ("dot", "tanh", "relu")
+SCORES = ("dot", "tanh", "relu", "leaky_relu")
 
 
 def check_tensor(name: str, x: object) -> None:
