@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from table import EAGER
 from torch import nn
 
 from attnfast.decoding.steps import Prepared
@@ -29,8 +30,10 @@ def modules():
         "learned penalty": CoverageAttention(Q, K, A, penalty=nn.Parameter(torch.tensor(0.3))),
         "fertility": CoverageAttention(Q, K, A, fertility=2.0),
         "location": LocationAwareAttention(Q, K, A, 5, 3),
-        "location, cumulative": LocationAwareAttention(Q, K, A, 5, 3, "cumulative"),
-        "location, both": LocationAwareAttention(Q, K, A, 5, 3, "both"),
+        "location, cumulative": LocationAwareAttention(Q, K, A, 5, 3, channels="cumulative"),
+        "location, both": LocationAwareAttention(Q, K, A, 5, 3, channels="both"),
+        "location, relu": LocationAwareAttention(Q, K, A, 5, 3, activation="relu"),
+        "fertility, leaky": CoverageAttention(Q, K, A, fertility=2.0, activation="leaky_relu"),
         "forward": ForwardAttention(Q, K, A),
         "forward, location": ForwardAttention(Q, K, A, 5, 3),
     }
@@ -67,7 +70,7 @@ def by_hand(module, query, source):
             signals = signals.get(module.channels, [previous, coverage])
             found = F.conv1d(torch.stack(signals, 1), module.location_conv.weight, padding=1)
             features = features + module.location_proj(found.transpose(1, 2))
-        e = torch.tanh(features) @ module.weight
+        e = EAGER[module.activation](features) @ module.weight
         if getattr(module, "penalty", None) is not None:
             e = e - module.penalty * coverage
         a = e.masked_fill(~visible, -math.inf).softmax(-1)

@@ -18,7 +18,7 @@ from attnfast.errors import (
     refuse_type,
 )
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
-from attnfast.ops.arguments import is_finite
+from attnfast.ops.arguments import check_activation, is_finite
 from attnfast.ops.span import check_form
 
 
@@ -49,10 +49,14 @@ class HistoryAttention(_Attention):
 
     has_history = True
 
-    def __init__(self, query_dim: int, key_dim: int, attn_dim: int, bias: bool, backend):
+    def __init__(
+        self, query_dim: int, key_dim: int, attn_dim: int, *, bias: bool, activation: str, backend
+    ):
         check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
         check_flag("bias", bias)
+        check_activation(activation)
         super().__init__((attn_dim,), 1.0, backend)
+        self.activation = activation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
@@ -139,7 +143,7 @@ class CoverageAttention(HistoryAttention):
         fertility: the most attention that a key may ask for, N: :math:`\phi_j = N \sigma(u^\top
             h_j)`, the fertility of Tu et al.; None for :math:`\phi = 1`.
         bias: give the query projection a bias.
-        backend: as in :func:`attnfast.coverage_attention`.
+        activation, backend: as in :func:`attnfast.coverage_attention`.
 
     The coverage loss of See et al., Σ min(α, C), is the history's ``loss [B]``.
 
@@ -151,13 +155,17 @@ class CoverageAttention(HistoryAttention):
         query_dim: int,
         key_dim: int,
         attn_dim: int,
+        *,
         feature: bool = True,
         penalty: float | nn.Parameter | None = None,
         fertility: float | None = None,
         bias: bool = True,
+        activation: str = "tanh",
         backend: str | None = None,
     ):
-        super().__init__(query_dim, key_dim, attn_dim, bias, backend)
+        super().__init__(
+            query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
+        )
         if fertility is not None and not (is_finite(fertility) and fertility > 0):
             refuse("fertility", "a positive number or None", describe(fertility))
         if not (is_finite(penalty) or penalty is None or isinstance(penalty, nn.Parameter)):
@@ -200,7 +208,7 @@ class LocationAwareAttention(HistoryAttention):
         channels: what they look at: ``"previous"``, the last weights (Chorowski et al.);
             ``"cumulative"``, the sum of all; ``"both"``, on two channels (Tacotron 2).
         bias: give the query projection a bias.
-        backend: as in :func:`attnfast.coverage_attention`.
+        activation, backend: as in :func:`attnfast.coverage_attention`.
 
     Raises:
         ValueError: an even width, or unknown ``channels``.
@@ -216,11 +224,15 @@ class LocationAwareAttention(HistoryAttention):
         attn_dim: int,
         filters: int = 32,
         width: int = 31,
+        *,
         channels: str = "previous",
         bias: bool = True,
+        activation: str = "tanh",
         backend: str | None = None,
     ):
-        super().__init__(query_dim, key_dim, attn_dim, bias, backend)
+        super().__init__(
+            query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
+        )
         check_word("channels", channels, ("previous", "cumulative", "both"))
         check_whole("filters", filters, 0)
         if not is_whole(width) or width < 1 or width % 2 == 0:
@@ -253,8 +265,8 @@ class ForwardAttention(LocationAwareAttention):
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
-        filters, width, channels, bias, backend: as in :class:`LocationAwareAttention`; without
-            filters the score is that of the content alone.
+        filters, width, channels, bias, activation, backend: as in :class:`LocationAwareAttention`;
+            without filters the score is that of the content alone.
 
     Paper: Zhang, Ling and Dai, ICASSP 2018, arXiv:1807.06736.
     """
@@ -266,11 +278,16 @@ class ForwardAttention(LocationAwareAttention):
         attn_dim: int,
         filters: int = 0,
         width: int = 31,
+        *,
         channels: str = "previous",
         bias: bool = True,
+        activation: str = "tanh",
         backend: str | None = None,
     ):
-        super().__init__(query_dim, key_dim, attn_dim, filters, width, channels, bias, backend)
+        super().__init__(
+            query_dim, key_dim, attn_dim, filters, width,
+            channels=channels, bias=bias, activation=activation, backend=backend,
+        )  # fmt: skip
 
     def start(self, memory: Memory) -> History:
         history = super().start(memory)
