@@ -217,6 +217,7 @@ void put_gradients(const Arguments& given, CoverageBackward& a, Keep& keep) {
 }
 
 // Both backwards. The one that adds to sums has no gradients of key, value, weight and filters to return.
+// Long, for it names each of twelve results.
 template <class Arguments>
 CoverageGradients coverage_gradients(const Arguments& given) {
   constexpr bool into = std::is_same_v<Arguments, CoverageBackwardIntoArguments>;

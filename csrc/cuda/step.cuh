@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Forward a, const View 
 // ---- backward -----------------------------------------------------------------------------------
 
 // The gradients of scores and query, all that a step over a prepared memory wants; see grad_score
-// and grad_rows for the formulas.
+// and grad_rows for the formulas. In one kernel, for what a step costs is its launches.
 template <class T, Score S>
 __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
   using C = typename Accumulate<T>::type;
