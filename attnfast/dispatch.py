@@ -13,7 +13,7 @@ from attnfast.ops.attention import ATTENTION, Attention
 from attnfast.ops.operators import Operator, is_recorded, made
 from attnfast.results import AttentionResult, attention_result
 
-__all__ = ["attend", "run"]
+__all__ = ["run", "run_attention"]
 
 
 def run(operator: Operator, call: Any, backend: str) -> Any:
@@ -31,7 +31,7 @@ def run(operator: Operator, call: Any, backend: str) -> Any:
     return operator(backend, call) if is_recorded() else operator.differentiable(backend, call)
 
 
-def attend(call: Attention, backend: str) -> AttentionResult:
+def run_attention(call: Attention, backend: str) -> AttentionResult:
     """Run attention; its results are as users get them."""
     context, weights, log_sum_exp = run(ATTENTION, call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)

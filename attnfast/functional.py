@@ -68,13 +68,13 @@ def _attend(
         if backend != "reference":
             call = fold_scale(call)
         if all(x is None for x in place) and not isinstance(need_weights, str):
-            result = dispatch.attend(call, backend)
+            result = dispatch.run_attention(call, backend)
         else:
             attention.check(call)
             check_span(query, call.key, *place, need_weights)
             if place.sigma is not None:
                 place = place._replace(sigma=place.sigma * temperature**0.5)
-            result = lowering.attend(call, place, need_weights, backend)
+            result = lowering.run_within(place, call, need_weights, backend)
     except Exception:
         attention.check(call)
         raise
@@ -320,8 +320,8 @@ def cover(
     query = call.query
     asked = (backend, query.device, query.dtype, COVERAGE.name)
     backend = choose(*asked, filters=filters_of(call))
-    context, weights, last, loss, _ = dispatch.run(COVERAGE, call, backend)
-    return coverage_result(context, as_returned(weights, query.dtype, need_weights), last, loss)
+    context, weights, after, loss, _ = dispatch.run(COVERAGE, call, backend)
+    return coverage_result(context, as_returned(weights, query.dtype, need_weights), after, loss)
 
 
 def coverage_attention(

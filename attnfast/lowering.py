@@ -1,7 +1,7 @@
 """Spans in the operator's terms: which keys a row sees becomes two numbers a row, strides views.
 
-:func:`attend` takes a call to a backend within a span, or one for each head, and gives results the
-form in which they were asked for.
+:func:`run_within` takes a call to a backend within a span, or one for each head, and gives results
+the form in which they were asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from attnfast.ops.span import (
 )
 from attnfast.results import AttentionResult, attention_result
 
-__all__ = ["Lowered", "Place", "attend", "lower"]
+__all__ = ["Lowered", "Place", "lower", "run_within"]
 
 
 class Place(NamedTuple):
@@ -149,13 +149,15 @@ def _in_phases(call: Attention, span: Span, position: Any, front: int) -> Attent
     )
 
 
-def _attend(call: Attention, place: Place, form: bool | str, backend: str) -> AttentionResult:
+def _run_within_one(
+    place: Place, call: Attention, form: bool | str, backend: str
+) -> AttentionResult:
     """Run a backend within one span."""
     lowered = lower(call, place, form)
-    return lowered.restore(dispatch.attend(lowered.call, backend), form)
+    return lowered.restore(dispatch.run_attention(lowered.call, backend), form)
 
 
-def attend(call: Attention, place: Place, form: bool | str, backend: str) -> AttentionResult:
+def run_within(place: Place, call: Attention, form: bool | str, backend: str) -> AttentionResult:
     """Run a backend within a span, or one for each head: heads of the same one go together.
 
     With a list of spans the weights are a list, one for each head, unless ``form`` is a word.
@@ -164,7 +166,7 @@ def attend(call: Attention, place: Place, form: bool | str, backend: str) -> Att
         call = call._replace(bias=call.bias.to(accumulation_dtype(call.bias.dtype)))
     spans = place.span
     if spans is None or isinstance(spans, Span):
-        return _attend(call, place._replace(span=spans or Span()), form, backend)
+        return _run_within_one(place._replace(span=spans or Span()), call, form, backend)
 
     groups = {span: [i for i, x in enumerate(spans) if x == span] for span in dict.fromkeys(spans)}
     neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())
@@ -189,7 +191,7 @@ def attend(call: Attention, place: Place, form: bool | str, backend: str) -> Att
             },
         )
         own = Place(span, heads(place.position, index), heads(place.sigma, index))
-        results.append(_attend(of_heads, own, form, backend))
+        results.append(_run_within_one(own, of_heads, form, backend))
     contexts, weights = zip(*results)
     sums = [result.log_sum_exp for result in results]
     joined: Any = None

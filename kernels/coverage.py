@@ -461,11 +461,13 @@ def forward(call: Coverage) -> Covered:
     acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], call.key.shape[-2])
     context, keys = empty_rows(query, call.value.shape[-1]), call.key.shape[:-1]
     weights = query.new_empty(shape, dtype=acc)
-    first, previous, penalty = call.coverage, call.previous, call.penalty
-    last = query.new_zeros(keys, dtype=acc) if first is None else first.contiguous().clone()
-    previous = last.new_zeros(keys) if previous is None else previous.contiguous()
-    loss = last.new_zeros(keys[:-1])
-    odds = last.new_empty((0,) if transition_prob is None else shape)
+    previous, penalty = call.previous, call.penalty
+    coverage = weights.new_zeros(keys)
+    if call.coverage is not None:
+        coverage.copy_(call.coverage)
+    previous = weights.new_zeros(keys) if previous is None else previous.contiguous()
+    loss = weights.new_zeros(keys[:-1])
+    odds = weights.new_empty((0,) if transition_prob is None else shape)
     rate = None if call.inverse_fertility is None else call.inverse_fertility.contiguous()
     filters, projection, options = _options(call)
     if filters is None:
@@ -482,14 +484,14 @@ def forward(call: Coverage) -> Covered:
             _scan[(B * H,)](
                 q, k, w, bias, mask, lengths, filters, projection, penalty, rate,
                 None if transition_prob is None else transition_prob.contiguous(), previous,
-                weights, last, loss, odds, q.stride(), k.stride(),
+                weights, coverage, loss, odds, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
                 scale=_pair(scale), **options,
             )  # fmt: skip
             _multiply(
                 weights, v, lengths, None, 0, _heads(context), 1.0, over_keys=True, clean=False
             )
-    return Covered(context, weights, last, loss, odds)
+    return Covered(context, weights, coverage, loss, odds)
 
 
 def backward_into(call) -> CoverageGradients:
@@ -547,7 +549,9 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     ds = ds.contiguous()
     own_filters, own_projection, options = _options(call)
     features, BF = own_filters is not None, options["BF"]
-    first, last = (zeros(*keys) if x is None else x.contiguous() for x in (coverage, previous))
+    coverage_in, before = (
+        zeros(*keys) if x is None else x.contiguous() for x in (coverage, previous)
+    )
     dlast = zeros(*keys)
     dcoverage = zeros(*keys) if grad_coverage is None else grad_coverage.contiguous().clone()
     dq = zeros(*query.shape, needed=features)
@@ -566,8 +570,8 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         if B * H * Tq:
             _scan_gradient[(B * H,)](
                 q, k, w, lengths, own_filters, own_projection, penalty, packed(rate),
-                packed(transition_prob), last,
-                weights.contiguous(), odds.contiguous(), first, packed(grad_loss), ds,
+                packed(transition_prob), before, weights.contiguous(), odds.contiguous(),
+                coverage_in, packed(grad_loss), ds,
                 torch.empty_like(ds), dlast, dcoverage, torch.empty_like(dlast),
                 zeros(*keys, BF, needed=features), dq, dk, dweight, dfilters, dprojection,
                 dpenalty, drate, dtransition, q.stride(), k.stride(),

@@ -358,7 +358,7 @@ def test_a_row_ends_with_its_columns(backend):
         args = inputs(case, device)
         q, k, v = (args[x].to(dtype) for x in ("query", "key", "value"))
         call = Attention(q, k, v, span=bounds.to(device), columns=3, need_weights=True)
-        return results(case, args, lambda **_: dispatch.attend(call, name))
+        return results(case, args, lambda **_: dispatch.run_attention(call, name))
 
     exact = run(CPU, torch.float64, "reference")
     for key, value in run(DEVICE[backend], torch.float32, backend).items():

@@ -137,7 +137,7 @@ def _attend_once(
         weights = as_returned(weights, query.dtype, bool(need_weights))
         result = attention_result(context, weights, log_sum_exp)
     else:
-        result = dispatch.attend(call, steps.backend)
+        result = dispatch.run_attention(call, steps.backend)
     return result if lowered is None else lowered.restore(result, need_weights)
 
 
@@ -237,8 +237,8 @@ def attend(
         if backend != "reference":
             call = fold_scale(call)
         if place is None:
-            return dispatch.attend(call, backend)
-        return lowering.attend(call, place, need_weights, backend)
+            return dispatch.run_attention(call, backend)
+        return lowering.run_within(place, call, need_weights, backend)
     except Exception:
         key = memory.key
         if isinstance(query, Tensor):
