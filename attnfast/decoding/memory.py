@@ -254,19 +254,29 @@ def attend_with_history(
     query: Tensor,
     memory: Memory,
     *,
-    need_weights: bool = False,
+    penalty: float | Tensor | None = None,
     coverage_weight: Tensor | None = None,
     filters: Tensor | None = None,
     channels: str = "previous",
     projection: Tensor | None = None,
-    **terms: Any,
+    fertility: Tensor | None = None,
+    transition_prob: float | Tensor | None = None,
+    coverage: Tensor | None = None,
+    previous: Tensor | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    need_weights: bool = False,
 ) -> CoverageResult:
     """Attend as :func:`attnfast.coverage_attention` does, to a memory.
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
         memory: key, value, weight, score, lengths, mask, fertility and backend.
-        need_weights, coverage_weight, filters, channels, projection, terms: as there.
+        fertility, mask: in place of the memory's.
+
+    The other arguments are those of :func:`attnfast.coverage_attention`.
 
     Returns:
         what :func:`attnfast.coverage_attention` does. With one query keys, values, weight,
@@ -275,12 +285,12 @@ def attend_with_history(
     """
     check_memory(memory)
     (query,) = autocast(query)
-    temperature = terms.pop("temperature", 1.0)
-    given = {"mask": memory.mask, "fertility": memory.fertility, "scale": None, **terms}
-    given["inverse_fertility"] = given.pop("fertility")
+    fertility = memory.fertility if fertility is None else fertility
+    mask = memory.mask if mask is None else mask
     call = Coverage(
-        query, memory.key, memory.value, memory.weight, lengths=memory.lengths, filters=filters,
-        projection=projection, score=memory.score, **given,
+        query, memory.key, memory.value, memory.weight, bias, mask, memory.lengths, filters,
+        projection, penalty, fertility, transition_prob, coverage,  # type: ignore[arg-type]
+        previous, scale, memory.score,  # type: ignore[arg-type]
     )  # fmt: skip
     steps = _usable(memory.steps)
     if (
