@@ -35,8 +35,29 @@ def saves_elsewhere() -> bool:
 
 
 def is_intercepted() -> bool:
-    """Whether a mode sees every operator, as ``make_fx`` does to record them."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """Whether a mode sees every operator, as ``make_fx`` and ``vmap`` do."""
+    return torch._C._len_torch_dispatch_stack() > 0 or _functorch_level() > 0
+
+
+def _functorch_level() -> int:
+    return torch._C._functorch.maybe_current_level() or 0
+
+
+def keep_in_pytrees(result: type, name: str) -> None:
+    """Let pytrees, and so ``vmap`` and ``export``, keep an attribute that a tuple has beside it."""
+
+    def rebuilt(leaves: Any, _: Any) -> Any:
+        *items, last = leaves
+        made = result(items)
+        setattr(made, name, last)
+        return made
+
+    torch.utils._pytree.register_pytree_node(
+        result,
+        lambda x: ([*x, getattr(x, name)], None),
+        rebuilt,
+        serialized_type_name=f"attnfast.{result.__name__}",
+    )
 
 
 def has_tangents() -> bool:

@@ -268,5 +268,5 @@ def choose(
     """
     if backend is not None and not isinstance(backend, str):
         refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
-    name = backend if backend is None else str(backend)
+    name = backend if backend is None else str.__str__(backend)  # of an enumeration, its word
     return _choose(name, device, dtype, operator, step, filters)

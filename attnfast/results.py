@@ -1,27 +1,23 @@
 """What public functions return: tuples to unpack, with attributes for what few ask for.
 
 How many items a result has depends on no flag, so that ``context, weights = …`` always works, and
-there is room for more by name. ``os.stat_result`` has this form, and so have PyTorch's own named
-tuples in their names. A third item would be one that everybody must unpack; a flag that adds one,
-as ``return_lse`` of other libraries, changes what code that is given a result can do with it.
+there is room for more by name. ``os.stat_result`` has this form. A third item would be one that
+everybody must unpack; a flag that adds one changes what code that is given a result can do with it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
+
+from attnfast._torch import keep_in_pytrees
 
 __all__ = ["AttentionResult", "CoverageResult"]
 
 
-class _Attention(NamedTuple):
-    context: Tensor
-    weights: Any
-
-
-class AttentionResult(_Attention):
-    """``context, weights``; weights are None unless asked for.
+class AttentionResult(tuple):
+    """``context, weights``, by name too; weights are None unless asked for.
 
     Attributes:
         log_sum_exp: log Σ_j exp(e_ij) ``[B, (H,) Tq]``, float32 (float64 for float64), −inf of a
@@ -30,15 +26,17 @@ class AttentionResult(_Attention):
 
     log_sum_exp: Tensor
 
+    @property
+    def context(self) -> Tensor:
+        return self[0]
 
-class _Coverage(NamedTuple):
-    context: Tensor
-    weights: Tensor | None
-    coverage: Tensor
+    @property
+    def weights(self) -> Any:
+        return self[1]
 
 
-class CoverageResult(_Coverage):
-    """``context, weights, coverage``, the last of them after the last row.
+class CoverageResult(tuple):
+    """``context, weights, coverage``, by name too, the last of them after the last row.
 
     Attributes:
         loss: every sequence's coverage loss, Σ_tj min(α_tj, C_tj), ``[B, (H)]``.
@@ -46,10 +44,26 @@ class CoverageResult(_Coverage):
 
     loss: Tensor
 
+    @property
+    def context(self) -> Tensor:
+        return self[0]
+
+    @property
+    def weights(self) -> Tensor | None:
+        return self[1]
+
+    @property
+    def coverage(self) -> Tensor:
+        return self[2]
+
+
+keep_in_pytrees(AttentionResult, "log_sum_exp")
+keep_in_pytrees(CoverageResult, "loss")
+
 
 def attention_result(context: Tensor, weights: Any, log_sum_exp: Tensor) -> AttentionResult:
-    """Return a result; in half the time that its own constructor takes."""
-    result = tuple.__new__(AttentionResult, (context, weights))
+    """Return a result of attention."""
+    result = AttentionResult((context, weights))
     result.log_sum_exp = log_sum_exp
     return result
 
@@ -58,6 +72,6 @@ def coverage_result(
     context: Tensor, weights: Tensor | None, coverage: Tensor, loss: Tensor
 ) -> CoverageResult:
     """Return a result of attention with a history."""
-    result = tuple.__new__(CoverageResult, (context, weights, coverage))
+    result = CoverageResult((context, weights, coverage))
     result.loss = loss
     return result

@@ -22,7 +22,21 @@ class Stack {
  protected:
   template <class T>
   T pop() {
-    return torch::stable::detail::to<T>(*next++);
+    if constexpr (std::is_same_v<T, std::string>) return pop_string();
+    else return torch::stable::detail::to<T>(*next++);
+  }
+
+ private:
+  // PyTorch's own conversion copies the string and never frees it.
+  std::string pop_string() {
+    const auto handle = torch::stable::detail::to<StringHandle>(*next++);
+    size_t length = 0;
+    const char* text = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+    std::string copy(text, length);
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return copy;
   }
 
  public:

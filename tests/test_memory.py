@@ -21,6 +21,7 @@ from table import (
     runnable,
     small,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from attnfast import Span, additive_attention, dot_attention
@@ -200,6 +201,23 @@ def test_checkpointed_steps(parts, reentrant):
         same([x.grad for x in out], gradients(out, want))
     else:
         same(gradients(out, got), gradients(out, want))
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_checkpointed_steps_over_projected_keys(history, backend):
+    """The memory is made outside, of keys that have a graph of their own."""
+
+    def run(how):
+        args = inputs(Case("tanh", 2, 2, 9, 8, 5), DEVICE[backend])
+        leaves = [args[x] for x in ("query", "key", "value", "weight")]
+        query, *of_memory = (x * 1.0 for x in leaves)
+        m = prepare(*of_memory, backend=backend)
+        step = functools.partial(attend_with_history, penalty=1.0) if history else attend
+        contexts = [how(lambda q: step(q, m)[0], q) for q in query.split(1, 1)]
+        return gradients(leaves, *contexts)
+
+    checkpointed = run(functools.partial(checkpoint, use_reentrant=False))
+    same(checkpointed, run(lambda function, query: function(query)))
 
 
 @pytest.mark.parametrize("projected", [False, True])
@@ -499,3 +517,20 @@ def test_log_sum_exp_of_steps(backend):
         found.append([sums, *gradients(leaves, context, finite)])
     for steps, whole in zip(*found):
         torch.testing.assert_close(steps, whole)
+
+
+def test_keys_out_of_reach_after_a_graph_was_recorded():
+    """What a backend prepares depends on numbers, and is no part of a graph or of a mapped call."""
+
+    def steps(query, key, value, weight):
+        m = prepare(key, value, weight, backend="cpu")
+        return torch.cat([attend(q, m).context for q in query.split(1, 1)], 1)
+
+    args = inputs(Case("tanh", 2, 2, 9, 8, 5))
+    near = [args[x].detach() for x in ("query", "key", "value", "weight")]
+    far = [near[0], near[1] * 20, *near[2:]]
+    with torch.no_grad():
+        recorded = make_fx(steps)(*near)
+        torch.testing.assert_close(recorded(*far), steps(*far))
+        mapped = torch.func.vmap(steps)(*(torch.stack(pair) for pair in zip(near, far)))
+    torch.testing.assert_close(mapped, torch.stack([steps(*near), steps(*far)]))

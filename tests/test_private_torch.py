@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import attnfast
-from attnfast import _torch
+from attnfast import _torch, dot_attention
 from attnfast.backends import choose
 
 
@@ -63,7 +63,15 @@ def test_a_mode_that_records():
     """A graph that make_fx records of a replaced model has the keys of one source as constants."""
     seen = []
     make_fx(lambda x: seen.append(_torch.is_intercepted()) or x * 2)(torch.ones(2))
-    assert seen == [True] and not _torch.is_intercepted()
+    torch.func.vmap(lambda x: seen.append(_torch.is_intercepted()) or x * 2)(torch.ones(2))
+    assert seen == [True, True] and not _torch.is_intercepted()
+
+
+def test_results_in_pytrees():
+    """``vmap`` and ``export`` take a result's log-sum-exp away."""
+    x = torch.ones(1, 2, 4)
+    result = dot_attention(x, x, x, need_weights=True)
+    assert torch.utils._pytree.tree_map(torch.clone, result).log_sum_exp.shape == (1, 2)
 
 
 def test_forward_mode():

@@ -1,5 +1,6 @@
 """The compiled libraries list each operator's fields once, as the schemas of Python have them."""
 
+import contextlib
 import ctypes
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import attnfast
+from attnfast.backends import load_library
 from attnfast.ops.operators import ARGUMENTS
 
 
@@ -30,3 +32,41 @@ def test_fields_are_those_of_the_schemas(backend):
         operators.restype = ctypes.c_char_p
         found += operators().decode().splitlines()
     assert sorted(found) == sorted(listed(backend, name) for name in ARGUMENTS)
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_no_call_keeps_memory(refused):
+    """Not even that of a score's name, whether the call is taken or refused."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        pytest.skip("no glibc")
+    mallinfo.restype = Mallinfo
+    if load_library("_C_cpu"):
+        pytest.skip("no _C_cpu")
+    x = torch.ones(1, 2, 4)
+    wrong = x[0] if refused else x
+    call = (x, wrong, x, None, None, None, None, None, 0, None, 1.0, "dot", False)
+
+    def run(count):
+        with torch.no_grad():
+            for _ in range(count):
+                with contextlib.suppress(RuntimeError):
+                    torch.ops.attnfast_cpu.attention(*call)
+        return mallinfo().uordblks
+
+    run(100)
+    before = run(10)
+    assert run(2000) - before < 20_000  # a name kept by each would be 60,000 and more

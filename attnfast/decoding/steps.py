@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast._torch import number_of_backward
+from attnfast._torch import is_intercepted, number_of_backward, saves_elsewhere
 from attnfast.backends import BACKENDS
 from attnfast.decoding.waiting import Waiting, no_double_backward
 from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
@@ -135,6 +135,8 @@ class Steps:
             return False
         if number_of_backward() == self.task:
             return True
+        if saves_elsewhere():  # a checkpoint that is not reentrant takes the step for what it saved
+            return False
         key, value, _, weight, *_ = self.source
         if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
             raise RuntimeError(
@@ -158,7 +160,12 @@ class Steps:
         )
 
     def prepared(self) -> Tensor | None:
-        """Return what the backend keeps of the keys, made at the first step."""
+        """Return what the backend keeps of the keys, made at the first step.
+
+        Nothing where operators are recorded or mapped: whether it is there depends on numbers.
+        """
+        if is_intercepted():
+            return None
         if not self._is_prepared:
             key, _, lengths, _, score, _ = self.source
             with torch.inference_mode(False):  # or no backward could save it

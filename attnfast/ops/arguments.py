@@ -139,7 +139,7 @@ def check_scale(scale: object, expected: str = "a finite number") -> None:
 def check_activation(activation: Any) -> str:
     """Return the additive score with an activation; refuse one that has none."""
     check_word("activation", activation, SCORES[1:])
-    return str(activation)
+    return SCORES[SCORES.index(activation)]
 
 
 def check_temperature(temperature: object) -> None:

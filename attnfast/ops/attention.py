@@ -125,6 +125,8 @@ def check(call: Attention) -> None:
     check_terms(call, columns or keys)
     if call.prepared is not None:
         check_dense("prepared", call.prepared)
+        if call.prepared.device != call.query.device:
+            refuse("prepared", f"on the query's device {call.query.device}", call.prepared.device)
 
 
 def _check_backward(call: AttentionBackward) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_exact, check_inputs, check_tensor, check_terms
+from attnfast.ops.arguments import check_dense, check_exact, check_inputs, check_terms
 from attnfast.ops.operators import (
     Operator,
     accumulation_dtype,
@@ -150,7 +150,7 @@ def check_history(call: Coverage) -> None:
     for name, (x, allowed) in shapes.items():
         if x is None:
             continue
-        check_tensor(name, x)
+        check_dense(name, x)
         if x.device != query.device:
             refuse(name, f"on the query's device {query.device}", x.device)
         if x.dtype != dtype:
