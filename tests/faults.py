@@ -26,6 +26,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("scale=1.0, score=ctx.shared.score,", "scale=1.0, score='tanh',"),
         ("if x._version != version:", "if False:"),
         ("number_of_backward() == self.task", "number_of_backward() != -2"),
+        ("if saves_elsewhere():", "if False:"),
+        ("if is_intercepted():", "if False:"),
     ],
     ("attnfast/decoding/waiting.py", STEPS): [
         ("if not torch.is_grad_enabled() or not roots:", "if True:"),
@@ -131,6 +133,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/nn/history.py", "tests/test_history.py"): [
         ("result.loss if history.loss is None else history.loss + result.loss", "result.loss"),
         ("first[:, :1] = 1", "first[:, -1:] = 1"),
+        ("self.activation = activation", "pass"),
         ("fertility=self.fertility * asked", "fertility=asked"),
         ("seen if mask is None else seen & mask", "seen"),
         ('"coverage" if self.channels == "cumulative" else "previous"', '"previous"'),
@@ -227,6 +230,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("tl.where(m_diverged, float(\"nan\"), 1 / tl.where(m_empty, 1, b_l))",
          "1 / tl.where(m_empty, 1, b_l)"),
         ("LEAST, b_s * SHORT))", "LEAST, b_s))"),
+        ("0.25 * b_ones, 0.05 * b_ones)", "0.25 * b_ones, 0.25 * b_ones)"),
     ],
     ("kernels/coverage.py", TRITON_HISTORY): [
         ("b_g += tl.where(b_p <= b_c, grad_loss, 0)", "b_g += tl.where(b_p < b_c, grad_loss, 0)"),
@@ -240,6 +244,16 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("every += tl.sum(b_plus, 0)", "pass"),
         ("tl.where(b_da > HIGHEST, HIGHEST,", "tl.where(b_da > HIGHEST, b_da,"),
         ("b_u = _exp(b_d)", "b_u = tl.exp(b_d)"),
+    ],
+    ("csrc/score.h", CPU): [
+        ("return z < V{} ? z * C(0.2) : z;", "return z < V{} ? z * C(0.21) : z;"),
+        ("return f > V{} ? g : g * C(0.2);", "return f > V{} ? g : g;"),
+    ],
+    ("csrc/arguments.h", "tests/test_schemas.py"): [
+        ("TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));", ""),
+    ],
+    ("csrc/launch_coverage.h", "tests/test_misfits.py tests/test_schemas.py"): [
+        ("X(Optional, previous, rows, sums, {Tk})", "X(Optional, previous, any)"),
     ],
     ("csrc/cpu/attention_kernel.cpp", CPU): [
         ("const C rest = a.grad_log_sum_exp.data ?", "const C rest = false ?"),
