@@ -25,8 +25,7 @@ BUDGETS = {
     for dtype in DTYPES
     for kernel, score, registers, of_double, kib in (
         *(("forward", f", {score}, 1", 128, 255, 18) for score in range(len(SCORES))),
-        *(("forward", f", {score}, 2", 168, 255, 18) for score in range(2)),
-        *(("forward", f", {score}, 2", 168, 0, 18) for score in range(2, len(SCORES))),
+        *(("forward", f", {score}, 2", 168, 255, 18) for score in range(len(SCORES))),
         *(("forward", f", {score}, 4", 168, 0, 18) for score in range(len(SCORES))),
         *(("step", f", {score}", 104, 104, 5) for score in range(len(SCORES))),
         *(("step_backward", f", {score}", 104, 104, 5) for score in range(len(SCORES))),

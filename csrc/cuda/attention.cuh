@@ -426,14 +426,11 @@ void launch_forward(const Forward& a, const Launch& launch) {
     if (a.Tq == 1) return launch_step<T>(a, launch);
     const Factored of = factored<T>(a, launch);
     const auto with = [&](auto columns) {
-      by_score(a.score, [&](auto known) {
-        constexpr Score S = decltype(known)::score;
-        // With two columns the registers of double spill, but for dot and tanh.
-        constexpr bool plain = S != Score::dot && S != Score::tanh;
-        constexpr int N = plain && sizeof(T) == 8 ? 1 : decltype(columns)::value;
-        const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // the weights are due at 0
-        launch(forward<T, S, N>, a.B * a.H * tiles(a.Tq, kQueries), slices, a, of);
-      });
+      constexpr int N = decltype(columns)::value;
+      const auto kernel =
+          by_score(a.score, [](auto known) { return forward<T, decltype(known)::score, N>; });
+      const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // the weights are due at 0
+      launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a, of);
     };
     if (a.Dv <= kThreads) return with(std::integral_constant<int, 1>{});
     if (a.Dv <= 2 * kThreads) return with(std::integral_constant<int, 2>{});
