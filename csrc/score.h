@@ -9,7 +9,7 @@
 
 namespace attnfast {
 
-// q . k, and sum_a w_a f(q_a + k_a) by the name of f, as attnfast/ops/attention.py has them.
+// q . k, and sum_a w_a f(q_a + k_a) by the name of f, as attnfast/ops/arguments.py lists them.
 #define ATTNFAST_ACTIVATIONS(X) X(relu) X(leaky_relu)  // but tanh
 #define ATTNFAST_NAME(name) name,
 enum class Score { dot, tanh, ATTNFAST_ACTIVATIONS(ATTNFAST_NAME) };
@@ -39,7 +39,8 @@ inline auto by_score(Score score, const F& f) {
   return score == Score::dot ? f(Known<Score::dot>{}) : by_activation(score, f);
 }
 
-// f(z), but of tanh, which each backend takes in ways of its own. V is a number or a vector of numbers C.
+// f(z) of every activation but tanh, which each backend takes in its own way. V is a number C or a vector
+// of them.
 template <Score S, class C, class V>
 ATTNFAST_DEVICE inline V activation(V z) {
   if constexpr (S == Score::leaky_relu) return z < V{} ? z * C(0.2) : z;

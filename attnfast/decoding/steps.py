@@ -135,7 +135,7 @@ class Steps:
             return False
         if number_of_backward() == self.task:
             return True
-        if saves_elsewhere():  # a checkpoint that is not reentrant takes the step for what it saved
+        if saves_elsewhere():  # a non-reentrant checkpoint, which wants saved tensors alone
             return False
         key, value, _, weight, *_ = self.source
         if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
