@@ -42,7 +42,10 @@ def modules():
 @pytest.fixture(params=list(modules()))
 def module(request):
     torch.manual_seed(0)
-    return modules()[request.param].double()
+    module = modules()[request.param].double()
+    asked = {"location, relu": "relu", "fertility, leaky": "leaky_relu"}
+    assert module.activation == asked.get(request.param, "tanh")
+    return module
 
 
 def states():

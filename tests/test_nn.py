@@ -30,7 +30,9 @@ def modules():
 @pytest.fixture(params=list(modules()))
 def module(request):
     torch.manual_seed(0)
-    return modules()[request.param]
+    module = modules()[request.param]
+    assert module.activation == ("relu" if "relu" in request.param else "tanh")
+    return module
 
 
 def states(module):

@@ -468,6 +468,12 @@ def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
         backends.choose("triton", *asked, filters=most + 1)
 
 
+def test_an_interpreter_goes_to_nobody_who_has_not_asked(monkeypatch):
+    monkeypatch.setattr(backends, "triton_interpreted", lambda: True)
+    asked = backends.Request(torch.device("cpu"), torch.float32)
+    assert backends.in_order(asked)[-1] == "reference"
+
+
 @pytest.mark.parametrize("queries", [1, 2])
 def test_one_query_is_a_step(queries, monkeypatch):
     asked = []
