@@ -14,6 +14,18 @@ if reason := not_installed():
     pytest.exit(reason, returncode=1)  # what is skipped with a reason would look green
 
 
+#: The files that take longest, for two workers to begin with: neither waits for them at the end.
+LONGEST = (
+    "test_triton_compile", "test_cuda_build", "test_attention", "test_compile", "test_package",
+    "test_pretend_gpu", "test_cuda",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
