@@ -43,18 +43,19 @@ def _functorch_level() -> int:
     return torch._C._functorch.maybe_current_level() or 0
 
 
-def keep_in_pytrees(result: type, name: str) -> None:
-    """Let pytrees, and so ``vmap`` and ``export``, keep an attribute that a tuple has beside it."""
+def keep_in_pytrees(result: type, *names: str) -> None:
+    """Let pytrees, and so ``vmap`` and ``export``, keep attributes that a tuple has beside it."""
 
     def rebuilt(leaves: Any, _: Any) -> Any:
-        *items, last = leaves
-        made = result(items)
-        setattr(made, name, last)
+        items = len(leaves) - len(names)
+        made = result(leaves[:items])
+        for name, x in zip(names, leaves[items:]):
+            setattr(made, name, x)
         return made
 
     torch.utils._pytree.register_pytree_node(
         result,
-        lambda x: ([*x, getattr(x, name)], None),
+        lambda x: ([*x, *(getattr(x, name) for name in names)], None),
         rebuilt,
         serialized_type_name=f"attnfast.{result.__name__}",
     )

@@ -232,6 +232,13 @@ def in_order(request: Request) -> list[str]:
 
 
 @functools.cache
+def _best(backend: str | None, *asked) -> str | None:
+    order = in_order(Request(*asked)) if backend is None else [backend]
+    able = (x for x in order if x != "reference" and why_not(x, *asked) is None)
+    return next(able, None)
+
+
+@functools.cache
 def _choose(backend: str | None, *asked) -> str:
     request = Request(*asked)
     if backend is None:
@@ -251,6 +258,14 @@ def _choose(backend: str | None, *asked) -> str:
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
+
+
+@constant_in_graphs
+def best(
+    backend: str | None, device: torch.device, dtype: torch.dtype, operator: str
+) -> str | None:
+    """Return the compiled backend that serves a call best, or None: the one asked for, if any."""
+    return _best(backend, device, dtype, operator)
 
 
 @constant_in_graphs

@@ -17,9 +17,11 @@ from attnfast.ops.attention import Attended, Attention
 from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
 from attnfast.ops.coverage import Coverage, Covered
 from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.recurrent import Recurred, Recurrent, attention_of, fed
+from attnfast.ops.recurrent import fake as fake_recurrent
 from attnfast.ops.span import to_columns, to_dense
 
-__all__ = ["attention", "copy_distribution", "coverage_attention"]
+__all__ = ["attention", "copy_distribution", "coverage_attention", "recurrent"]
 
 
 def visible_keys(call: Attention | Coverage) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,3 +168,72 @@ def copy_distribution(call: Copy) -> Copied:
     total = (generated - top).exp() + copied * (log_q - top).clamp(max=LIMIT).exp()
     log_probs = top + total.masked_fill(never, 1).log()
     return Copied(log_probs.masked_fill(never, LOWEST).to(call.logits.dtype), log_sum_exp)
+
+
+def cell_step(
+    call: Recurrent, x: Tensor, h: Tensor, c: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the next state ``[B, H]``, an LSTM's next cell or None, and the gates.
+
+    ``x [B, G·H]`` is the product of ``weight_ih`` with its bias.
+    """
+    y = h if call.dropout is None else h * call.dropout
+    y = torch.nn.functional.linear(y, call.weight_hh, call.bias_hh)
+    if call.mode == "gru":
+        (xr, xz, xn), (yr, yz, yn) = x.chunk(3, -1), y.chunk(3, -1)
+        r, z = (xr + yr).sigmoid(), (xz + yz).sigmoid()
+        n = (xn + r * yn).tanh()
+        return (1 - z) * n + z * h, c, torch.cat([r, z, n, yn], -1)
+    if call.mode == "tanh":
+        return (x + y).tanh(), c, y[:, :0]
+    i, f, g, o = (x + y).chunk(4, -1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    assert c is not None
+    c = f * c + i * g
+    return o * c.tanh(), c, torch.cat([i, f, g, o], -1)
+
+
+def recurrent(call: Recurrent) -> Recurred:
+    """Compute states, contexts and weights step by step."""
+    linear = torch.nn.functional.linear
+    B, T, _ = call.input.shape
+    h, c, f = call.hidden, call.cell, call.feed
+    f = call.input.new_zeros(B, fed(call)) if f is None else f
+    results: list[list[Tensor]] = [[] for _ in Recurred._fields]
+    inputs, padding = call.input, None
+    if call.target_lengths is not None:
+        numbers = torch.arange(T, device=inputs.device)
+        padding = (numbers >= call.target_lengths.unsqueeze(-1)).unsqueeze(-1)
+        inputs = inputs.masked_fill(padding, 0)  # NaN there must not leak
+
+    def attend(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        query = h if call.weight_query is None else linear(h, call.weight_query, call.bias_query)
+        context, weights, _ = attention(attention_of(call, query.unsqueeze(1), slice(t, t + 1)))
+        return query, context.squeeze(1), weights.squeeze(1)
+
+    for t in range(T):
+        query: Any = None
+        context: Any = None
+        weights = attentional = None
+        if call.attends_first and call.key is not None:
+            query, context, weights = attend(h, t)
+            f = context
+        x = linear(torch.cat([inputs[:, t], f], -1), call.weight_ih, call.bias_ih)
+        h, c, gates = cell_step(call, x, h, c)
+        if not call.attends_first and call.key is not None:
+            query, context, weights = attend(h, t)
+            f = context
+        if call.weight_output is not None:
+            joined = torch.cat([context, h], -1)
+            f = attentional = linear(joined, call.weight_output, call.bias_output).tanh()
+        query = query if call.attends_first or call.weight_query is not None else None
+        row = (h, c, context, weights, attentional, query, gates)
+        for steps, y in zip(results, row):
+            steps += [] if y is None or not y.shape[-1] else [y]
+    shapes = fake_recurrent(call)
+    rows = [
+        torch.stack(x, 1) if x else call.input.new_empty(y.shape) for x, y in zip(results, shapes)
+    ]
+    if padding is not None:
+        rows = [x.masked_fill(padding, 0) if x.dim() == 3 else x for x in rows]
+    return Recurred(*rows)

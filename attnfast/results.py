@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnfast._torch import keep_in_pytrees
 
-__all__ = ["AttentionResult", "CoverageResult"]
+__all__ = ["AttentionResult", "CoverageResult", "RecurrentResult"]
 
 
 class AttentionResult(tuple):
@@ -57,8 +57,31 @@ class CoverageResult(tuple):
         return self[2]
 
 
+class RecurrentResult(tuple):
+    """``output, state``, by name too, of a recurrent layer that attends.
+
+    Attributes:
+        states: of the last layer ``[B, T, H]``.
+        contexts: ``[B, T, Dv]``.
+        weights: ``[B, T, Tk]``, or None unless asked for.
+    """
+
+    states: Tensor
+    contexts: Tensor
+    weights: Any
+
+    @property
+    def output(self) -> Tensor:
+        return self[0]
+
+    @property
+    def state(self) -> Any:
+        return self[1]
+
+
 keep_in_pytrees(AttentionResult, "log_sum_exp")
 keep_in_pytrees(CoverageResult, "loss")
+keep_in_pytrees(RecurrentResult, "states", "contexts", "weights")
 
 
 def attention_result(context: Tensor, weights: Any, log_sum_exp: Tensor) -> AttentionResult:
@@ -74,4 +97,13 @@ def coverage_result(
     """Return a result of attention with a history."""
     result = CoverageResult((context, weights, coverage))
     result.loss = loss
+    return result
+
+
+def recurrent_result(
+    output: Tensor, state: Any, states: Tensor, contexts: Any, weights: Any
+) -> RecurrentResult:
+    """Return a result of a recurrent layer that attends."""
+    result = RecurrentResult((output, state))
+    result.states, result.contexts, result.weights = states, contexts, weights
     return result

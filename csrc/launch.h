@@ -274,12 +274,12 @@ struct AttentionFit : Fit {
 };
 
 // [B], their values checked where that is no wait.
-const int64_t* lengths_of(const Optional& lengths, const AttentionFit& fit, Keep& keep) {
+const int64_t* lengths_of(const Optional& lengths, const Fit& fit, int64_t keys, Keep& keep) {
   if (!lengths) return nullptr;
   const bool wide = lengths->scalar_type() == ScalarType::Long;
   keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
   const auto* values = static_cast<const int64_t*>(place_of(keep.back()));
-  const auto possible = [&](int64_t length) { return length >= 0 && length <= fit.Tk; };
+  const auto possible = [&](int64_t length) { return length >= 0 && length <= keys; };
   fit.check(!lengths->is_cpu() || std::all_of(values, values + fit.B, possible), "lengths");
   return values;
 }
@@ -310,7 +310,7 @@ void put_problem(const Arguments& given, const AttentionFit& fit, Problem& a, Ke
   a.key = view_of_rows(given.key, keep);
   a.value = view_of_rows(given.value, keep);
   if (given.weight) a.weight = view_of_parameters(*given.weight, given.weight->dim() == 2, keep);
-  a.lengths = lengths_of(given.lengths, fit, keep);
+  a.lengths = lengths_of(given.lengths, fit, fit.Tk, keep);
   if constexpr (requires { given.span; }) {
     a.compact = given.columns > 0;
     if (const Optional& span = given.span) {

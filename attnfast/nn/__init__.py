@@ -12,6 +12,11 @@ Attention with a history also takes that of the rows before, and returns that of
 Attention whose rows see some of the keys only (:class:`LocalAttention` and those beside it) has a
 history too, of how far the rows have come.
 
+Recurrent layers that attend (:class:`AttentionGRU` and those beside it) take an attention and run
+over a whole target in one call::
+
+    output, state = layer(embedded, layer.prepare(encoder_states, lengths))
+
 The attribute ``temperature``, 1 unless set, divides every module's scores.
 """
 
@@ -25,6 +30,7 @@ from attnfast.nn.history import (
     HistoryAttention,
     LocationAwareAttention,
 )
+from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
 from attnfast.nn.sparse import (
     LocalAttention,
     LocalPredictiveAttention,
@@ -34,6 +40,9 @@ from attnfast.nn.sparse import (
 )
 
 __all__ = [
+    "AttentionGRU",
+    "AttentionLSTM",
+    "AttentionRNN",
     "BahdanauAttention",
     "CoverageAttention",
     "ForwardAttention",
@@ -47,6 +56,7 @@ __all__ = [
     "MonotonicAttention",
     "MultiHeadAttention",
     "PointerGenerator",
+    "RecurrentState",
     "SparseSelfAttention",
     "StridedAttention",
 ]

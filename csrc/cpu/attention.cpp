@@ -213,21 +213,31 @@ struct PrepareFit : AttentionFit {
 ATTNFAST_ARGUMENTS(PrepareArguments, "prepare", ATTNFAST_PREPARE, PrepareFit)
 ATTNFAST_RESULTS(Prepared, ATTNFAST_PREPARED)
 
-// What steps over the same keys keep of them: their exponentials, for tanh; size [0] if nothing, as
-// where a key lies beyond the exponentials' domain.
 Prepared prepare(const PrepareArguments& given) {
   const PrepareArguments::Fit fit(given);
-  const Tensor none = empty(kCpu, {0}, ScalarType::Float);
-  if (score_of(given.score) != Score::tanh || fit.own == ScalarType::Double) return {none};
   Keep keep;
-  cpu::Preparation a{};
+  Problem a{};
   a.dtype = dtype_of(given.key);
+  a.score = score_of(given.score);
   a.B = fit.B;
   a.H = fit.H;
-  a.Tq = a.Tk = a.W = fit.Tk;
-  a.A = a.Dv = fit.A;
+  a.Tk = fit.Tk;
+  a.A = fit.A;
   a.key = view_of_rows(given.key, keep);
-  a.lengths = lengths_of(given.lengths, fit, keep);
+  a.lengths = lengths_of(given.lengths, fit, fit.Tk, keep);
+  return {cpu::exponentials_of(a)};
+}
+
+}  // namespace
+
+namespace cpu {
+
+Tensor exponentials_of(const Problem& problem) {
+  const Tensor none = empty(kCpu, {0}, ScalarType::Float);
+  if (problem.score != Score::tanh || problem.dtype == Dtype::f64) return none;
+  Preparation a{problem};
+  a.Tq = a.W = a.Tk;
+  a.Dv = a.A;
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
   const int64_t width = (a.A + kPadding - 1) / kPadding * kPadding;
   const Tensor out = empty(kCpu, {a.B, a.H, a.Tk, width}, ScalarType::Float);
@@ -239,10 +249,12 @@ Prepared prepare(const PrepareArguments& given) {
   const float* range = static_cast<const float*>(place_of(ranges));
   const bool far =
       std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kPreparedLimit; });
-  return {far ? none : out};
+  return far ? none : out;
 }
 
-}  // namespace
+void run_backward(const Backward& a) { attnfast::run_backward(a, Tensor()); }
+
+}  // namespace cpu
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   AttentionOperators::implement(m);

@@ -9,6 +9,16 @@
 #include "attention.h"
 
 namespace attnfast {
+namespace cpu {
+
+// What steps over the same keys keep of them: their exponentials, for tanh; size [0] if nothing, as where
+// a key lies beyond the exponentials' domain.
+Tensor exponentials_of(const Problem&);
+// The backward of attention, as its own operator runs it.
+void run_backward(const Backward&);
+
+}  // namespace cpu
+
 namespace {
 
 using cpu::Pass;

@@ -1,0 +1,480 @@
+"""Recurrent layers that attend at every step: one operator where it serves, else step by step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnfast import dispatch
+from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
+from attnfast.backends import best
+from attnfast.decoding import Memory, check_memory
+from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
+from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
+from attnfast.ops.arguments import check_temperature, check_tensor, is_finite
+from attnfast.ops.recurrent import GATES, RECURRENT, Recurrent
+from attnfast.reference import cell_step
+from attnfast.results import RecurrentResult, recurrent_result
+
+__all__ = ["AttentionGRU", "AttentionLSTM", "AttentionRNN", "RecurrentState"]
+
+RECURRENCES = ("attend_first", "attend_last", "input_feeding")
+CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
+
+
+class RecurrentState(NamedTuple):
+    """What a layer passes from one call to the next; a search reorders it.
+
+    ``hidden [L, B, H]`` of L layers; ``cell [L, B, H]`` of an LSTM or None; ``feed [B, F]``, what
+    the attention gave last, where it is fed to the next step, or None for zeros; ``history``, what
+    the attention knows of its past, or None.
+    """
+
+    hidden: Tensor
+    cell: Tensor | None = None
+    feed: Tensor | None = None
+    history: Any = None
+
+    def index_select(self, index: Tensor) -> RecurrentState:
+        """Return the state of the sequences ``index``."""
+        layers = {x: getattr(self, x) for x in ("hidden", "cell") if getattr(self, x) is not None}
+        chosen: dict[str, Any] = {name: x.index_select(1, index) for name, x in layers.items()}
+        if self.feed is not None:
+            chosen["feed"] = self.feed.index_select(0, index)
+        if self.history is not None:
+            chosen["history"] = self.history.index_select(index)
+        return self._replace(**chosen)
+
+
+class Layer(NamedTuple):
+    """A recurrent layer's parameters, as :class:`attnfast.ops.recurrent.Recurrent` has them."""
+
+    mode: str
+    weight_ih: Tensor
+    weight_hh: Tensor
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+    weight_output: Tensor | None = None
+    bias_output: Tensor | None = None
+    attends_first: bool = True
+
+
+class Steps(NamedTuple):
+    """What a layer gives at every step; None for what there is not."""
+
+    states: Tensor
+    cells: Tensor | None
+    contexts: Tensor | None
+    weights: Tensor | None
+    attentional: Tensor | None
+    history: Any
+
+
+def _backend(attention: Any, memory: Memory | None, like: Tensor) -> str | None:
+    """Return the backend whose operator serves a layer, or None."""
+    if is_autocast_on() or has_tangents():
+        return None
+    if not torch.compiler.is_compiling() and is_intercepted():
+        return None
+    wanted = None
+    if attention is not None:
+        if type(attention) not in (BahdanauAttention, LuongAttention) or memory is None:
+            return None
+        layers: list[Any] = [attention, attention.query_proj]
+        if any(x._forward_hooks or x._forward_pre_hooks or x._backward_hooks for x in layers):
+            return None
+        if type(attention.query_proj) not in (nn.Linear, nn.Identity) or memory.key.dim() != 3:
+            return None
+        if memory.key.dtype != like.dtype or memory.key.device != like.device:
+            return None
+        wanted = memory.backend
+    return best(wanted, like.device, like.dtype, RECURRENT.name)
+
+
+def run_layer(
+    layer: Layer,
+    input: Tensor,
+    state: RecurrentState,
+    attention: Any = None,
+    memory: Memory | None = None,
+    *,
+    target_lengths: Tensor | None = None,
+    dropout: Tensor | None = None,
+    need_weights: bool = False,
+) -> Steps:
+    """Run one layer over ``input [B, T, E]`` from ``state.hidden [B, H]``, its own, on.
+
+    One operator does it where it can, a loop over steps of PyTorch's cells where it cannot; for a
+    single step the loop is quicker, since the operator would pack the weights for it alone.
+    """
+    backend = _backend(attention, memory, input) if input.shape[1] != 1 else None
+    if backend is None:
+        return _run_steps(
+            layer, input, state, attention, memory, target_lengths, dropout, need_weights
+        )
+    feed = None if attention is None or layer.attends_first else state.feed
+    call = Recurrent(
+        input, state.hidden, layer.weight_ih, layer.weight_hh, state.cell, feed, layer.bias_ih,
+        layer.bias_hh,
+        weight_output=layer.weight_output, bias_output=layer.bias_output,
+        target_lengths=target_lengths, dropout=dropout, mode=layer.mode,
+        attends_first=layer.attends_first,
+    )  # fmt: skip
+    if attention is not None:
+        assert memory is not None
+        if memory.steps is not None:
+            memory.steps.check_unchanged()
+        check_temperature(attention.temperature)
+        scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
+        query = attention.query_proj
+        call = call._replace(
+            key=memory.key, value=memory.value, weight=memory.weight, lengths=memory.lengths,
+            mask=memory.mask, scale=scale / attention.temperature, score=memory.score,
+            weight_query=getattr(query, "weight", None), bias_query=getattr(query, "bias", None),
+        )  # fmt: skip
+    done = dispatch.run(RECURRENT, call, backend)
+    return Steps(
+        done.states,
+        done.cells if layer.mode == "lstm" else None,
+        None if attention is None else done.contexts,
+        done.weights if attention is not None and need_weights else None,
+        None if layer.weight_output is None else done.attentional,
+        None,
+    )
+
+
+def _run_steps(
+    layer: Layer,
+    input: Tensor,
+    state: RecurrentState,
+    attention: Any,
+    memory: Memory | None,
+    target_lengths: Tensor | None,
+    dropout: Tensor | None,
+    need_weights: bool,
+) -> Steps:
+    """Run the layer step by step, whatever the attention."""
+    h, c, history = state.hidden, state.cell, state.history
+    fed = layer.weight_ih.shape[1] - input.shape[-1]
+    f = input.new_zeros(len(input), fed) if state.feed is None else state.feed
+    has_history = getattr(attention, "has_history", False)
+    rows: list[list[Any]] = [[] for _ in range(5)]
+    for t, x in enumerate(input.unbind(1)):
+        seen = None if target_lengths is None else target_lengths > t
+        context = weights = attentional = None
+
+        def attend(h: Tensor, history: Any, seen: Tensor | None = seen) -> tuple[Any, Any, Any]:
+            form = "dense" if need_weights else False
+            if has_history:
+                return attention(h, memory, history, form, seen)
+            return *attention(h, memory, form), None
+
+        if attention is not None and layer.attends_first:
+            context, weights, history = attend(h, history)
+            f = context
+        new_h, new_c = _move(layer, torch.cat([x, f], -1) if fed else x, h, c, dropout)
+        if attention is not None and not layer.attends_first:
+            context, weights, history = attend(new_h, history)
+            f = context
+        if layer.weight_output is not None:
+            both = torch.cat([context, new_h], -1)  # type: ignore[list-item]
+            f = attentional = F.linear(both, layer.weight_output, layer.bias_output).tanh()
+        shown = [new_h, new_c, context, weights, attentional]
+        if seen is not None:
+            keep, padding = seen.unsqueeze(-1), ~seen
+            shown = [
+                None if y is None else y.masked_fill(padding.view(-1, *[1] * (y.dim() - 1)), 0)
+                for y in shown
+            ]
+            new_h = torch.where(keep, new_h, h)
+            new_c = new_c if new_c is None else torch.where(keep, new_c, c)  # type: ignore[arg-type]
+        h, c = new_h, new_c
+        for values, y in zip(rows, shown):
+            values.append(y)
+    done: list[Any] = [None if not x or x[0] is None else torch.stack(x, 1) for x in rows]
+    states = input.new_empty(len(input), 0, h.shape[-1]) if done[0] is None else done[0]
+    return Steps(states, done[1], done[2], done[3], done[4], history)
+
+
+def _move(
+    layer: Layer, x: Tensor, h: Tensor, c: Tensor | None, dropout: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the next state and cell."""
+    weights = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
+    if dropout is not None:
+        call = Recurrent(
+            x, h, *weights[:2], c, None, *weights[2:], dropout=dropout, mode=layer.mode
+        )
+        return cell_step(call, F.linear(x, layer.weight_ih, layer.bias_ih), h, c)[:2]
+    step: Any = CELL_STEPS[layer.mode]
+    if layer.mode == "lstm":
+        return step(x, (h, c), *weights)
+    return step(x, h, *weights), c
+
+
+def last_of(steps: Tensor, first: Tensor, target_lengths: Tensor | None) -> Tensor:
+    """Return every sequence's last row ``[B, H]`` that is no padding, ``first`` if it has none."""
+    if steps.shape[1] == 0:
+        return first
+    if target_lengths is None:
+        return steps[:, -1]
+    index = (target_lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, steps.shape[-1])
+    return torch.where((target_lengths > 0).unsqueeze(-1), steps.gather(1, index).squeeze(1), first)
+
+
+class AttentionRNN(nn.Module):
+    r"""A recurrent layer, :math:`\tanh`, that attends at every step.
+
+    ==================  ========================================================================
+    ``recurrence``      step t
+    ==================  ========================================================================
+    ``attend_first``    :math:`c_t = \mathrm{attend}(h_{t-1}), \; h_t = \mathrm{cell}([x_t; c_t],
+                        h_{t-1})` (Bahdanau)
+    ``attend_last``     :math:`h_t = \mathrm{cell}([x_t; c_{t-1}], h_{t-1}), \; c_t =
+                        \mathrm{attend}(h_t)` (Listen, Attend and Spell; Tacotron)
+    ``input_feeding``   :math:`h_t = \mathrm{cell}([x_t; \tilde h_{t-1}], h_{t-1}), \; c_t =
+                        \mathrm{attend}(h_t), \; \tilde h_t = \tanh(W_o [c_t; h_t])` (Luong)
+    ==================  ========================================================================
+
+    The cells are those of ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``, and so are the names and shapes
+    of their parameters: ``weight_ih_l0 [G·H, input_size + F]``, whose last F columns read what the
+    attention gave, and so on. The weights of an ``nn.GRU``, or of an ``nn.GRUCell`` in a loop, with
+    input ``[x; c]`` load into them. Tensors have the batch first.
+
+    Args:
+        input_size: features E of the inputs.
+        hidden_size: features H of the states.
+        context_size: features of a context, of the attention's values.
+        attention: a module of :mod:`attnfast.nn`, which makes the memory.
+        num_layers: more than one: the first attends, the others read ``[h_t; c_t]`` of the one
+            below and the first (GNMT). Not with input feeding.
+        bias: whether the cells have biases.
+        recurrence: one of the table.
+        output_size: features F of :math:`\tilde h_t` with input feeding; None: ``hidden_size``.
+        dropout: probability that an output of a layer but the last is 0, in training.
+        recurrent_dropout: the same for a number of the state that :math:`W_{hh}` reads, one mask
+            for all steps of a call.
+
+    Papers: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; Luong, Pham and Manning, EMNLP
+    2015, arXiv:1508.04025; Wu et al., arXiv:1609.08144 (GNMT); Gal and Ghahramani, NeurIPS 2016,
+    arXiv:1512.05287 (dropout).
+    """
+
+    mode = "tanh"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        context_size: int,
+        attention: nn.Module,
+        *,
+        num_layers: int = 1,
+        bias: bool = True,
+        recurrence: str = "attend_first",
+        output_size: int | None = None,
+        dropout: float = 0.0,
+        recurrent_dropout: float = 0.0,
+    ):
+        super().__init__()
+        check_sizes(
+            input_size=input_size, hidden_size=hidden_size, context_size=context_size,
+            num_layers=num_layers,
+        )  # fmt: skip
+        check_flag("bias", bias)
+        check_word("recurrence", recurrence, RECURRENCES)
+        if not isinstance(attention, nn.Module):
+            refuse_type("attention", "a module", describe(attention))
+        feeds = recurrence == "input_feeding"
+        if output_size is not None:
+            check_sizes(output_size=output_size)
+            if not feeds:
+                refuse("output_size", "None without input feeding", output_size)
+        if feeds and num_layers > 1:
+            refuse("num_layers", "1 with input feeding", num_layers)
+        for name, p in (("dropout", dropout), ("recurrent_dropout", recurrent_dropout)):
+            if not is_finite(p) or not 0 <= p < 1:
+                refuse(name, "a probability below 1", describe(p))
+        self.input_size, self.hidden_size, self.context_size = input_size, hidden_size, context_size
+        self.num_layers, self.bias, self.recurrence = num_layers, bool(bias), recurrence
+        self.dropout, self.recurrent_dropout = dropout, recurrent_dropout
+        self.attention: Any = attention
+        self.output_size = hidden_size if output_size is None else output_size
+        self.output_proj = None
+        if feeds:
+            self.output_proj = nn.Linear(context_size + hidden_size, self.output_size, bias=False)
+        fed = self.output_size if feeds else context_size
+        for layer in range(num_layers):
+            features = fed + (hidden_size if layer else input_size)
+            for name, shape in (
+                ("weight_ih", (features,)), ("weight_hh", (hidden_size,)), ("bias_ih", ()),
+                ("bias_hh", ()),
+            ):  # fmt: skip
+                room = torch.empty(GATES[self.mode] * hidden_size, *shape)
+                kept = nn.Parameter(room) if bias or shape else None
+                self.register_parameter(f"{name}_l{layer}", kept)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the cells' parameters as PyTorch does, uniform up to 1/√H."""
+        bound = self.hidden_size**-0.5
+        for x in self.parameters(recurse=False):
+            nn.init.uniform_(x, -bound, bound)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take the names of PyTorch's cells too, without a layer's number."""
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            if f"{prefix}{name}" in state_dict and f"{prefix}{name}_l0" not in state_dict:
+                state_dict[f"{prefix}{name}_l0"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.input_size}, {self.hidden_size}, {self.context_size}, "
+            f"num_layers={self.num_layers}, recurrence={self.recurrence!r}"
+        )
+
+    def prepare(
+        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Memory:
+        """Make the memory, as the attention does."""
+        return self.attention.prepare(states, lengths, mask)
+
+    def _layer(self, number: int) -> Layer:
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        return Layer(
+            self.mode,
+            **{x: getattr(self, f"{x}_l{number}") for x in names},
+            weight_output=None if self.output_proj is None else self.output_proj.weight,
+            attends_first=self.recurrence == "attend_first",
+        )
+
+    def _start(self, input: Tensor, hx: Any) -> RecurrentState:
+        """Return the state before the first step, of what a caller gave."""
+        shape = (self.num_layers, len(input), self.hidden_size)
+        if hx is None:
+            hx = RecurrentState(input.new_zeros(shape))
+        elif isinstance(hx, Tensor):
+            hx = RecurrentState(hx)
+        elif isinstance(hx, tuple) and not isinstance(hx, RecurrentState) and len(hx) == 2:
+            hx = RecurrentState(*hx)
+        if not isinstance(hx, RecurrentState):
+            refuse_type("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
+        if self.mode == "lstm" and hx.cell is None:
+            hx = hx._replace(cell=torch.zeros_like(hx.hidden))
+        for name in ("hidden", "cell"):
+            x = getattr(hx, name)
+            if x is None:
+                continue
+            check_tensor(f"hx.{name}", x)
+            if list(x.shape) != list(shape):
+                refuse(f"hx.{name}", f"{list(shape)}", list(x.shape))
+        return hx
+
+    def _check(self, input: Any, memory: Any, target_lengths: Any) -> None:
+        """Refuse inputs that do not fit."""
+        check_tensor("input", input)
+        if input.dim() != 3 or input.shape[-1] != self.input_size:
+            refuse("input", f"[B, T, {self.input_size}]", list(input.shape))
+        if input.dtype != self.weight_ih_l0.dtype and not is_autocast_on():
+            refuse("input", f"of the module's dtype {self.weight_ih_l0.dtype}", input.dtype)
+        if isinstance(memory, Memory) and len(memory.key) != len(input):
+            refuse("memory", f"of {len(input)} sources, as many as inputs", len(memory.key))
+        if isinstance(self.attention, (BahdanauAttention, LuongAttention)):
+            check_memory(memory)
+        if target_lengths is None:
+            return
+        check_tensor("target_lengths", target_lengths)
+        if target_lengths.dtype not in (torch.int32, torch.int64) or target_lengths.shape != (
+            len(input),
+        ):
+            got = f"{target_lengths.dtype} {list(target_lengths.shape)}"
+            refuse("target_lengths", f"int64 or int32 of shape [{len(input)}]", got)
+
+    def forward(
+        self,
+        input: Tensor,
+        memory: Memory,
+        hx: Any = None,
+        *,
+        target_lengths: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> RecurrentResult:
+        """Run over a whole target, or a part of it.
+
+        Args:
+            input: ``[B, T, input_size]``, T = 1 for one step of a search.
+            memory: from :meth:`prepare`.
+            hx: the state before the first step: ``[num_layers, B, H]``, a pair of them for an LSTM,
+                or what the last call returned; None means zeros.
+            target_lengths: ``[B]``: results at these steps and beyond are 0, and the state that is
+                returned is that of the last step before.
+            need_weights: return the weights too.
+
+        Returns:
+            ``output, state``: the states of the last layer ``[B, T, H]``, or with input feeding
+            the attentional vectors ``[B, T, F]``; a :class:`RecurrentState`. The result's
+            attributes are ``states [B, T, H]`` of the last layer, ``contexts [B, T, Dv]`` and
+            ``weights [B, T, Tk]``, None unless asked for.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        self._check(input, memory, target_lengths)
+        check_flag("need_weights", need_weights)
+        start = self._start(input, hx)
+        lengths = None if target_lengths is None else target_lengths.long()
+        attention: Any = self.attention
+        x, hidden, cells, first = input, [], [], None
+        for number in range(self.num_layers):
+            cell = None if start.cell is None else start.cell[number]
+            own = start._replace(hidden=start.hidden[number], cell=cell)
+            dropout = None
+            if self.training and self.recurrent_dropout:
+                keep = 1 - self.recurrent_dropout
+                dropout = torch.empty_like(own.hidden).bernoulli_(keep) / keep
+            attends = (attention, memory) if first is None else (None, None)
+            steps = run_layer(
+                self._layer(number), x, own, *attends, target_lengths=lengths, dropout=dropout,
+                need_weights=bool(need_weights),
+            )  # fmt: skip
+            hidden.append(last_of(steps.states, own.hidden, lengths))
+            if steps.cells is not None and own.cell is not None:
+                cells.append(last_of(steps.cells, own.cell, lengths))
+            first = first or steps
+            if number + 1 < self.num_layers:
+                assert first.contexts is not None
+                y = F.dropout(steps.states, self.dropout, self.training)
+                x = torch.cat([y, first.contexts], -1)
+        assert first is not None
+        feed = start.feed
+        fed = first.contexts if first.attentional is None else first.attentional
+        if self.recurrence != "attend_first" and fed is not None:
+            zeros = fed.new_zeros(len(fed), fed.shape[-1]) if feed is None else feed
+            feed = last_of(fed, zeros, lengths)
+        state = RecurrentState(
+            torch.stack(hidden), torch.stack(cells) if cells else None, feed, first.history
+        )
+        output = steps.states if first.attentional is None else first.attentional
+        return recurrent_result(output, state, steps.states, first.contexts, first.weights)
+
+
+class AttentionGRU(AttentionRNN):
+    """A gated recurrent layer that attends at every step: see :class:`AttentionRNN`.
+
+    Paper: Cho et al., EMNLP 2014, arXiv:1406.1078; the formula is that of ``nn.GRU``.
+    """
+
+    mode = "gru"
+
+
+class AttentionLSTM(AttentionRNN):
+    """A long short-term memory that attends at every step: see :class:`AttentionRNN`.
+
+    Paper: Hochreiter and Schmidhuber, Neural Computation 1997; the formula is that of ``nn.LSTM``.
+    """
+
+    mode = "lstm"

@@ -1,0 +1,290 @@
+"""A recurrent layer that attends at every step: one operator for all of them.
+
+.. code-block:: text
+
+    attends first   c_t = attend(h_{t−1});  h_t = cell([x_t; c_t], h_{t−1})
+    attends last    h_t = cell([x_t; f_{t−1}], h_{t−1});  c_t = attend(h_t);  f_t = c_t
+    input feeding   the same with f_t = tanh(W_o [c_t; h_t] + b_o)
+
+with the query ``W_q h + b_q``, or h itself. The cells and the names and shapes of their parameters
+are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnfast.errors import refuse
+from attnfast.ops.arguments import check_dense, check_exact
+from attnfast.ops.attention import Attention
+from attnfast.ops.attention import check as check_attention
+from attnfast.ops.operators import Operator
+
+#: The cells: how many gates the parameters hold, and how many numbers of a unit the backward reads.
+GATES = {"tanh": 1, "gru": 3, "lstm": 4}
+KEPT = {"tanh": 0, "gru": 4, "lstm": 4}
+
+
+class Recurrent(NamedTuple):
+    """The arguments of the operator, float32 or float64.
+
+    ``input [B, T, E]``; ``hidden [B, H]`` and an LSTM's ``cell [B, H]``, the state before the first
+    step; ``feed [B, F]``, what is fed to the first step if it attends last, None for zeros. With G
+    gates: ``weight_ih [G·H, E + F]``, whose last F columns read what is fed, ``weight_hh
+    [G·H, H]``, ``bias_ih`` and ``bias_hh [G·H]``. F is the size of a context or, with
+    ``weight_output [F, Dv + H]`` and ``bias_output [F]``, of an attentional vector.
+
+    Attention: ``key [B, Tk, A]``, ``value [B, Tk, Dv]``, ``weight [A]`` of an additive score,
+    ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T, Tk]``,
+    B and T 1 if they are all alike, ``span [B, T, 2]``, B 1 too, scale and score, as those of
+    :class:`Attention`. Without a key this is a plain recurrent layer.
+
+    ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
+    multiplied into the state that ``weight_hh`` reads, at every step.
+    """
+
+    input: Tensor
+    hidden: Tensor
+    weight_ih: Tensor
+    weight_hh: Tensor
+    cell: Tensor | None = None
+    feed: Tensor | None = None
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    weight: Tensor | None = None
+    weight_query: Tensor | None = None
+    bias_query: Tensor | None = None
+    weight_output: Tensor | None = None
+    bias_output: Tensor | None = None
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    span: Tensor | None = None
+    target_lengths: Tensor | None = None
+    dropout: Tensor | None = None
+    mode: str = "gru"
+    attends_first: bool = True
+    scale: float = 1.0
+    score: str = "dot"
+
+
+class Recurred(NamedTuple):
+    """What comes out at every step; of size [0] what there is not.
+
+    ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
+    ``attentional [B, T, F]``. For the backward alone: ``queries [B, T, A]`` unless they are these
+    states, ``gates [B, T, S·H]``: r, z, n and W_hn h + b_hn of a GRU, i, f, g and o of an LSTM.
+    """
+
+    states: Tensor
+    cells: Tensor
+    contexts: Tensor
+    weights: Tensor
+    attentional: Tensor
+    queries: Tensor
+    gates: Tensor
+
+
+class RecurrentBackward(NamedTuple):
+    """The arguments of the backward."""
+
+    grad_states: Tensor
+    grad_cells: Tensor | None
+    grad_contexts: Tensor | None
+    grad_weights: Tensor | None
+    grad_attentional: Tensor | None
+    input: Tensor
+    hidden: Tensor
+    weight_ih: Tensor
+    weight_hh: Tensor
+    cell: Tensor | None
+    feed: Tensor | None
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    weight: Tensor | None
+    weight_query: Tensor | None
+    bias_query: Tensor | None
+    weight_output: Tensor | None
+    bias_output: Tensor | None
+    lengths: Tensor | None
+    span: Tensor | None
+    target_lengths: Tensor | None
+    dropout: Tensor | None
+    states: Tensor
+    cells: Tensor
+    contexts: Tensor
+    weights: Tensor
+    attentional: Tensor
+    queries: Tensor
+    gates: Tensor
+    mode: str
+    attends_first: bool
+    scale: float
+    score: str
+    need_grad_input: bool
+    need_grad_parameters: bool
+    need_grad_key: bool
+
+
+class RecurrentGradients(NamedTuple):
+    """What the backward returns: tensors of size [0] for what is absent or not needed."""
+
+    grad_input: Tensor
+    grad_hidden: Tensor
+    grad_cell: Tensor
+    grad_feed: Tensor
+    grad_weight_ih: Tensor
+    grad_weight_hh: Tensor
+    grad_bias_ih: Tensor
+    grad_bias_hh: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+    grad_weight: Tensor
+    grad_weight_query: Tensor
+    grad_bias_query: Tensor
+    grad_weight_output: Tensor
+    grad_bias_output: Tensor
+
+
+#: The fields that :attr:`RecurrentBackward.need_grad_parameters` stands for.
+PARAMETERS = (
+    "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "bias_query", "weight_output",
+    "bias_output",
+)  # fmt: skip
+
+
+#: The arguments that sizes are read from.
+RANKS: dict[str, tuple[str, ...]] = {
+    "hidden": ("B", "H"), "key": ("B", "Tk", "A"), "value": ("B", "Tk", "Dv"),
+    "weight_query": ("A", "H"), "weight_output": ("F", "Dv + H"), "mask": ("B", "T", "Tk"),
+    "span": ("B", "T", "2"),
+}  # fmt: skip
+
+
+def fed(call: Any) -> int:
+    """Return F, the features of what is fed to a step."""
+    if call.weight_output is not None:
+        return call.weight_output.shape[0]
+    return 0 if call.value is None else call.value.shape[-1]
+
+
+def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
+    """Return the call of attention for the queries of some steps."""
+
+    mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
+    span = None if call.span is None else call.span[:, t]
+    return Attention(
+        query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, None, call.scale, call.score, True,
+    )  # fmt: skip
+
+
+def check(call: Recurrent) -> None:
+    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    check_dense("input", call.input)
+    if call.input.dim() != 3:
+        refuse("input", "[B, T, E]", list(call.input.shape))
+    if call.input.dtype not in (torch.float32, torch.float64):
+        refuse("input", "float32 or float64", call.input.dtype)
+    if call.mode not in GATES:
+        refuse("mode", f"one of {', '.join(GATES)}", call.mode)
+    if (call.mode == "lstm") != (call.cell is not None):
+        expected = "a tensor for an LSTM" if call.mode == "lstm" else f"None for {call.mode}"
+        refuse("cell", expected, "None" if call.cell is None else "a tensor")
+    for name, axes in RANKS.items():
+        x = getattr(call, name)
+        if x is None and name != "hidden":
+            continue
+        check_dense(name, x)
+        if x.dim() != len(axes):
+            refuse(name, f"[{', '.join(axes)}]", list(x.shape))
+    (B, T, E), H = call.input.shape, call.hidden.shape[-1]
+    gates = GATES[call.mode] * H
+    if call.key is None:
+        given = [x for x in ("value", "weight", "weight_query", "bias_query", "weight_output",
+                             "bias_output", "mask", "lengths", "span", "feed")
+                 if getattr(call, x) is not None]  # fmt: skip
+        if given:
+            refuse(given[0], "None without a key", "a tensor")
+    for name, of in (("bias_query", "weight_query"), ("bias_output", "weight_output")):
+        if getattr(call, name) is not None and getattr(call, of) is None:
+            refuse(name, f"None without {of}", "a tensor")
+    if call.feed is not None and call.attends_first:
+        refuse("feed", "None for what attends first", "a tensor")
+    if call.weight_output is not None and call.attends_first:
+        refuse("weight_output", "None for what attends first", "a tensor")
+    A = H if call.weight_query is None else call.weight_query.shape[0]
+    Dv, F = 0 if call.value is None else call.value.shape[-1], fed(call)
+    shapes: dict[str, tuple[int, ...]] = {
+        "hidden": (B, H), "weight_ih": (gates, E + F), "weight_hh": (gates, H), "cell": (B, H),
+        "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
+        "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
+    }  # fmt: skip
+    dtype = call.input.dtype
+    check_exact(call.input, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
+    check_exact(call.input, [("target_lengths", call.target_lengths, torch.int64, (B,))])
+    if call.key is not None:
+        check_attention(attention_of(call, call.input.new_empty(B, T, A), slice(None)))
+
+
+def _check_backward(call: RecurrentBackward) -> None:
+    names = [x for x in Recurrent._fields if x in RecurrentBackward._fields]
+    given = Recurrent(**{x: getattr(call, x) for x in names})
+    check(given)
+    results = fake(given)
+    for name in Recurred._fields:
+        shape, dtype = getattr(results, name).shape, call.input.dtype
+        tensors = [(name, getattr(call, name), dtype, shape)]
+        if f"grad_{name}" in RecurrentBackward._fields:
+            tensors.append((f"grad_{name}", getattr(call, f"grad_{name}"), dtype, shape))
+        check_exact(call.input, tensors)
+
+
+def fake(call: Recurrent) -> Recurred:
+    """Return empty results."""
+    (B, T, _), H = call.input.shape, call.hidden.shape[-1]
+
+    def room(wanted: Any, columns: int) -> Tensor:
+        return call.input.new_empty((B, T, columns) if wanted else (0,))
+
+    attends, projects = call.key is not None, call.weight_query is not None
+    A = H if call.weight_query is None else call.weight_query.shape[0]
+    Tk, Dv = (0, 0) if call.value is None else call.value.shape[-2:]
+    return Recurred(
+        room(True, H),
+        room(call.mode == "lstm", H),
+        room(attends, Dv),
+        room(attends, Tk),
+        room(call.weight_output is not None, fed(call)),
+        room(attends and (projects or call.attends_first), A),
+        room(KEPT[call.mode], KEPT[call.mode] * H),
+    )
+
+
+def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
+    def like(name: str, wanted: bool) -> Tensor:
+        x = getattr(call, name)
+        return call.input.new_empty(x.shape if wanted and x is not None else (0,))
+
+    grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS}
+    grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "weight")}
+    grads |= {x: like(x, True) for x in ("hidden", "cell", "feed")}
+    grads["input"] = like("input", call.need_grad_input)
+    return RecurrentGradients(**{f"grad_{name}": x for name, x in grads.items()})
+
+
+RECURRENT = Operator(
+    "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
+    check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
+    constant=("queries", "gates"),
+    needs={
+        "need_grad_input": ("input",),
+        "need_grad_parameters": PARAMETERS,
+        "need_grad_key": ("key", "value", "weight"),
+    },
+)  # fmt: skip

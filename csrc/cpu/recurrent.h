@@ -1,0 +1,44 @@
+// What the CPU's launcher of a recurrent layer knows of its kernels, one set for every instruction set.
+#pragma once
+#include "../recurrent.h"
+#include "attention.h"
+
+namespace attnfast {
+namespace cpu {
+
+// What the members of a team tell each other.
+struct Team {
+  int64_t members;
+  uint32_t* taken;  // for each item the last phase in which it was taken, at first 0
+  uint64_t done;    // items, in all phases
+};
+
+// How a layer is carried out.
+struct LayerPlan {
+  int64_t rows;    // of one item of a product
+  Plan attention;  // of one step
+};
+
+}  // namespace cpu
+
+// Bytes of scratch, for all and for each member, and the most items of a phase; what one member does.
+template <class Call>
+struct LayerKernel {
+  size_t (*shared)(const Call&, const cpu::LayerPlan&);
+  size_t (*own)(const Call&, const cpu::LayerPlan&);
+  int64_t (*items)(const Call&, const cpu::LayerPlan&);
+  void (*run)(const Call&, const cpu::LayerPlan&, cpu::Team&, int64_t member, void* shared, void* own);
+};
+
+struct RecurrentKernels {
+  LayerKernel<RecurrentForward> forward;
+  LayerKernel<RecurrentBackward> backward;
+};
+
+// clang-format off
+namespace portable { extern const RecurrentKernels recurrent; }
+namespace avx2 { extern const RecurrentKernels recurrent; }
+namespace avx512 { extern const RecurrentKernels recurrent; }
+// clang-format on
+
+}  // namespace attnfast

@@ -1,0 +1,39 @@
+// What a launcher hands to the kernels of a recurrent layer that attends: raw pointers and sizes, as in
+// attention.h.
+#pragma once
+#include "attention.h"
+
+namespace attnfast {
+
+enum class Cell { tanh, gru, lstm };
+
+// What forward and backward are given alike; absent tensors have no data. Rows [B, T, n] have strides for
+// sequence and step, rows [B, n] for the sequence; columns lie side by side. Input, results and room lie
+// evenly: all rows [B, T] are one stride apart.
+struct Layer {
+  Dtype dtype;
+  Cell cell;
+  bool attends, attends_first;
+  int64_t B, T, E, H, F, Tk, A, Dv;  // F: features that are fed to a step
+  View input, hidden, first_cell, feed, dropout;
+  View weight_ih, weight_hh, weight_query, weight_output;
+  View bias_ih, bias_hh, bias_query, bias_output;
+  const int64_t* target_lengths;                              // [B] or null
+  View states, cells, contexts, attentional, queries, gates;  // out of the forward
+};
+
+struct RecurrentForward : Layer {
+  Forward attention;  // of the first step; its views, moved on by their rows, are those of the others
+};
+
+struct RecurrentBackward : Layer {
+  View grad_states, grad_cells, grad_contexts, grad_attentional;  // in; all but the first may be absent
+  Backward attention;  // of the first step; its gradients but the query's, which is of all, are rooms too
+  View grad_gates;     // room [B, T, S H]: what reaches weight_ih; of a GRU, W_hn h after it
+  View grad_fed;       // room [B, T, F], with an output: what reaches it
+  View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent where not wanted
+  View grad_weight_ih, grad_weight_hh, grad_weight_query, grad_weight_output;
+  View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output;
+};
+
+}  // namespace attnfast

@@ -1,0 +1,541 @@
+"""A recurrent layer that attends: one operator, its oracle, and the modules on top."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_type_hints
+
+import pytest
+import torch
+from table import CPU, DEVICE, check
+from torch import Tensor, nn
+
+from attnfast import nn as attn
+from attnfast import reference
+from attnfast.backends import why_not
+from attnfast.nn import recurrent as modules
+from attnfast.ops.operators import CHECKS
+from attnfast.ops.recurrent import GATES, RECURRENT, Recurred, Recurrent, RecurrentBackward
+
+RECURRENCES = ("attend_first", "attend_last", "input_feeding")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of the operator; ``terms`` are among those that :func:`call` knows."""
+
+    mode: str
+    recurrence: str | None  # None: a plain recurrent layer
+    score: str = "dot"
+    B: int = 3
+    T: int = 5
+    E: int = 9
+    H: int = 13
+    Tk: int = 7
+    A: int = 11  # as many as H without a projection
+    Dv: int = 10
+    F: int = 6  # of an attentional vector
+    terms: tuple[str, ...] = ("projection",)
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    strict: bool = False  # for table.check
+
+
+EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
+
+
+def call(case: Case, device: torch.device = CPU) -> Recurrent:
+    """Return the arguments of a case, leaves that require gradients."""
+    g = torch.Generator().manual_seed(case.seed)
+    B, T, E, H, Tk, Dv = case.B, case.T, case.E, case.H, case.Tk, case.Dv
+    terms, G = case.terms, GATES[case.mode]
+    A = case.A if "projection" in terms else H
+    feeds = case.recurrence == "input_feeding"
+    F = 0 if case.recurrence is None else case.F if feeds else Dv
+
+    def floats(*shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(shape, generator=g, dtype=torch.float64) * scale
+        return x.to(device, case.dtype).requires_grad_()
+
+    args: dict = {
+        "input": floats(B, T, E),
+        "hidden": floats(B, H),
+        "weight_ih": floats(G * H, E + F, scale=(E + F) ** -0.5 if E + F else 1),
+        "weight_hh": floats(G * H, H, scale=0.6 * H**-0.5),  # so that no error grows
+        "mode": case.mode,
+        "attends_first": case.recurrence in ("attend_first", None),
+    }
+    if case.mode == "lstm":
+        args["cell"] = floats(B, H)
+    if "biases" in terms:
+        args |= {"bias_ih": floats(G * H), "bias_hh": floats(G * H)}
+    if "targets" in terms:
+        args["target_lengths"] = torch.randint(0, T + 1, (B,), generator=g).to(device)
+    if "dropout" in terms:
+        args["dropout"] = ((torch.rand(B, H, generator=g) > 0.3) / 0.7).to(device, case.dtype)
+    if case.recurrence is None:
+        return Recurrent(**args)
+    args |= {"key": floats(B, Tk, A), "value": floats(B, Tk, Dv), "score": case.score}
+    args["scale"] = 0.7
+    if case.score != "dot":
+        args["weight"] = floats(A, scale=2 / max(A, 1) ** 0.5)
+    if "projection" in terms:
+        args["weight_query"] = floats(A, H, scale=H**-0.5)
+        args["bias_query"] = floats(A) if "biases" in terms else None
+    if feeds:
+        args["weight_output"] = floats(F, Dv + H, scale=(Dv + H) ** -0.5)
+        args["bias_output"] = floats(F) if "biases" in terms else None
+    if "feed" in terms and not args["attends_first"]:
+        args["feed"] = floats(B, F)
+    if "lengths" in terms:
+        args["lengths"] = torch.randint(0, Tk + 1, (B,), generator=g).to(device)
+    if "mask" in terms:
+        rows = (B, T) if case.seed % 2 else (1, 1)
+        args["mask"] = (torch.rand(*rows, Tk, generator=g) > 0.3).to(device)
+    if "span" in terms:
+        first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
+        args["span"] = torch.cat([first, first + 4], -1).to(device)
+    return Recurrent(**args)
+
+
+def doubled(args: Recurrent) -> Recurrent:
+    """Return the same numbers in float64."""
+    kept = {
+        name: x.detach().double().requires_grad_(x.requires_grad)
+        for name, x in args._asdict().items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    return args._replace(**kept)
+
+
+def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
+    """Return what ``run`` makes of a call, and the gradients of a random sum of it."""
+    made = run(args)
+    g = torch.Generator().manual_seed(case.seed + 1)
+    outputs = []
+    for name in ("states", "cells", "contexts", "weights", "attentional"):
+        x = getattr(made, name)
+        noise = torch.randn(x.shape, generator=g, dtype=torch.float64).bfloat16()
+        if x.requires_grad and x.numel():
+            outputs.append((x, noise.to(x.device, x.dtype)))
+    leaves = {n: x for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
+    found = {name: x.detach() for name, x in made._asdict().items()}
+    grads: tuple = (None,) * len(leaves)
+    if outputs:
+        tensors, upstream = zip(*outputs)
+        grads = torch.autograd.grad(tensors, [*leaves.values()], upstream, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads):
+        found[f"grad of {name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return found
+
+
+def served(backend: str, dtype: torch.dtype) -> None:
+    """Skip a backend that has no such operator, and the oracle, which judges."""
+    if backend == "reference":
+        pytest.skip("what the others are judged by")
+    if reason := why_not(backend, DEVICE[backend], dtype, "recurrent"):
+        pytest.skip(f"{backend}: {reason}")
+
+
+def operator(backend: str):
+    """Return what runs a backend's operator, differentiably."""
+    if backend == "reference":
+        return reference.recurrent
+    return lambda args: RECURRENT.differentiable(backend, args)
+
+
+def judge(case: Case, backend: str) -> None:
+    args = call(case, DEVICE[backend])
+    wanted = results(case, doubled(call(case)), reference.recurrent)
+    check(case, results(case, args, operator(backend)), wanted, losses(case, wanted))
+
+
+def losses(case: Case, wanted: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield what eager code gives, then what it loses where inputs differ by a thousandth.
+
+    What it loses in a single call is luck: see table.nearby.
+    """
+    yield results(case, call(case), reference.recurrent)
+    for seed in range(12):
+        g, kept = torch.Generator().manual_seed(seed), {}
+        for name, x in call(case)._asdict().items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                noise = torch.randn(x.shape, generator=g, dtype=x.dtype)
+                kept[name] = (x.detach() * (1 + 1e-3 * noise)).requires_grad_()
+        near = call(case)._replace(**kept)
+        plain = results(case, near, reference.recurrent)
+        exact = results(case, doubled(near), reference.recurrent)
+        yield {k: want + plain[k].double() - exact[k] for k, want in wanted.items()}
+
+
+CASES = [
+    *(
+        Case(mode, recurrence, score, terms=terms, seed=seed)
+        for mode in GATES
+        for recurrence in RECURRENCES
+        for seed, (score, terms) in enumerate(
+            [("dot", ()), ("dot", ("projection", "targets")), ("tanh", EVERYTHING)]
+        )
+    ),
+    *(Case(mode, None, terms=("targets", "dropout", "biases"), H=70) for mode in GATES),
+    *(Case("gru", x, "relu", B=37, H=33, A=65, Dv=40, F=70, terms=EVERYTHING) for x in RECURRENCES),
+    *(Case("lstm", x, "tanh", B=1, T=9, H=100, Tk=150, A=64, Dv=64, F=64) for x in RECURRENCES),
+    *(Case("gru", x, "tanh", 2, 40, 1, 1, 1, 1, 1, 1, terms=EVERYTHING) for x in RECURRENCES),
+    *(Case("gru", "attend_last", "tanh", **{size: 0}) for size in ("B", "T", "Tk", "Dv")),
+    *(
+        Case("lstm", x, "tanh", terms=EVERYTHING, dtype=torch.float64, seed=1, H=20)
+        for x in RECURRENCES
+    ),
+    Case("gru", "attend_first", "tanh", B=2, T=3, Tk=9, A=200, H=600, E=300, Dv=520),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_table(case, backend):
+    served(backend, case.dtype)
+    judge(case, backend)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz(seed, backend):
+    served(backend, torch.float32)
+    draw = random.Random(seed)
+    for _ in range(16):
+        size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
+        case = Case(
+            draw.choice(list(GATES)),
+            draw.choice((*RECURRENCES, None)),
+            draw.choice(("dot", "tanh", "tanh", "relu", "leaky_relu")),
+            B=size(3, 40), T=size(4, 12), E=size(9, 70), H=size(9, 70), Tk=size(5, 70),
+            A=size(9, 70), Dv=size(9, 70), F=size(9, 70),
+            terms=tuple(x for x in EVERYTHING if draw.random() < 0.4),
+            dtype=draw.choice((torch.float32, torch.float32, torch.float64)),
+            seed=draw.randint(0, 2**31),
+        )  # fmt: skip
+        judge(case, backend)  # a failure prints the case
+
+
+@pytest.mark.parametrize("score", ["dot", "tanh"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("mode", GATES)
+def test_gradcheck(mode, recurrence, score, backend):
+    served(backend, torch.float64)
+    case = Case(mode, recurrence, score, 2, 3, 2, 3, 4, 3, 2, 2, EVERYTHING, torch.float64, 1)
+    args = call(case, DEVICE[backend])
+    names = [n for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad]
+
+    def run(*leaves):
+        made = operator(backend)(args._replace(**dict(zip(names, leaves))))
+        return [x for x in made[:5] if x.requires_grad and x.numel()]
+
+    leaves = [getattr(args, name) for name in names]
+    assert torch.autograd.gradcheck(run, leaves, nondet_tol=0.0)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_opcheck(recurrence, backend):
+    served(backend, torch.float32)
+    case = Case("lstm", recurrence, "tanh", terms=EVERYTHING)
+    args = call(case, DEVICE[backend])
+    torch.library.opcheck(RECURRENT.forwards[backend], tuple(args))
+    made = RECURRENT(backend, args)
+    torch.library.opcheck(RECURRENT.backwards[backend], tuple(backward_of(args, made)))
+
+
+def backward_of(args: Recurrent, made: Recurred) -> RecurrentBackward:
+    """Return a call of the backward with all gradients given."""
+    fields = {x: None for x in RecurrentBackward._fields}
+    fields |= {x: y for x, y in (args._asdict() | made._asdict()).items() if x in fields}
+    fields |= {
+        x: torch.randn_like(getattr(made, x[5:]))
+        for x in fields
+        if x.startswith("grad_") and x[5:] in made._fields
+    }
+    fields |= {x: True for x in fields if x.startswith("need_")}
+    fields = {n: x.detach() if isinstance(x, Tensor) else x for n, x in fields.items()}
+    return RecurrentBackward(**fields)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_what_no_step_reads_changes_nothing(recurrence, backend):
+    """NaN beyond the keys' lengths and beyond the targets' ends."""
+    if backend != "reference":
+        served(backend, torch.float32)
+    case = Case("gru", recurrence, "tanh", 4, terms=("projection", "lengths", "targets"), seed=3)
+    clean, poisoned = (call(case, DEVICE[backend]) for _ in range(2))
+    with torch.no_grad():
+        for b in range(case.B):
+            for x in (poisoned.key, poisoned.value):
+                x[b, clean.lengths[b] :] = float("nan")
+            poisoned.input[b, clean.target_lengths[b] :] = float("nan")
+    a, b = (results(case, x, operator(backend)) for x in (clean, poisoned))
+    for name, x in a.items():
+        y = b[name]
+        if name == "grad of key":  # the gradient of what is not seen is 0
+            assert torch.isfinite(y).all()
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("recurrence", [*RECURRENCES, None])
+def test_every_run_gives_the_same_bits(recurrence, backend):
+    served(backend, torch.float32)
+    case = Case("lstm", recurrence, "tanh", 40, 6, 30, 70, 60, 50, 40, 40, terms=("projection",))
+    args, threads = call(case, DEVICE[backend]), torch.get_num_threads()
+    first = results(case, args, operator(backend))
+    try:
+        for count in (1, 2, 3, *[threads] * 20):
+            torch.set_num_threads(count)
+            again = results(case, args, operator(backend))
+            assert all(torch.equal(x, again[name]) for name, x in first.items()), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("mode", GATES)
+def test_without_attention_it_is_pytorchs_layer(mode, backend):
+    served(backend, torch.float64)
+    kind = {"tanh": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}[mode]
+    layer = kind(5, 7, batch_first=True).double()
+    x, lengths = torch.randn(4, 6, 5, dtype=torch.float64), torch.tensor([6, 2, 1, 4])
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    wanted, last = layer(packed)
+    wanted, _ = nn.utils.rnn.pad_packed_sequence(wanted, batch_first=True)
+    zeros = x.new_zeros(4, 7)
+    made = operator(backend)(
+        Recurrent(
+            x, zeros, layer.weight_ih_l0, layer.weight_hh_l0, zeros if mode == "lstm" else None,
+            None, layer.bias_ih_l0, layer.bias_hh_l0, target_lengths=lengths, mode=mode,
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(made.states, wanted)
+    last = last if mode == "lstm" else (last,)
+    for x, y in zip((made.states, made.cells), last):
+        torch.testing.assert_close(modules.last_of(x, zeros, lengths), y[0])
+
+
+def test_misfits(backend):
+    """What the operator's check refuses the compiled operator refuses, and nothing else."""
+    served(backend, torch.float32)
+    draw, counts = random.Random(0), [0, 0]
+    for seed in range(600):
+        terms = tuple(x for x in EVERYTHING if draw.random() < 0.6)
+        kind = draw.choice(list(GATES)), draw.choice((*RECURRENCES, None))
+        args = call(Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed))
+        name, given = "recurrent", args
+        if draw.random() < 0.5:
+            name, given = "recurrent_backward", backward_of(args, RECURRENT(backend, args))
+        field = draw.choice([n for n, x in given._asdict().items() if isinstance(x, Tensor)])
+        x = getattr(given, field).detach()
+        may_be_none = get_type_hints(type(given))[field] == Tensor | None
+        how = draw.choice(("nothing", "rank", "size", "dtype", *["none"] * may_be_none))
+        if how == "rank":
+            x = x.unsqueeze(draw.randint(0, x.dim())) if draw.random() < 0.5 else x.flatten()
+        if how == "size":
+            axis = draw.randrange(x.dim())
+            grown = list(x.shape)
+            grown[axis] = draw.choice((0, 1, grown[axis] + 1, 30))
+            x = torch.zeros(grown, dtype=x.dtype)
+        if how == "dtype":
+            x = x.to(draw.choice((torch.float64, torch.int64, torch.bfloat16, torch.bool)))
+        if how == "none":
+            x = None
+        given = given._replace(**{field: x})
+        overload = (RECURRENT.forwards if name == "recurrent" else RECURRENT.backwards)[backend]
+        said = [refusal(f, given) for f in (CHECKS[name], overload)]
+        assert (said[0] is None) == (said[1] is None), f"{name}: {how} of {field}: {said}"
+        counts[said[0] is None] += 1
+    assert min(counts) > 100
+
+
+def refusal(function, args) -> str | None:
+    try:
+        function(*args)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+# ---- modules --------------------------------------------------------------------------------------
+
+ATTENTIONS = {
+    "bahdanau": lambda: attn.BahdanauAttention(12, 10, 8, bias=True),
+    "dot": lambda: attn.LuongAttention(12, 12, "scaled_dot"),
+    "general": lambda: attn.LuongAttention(12, 10, "general"),
+    "concat": lambda: attn.LuongAttention(12, 10, "concat"),
+    "coverage": lambda: attn.CoverageAttention(12, 10, 8),
+    "window": lambda: attn.LocalAttention(12, 10, window=2),
+    "heads": lambda: attn.MultiHeadAttention(12, 10, 10, 2),
+}
+
+
+def layer_and_inputs(kind, attention: str, **options):
+    torch.manual_seed(0)
+    size = 12 if attention == "dot" else 10
+    layer = kind(6, 12, size, ATTENTIONS[attention](), **options).double()
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    source = torch.randn(3, 9, size, dtype=torch.float64, requires_grad=True)
+    return layer, x, source, torch.tensor([9, 4, 6])
+
+
+def tensors(result) -> list[Tensor]:
+    """Return all that a layer gives."""
+    state = [x for x in result.state if isinstance(x, Tensor)]
+    return [result.output, result.states, result.contexts, result.weights, *state]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
+def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(kind, attention, recurrence=recurrence)
+    memory = layer.prepare(source, lengths)
+    whole = layer(x, memory)
+    state, outputs = None, []
+    for part in (x[:, :3], x[:, 3:4], x[:, 4:]):
+        output, state = layer(part, memory, state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole.output)
+    for a, b in zip(state[:3], whole.state[:3]):
+        torch.testing.assert_close(a, b)
+
+    def run():
+        targets = torch.tensor([7, 0, 3])
+        found = tensors(
+            layer(x, layer.prepare(source, lengths), target_lengths=targets, need_weights=True)
+        )
+        total = sum((y * torch.linspace(0, 1, y.numel()).double().view_as(y)).sum() for y in found)
+        return found + [*torch.autograd.grad(total, [x, source, *layer.parameters()])]
+
+    served_so = run()
+    monkeypatch.setattr(modules, "_backend", lambda *_: None)
+    torch.testing.assert_close(served_so, run())
+
+
+def test_layers_above_the_first_read_its_contexts():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau", num_layers=3)
+    result = layer(x, layer.prepare(source, lengths))
+    assert result.state.hidden.shape == (3, 3, 12)
+    states = attn.AttentionGRU(6, 12, 10, layer.attention).double()
+    states.load_state_dict(
+        {k: v for k, v in layer.state_dict().items() if "_l1" not in k and "_l2" not in k}
+    )
+    memory = layer.prepare(source, lengths)
+    y = states(x, memory).output
+    for number in (1, 2):
+        above = nn.GRU(22, 12, batch_first=True).double()
+        names = [f"{x}_l{number}" for x in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        above.load_state_dict({f"{n[:-1]}0": getattr(layer, n) for n in names})
+        y = above(torch.cat([y, result.contexts], -1))[0]
+    torch.testing.assert_close(result.output, y)
+    state, outputs = None, []
+    for part in x.split(1, 1):
+        output, state = layer(part, memory, state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, 1), result.output)
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.GRU])
+def test_a_loops_weights_load(kind):
+    loop = kind(16, 12).double()
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    missing, unexpected = layer.load_state_dict(loop.state_dict(), strict=False)
+    assert not unexpected and all(name.startswith("attention.") for name in missing)
+    memory, h, states = layer.prepare(source, lengths), x.new_zeros(3, 12), []
+    for word in x.unbind(1):
+        context, _ = layer.attention(h, memory)
+        word = torch.cat([word, context], -1)
+        h = loop(word, h) if kind is nn.GRUCell else loop(word[None], h[None])[1][0]
+        states.append(h)
+    torch.testing.assert_close(layer(x, memory).output, torch.stack(states, 1))
+
+
+def test_a_search_reorders_the_state():
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionLSTM, "coverage", recurrence="input_feeding"
+    )
+    memory, index = layer.prepare(source, lengths), torch.tensor([2, 0])
+    _, state = layer(x[:, :2], memory)
+    chosen, _ = layer(x[index, 2:], memory.index_select(index), state.index_select(index))
+    whole, _ = layer(x[:, 2:], memory, state)
+    torch.testing.assert_close(chosen, whole[index])
+
+
+def test_recurrent_dropout_is_one_mask_a_call():
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, "bahdanau", recurrent_dropout=0.5
+    )
+    memory = layer.prepare(source, lengths)
+    torch.manual_seed(1)
+    first = layer(x, memory).output
+    torch.manual_seed(1)
+    assert torch.equal(layer(x, memory).output, first)
+    assert not torch.equal(layer(x, memory).output, first)
+    layer.eval()
+    assert torch.equal(layer(x, memory).output, layer(x, memory).output)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_compile(recurrence):
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, "bahdanau", recurrence=recurrence
+    )
+
+    def loss(x, source):
+        output, state = layer(x, layer.prepare(source, lengths))
+        return output.sin().sum() + state.hidden.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for T in (7, 4):
+        part = x[:, :T].detach().requires_grad_()
+        leaves = [part, source, layer.weight_ih_l0, layer.attention.key_proj.weight]
+        for a, b in zip(
+            torch.autograd.grad(compiled(part, source), leaves),
+            torch.autograd.grad(loss(part, source), leaves),
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_memory_changed_in_place_is_refused():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    memory = layer.prepare(source, lengths)
+    memory.lengths.fill_(1)
+    with pytest.raises(RuntimeError, match="lengths"):
+        layer(x, memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"input_size": 0}, "input_size must be at least 1, got 0"),
+        ({"recurrence": "luong"}, "recurrence must be 'attend_first', "),
+        ({"num_layers": 2, "recurrence": "input_feeding"}, "num_layers must be 1 with input"),
+        ({"output_size": 3}, "output_size must be None without input feeding, got 3"),
+        ({"dropout": 1.0}, "dropout must be a probability below 1, got 1.0"),
+        ({"attention": "bahdanau"}, "attention must be a module, got 'bahdanau'"),
+    ],
+)
+def test_a_layer_that_cannot_be(options, words):
+    sizes = {"input_size": 6, "hidden_size": 12, "context_size": 10}
+    attention = {"attention": ATTENTIONS["general"]()}
+    with pytest.raises((ValueError, TypeError), match=words):
+        attn.AttentionGRU(**{**sizes, **attention, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: {**a, "input": a["input"][0]}, r"input must be \[B, T, 6\], got \[7, 6\]"),
+        (lambda a: {**a, "input": a["input"].float()}, "input must be of the module's dtype"),
+        (lambda a: {**a, "input": a["input"][:2]}, "memory must be of 2 sources"),
+        (lambda a: {**a, "memory": a["input"]}, "memory must be what prepare"),
+        (lambda a: {**a, "hx": torch.zeros(3, 12)}, r"hx.hidden must be \[1, 3, 12\]"),
+        (lambda a: {**a, "hx": "none"}, "hx must be a tensor"),
+        (lambda a: {**a, "target_lengths": torch.zeros(3)}, "target_lengths must be int64"),
+        (lambda a: {**a, "need_weights": "all"}, "need_weights must be True or False"),
+    ],
+)
+def test_a_call_that_cannot_be(change, words):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    arguments = {"input": x, "memory": layer.prepare(source, lengths)}
+    with pytest.raises((ValueError, TypeError), match=words):
+        layer(**change(arguments))
