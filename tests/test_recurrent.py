@@ -355,7 +355,7 @@ def refusal(function, args) -> str | None:
     return None
 
 
-# ---- modules --------------------------------------------------------------------------------------
+# ---- modules ------------------------------------------------------------------------------------
 
 ATTENTIONS = {
     "bahdanau": lambda: attn.BahdanauAttention(12, 10, 8, bias=True),

@@ -11,7 +11,6 @@ import attnfast
 from attnfast.backends import load_library
 from attnfast.ops.operators import ARGUMENTS
 
-
 FAMILIES = {
     "cpu": ("attention", "copying", "coverage", "recurrent"),
     "cuda": ("attention", "copying", "coverage"),

@@ -38,9 +38,9 @@ class Recurrent(NamedTuple):
     ``weight_output [F, Dv + H]`` and ``bias_output [F]``, of an attentional vector.
 
     Attention: ``key [B, Tk, A]``, ``value [B, Tk, Dv]``, ``weight [A]`` of an additive score,
-    ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T, Tk]``,
-    B and T 1 if they are all alike, ``span [B, T, 2]``, B 1 too, scale and score, as those of
-    :class:`Attention`. Without a key this is a plain recurrent layer.
+    ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T,
+    Tk]``, B and T 1 if they are all alike, ``span [B, T, 2]``, B 1 too, scale and
+    score, as those of :class:`Attention`. Without a key this is a plain recurrent layer.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
     multiplied into the state that ``weight_hh`` reads, at every step.
@@ -180,7 +180,8 @@ def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
     mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
     span = None if call.span is None else call.span[:, t]
     return Attention(
-        query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, None, call.scale, call.score, True,
+        query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, None,
+        call.scale, call.score, True,
     )  # fmt: skip
 
 

@@ -80,11 +80,13 @@ constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
   X(bool, need_grad_input, any)                                                         \
   X(bool, need_grad_parameters, any)                                                    \
   X(bool, need_grad_key, any)
-#define ATTNFAST_RECURRENT_GRADIENTS(X)                                                                \
-  X(grad_input)                                                                                        \
-  X(grad_hidden) X(grad_cell) X(grad_feed) X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih)         \
-      X(grad_bias_hh) X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
-          X(grad_weight_output) X(grad_bias_output)
+// clang-format off
+#define ATTNFAST_RECURRENT_GRADIENTS(X)                                            \
+  X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
+  X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
+  X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
+  X(grad_weight_output) X(grad_bias_output)
+// clang-format on
 
 Cell cell_of(const std::string& mode) {
   if (mode == "gru") return Cell::gru;
@@ -358,14 +360,10 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   a.grad_cells = result_of(given.grad_cells, keep);
   a.grad_contexts = result_of(given.grad_contexts, keep);
   a.grad_attentional = result_of(given.grad_attentional, keep);
-  const auto gradient = [&](const auto& x, bool wanted, View& out) {
-    const Optional like = x;
-    wanted = wanted && like;
-    const Tensor grad = empty_if(
-        wanted, given.input,
-        wanted ? std::vector<int64_t>(like->sizes().begin(), like->sizes().end()) : std::vector<int64_t>{},
-        fit.own);
-    if (wanted) out = rows_of(grad);
+  const auto gradient = [&](const Optional& x, bool wanted, View& out) {
+    if (!wanted || !x) return empty_if(false, given.input, {}, fit.own);
+    const Tensor grad = empty(kCpu, {x->sizes().begin(), x->sizes().end()}, fit.own);
+    out = rows_of(grad);
     return grad;
   };
   const bool parameters = given.need_grad_parameters;
