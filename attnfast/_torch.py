@@ -68,6 +68,8 @@ def has_tangents() -> bool:
 
 def has_kernel(operator: str, key: str) -> bool:
     """Whether a library has registered an operator for a dispatch key."""
+    if not torch._C._dispatch_has_kernel(operator):
+        return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,6 +132,13 @@ class Backend:
         """Return what steps over the same keys keep of them, which no other backend looks into."""
         return None
 
+    def pack(self, *parameters: Any) -> Tensor | None:
+        """Return what many calls over the same parameters of a recurrent layer keep of them.
+
+        They are what ``pack_recurrent`` in :mod:`attnfast.ops.recurrent` takes.
+        """
+        return None
+
 
 class Triton(Backend):
     """Triton kernels."""
@@ -194,6 +201,8 @@ class Cpu(Backend):
     def _unable(self, request: Request) -> str | None:
         if request.device.type != "cpu":
             return f"it runs on CPU tensors, not on {request.device.type}"
+        if request.operator == "recurrent" and request.dtype in HALF:
+            return f"a recurrent layer takes float32 or float64, not {request.dtype}"
         return load_library("_C_cpu")
 
     def rank(self, request: Request) -> float:
@@ -202,6 +211,9 @@ class Cpu(Backend):
     def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
         kept = torch.ops.attnfast_cpu.prepare(key.detach(), lengths, score)
         return kept if kept.numel() else None
+
+    def pack(self, *parameters: Any) -> Tensor | None:
+        return torch.ops.attnfast_cpu.pack_recurrent(*parameters)
 
 
 class Reference(Backend):

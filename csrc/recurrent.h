@@ -23,6 +23,7 @@ struct Layer {
 };
 
 struct RecurrentForward : Layer {
+  void* packed;       // CPU: the weights as its `pack` left them, or null
   Forward attention;  // of the first step; its views, moved on by their rows, are those of the others
 };
 

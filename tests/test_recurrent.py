@@ -460,6 +460,29 @@ def test_a_search_reorders_the_state():
     torch.testing.assert_close(chosen, whole[index])
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
+@torch.no_grad()
+def test_steps_of_a_search_pack_once(kind, recurrence):
+    if why_not("cpu", CPU, torch.float64, "recurrent"):
+        pytest.skip("no backend that packs")
+    layer, x, source, lengths = layer_and_inputs(kind, "bahdanau", recurrence=recurrence)
+    memory = layer.prepare(source, lengths)
+    for _ in range(2):
+        state, outputs, kept = None, [], []
+        for part in x.split(1, 1):
+            output, state = layer(part, memory, state)
+            outputs.append(output)
+            kept.append(state.packed[0].kept)
+        assert all(y is kept[0] for y in kept)
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x, memory).output)
+        layer.weight_hh_l0.mul_(0.5)
+        changed, after = layer(x[:, :1], memory, state)  # packs again
+        assert after.packed[0].kept is not kept[0]
+        again, _ = layer(x[:, :1], memory, state._replace(packed=None))
+        assert torch.equal(changed, again)
+
+
 def test_recurrent_dropout_is_one_mask_a_call():
     layer, x, source, lengths = layer_and_inputs(
         attn.AttentionGRU, "bahdanau", recurrent_dropout=0.5

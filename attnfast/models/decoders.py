@@ -18,6 +18,7 @@ from attnfast.decoding import check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
+from attnfast.nn.recurrent import Layer, Steps, run_layer
 from attnfast.ops.arguments import check_tensor
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
@@ -28,13 +29,14 @@ class DecoderState(NamedTuple):
 
     ``hidden [B, D]``; ``cell [B, D]`` of an LSTM or None; ``feed [B, E]``, the previous
     attentional vector when it is fed back, or None; ``history``, what the attention knows of its
-    past, or None.
+    past, or None; ``packed``, what steps keep of the parameters.
     """
 
     hidden: Tensor
     cell: Tensor | None = None
     feed: Tensor | None = None
     history: Any = None
+    packed: Any = None
 
     def index_select(self, index: Tensor) -> DecoderState:
         """Return the state of the sequences ``index``."""
@@ -42,7 +44,8 @@ class DecoderState(NamedTuple):
         def chosen(x: Any) -> Any:
             return x.index_select(0, index) if isinstance(x, Tensor) else x.index_select(index)
 
-        kept = {name: chosen(x) for name, x in self._asdict().items() if x is not None}
+        names = ("hidden", "cell", "feed", "history")
+        kept = {x: chosen(getattr(self, x)) for x in names if getattr(self, x) is not None}
         return self._replace(**kept)
 
 
@@ -105,6 +108,29 @@ class _Decoder(nn.Module):
             return states, state._replace(hidden=hidden[0])
         states, (hidden, cell) = self.rnn(inputs, (hidden, state.cell.unsqueeze(0)))
         return states, state._replace(hidden=hidden[0], cell=cell[0])
+
+    def _together(
+        self,
+        embedded: Tensor,
+        state: DecoderState,
+        memory: Memory,
+        need_weights: bool,
+        target_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Steps, DecoderState]:
+        """Run RNN and attention, each of which needs the other's last step."""
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        parameters = {name: getattr(self.rnn, f"{name}_l0") for name in names}
+        mode = "gru" if state.cell is None else "lstm"
+        done = run_layer(
+            Layer(mode, **parameters, **options), embedded, state, self.attention, memory,
+            target_mask=target_mask, need_weights=need_weights,
+        )  # fmt: skip
+        cell = None if done.cells is None else done.cells[:, -1]
+        state = state._replace(
+            hidden=done.states[:, -1], cell=cell, history=done.history, packed=done.packed
+        )
+        return done, state
 
     def _attend(
         self,
@@ -218,18 +244,9 @@ class BahdanauDecoder(_Decoder):
         need_weights: bool,
         target_mask: Tensor | None,
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
-        states, contexts = [], []
-        weights: list[Any] = []
-        for t, word in enumerate(embedded.unbind(1)):
-            seen = None if target_mask is None else target_mask[:, t]
-            context, weight, state = self._attend(state.hidden, state, memory, need_weights, seen)
-            _, state = self._run(torch.cat([word, context], -1).unsqueeze(1), state)
-            states.append(state.hidden)
-            contexts.append(context)
-            weights.append(weight)
-        joined = torch.cat([torch.stack(states, 1), torch.stack(contexts, 1), embedded], -1)
-        output = torch.tanh(self.readout(joined))
-        return output, state, None if weights[0] is None else torch.stack(weights, 1)
+        done, state = self._together(embedded, state, memory, need_weights, target_mask)
+        joined = torch.cat([done.states, done.contexts, embedded], -1)  # type: ignore[list-item]
+        return torch.tanh(self.readout(joined)), state, done.weights
 
 
 class LuongDecoder(_Decoder):
@@ -294,15 +311,9 @@ class LuongDecoder(_Decoder):
     ) -> tuple[Tensor, DecoderState, Tensor | None]:
         if not self.input_feeding:
             return self._decode(embedded, state, memory, need_weights, target_mask)
-        outputs: list[Tensor] = []
-        weights: list[Any] = []
-        for t, word in enumerate(embedded.split(1, 1)):
-            assert state.feed is not None
-            inputs = torch.cat([word, state.feed.unsqueeze(1)], -1)
-            seen = None if target_mask is None else target_mask[:, t : t + 1]
-            output, state, weight = self._decode(inputs, state, memory, need_weights, seen)
-            state = state._replace(feed=output.squeeze(1))
-            outputs.append(output)
-            weights.append(weight)
-        output = torch.cat(outputs, 1)
-        return output, state, None if weights[0] is None else torch.cat(weights, 1)
+        done, state = self._together(
+            embedded, state, memory, need_weights, target_mask,
+            weight_output=self.readout.weight, bias_output=self.readout.bias, attends_first=False,
+        )  # fmt: skip
+        assert done.attentional is not None
+        return done.attentional, state._replace(feed=done.attentional[:, -1]), done.weights

@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from attnfast import dispatch
 from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
-from attnfast.backends import best
+from attnfast.backends import BACKENDS, best
 from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.ops.arguments import check_temperature, check_tensor, is_finite
-from attnfast.ops.recurrent import GATES, RECURRENT, Recurrent
+from attnfast.ops.operators import is_recorded
+from attnfast.ops.recurrent import GATES, RECURRENT, Recurrent, fed
 from attnfast.reference import cell_step
 from attnfast.results import RecurrentResult, recurrent_result
 
@@ -30,13 +31,14 @@ class RecurrentState(NamedTuple):
 
     ``hidden [L, B, H]`` of L layers; ``cell [L, B, H]`` of an LSTM or None; ``feed [B, F]``, what
     the attention gave last, where it is fed to the next step, or None for zeros; ``history``, what
-    the attention knows of its past, or None.
+    the attention knows of its past, or None; ``packed``, what steps keep of the parameters.
     """
 
     hidden: Tensor
     cell: Tensor | None = None
     feed: Tensor | None = None
     history: Any = None
+    packed: Any = None
 
     def index_select(self, index: Tensor) -> RecurrentState:
         """Return the state of the sequences ``index``."""
@@ -62,6 +64,14 @@ class Layer(NamedTuple):
     attends_first: bool = True
 
 
+class Packed(NamedTuple):
+    """Parameters packed by a backend, and how to tell that they have not been changed since."""
+
+    backend: str
+    kept: Tensor
+    marks: tuple[tuple[int, int], ...]
+
+
 class Steps(NamedTuple):
     """What a layer gives at every step; None for what there is not."""
 
@@ -71,13 +81,14 @@ class Steps(NamedTuple):
     weights: Tensor | None
     attentional: Tensor | None
     history: Any
+    packed: Packed | None = None
 
 
 def _backend(attention: Any, memory: Memory | None, like: Tensor) -> str | None:
     """Return the backend whose operator serves a layer, or None."""
     if is_autocast_on() or has_tangents():
         return None
-    if not torch.compiler.is_compiling() and is_intercepted():
+    if not is_recorded() and is_intercepted():
         return None
     wanted = None
     if attention is not None:
@@ -97,24 +108,28 @@ def _backend(attention: Any, memory: Memory | None, like: Tensor) -> str | None:
 def run_layer(
     layer: Layer,
     input: Tensor,
-    state: RecurrentState,
+    state: Any,
     attention: Any = None,
     memory: Memory | None = None,
     *,
     target_lengths: Tensor | None = None,
+    target_mask: Tensor | None = None,
     dropout: Tensor | None = None,
     need_weights: bool = False,
 ) -> Steps:
-    """Run one layer over ``input [B, T, E]`` from ``state.hidden [B, H]``, its own, on.
+    """Run one layer over ``input [B, T, E]`` from its own state on, ``state.hidden [B, H]``.
 
-    One operator does it where it can, a loop over steps of PyTorch's cells where it cannot; for a
-    single step the loop is quicker, since the operator would pack the weights for it alone.
+    ``target_mask [B, T]`` is for attention with a history alone. One operator does it where it
+    can, a loop over steps of PyTorch's cells where it cannot. A single step keeps the parameters
+    packed for the next one; where gradients are wanted a loop is quicker.
     """
-    backend = _backend(attention, memory, input) if input.shape[1] != 1 else None
+    single = input.shape[1] == 1
+    backend = None if single and torch.is_grad_enabled() else _backend(attention, memory, input)
     if backend is None:
         return _run_steps(
-            layer, input, state, attention, memory, target_lengths, dropout, need_weights
-        )
+            layer, input, state, attention, memory, target_lengths, target_mask, dropout,
+            need_weights,
+        )  # fmt: skip
     feed = None if attention is None or layer.attends_first else state.feed
     call = Recurrent(
         input, state.hidden, layer.weight_ih, layer.weight_hh, state.cell, feed, layer.bias_ih,
@@ -125,8 +140,10 @@ def run_layer(
     )  # fmt: skip
     if attention is not None:
         assert memory is not None
-        if memory.steps is not None:
-            memory.steps.check_unchanged()
+        kept, of_memory = None, None if is_recorded() else memory.steps
+        if of_memory is not None:
+            of_memory.check_unchanged()
+            kept = of_memory.prepared() if of_memory.backend == backend else None
         check_temperature(attention.temperature)
         scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
         query = attention.query_proj
@@ -134,7 +151,12 @@ def run_layer(
             key=memory.key, value=memory.value, weight=memory.weight, lengths=memory.lengths,
             mask=memory.mask, scale=scale / attention.temperature, score=memory.score,
             weight_query=getattr(query, "weight", None), bias_query=getattr(query, "bias", None),
+            prepared=kept,
         )  # fmt: skip
+    packed = None
+    if single and not is_recorded():
+        packed = _packed(call, backend, state.packed)
+        call = call._replace(packed=None if packed is None else packed.kept)
     done = dispatch.run(RECURRENT, call, backend)
     return Steps(
         done.states,
@@ -143,48 +165,66 @@ def run_layer(
         done.weights if attention is not None and need_weights else None,
         None if layer.weight_output is None else done.attentional,
         None,
+        packed,
     )
+
+
+def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | None:
+    """Return the parameters as the backend packs them, those of the step before if they are."""
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "weight_output")
+    parameters = [getattr(call, name) for name in names]
+    given = [x for x in parameters if x is not None]
+    if any(x.is_inference() for x in given):
+        return None  # nobody counts their changes
+    marks = tuple((x.data_ptr(), x._version) for x in given)
+    if before is not None and (before.backend, before.marks) == (backend, marks):
+        return before
+    kept = BACKENDS[backend].pack(*parameters, fed(call), call.mode)
+    return None if kept is None else Packed(backend, kept, marks)
 
 
 def _run_steps(
     layer: Layer,
     input: Tensor,
-    state: RecurrentState,
+    state: Any,
     attention: Any,
     memory: Memory | None,
     target_lengths: Tensor | None,
+    target_mask: Tensor | None,
     dropout: Tensor | None,
     need_weights: bool,
 ) -> Steps:
     """Run the layer step by step, whatever the attention."""
     h, c, history = state.hidden, state.cell, state.history
-    fed = layer.weight_ih.shape[1] - input.shape[-1]
-    f = input.new_zeros(len(input), fed) if state.feed is None else state.feed
+    features = layer.weight_ih.shape[1] - input.shape[-1]
+    f = input.new_zeros(len(input), features) if state.feed is None else state.feed
     has_history = getattr(attention, "has_history", False)
     rows: list[list[Any]] = [[] for _ in range(5)]
+
+    def attend(h: Tensor, t: int) -> tuple[Any, Any, Any]:
+        form = "dense" if need_weights else False
+        if not has_history:
+            return *attention(h, memory, form), history
+        mask = None if target_lengths is None else target_lengths > t
+        mask = mask if target_mask is None else target_mask[:, t]
+        return attention(h, memory, history, form, mask)
+
     for t, x in enumerate(input.unbind(1)):
-        seen = None if target_lengths is None else target_lengths > t
         context = weights = attentional = None
-
-        def attend(h: Tensor, history: Any, seen: Tensor | None = seen) -> tuple[Any, Any, Any]:
-            form = "dense" if need_weights else False
-            if has_history:
-                return attention(h, memory, history, form, seen)
-            return *attention(h, memory, form), None
-
         if attention is not None and layer.attends_first:
-            context, weights, history = attend(h, history)
+            context, weights, history = attend(h, t)
             f = context
-        new_h, new_c = _move(layer, torch.cat([x, f], -1) if fed else x, h, c, dropout)
+        new_h, new_c = _move(layer, torch.cat([x, f], -1) if features else x, h, c, dropout)
         if attention is not None and not layer.attends_first:
-            context, weights, history = attend(new_h, history)
+            context, weights, history = attend(new_h, t)
             f = context
         if layer.weight_output is not None:
             both = torch.cat([context, new_h], -1)  # type: ignore[list-item]
             f = attentional = F.linear(both, layer.weight_output, layer.bias_output).tanh()
         shown = [new_h, new_c, context, weights, attentional]
-        if seen is not None:
-            keep, padding = seen.unsqueeze(-1), ~seen
+        if target_lengths is not None:
+            padding = target_lengths <= t
+            keep = ~padding.unsqueeze(-1)
             shown = [
                 None if y is None else y.masked_fill(padding.view(-1, *[1] * (y.dim() - 1)), 0)
                 for y in shown
@@ -194,7 +234,7 @@ def _run_steps(
         h, c = new_h, new_c
         for values, y in zip(rows, shown):
             values.append(y)
-    done: list[Any] = [None if not x or x[0] is None else torch.stack(x, 1) for x in rows]
+    done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
     states = input.new_empty(len(input), 0, h.shape[-1]) if done[0] is None else done[0]
     return Steps(states, done[1], done[2], done[3], done[4], history)
 
@@ -428,10 +468,11 @@ class AttentionRNN(nn.Module):
         start = self._start(input, hx)
         lengths = None if target_lengths is None else target_lengths.long()
         attention: Any = self.attention
-        x, hidden, cells, first = input, [], [], None
+        x, hidden, cells, kept, first = input, [], [], [], None
         for number in range(self.num_layers):
             cell = None if start.cell is None else start.cell[number]
-            own = start._replace(hidden=start.hidden[number], cell=cell)
+            packed = None if start.packed is None else start.packed[number]
+            own = start._replace(hidden=start.hidden[number], cell=cell, packed=packed)
             dropout = None
             if self.training and self.recurrent_dropout:
                 keep = 1 - self.recurrent_dropout
@@ -444,6 +485,7 @@ class AttentionRNN(nn.Module):
             hidden.append(last_of(steps.states, own.hidden, lengths))
             if steps.cells is not None and own.cell is not None:
                 cells.append(last_of(steps.cells, own.cell, lengths))
+            kept.append(steps.packed)
             first = first or steps
             if number + 1 < self.num_layers:
                 assert first.contexts is not None
@@ -456,8 +498,9 @@ class AttentionRNN(nn.Module):
             zeros = fed.new_zeros(len(fed), fed.shape[-1]) if feed is None else feed
             feed = last_of(fed, zeros, lengths)
         state = RecurrentState(
-            torch.stack(hidden), torch.stack(cells) if cells else None, feed, first.history
-        )
+            torch.stack(hidden), torch.stack(cells) if cells else None, feed, first.history,
+            tuple(kept),
+        )  # fmt: skip
         output = steps.states if first.attentional is None else first.attentional
         return recurrent_result(output, state, steps.states, first.contexts, first.weights)
 

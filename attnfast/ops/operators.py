@@ -110,6 +110,7 @@ class Operator:
         constant: results that have no gradient.
         check, check_backward: refuse arguments that do not fit, before anything is computed.
         fake, fake_backward: return empty results.
+        backends: those that have it.
     """
 
     def __init__(
@@ -126,16 +127,18 @@ class Operator:
         fake: Callable[[Any], Any],
         fake_backward: Callable[[Any], Any],
         constant: tuple[str, ...] = (),
+        backends: tuple[str, ...] = tuple(LIBRARIES),
     ):
+        libraries = {backend: LIBRARIES[backend] for backend in backends}
         self.name, self.Call, self.Result = name, Call, Result
         self.Backward, self.Gradients, self.constant = Backward, Gradients, constant
         self._plan(needs)
         self.check, self.fake = check, fake
-        self.forwards = self.define(name, Call, Result, check, fake)
+        self.forwards = self.define(name, Call, Result, check, fake, libraries)
         self.backwards = self.define(
-            f"{name}_backward", Backward, Gradients, check_backward, fake_backward
+            f"{name}_backward", Backward, Gradients, check_backward, fake_backward, libraries
         )
-        for backend, library in LIBRARIES.items():
+        for backend, library in libraries.items():
             full = f"attnfast_{backend}::{name}"
             torch.library.register_autograd(
                 full, self._derivative(backend), setup_context=self.setup_context, lib=library
@@ -146,8 +149,11 @@ class Operator:
         self.eager = self._eager()
 
     @staticmethod
-    def define(name: str, Arguments: Any, Results: Any, check: Any, fake: Any) -> dict[str, Any]:
-        """Define an operator in the namespace of every backend; return it for each."""
+    def define(
+        name: str, Arguments: Any, Results: Any, check: Any, fake: Any,
+        libraries: dict[str, torch.library.Library] = LIBRARIES,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Define an operator in the namespaces of backends; return it for each."""
 
         def fakes(*args):
             arguments = Arguments(*args)
@@ -157,7 +163,7 @@ class Operator:
         CHECKS[name] = lambda *args: check(Arguments(*args))
         ARGUMENTS[name] = Arguments
         overloads = {}
-        for backend, library in LIBRARIES.items():
+        for backend, library in libraries.items():
             library.define(name + schema(Arguments, Results))
             torch.library.register_fake(f"attnfast_{backend}::{name}", fakes, lib=library)
             operators = getattr(torch.ops, f"attnfast_{backend}")

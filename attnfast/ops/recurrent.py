@@ -21,7 +21,7 @@ from attnfast.errors import refuse
 from attnfast.ops.arguments import check_dense, check_exact
 from attnfast.ops.attention import Attention
 from attnfast.ops.attention import check as check_attention
-from attnfast.ops.operators import Operator
+from attnfast.ops.operators import LIBRARIES, Operator
 
 #: The cells: how many gates the parameters hold, and how many numbers of a unit the backward reads.
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
@@ -43,7 +43,9 @@ class Recurrent(NamedTuple):
     score, as those of :class:`Attention`. Without a key this is a plain recurrent layer.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
-    multiplied into the state that ``weight_hh`` reads, at every step.
+    multiplied into the state that ``weight_hh`` reads, at every step. ``prepared`` and
+    ``packed`` are what the backend's own ``prepare`` and ``pack`` made of the keys and of the
+    parameters, and no other backend's.
     """
 
     input: Tensor
@@ -66,6 +68,8 @@ class Recurrent(NamedTuple):
     span: Tensor | None = None
     target_lengths: Tensor | None = None
     dropout: Tensor | None = None
+    prepared: Tensor | None = None
+    packed: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True
     scale: float = 1.0
@@ -179,8 +183,9 @@ def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
 
     mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
     span = None if call.span is None else call.span[:, t]
+    kept = getattr(call, "prepared", None)
     return Attention(
-        query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, None,
+        query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, kept,
         call.scale, call.score, True,
     )  # fmt: skip
 
@@ -208,7 +213,7 @@ def check(call: Recurrent) -> None:
     gates = GATES[call.mode] * H
     if call.key is None:
         given = [x for x in ("value", "weight", "weight_query", "bias_query", "weight_output",
-                             "bias_output", "mask", "lengths", "span", "feed")
+                             "bias_output", "mask", "lengths", "span", "feed", "prepared")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
             refuse(given[0], "None without a key", "a tensor")
@@ -229,6 +234,10 @@ def check(call: Recurrent) -> None:
     dtype = call.input.dtype
     check_exact(call.input, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
     check_exact(call.input, [("target_lengths", call.target_lengths, torch.int64, (B,))])
+    if call.packed is not None:
+        check_dense("packed", call.packed)
+        if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
+            refuse("packed", "what the backend has packed", call.packed.dtype)
     if call.key is not None:
         check_attention(attention_of(call, call.input.new_empty(B, T, A), slice(None)))
 
@@ -279,10 +288,16 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
     return RecurrentGradients(**{f"grad_{name}": x for name, x in grads.items()})
 
 
+# What a backend keeps of the parameters for many calls: nobody but the backend looks into it.
+LIBRARIES["cpu"].define(
+    "pack_recurrent(Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh, "
+    "Tensor? weight_query, Tensor? weight_output, int fed, str mode) -> Tensor"
+)
+
 RECURRENT = Operator(
     "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates"),
+    constant=("queries", "gates"), backends=("cpu",),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

@@ -58,6 +58,8 @@ constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
   ATTNFAST_LAYER(X)                                   \
   X(Optional, mask, terms, ScalarType::Bool, {T, Tk}) \
   ATTNFAST_LAYER_KEYS(X)                              \
+  X(Optional, prepared, exponentials, given.score)    \
+  X(Optional, packed, bytes)                          \
   ATTNFAST_LAYER_OPTIONS(X)
 #define ATTNFAST_RECURRED(X) X(states) X(cells) X(contexts) X(weights) X(attentional) X(queries) X(gates)
 
@@ -136,6 +138,17 @@ struct LayerFit : Fit {
 
   static bool goes_with(const std::string& score, const Optional& key, const Optional& weight) {
     return weight.has_value() == (score_of(score) != Score::dot) && (key || !weight);
+  }
+
+  // What cpu/attention.cpp has prepared.
+  bool exponentials(const Optional& x, const std::string& score) const {
+    const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
+    return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
+                  sizes(x, ScalarType::Float, {B, 1, Tk, width}));
+  }
+
+  static bool bytes(const Optional& x) {
+    return !x || (x->scalar_type() == ScalarType::Byte && x->dim() == 1 && x->is_cpu());
   }
 
   bool spans(const Optional& x) const {
@@ -314,6 +327,11 @@ Recurred recurrent(const RecurrentArguments& given) {
   Keep keep;
   RecurrentForward a{};
   put_layer(given, fit, a, keep);
+  if (given.packed) {
+    fit.check(static_cast<size_t>(given.packed->numel()) == kernels().packed(a), "packed");
+    keep.push_back(packed(*given.packed));
+    a.packed = place_of(keep.back());
+  }
   const auto room = [&](bool wanted, int64_t columns, View& out) {
     const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
     if (wanted) out = rows_of(x);
@@ -336,7 +354,7 @@ Recurred recurrent(const RecurrentArguments& given) {
     put_attention(given, fit, a, 1, step, keep);
     step.context = a.contexts;
     step.weights = weights;
-    keep.push_back(cpu::exponentials_of(step));
+    keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
     if (keep.back().numel()) step.exponentials = view(keep.back());
     plan.attention = plan_by_rows(step);
   }
@@ -423,6 +441,69 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   return grads;
 }
 
+// ---- packed weights -----------------------------------------------------------------------------
+
+#define ATTNFAST_PACK(X)                           \
+  X(Tensor, weight_ih, sizes, own, {G * N, E + F}) \
+  X(Tensor, weight_hh, sizes, own, {G * N, N})     \
+  X(Optional, bias_ih, sizes, own, {G * N})        \
+  X(Optional, bias_hh, sizes, own, {G * N})        \
+  X(Optional, weight_query, sizes, own, {A, N})    \
+  X(Optional, weight_output, sizes, own, {F, Dv + N}) \
+  X(int64_t, fed, any)                             \
+  X(std::string, mode, any)
+#define ATTNFAST_PACKED(X) X(packed)
+
+struct PackFit : Fit {
+  int64_t E = 0, N = 0, G, F, A = 0, Dv;
+
+  template <class Arguments>
+  explicit PackFit(const Arguments& given)
+      : Fit(Arguments::kOperator, given.weight_ih), G(LayerFit::gates_of(cell_of(given.mode))),
+        F(given.fed), Dv(given.fed) {
+    check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
+    check(own == ScalarType::Float || own == ScalarType::Double, "weight_ih");
+    check(given.weight_hh.dim() == 2, "weight_hh");
+    check(between(F, 0, given.weight_ih.size(1)), "fed");
+    E = given.weight_ih.size(1) - F;
+    N = A = given.weight_hh.size(1);
+    if (given.weight_query) check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
+    if (given.weight_output) check(given.weight_output->dim() == 2, "weight_output"), Dv = given.weight_output->size(1) - N;
+    check(Dv >= 0, "weight_output");
+  }
+};
+
+ATTNFAST_ARGUMENTS(PackArguments, "pack_recurrent", ATTNFAST_PACK, PackFit)
+ATTNFAST_RESULTS(PackedWeights, ATTNFAST_PACKED)
+
+PackedWeights pack_recurrent(const PackArguments& given) {
+  const PackArguments::Fit fit(given);
+  Keep keep;
+  Layer a{};
+  a.dtype = dtype_of(given.weight_ih);
+  a.cell = cell_of(given.mode);
+  a.E = fit.E;
+  a.H = fit.N;
+  a.F = fit.F;
+  a.A = fit.A;
+  a.Dv = fit.Dv;
+  a.weight_ih = kept(given.weight_ih, keep);
+  a.weight_hh = kept(given.weight_hh, keep);
+  a.bias_ih = kept(given.bias_ih, keep);
+  a.bias_hh = kept(given.bias_hh, keep);
+  a.weight_query = kept(given.weight_query, keep);
+  a.weight_output = kept(given.weight_output, keep);
+  const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a))}, ScalarType::Byte);
+  a.B = 32;  // as much work as so many sequences make
+  const int64_t threads = threads_for(a);
+  std::vector<uint32_t> taken(kernels().pack_items(a));
+  Team team = {threads, taken.data(), 0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) kernels().pack(a, team, i, place_of(out));
+  });
+  return {out};
+}
+
 using RecurrentOperators = Operators<recurrent, recurrent_backward>;
 
 }  // namespace
@@ -433,6 +514,9 @@ ATTNFAST_EXPORT const char* attnfast_recurrent_operators() {
   return text.c_str();
 }
 
-STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) { RecurrentOperators::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
+  RecurrentOperators::implement(m);
+  Operators<pack_recurrent>::implement(m);
+}
 
 }  // namespace attnfast

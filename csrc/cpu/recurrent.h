@@ -31,6 +31,9 @@ struct LayerKernel {
 };
 
 struct RecurrentKernels {
+  size_t (*packed)(const Layer&);  // bytes of packed weights, which a forward may be given
+  int64_t (*pack_items)(const Layer&);
+  void (*pack)(const Layer&, cpu::Team&, int64_t member, void* out);
   LayerKernel<RecurrentForward> forward;
   LayerKernel<RecurrentBackward> backward;
 };

@@ -245,7 +245,6 @@ template <class C>
 struct Packed {
   Panels<C> input, fed, hidden, query, context, output;  // the last two of weight_output
   C* bias;                                               // of the sums of `move`, each to whole panels
-  C* masked[2];                                          // states times the dropout, of odd and even steps
 
   Packed(const Layer& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a) * units;
@@ -258,7 +257,12 @@ struct Packed {
       output = take_panels(room, a.H, panels<C>(a.F));
     }
     bias = room.take(kMostGates * units * kPanel<C>);
-    for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
+  }
+
+  // Those that are given, if any.
+  static Packed of(const RecurrentForward& a, Scratch<C>& room) {
+    Scratch<C> given = {static_cast<C*>(a.packed)};
+    return Packed(a, a.packed ? given : room);
   }
 
   // Pack panels of `rows` rows of a weight, `blocks` times as many one after the other.
@@ -276,20 +280,14 @@ struct Packed {
     const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,
                                    &a.weight_query, &a.weight_output, &a.weight_output};
     const int64_t columns[] = {0, a.E, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.A, a.F, a.F};
-    int64_t total = 1;  // the biases, and the first state
+    int64_t total = 1;  // the biases
     for (const int64_t count : counts) total += count;
     member.share(total, [&](int64_t item) {
-      if (item-- == 0) return add_biases(a), mask_first(a);
+      if (item-- == 0) return add_biases(a);
       int which = 0;
       for (; item >= counts[which]; ++which) item -= counts[which];
       pack(*all[which], *weights[which], columns[which], rows[which], item);
     });
-  }
-
-  void mask_first(const Layer& a) const {
-    for (int64_t b = 0; a.dropout.data && b < a.B; ++b)
-      for (int64_t i = 0; i < a.H; ++i)
-        masked[0][b * a.H + i] = row<C>(a.hidden, b)[i] * row<C>(a.dropout, b)[i];
   }
 
   void add_biases(const Layer& a) const {
@@ -310,17 +308,21 @@ class Forwards {
   const LayerPlan& plan;
   Member& member;
   const Packed<C> packed;
+  C* masked[2];  // states times the dropout, of even and odd steps
   char* own;
   const int64_t gates, units;
   const View sums;  // where the inputs' share of the gates lies until its step
 
  public:
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
-      : a(a), plan(plan), member(member), packed(a, room), own(static_cast<char*>(own)), gates(gates_of(a)),
-        units(panels<C>(a.H)), sums(kept_of(a) ? a.gates : a.states) {}
+      : a(a), plan(plan), member(member), packed(Packed<C>::of(a, room)), own(static_cast<char*>(own)),
+        gates(gates_of(a)), units(panels<C>(a.H)), sums(kept_of(a) ? a.gates : a.states) {
+    for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
+  }
 
   void run() {
-    packed.fill(a, member);
+    if (!a.packed) packed.fill(a, member);
+    if (a.dropout.data) mask_first();
     multiply_inputs();
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t);
@@ -332,6 +334,13 @@ class Forwards {
   }
 
  private:
+  void mask_first() {
+    member.share(a.B, [&](int64_t b) {
+      for (int64_t i = 0; i < a.H; ++i)
+        masked[0][b * a.H + i] = row<C>(a.hidden, b)[i] * row<C>(a.dropout, b)[i];
+    });
+  }
+
   // The inputs of all steps at once.
   void multiply_inputs() {
     const int64_t chunks = parts(a.B * a.T, kMostBatch);
@@ -401,7 +410,7 @@ class Forwards {
     for (auto& gate : x) clear(gate, block.rows * P);
     const Sources<C> state = t ? of_step<C>(a.states, b, t - 1) : of_step<C>(a.hidden, b, 0);
     Sources<C> seen = state, fed = {};
-    if (a.dropout.data) seen = {packed.masked[t % 2] + b * a.H, a.H};
+    if (a.dropout.data) seen = {masked[t % 2] + b * a.H, a.H};
     if (a.attends_first || t) {
       const View& from = a.weight_output.data ? a.attentional : a.contexts;
       if (a.F) fed = of_step<C>(from, b, a.attends_first ? t : t - 1);
@@ -447,7 +456,7 @@ class Forwards {
       if (cell) store_part(cell + c, unit.cell, n);
       for (int gate = 0; gate < Known::kept; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
       if (mask)
-        store_part(packed.masked[(t + 1) % 2] + b * H + i + c, unit.state * load_part(mask + c, n, (C)0),
+        store_part(masked[(t + 1) % 2] + b * H + i + c, unit.state * load_part(mask + c, n, (C)0),
                    n);
     });
   }
@@ -904,8 +913,21 @@ size_t bytes_of(const Scratch<C>& room) {
 template <class C>
 size_t forward_room(const RecurrentForward& a) {
   Scratch<C> room = nowhere<C>();
-  const Packed<C> packed(a, room);
+  if (!a.packed) Packed<C>(a, room);
+  if (a.dropout.data) room.take(a.B * a.H), room.take(a.B * a.H);
   return bytes_of(room);
+}
+template <class C>
+size_t packed_room(const Layer& a) {
+  Scratch<C> room = nowhere<C>();
+  Packed<C>(a, room);
+  return bytes_of(room);
+}
+template <class C>
+void pack_weights(const Layer& a, Team& team, int64_t who, void* out) {
+  Member member(team, who);
+  Scratch<C> room = {static_cast<C*>(out)};
+  Packed<C>(a, room).fill(a, member);
 }
 template <class C>
 size_t backward_room(const RecurrentBackward& a) {
@@ -957,6 +979,16 @@ void run_backward(const RecurrentBackward& a, const LayerPlan& plan, Team& team,
 }  // namespace
 
 extern const RecurrentKernels recurrent = {
+    .packed =
+        [](const Layer& a) {
+          return a.dtype == Dtype::f64 ? packed_room<double>(a) : packed_room<float>(a);
+        },
+    .pack_items = [](const Layer& a) { return most_items(a, LayerPlan{.rows = kMostBatch}); },
+    .pack =
+        [](const Layer& a, Team& team, int64_t who, void* out) {
+          const auto run = a.dtype == Dtype::f64 ? pack_weights<double> : pack_weights<float>;
+          run(a, team, who, out);
+        },
     .forward = {.shared =
                     [](const RecurrentForward& a, const LayerPlan&) {
                       return a.dtype == Dtype::f64 ? forward_room<double>(a) : forward_room<float>(a);

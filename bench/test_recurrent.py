@@ -1,0 +1,104 @@
+"""Times a recurrent decoder that attends, in one operator, against the loop that people write.
+
+``nn.GRU`` over the same inputs, as wide, says what the recurrence alone costs there.
+"""
+
+import pytest
+import torch
+from race import DEVICE, DIRECTIONS, race, timed
+from torch import Tensor, nn
+
+from attnfast.diagnostics import memory_of
+from attnfast.nn import AttentionGRU, AttentionLSTM, BahdanauAttention
+
+SHAPES = {  # B, T, Tk, E, H, A; contexts have H features
+    "small": (32, 20, 20, 128, 128, 128),
+    "translation": (32, 50, 50, 256, 512, 512),
+    "short sentences": (64, 25, 25, 256, 256, 256),
+    "speech": (16, 100, 400, 256, 512, 512),
+    "long sentences": (32, 100, 100, 512, 512, 512),
+    "one sentence": (1, 50, 50, 256, 512, 512),
+}
+LAYERS = {"GRU": (AttentionGRU, nn.GRUCell, nn.GRU), "LSTM": (AttentionLSTM, nn.LSTMCell, nn.LSTM)}
+
+
+def loop(layer, cell, attend, recurrence: str):
+    """Return the loop of a decoder, whose attention is ``attend(state)``."""
+    lstm = isinstance(cell, nn.LSTMCell)
+
+    def run(x: Tensor) -> Tensor:
+        h = c = x.new_zeros(len(x), layer.hidden_size)
+        fed = x.new_zeros(len(x), cell.input_size - x.shape[-1])
+        outputs = []
+        for word in x.unbind(1):
+            if recurrence == "attend_first":
+                fed = attend(h)
+            inputs = torch.cat([word, fed], -1)
+            h, c = cell(inputs, (h, c)) if lstm else (cell(inputs, h), c)
+            if recurrence == "input_feeding":
+                fed = torch.tanh(layer.output_proj(torch.cat([attend(h), h], -1)))
+            outputs.append(fed if recurrence == "input_feeding" else h)
+        return torch.stack(outputs, 1)
+
+    return run
+
+
+def eager(attention, source: Tensor, lengths: Tensor):
+    """Return Bahdanau's attention as people write it."""
+    keys = attention.key_proj(source)
+    seen = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
+
+    def attend(h: Tensor) -> Tensor:
+        scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys) @ attention.weight
+        weights = scores.masked_fill(~seen, -1e9).softmax(-1)
+        return (weights.unsqueeze(1) @ source).squeeze(1)
+
+    return attend
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "recurrence"), [("GRU", "attend_first"), ("LSTM", "input_feeding")]
+)
+def test_recurrent(benchmark, kind, recurrence, shape, direction):
+    B, T, Tk, E, H, A = SHAPES[shape]
+    if kind == "LSTM" and shape not in ("translation", "one sentence"):
+        pytest.skip("two shapes tell how the others would be")
+    torch.manual_seed(0)
+    ours, cell_of, plain_of = LAYERS[kind]
+    attention = BahdanauAttention(H, H, A).to(DEVICE)
+    layer = ours(E, H, H, attention, recurrence=recurrence).to(DEVICE)
+    cell = cell_of(E + H, H).to(DEVICE)
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(cell, name, getattr(layer, f"{name}_l0"))
+    plain = plain_of(E + H, H, batch_first=True).to(DEVICE)
+    x, wide = (torch.randn(B, T, size, device=DEVICE) for size in (E, E + H))
+    source = torch.randn(B, Tk, H, device=DEVICE, requires_grad=True)
+    lengths = torch.randint(Tk // 2 + 1, Tk + 1, (B,), device=DEVICE)
+    grad = torch.randn(B, T, H, device=DEVICE)
+
+    def steps() -> Tensor:
+        memory = layer.prepare(source, lengths)
+        return loop(layer, cell, lambda h: attention(h, memory)[0], recurrence)(x)
+
+    ways = {
+        "attnfast": lambda: layer(x, layer.prepare(source, lengths)).output,
+        "attention alone by attnfast": steps,
+        "eager": lambda: loop(layer, cell, eager(attention, source, lengths), recurrence)(x),
+        f"nn.{kind} without attention": lambda: plain(wide)[0],
+    }
+    wanted = direction != "forward"
+    leaves = {name: [source, *layer.parameters()] if wanted else None for name in ways}
+    leaves[f"nn.{kind} without attention"] = list(plain.parameters()) if wanted else None
+    calls = {name: timed(way, leaves[name], grad) for name, way in ways.items()}
+    first, *others = (calls[name]() for name in list(ways)[:3])
+    for other in others:
+        for got, want in zip(first, other):
+            scale = float(want.detach().abs().max())
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+    race(benchmark, f"{kind}, {recurrence}", shape, SHAPES[shape], direction, calls)
+    benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
+    if wanted:
+        kept = {name: memory_of(way)[1] for name, way in ways.items()}
+        benchmark.extra_info["kept"] = kept
