@@ -21,7 +21,7 @@ demo: .venv/installed
 # exponentials and quotients as rough as a GPU's.
 test: .venv/installed .venv/cuda .venv/oldest-triton integrations
 	$(BIN)/pytest -q $(TWO)
-	PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests -k "triton and (table or decoder or vanish or large or registers or spilling) and not test_span"
+	PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests -k "triton and (table or decoder or vanish or large or registers or spilling and sm_90) and not test_span"
 
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
 integrations: .venv/integrations
@@ -44,11 +44,11 @@ gpu:
 
 # Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz.
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
-sanitize: TESTS := attention memory coverage copying span sparse misfits
+sanitize: TESTS := attention memory coverage copying span sparse recurrent misfits
 sanitize: CHOICE := cpu and not compile and not export and not opcheck or misfits
 sanitize-fuzz: FLAGS := -fsanitize=address -O1
-sanitize-fuzz: TESTS := attention coverage copying span misfits
-sanitize-fuzz: CHOICE := fuzz and (cpu-0 or cpu-2) or compiled and misfits
+sanitize-fuzz: TESTS := attention coverage copying span recurrent misfits
+sanitize-fuzz: CHOICE := fuzz and (cpu-0 or cpu-2) or compiled and misfits or test_misfits and cpu
 sanitize sanitize-fuzz: .venv/installed
 	rm -rf build/$@ && mkdir -p build/$@
 	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md LICENSE MANIFEST.in build/$@
