@@ -449,6 +449,36 @@ def test_a_loops_weights_load(kind):
     torch.testing.assert_close(layer(x, memory).output, torch.stack(states, 1))
 
 
+@pytest.mark.parametrize("lengths", [None, torch.tensor([7, 1, 4])])
+@pytest.mark.parametrize(("layers", "both_ways"), [(1, False), (1, True), (3, True)])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_pytorchs_layers_in_the_operator(kind, layers, both_ways, lengths):
+    if why_not("cpu", CPU, torch.float64, "recurrent"):
+        pytest.skip("no operator")
+    rnn = kind(6, 9, layers, batch_first=True, bidirectional=both_ways).double()
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    h, c = torch.randn(2, layers * (1 + both_ways), 3, 9, dtype=torch.float64)
+    hx = (h, c) if kind is nn.LSTM else h
+    done = modules.run_rnn(rnn, x, hx, lengths)
+    if kind is nn.LSTM and lengths is None:
+        assert done is None  # PyTorch's own is as quick
+        return
+    given = x
+    if lengths is not None:
+        given = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    wanted = rnn(given, hx)
+    if lengths is not None:
+        padded, _ = nn.utils.rnn.pad_packed_sequence(wanted[0], batch_first=True, total_length=7)
+        wanted = padded, wanted[1]
+    torch.testing.assert_close(done, wanted)
+    noise, leaves = torch.randn_like(done[0]), [x, *rnn.parameters()]
+    grads = [torch.autograd.grad(y[0], leaves, noise) for y in (done, wanted)]
+    torch.testing.assert_close(*grads)
+    assert modules.run_rnn(rnn, x, hx, lengths, "reference") is None
+    rnn.register_forward_hook(lambda *_: None)
+    assert modules.run_rnn(rnn, x, hx, lengths) is None
+
+
 def test_a_search_reorders_the_state():
     layer, x, source, lengths = layer_and_inputs(
         attn.AttentionLSTM, "coverage", recurrence="input_feeding"

@@ -18,7 +18,7 @@ from attnfast.decoding import check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
-from attnfast.nn.recurrent import Layer, Steps, run_layer
+from attnfast.nn.recurrent import Layer, Steps, run_layer, run_rnn
 from attnfast.ops.arguments import check_tensor
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
@@ -69,9 +69,16 @@ class FixedContext(nn.Module):
 
     It has the two calls of an attention, so that a decoder need not know.
 
+    Args:
+        backend: of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
+
     Paper: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", EMNLP 2014,
     arXiv:1406.1078.
     """
+
+    def __init__(self, backend: str | None = None):
+        super().__init__()
+        self.backend = backend
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
         """Keep the :func:`summary` of the source as its only value ``[B, 1, 2H]``."""
@@ -102,12 +109,16 @@ class _Decoder(nn.Module):
 
     def _run(self, inputs: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
-        hidden = state.hidden.unsqueeze(0)
+        hx: Any = state.hidden.unsqueeze(0)
+        if state.cell is not None:
+            hx = hx, state.cell.unsqueeze(0)
+        backend = getattr(self.attention, "backend", None)
+        single = inputs.shape[1] == 1  # for which a loop's step is as good
+        done = None if single else run_rnn(self.rnn, inputs, hx, None, backend)
+        states, hx = self.rnn(inputs, hx) if done is None else done
         if state.cell is None:
-            states, hidden = self.rnn(inputs, hidden)
-            return states, state._replace(hidden=hidden[0])
-        states, (hidden, cell) = self.rnn(inputs, (hidden, state.cell.unsqueeze(0)))
-        return states, state._replace(hidden=hidden[0], cell=cell[0])
+            return states, state._replace(hidden=hx[0])
+        return states, state._replace(hidden=hx[0][0], cell=hx[1][0])
 
     def _together(
         self,

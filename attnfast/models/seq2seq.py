@@ -18,6 +18,7 @@ from attnfast.models.decoders import (
 )
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
 from attnfast.nn.attention import check_sizes
+from attnfast.nn.recurrent import run_rnn
 from attnfast.ops.arguments import check_tensor, is_finite
 
 #: The ids that every vocabulary starts with.
@@ -62,6 +63,7 @@ class Encoder(nn.Module):
         dropout: between the layers, and on what the self-attention returns.
         self_attention: lets the states attend to each other, or None; its output is added to them
             and the sum normalised.
+        backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
     """
@@ -74,8 +76,10 @@ class Encoder(nn.Module):
         layers: int = 1,
         dropout: float = 0.0,
         self_attention: SparseSelfAttention | None = None,
+        backend: str | None = None,
     ):
         super().__init__()
+        self.backend = backend
         check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
         check_word("cell", cell, CELLS)
         check_share("dropout", dropout)
@@ -100,12 +104,15 @@ class Encoder(nn.Module):
         if embedded.dim() != 3 or embedded.shape[-1] != self.rnn.input_size:
             refuse("embedded", f"[B, Tk, {self.rnn.input_size}]", describe(embedded))
         check_lengths(lengths, embedded)
-        packed = pack_padded_sequence(
-            embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
-        states, _ = self.rnn(packed)
         length = embedded.shape[1]
-        states = pad_packed_sequence(states, batch_first=True, total_length=length)[0]
+        done = run_rnn(self.rnn, embedded, None, lengths.to(embedded.device).long(), self.backend)
+        if done is None:
+            packed = pack_padded_sequence(
+                embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
+            done = self.rnn(packed)
+            done = pad_packed_sequence(done[0], batch_first=True, total_length=length)
+        states = done[0]
         if self.self_attention is None:
             return states
         lengths = lengths.to(states.device)

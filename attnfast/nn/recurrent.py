@@ -84,13 +84,14 @@ class Steps(NamedTuple):
     packed: Packed | None = None
 
 
-def _backend(attention: Any, memory: Memory | None, like: Tensor) -> str | None:
+def _backend(
+    attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None
+) -> str | None:
     """Return the backend whose operator serves a layer, or None."""
     if is_autocast_on() or has_tangents():
         return None
     if not is_recorded() and is_intercepted():
         return None
-    wanted = None
     if attention is not None:
         if type(attention) not in (BahdanauAttention, LuongAttention) or memory is None:
             return None
@@ -253,6 +254,67 @@ def _move(
     if layer.mode == "lstm":
         return step(x, (h, c), *weights)
     return step(x, h, *weights), c
+
+
+def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return sequences ``[B, T, E]`` from their ends to their starts, padding where it is."""
+    if lengths is None:
+        return x.flip(1)
+    steps = torch.arange(x.shape[1], device=x.device)
+    index = torch.where(steps < lengths[:, None], lengths[:, None] - 1 - steps, steps)
+    return x.gather(1, index.unsqueeze(-1).expand_as(x))
+
+
+def run_rnn(
+    rnn: nn.RNNBase,
+    input: Tensor,
+    hx: Any = None,
+    lengths: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Any] | None:
+    """Return what an ``nn.GRU`` or ``nn.LSTM`` does, or None where no operator is quicker.
+
+    Args:
+        rnn: its parameters, layers, directions and dropout count.
+        input: ``[B, T, E]``.
+        hx: ``[L, B, H]``, a pair of them for an LSTM; None means zeros.
+        lengths: ``[B]``, int64: states beyond are 0.
+        backend: the only one to try, if given.
+    """
+    lstm = type(rnn) is nn.LSTM
+    if type(rnn) not in (nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
+        return None
+    if lstm and lengths is None:
+        return None  # PyTorch's own is as quick
+    if rnn._forward_hooks or rnn._forward_pre_hooks or rnn._backward_hooks:
+        return None
+    if input.dim() != 3 or _backend(None, None, input, backend) is None:
+        return None
+    directions = 2 if rnn.bidirectional else 1
+    h, c = hx if lstm and hx is not None else (hx, None)
+    zeros = input.new_zeros(len(input), rnn.hidden_size)
+    hidden, cells, x = [], [], input
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    for number in range(rnn.num_layers):
+        if number:
+            x = F.dropout(x, rnn.dropout, rnn.training)
+        outputs = []
+        for direction in range(directions):
+            place, suffix = number * directions + direction, "_reverse" * direction
+            parameters = [getattr(rnn, f"{y}_l{number}{suffix}", None) for y in names]
+            layer = Layer("lstm" if lstm else "gru", *parameters)  # type: ignore[arg-type]
+            first = zeros if h is None else h[place], zeros if c is None else c[place]
+            state = RecurrentState(first[0], first[1] if lstm else None)
+            read = _reversed(x, lengths) if direction else x
+            steps = run_layer(layer, read, state, target_lengths=lengths)
+            hidden.append(last_of(steps.states, first[0], lengths))
+            if steps.cells is not None:
+                cells.append(last_of(steps.cells, first[1], lengths))
+            states = steps.states
+            outputs.append(_reversed(states, lengths) if direction else states)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+    last = torch.stack(hidden)
+    return x, (last, torch.stack(cells)) if lstm else last
 
 
 def last_of(steps: Tensor, first: Tensor, target_lengths: Tensor | None) -> Tensor:
