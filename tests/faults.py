@@ -13,6 +13,7 @@ SPANS = f"tests/test_span.py -k '{OURS}'"
 TRITON = "tests/test_attention.py -k 'triton and not fuzz and not check and not compile'"
 TRITON_HISTORY = "tests/test_coverage.py -k 'triton and not fuzz and not check and not compile'"
 REFUSALS = "tests/test_attention.py tests/test_memory.py -k 'bad or forward_mode or autocast'"
+RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bits)'"
 CUDA = "tests/test_cuda.py -k '{}'"
 
 FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
@@ -206,6 +207,14 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("ranks[name] < math.inf", "True"),
         ("if request.filters > self.most_filters:", "if False:"),
     ],
+    ("attnfast/nn/recurrent.py", "tests/test_recurrent.py -k 'not compile and not table'"): [
+        ("chosen[\"feed\"] = self.feed.index_select(0, index)", "pass"),
+        ("== (backend, marks)", "!= None"),
+        ("(steps >= target_lengths[:, None]).unsqueeze(-1), 0)", "steps.view(1, -1, 1) < 0, 0)"),
+        ("of_memory.check_unchanged()", "pass"),
+        ("return x.flip(1)", "return x"),
+        ("lengths[:, None] - 1 - steps, steps)", "lengths[:, None] - 1 - steps, 0)"),
+    ],
     ("attnfast/integrations/cache.py", "tests/test_replace_cache.py"): [
         ("return x._version, x.data_ptr()", "return 0, x.data_ptr()"),
         ("self.way == way\n", "True\n"),
@@ -272,6 +281,27 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("csrc/cpu/copying_kernel.cpp", "tests/test_copying.py -k 'cpu and not compile'"): [
         ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
         ("w < V && x[w] != -infinity<C>()", "w < V"),
+    ],
+    ("csrc/cpu/recurrent_kernel.cpp", RECURRENT): [
+        ("u.state = n + z * (state - n);", "u.state = n + z * state;"),
+        ("const Vec<C> to_cell = grad_cell + g * o", "const Vec<C> to_cell = g * o"),
+        ("if (pads) unit = Unit<C>{};", ""),
+        ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
+        ("if (given_cell) grad_cell += part(given_cell);", ""),
+        ("if (a.attends_first && a.T) add_attended(0, block, x);", ""),
+        ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
+        ("there = runs(a, b, t) && (!before || x.first.data)", "there = !before || x.first.data"),
+        ("if (n > 0 && x.factor.data) v *=", "if (false) v *="),
+        ("own = a.cell == Cell::gru && gate == 2 ? 3 : gate;", "own = gate;"),
+        ("in_place.scores = step.weights;", ""),
+    ],
+    ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'misfits or pack_once'"): [
+        ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
+        ("X(Tensor, gates, kept, ", "X(Tensor, gates, any, "),
+        ("X(Optional, dropout, sizes, own, {B, N})", "X(Optional, dropout, any)"),
+    ],
+    ("csrc/cpu/team.h", RECURRENT): [
+        ("expected += items;", ""),
     ],
     ("csrc/cpu/rows.h", "tests/test_attention.py -k 'diverged and cpu'"): [
         ("if (seen != -(C)__builtin_inf()) p", "p"),

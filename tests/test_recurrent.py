@@ -1,5 +1,6 @@
 """A recurrent layer that attends: one operator, its oracle, and the modules on top."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -266,8 +267,8 @@ def test_what_no_step_reads_changes_nothing(recurrence, backend):
     with torch.no_grad():
         for b in range(case.B):
             for x in (poisoned.key, poisoned.value):
-                x[b, clean.lengths[b] :] = float("nan")
-            poisoned.input[b, clean.target_lengths[b] :] = float("nan")
+                x[b, clean.lengths[b] :] = math.nan
+            poisoned.input[b, clean.target_lengths[b] :] = math.nan
     a, b = (results(case, x, operator(backend)) for x in (clean, poisoned))
     for name, x in a.items():
         y = b[name]
@@ -345,6 +346,8 @@ def test_misfits(backend):
         assert (said[0] is None) == (said[1] is None), f"{name}: {how} of {field}: {said}"
         counts[said[0] is None] += 1
     assert min(counts) > 100
+    short = call(Case("gru", "attend_first"))._replace(packed=torch.zeros(64, dtype=torch.uint8))
+    assert "packed" in refusal(RECURRENT.forwards[backend], short)
 
 
 def refusal(function, args) -> str | None:
@@ -400,11 +403,15 @@ def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypa
 
     def run():
         targets = torch.tensor([7, 0, 3])
+        with torch.no_grad():
+            x[1], x[2, 3:] = math.nan, math.nan  # padding
         found = tensors(
             layer(x, layer.prepare(source, lengths), target_lengths=targets, need_weights=True)
         )
         total = sum((y * torch.linspace(0, 1, y.numel()).double().view_as(y)).sum() for y in found)
-        return found + [*torch.autograd.grad(total, [x, source, *layer.parameters()])]
+        found += torch.autograd.grad(total, [x, source, *layer.parameters()])
+        assert all(y.isfinite().all() for y in found)
+        return found
 
     served_so = run()
     monkeypatch.setattr(modules, "_backend", lambda *_: None)

@@ -210,6 +210,9 @@ def _run_steps(
         mask = mask if target_mask is None else target_mask[:, t]
         return attention(h, memory, history, form, mask)
 
+    if target_lengths is not None:  # NaN in padding must not leak into gradients
+        steps = torch.arange(input.shape[1], device=input.device)
+        input = input.masked_fill((steps >= target_lengths[:, None]).unsqueeze(-1), 0)
     for t, x in enumerate(input.unbind(1)):
         context = weights = attentional = None
         if attention is not None and layer.attends_first:
@@ -225,13 +228,10 @@ def _run_steps(
         shown = [new_h, new_c, context, weights, attentional]
         if target_lengths is not None:
             padding = target_lengths <= t
-            keep = ~padding.unsqueeze(-1)
             shown = [
                 None if y is None else y.masked_fill(padding.view(-1, *[1] * (y.dim() - 1)), 0)
                 for y in shown
             ]
-            new_h = torch.where(keep, new_h, h)
-            new_c = new_c if new_c is None else torch.where(keep, new_c, c)  # type: ignore[arg-type]
         h, c = new_h, new_c
         for values, y in zip(rows, shown):
             values.append(y)

@@ -19,7 +19,7 @@ using cpu::Pass;
 
 template <class C>
 constexpr int64_t kPanel = 2 * Vector<C>::width;     // columns
-constexpr int64_t kDepth = 512;                      // of a panel that stays in the first-level cache
+constexpr int64_t kDepth = 512;                      // of a panel, that all rows of an item take at a time
 constexpr int64_t kMostBatch = 32;                   // rows of an item
 constexpr int64_t kGradRows = 64, kGradDepth = 512;  // of a parameter's gradient, at a time
 constexpr int kMostGates = 4;
@@ -265,7 +265,7 @@ struct Packed {
     return Packed(a, a.packed ? given : room);
   }
 
-  // Pack panels of `rows` rows of a weight, `blocks` times as many one after the other.
+  // Pack a panel of a weight whose rows come in blocks, one for each gate, each to whole panels.
   static void pack(const Panels<C>& out, const View& weight, int64_t column, int64_t rows, int64_t panel) {
     const int64_t of_block = panels<C>(rows), block = panel / of_block,
                   first = panel % of_block * kPanel<C>;
@@ -456,8 +456,7 @@ class Forwards {
       if (cell) store_part(cell + c, unit.cell, n);
       for (int gate = 0; gate < Known::kept; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
       if (mask)
-        store_part(masked[(t + 1) % 2] + b * H + i + c, unit.state * load_part(mask + c, n, (C)0),
-                   n);
+        store_part(masked[(t + 1) % 2] + b * H + i + c, unit.state * load_part(mask + c, n, (C)0), n);
     });
   }
 

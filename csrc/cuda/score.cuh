@@ -183,15 +183,16 @@ template <Score S, bool small, class C>
 __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
   const int lane = threadIdx.x % 32;
   const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
+  constexpr int n = sizeof(C) == 8 && S != Score::dot && S != Score::tanh ? 2 : 4;  // or doubles spill
 #pragma unroll 1
-  for (int c = 0; c < kFeatures; c += 4) {
-    C k[4][4];
+  for (int c = 0; c < kFeatures; c += n) {
+    C k[4][n];
     for (int x = 0; x < 4; ++x)
-      for (int i = 0; i < 4; ++i) k[x][i] = keys[8 * x][c + i];
+      for (int i = 0; i < n; ++i) k[x][i] = keys[8 * x][c + i];
     for (int r = 0; r < 4; ++r) {
       const C* q = &queries[4 * r][c];
       for (int x = 0; x < 4; ++x)
-        for (int i = 0; i < 4; i += 2) {
+        for (int i = 0; i < n; i += 2) {
           const C q0 = q[i], q1 = q[i + 1], k0 = k[x][i], k1 = k[x][i + 1];
           if constexpr (S == Score::dot) {
             sum[r][x] += q0 * k0;
