@@ -1,6 +1,7 @@
 """A recurrent layer that attends: one operator, its oracle, and the modules on top."""
 
 import math
+import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -441,6 +442,41 @@ def test_layers_above_the_first_read_its_contexts():
     torch.testing.assert_close(torch.cat(outputs, 1), result.output)
 
 
+@torch.no_grad()
+def test_modules_that_are_more_than_their_parameters_are_called():
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, "bahdanau", recurrence="input_feeding"
+    )
+    memory, hidden = layer.prepare(source, lengths), layer.output_proj.in_features
+    plain = layer(x, memory).output
+    layer.output_proj = nn.Linear(hidden, 12).double()  # a bias that nobody foresaw
+    layer.output_proj.bias.fill_(1.0)
+    whole, state = layer(x, memory).output, None
+    for t, part in enumerate(x.split(1, 1)):
+        step, state = layer(part, memory, state)
+        torch.testing.assert_close(step[:, 0], whole[:, t])
+    assert not torch.allclose(plain, whole)
+    for module in (layer.output_proj, layer.attention, layer.attention.query_proj):
+        calls: list[object] = []
+        hook = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.testing.assert_close(layer(x, memory).output, whole)
+        assert len(calls) == x.shape[1]
+        hook.remove()
+
+
+@torch.no_grad()
+def test_packed_weights_are_those_of_the_parameters():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    memory = layer.prepare(source, lengths)
+    _, state = layer(x[:, :1], memory)
+    for _ in range(20):  # a new parameter may come to lie where the last one did
+        layer.weight_hh_l0 = nn.Parameter(torch.randn_like(layer.weight_hh_l0))
+        got, fresh = (layer(x[:, :1], memory, s)[0] for s in (state, state._replace(packed=None)))
+        assert torch.equal(got, fresh)
+        _, state = layer(x[:, :1], memory, state)
+    assert pickle.loads(pickle.dumps(state)).packed is None
+
+
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.GRU])
 def test_a_loops_weights_load(kind):
     loop = kind(16, 12).double()
@@ -555,6 +591,26 @@ def test_compile(recurrence):
             torch.testing.assert_close(a, b)
 
 
+@torch.no_grad()
+def test_export():
+    """With sizes that are not known."""
+    layer, x, source, _ = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, source):
+            return self.layer(x, self.layer.prepare(source))[0]
+
+    b, t, k = (torch.export.Dim(name, min=2, max=64) for name in "btk")
+    shapes = ({0: b, 1: t}, {0: b, 1: k})
+    exported = torch.export.export(Model(), (x, source), dynamic_shapes=shapes, strict=False)
+    other = x.new_ones(5, 4, 6), x.new_ones(5, 3, 10)
+    torch.testing.assert_close(exported.module()(*other), Model()(*other))
+
+
 def test_memory_changed_in_place_is_refused():
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
     memory = layer.prepare(source, lengths)
@@ -571,7 +627,8 @@ def test_memory_changed_in_place_is_refused():
         ({"num_layers": 2, "recurrence": "input_feeding"}, "num_layers must be 1 with input"),
         ({"output_size": 3}, "output_size must be None without input feeding, got 3"),
         ({"dropout": 1.0}, "dropout must be a probability below 1, got 1.0"),
-        ({"attention": "bahdanau"}, "attention must be a module, got 'bahdanau'"),
+        ({"attention": nn.Linear(2, 2)}, "attention must be a module of attnfast.nn, got 'Linear'"),
+        ({"attention": "bahdanau"}, "attention must be a module of attnfast.nn, got 'bahdanau'"),
     ],
 )
 def test_a_layer_that_cannot_be(options, words):
@@ -590,6 +647,9 @@ def test_a_layer_that_cannot_be(options, words):
         (lambda a: {**a, "memory": a["input"]}, "memory must be what prepare"),
         (lambda a: {**a, "hx": torch.zeros(3, 12)}, r"hx.hidden must be \[1, 3, 12\]"),
         (lambda a: {**a, "hx": "none"}, "hx must be a tensor"),
+        (lambda a: {**a, "hx": torch.zeros(1, 3, 12)}, "hx.hidden must be torch.float64 on cpu"),
+        (lambda a: {**a, "hx": (a["input"].new_zeros(1, 3, 12),) * 2}, "hx.cell must be None"),
+        (lambda a: {**a, "target_lengths": torch.tensor([8, 1, 1])}, "target_lengths must be betw"),
         (lambda a: {**a, "target_lengths": torch.zeros(3)}, "target_lengths must be int64"),
         (lambda a: {**a, "need_weights": "all"}, "need_weights must be True or False"),
     ],

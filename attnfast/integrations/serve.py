@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from attnfast.decoding import Memory, attend_with_history, prepare
 from attnfast.decoding import attend as attend_to
 from attnfast.integrations.cache import cached_per_source
+from attnfast.nn import attention
 
 __all__ = [
     "attend",
@@ -46,8 +47,7 @@ def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> T
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether its weight and bias stand for a layer: it need not be called."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
-    return type(layer) is nn.Linear and not any((*hooks, layer._backward_pre_hooks))
+    return attention.is_plain(layer, nn.Linear)
 
 
 def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,9 @@ class DecoderState(NamedTuple):
     history: Any = None
     packed: Any = None
 
+    def __reduce__(self):
+        return type(self), (*self[:-1], None)  # what is packed is for this process
+
     def index_select(self, index: Tensor) -> DecoderState:
         """Return the state of the sequences ``index``."""
 
@@ -130,11 +133,8 @@ class _Decoder(nn.Module):
         **options: Any,
     ) -> tuple[Steps, DecoderState]:
         """Run RNN and attention, each of which needs the other's last step."""
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        parameters = {name: getattr(self.rnn, f"{name}_l0") for name in names}
-        mode = "gru" if state.cell is None else "lstm"
         done = run_layer(
-            Layer(mode, **parameters, **options), embedded, state, self.attention, memory,
+            Layer.of(self.rnn, **options), embedded, state, self.attention, memory,
             target_mask=target_mask, need_weights=need_weights,
         )  # fmt: skip
         cell = None if done.cells is None else done.cells[:, -1]
@@ -324,7 +324,7 @@ class LuongDecoder(_Decoder):
             return self._decode(embedded, state, memory, need_weights, target_mask)
         done, state = self._together(
             embedded, state, memory, need_weights, target_mask,
-            weight_output=self.readout.weight, bias_output=self.readout.bias, attends_first=False,
+            output=self.readout, attends_first=False,
         )  # fmt: skip
         assert done.attentional is not None
         return done.attentional, state._replace(feed=done.attentional[:, -1]), done.weights

@@ -20,6 +20,14 @@ def check_sizes(**sizes: Any) -> None:
         check_whole(name, size)
 
 
+def is_plain(module: Any, *kinds: type) -> bool:
+    """Whether a module's parameters stand for it: one of these kinds, which need not be called."""
+    if type(module) not in kinds or "forward" in vars(module):
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return not any((*hooks, module._backward_pre_hooks))
+
+
 def check_target_mask(mask: Any, rows: list[int]) -> None:
     """Refuse what does not say of every row whether it is more than padding."""
     if mask is None:

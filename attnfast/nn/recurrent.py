@@ -13,7 +13,7 @@ from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import BACKENDS, best
 from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
-from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
+from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes, is_plain
 from attnfast.ops.arguments import check_temperature, check_tensor, is_finite
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import GATES, RECURRENT, Recurrent, fed
@@ -40,6 +40,9 @@ class RecurrentState(NamedTuple):
     history: Any = None
     packed: Any = None
 
+    def __reduce__(self):
+        return type(self), (*self[:-1], None)  # what is packed is for this process
+
     def index_select(self, index: Tensor) -> RecurrentState:
         """Return the state of the sequences ``index``."""
         layers = {x: getattr(self, x) for x in ("hidden", "cell") if getattr(self, x) is not None}
@@ -52,16 +55,35 @@ class RecurrentState(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A recurrent layer's parameters, as :class:`attnfast.ops.recurrent.Recurrent` has them."""
+    """A recurrent layer: the parameters of its cell, as ``nn.GRU`` has them, or a module.
+
+    ``output`` makes attentional vectors, before the tanh. ``rnn`` is called, step by step, where
+    parameters do not stand for it.
+    """
 
     mode: str
-    weight_ih: Tensor
-    weight_hh: Tensor
-    bias_ih: Tensor | None
-    bias_hh: Tensor | None
-    weight_output: Tensor | None = None
-    bias_output: Tensor | None = None
+    weight_ih: Tensor | None = None
+    weight_hh: Tensor | None = None
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+    output: Any = None
     attends_first: bool = True
+    rnn: Any = None
+
+    @classmethod
+    def of(cls, rnn: Any, **options: Any) -> Layer:
+        """Return the only layer of an ``nn.GRU`` or ``nn.LSTM``."""
+        mode = "lstm" if isinstance(rnn, nn.LSTM) else "gru"
+        if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.num_layers > 1 or rnn.bidirectional:
+            return cls(mode, rnn=rnn, **options)
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        parameters: dict[str, Any] = {x: getattr(rnn, f"{x}_l0", None) for x in names}
+        return cls(mode, **parameters, **options)
+
+    def fed(self, features: int) -> int:
+        """Return how many features it reads beside those of its inputs."""
+        size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
+        return size - features
 
 
 class Packed(NamedTuple):
@@ -69,7 +91,8 @@ class Packed(NamedTuple):
 
     backend: str
     kept: Tensor
-    marks: tuple[tuple[int, int], ...]
+    parameters: list[Tensor | None]  # held, so that no other comes to lie where they did
+    versions: list[int]
 
 
 class Steps(NamedTuple):
@@ -93,12 +116,9 @@ def _backend(
     if not is_recorded() and is_intercepted():
         return None
     if attention is not None:
-        if type(attention) not in (BahdanauAttention, LuongAttention) or memory is None:
+        if not is_plain(attention, BahdanauAttention, LuongAttention) or memory is None:
             return None
-        layers: list[Any] = [attention, attention.query_proj]
-        if any(x._forward_hooks or x._forward_pre_hooks or x._backward_hooks for x in layers):
-            return None
-        if type(attention.query_proj) not in (nn.Linear, nn.Identity) or memory.key.dim() != 3:
+        if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
             return None
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
             return None
@@ -125,7 +145,10 @@ def run_layer(
     packed for the next one; where gradients are wanted a loop is quicker.
     """
     single = input.shape[1] == 1
-    backend = None if single and torch.is_grad_enabled() else _backend(attention, memory, input)
+    backend, output = None, layer.output
+    plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
+    if plain and not (single and torch.is_grad_enabled()):
+        backend = _backend(attention, memory, input)
     if backend is None:
         return _run_steps(
             layer, input, state, attention, memory, target_lengths, target_mask, dropout,
@@ -133,9 +156,9 @@ def run_layer(
         )  # fmt: skip
     feed = None if attention is None or layer.attends_first else state.feed
     call = Recurrent(
-        input, state.hidden, layer.weight_ih, layer.weight_hh, state.cell, feed, layer.bias_ih,
-        layer.bias_hh,
-        weight_output=layer.weight_output, bias_output=layer.bias_output,
+        input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
+        state.cell, feed, layer.bias_ih, layer.bias_hh,
+        weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
         target_lengths=target_lengths, dropout=dropout, mode=layer.mode,
         attends_first=layer.attends_first,
     )  # fmt: skip
@@ -155,16 +178,20 @@ def run_layer(
             prepared=kept,
         )  # fmt: skip
     packed = None
-    if single and not is_recorded():
-        packed = _packed(call, backend, state.packed)
-        call = call._replace(packed=None if packed is None else packed.kept)
-    done = dispatch.run(RECURRENT, call, backend)
+    try:
+        if single and not is_recorded():
+            packed = _packed(call, backend, state.packed)
+            call = call._replace(packed=None if packed is None else packed.kept)
+        done = dispatch.run(RECURRENT, call, backend)
+    except Exception:
+        RECURRENT.check(call)  # says in one sentence what does not fit
+        raise
     return Steps(
         done.states,
         done.cells if layer.mode == "lstm" else None,
         None if attention is None else done.contexts,
         done.weights if attention is not None and need_weights else None,
-        None if layer.weight_output is None else done.attentional,
+        None if output is None else done.attentional,
         None,
         packed,
     )
@@ -177,11 +204,15 @@ def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | No
     given = [x for x in parameters if x is not None]
     if any(x.is_inference() for x in given):
         return None  # nobody counts their changes
-    marks = tuple((x.data_ptr(), x._version) for x in given)
-    if before is not None and (before.backend, before.marks) == (backend, marks):
+    versions = [x._version for x in given]
+    if (
+        isinstance(before, Packed)
+        and (before.backend, before.versions) == (backend, versions)
+        and all(x is y for x, y in zip(parameters, before.parameters))
+    ):
         return before
     kept = BACKENDS[backend].pack(*parameters, fed(call), call.mode)
-    return None if kept is None else Packed(backend, kept, marks)
+    return None if kept is None else Packed(backend, kept, parameters, versions)
 
 
 def _run_steps(
@@ -197,8 +228,8 @@ def _run_steps(
 ) -> Steps:
     """Run the layer step by step, whatever the attention."""
     h, c, history = state.hidden, state.cell, state.history
-    features = layer.weight_ih.shape[1] - input.shape[-1]
-    f = input.new_zeros(len(input), features) if state.feed is None else state.feed
+    features = layer.fed(input.shape[-1])
+    f = input.new_zeros(input.shape[0], features) if state.feed is None else state.feed
     has_history = getattr(attention, "has_history", False)
     rows: list[list[Any]] = [[] for _ in range(5)]
 
@@ -222,9 +253,9 @@ def _run_steps(
         if attention is not None and not layer.attends_first:
             context, weights, history = attend(new_h, t)
             f = context
-        if layer.weight_output is not None:
+        if layer.output is not None:
             both = torch.cat([context, new_h], -1)  # type: ignore[list-item]
-            f = attentional = F.linear(both, layer.weight_output, layer.bias_output).tanh()
+            f = attentional = layer.output(both).tanh()
         shown = [new_h, new_c, context, weights, attentional]
         if target_lengths is not None:
             padding = target_lengths <= t
@@ -236,7 +267,7 @@ def _run_steps(
         for values, y in zip(rows, shown):
             values.append(y)
     done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
-    states = input.new_empty(len(input), 0, h.shape[-1]) if done[0] is None else done[0]
+    states = input.new_empty(input.shape[0], 0, h.shape[-1]) if done[0] is None else done[0]
     return Steps(states, done[1], done[2], done[3], done[4], history)
 
 
@@ -244,12 +275,16 @@ def _move(
     layer: Layer, x: Tensor, h: Tensor, c: Tensor | None, dropout: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next state and cell."""
-    weights = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
+    if layer.rnn is not None:
+        if c is None:
+            return layer.rnn(x.unsqueeze(1), h.unsqueeze(0))[1][0], None
+        _, (h, c) = layer.rnn(x.unsqueeze(1), (h.unsqueeze(0), c.unsqueeze(0)))
+        return h[0], c[0]  # type: ignore[index]
+    weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
     if dropout is not None:
-        call = Recurrent(
-            x, h, *weights[:2], c, None, *weights[2:], dropout=dropout, mode=layer.mode
-        )
-        return cell_step(call, F.linear(x, layer.weight_ih, layer.bias_ih), h, c)[:2]
+        call = Recurrent(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)
+        call = call._replace(dropout=dropout, mode=layer.mode)
+        return cell_step(call, F.linear(x, weights[0], layer.bias_ih), h, c)[:2]
     step: Any = CELL_STEPS[layer.mode]
     if layer.mode == "lstm":
         return step(x, (h, c), *weights)
@@ -282,17 +317,15 @@ def run_rnn(
         backend: the only one to try, if given.
     """
     lstm = type(rnn) is nn.LSTM
-    if type(rnn) not in (nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
+    if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
         return None
     if lstm and lengths is None:
         return None  # PyTorch's own is as quick
-    if rnn._forward_hooks or rnn._forward_pre_hooks or rnn._backward_hooks:
-        return None
     if input.dim() != 3 or _backend(None, None, input, backend) is None:
         return None
     directions = 2 if rnn.bidirectional else 1
     h, c = hx if lstm and hx is not None else (hx, None)
-    zeros = input.new_zeros(len(input), rnn.hidden_size)
+    zeros = input.new_zeros(input.shape[0], rnn.hidden_size)
     hidden, cells, x = [], [], input
     names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     for number in range(rnn.num_layers):
@@ -301,8 +334,8 @@ def run_rnn(
         outputs = []
         for direction in range(directions):
             place, suffix = number * directions + direction, "_reverse" * direction
-            parameters = [getattr(rnn, f"{y}_l{number}{suffix}", None) for y in names]
-            layer = Layer("lstm" if lstm else "gru", *parameters)  # type: ignore[arg-type]
+            parameters = {y: getattr(rnn, f"{y}_l{number}{suffix}", None) for y in names}
+            layer = Layer("lstm" if lstm else "gru", **parameters)  # type: ignore[arg-type]
             first = zeros if h is None else h[place], zeros if c is None else c[place]
             state = RecurrentState(first[0], first[1] if lstm else None)
             read = _reversed(x, lengths) if direction else x
@@ -388,8 +421,9 @@ class AttentionRNN(nn.Module):
         )  # fmt: skip
         check_flag("bias", bias)
         check_word("recurrence", recurrence, RECURRENCES)
-        if not isinstance(attention, nn.Module):
-            refuse_type("attention", "a module", describe(attention))
+        if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
+            got = type(attention).__name__ if isinstance(attention, nn.Module) else attention
+            refuse_type("attention", "a module of attnfast.nn", describe(got))
         feeds = recurrence == "input_feeding"
         if output_size is not None:
             check_sizes(output_size=output_size)
@@ -408,7 +442,7 @@ class AttentionRNN(nn.Module):
         self.output_proj = None
         if feeds:
             self.output_proj = nn.Linear(context_size + hidden_size, self.output_size, bias=False)
-        fed = self.output_size if feeds else context_size
+        fed = self._fed = self.output_size if feeds else context_size
         for layer in range(num_layers):
             features = fed + (hidden_size if layer else input_size)
             for name, shape in (
@@ -450,13 +484,13 @@ class AttentionRNN(nn.Module):
         return Layer(
             self.mode,
             **{x: getattr(self, f"{x}_l{number}") for x in names},
-            weight_output=None if self.output_proj is None else self.output_proj.weight,
+            output=self.output_proj,
             attends_first=self.recurrence == "attend_first",
         )
 
     def _start(self, input: Tensor, hx: Any) -> RecurrentState:
         """Return the state before the first step, of what a caller gave."""
-        shape = (self.num_layers, len(input), self.hidden_size)
+        shape = (self.num_layers, input.shape[0], self.hidden_size)
         if hx is None:
             hx = RecurrentState(input.new_zeros(shape))
         elif isinstance(hx, Tensor):
@@ -467,13 +501,21 @@ class AttentionRNN(nn.Module):
             refuse_type("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
         if self.mode == "lstm" and hx.cell is None:
             hx = hx._replace(cell=torch.zeros_like(hx.hidden))
-        for name in ("hidden", "cell"):
+        if self.mode != "lstm" and hx.cell is not None:
+            refuse("hx.cell", f"None for {self.mode}", describe(hx.cell))
+        of_feed = (input.shape[0], self._fed)
+        for name, wanted in (("hidden", shape), ("cell", shape), ("feed", of_feed)):
             x = getattr(hx, name)
-            if x is None:
+            if x is None and name != "hidden":
                 continue
             check_tensor(f"hx.{name}", x)
-            if list(x.shape) != list(shape):
-                refuse(f"hx.{name}", f"{list(shape)}", list(x.shape))
+            if list(x.shape) != list(wanted):
+                refuse(f"hx.{name}", f"{list(wanted)}", list(x.shape))
+            if not is_autocast_on() and (x.dtype != input.dtype or x.device != input.device):
+                like = f"{input.dtype} on {input.device}, as the input"
+                refuse(f"hx.{name}", like, f"{x.dtype} on {x.device}")
+        if not isinstance(hx.packed, tuple) or len(hx.packed) != self.num_layers:
+            hx = hx._replace(packed=None)
         return hx
 
     def _check(self, input: Any, memory: Any, target_lengths: Any) -> None:
@@ -483,18 +525,27 @@ class AttentionRNN(nn.Module):
             refuse("input", f"[B, T, {self.input_size}]", list(input.shape))
         if input.dtype != self.weight_ih_l0.dtype and not is_autocast_on():
             refuse("input", f"of the module's dtype {self.weight_ih_l0.dtype}", input.dtype)
-        if isinstance(memory, Memory) and len(memory.key) != len(input):
-            refuse("memory", f"of {len(input)} sources, as many as inputs", len(memory.key))
+        B, T = input.shape[:2]
+        if isinstance(memory, Memory) and memory.key.shape[0] != B:
+            refuse("memory", f"of {B} sources, as many as inputs", memory.key.shape[0])
+        features = memory.value.shape[-1] if isinstance(memory, Memory) else self.context_size
+        if features != self.context_size and memory.value.dim() == 3:
+            refuse("memory", f"of values of {self.context_size} features", features)
         if isinstance(self.attention, (BahdanauAttention, LuongAttention)):
             check_memory(memory)
         if target_lengths is None:
             return
         check_tensor("target_lengths", target_lengths)
-        if target_lengths.dtype not in (torch.int32, torch.int64) or target_lengths.shape != (
-            len(input),
-        ):
-            got = f"{target_lengths.dtype} {list(target_lengths.shape)}"
-            refuse("target_lengths", f"int64 or int32 of shape [{len(input)}]", got)
+        x = target_lengths
+        if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or x.shape[0] != B:
+            found = f"{x.dtype} {list(x.shape)}"
+            refuse("target_lengths", f"int64 or int32 of shape [{B}]", found)
+        if x.device != input.device:
+            refuse("target_lengths", f"on the input's device {input.device}", x.device)
+        if x.device.type == "cpu" and not is_recorded() and not is_intercepted():
+            for length in x.tolist():
+                if not 0 <= length <= T:
+                    refuse("target_lengths", f"between 0 and {T}, the steps of the input", length)
 
     def forward(
         self,
@@ -557,7 +608,7 @@ class AttentionRNN(nn.Module):
         feed = start.feed
         fed = first.contexts if first.attentional is None else first.attentional
         if self.recurrence != "attend_first" and fed is not None:
-            zeros = fed.new_zeros(len(fed), fed.shape[-1]) if feed is None else feed
+            zeros = fed.new_zeros(fed.shape[0], fed.shape[-1]) if feed is None else feed
             feed = last_of(fed, zeros, lengths)
         state = RecurrentState(
             torch.stack(hidden), torch.stack(cells) if cells else None, feed, first.history,
