@@ -443,14 +443,14 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
 
 // ---- packed weights -----------------------------------------------------------------------------
 
-#define ATTNFAST_PACK(X)                           \
-  X(Tensor, weight_ih, sizes, own, {G * N, E + F}) \
-  X(Tensor, weight_hh, sizes, own, {G * N, N})     \
-  X(Optional, bias_ih, sizes, own, {G * N})        \
-  X(Optional, bias_hh, sizes, own, {G * N})        \
-  X(Optional, weight_query, sizes, own, {A, N})    \
+#define ATTNFAST_PACK(X)                              \
+  X(Tensor, weight_ih, sizes, own, {G * N, E + F})    \
+  X(Tensor, weight_hh, sizes, own, {G * N, N})        \
+  X(Optional, bias_ih, sizes, own, {G * N})           \
+  X(Optional, bias_hh, sizes, own, {G * N})           \
+  X(Optional, weight_query, sizes, own, {A, N})       \
   X(Optional, weight_output, sizes, own, {F, Dv + N}) \
-  X(int64_t, fed, any)                             \
+  X(int64_t, fed, any)                                \
   X(std::string, mode, any)
 #define ATTNFAST_PACKED(X) X(packed)
 
@@ -467,8 +467,10 @@ struct PackFit : Fit {
     check(between(F, 0, given.weight_ih.size(1)), "fed");
     E = given.weight_ih.size(1) - F;
     N = A = given.weight_hh.size(1);
-    if (given.weight_query) check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
-    if (given.weight_output) check(given.weight_output->dim() == 2, "weight_output"), Dv = given.weight_output->size(1) - N;
+    if (given.weight_query)
+      check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
+    if (given.weight_output)
+      check(given.weight_output->dim() == 2, "weight_output"), Dv = given.weight_output->size(1) - N;
     check(Dv >= 0, "weight_output");
   }
 };
