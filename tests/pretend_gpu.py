@@ -181,9 +181,11 @@ def unpacked(x: Tensor, lengths: Tensor | None = None, **_: Any) -> Any:
     return x
 
 
-def why_not(backend, device, *_):
+def why_not(backend, device, dtype=None, operator="attention", *_):
     """Return why a backend cannot run: a GPU's want a GPU, the CPU's a CPU."""
     wanted = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}.get(backend, device.type)
+    if backend != "reference" and not hasattr(getattr(torch.ops, f"attnfast_{backend}"), operator):
+        return f"it has no {operator} yet"
     return None if device.type == wanted else f"it wants tensors on {wanted}"
 
 
