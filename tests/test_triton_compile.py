@@ -217,9 +217,10 @@ def compile_for(target: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def figures(request) -> list[dict]:
-    """The figures of the targets that tests were asked for, of sm_90 always."""
+    """The figures of the targets that tests are about, those that name none about sm_90."""
     asked = [item.name for item in request.session.items if "figures" in item.fixturenames]
-    targets = [x for x in TARGETS if x == "sm_90" or any(x in name for name in asked)]
+    about = {next((x for x in TARGETS if x in name), "sm_90") for name in asked}
+    targets = [x for x in TARGETS if x in about]
     # A subprocess for each target: this process may have Triton's interpreter switched on.
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
