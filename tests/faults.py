@@ -292,7 +292,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ("there = runs(a, b, t) && (!before || x.first.data)", "there = !before || x.first.data"),
         ("if (n > 0 && x.factor.data) v *=", "if (false) v *="),
-        ("own = a.cell == Cell::gru && gate == 2 ? 3 : gate;", "own = gate;"),
+        ("bias[of_state(a.cell, gate) * width + i]", "bias[gate * width + i]"),
         ("in_place.scores = step.weights;", ""),
     ],
     ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'misfits or pack_once'"): [

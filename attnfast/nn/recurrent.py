@@ -151,8 +151,8 @@ def run_layer(
         backend = _backend(attention, memory, input)
     if backend is None:
         return _run_steps(
-            layer, input, state, attention, memory, target_lengths, target_mask, dropout,
-            need_weights,
+            layer, input, state, attention, memory, target_lengths=target_lengths,
+            target_mask=target_mask, dropout=dropout, need_weights=need_weights,
         )  # fmt: skip
     feed = None if attention is None or layer.attends_first else state.feed
     call = Recurrent(
@@ -221,6 +221,7 @@ def _run_steps(
     state: Any,
     attention: Any,
     memory: Memory | None,
+    *,
     target_lengths: Tensor | None,
     target_mask: Tensor | None,
     dropout: Tensor | None,

@@ -134,8 +134,6 @@ struct LayerFit : Fit {
       check(given.weight_output->dim() == 2, "weight_output"), F = given.weight_output->size(0);
   }
 
-  static int64_t gates_of(Cell cell) { return cell == Cell::gru ? 3 : cell == Cell::lstm ? 4 : 1; }
-
   static bool goes_with(const std::string& score, const Optional& key, const Optional& weight) {
     return weight.has_value() == (score_of(score) != Score::dot) && (key || !weight);
   }
@@ -218,16 +216,16 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   }
 }
 
-// What attention has of a layer whose queries are these: for one step, or for all.
+// What attention has of a layer for one step.
 template <class Arguments>
-void put_attention(const Arguments& given, const LayerFit& fit, const Layer& layer, int64_t steps,
-                   Problem& a, Keep& keep) {
+void put_attention(const Arguments& given, const LayerFit& fit, const Layer& layer, Problem& a,
+                   Keep& keep) {
   a.dtype = layer.dtype;
   a.score = score_of(given.score);
   a.scale = given.scale;
   a.B = layer.B;
   a.H = 1;
-  a.Tq = steps;
+  a.Tq = 1;
   a.Tk = a.W = layer.Tk;
   a.A = layer.A;
   a.Dv = layer.Dv;
@@ -247,7 +245,7 @@ void put_attention(const Arguments& given, const LayerFit& fit, const Layer& lay
 // ---- the team -----------------------------------------------------------------------------------
 
 int64_t threads_for(const Layer& a) {
-  const int64_t gates = LayerFit::gates_of(a.cell);
+  const int64_t gates = gates_of(a.cell);
   const int64_t products = a.H * (gates * (a.H + a.F) + (a.weight_query.data ? a.A : 0)) + a.F * a.Dv;
   const int64_t work = a.B * (products + a.Tk * (a.A + a.Dv));
   return std::clamp<int64_t>(work / kStepWorthAThread, 1, torch::stable::get_num_threads());
@@ -351,7 +349,7 @@ Recurred recurrent(const RecurrentArguments& given) {
   LayerPlan plan = plan_of(a, threads);
   if (a.attends) {
     Forward& step = a.attention;
-    put_attention(given, fit, a, 1, step, keep);
+    put_attention(given, fit, a, step, keep);
     step.context = a.contexts;
     step.weights = weights;
     keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
@@ -407,7 +405,7 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   LayerPlan plan = plan_of(a, threads);
   if (a.attends) {
     Backward& step = a.attention;
-    put_attention(given, fit, a, 1, step, keep);
+    put_attention(given, fit, a, step, keep);
     step.weights = kept(given.weights, keep);
     step.grad_weights = result_of(given.grad_weights, keep);
     step.grad_score_returned = true;
@@ -459,8 +457,8 @@ struct PackFit : Fit {
 
   template <class Arguments>
   explicit PackFit(const Arguments& given)
-      : Fit(Arguments::kOperator, given.weight_ih), G(LayerFit::gates_of(cell_of(given.mode))),
-        F(given.fed), Dv(given.fed) {
+      : Fit(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))), F(given.fed),
+        Dv(given.fed) {
     check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
     check(own == ScalarType::Float || own == ScalarType::Double, "weight_ih");
     check(given.weight_hh.dim() == 2, "weight_hh");

@@ -30,14 +30,16 @@ int64_t panels(int64_t columns) {
   return (columns + kPanel<C> - 1) / kPanel<C>;
 }
 
-// A cell that is known where code is compiled: how many gates the parameters hold, how many numbers of a
-// unit the backward reads and writes, and where the sum over the state of a gate goes.
+// Where the sum over the state of a gate goes: of a GRU's third it stays apart.
+int of_state(Cell cell, int gate) { return cell == Cell::gru && gate == 2 ? 3 : gate; }
+
+// A cell that is known where code is compiled: how many gates the parameters hold, and how many numbers of
+// a unit the backward reads and writes.
 template <Cell K>
 struct KnownCell {
   static constexpr Cell cell = K;
-  static constexpr int gates = K == Cell::gru ? 3 : K == Cell::lstm ? 4 : 1;
+  static constexpr int gates = gates_of(K);
   static constexpr int kept = K == Cell::tanh ? 0 : 4, grads = K == Cell::tanh ? 1 : 4;
-  static int of_state(int gate) { return K == Cell::gru && gate == 2 ? 3 : gate; }
 };
 template <class F>
 void by_cell(Cell cell, const F& f) {
@@ -46,7 +48,6 @@ void by_cell(Cell cell, const F& f) {
   else f(KnownCell<Cell::tanh>{});
 }
 
-int64_t gates_of(const Layer& a) { return a.cell == Cell::gru ? 3 : a.cell == Cell::lstm ? 4 : 1; }
 int64_t kept_of(const Layer& a) { return a.cell == Cell::tanh ? 0 : 4; }
 
 template <class C>
@@ -247,7 +248,7 @@ struct Packed {
   C* bias;                                               // of the sums of `move`, each to whole panels
 
   Packed(const Layer& a, Scratch<C>& room) {
-    const int64_t units = panels<C>(a.H), gates = gates_of(a) * units;
+    const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
     input = take_panels(room, a.E, gates);
     fed = take_panels(room, a.F, gates);
     hidden = take_panels(room, a.H, gates);
@@ -293,11 +294,11 @@ struct Packed {
   void add_biases(const Layer& a) const {
     const int64_t width = panels<C>(a.H) * kPanel<C>;
     clear(bias, kMostGates * width);
-    for (int64_t gate = 0; gate < gates_of(a); ++gate)
+    for (int gate = 0; gate < gates_of(a.cell); ++gate)
       for (int64_t i = 0; i < a.H; ++i) {
         if (a.bias_ih.data) bias[gate * width + i] += row<C>(a.bias_ih, 0)[gate * a.H + i];
-        const int64_t own = a.cell == Cell::gru && gate == 2 ? 3 : gate;
-        if (a.bias_hh.data) bias[own * width + i] += row<C>(a.bias_hh, 0)[gate * a.H + i];
+        if (a.bias_hh.data)
+          bias[of_state(a.cell, gate) * width + i] += row<C>(a.bias_hh, 0)[gate * a.H + i];
       }
   }
 };
@@ -316,7 +317,7 @@ class Forwards {
  public:
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
       : a(a), plan(plan), member(member), packed(Packed<C>::of(a, room)), own(static_cast<char*>(own)),
-        gates(gates_of(a)), units(panels<C>(a.H)), sums(kept_of(a) ? a.gates : a.states) {
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a) ? a.gates : a.states) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
   }
 
@@ -421,7 +422,7 @@ class Forwards {
       const int64_t panel = gate * units + block.panel;
       if (fed.data) multiply_panel(fed.data, fed.stride, 1, block.rows, a.F, packed.fed.at(panel), x[gate]);
       multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(panel),
-                     x[Known::of_state(gate)]);
+                     x[of_state(Known::cell, gate)]);
     }
     for (int64_t r = 0; r < block.rows; ++r)
       move_row<Known>(t, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
@@ -516,7 +517,7 @@ struct BackwardRoom {
   int count = 0;
 
   BackwardRoom(const RecurrentBackward& a, Scratch<C>& room) {
-    const int64_t units = panels<C>(a.H), gates = gates_of(a) * a.H;
+    const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * a.H;
     fed = take_panels(room, gates, panels<C>(a.F));
     hidden = take_panels(room, gates, units);
     if (a.weight_query.data) query = take_panels(room, a.A, units);
@@ -580,8 +581,8 @@ class Backwards {
 
  public:
   Backwards(const RecurrentBackward& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
-      : a(a), plan(plan), member(member), room(a, place), own(static_cast<char*>(own)), gates(gates_of(a)),
-        units(panels<C>(a.H)), of_fed(panels<C>(a.F)) {}
+      : a(a), plan(plan), member(member), room(a, place), own(static_cast<char*>(own)),
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), of_fed(panels<C>(a.F)) {}
 
   void run() {
     pack_weights();
