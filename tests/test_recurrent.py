@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnfast import nn as attn
 from attnfast import reference
 from attnfast.backends import why_not
-from attnfast.nn import recurrent as modules
+from attnfast.nn import layer as layer_code
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import GATES, RECURRENT, Recurred, Recurrent, RecurrentBackward
 
@@ -312,7 +312,7 @@ def test_without_attention_it_is_pytorchs_layer(mode, backend):
     torch.testing.assert_close(made.states, wanted)
     last = last if mode == "lstm" else (last,)
     for x, y in zip((made.states, made.cells), last):
-        torch.testing.assert_close(modules.last_of(x, zeros, lengths), y[0])
+        torch.testing.assert_close(layer_code.last_of(x, zeros, lengths), y[0])
 
 
 def test_misfits(backend):
@@ -415,7 +415,7 @@ def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypa
         return found
 
     served_so = run()
-    monkeypatch.setattr(modules, "_backend", lambda *_: None)
+    monkeypatch.setattr(layer_code, "_backend", lambda *_: None)
     torch.testing.assert_close(served_so, run())
 
 
@@ -502,7 +502,7 @@ def test_pytorchs_layers_in_the_operator(kind, layers, both_ways, lengths):
     x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
     h, c = torch.randn(2, layers * (1 + both_ways), 3, 9, dtype=torch.float64)
     hx = (h, c) if kind is nn.LSTM else h
-    done = modules.run_rnn(rnn, x, hx, lengths)
+    done = layer_code.run_rnn(rnn, x, hx, lengths)
     if kind is nn.LSTM and lengths is None:
         assert done is None  # PyTorch's own is as quick
         return
@@ -517,9 +517,9 @@ def test_pytorchs_layers_in_the_operator(kind, layers, both_ways, lengths):
     noise, leaves = torch.randn_like(done[0]), [x, *rnn.parameters()]
     grads = [torch.autograd.grad(y[0], leaves, noise) for y in (done, wanted)]
     torch.testing.assert_close(*grads)
-    assert modules.run_rnn(rnn, x, hx, lengths, "reference") is None
+    assert layer_code.run_rnn(rnn, x, hx, lengths, "reference") is None
     rnn.register_forward_hook(lambda *_: None)
-    assert modules.run_rnn(rnn, x, hx, lengths) is None
+    assert layer_code.run_rnn(rnn, x, hx, lengths) is None
 
 
 def test_a_search_reorders_the_state():

@@ -6,7 +6,7 @@
 """
 
 from attnfast.models.config import ATTENTIONS, Config, build
-from attnfast.models.decoders import BahdanauDecoder, DecoderState, FixedContext, LuongDecoder
+from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.search import beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
 
@@ -18,7 +18,6 @@ __all__ = [
     "UNK",
     "BahdanauDecoder",
     "Config",
-    "DecoderState",
     "Encoder",
     "FixedContext",
     "LuongDecoder",

@@ -9,7 +9,7 @@ with ``embedded [B, T, E]``: the whole target in teacher forcing, T = 1 at each 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +18,10 @@ from attnfast.decoding import check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
-from attnfast.nn.recurrent import Layer, Steps, run_layer, run_rnn
+from attnfast.nn.layer import Layer, RecurrentState, Steps, run_layer, run_rnn
 from attnfast.ops.arguments import check_tensor
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
-
-
-class DecoderState(NamedTuple):
-    """What a decoder passes from one step to the next; a search reorders it.
-
-    ``hidden [B, D]``; ``cell [B, D]`` of an LSTM or None; ``feed [B, E]``, the previous
-    attentional vector when it is fed back, or None; ``history``, what the attention knows of its
-    past, or None; ``packed``, what steps keep of the parameters.
-    """
-
-    hidden: Tensor
-    cell: Tensor | None = None
-    feed: Tensor | None = None
-    history: Any = None
-    packed: Any = None
-
-    def __reduce__(self):
-        return type(self), (*self[:-1], None)  # what is packed is for this process
-
-    def index_select(self, index: Tensor) -> DecoderState:
-        """Return the state of the sequences ``index``."""
-
-        def chosen(x: Any) -> Any:
-            return x.index_select(0, index) if isinstance(x, Tensor) else x.index_select(index)
-
-        names = ("hidden", "cell", "feed", "history")
-        kept = {x: chosen(getattr(self, x)) for x in names if getattr(self, x) is not None}
-        return self._replace(**kept)
 
 
 def summary(states: Tensor, lengths: Tensor) -> Tensor:
@@ -110,7 +82,7 @@ class _Decoder(nn.Module):
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
         self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
 
-    def _run(self, inputs: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+    def _run(self, inputs: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
         hx: Any = state.hidden.unsqueeze(0)
         if state.cell is not None:
@@ -126,12 +98,12 @@ class _Decoder(nn.Module):
     def _together(
         self,
         embedded: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
         **options: Any,
-    ) -> tuple[Steps, DecoderState]:
+    ) -> tuple[Steps, RecurrentState]:
         """Run RNN and attention, each of which needs the other's last step."""
         done = run_layer(
             Layer.of(self.rnn, **options), embedded, state, self.attention, memory,
@@ -146,11 +118,11 @@ class _Decoder(nn.Module):
     def _attend(
         self,
         query: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, DecoderState]:
+    ) -> tuple[Tensor, Tensor | None, RecurrentState]:
         """Attend with ``query [B, D]`` or ``[B, T, D]``; return context, weights and the state."""
         form = "dense" if need_weights else False
         if not getattr(self.attention, "has_history", False):
@@ -161,11 +133,11 @@ class _Decoder(nn.Module):
     def forward(
         self,
         embedded: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool = False,
         target_mask: Tensor | None = None,
-    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Decode the words ``embedded [B, T, E]`` of a target.
 
         ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
@@ -185,11 +157,11 @@ class _Decoder(nn.Module):
     def _words(
         self,
         embedded: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         raise NotImplementedError
 
     def _check_call(
@@ -198,8 +170,8 @@ class _Decoder(nn.Module):
         """Say in one sentence what of a call does not fit, if anything."""
         features = self.readout.out_features
         check_tensor("embedded", embedded)
-        if not isinstance(state, DecoderState):
-            refuse_type("state", "a DecoderState", describe(state))
+        if not isinstance(state, RecurrentState):
+            refuse_type("state", "a RecurrentState", describe(state))
         check_memory(memory)
         B = len(state.hidden)
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
@@ -212,13 +184,13 @@ class _Decoder(nn.Module):
         check_flag("need_weights", need_weights)
         check_target_mask(target_mask, list(embedded.shape[:2]))
 
-    def initial(self, hidden: Tensor) -> DecoderState:
+    def initial(self, hidden: Tensor) -> RecurrentState:
         """Return the state before the first word, given ``hidden [B, D]``."""
         check_tensor("hidden", hidden)
         if hidden.dim() != 2 or hidden.shape[1] != self.rnn.hidden_size:
             refuse("hidden", f"[B, {self.rnn.hidden_size}]", describe(hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
-        return DecoderState(hidden, torch.zeros_like(hidden) if lstm else None)
+        return RecurrentState(hidden, torch.zeros_like(hidden) if lstm else None)
 
 
 class BahdanauDecoder(_Decoder):
@@ -250,11 +222,11 @@ class BahdanauDecoder(_Decoder):
     def _words(
         self,
         embedded: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         done, state = self._together(embedded, state, memory, need_weights, target_mask)
         joined = torch.cat([done.states, done.contexts, embedded], -1)  # type: ignore[list-item]
         return torch.tanh(self.readout(joined)), state, done.weights
@@ -294,7 +266,7 @@ class LuongDecoder(_Decoder):
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
 
-    def initial(self, hidden: Tensor) -> DecoderState:
+    def initial(self, hidden: Tensor) -> RecurrentState:
         state = super().initial(hidden)
         if not self.input_feeding:
             return state
@@ -303,11 +275,11 @@ class LuongDecoder(_Decoder):
     def _decode(
         self,
         inputs: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         states, state = self._run(inputs, state)
         context, weights, state = self._attend(states, state, memory, need_weights, target_mask)
         return torch.tanh(self.readout(torch.cat([context, states], -1))), state, weights
@@ -315,11 +287,11 @@ class LuongDecoder(_Decoder):
     def _words(
         self,
         embedded: Tensor,
-        state: DecoderState,
+        state: RecurrentState,
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         if not self.input_feeding:
             return self._decode(embedded, state, memory, need_weights, target_mask)
         done, state = self._together(

@@ -12,13 +12,12 @@ from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.models.decoders import (
     CELLS,
     BahdanauDecoder,
-    DecoderState,
     LuongDecoder,
     summary,
 )
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
 from attnfast.nn.attention import check_sizes
-from attnfast.nn.recurrent import run_rnn
+from attnfast.nn.layer import RecurrentState, run_rnn
 from attnfast.ops.arguments import check_tensor, is_finite
 
 #: The ids that every vocabulary starts with.
@@ -184,7 +183,7 @@ class Seq2Seq(nn.Module):
             words = words.masked_fill(words >= self.embedding.num_embeddings, UNK)
         return self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)
 
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Source, DecoderState]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Source, RecurrentState]:
         """Read the source and project its keys, once.
 
         Args:
@@ -207,8 +206,8 @@ class Seq2Seq(nn.Module):
         return Source(memory, source, extra_words), state
 
     def decode(
-        self, words: Tensor, state: DecoderState, source: Source, need_weights: bool = False
-    ) -> tuple[Tensor, DecoderState, Tensor | None]:
+        self, words: Tensor, state: RecurrentState, source: Source, need_weights: bool = False
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Read the target words ``[B, T]`` from ``state`` on.
 
         Returns:

@@ -1,0 +1,358 @@
+"""How a recurrent layer is run: by one operator where that serves, else step by step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnfast import dispatch
+from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
+from attnfast.backends import BACKENDS, best
+from attnfast.decoding import Memory
+from attnfast.nn.attention import BahdanauAttention, LuongAttention, is_plain
+from attnfast.ops.arguments import check_temperature
+from attnfast.ops.operators import is_recorded
+from attnfast.ops.recurrent import RECURRENT, Recurrent, fed
+from attnfast.reference import cell_step
+
+CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
+
+
+class RecurrentState(NamedTuple):
+    """What a recurrent layer passes from one call to the next; a search reorders it.
+
+    ``hidden [L, B, H]`` of L layers, or ``[B, H]`` of one; ``cell``, the same of an LSTM, or None;
+    ``feed [B, F]``, what the attention gave last, where it is fed to the next step, or None for
+    zeros; ``history``, what the attention knows of its past, or None; ``packed``, what steps keep
+    of the parameters.
+    """
+
+    hidden: Tensor
+    cell: Tensor | None = None
+    feed: Tensor | None = None
+    history: Any = None
+    packed: Any = None
+
+    def __reduce__(self):
+        return type(self), (*self[:-1], None)  # what is packed is for this process
+
+    def index_select(self, index: Tensor) -> RecurrentState:
+        """Return the state of the sequences ``index``."""
+        axes = {"hidden": -2, "cell": -2, "feed": 0}
+        given = {name: axis for name, axis in axes.items() if getattr(self, name) is not None}
+        chosen: dict[str, Any] = {
+            name: getattr(self, name).index_select(axis, index) for name, axis in given.items()
+        }
+        if self.history is not None:
+            chosen["history"] = self.history.index_select(index)
+        return self._replace(**chosen)
+
+
+class Layer(NamedTuple):
+    """A recurrent layer: the parameters of its cell, as ``nn.GRU`` has them, or a module.
+
+    ``output`` makes attentional vectors, before the tanh. ``rnn`` is called, step by step, where
+    parameters do not stand for it.
+    """
+
+    mode: str
+    weight_ih: Tensor | None = None
+    weight_hh: Tensor | None = None
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+    output: Any = None
+    attends_first: bool = True
+    rnn: Any = None
+
+    @classmethod
+    def of(cls, rnn: Any, **options: Any) -> Layer:
+        """Return the only layer of an ``nn.GRU`` or ``nn.LSTM``."""
+        mode = "lstm" if isinstance(rnn, nn.LSTM) else "gru"
+        if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.num_layers > 1 or rnn.bidirectional:
+            return cls(mode, rnn=rnn, **options)
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        parameters: dict[str, Any] = {x: getattr(rnn, f"{x}_l0", None) for x in names}
+        return cls(mode, **parameters, **options)
+
+    def fed(self, features: int) -> int:
+        """Return how many features it reads beside those of its inputs."""
+        size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
+        return size - features
+
+
+class Packed(NamedTuple):
+    """Parameters packed by a backend, and how to tell that they have not been changed since."""
+
+    backend: str
+    kept: Tensor
+    parameters: list[Tensor | None]  # held, so that no other comes to lie where they did
+    versions: list[int]
+
+
+class Steps(NamedTuple):
+    """What a layer gives at every step; None for what there is not."""
+
+    states: Tensor
+    cells: Tensor | None
+    contexts: Tensor | None
+    weights: Tensor | None
+    attentional: Tensor | None
+    history: Any
+    packed: Packed | None = None
+
+
+def _backend(
+    attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None
+) -> str | None:
+    """Return the backend whose operator serves a layer, or None."""
+    if is_autocast_on() or has_tangents():
+        return None
+    if not is_recorded() and is_intercepted():
+        return None
+    if attention is not None:
+        if not is_plain(attention, BahdanauAttention, LuongAttention) or memory is None:
+            return None
+        if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
+            return None
+        if memory.key.dtype != like.dtype or memory.key.device != like.device:
+            return None
+        wanted = memory.backend
+    return best(wanted, like.device, like.dtype, RECURRENT.name)
+
+
+def run_layer(
+    layer: Layer,
+    input: Tensor,
+    state: Any,
+    attention: Any = None,
+    memory: Memory | None = None,
+    *,
+    target_lengths: Tensor | None = None,
+    target_mask: Tensor | None = None,
+    dropout: Tensor | None = None,
+    need_weights: bool = False,
+) -> Steps:
+    """Run one layer over ``input [B, T, E]`` from its own state on, ``state.hidden [B, H]``.
+
+    ``target_mask [B, T]`` is for attention with a history alone. One operator does it where it
+    can, a loop over steps of PyTorch's cells where it cannot. A single step keeps the parameters
+    packed for the next one; where gradients are wanted a loop is quicker.
+    """
+    single = input.shape[1] == 1
+    backend, output = None, layer.output
+    plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
+    if plain and not (single and torch.is_grad_enabled()):
+        backend = _backend(attention, memory, input)
+    if backend is None:
+        return _run_steps(
+            layer, input, state, attention, memory, target_lengths=target_lengths,
+            target_mask=target_mask, dropout=dropout, need_weights=need_weights,
+        )  # fmt: skip
+    feed = None if attention is None or layer.attends_first else state.feed
+    call = Recurrent(
+        input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
+        state.cell, feed, layer.bias_ih, layer.bias_hh,
+        weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
+        target_lengths=target_lengths, dropout=dropout, mode=layer.mode,
+        attends_first=layer.attends_first,
+    )  # fmt: skip
+    if attention is not None:
+        assert memory is not None
+        kept, of_memory = None, None if is_recorded() else memory.steps
+        if of_memory is not None:
+            of_memory.check_unchanged()
+            kept = of_memory.prepared() if of_memory.backend == backend else None
+        check_temperature(attention.temperature)
+        scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
+        query = attention.query_proj
+        call = call._replace(
+            key=memory.key, value=memory.value, weight=memory.weight, lengths=memory.lengths,
+            mask=memory.mask, scale=scale / attention.temperature, score=memory.score,
+            weight_query=getattr(query, "weight", None), bias_query=getattr(query, "bias", None),
+            prepared=kept,
+        )  # fmt: skip
+    packed = None
+    try:
+        if single and not is_recorded():
+            packed = _packed(call, backend, state.packed)
+            call = call._replace(packed=None if packed is None else packed.kept)
+        done = dispatch.run(RECURRENT, call, backend)
+    except Exception:
+        RECURRENT.check(call)  # says in one sentence what does not fit
+        raise
+    return Steps(
+        done.states,
+        done.cells if layer.mode == "lstm" else None,
+        None if attention is None else done.contexts,
+        done.weights if attention is not None and need_weights else None,
+        None if output is None else done.attentional,
+        None,
+        packed,
+    )
+
+
+def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | None:
+    """Return the parameters as the backend packs them, those of the step before if they are."""
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "weight_output")
+    parameters = [getattr(call, name) for name in names]
+    given = [x for x in parameters if x is not None]
+    if any(x.is_inference() for x in given):
+        return None  # nobody counts their changes
+    versions = [x._version for x in given]
+    if (
+        isinstance(before, Packed)
+        and (before.backend, before.versions) == (backend, versions)
+        and all(x is y for x, y in zip(parameters, before.parameters))
+    ):
+        return before
+    kept = BACKENDS[backend].pack(*parameters, fed(call), call.mode)
+    return None if kept is None else Packed(backend, kept, parameters, versions)
+
+
+def _run_steps(
+    layer: Layer,
+    input: Tensor,
+    state: Any,
+    attention: Any,
+    memory: Memory | None,
+    *,
+    target_lengths: Tensor | None,
+    target_mask: Tensor | None,
+    dropout: Tensor | None,
+    need_weights: bool,
+) -> Steps:
+    """Run the layer step by step, whatever the attention."""
+    h, c, history = state.hidden, state.cell, state.history
+    features = layer.fed(input.shape[-1])
+    f = input.new_zeros(input.shape[0], features) if state.feed is None else state.feed
+    has_history = getattr(attention, "has_history", False)
+    rows: list[list[Any]] = [[] for _ in range(5)]
+
+    def attend(h: Tensor, t: int) -> tuple[Any, Any, Any]:
+        form = "dense" if need_weights else False
+        if not has_history:
+            return *attention(h, memory, form), history
+        mask = None if target_lengths is None else target_lengths > t
+        mask = mask if target_mask is None else target_mask[:, t]
+        return attention(h, memory, history, form, mask)
+
+    if target_lengths is not None:  # NaN in padding must not leak into gradients
+        steps = torch.arange(input.shape[1], device=input.device)
+        input = input.masked_fill((steps >= target_lengths[:, None]).unsqueeze(-1), 0)
+    for t, x in enumerate(input.unbind(1)):
+        context = weights = attentional = None
+        if attention is not None and layer.attends_first:
+            context, weights, history = attend(h, t)
+            f = context
+        new_h, new_c = _move(layer, torch.cat([x, f], -1) if features else x, h, c, dropout)
+        if attention is not None and not layer.attends_first:
+            context, weights, history = attend(new_h, t)
+            f = context
+        if layer.output is not None:
+            both = torch.cat([context, new_h], -1)  # type: ignore[list-item]
+            f = attentional = layer.output(both).tanh()
+        shown = [new_h, new_c, context, weights, attentional]
+        if target_lengths is not None:
+            padding = target_lengths <= t
+            shown = [
+                None if y is None else y.masked_fill(padding.view(-1, *[1] * (y.dim() - 1)), 0)
+                for y in shown
+            ]
+        h, c = new_h, new_c
+        for values, y in zip(rows, shown):
+            values.append(y)
+    done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
+    states = input.new_empty(input.shape[0], 0, h.shape[-1]) if done[0] is None else done[0]
+    return Steps(states, done[1], done[2], done[3], done[4], history)
+
+
+def _move(
+    layer: Layer, x: Tensor, h: Tensor, c: Tensor | None, dropout: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the next state and cell."""
+    if layer.rnn is not None:
+        if c is None:
+            return layer.rnn(x.unsqueeze(1), h.unsqueeze(0))[1][0], None
+        _, (h, c) = layer.rnn(x.unsqueeze(1), (h.unsqueeze(0), c.unsqueeze(0)))
+        return h[0], c[0]  # type: ignore[index]
+    weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
+    if dropout is not None:
+        call = Recurrent(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)
+        call = call._replace(dropout=dropout, mode=layer.mode)
+        return cell_step(call, F.linear(x, weights[0], layer.bias_ih), h, c)[:2]
+    step: Any = CELL_STEPS[layer.mode]
+    if layer.mode == "lstm":
+        return step(x, (h, c), *weights)
+    return step(x, h, *weights), c
+
+
+def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return sequences ``[B, T, E]`` from their ends to their starts, padding where it is."""
+    if lengths is None:
+        return x.flip(1)
+    steps = torch.arange(x.shape[1], device=x.device)
+    index = torch.where(steps < lengths[:, None], lengths[:, None] - 1 - steps, steps)
+    return x.gather(1, index.unsqueeze(-1).expand_as(x))
+
+
+def run_rnn(
+    rnn: nn.RNNBase,
+    input: Tensor,
+    hx: Any = None,
+    lengths: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Any] | None:
+    """Return what an ``nn.GRU`` or ``nn.LSTM`` does, or None where no operator is quicker.
+
+    Args:
+        rnn: its parameters, layers, directions and dropout count.
+        input: ``[B, T, E]``.
+        hx: ``[L, B, H]``, a pair of them for an LSTM; None means zeros.
+        lengths: ``[B]``, int64: states beyond are 0.
+        backend: the only one to try, if given.
+    """
+    lstm = type(rnn) is nn.LSTM
+    if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
+        return None
+    if lstm and lengths is None:
+        return None  # PyTorch's own is as quick
+    if input.dim() != 3 or _backend(None, None, input, backend) is None:
+        return None
+    directions = 2 if rnn.bidirectional else 1
+    h, c = hx if lstm and hx is not None else (hx, None)
+    zeros = input.new_zeros(input.shape[0], rnn.hidden_size)
+    hidden, cells, x = [], [], input
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    for number in range(rnn.num_layers):
+        if number:
+            x = F.dropout(x, rnn.dropout, rnn.training)
+        outputs = []
+        for direction in range(directions):
+            place, suffix = number * directions + direction, "_reverse" * direction
+            parameters = {y: getattr(rnn, f"{y}_l{number}{suffix}", None) for y in names}
+            layer = Layer("lstm" if lstm else "gru", **parameters)  # type: ignore[arg-type]
+            first = zeros if h is None else h[place], zeros if c is None else c[place]
+            state = RecurrentState(first[0], first[1] if lstm else None)
+            read = _reversed(x, lengths) if direction else x
+            steps = run_layer(layer, read, state, target_lengths=lengths)
+            hidden.append(last_of(steps.states, first[0], lengths))
+            if steps.cells is not None:
+                cells.append(last_of(steps.cells, first[1], lengths))
+            states = steps.states
+            outputs.append(_reversed(states, lengths) if direction else states)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+    last = torch.stack(hidden)
+    return x, (last, torch.stack(cells)) if lstm else last
+
+
+def last_of(steps: Tensor, first: Tensor, target_lengths: Tensor | None) -> Tensor:
+    """Return every sequence's last row ``[B, H]`` that is no padding, ``first`` if it has none."""
+    if steps.shape[1] == 0:
+        return first
+    if target_lengths is None:
+        return steps[:, -1]
+    index = (target_lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, steps.shape[-1])
+    return torch.where((target_lengths > 0).unsqueeze(-1), steps.gather(1, index).squeeze(1), first)
