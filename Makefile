@@ -11,7 +11,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test integrations lint bench gpu sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test integrations lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -27,10 +27,14 @@ test: .venv/installed .venv/cuda .venv/oldest-triton integrations
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
 integrations: .venv/integrations
 
-lint: .venv/installed
+lint: lint-python lint-cxx
+
+lint-python: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+lint-cxx: .venv/installed
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/clang-tidy --quiet csrc/cpu/*.cpp tests/cuda_host/sanitize.cpp -- $(TIDY) \
 	  -isystem $$($(BIN)/python -c 'import torch; print(torch.__path__[0])')/include
@@ -57,7 +61,7 @@ sanitize sanitize-fuzz: .venv/installed
 	  $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	cd build/$@ && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  $(CURDIR)/$(BIN)/pytest -q $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
+	  $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
 
 # How many planted faults the tests catch: see docs/testing.md. All of it takes about an hour.
 mutants: .venv/installed

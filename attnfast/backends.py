@@ -112,11 +112,14 @@ class Backend:
     """An implementation of the operators."""
 
     name: str
+    packs = False  # whether :meth:`pack` does
 
     def why_not(self, request: Request) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
         if reason := self._unable(request):
             return reason
+        if request.operator == "recurrent" and request.dtype in HALF:
+            return f"a recurrent layer takes float32 or float64, not {request.dtype}"
         name, key = f"attnfast_{self.name}::{request.operator}", request.device.type.upper()
         registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
         return None if registered else f"it has no {request.operator} yet"
@@ -197,12 +200,11 @@ class Cpu(Backend):
     """C++ for CPUs."""
 
     name = "cpu"
+    packs = True
 
     def _unable(self, request: Request) -> str | None:
         if request.device.type != "cpu":
             return f"it runs on CPU tensors, not on {request.device.type}"
-        if request.operator == "recurrent" and request.dtype in HALF:
-            return f"a recurrent layer takes float32 or float64, not {request.dtype}"
         return load_library("_C_cpu")
 
     def rank(self, request: Request) -> float:

@@ -24,14 +24,14 @@ step() {  # name, seconds at most, command
 
 step gpu 50 "${pytest[@]}" tests/test_gpu.py
 step cuda 45 "${pytest[@]}" -n 4 tests -k "cuda and not test_cuda and not compile"
-few="cuda and (empty_rows or not_seen or half_inputs or frozen_keys)"  # past a tile's end
+few="cuda and (empty_rows or not_seen or half_inputs or frozen_keys or no_step_reads)"
 for tool in memcheck racecheck initcheck synccheck; do
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 22 compute-sanitizer --tool "$tool" \
     --error-exitcode 9 --kernel-regex kns=attnfast \
-    "${pytest[@]}" tests/test_attention.py tests/test_span.py tests/test_coverage.py -k "$few"
+    "${pytest[@]}" tests/test_{attention,span,coverage,recurrent}.py -k "$few"
 done
 step triton 60 "${pytest[@]}" -n 8 tests -k "triton and not compile and not fuzz"
-for what in attention:85 coverage:35; do
+for what in attention:85 coverage:35 recurrent:45; do
   name=${what%:*}
   step "bench-$name" "${what#*:}" "${pytest[@]}" "bench/test_$name.py" \
     -k "translation or summarisation or speech or long" --benchmark-json="$out/$name.json"

@@ -137,6 +137,8 @@ class Fit {
         lead(first.dim() - 2), B(first.dim() ? first.size(0) : 0), H(first.dim() == 4 ? first.size(1) : 1) {
   }
 
+  torch::stable::Device device() const { return first.device(); }
+
   void check(bool fits, const char* name) const {
     if (!fits) throw std::runtime_error(std::string(operator_name) + ": " + name + " does not fit");
   }

@@ -2,17 +2,9 @@
 // attention.h.
 #pragma once
 #include "attention.h"
+#include "cell.h"
 
 namespace attnfast {
-
-enum class Cell { tanh, gru, lstm };
-
-namespace {
-
-// How many gates the parameters of a cell hold.
-constexpr int gates_of(Cell cell) { return cell == Cell::gru ? 3 : cell == Cell::lstm ? 4 : 1; }
-
-}  // namespace
 
 // What forward and backward are given alike; absent tensors have no data. Rows [B, T, n] have strides for
 // sequence and step, rows [B, n] for the sequence; columns lie side by side. Input, results and room lie

@@ -332,6 +332,22 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("csrc/cuda/coverage.cuh", "tests/test_cuda_build.py -k 'sanitizers and thread'"): [
         ("if (s.K || odds) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
     ],
+    ("csrc/cuda/recurrent.cuh", CUDA.format("recurrent")): [
+        ("sums[of_state(K, gate)] +=", "sums[gate] +="),
+        ("a.t >= a.target_lengths[b]) u = Unit<C>{};", "false) u = Unit<C>{};"),
+        ("u.gates[of_state(K, gate)];", "u.gates[gate];"),
+        ("+ read<C>(asked, b, i);", ";"),
+        ("place.i / columns >= target_lengths", "place.i / columns > target_lengths"),
+    ],
+    ("csrc/cuda/recurrent.h", CUDA.format("recurrent")): [
+        ("asks_last || t + 1 < a.T) take(t + 1)", "t + 1 < a.T) take(t + 1)"),
+        ("given.weight_hh, given.bias_hh, gates, masked(a))",
+         "given.weight_hh, given.bias_hh, gates, 0)"),
+        ("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}"),
+        ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
+         "0, a.T, 0, a.A), made.queries"),
+        ("      loop.clear(a, input);", "      ;"),
+    ],
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): [
         ("all += of_blocks<Add>(plus, turn);", ""),
         ("w < V && widen(logits[w]) != -INFINITY", "w < V"),

@@ -17,6 +17,7 @@ import test_attention
 import test_copying
 import test_coverage
 import test_memory
+import test_recurrent
 import test_span
 import torch
 from table import Case, cases, fuzz
@@ -244,3 +245,58 @@ def test_factored_domain(q, k, host):
 def test_weights_that_vanish(factor, small, host):
     for offset in (0.0, 10.0):
         test_attention.test_weights_that_vanish(factor, small, offset, host)
+
+
+# ---- the recurrent layer ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recurrent(host, monkeypatch):
+    monkeypatch.setattr(test_recurrent, "served", lambda *_: None)
+    return host
+
+
+SMALL_LAYERS = [x for x in test_recurrent.CASES if x.B * x.T * max(x.H, x.Tk) < 5e3]
+
+
+@pytest.mark.parametrize("case", SMALL_LAYERS, ids=str)
+def test_recurrent_table(case, recurrent):
+    test_recurrent.judge(case, recurrent)
+
+
+def test_recurrent_fuzz(recurrent):
+    test_recurrent.test_fuzz(5, recurrent)
+
+
+@pytest.mark.parametrize("recurrence", test_recurrent.RECURRENCES)
+def test_what_the_recurrent_layer_owes(recurrence, recurrent):
+    """The properties that test_recurrent.py asks of every backend, by name."""
+    test_recurrent.test_what_no_step_reads_changes_nothing(recurrence, recurrent)
+    for mode in test_recurrent.GATES:
+        test_recurrent.test_without_attention_it_is_pytorchs_layer(mode, recurrent)
+
+
+def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
+    """What the CPU's launcher refuses this one does: they share the list of arguments."""
+    args = test_recurrent.call(test_recurrent.Case("gru", "attend_first"))
+    packed = args._replace(packed=torch.zeros(64, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="packed does not fit"):
+        test_recurrent.RECURRENT(recurrent, packed)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "forward", "backward"),
+    [("attend_first", 4, 4), ("attend_last", 4, 4), ("input_feeding", 6, 6)],
+)
+def test_launches_of_a_recurrent_step(recurrence, forward, backward, recurrent, blocks, library):
+    """Products and kernels, each a launch, whatever the terms; keys for one block of a cluster."""
+    counts = []
+    for T in (4, 9):
+        case = test_recurrent.Case("gru", recurrence, "tanh", T=T, terms=test_recurrent.EVERYTHING)
+        args = test_recurrent.call(case)
+        library.take_launches()
+        made = test_recurrent.RECURRENT(recurrent, args)
+        counts.append([library.take_launches()])
+        test_recurrent.RECURRENT.backward(recurrent, test_recurrent.backward_of(args, made))
+        counts[-1].append(library.take_launches())
+    assert [(b - a) / 5 for a, b in zip(*counts)] == [forward, backward]

@@ -46,7 +46,18 @@ BUDGETS = {
         ("distribution_gradient", "", 80, 80, 1),
     )
     if dtype != "double" or of_double
-} | {"find_rows_of_keys": (40, 0)}
+} | {
+    "find_rows_of_keys": (40, 0),
+    **{
+        f"{kernel}<{dtype}{cell}>": (64, 0)
+        for dtype in DTYPES[:2]
+        for kernel, cells in (
+            ("move_states", 3), ("move_back_states", 3), ("reach_first", 0), ("feed", 0),
+            ("feed_back", 0), ("clear_padding", 0),
+        )
+        for cell in ([f", {x}" for x in range(cells)] or [""])
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
@@ -90,7 +101,9 @@ def cubins(library, tmp_path_factory):
 def plain(mangled: str) -> str:
     """Names without namespaces and arguments."""
     said = subprocess.run(["c++filt"], input=mangled, text=True, capture_output=True).stdout
-    said = re.sub(r"attnfast::\(anonymous namespace\)::|\((attnfast::)?Score\)|void ", "", said)
+    said = re.sub(
+        r"attnfast::\(anonymous namespace\)::|\((attnfast::)?(Score|Cell)\)|void ", "", said
+    )
     return re.sub(r"(?m)^([\w<>, ]+)\(.*", r"\1", said.strip())
 
 

@@ -11,6 +11,7 @@ from attnfast.backends import why_not
 from attnfast.data import Example, collate
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, beam_search, build
+from attnfast.ops.recurrent import RECURRENT, Recurrent
 from attnfast.training import Options, make_optimizer, train_step, validation_loss
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +83,27 @@ def copying(leaves, backend):
     )
 
 
+def recurrent(leaves, backend):
+    x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output = leaves
+    lengths = torch.arange(B, device="cuda") * 3  # of keys and of targets
+    call = Recurrent(
+        x, hidden, weight_ih, weight_hh, bias_ih=bias, key=key, value=value, weight=weight,
+        weight_query=weight_query, weight_output=output, lengths=lengths, target_lengths=lengths,
+        dropout=torch.ones_like(hidden), attends_first=False, score="tanh",
+    )  # fmt: skip
+    made = RECURRENT.differentiable(backend, call)
+    return made.states, made.contexts, made.attentional
+
+
+def recurrent_leaves():
+    x, _, value = memory()
+    shapes = (B, 9), (27, A + 6), (27, 9), (27,), (B, Tk, A), (A,), (A, 9), (6, Dv + 9)
+    hidden, weight_ih, weight_hh, bias, key, weight, weight_query, output = (
+        (0.3 * leaf(*shape)).detach().requires_grad_() for shape in shapes
+    )
+    return [x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output]
+
+
 CALLS = {
     "additive": ("attention", additive, lambda: [*memory(), leaf(A)]),
     "additive, bfloat16": (
@@ -100,6 +122,7 @@ CALLS = {
     "copying": (
         "copy_distribution", copying, lambda: [leaf(B, Tq, V), leaf(B, Tq, Tk), leaf(B, Tq)],
     ),
+    "recurrent": ("recurrent", recurrent, recurrent_leaves),
 }  # fmt: skip
 
 

@@ -139,13 +139,15 @@ def run_layer(
 
     ``target_mask [B, T]`` is for attention with a history alone. One operator does it where it
     can, a loop over steps of PyTorch's cells where it cannot. A single step keeps the parameters
-    packed for the next one; where gradients are wanted a loop is quicker.
+    packed for the next one, where a backend packs them; if gradients are wanted a loop is quicker.
     """
     single = input.shape[1] == 1
     backend, output = None, layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     if plain and not (single and torch.is_grad_enabled()):
         backend = _backend(attention, memory, input)
+        if single and backend is not None and not BACKENDS[backend].packs:
+            backend = None
     if backend is None:
         return _run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
@@ -317,8 +319,8 @@ def run_rnn(
     lstm = type(rnn) is nn.LSTM
     if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
         return None
-    if lstm and lengths is None:
-        return None  # PyTorch's own is as quick
+    if (lstm and lengths is None) or input.is_cuda:
+        return None  # oneDNN's own is as quick, cuDNN's quicker
     if input.dim() != 3 or _backend(None, None, input, backend) is None:
         return None
     directions = 2 if rnn.bidirectional else 1

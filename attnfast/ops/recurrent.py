@@ -297,7 +297,7 @@ LIBRARIES["cpu"].define(
 RECURRENT = Operator(
     "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates"), backends=("cpu",),
+    constant=("queries", "gates"), backends=("cpu", "cuda"),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

@@ -5,6 +5,7 @@
 #include <memory>
 #include <new>
 
+#include "../launch_recurrent.h"
 #include "run.h"
 
 namespace attnfast {
@@ -24,223 +25,6 @@ constexpr size_t kMostKept = size_t{1} << 27;
 // Multiply-adds of a step from which another thread is worth its barriers.
 constexpr int64_t kStepWorthAThread = 1 << 14;
 constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
-
-// ---- arguments ----------------------------------------------------------------------------------
-
-#define ATTNFAST_LAYER(X)                             \
-  X(Tensor, input, sizes, own, {B, T, E})             \
-  X(Tensor, hidden, sizes, own, {B, N})               \
-  X(Tensor, weight_ih, sizes, own, {G * N, E + F})    \
-  X(Tensor, weight_hh, sizes, own, {G * N, N})        \
-  X(Optional, cell, sizes, own, {B, N})               \
-  X(Optional, feed, sizes, own, {B, F})               \
-  X(Optional, bias_ih, sizes, own, {G * N})           \
-  X(Optional, bias_hh, sizes, own, {G * N})           \
-  X(Optional, key, sizes, own, {B, Tk, A})            \
-  X(Optional, value, sizes, own, {B, Tk, Dv})         \
-  X(Optional, weight, sizes, own, {A})                \
-  X(Optional, weight_query, sizes, own, {A, N})       \
-  X(Optional, bias_query, sizes, own, {A})            \
-  X(Optional, weight_output, sizes, own, {F, Dv + N}) \
-  X(Optional, bias_output, sizes, own, {F})
-#define ATTNFAST_LAYER_KEYS(X)                                               \
-  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
-  X(Optional, span, spans)                                                   \
-  X(Optional, target_lengths, sizes, ScalarType::Long, {B})                  \
-  X(Optional, dropout, sizes, own, {B, N})
-#define ATTNFAST_LAYER_OPTIONS(X) \
-  X(std::string, mode, any)       \
-  X(bool, attends_first, any)     \
-  X(double, scale, any)           \
-  X(std::string, score, goes_with, given.key, given.weight)
-
-#define ATTNFAST_RECURRENT(X)                         \
-  ATTNFAST_LAYER(X)                                   \
-  X(Optional, mask, terms, ScalarType::Bool, {T, Tk}) \
-  ATTNFAST_LAYER_KEYS(X)                              \
-  X(Optional, prepared, exponentials, given.score)    \
-  X(Optional, packed, bytes)                          \
-  ATTNFAST_LAYER_OPTIONS(X)
-#define ATTNFAST_RECURRED(X) X(states) X(cells) X(contexts) X(weights) X(attentional) X(queries) X(gates)
-
-#define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
-  X(Tensor, grad_states, sizes, own, {B, T, N})                                         \
-  X(Optional, grad_cells, result, given.cell, N)                                        \
-  X(Optional, grad_contexts, result, given.key, Dv)                                     \
-  X(Optional, grad_weights, result, given.key, Tk)                                      \
-  X(Optional, grad_attentional, result, given.weight_output, F)                         \
-  ATTNFAST_LAYER(X)                                                                     \
-  ATTNFAST_LAYER_KEYS(X)                                                                \
-  X(Tensor, states, sizes, own, {B, T, N})                                              \
-  X(Tensor, cells, result, given.cell, N)                                               \
-  X(Tensor, contexts, result, given.key, Dv)                                            \
-  X(Tensor, weights, result, given.key, Tk)                                             \
-  X(Tensor, attentional, result, given.weight_output, F)                                \
-  X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
-  X(Tensor, gates, kept, given.mode != "tanh", 4 * N)                                   \
-  ATTNFAST_LAYER_OPTIONS(X)                                                             \
-  X(bool, need_grad_input, any)                                                         \
-  X(bool, need_grad_parameters, any)                                                    \
-  X(bool, need_grad_key, any)
-// clang-format off
-#define ATTNFAST_RECURRENT_GRADIENTS(X)                                            \
-  X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
-  X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
-  X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
-  X(grad_weight_output) X(grad_bias_output)
-// clang-format on
-
-Cell cell_of(const std::string& mode) {
-  if (mode == "gru") return Cell::gru;
-  if (mode == "lstm") return Cell::lstm;
-  if (mode == "tanh") return Cell::tanh;
-  throw std::runtime_error("mode must be tanh, gru or lstm, got " + mode);
-}
-
-// The sizes of a layer.
-struct LayerFit : Fit {
-  int64_t T = 0, E = 0, N = 0, G, F = 0, Tk = 0, A = 0, Dv = 0;
-
-  template <class Arguments>
-  explicit LayerFit(const Arguments& given)
-      : Fit(Arguments::kOperator, given.input), G(gates_of(cell_of(given.mode))) {
-    check(given.input.dim() == 3 && (own == ScalarType::Float || own == ScalarType::Double), "input");
-    check(given.hidden.dim() == 2, "hidden");
-    check(given.cell.has_value() == (given.mode == "lstm"), "cell");
-    B = given.input.size(0);
-    T = given.input.size(1);
-    E = given.input.size(2);
-    N = A = given.hidden.size(1);
-    check(given.key.has_value() == given.value.has_value(), "value");
-    const auto needs = [&](const Optional& x, const Optional& of, const char* name) {
-      check(!x || of, name);
-    };
-    for (const Optional* x :
-         {&given.weight_query, &given.weight_output, &given.feed, &given.lengths, &given.span})
-      needs(*x, given.key, "key");
-    if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
-    needs(given.bias_query, given.weight_query, "bias_query");
-    needs(given.bias_output, given.weight_output, "bias_output");
-    check(!given.attends_first || (!given.feed && !given.weight_output), "attends_first");
-    if (given.key) {
-      check(given.key->dim() == 3, "key");
-      check(given.value->dim() == 3, "value");
-      Tk = given.key->size(1);
-      Dv = F = given.value->size(2);
-    }
-    if (given.weight_query)
-      check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
-    if (given.weight_output)
-      check(given.weight_output->dim() == 2, "weight_output"), F = given.weight_output->size(0);
-  }
-
-  static bool goes_with(const std::string& score, const Optional& key, const Optional& weight) {
-    return weight.has_value() == (score_of(score) != Score::dot) && (key || !weight);
-  }
-
-  // What cpu/attention.cpp has prepared.
-  bool exponentials(const Optional& x, const std::string& score) const {
-    const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
-    return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
-                  sizes(x, ScalarType::Float, {B, 1, Tk, width}));
-  }
-
-  static bool bytes(const Optional& x) {
-    return !x || (x->scalar_type() == ScalarType::Byte && x->dim() == 1 && x->is_cpu());
-  }
-
-  bool spans(const Optional& x) const {
-    return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {T, 2}, false));
-  }
-
-  // A result of the forward, which there is if that is given, or its gradient.
-  bool result(const Optional& x, const Optional& given, int64_t columns) const {
-    return !x || kept(*x, given.has_value(), columns);
-  }
-  bool kept(const Tensor& x, bool exists, int64_t columns) const {
-    return exists ? sizes(x, own, {B, T, columns}) : sizes(x, own, {0});
-  }
-};
-
-ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerFit)
-ATTNFAST_RESULTS(Recurred, ATTNFAST_RECURRED)
-ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD, LayerFit)
-ATTNFAST_RESULTS(RecurrentGradients, ATTNFAST_RECURRENT_GRADIENTS)
-
-// Rows [B, T, n] that lie evenly, a matrix, or a vector.
-View rows_of(const Tensor& x) {
-  View v;
-  v.data = place_of(x);
-  v.batch = x.dim() == 3 ? x.size(1) * x.size(2) : x.dim() == 2 ? x.size(1) : 0;
-  v.row = x.dim() > 1 ? x.size(x.dim() - 1) : 0;
-  return v;
-}
-View kept(const Tensor& x, Keep& keep) {
-  keep.push_back(packed(x));
-  return rows_of(keep.back());
-}
-View kept(const Optional& x, Keep& keep) { return x ? kept(*x, keep) : View{}; }
-// One of size [0] is absent.
-View result_of(const Optional& x, Keep& keep) { return x && x->dim() == 3 ? kept(*x, keep) : View{}; }
-
-template <class Arguments>
-void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep) {
-  a.dtype = dtype_of(given.input);
-  a.cell = cell_of(given.mode);
-  a.attends = given.key.has_value();
-  a.attends_first = given.attends_first;
-  a.B = fit.B;
-  a.T = fit.T;
-  a.E = fit.E;
-  a.H = fit.N;
-  a.F = fit.F;
-  a.Tk = fit.Tk;
-  a.A = fit.A;
-  a.Dv = fit.Dv;
-  a.input = kept(given.input, keep);
-  a.hidden = kept(given.hidden, keep);
-  a.first_cell = kept(given.cell, keep);
-  a.feed = kept(given.feed, keep);
-  a.dropout = kept(given.dropout, keep);
-  a.weight_ih = kept(given.weight_ih, keep);
-  a.weight_hh = kept(given.weight_hh, keep);
-  a.weight_query = kept(given.weight_query, keep);
-  a.weight_output = kept(given.weight_output, keep);
-  a.bias_ih = kept(given.bias_ih, keep);
-  a.bias_hh = kept(given.bias_hh, keep);
-  a.bias_query = kept(given.bias_query, keep);
-  a.bias_output = kept(given.bias_output, keep);
-  if (given.target_lengths) {
-    keep.push_back(packed(*given.target_lengths));
-    a.target_lengths = static_cast<const int64_t*>(place_of(keep.back()));
-  }
-}
-
-// What attention has of a layer for one step.
-template <class Arguments>
-void put_attention(const Arguments& given, const LayerFit& fit, const Layer& layer, Problem& a,
-                   Keep& keep) {
-  a.dtype = layer.dtype;
-  a.score = score_of(given.score);
-  a.scale = given.scale;
-  a.B = layer.B;
-  a.H = 1;
-  a.Tq = 1;
-  a.Tk = a.W = layer.Tk;
-  a.A = layer.A;
-  a.Dv = layer.Dv;
-  a.query = layer.queries.data ? layer.queries : layer.states;
-  a.key = view_of_rows(*given.key, keep);
-  a.value = view_of_rows(*given.value, keep);
-  if (given.weight) a.weight = view_of_parameters(*given.weight, false, keep);
-  a.lengths = lengths_of(given.lengths, fit, fit.Tk, keep);
-  if (given.span) {
-    keep.push_back(packed(*given.span));
-    a.span = broadcast_view(keep.back());
-  }
-  if constexpr (requires { given.mask; })
-    if (given.mask) a.mask = broadcast_view(*given.mask);
-}
 
 // ---- the team -----------------------------------------------------------------------------------
 
@@ -330,28 +114,14 @@ Recurred recurrent(const RecurrentArguments& given) {
     keep.push_back(packed(*given.packed));
     a.packed = place_of(keep.back());
   }
-  const auto room = [&](bool wanted, int64_t columns, View& out) {
-    const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
-    if (wanted) out = rows_of(x);
-    return x;
-  };
-  View weights;
-  const Recurred results = {
-      .states = room(true, a.H, a.states),
-      .cells = room(a.cell == Cell::lstm, a.H, a.cells),
-      .contexts = room(a.attends, a.Dv, a.contexts),
-      .weights = room(a.attends, a.Tk, weights),
-      .attentional = room(given.weight_output.has_value(), a.F, a.attentional),
-      .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
-      .gates = room(a.cell != Cell::tanh, 4 * a.H, a.gates),
-  };
+  const Recurred results = results_of(given, fit, a);
   const int64_t threads = threads_for(static_cast<const Layer&>(a));
   LayerPlan plan = plan_of(a, threads);
   if (a.attends) {
     Forward& step = a.attention;
     put_attention(given, fit, a, step, keep);
+    step.query = a.queries.data ? a.queries : a.states;
     step.context = a.contexts;
-    step.weights = weights;
     keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
     if (keep.back().numel()) step.exponentials = view(keep.back());
     plan.attention = plan_by_rows(step);
@@ -366,46 +136,13 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   Keep keep;
   RecurrentBackward a{};
   put_layer(given, fit, a, keep);
-  a.states = kept(given.states, keep);
-  a.cells = result_of(given.cells, keep);
-  a.contexts = result_of(given.contexts, keep);
-  a.attentional = result_of(given.attentional, keep);
-  a.queries = result_of(given.queries, keep);
-  a.gates = result_of(given.gates, keep);
-  a.grad_states = kept(given.grad_states, keep);
-  a.grad_cells = result_of(given.grad_cells, keep);
-  a.grad_contexts = result_of(given.grad_contexts, keep);
-  a.grad_attentional = result_of(given.grad_attentional, keep);
-  const auto gradient = [&](const Optional& x, bool wanted, View& out) {
-    if (!wanted || !x) return empty_if(false, given.input, {}, fit.own);
-    const Tensor grad = empty(kCpu, {x->sizes().begin(), x->sizes().end()}, fit.own);
-    out = rows_of(grad);
-    return grad;
-  };
-  const bool parameters = given.need_grad_parameters;
-  const Tensor nothing = empty_if(false, given.input, {}, fit.own);
-  RecurrentGradients grads = {
-      .grad_input = gradient(given.input, given.need_grad_input, a.grad_input),
-      .grad_hidden = gradient(given.hidden, true, a.grad_hidden),
-      .grad_cell = gradient(given.cell, true, a.grad_cell),
-      .grad_feed = gradient(given.feed, true, a.grad_feed),
-      .grad_weight_ih = gradient(given.weight_ih, parameters, a.grad_weight_ih),
-      .grad_weight_hh = gradient(given.weight_hh, parameters, a.grad_weight_hh),
-      .grad_bias_ih = gradient(given.bias_ih, parameters, a.grad_bias_ih),
-      .grad_bias_hh = gradient(given.bias_hh, parameters, a.grad_bias_hh),
-      .grad_key = nothing,
-      .grad_value = nothing,
-      .grad_weight = nothing,
-      .grad_weight_query = gradient(given.weight_query, parameters, a.grad_weight_query),
-      .grad_bias_query = gradient(given.bias_query, parameters, a.grad_bias_query),
-      .grad_weight_output = gradient(given.weight_output, parameters, a.grad_weight_output),
-      .grad_bias_output = gradient(given.bias_output, parameters, a.grad_bias_output),
-  };
+  RecurrentGradients grads = gradients_of(given, fit, a, keep);
   const int64_t threads = threads_for(static_cast<const Layer&>(a));
   LayerPlan plan = plan_of(a, threads);
   if (a.attends) {
     Backward& step = a.attention;
     put_attention(given, fit, a, step, keep);
+    step.query = a.queries.data ? a.queries : a.states;
     step.weights = kept(given.weights, keep);
     step.grad_weights = result_of(given.grad_weights, keep);
     step.grad_score_returned = true;
@@ -416,26 +153,15 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
     plan.attention.grad_inputs_scale = step.scale;
   }
   const bool feeds_back = given.weight_output.has_value();
-  const Room rooms[] = {{&a.grad_gates, (a.cell == Cell::tanh ? 1 : 4) * a.H},
+  const Room rooms[] = {{&a.grad_gates, sums_of(a.cell) * a.H},
                         {&a.grad_fed, feeds_back ? a.F : 0},
                         {&a.attention.grad_query, a.attends ? a.A : 0},
                         {&a.attention.grad_context, a.attends ? a.Dv : 0},
                         {&a.attention.grad_score, a.attends ? a.Tk : 0}};
   const Scratchpad pad = run_team(a, plan, threads, kernels().backward, rooms);
-  if (!a.attends || !given.need_grad_key) return grads;
-
-  // Keys, values and the score's weight, of all steps at once.
-  Backward all = a.attention;
-  all.Tq = a.T;
-  all.grad_weights = all.grad_query = View{};
-  all.grad_score_given = true;
-  all.grad_score_returned = false;
-  grads.grad_key = gradient_of_rows(true, *given.key, all.grad_key);
-  grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
-  const Tensor parts = empty_if(given.weight.has_value(), given.input, {a.B, 1, 1, a.A}, fit.own);
-  if (given.weight) all.grad_weight = view(parts);
-  cpu::run_backward(all);
-  if (given.weight) grads.grad_weight = sum_of_parts(parts, {0, 2}, false, fit.own);
+  if (a.attends && given.need_grad_key)
+    add_key_gradients(given, fit, a.attention, 1, grads,
+                      [](const Backward& all) { cpu::run_backward(all); });
   return grads;
 }
 

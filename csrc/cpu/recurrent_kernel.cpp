@@ -22,33 +22,12 @@ constexpr int64_t kPanel = 2 * Vector<C>::width;     // columns
 constexpr int64_t kDepth = 512;                      // of a panel, that all rows of an item take at a time
 constexpr int64_t kMostBatch = 32;                   // rows of an item
 constexpr int64_t kGradRows = 64, kGradDepth = 512;  // of a parameter's gradient, at a time
-constexpr int kMostGates = 4;
 
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 template <class C>
 int64_t panels(int64_t columns) {
   return (columns + kPanel<C> - 1) / kPanel<C>;
 }
-
-// Where the sum over the state of a gate goes: of a GRU's third it stays apart.
-int of_state(Cell cell, int gate) { return cell == Cell::gru && gate == 2 ? 3 : gate; }
-
-// A cell that is known where code is compiled: how many gates the parameters hold, and how many numbers of
-// a unit the backward reads and writes.
-template <Cell K>
-struct KnownCell {
-  static constexpr Cell cell = K;
-  static constexpr int gates = gates_of(K);
-  static constexpr int kept = K == Cell::tanh ? 0 : 4, grads = K == Cell::tanh ? 1 : 4;
-};
-template <class F>
-void by_cell(Cell cell, const F& f) {
-  if (cell == Cell::gru) f(KnownCell<Cell::gru>{});
-  else if (cell == Cell::lstm) f(KnownCell<Cell::lstm>{});
-  else f(KnownCell<Cell::tanh>{});
-}
-
-int64_t kept_of(const Layer& a) { return a.cell == Cell::tanh ? 0 : 4; }
 
 template <class C>
 C* row(const View& x, int64_t b, int64_t t = 0) {
@@ -141,60 +120,11 @@ static inline Vec<double> tanh_of(Vec<double> x) {
 static inline Vec<float> sigmoid_of(Vec<float> x) { return reciprocal(exp(-x) + 1.f); }
 static inline Vec<double> sigmoid_of(Vec<double> x) { return 1. / (exp(-x) + 1.); }
 
-// The numbers of a unit at a step: of the sums `x` over inputs and state (of a GRU's third gate over
-// inputs alone, and over the state in a fourth), the state before and an LSTM's cell.
 template <class C>
-struct Unit {
-  Vec<C> gates[kMostGates], state, cell;
+struct Math {
+  static inline __attribute__((always_inline)) Vec<C> tanh(Vec<C> x) { return tanh_of(x); }
+  static inline __attribute__((always_inline)) Vec<C> sigmoid(Vec<C> x) { return sigmoid_of(x); }
 };
-
-template <Cell K, class C>
-inline __attribute__((always_inline)) Unit<C> move(const Vec<C> (&x)[kMostGates], Vec<C> state,
-                                                   Vec<C> cell) {
-  Unit<C> u = {};
-  if constexpr (K == Cell::tanh) {
-    u.state = tanh_of(x[0]);
-  } else if constexpr (K == Cell::gru) {
-    const Vec<C> r = sigmoid_of(x[0]), z = sigmoid_of(x[1]), n = tanh_of(x[2] + r * x[3]);
-    u.state = n + z * (state - n);
-    u.gates[0] = r, u.gates[1] = z, u.gates[2] = n, u.gates[3] = x[3];
-  } else {
-    const Vec<C> i = sigmoid_of(x[0]), f = sigmoid_of(x[1]), g = tanh_of(x[2]), o = sigmoid_of(x[3]);
-    u.cell = f * cell + i * g;
-    u.state = o * tanh_of(u.cell);
-    u.gates[0] = i, u.gates[1] = f, u.gates[2] = g, u.gates[3] = o;
-  }
-  return u;
-}
-
-// The way back: `g` is what reaches the new state, `grad_cell` what reaches the new cell. Returns what
-// reaches the sums, and by itself the state and the cell before.
-template <Cell K, class C>
-inline __attribute__((always_inline)) Unit<C> move_back(const Vec<C> (&gates)[kMostGates], Vec<C> state,
-                                                        Vec<C> before, Vec<C> cell, Vec<C> cell_before,
-                                                        Vec<C> g, Vec<C> grad_cell) {
-  Unit<C> u = {};
-  if constexpr (K == Cell::tanh) {
-    u.gates[0] = g * ((C)1 - state * state);
-  } else if constexpr (K == Cell::gru) {
-    const Vec<C> r = gates[0], z = gates[1], n = gates[2];
-    const Vec<C> to_n = g * ((C)1 - z) * ((C)1 - n * n);
-    u.gates[0] = to_n * gates[3] * r * ((C)1 - r);
-    u.gates[1] = g * (before - n) * z * ((C)1 - z);
-    u.gates[2] = to_n;
-    u.gates[3] = to_n * r;
-    u.state = g * z;
-  } else {
-    const Vec<C> i = gates[0], f = gates[1], c = gates[2], o = gates[3], t = tanh_of(cell);
-    const Vec<C> to_cell = grad_cell + g * o * ((C)1 - t * t);
-    u.gates[0] = to_cell * c * i * ((C)1 - i);
-    u.gates[1] = to_cell * cell_before * f * ((C)1 - f);
-    u.gates[2] = to_cell * i * ((C)1 - c * c);
-    u.gates[3] = g * t * o * ((C)1 - o);
-    u.cell = to_cell * f;
-  }
-  return u;
-}
 
 // ---- attention ----------------------------------------------------------------------------------
 
@@ -317,7 +247,7 @@ class Forwards {
  public:
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
       : a(a), plan(plan), member(member), packed(Packed<C>::of(a, room)), own(static_cast<char*>(own)),
-        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a) ? a.gates : a.states) {
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a.cell) ? a.gates : a.states) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
   }
 
@@ -451,8 +381,8 @@ class Forwards {
       if constexpr (Known::cell == Cell::gru)
         sum[3] = load(x + 3 * kMostBatch * kPanel<C> + c) + load(bias + 3 * width + c);
       const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
-      Unit<C> unit = move<Known::cell, C>(sum, load_part(before + i + c, n, (C)0), last);
-      if (pads) unit = Unit<C>{};
+      Unit<Vec<C>> unit = move<Known::cell, C, Math>(sum, load_part(before + i + c, n, (C)0), last);
+      if (pads) unit = Unit<Vec<C>>{};
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);
       for (int gate = 0; gate < Known::kept; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
@@ -716,7 +646,7 @@ class Backwards {
     C *const to_state = room.to_state + b * a.H + i, *const out = row<C>(a.grad_gates, b, t) + i;
     for_vectors<C>(a.H - i, [&](int64_t c, int64_t n) {
       store_part(to_state + c, load_part(to_state + c, n, (C)0) + load(x + c), n);
-      for (int gate = 0; gate < Known::grads; ++gate) store_part(out + gate * a.H + c, Vec<C>{}, n);
+      for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * a.H + c, Vec<C>{}, n);
     });
   }
 
@@ -744,11 +674,11 @@ class Backwards {
         if (given_cell) grad_cell += part(given_cell);
       }
       const Vec<C> g = part(to_state) + load(x + c) + part(given);
-      const Unit<C> back =
-          move_back<Known::cell, C>(kept, part(state), part(before), now, old, g, grad_cell);
+      const Unit<Vec<C>> back =
+          move_back<Known::cell, C, Math>(kept, part(state), part(before), now, old, g, grad_cell);
       if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell, n);
       store_part(to_state + c, back.state, n);
-      for (int gate = 0; gate < Known::grads; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
+      for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
     });
   }
 

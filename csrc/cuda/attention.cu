@@ -26,6 +26,12 @@ void run_backward(const Backward& a, const Tensor& query) {
 
 }  // namespace
 
+namespace cuda {
+void run_forward(const Forward& a, const Tensor& like) { attnfast::run_forward(a, like); }
+void run_backward(const Backward& a, const Tensor& like) { attnfast::run_backward(a, like); }
+int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
+}  // namespace cuda
+
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { AttentionOperators::implement(m); }
 
 }  // namespace attnfast

@@ -1,12 +1,15 @@
 // The kernels of csrc/cuda on the host, registered for CPU tensors: everything but the launchers in
 // the .cu files is what runs on a GPU. What they are given to write is full of NaN.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstring>
 #include <utility>
+
+#include "cuda_runtime.h"
 
 inline AOTITorchError empty_but_for_nan(int64_t dim, const int64_t* sizes, const int64_t* strides,
                                         int32_t dtype, int32_t device, int32_t index,
@@ -20,10 +23,18 @@ inline AOTITorchError empty_but_for_nan(int64_t dim, const int64_t* sizes, const
   return error;
 }
 #define aoti_torch_empty_strided empty_but_for_nan
+// A product counts as a launch.
+inline AOTITorchError counted_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle a,
+                                        AtenTensorHandle b, double beta, double alpha) {
+  ++launches;
+  return aoti_torch_cpu_addmm_out(out, self, a, b, beta, alpha);
+}
+#define aoti_torch_cuda_addmm_out counted_addmm_out
 
 #include "../../csrc/cuda/attention.cuh"
 #include "../../csrc/cuda/copying.cuh"
 #include "../../csrc/cuda/coverage.cuh"
+#include "../../csrc/cuda/recurrent.h"
 #include "../../csrc/launch_attention.h"
 #include "../../csrc/launch_copying.h"
 #include "../../csrc/launch_coverage.h"
@@ -46,11 +57,25 @@ void run_backward(const CopyBackward& a, const Tensor&) { run_backward(a); }
 void run_forward(const CoverageForward& a, const Tensor&) { run_forward(a); }
 void run_backward(const CoverageBackward& a, const Tensor&) { run_backward(a); }
 }  // namespace
+namespace cuda {
+void run_forward(const Forward& a, const Tensor&) { attnfast::run_forward(a); }
+void run_backward(const Backward& a, const Tensor&) { attnfast::run_backward(a); }
+int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
+}  // namespace cuda
+namespace {
+Recurred recurrent(const RecurrentArguments& given) {
+  return run_recurrent(given, LaunchOnHost<kThreads>{});
+}
+RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
+  return run_recurrent_backward(given, LaunchOnHost<kThreads>{});
+}
+}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CPU, m) {
   AttentionOperators::implement(m);
   CopyOperators::implement(m);
   CoverageOperators::implement(m);
+  Operators<recurrent, recurrent_backward>::implement(m);
 }
 }  // namespace attnfast
 

@@ -1,0 +1,93 @@
+// The cells of a recurrent layer, one formula for CPU and CUDA. V is a number or a vector of them, C its
+// type; `Math<C>` has tanh and sigmoid of a V.
+#pragma once
+#include "score.h"
+
+namespace attnfast {
+
+enum class Cell { tanh, gru, lstm };
+
+namespace {
+
+constexpr int kMostGates = 4;
+
+// How many gates the parameters of a cell hold.
+constexpr int gates_of(Cell cell) { return cell == Cell::gru ? 3 : cell == Cell::lstm ? 4 : 1; }
+// How many numbers of a unit the backward reads, and how many sums of it have a gradient.
+constexpr int kept_of(Cell cell) { return cell == Cell::tanh ? 0 : 4; }
+constexpr int sums_of(Cell cell) { return cell == Cell::tanh ? 1 : 4; }
+// Where the sum over the state of a gate goes: of a GRU's third it stays apart.
+ATTNFAST_DEVICE constexpr int of_state(Cell cell, int gate) { return cell == Cell::gru && gate == 2 ? 3 : gate; }
+
+// A cell that is known where code is compiled.
+template <Cell K>
+struct KnownCell {
+  static constexpr Cell cell = K;
+  static constexpr int gates = gates_of(K), kept = kept_of(K), sums = sums_of(K);
+};
+template <class F>
+inline void by_cell(Cell cell, const F& f) {
+  if (cell == Cell::gru) f(KnownCell<Cell::gru>{});
+  else if (cell == Cell::lstm) f(KnownCell<Cell::lstm>{});
+  else f(KnownCell<Cell::tanh>{});
+}
+
+// The numbers of a unit at a step.
+template <class V>
+struct Unit {
+  V gates[kMostGates], state, cell;
+};
+
+// Of the sums `x` over inputs and state (of a GRU's third gate over inputs alone, and over the state in a
+// fourth), the state before and an LSTM's cell.
+template <Cell K, class C, template <class> class Math, class V>
+ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> move(const V (&x)[kMostGates], V state,
+                                                                   V cell) {
+  Unit<V> u = {};
+  if constexpr (K == Cell::tanh) {
+    u.state = Math<C>::tanh(x[0]);
+  } else if constexpr (K == Cell::gru) {
+    const V r = Math<C>::sigmoid(x[0]), z = Math<C>::sigmoid(x[1]), n = Math<C>::tanh(x[2] + r * x[3]);
+    u.state = n + z * (state - n);
+    u.gates[0] = r, u.gates[1] = z, u.gates[2] = n, u.gates[3] = x[3];
+  } else {
+    const V i = Math<C>::sigmoid(x[0]), f = Math<C>::sigmoid(x[1]), g = Math<C>::tanh(x[2]),
+            o = Math<C>::sigmoid(x[3]);
+    u.cell = f * cell + i * g;
+    u.state = o * Math<C>::tanh(u.cell);
+    u.gates[0] = i, u.gates[1] = f, u.gates[2] = g, u.gates[3] = o;
+  }
+  return u;
+}
+
+// The way back: `g` is what reaches the new state, `grad_cell` what reaches the new cell. Returns what
+// reaches the sums, and by itself the state and the cell before.
+template <Cell K, class C, template <class> class Math, class V>
+ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> move_back(const V (&gates)[kMostGates],
+                                                                        V state, V before, V cell,
+                                                                        V cell_before, V g, V grad_cell) {
+  Unit<V> u = {};
+  if constexpr (K == Cell::tanh) {
+    u.gates[0] = g * ((C)1 - state * state);
+  } else if constexpr (K == Cell::gru) {
+    const V r = gates[0], z = gates[1], n = gates[2];
+    const V to_n = g * ((C)1 - z) * ((C)1 - n * n);
+    u.gates[0] = to_n * gates[3] * r * ((C)1 - r);
+    u.gates[1] = g * (before - n) * z * ((C)1 - z);
+    u.gates[2] = to_n;
+    u.gates[3] = to_n * r;
+    u.state = g * z;
+  } else {
+    const V i = gates[0], f = gates[1], c = gates[2], o = gates[3], t = Math<C>::tanh(cell);
+    const V to_cell = grad_cell + g * o * ((C)1 - t * t);
+    u.gates[0] = to_cell * c * i * ((C)1 - i);
+    u.gates[1] = to_cell * cell_before * f * ((C)1 - f);
+    u.gates[2] = to_cell * i * ((C)1 - c * c);
+    u.gates[3] = g * t * o * ((C)1 - o);
+    u.cell = to_cell * f;
+  }
+  return u;
+}
+
+}  // namespace
+}  // namespace attnfast

@@ -1,0 +1,41 @@
+// Registers the recurrent layer that attends for CUDA.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+
+#include "recurrent.cuh"
+
+#include "launch.h"
+#include "recurrent.h"
+
+namespace attnfast {
+namespace {
+
+template <class Arguments>
+std::string describe(const Arguments& given) {
+  const Tensor &x = given.input, &h = given.hidden;
+  return "recurrent on CUDA failed for input " + sizes({x.size(0), x.size(1), x.size(2)}) + ", hidden " +
+         sizes({h.size(0), h.size(1)});
+}
+
+Recurred recurrent(const RecurrentArguments& given) {
+  Recurred made;
+  launched(
+      given.input, kThreads, [&] { return describe(given); },
+      [&](const Launch& launch) { made = run_recurrent(given, launch); });
+  return made;
+}
+
+RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
+  RecurrentGradients grads;
+  launched(
+      given.input, kThreads, [&] { return describe(given); },
+      [&](const Launch& launch) { grads = run_recurrent_backward(given, launch); });
+  return grads;
+}
+
+using RecurrentOperators = Operators<recurrent, recurrent_backward>;
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { RecurrentOperators::implement(m); }
+
+}  // namespace attnfast

@@ -1,0 +1,164 @@
+// A step of a recurrent layer that attends, but its products, which are the library's, and attention: a
+// thread takes a unit of a sequence. recurrent.h has the loop.
+#pragma once
+#include "../recurrent.h"
+#include "tile.cuh"
+
+namespace attnfast {
+namespace {
+
+template <class C>
+struct Math {
+  static __device__ C tanh(C x) { return ::tanh(x); }
+  static __device__ C sigmoid(C x) { return C(1) / (C(1) + exp(-x)); }
+};
+
+// Rows [B, n] of a step; `data` is null where there are none.
+struct Rows2 {
+  void* data = nullptr;
+  int64_t stride = 0;
+};
+
+// Which unit of which sequence a thread takes.
+struct Place {
+  int64_t b, i;
+  bool exists;
+  __device__ explicit Place(int64_t units) {
+    const int64_t parts = (units + kThreads - 1) / kThreads;
+    b = blockIdx.x / parts;
+    i = blockIdx.x % parts * kThreads + threadIdx.x;
+    exists = i < units;
+  }
+};
+template <class C>
+__device__ C* at(const Rows2& x, int64_t b, int64_t i) {
+  return static_cast<C*>(x.data) + b * x.stride + i;
+}
+template <class C>
+__device__ C read(const Rows2& x, int64_t b, int64_t i) {
+  return x.data ? *at<C>(x, b, i) : C(0);
+}
+
+// ---- the cell -----------------------------------------------------------------------------------
+
+struct Move {
+  int64_t B, H, t;
+  const int64_t* target_lengths;
+  Rows2 of_input, bias_ih;          // of_input of a GRU or LSTM are `gates`, of a tanh cell `state`
+  Rows2 of_state;                   // the biases in it
+  Rows2 before, cell_before, mask;  // mask: the dropout
+  Rows2 state, cell, gates, seen;   // out; seen [B, 2 H]: the state, and times the mask
+};
+
+template <class C, Cell K>
+__global__ void __launch_bounds__(kThreads) move_states(const Move a) {
+  using Known = KnownCell<K>;
+  const Place place(a.H);
+  if (!place.exists) return;
+  const int64_t b = place.b, i = place.i;
+  C sums[kMostGates] = {};
+  for (int gate = 0; gate < Known::gates; ++gate) {
+    const int64_t unit = gate * a.H + i;
+    sums[gate] = *at<C>(a.of_input, b, unit) + read<C>(a.bias_ih, 0, unit);
+    sums[of_state(K, gate)] += *at<C>(a.of_state, b, unit);
+  }
+  Unit<C> u = move<K, C, Math, C>(sums, *at<C>(a.before, b, i), read<C>(a.cell_before, b, i));
+  if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
+  *at<C>(a.state, b, i) = u.state;
+  if constexpr (K == Cell::lstm) *at<C>(a.cell, b, i) = u.cell;
+  for (int gate = 0; gate < Known::kept; ++gate) *at<C>(a.gates, b, gate * a.H + i) = u.gates[gate];
+  if (!a.seen.data) return;
+  *at<C>(a.seen, b, i) = u.state;
+  *at<C>(a.seen, b, a.H + i) = u.state * *at<C>(a.mask, b, i);
+}
+
+// What reaches a state from beyond its step.
+struct Reaching {
+  Rows2 carried;  // [B, H], or [B, 2 H] with a mask, which is the dropout
+  Rows2 mask;
+  Rows2 asked;  // as a query that is the state itself, or absent
+
+  template <class C>
+  __device__ C sum(int64_t b, int64_t i, int64_t H) const {
+    const C masked = mask.data ? *at<C>(carried, b, H + i) * *at<C>(mask, b, i) : C(0);
+    return *at<C>(carried, b, i) + masked + read<C>(asked, b, i);
+  }
+};
+
+struct MoveBack {
+  int64_t B, H, t;
+  const int64_t* target_lengths;
+  Rows2 grad_state, grad_cell_given, gates, state, before, cell, cell_before;
+  Reaching reaching;         // in; out, in its place, what reaches the state before by itself
+  Rows2 grad_cell;           // the same of the cell
+  Rows2 of_input, of_state;  // out, what reaches the sums
+};
+
+template <class C, Cell K>
+__global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
+  using Known = KnownCell<K>;
+  const Place place(a.H);
+  if (!place.exists) return;
+  const int64_t b = place.b, i = place.i;
+  const C g = a.reaching.sum<C>(b, i, a.H);
+  if (a.reaching.mask.data) *at<C>(a.reaching.carried, b, a.H + i) = 0;
+  Unit<C> u = {};
+  if (a.target_lengths && a.t >= a.target_lengths[b]) {  // padding: what reaches the state goes by
+    u.state = g;
+    u.cell = read<C>(a.grad_cell, b, i);
+  } else {
+    C gates[kMostGates] = {};
+    for (int gate = 0; gate < Known::kept; ++gate) gates[gate] = *at<C>(a.gates, b, gate * a.H + i);
+    const C grad_cell = read<C>(a.grad_cell, b, i) + read<C>(a.grad_cell_given, b, i);
+    u = move_back<K, C, Math, C>(gates, *at<C>(a.state, b, i), *at<C>(a.before, b, i),
+                                 read<C>(a.cell, b, i), read<C>(a.cell_before, b, i),
+                                 g + *at<C>(a.grad_state, b, i), grad_cell);
+  }
+  *at<C>(a.reaching.carried, b, i) = u.state;
+  if constexpr (K == Cell::lstm) *at<C>(a.grad_cell, b, i) = u.cell;
+  for (int gate = 0; gate < Known::gates; ++gate) {
+    *at<C>(a.of_input, b, gate * a.H + i) = u.gates[gate];
+    *at<C>(a.of_state, b, gate * a.H + i) = u.gates[of_state(K, gate)];
+  }
+}
+
+// What reaches the state before the first step, which may lie where some of it does.
+template <class C>
+__global__ void __launch_bounds__(kThreads) reach_first(int64_t H, Reaching reaching, Rows2 out) {
+  const Place place(H);
+  if (place.exists) *at<C>(out, place.b, place.i) = reaching.sum<C>(place.b, place.i, H);
+}
+
+// ---- input feeding ------------------------------------------------------------------------------
+
+// The attentional vector: tanh of what stands there, from the context, and what the state gives to it.
+template <class C>
+__global__ void __launch_bounds__(kThreads) feed(int64_t features, Rows2 attentional, Rows2 of_state) {
+  const Place place(features);
+  if (!place.exists) return;
+  C* const out = at<C>(attentional, place.b, place.i);
+  *out = tanh(*out + *at<C>(of_state, place.b, place.i));
+}
+
+// What reaches its sum, from what reaches it.
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    feed_back(int64_t features, Rows2 attentional, Rows2 grad, Rows2 out) {
+  const Place place(features);
+  if (!place.exists) return;
+  const C f = *at<C>(attentional, place.b, place.i);
+  *at<C>(out, place.b, place.i) = *at<C>(grad, place.b, place.i) * (C(1) - f * f);
+}
+
+// ---- padding ------------------------------------------------------------------------------------
+
+// Zeros in rows [B, T, columns] beyond the targets' ends; T and columns as one.
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    clear_padding(int64_t numbers, int64_t columns, Rows2 x, const int64_t* target_lengths) {
+  const Place place(numbers);
+  if (place.exists && place.i / columns >= target_lengths[place.b]) *at<C>(x, place.b, place.i) = 0;
+}
+
+}  // namespace
+}  // namespace attnfast

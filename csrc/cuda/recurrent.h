@@ -1,0 +1,425 @@
+// The loop of a recurrent layer that attends, for CUDA: products are the library's, the rest is kernels
+// of recurrent.cuh and a step's attention. Nothing waits for the device, so a graph may capture it.
+//
+// A row of `of_states` holds all that a state gives: to the query of its attention, to the gates of the
+// next step and to the attentional vector, one product with the parameters side by side. Row t is of the
+// state before step t. In the backward the same row holds the gradients, and one product takes them to
+// the state. With dropout the state lies there twice, as it is and times the mask.
+#pragma once
+#include "../launch_recurrent.h"
+#include "recurrent.cuh"
+
+namespace attnfast {
+
+namespace cuda {  // attention.cu, whose kernels are compiled once
+void run_forward(const Forward&, const Tensor& like);
+void run_backward(const Backward&, const Tensor& like);
+int64_t grad_weight_parts(const Problem&);
+}  // namespace cuda
+
+namespace {
+
+// ---- tensors ------------------------------------------------------------------------------------
+
+// A view; `offset` counts from the first number of x.
+Tensor strided(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+               int64_t offset) {
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(x.get(), sizes.size(), sizes.data(), strides.data(), offset, &handle));
+  return Tensor(handle);
+}
+
+// Columns [first, first + n) of a matrix whose rows lie evenly, and of its rows.
+Tensor block(const Tensor& x, int64_t row, int64_t rows, int64_t first, int64_t n) {
+  return strided(x, {rows, n}, {x.stride(0), 1}, row * x.stride(0) + first);
+}
+// The same of step t of rows [B, T, columns], and of all steps from t on, as rows of a matrix if T is all.
+Tensor step(const Tensor& x, int64_t t, int64_t first, int64_t n) {
+  return strided(x, {x.size(0), n}, {x.stride(0), 1}, t * x.stride(1) + first);
+}
+Tensor steps(const Tensor& x, int64_t t, int64_t count, int64_t first, int64_t n) {
+  return strided(x, {x.size(0), count, n}, {x.stride(0), x.stride(1), 1}, t * x.stride(1) + first);
+}
+Tensor matrix(const Tensor& x) {  // of contiguous rows [B, T, columns]
+  return strided(x, {x.size(0) * x.size(1), x.size(2)}, {x.size(2), 1}, 0);
+}
+Tensor turned(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.stride(1), x.stride(0)}, 0); }
+
+void copy(const Tensor& from, Tensor to) { torch::stable::copy_(to, from); }
+void zero(Tensor x) { torch::stable::zero_(x); }
+
+// out = a b, added to what is there if it `adds`. The stable dispatcher takes no scalars, so this is the
+// function that AOTInductor's code calls.
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool adds) {
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), adds ? 1. : 0., 1.));
+}
+// x *= factor
+void scale(const Tensor& x, const Tensor& factor) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 2> stack = {from(x), from(factor)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul_", "Tensor", stack.data(), TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Rows2 matrix_rows(const Tensor& x) { return {place_of(x), x.stride(0)}; }
+
+// ---- the parameters that multiply a state -------------------------------------------------------
+
+// They lie side by side; where each one's columns lie in a row of `of_states`.
+struct OfState {
+  int64_t gates, output, all;  // first columns after the query's, and their number
+  int64_t copies;              // of a state in a row of what they multiply
+  Tensor weight, bias;         // [all, copies H], [all]
+
+  template <class Arguments>
+  OfState(const Arguments& given, const Layer& a)
+      : gates(given.weight_query ? a.A : 0), output(gates + gates_of(a.cell) * a.H),
+        all(output + (given.weight_output ? a.F : 0)), copies(given.dropout ? 2 : 1),
+        weight(empty(given.input.device(), {all, copies * a.H}, given.input.scalar_type())),
+        bias(empty(given.input.device(), {all}, given.input.scalar_type())) {
+    if (copies > 1) zero(weight);
+    zero(bias);
+    const auto put = [&](const Tensor& x, const Optional& of, int64_t first, int64_t column) {
+      copy(x, block(weight, first, x.size(0), column, a.H));
+      if (of) copy(*of, strided(bias, {x.size(0)}, {1}, first));
+    };
+    if (given.weight_query) put(*given.weight_query, given.bias_query, 0, 0);
+    put(given.weight_hh, given.bias_hh, gates, masked(a));
+    if (given.weight_output)
+      put(block(packed(*given.weight_output), 0, a.F, a.Dv, a.H), given.bias_output, output, 0);
+  }
+
+  // The first column of what weight_hh multiplies.
+  int64_t masked(const Layer& a) const { return (copies - 1) * a.H; }
+};
+
+// ---- what both ways share -----------------------------------------------------------------------
+
+// Tensors as kernels take them, and launches for a layer's type and cell.
+template <class Arguments, class Launch>
+struct Loop {
+  const Launch& launch;
+  const typename Arguments::Fit fit;
+  const int64_t size;  // bytes of a number
+  Keep keep;
+
+  Loop(const Arguments& given, const Launch& launch)
+      : launch(launch), fit(given), size(fit.own == ScalarType::Double ? 8 : 4) {}
+
+  char* place(const Tensor& x, int64_t number) const {
+    return static_cast<char*>(place_of(x)) + (x.numel() ? number * size : 0);
+  }
+  // Of step t of rows [B, T, columns], and of rows [B, columns].
+  Rows2 at(const Tensor& x, int64_t t, int64_t first = 0) const {
+    return {place(x, t * x.stride(1) + first), x.stride(0)};
+  }
+  static Rows2 at(const Optional& x) { return x ? matrix_rows(*x) : Rows2{}; }
+  // Of the step before, or what comes before the first one.
+  Rows2 before(const Tensor& x, const Optional& first, int64_t t) const {
+    return t ? at(x, t - 1) : at(first);
+  }
+  View view_at(const Tensor& x, int64_t t, int64_t first = 0) const {
+    const Rows2 rows = at(x, t, first);
+    return {rows.data, rows.stride, 0, x.stride(1), 1};
+  }
+
+  Tensor room(std::vector<int64_t> sizes) const {
+    sizes.insert(sizes.begin(), fit.B);
+    return empty(fit.device(), sizes, fit.own);
+  }
+  Optional side_by_side(const Optional& x) const { return x ? Optional(packed(*x)) : x; }
+
+  // A kernel for `units` of every sequence, of the layer's type: kernels.operator()<C>().
+  template <class Kernels, class... Args>
+  void run(int64_t units, const Kernels& kernels, const Args&... args) const {
+    const int64_t blocks = fit.B * tiles(units, kThreads);
+    if (size == 8) launch(kernels(double{}), blocks, 1, args...);
+    else launch(kernels(float{}), blocks, 1, args...);
+  }
+  void clear(const Layer& a, const Tensor& x) const {  // beyond the targets' ends
+    if (!a.target_lengths || x.dim() != 3) return;
+    const auto kernels = [](auto zero) { return clear_padding<decltype(zero)>; };
+    run(a.T * x.size(2), kernels, a.T * x.size(2), x.size(2), matrix_rows(x), a.target_lengths);
+  }
+};
+
+// What step t of attention has, of the one that all have.
+void move_on(Problem& a, int64_t t) {
+  if (a.mask.data) a.mask.data = static_cast<char*>(a.mask.data) + t * a.mask.row;
+  if (a.span.data) a.span.data = static_cast<int64_t*>(a.span.data) + t * a.span.row;
+}
+
+// ---- forward ------------------------------------------------------------------------------------
+
+template <class Launch>
+Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
+  Loop<RecurrentArguments, Launch> loop(given, launch);
+  loop.fit.check(!given.packed, "packed");
+  RecurrentForward a{};
+  put_layer(given, loop.fit, a, loop.keep);
+  const Recurred made = results_of(given, loop.fit, a);
+  const OfState of(given, a);
+  const int64_t H = a.H, gates = gates_of(a.cell) * H;
+  const Tensor hidden = packed(given.hidden), weight_ih = packed(given.weight_ih);
+  const Optional cell = loop.side_by_side(given.cell), mask = loop.side_by_side(given.dropout),
+                 weight_output = loop.side_by_side(given.weight_output);
+
+  // What the inputs give, of all steps at once, where the gates or states will be.
+  const Tensor& sums = kept_of(a.cell) ? made.gates : made.states;
+  multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
+           turned(block(weight_ih, 0, gates, 0, a.E)), false);
+  const Tensor of_fed = turned(block(weight_ih, 0, gates, a.E, a.F)), of_state = turned(of.weight);
+
+  const Tensor of_states = loop.room({a.T + 1, of.all});
+  copy(of.bias, of_states);
+  Optional seen;  // the state and the state times the mask
+  if (mask) {
+    seen = loop.room({2 * H});
+    copy(hidden, block(*seen, 0, a.B, 0, H));
+    copy(hidden, block(*seen, 0, a.B, H, H));
+    scale(block(*seen, 0, a.B, H, H), *mask);
+  }
+  const auto give = [&](int64_t t) {
+    const Tensor state = seen ? *seen : t ? step(made.states, t - 1, 0, H) : hidden;
+    multiply(step(of_states, t, 0, of.all), state, of_state, true);
+  };
+
+  Forward attends{};
+  const Tensor log_sum_exp = loop.room({a.T, 1});
+  if (a.attends) put_attention(given, loop.fit, a, attends, loop.keep);
+  // With row `from` of what states give.
+  const auto attend = [&](int64_t t, int64_t from) {
+    Forward now = attends;
+    move_on(now, t);
+    if (given.weight_query) now.query = loop.view_at(of_states, from);
+    else if (from) now.query = loop.view_at(made.states, from - 1);
+    else now.query = view(hidden);
+    now.context = loop.view_at(made.contexts, t);
+    now.weights = loop.view_at(made.weights, t);
+    now.log_sum_exp = loop.view_at(log_sum_exp, t);
+    cuda::run_forward(now, hidden);
+  };
+  const auto move = [&](int64_t t) {
+    const Move call = {.B = a.B,
+                       .H = H,
+                       .t = t,
+                       .target_lengths = a.target_lengths,
+                       .of_input = loop.at(sums, t),
+                       .bias_ih = {a.bias_ih.data, 0},
+                       .of_state = loop.at(of_states, t, of.gates),
+                       .before = loop.before(made.states, hidden, t),
+                       .cell_before = cell ? loop.before(made.cells, cell, t) : Rows2{},
+                       .mask = loop.at(mask),
+                       .state = loop.at(made.states, t),
+                       .cell = cell ? loop.at(made.cells, t) : Rows2{},
+                       .gates = kept_of(a.cell) ? loop.at(made.gates, t) : Rows2{},
+                       .seen = loop.at(seen)};
+    by_cell(a.cell, [&](auto known) {
+      const auto kernels = [](auto zero) { return move_states<decltype(zero), decltype(known)::cell>; };
+      loop.run(H, kernels, call);
+    });
+  };
+
+  const bool asks_last = a.attends && !a.attends_first;
+  if (a.T) give(0);
+  for (int64_t t = 0; t < a.T; ++t) {
+    if (a.attends && a.attends_first) attend(t, t);
+    const Tensor& all_fed = weight_output ? made.attentional : made.contexts;
+    Optional fed = given.feed;
+    if (a.attends && (a.attends_first || t)) fed = step(all_fed, a.attends_first ? t : t - 1, 0, a.F);
+    if (fed) multiply(step(sums, t, 0, gates), *fed, of_fed, true);
+    move(t);
+    if (asks_last || t + 1 < a.T) give(t + 1);
+    if (asks_last) attend(t, t + 1);
+    if (!weight_output) continue;
+    multiply(step(made.attentional, t, 0, a.F), step(made.contexts, t, 0, a.Dv),
+             turned(block(*weight_output, 0, a.F, 0, a.Dv)), false);
+    const auto kernels = [](auto zero) { return feed<decltype(zero)>; };
+    loop.run(a.F, kernels, a.F, loop.at(made.attentional, t), loop.at(of_states, t + 1, of.output));
+  }
+  if (a.queries.data && given.weight_query) {
+    copy(steps(of_states, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
+  } else if (a.queries.data && a.T) {
+    copy(hidden, step(made.queries, 0, 0, H));
+    copy(steps(made.states, 0, a.T - 1, 0, H), steps(made.queries, 1, a.T - 1, 0, H));
+  }
+  for (const Tensor& x : {made.contexts, made.weights, made.queries, made.attentional}) loop.clear(a, x);
+  return made;
+}
+
+// ---- backward -----------------------------------------------------------------------------------
+
+// Rows [B, T, columns] of the step before: `first`, or zeros, then all but the last of x.
+template <class Loop>
+Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
+  const int64_t T = x.size(1), columns = x.size(2);
+  const Tensor out = loop.room({T, columns});
+  if (T == 0) return out;
+  if (first) copy(*first, step(out, 0, 0, columns));
+  else zero(step(out, 0, 0, columns));
+  copy(steps(x, 0, T - 1, 0, columns), steps(out, 1, T - 1, 0, columns));
+  return out;
+}
+
+template <class Launch>
+RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& given, const Launch& launch) {
+  Loop<RecurrentBackwardArguments, Launch> loop(given, launch);
+  RecurrentBackward a{};
+  put_layer(given, loop.fit, a, loop.keep);
+  RecurrentGradients grads = gradients_of(given, loop.fit, a, loop.keep);
+  const OfState of(given, a);
+  const int64_t H = a.H, gates = gates_of(a.cell) * H;
+  const bool lstm = a.cell == Cell::lstm;
+  const Tensor hidden = packed(given.hidden), states = packed(given.states), cells = packed(given.cells),
+               kept_gates = packed(given.gates), attentional = packed(given.attentional),
+               queries = packed(given.queries.dim() == 3 ? given.queries : given.states),
+               weights = packed(given.weights), weight_ih = packed(given.weight_ih),
+               grad_states = packed(given.grad_states);
+  const Optional cell = loop.side_by_side(given.cell), mask = loop.side_by_side(given.dropout),
+                 grad_cells = loop.side_by_side(given.grad_cells),
+                 grad_weights = loop.side_by_side(given.grad_weights),
+                 weight_output = loop.side_by_side(given.weight_output);
+
+  const Tensor of_inputs = loop.room({a.T, gates}), of_states = loop.room({a.T + 1, of.all}),
+               carried = mask ? loop.room({2 * H}) : grads.grad_hidden, asked = loop.room({1, H});
+  for (const Tensor& x : {of_states, carried, asked, grads.grad_cell}) zero(x);
+  // What comes back for the contexts and attentional vectors, to which the loop adds.
+  const auto returned = [&](const Optional& grad, bool wanted, int64_t columns) {
+    const Tensor out = loop.room({wanted ? a.T : 0, columns});
+    if (grad && wanted) copy(*grad, out);
+    else zero(out);
+    if (wanted) loop.clear(a, out);
+    return out;
+  };
+  const Tensor grad_contexts = returned(given.grad_contexts, a.attends, a.Dv),
+               grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
+  const Tensor& grad_fed = weight_output ? grad_attentional : grad_contexts;
+  const Tensor of_fed = block(weight_ih, 0, gates, a.E, a.F);
+
+  const Tensor grad_score = loop.room({a.T, a.Tk});
+  Backward attends{};
+  if (a.attends) {
+    put_attention(given, loop.fit, a, attends, loop.keep);
+    attends.query = loop.view_at(queries, 0);
+    attends.weights = loop.view_at(weights, 0);
+    attends.grad_context = loop.view_at(grad_contexts, 0);
+    attends.grad_score = loop.view_at(grad_score, 0);
+    attends.grad_score_returned = true;
+  }
+  // Into row `to` of what reaches states.
+  const auto attend_back = [&](int64_t t, int64_t to) {
+    Backward now = attends;
+    move_on(now, t);
+    now.query = loop.view_at(queries, t);
+    now.weights = loop.view_at(weights, t);
+    now.grad_context = loop.view_at(grad_contexts, t);
+    now.grad_score = loop.view_at(grad_score, t);
+    if (grad_weights) now.grad_weights = loop.view_at(*grad_weights, t);
+    now.grad_query = given.weight_query ? loop.view_at(of_states, to) : loop.view_at(asked, 0);
+    cuda::run_backward(now, hidden);
+  };
+  const auto take = [&](int64_t t) { multiply(carried, step(of_states, t, 0, of.all), of.weight, true); };
+  const auto move_back = [&](int64_t t) {
+    const MoveBack call = {
+        .B = a.B,
+        .H = H,
+        .t = t,
+        .target_lengths = a.target_lengths,
+        .grad_state = loop.at(grad_states, t),
+        .grad_cell_given = grad_cells && lstm ? loop.at(*grad_cells, t) : Rows2{},
+        .gates = kept_of(a.cell) ? loop.at(kept_gates, t) : Rows2{},
+        .state = loop.at(states, t),
+        .before = loop.before(states, hidden, t),
+        .cell = lstm ? loop.at(cells, t) : Rows2{},
+        .cell_before = lstm ? loop.before(cells, cell, t) : Rows2{},
+        .reaching = {matrix_rows(carried), loop.at(mask), given.weight_query ? Rows2{} : loop.at(asked, 0)},
+        .grad_cell = lstm ? matrix_rows(grads.grad_cell) : Rows2{},
+        .of_input = loop.at(of_inputs, t),
+        .of_state = loop.at(of_states, t, of.gates)};
+    by_cell(a.cell, [&](auto known) {
+      const auto kernels = [](auto zero) {
+        return move_back_states<decltype(zero), decltype(known)::cell>;
+      };
+      loop.run(H, kernels, call);
+    });
+  };
+
+  const bool asks_last = a.attends && !a.attends_first;
+  for (int64_t t = a.T - 1; t >= 0; --t) {
+    if (weight_output) {
+      const auto kernels = [](auto zero) { return feed_back<decltype(zero)>; };
+      loop.run(a.F, kernels, a.F, loop.at(attentional, t), loop.at(grad_attentional, t),
+               loop.at(of_states, t + 1, of.output));
+      multiply(step(grad_contexts, t, 0, a.Dv), step(of_states, t + 1, of.output, a.F),
+               block(*weight_output, 0, a.F, 0, a.Dv), true);
+    }
+    if (asks_last) attend_back(t, t + 1);
+    if (asks_last || t + 1 < a.T) take(t + 1);
+    move_back(t);
+    const Tensor from = step(of_inputs, t, 0, gates);
+    const int64_t to = a.attends_first ? t : t - 1;
+    if (a.attends && to >= 0) multiply(step(grad_fed, to, 0, a.F), from, of_fed, true);
+    else if (given.feed) multiply(grads.grad_feed, from, of_fed, false);
+    if (a.attends && a.attends_first) attend_back(t, t);
+  }
+  if (a.T) take(0);
+  if (given.feed && !a.T) zero(grads.grad_feed);
+  const bool asks_first = a.attends && a.attends_first && !given.weight_query;
+  loop.run(
+      H, [](auto zero) { return reach_first<decltype(zero)>; }, H,
+      Reaching{matrix_rows(carried), loop.at(mask), asks_first ? loop.at(asked, 0) : Rows2{}},
+      matrix_rows(grads.grad_hidden));
+
+  if (given.need_grad_input)
+    multiply(matrix(grads.grad_input), matrix(of_inputs), block(weight_ih, 0, gates, 0, a.E), false);
+  if (given.need_grad_parameters) {
+    const Tensor through = turned(matrix(of_inputs));
+    Tensor input = packed(given.input);
+    if (a.target_lengths) {
+      input = torch::stable::clone(input);
+      loop.clear(a, input);
+    }
+    multiply(block(grads.grad_weight_ih, 0, gates, 0, a.E), through, matrix(input), false);
+    if (a.attends) {
+      const Tensor& made = weight_output ? attentional : given.contexts;
+      const Tensor fed = a.attends_first ? packed(made) : shifted(loop, made, given.feed);
+      multiply(block(grads.grad_weight_ih, 0, gates, a.E, a.F), through, matrix(fed), false);
+    }
+    const Tensor seen = loop.room({a.T + 1, of.copies * H});
+    for (int64_t n = 0; n < of.copies; ++n) {
+      copy(hidden, step(seen, 0, n * H, H));
+      copy(states, steps(seen, 1, a.T, n * H, H));
+    }
+    if (mask) scale(steps(seen, 0, a.T + 1, H, H), strided(*mask, {a.B, 1, H}, {H, H, 1}, 0));
+    const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.own);
+    multiply(all, turned(matrix(of_states)), matrix(seen), false);
+    const Tensor sums = torch::stable::sum(matrix(of_states), std::vector<int64_t>{0}, false);
+    const auto put = [&](int64_t first, int64_t column, const Tensor& weight, const Tensor& bias) {
+      copy(block(all, first, weight.size(0), column, H), weight);
+      if (bias.numel()) copy(strided(sums, {bias.size(0)}, {1}, first), bias);
+    };
+    put(of.gates, of.masked(a), grads.grad_weight_hh, grads.grad_bias_hh);
+    if (given.weight_query) put(0, 0, grads.grad_weight_query, grads.grad_bias_query);
+    if (given.weight_output) {
+      put(of.output, 0, block(grads.grad_weight_output, 0, a.F, a.Dv, H), grads.grad_bias_output);
+      const Tensor of_fed = loop.room({a.T, a.F});
+      copy(steps(of_states, 1, a.T, of.output, a.F), of_fed);
+      multiply(block(grads.grad_weight_output, 0, a.F, 0, a.Dv), turned(matrix(of_fed)),
+               matrix(packed(given.contexts)), false);
+    }
+    if (grads.grad_bias_ih.numel())
+      copy(torch::stable::sum(matrix(of_inputs), std::vector<int64_t>{0}, false), grads.grad_bias_ih);
+  }
+  if (a.attends && given.need_grad_key) {
+    Problem all = attends;
+    all.Tq = a.T;
+    add_key_gradients(given, loop.fit, attends, cuda::grad_weight_parts(all), grads,
+                      [&](const Backward& x) { cuda::run_backward(x, hidden); });
+  }
+  return grads;
+}
+
+}  // namespace
+}  // namespace attnfast
