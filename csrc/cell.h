@@ -17,7 +17,9 @@ constexpr int gates_of(Cell cell) { return cell == Cell::gru ? 3 : cell == Cell:
 constexpr int kept_of(Cell cell) { return cell == Cell::tanh ? 0 : 4; }
 constexpr int sums_of(Cell cell) { return cell == Cell::tanh ? 1 : 4; }
 // Where the sum over the state of a gate goes: of a GRU's third it stays apart.
-ATTNFAST_DEVICE constexpr int of_state(Cell cell, int gate) { return cell == Cell::gru && gate == 2 ? 3 : gate; }
+ATTNFAST_DEVICE constexpr int of_state(Cell cell, int gate) {
+  return cell == Cell::gru && gate == 2 ? 3 : gate;
+}
 
 // A cell that is known where code is compiled.
 template <Cell K>
