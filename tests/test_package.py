@@ -67,7 +67,10 @@ def test_the_cuda_library_finds_its_symbols(tmp_path):
     if not (Path(attnfast.__file__).parent / "_C_cuda.so").exists():
         pytest.skip("_C_cuda.so was not built")
     stand_in = tmp_path / "libtorch_cuda.so"
-    source = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }'
+    source = """extern "C" {
+        int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }
+        int aoti_torch_cuda_addmm_out(void*, void*, void*, void*, double, double) { return 1; }
+    }"""
     command = [os.environ.get("CXX") or "g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", stand_in]
     subprocess.run([*command, f"-Wl,-soname,{stand_in.name}"], input=source, text=True, check=True)
     home = os.environ.get("CUDA_HOME")

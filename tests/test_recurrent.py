@@ -415,8 +415,42 @@ def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypa
         return found
 
     served_so = run()
-    monkeypatch.setattr(layer_code, "_backend", lambda *_: None)
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
     torch.testing.assert_close(served_so, run())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_which_attentions_are_one_operator(attention, monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, attention)
+    calls, run = [], layer_code.dispatch.run
+    monkeypatch.setattr(
+        layer_code.dispatch, "run", lambda *args: calls.append(args[0].name) or run(*args)
+    )
+    layer(x, layer.prepare(source, lengths))
+    assert calls.count("recurrent") == (attention not in ("coverage", "heads"))
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.3])
+def test_a_window_moves_on_from_call_to_call(slope):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionLSTM, "window")
+    layer.attention.slope = slope
+    memory = layer.prepare(source, lengths)
+    whole = layer(x, memory, need_weights=True)
+    state, weights = None, []
+    for part in x.split([2, 1, 4], 1):
+        result = layer(part, memory, state, need_weights=True)
+        state, weights = result.state, [*weights, result.weights]
+    torch.testing.assert_close(torch.cat(weights, 1), whole.weights)
+    seen = whole.weights[0] > 0
+    centre = slope * torch.arange(x.shape[1])[:, None]
+    assert torch.equal(seen, (torch.arange(source.shape[1]) - centre).abs() <= 2)
+
+
+def test_a_window_that_wants_all_rows_says_so():
+    layer, x, source, _ = layer_and_inputs(attn.AttentionGRU, "window")
+    layer.attention.slope = None
+    with pytest.raises(ValueError, match="slope must be a number"):
+        layer(x, layer.prepare(source))
 
 
 def test_layers_above_the_first_read_its_contexts():

@@ -13,9 +13,11 @@ from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import BACKENDS, best
 from attnfast.decoding import Memory
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, is_plain
+from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops.arguments import check_temperature
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import RECURRENT, Recurrent, fed
+from attnfast.ops.span import rows_at
 from attnfast.reference import cell_step
 
 CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
@@ -104,17 +106,22 @@ class Steps(NamedTuple):
     packed: Packed | None = None
 
 
-def _backend(
-    attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None
-) -> str | None:
+def backend_of(
+    attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None,
+    history: Any = None,
+) -> str | None:  # fmt: skip
     """Return the backend whose operator serves a layer, or None."""
     if is_autocast_on() or has_tangents():
         return None
     if not is_recorded() and is_intercepted():
         return None
     if attention is not None:
-        if not is_plain(attention, BahdanauAttention, LuongAttention) or memory is None:
+        if not is_plain(attention, BahdanauAttention, LuongAttention, LocalAttention):
             return None
+        if memory is None or not isinstance(history, (Progress, type(None))):
+            return None
+        if isinstance(attention, LocalAttention) and attention.slope is None:
+            return None  # it wants all rows at once, and says so
         if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
             return None
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
@@ -137,7 +144,7 @@ def run_layer(
 ) -> Steps:
     """Run one layer over ``input [B, T, E]`` from its own state on, ``state.hidden [B, H]``.
 
-    ``target_mask [B, T]`` is for attention with a history alone. One operator does it where it
+    ``target_mask [B, T]`` is for attention whose history needs it. One operator does it where it
     can, a loop over steps of PyTorch's cells where it cannot. A single step keeps the parameters
     packed for the next one, where a backend packs them; if gradients are wanted a loop is quicker.
     """
@@ -145,7 +152,7 @@ def run_layer(
     backend, output = None, layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     if plain and not (single and torch.is_grad_enabled()):
-        backend = _backend(attention, memory, input)
+        backend = backend_of(attention, memory, input, history=state.history)
         if single and backend is not None and not BACKENDS[backend].packs:
             backend = None
     if backend is None:
@@ -176,8 +183,12 @@ def run_layer(
             weight_query=getattr(query, "weight", None), bias_query=getattr(query, "bias", None),
             prepared=kept,
         )  # fmt: skip
-    packed = None
+    packed = history = None
     try:
+        if isinstance(attention, LocalAttention):
+            assert memory is not None
+            span, history = _within(attention, state.history or Progress(), memory, input)
+            call = call._replace(span=span)
         if single and not is_recorded():
             packed = _packed(call, backend, state.packed)
             call = call._replace(packed=None if packed is None else packed.kept)
@@ -191,9 +202,19 @@ def run_layer(
         None if attention is None else done.contexts,
         done.weights if attention is not None and need_weights else None,
         None if output is None else done.attentional,
-        None,
+        history,
         packed,
     )
+
+
+def _within(
+    attention: LocalAttention, history: Progress, memory: Memory, input: Tensor
+) -> tuple[Tensor, Progress]:
+    """Return which keys the rows of a window see, ``[1, T, 2]``, and the history after them."""
+    T, Tk = input.shape[1], memory.key.shape[1]
+    positions = attention.positions(history.rows, T, input.device)
+    seen = attention.span.locate(rows_at(positions, input, Tk, memory.lengths), Tk)
+    return torch.stack([seen.start, seen.stop], -1), history._replace(rows=history.rows + T)
 
 
 def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | None:
@@ -321,7 +342,7 @@ def run_rnn(
         return None
     if (lstm and lengths is None) or input.is_cuda:
         return None  # oneDNN's own is as quick, cuDNN's quicker
-    if input.dim() != 3 or _backend(None, None, input, backend) is None:
+    if input.dim() != 3 or backend_of(None, None, input, backend) is None:
         return None
     directions = 2 if rnn.bidirectional else 1
     h, c = hx if lstm and hx is not None else (hx, None)

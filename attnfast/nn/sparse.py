@@ -37,7 +37,8 @@ class _SpanAttention(LuongAttention):
     has_history = True
     span: Span
 
-    def _position(self, rows: int, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int, Tq: int, device: torch.device) -> Any:
+        """Return where Tq rows stand that come after so many ``rows``."""
         return rows
 
     def start(self, memory: Memory) -> Progress:
@@ -84,7 +85,7 @@ class _SpanAttention(LuongAttention):
         Tq = query.shape[1]
         context, weights = self._attend(
             query, memory, need_weights,
-            span=self.span, position=self._position(history.rows, Tq, query.device),
+            span=self.span, position=self.positions(history.rows, Tq, query.device),
         )  # fmt: skip
         return context, weights, history._replace(rows=history.rows + Tq)
 
@@ -129,7 +130,7 @@ class LocalAttention(_SpanAttention):
         self.span = Span(window=window, causal=causal)
         self.slope = slope
 
-    def _position(self, rows: int, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int, Tq: int, device: torch.device) -> Any:
         if self.slope is None:
             if rows:
                 raise ValueError("slope must be a number where rows come one after the other")
