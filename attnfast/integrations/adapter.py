@@ -48,6 +48,11 @@ class Draw:
         """Return whole numbers, such as lengths."""
         return torch.tensor(values, device=self.device)
 
+    def words(self, most: int, *shape: int) -> Tensor:
+        """Return random whole numbers below ``most``."""
+        x = torch.randint(most, shape, generator=self.generator, device="cpu")
+        return x.to(self.device)
+
     def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:
         """Return a boolean mask ``[B, Tk]``, True up to the lengths."""
         return torch.arange(Tk, device=self.device) < self.numbers(*lengths).unsqueeze(1)
@@ -69,8 +74,9 @@ class Adapter:
         example: ``example(module, draw)`` calls a module of this kind, several steps on padded
             input, and yields what it returns; ``draw(*shape)`` makes the input, and
             ``draw.sources(...)`` adds a long source to the lengths (see :class:`Draw`).
-        reads: the attributes that the original's code reads and ``methods`` need not, where it is
-            one that people copy; a copy that reads any other is left alone.
+        reads: the attributes and globals that the original's code reads and ``methods`` need not,
+            where it is one that people copy; a copy that reads any other is left alone.
+        attention: of a whole decoder, the name of its attention, which must be served too.
         larger: the size of parameters drawn for one comparison, times 1/√n for n features, so that
             scores are large; 1 where a note says that large ones differ.
         why_not: says why a module is left alone, or returns None.
@@ -88,6 +94,7 @@ class Adapter:
     example: Callable[[Any, Draw], Iterable[Any]]
     optional: Collection[str] = ()
     reads: Collection[str] = ()
+    attention: str = ""
     larger: float = 16.0
     why_not: Callable[[Any], str | None] = lambda module: None
     note: str = ""

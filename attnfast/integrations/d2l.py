@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.decoders import LOOP, is_one_operator, run_decoder, why_not_one_layer
 from attnfast.integrations.serve import attend, project
+from attnfast.nn.layer import Layer, RecurrentState
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"
 
 
+def seen(key, valid_lens):
+    """Return the mask of keys that valid_lens leaves, ``[…, Tk]``."""
+    return torch.arange(key.shape[1], device=key.device) < valid_lens.unsqueeze(-1)
+
+
 def attended(self, query, key, values, valid_lens, weight=None, scale=1.0):
     """Attend, and keep the weights; where they are dropped the context is of what is left."""
-    mask = None
-    if valid_lens is not None:
-        mask = torch.arange(key.shape[1], device=key.device) < valid_lens.unsqueeze(-1)
+    mask = None if valid_lens is None else seen(key, valid_lens)
     drops = self.dropout.training and self.dropout.p > 0
     value = None if drops else values
     context, self.attention_weights = attend(
@@ -39,6 +45,31 @@ class Dot:
         return attended(self, queries, keys, values, valid_lens, scale=scale)
 
 
+class Decoder:
+    """c = attend(h), h = cell([c; x], h)."""
+
+    def forward(self, X, state):
+        source, hidden, valid_lens = state
+        layer, attention, lengths = Layer.of(self.rnn), self.attention, None
+        parts = attention.W_q, attention.W_k, attention.w_v, attention.dropout
+        if (valid_lens is not None and valid_lens.dim() != 1) or not is_one_operator(
+            layer, X.shape[1], [source, hidden], attention, *parts
+        ):
+            return super().forward(X, state)
+        key, weight = project(attention, "key", attention.W_k, source), attention.w_v.weight[0]
+        if valid_lens is not None:
+            lengths = seen(key, valid_lens).sum(1)
+        steps = run_decoder(
+            layer._replace(weight_ih=layer.weight_ih.roll(-source.shape[2], 1)),  # for [x; c]
+            self.embedding(X), RecurrentState(hidden[0]), attention.W_q,
+            Memory(key, source, lengths, weight=weight, score="tanh"),
+        )  # fmt: skip
+        self._attention_weights = list(steps.weights.split(1, 1))
+        attention.attention_weights = self._attention_weights[-1]
+        last = steps.states[:, -1].unsqueeze(0)
+        return self.dense(steps.states), [source, last, valid_lens]
+
+
 def example(attention, draw, query=4, key=4):
     for lengths in draw.sources((5, 2, 4), (3, 1)):
         B, Tk = len(lengths), max(lengths)
@@ -48,6 +79,18 @@ def example(attention, draw, query=4, key=4):
         each = torch.stack([one, one.flip(0), one.roll(1)], 1)
         yield attention(draw(B, 3, query), source, source, each)
         yield attention(draw(B, 3, query), source, source, None)
+
+
+def translate(decoder, draw):
+    words, features = decoder.embedding.num_embeddings, decoder.attention.W_k.in_features
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
+        B, Tk = len(lengths), max(lengths)
+        source = draw(Tk, B, features)
+        for seen in (draw.numbers(*lengths), None):
+            state = decoder.init_state((source, draw(1, B, decoder.rnn.hidden_size)), seen)
+            for T in (4, 1, 2):
+                out, state = decoder(draw.words(words, B, T), state)
+                yield out, list(state), list(decoder._attention_weights)
 
 
 ADAPTERS = [
@@ -68,5 +111,23 @@ ADAPTERS = [
         parameters=[],
         example=example,
         note=EMPTY,
+    ),
+    Adapter(
+        name="d2l's Seq2SeqAttentionDecoder",
+        methods=Decoder,
+        classes=["Seq2SeqAttentionDecoder"],
+        parameters=[
+            "embedding.weight",
+            "rnn.*",
+            "dense.*",
+            "attention.W_k.weight",
+            "attention.W_q.weight",
+            "attention.w_v.weight",
+        ],
+        reads=["_attention_weights", "attention_weights"],
+        attention="attention",
+        example=translate,
+        why_not=lambda decoder: why_not_one_layer(decoder.rnn),
+        note=f"{EMPTY}; {LOOP}",
     ),
 ]

@@ -6,9 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend, project, project_joined
+from attnfast.integrations.decoders import LOOP, is_one_operator, run_decoder
+from attnfast.integrations.serve import attend, is_plain, project, project_joined
+from attnfast.nn.layer import Layer, RecurrentState
 
 
 def attended(self, src, source, **seen):
@@ -34,6 +38,32 @@ class OpenNMT:
         return attended(self, src, enc_out, lengths=src_len)
 
 
+class InputFeed:
+    """h = cell([x; f], h), c = attend(h), f = tanh(W [c; h])."""
+
+    def _run_forward_pass(self, tgt, enc_out, src_len=None):
+        attention, hidden = self.attn, self.state["hidden"]
+        cell, query = self.rnn.layers[0], getattr(attention, "linear_in", None)
+        layer = Layer(
+            "lstm" if len(hidden) == 2 else "gru", cell.weight_ih, cell.weight_hh, cell.bias_ih,
+            cell.bias_hh, attention.linear_out, attends_first=False,
+        )  # fmt: skip
+        inputs = [enc_out, *hidden, self.state["input_feed"]]
+        parts = [self.dropout, attention.linear_out] + [query] * (query is not None)
+        if (
+            not is_plain(self.rnn, type(self.rnn))
+            or not is_plain(cell, nn.LSTMCell, nn.GRUCell)
+            or not is_one_operator(layer, tgt.shape[1], inputs, attention, *parts)
+        ):
+            return super()._run_forward_pass(tgt, enc_out, src_len)
+        h, *cells, feed = (x[0] for x in inputs[1:])
+        state = RecurrentState(h, *cells, feed=feed)
+        memory = Memory(enc_out, enc_out, None if src_len is None else src_len.long())
+        steps = run_decoder(layer, self.embeddings(tgt), state, query, memory)
+        last = [x[:, -1].unsqueeze(0) for x in (steps.states, steps.cells) if x is not None]
+        return tuple(last), steps.attentional, {"std": steps.weights.transpose(0, 1).contiguous()}
+
+
 class Eole:
     """The same with a mask of padding."""
 
@@ -53,6 +83,33 @@ def example(attention, draw, seen):
             yield attention(draw(B, attention.dim), source, keys)
         if getattr(attention, "linear_cover", None) is not None:
             yield attention(draw(B, attention.dim), source * 1, keys, draw(B, Tk))
+
+
+def translate(decoder, draw):
+    words = [x.num_embeddings for x in decoder.embeddings.modules() if type(x) is nn.Embedding]
+    cells, size = (2 if "LSTM" in type(decoder.rnn).__name__ else 1), decoder.hidden_size
+    for lengths in draw.sources((5, 2, 4)):
+        B, Tk = len(lengths), max(lengths)
+        source = draw(B, Tk, size)
+        for src_len in (draw.numbers(*lengths), None):
+            decoder.state["coverage"] = None
+            decoder.state["hidden"] = tuple(draw(1, B, size) for _ in range(cells))
+            decoder.state["input_feed"] = draw(1, B, size)
+            for T in (4, 1, 2):
+                yield decoder(draw.words(min(words), B, T, len(words)), source, src_len)
+
+
+def why_not_input_fed(decoder):
+    """Say what of a decoder the operator does not know, or None."""
+    known = (
+        (decoder.num_layers > 1, f"it has {decoder.num_layers} layers"),
+        (decoder.attn is None, "it does not attend"),
+        (getattr(decoder.attn, "attn_type", "") == "mlp", "its attentional vectors have no tanh"),
+        (decoder._coverage, "it has coverage"),
+        (decoder.copy_attn is not None or decoder._reuse_copy_attn, "it copies"),
+        (decoder.context_gate is not None, "it has a context gate"),
+    )
+    return next((why for is_so, why in known if is_so), None)
 
 
 COMMON: dict[str, Any] = {
@@ -79,5 +136,16 @@ ADAPTERS = [
         classes=["eole.modules.global_attention.GlobalAttention"],
         example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
         **COMMON,
+    ),
+    Adapter(
+        name="OpenNMT-py's InputFeedRNNDecoder",
+        methods=InputFeed,
+        classes=["onmt.decoders.decoder.InputFeedRNNDecoder"],
+        parameters=["rnn.layers.*"],
+        optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
+        attention="attn",
+        example=translate,
+        why_not=why_not_input_fed,
+        note=f"{COMMON['note']}; {LOOP}",
     ),
 ]

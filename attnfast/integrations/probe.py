@@ -30,6 +30,7 @@ from attnfast.integrations.patch import adapter_serving, patch
 __all__ = ["tensors", "why_left"]
 
 OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
+RANDOM = {"random", "rand"}  # in code that draws numbers of its own, which an example need not show
 FIXED = (torch.dtype, torch.device, str, type(None))  # what a global that code reads may be
 INTERNAL = {*vars(nn.Module()), PLACE}
 
@@ -191,7 +192,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
         for name, part in module.named_children()
         if type(part).__module__ == "torch.nn.modules.activation"
     }
-    unknown = sorted((read & state) - known - plain)
+    unknown = sorted((read & state) - known - plain | read & RANDOM)
     unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"
@@ -331,7 +332,8 @@ def _flat(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 def _copy(module: nn.Module) -> nn.Module:
     """Return a copy without hooks, and without the history of what it keeps."""
-    kept = [x for x in tensors(list(vars(module).values())) if not x.is_leaf]
+    every = [list(vars(part).values()) for part in module.modules()]
+    kept = [x for x in tensors(every) if not x.is_leaf]
     twin = copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
     for part in twin.modules():
         for name, value in vars(part).items():

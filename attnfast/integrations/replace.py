@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnfast.backends import choose
+from attnfast.backends import best, choose
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import why_left
 from attnfast.integrations.registry import adapter_of, why_unknown
+from attnfast.ops.recurrent import RECURRENT
 
 __all__ = ["Report", "replace"]
 
@@ -118,25 +119,46 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         if adapter is None:
             found.left = why_unknown(module)
             continue
-        inner.update(module.modules())
+        if not adapter.attention:
+            inner.update(module.modules())
         found.left = why_left(module, adapter) or ""
+    for found in report.replaced:
+        _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]
     report.found = [  # what only holds known attention is not worth a line
         x
         for x in report.found
         if x.adapter is not None or not any(m in known for m in x.module.modules())
     ]
-    refused = [x for x in report.left if x.adapter and not adapter_serving(x.module)]
+    refused = [
+        x
+        for x in report.left
+        if x.adapter and not x.adapter.attention and not adapter_serving(x.module)
+    ]
     if strict and refused:
         raise RuntimeError("; ".join(map(str, refused)))
     if strict and not known:
         raise RuntimeError(f"{type(model).__name__} has {report}")
     for found in report.replaced:
-        parameter = next(found.module.parameters(), torch.empty(0, device="cpu"))
-        found.backend = choose(None, parameter.device, parameter.dtype, step=True)
         assert found.adapter is not None
         patch(found.module, found.adapter)
     return report
+
+
+def _choose_backend(found: Found, report: Report) -> None:
+    """Say which backend serves a module, or why none serves a whole decoder."""
+    parameter = next(found.module.parameters(), torch.empty(0, device="cpu"))
+    like, adapter = (parameter.device, parameter.dtype), found.adapter
+    assert adapter is not None
+    if not adapter.attention:
+        found.backend = choose(None, *like, step=True)
+        return
+    found.backend = best(None, *like, RECURRENT.name) or ""
+    if not found.backend:
+        found.left = f"no operator runs whole targets in {like[1]} on {like[0]}"
+    attention = getattr(found.module, adapter.attention)
+    if all(attention is not x.module for x in report.replaced) and not adapter_serving(attention):
+        found.left = f"its {adapter.attention} is left alone"
 
 
 def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:

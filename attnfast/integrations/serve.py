@@ -45,9 +45,9 @@ def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> T
     return cached_per_source(module, name, lambda: layer(states), states, layer.weight, layer.bias)
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether its weight and bias stand for a layer: it need not be called."""
-    return attention.is_plain(layer, nn.Linear)
+def is_plain(layer: nn.Module, *kinds: type) -> bool:
+    """Whether its parameters stand for a layer, linear if no kind is given: it is not called."""
+    return attention.is_plain(layer, *(kinds or [nn.Linear]))
 
 
 def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:

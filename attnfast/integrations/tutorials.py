@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.decoders import is_one_operator, run_decoder, why_not_one_layer
 from attnfast.integrations.serve import (
     attend,
     batch_first,
@@ -12,6 +18,7 @@ from attnfast.integrations.serve import (
     project,
     project_both,
 )
+from attnfast.nn.layer import Layer, RecurrentState
 
 
 class Translation:
@@ -23,6 +30,46 @@ class Translation:
         key, weight = project(self, "key", self.Ua, keys), self.Va.weight
         context, weights = attend(self, self.Wa(query), key, keys, weight)
         return keep_in_graph(context, self.Va.bias), weights
+
+
+def constants(decoder):
+    """Return what the file of a copied decoder calls MAX_LENGTH and SOS_token."""
+    names = getattr(type(decoder), "_attnfast_own", type(decoder)).forward.__globals__
+    return names.get("MAX_LENGTH"), names.get("SOS_token")
+
+
+class TranslationDecoder:
+    """c = attend(h), h = cell([x; c], h), for MAX_LENGTH words of a target."""
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        T, start = constants(self)
+        layer, attention, words = Layer.of(self.gru), self.attention, target_tensor
+        inputs, parts = (
+            [encoder_outputs, encoder_hidden],
+            (attention.Wa, attention.Ua, attention.Va),
+        )
+        if (
+            words is None
+            or words.shape[1] < T
+            or not is_plain(self.embedding, nn.Embedding)
+            or self.embedding.max_norm is not None
+            or self.embedding.scale_grad_by_freq
+            or not is_plain(self.out)
+            or not is_plain(self.dropout, nn.Dropout)
+            or not is_one_operator(layer, T, inputs, attention, *parts)
+        ):
+            return super().forward(encoder_outputs, encoder_hidden, target_tensor)
+        words = torch.cat([words.new_full((len(words), 1), start), words[:, : T - 1]], 1)
+        embedded = self.embedding(words)
+        if self.dropout.training and self.dropout.p > 0:  # the random numbers of its own loop
+            embedded = torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)
+        key = project(attention, "key", attention.Ua, encoder_outputs)
+        memory = Memory(key, encoder_outputs, weight=attention.Va.weight[0], score="tanh")
+        state = RecurrentState(encoder_hidden[0])
+        steps = run_decoder(layer, embedded, state, attention.Wa, memory)
+        states = keep_in_graph(steps.states, attention.Va.bias)
+        last = steps.states[:, -1].unsqueeze(0)
+        return F.log_softmax(self.out(states), -1), last, steps.weights
 
 
 class Chatbot:
@@ -50,6 +97,27 @@ def translation(attention, draw):
             yield attention(draw(B, 1, size), source)
 
 
+def translate(decoder, draw):
+    words, size, most = (
+        decoder.embedding.num_embeddings,
+        decoder.gru.hidden_size,
+        constants(decoder)[0],
+    )
+    for lengths in draw.sources((5, 5, 5), (4, 4)):
+        B, Tk = len(lengths), max(lengths)
+        inputs = draw(B, Tk, size), draw(1, B, size)
+        for T in (most, most + 2):
+            yield decoder(*inputs, draw.words(words, B, T))
+        yield decoder(*inputs)
+
+
+def why_not_translated(decoder):
+    """Say what of a decoder the operator does not know, or None."""
+    if None in constants(decoder):
+        return "its file has no MAX_LENGTH or no SOS_token"
+    return why_not_one_layer(decoder.gru)
+
+
 def chatbot(attention, draw):
     size = attention.hidden_size
     for lengths in draw.sources((5, 5, 5), (4, 4)):
@@ -66,6 +134,24 @@ ADAPTERS = [
         classes=["BahdanauAttention"],
         parameters=["Wa.weight", "Wa.bias", "Ua.weight", "Ua.bias", "Va.weight", "Va.bias"],
         example=translation,
+    ),
+    Adapter(
+        name="the translation tutorial's AttnDecoderRNN",
+        methods=TranslationDecoder,
+        classes=["AttnDecoderRNN"],
+        parameters=[
+            "embedding.weight",
+            "gru.*",
+            "out.*",
+            "attention.Wa.*",
+            "attention.Ua.*",
+            "attention.Va.*",
+        ],
+        reads=["MAX_LENGTH", "SOS_token"],
+        attention="attention",
+        example=translate,
+        why_not=why_not_translated,
+        note="its own code runs without a target",
     ),
     Adapter(
         name="the chatbot tutorial's Attn",

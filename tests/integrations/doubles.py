@@ -339,3 +339,74 @@ class AdditiveAttention(nn.Module):
     def _forward_internal(self, vector, matrix):
         features = vector.matmul(self._w_matrix).unsqueeze(1) + matrix.matmul(self._u_matrix)
         return torch.tanh(features).matmul(self._v_vector).squeeze(2)
+
+
+MAX_LENGTH, SOS_token = 6, 0
+
+
+class AttnDecoderRNN(nn.Module):
+    """PyTorch's translation tutorial's; a target, if there is one, has MAX_LENGTH words or more."""
+
+    def __init__(self, hidden_size, output_size, dropout_p=0.1):
+        super().__init__()
+        self.embedding = nn.Embedding(output_size, hidden_size)
+        self.attention = BahdanauAttention(hidden_size)
+        self.gru = nn.GRU(2 * hidden_size, hidden_size, batch_first=True)
+        self.out = nn.Linear(hidden_size, output_size)
+        self.dropout = nn.Dropout(dropout_p)
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        """encoder_outputs [B, Tk, D], encoder_hidden [1, B, D], target_tensor [B, T]."""
+        word = torch.full(
+            (len(encoder_outputs), 1), SOS_token, dtype=torch.long, device=encoder_outputs.device
+        )
+        hidden, outputs, attentions = encoder_hidden, [], []
+        for i in range(MAX_LENGTH):
+            output, hidden, weights = self.forward_step(word, hidden, encoder_outputs)
+            outputs.append(output)
+            attentions.append(weights)
+            if target_tensor is not None:
+                word = target_tensor[:, i].unsqueeze(1)
+            else:
+                word = output.topk(1)[1].squeeze(-1).detach()
+        return F.log_softmax(torch.cat(outputs, 1), -1), hidden, torch.cat(attentions, 1)
+
+    def forward_step(self, input, hidden, encoder_outputs):
+        embedded = self.dropout(self.embedding(input))
+        context, weights = self.attention(hidden.permute(1, 0, 2), encoder_outputs)
+        output, hidden = self.gru(torch.cat([embedded, context], 2), hidden)
+        return self.out(output), hidden, weights
+
+
+class Seq2SeqAttentionDecoder(nn.Module):
+    """The decoder of d2l's chapter on Bahdanau attention, which is not in the book's package."""
+
+    def __init__(self, attention, vocab_size, embed_size, num_hiddens, num_layers=1, dropout=0):
+        super().__init__()
+        self.attention = attention
+        self.embedding = nn.Embedding(vocab_size, embed_size)
+        self.rnn = nn.GRU(embed_size + num_hiddens, num_hiddens, num_layers, dropout=dropout)
+        self.dense = nn.Linear(num_hiddens, vocab_size)
+
+    def init_state(self, enc_outputs, enc_valid_lens):
+        """enc_outputs are states [Tk, B, D] and the last ones [L, B, D]."""
+        outputs, hidden_state = enc_outputs
+        return outputs.permute(1, 0, 2), hidden_state, enc_valid_lens
+
+    def forward(self, X, state):
+        """X [B, T]; a context stands before a word's features."""
+        enc_outputs, hidden_state, enc_valid_lens = state
+        outputs, self._attention_weights = [], []
+        for x in self.embedding(X).permute(1, 0, 2):
+            query = hidden_state[-1].unsqueeze(1)
+            context = self.attention(query, enc_outputs, enc_outputs, enc_valid_lens)
+            both = torch.cat([context, x.unsqueeze(1)], -1)
+            out, hidden_state = self.rnn(both.permute(1, 0, 2), hidden_state)
+            outputs.append(out)
+            self._attention_weights.append(self.attention.attention_weights)
+        outputs = self.dense(torch.cat(outputs))
+        return outputs.permute(1, 0, 2), [enc_outputs, hidden_state, enc_valid_lens]
+
+    @property
+    def attention_weights(self):
+        return self._attention_weights

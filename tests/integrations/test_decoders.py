@@ -1,0 +1,279 @@
+"""Whole decoders, served in one call for all steps of a target."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from unittest import mock
+
+import pytest
+import torch
+from integrations import doubles
+from integrations.common import compare, real
+from integrations.doubles import MAX_LENGTH, AttnDecoderRNN, Seq2SeqAttentionDecoder, SOS_token
+from torch import nn
+
+import attnfast
+from attnfast.integrations import decoders
+from attnfast.integrations.adapter import Draw
+
+PIPELINE = ("ahocorasick", "configargparse", "fasttext", "pyonmttok", "rapidfuzz", "spacy", "yaml")
+D2L = ("IPython", "matplotlib", "matplotlib_inline", "pandas", "PIL", "requests", "scipy",
+       "torchvision")  # fmt: skip
+WORDS = 11
+pytestmark = pytest.mark.skipif(
+    decoders.backend_of(None, None, torch.empty(0)) is None, reason="no operator for whole targets"
+)
+
+
+# ---- the decoders, and how they are called -------------------------------------------------------
+
+
+def tutorial(dropout=0.1):
+    return AttnDecoderRNN(8, WORDS, dropout)
+
+
+def translate(decoder, draw):
+    for B, Tk in ((3, 7), (1, 4)):
+        inputs = draw(B, Tk, 8), draw(1, B, 8)
+        yield decoder(*inputs, draw.words(WORDS, B, MAX_LENGTH))
+        yield decoder(*inputs, target_tensor=draw.words(WORDS, B, MAX_LENGTH + 3))
+        yield decoder(*inputs)
+
+
+def d2l(layers=1, dropout=0.0):
+    attention = real("d2l.torch", *D2L).AdditiveAttention(8, dropout)
+    decoder = Seq2SeqAttentionDecoder(attention, WORDS, 5, 8, layers)
+    with torch.no_grad():
+        read(decoder, Draw(torch.float32, torch.device("cpu")))
+    decoder._attention_weights = attention.attention_weights = None
+    return decoder
+
+
+def read(decoder, draw):
+    results = []
+    for lengths in ((7, 1, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        source, one = draw(Tk, B, 8), draw.numbers(*lengths)
+        for seen in (one, one + 0.5, one + Tk, one[:, None], None):
+            state = decoder.init_state((source, draw(decoder.rnn.num_layers, B, 8)), seen)
+            for T in (5, 1, 2):
+                out, state = decoder(draw.words(WORDS, B, T), state)
+                results.append((out, list(state), list(decoder.attention_weights)))
+    return results
+
+
+def onmt(rnn="LSTM", kind="general", layers=1, dropout=0.0, **more):
+    words = real("onmt.modules.embeddings", *PIPELINE).Embeddings(5, WORDS, word_padding_idx=1)
+    decoder = real("onmt.decoders.decoder", *PIPELINE).InputFeedRNNDecoder(
+        rnn, False, layers, 8, kind, embeddings=words, dropout=dropout, **more
+    )
+    for p in decoder.parameters():
+        nn.init.uniform_(p, -0.5, 0.5)
+    return decoder
+
+
+def feed(decoder, draw):
+    for lengths in ((7, 1, 4), (3, 3)):
+        B, source = len(lengths), draw(len(lengths), max(lengths), 8)
+        last = [draw(decoder.num_layers, B, 8) for _ in range(2)]
+        for seen in (draw.numbers(*lengths), None):
+            lstm = "LSTM" in type(decoder.rnn).__name__
+            decoder.init_state(None, None, tuple(last) if lstm else last[0])
+            for T in (5, 1, 2):
+                yield decoder(draw.words(WORDS, B, T, 1), source, src_len=seen)
+                yield dict(decoder.state)
+
+
+KINDS = {
+    "tutorial": (tutorial, translate),
+    "d2l": (d2l, read),
+    "OpenNMT": (onmt, feed),
+}
+
+
+def served(plain, left=""):
+    """Return a copy that is replaced, its own code left for the reason given."""
+    decoder = copy.deepcopy(plain)
+    report = attnfast.replace(decoder)
+    [found] = [x for x in report.found if x.path == ""]
+    assert left in found.left and bool(found.left) == bool(left), report
+    return decoder
+
+
+def operators(decoder, use):
+    """Return how often ``use`` runs a whole target in one operator."""
+    with mock.patch.object(decoders, "run_layer", wraps=decoders.run_layer) as run:
+        list(use(decoder, Draw(torch.float32, torch.device("cpu"))))
+    return run.call_count
+
+
+# ---- the same results ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoder(kind):
+    """Results, attributes and gradients; dropout of words takes the same random numbers."""
+    torch.manual_seed(0)
+    make, use = KINDS[kind]
+    compare(make(), use)
+    assert operators(served(make()), use) == {"tutorial": 4, "d2l": 16, "OpenNMT": 8}[kind]
+
+
+@pytest.mark.parametrize("kind", ["general", "dot"])
+@pytest.mark.parametrize("rnn", ["LSTM", "GRU"])
+def test_input_feeding(rnn, kind):
+    torch.manual_seed(0)
+    compare(onmt(rnn, kind), feed)
+
+
+@pytest.mark.parametrize("kind", ["d2l", "OpenNMT"])
+def test_dropout_is_left_to_its_own_code(kind):
+    """These drop weights, and what is fed to the next step: in training alone."""
+    torch.manual_seed(0)
+    make, use = KINDS[kind]
+    plain = make(dropout=0.5)
+    compare(plain, use)
+    decoder = served(plain)
+    assert operators(decoder.train(), use) == 0 and operators(decoder.eval(), use) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_runs_its_own_code(kind):
+    make, use = KINDS[kind]
+    decoder = served(make())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert operators(decoder, use) == 0
+
+
+HOOKED = {
+    "tutorial": ("embedding", "gru", "out", "dropout", "attention", "attention.Wa", "attention.Ua"),
+    "d2l": ("rnn", "attention", "attention.W_q", "attention.W_k"),
+    "OpenNMT": ("rnn", "rnn.layers.0", "dropout", "attn", "attn.linear_in", "attn.linear_out"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(k, name) for k, names in HOOKED.items() for name in names]
+)
+def test_inner_hooks(kind, name):
+    """Before, the decoder is left alone; afterwards its own code runs, and they are called."""
+    make, use = KINDS[kind]
+    plain = make()
+    decoder, calls = served(plain), []
+    decoder.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert operators(decoder, use) == 0 and calls
+    plain.get_submodule(name).register_forward_hook(print)
+    served(plain, left=f"its {name} has hooks")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles(kind):
+    make, use = KINDS[kind]
+    decoder = served(make())
+    assert operators(copy.deepcopy(decoder), use) > 0
+    if kind != "OpenNMT":
+        assert operators(pickle.loads(pickle.dumps(decoder)), use) > 0
+    report = attnfast.replace(decoder)
+    assert "served already" in str(report) and not report.replaced
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_undo(kind):
+    make, use = KINDS[kind]
+    decoder = make()
+    report = attnfast.replace(decoder, strict=True)
+    assert [x.path for x in report.replaced] in (["", "attention"], ["", "attn"])
+    report.undo()
+    assert operators(decoder, use) == 0 and type(decoder) is type(make())
+
+
+def test_a_source_is_projected_once():
+    decoder, source, hidden = served(tutorial()), torch.randn(2, 4, 8), torch.randn(1, 2, 8)
+    words = torch.zeros(2, MAX_LENGTH, dtype=torch.long)
+    with mock.patch.object(type(decoder.attention.Ua), "forward", autospec=True) as forward:
+        forward.side_effect = lambda layer, x: nn.functional.linear(x, layer.weight, layer.bias)
+        for _ in range(3):
+            decoder(source, hidden, words)
+    assert sum(x.args[0] is decoder.attention.Ua for x in forward.call_args_list) == 1
+
+
+# ---- decoders that are left alone, their attention served ----------------------------------------
+
+
+def test_other_layers_and_scores_are_left_alone():
+    several = [
+        (d2l(layers=2), "its recurrent layer is not one nn.GRU"),
+        (onmt(layers=2), "it has 2 layers"),
+        (onmt(kind="mlp"), "its attentional vectors have no tanh"),
+        (onmt(coverage_attn=True), "it has coverage"),
+        (onmt(copy_attn=True), "it copies"),
+        (onmt(copy_attn=True, reuse_copy_attn=True), "it copies"),
+        (onmt(context_gate="both"), "it has a context gate"),
+    ]
+    for decoder, why in several:
+        with pytest.raises(AssertionError):  # its attention is served all the same
+            assert not attnfast.replace(copy.deepcopy(decoder), strict=True).replaced
+        served(decoder, left=why)
+
+
+def test_attention_that_is_left_alone():
+    class Attention(doubles.BahdanauAttention):
+        def forward(self, query, keys):
+            return super().forward(query, keys)
+
+    decoder = tutorial()
+    decoder.attention.__class__ = Attention
+    report = attnfast.replace(decoder)
+    assert "its attention is left alone" in str(report) and not report.replaced
+
+
+class Sampled(AttnDecoderRNN):
+    """Feeds its own words now and then, which an example need not show."""
+
+    __qualname__ = "AttnDecoderRNN"
+    reads = MAX_LENGTH, SOS_token  # names that its file must have
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        forced = target_tensor if random.random() < 2 else None
+        return AttnDecoderRNN.forward(self, encoder_outputs, encoder_hidden, forced)
+
+
+class Heated(AttnDecoderRNN):
+    __qualname__ = "AttnDecoderRNN"
+    heat = 1.0
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        source = encoder_outputs * self.heat
+        return AttnDecoderRNN.forward(self, source, encoder_hidden, target_tensor)
+
+
+class Stepped(AttnDecoderRNN):
+    def forward_step(self, input, hidden, encoder_outputs):
+        return super().forward_step(input, hidden, encoder_outputs)
+
+
+class Rectified(AttnDecoderRNN):
+    """As in an older edition of the tutorial."""
+
+    __qualname__ = "AttnDecoderRNN"
+
+    def forward_step(self, input, hidden, encoder_outputs):
+        embedded = self.dropout(self.embedding(input)).relu()
+        context, weights = self.attention(hidden.permute(1, 0, 2), encoder_outputs)
+        output, hidden = self.gru(torch.cat([embedded, context], 2), hidden)
+        return self.out(output), hidden, weights
+
+
+COPIES = {
+    Sampled: "its own code reads random, which",
+    Heated: "its own code reads heat, which",
+    Stepped: "its class Stepped has a forward_step of its own",
+    Rectified: "results differ",
+}
+
+
+@pytest.mark.parametrize("cls", COPIES)
+def test_copies_that_do_something_else_are_left_alone(cls):
+    served(cls(8, WORDS), left=COPIES[cls])
