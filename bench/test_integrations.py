@@ -156,7 +156,42 @@ def d2l(D):
     return lazy
 
 
+WORDS = 100  # few, for the last layer is the same in both
+
+
+def words(states):
+    """Return a target of as many words as there are states."""
+    B, T = states.shape[:2]
+    return (torch.arange(T) + torch.arange(B).unsqueeze(1)) % WORDS
+
+
+def tutorial_target(m, source, states):
+    doubles.MAX_LENGTH = states.shape[1]
+    return m(source, states[:, 0].unsqueeze(0), words(states))[0]
+
+
+def d2l_decoder(D):
+    return doubles.Seq2SeqAttentionDecoder(d2l(D), WORDS, D, D)
+
+
+def d2l_target(m, source, states):
+    return m(words(states), [source, states[:, 0].unsqueeze(0), None])[0]
+
+
+def onmt_decoder(D):
+    embeddings = common.real("onmt.modules.embeddings", *PIPELINE).Embeddings(D, WORDS, 0)
+    decoder = common.real("onmt.decoders.decoder", *PIPELINE).InputFeedRNNDecoder
+    return decoder("LSTM", False, 1, D, "general", embeddings=embeddings)
+
+
+def onmt_target(m, source, states):
+    h = states[:, 0].unsqueeze(0)
+    m.init_state(None, None, (h, h))
+    return m(words(states).unsqueeze(2), source)[0]
+
+
 SPEECH, TEXT = (32, 100, 400, 512), (32, 100, 100, 512)
+TARGET, SHORT = (32, 50, 50, 512), (32, 20, 20, 256)  # of whole decoders
 CASES = {
     "OpenNMT mlp": Case(TEXT, onmt("mlp"), lambda m, h, q: m(q, h)[0], True, onmt_parts),
     "OpenNMT mlp, long": Case(
@@ -202,6 +237,16 @@ CASES = {
     "pointer_summarizer": Case(
         (8, 100, 400, 512), pointer, pointer_step
     ),
+    "d2l decoder": Case(TARGET, d2l_decoder, d2l_target, True),
+    "d2l decoder, short": Case(SHORT, d2l_decoder, d2l_target, True),
+    "translation tutorial's decoder": Case(
+        TARGET, lambda D: doubles.AttnDecoderRNN(D, WORDS, 0.0), tutorial_target, True
+    ),
+    "translation tutorial's decoder, short": Case(
+        SHORT, lambda D: doubles.AttnDecoderRNN(D, WORDS, 0.0), tutorial_target, True
+    ),
+    "OpenNMT input feeding": Case(TARGET, onmt_decoder, onmt_target, True),
+    "OpenNMT input feeding, short": Case(SHORT, onmt_decoder, onmt_target, True),
 }  # fmt: skip
 
 
