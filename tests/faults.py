@@ -220,6 +220,32 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self.way == way\n", "True\n"),
         ("_state(x) == self.state and _part(x) == self.part", "_state(x) == self.state"),
     ],
+    ("attnfast/integrations/decoders.py", "tests/integrations/test_decoders.py"): [
+        ("x.training and x.p > 0", "x.training and x.p > 1"),
+        ("is_plain(attention, type(attention))", "True"),
+        ("backend_of(None, None, like) is not None", "True"),
+        ("rnn.num_layers == 1", "rnn.num_layers > 0"),
+    ],
+    ("attnfast/integrations/d2l.py", "tests/integrations/test_decoders.py -k d2l"): [
+        (".roll(-source.shape[2], 1)", ""),
+        ("valid_lens is not None and valid_lens.dim() != 1", "False"),
+        ("attention.attention_weights = self._attention_weights[-1]", "pass"),
+    ],
+    ("attnfast/integrations/tutorials.py", "tests/integrations/test_decoders.py"): [
+        ("words[:, : T - 1]", "words[:, 1:T]"),
+        ("torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)", "self.dropout(embedded)"),
+    ],
+    ("attnfast/integrations/onmt.py", "tests/integrations/test_decoders.py"): [
+        ("*cells, feed=feed)", "*cells)"),
+        ("not is_plain(cell, nn.LSTMCell, nn.GRUCell)", "False"),
+    ],
+    ("attnfast/integrations/probe.py", "tests/integrations/test_decoders.py -k copies"): [
+        (" | read & RANDOM", ""),
+    ],
+    ("attnfast/integrations/replace.py", "tests/integrations/test_decoders.py -k left_alone"): [
+        ("if x.adapter and not x.adapter.attention]", "if x.adapter]"),
+        ("if all(attention is not x.module", "if False and all(attention is not x.module"),
+    ],
     ("attnfast/integrations/serve.py", "tests/test_replace.py"): [
         ("x = x + p.flatten()[:0].sum()", "pass"),
     ],

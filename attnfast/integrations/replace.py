@@ -77,7 +77,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     methods of its own, a copied class reads other attributes, or an inner layer has hooks, it is
     left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks, arguments, results
     and attributes stay as they are; a call with an optional argument that the replacement does not
-    know goes to the module's own code; models can be copied and pickled.
+    know goes to the module's own code; models can be copied and pickled. Of a whole decoder that is
+    known the steps of a target become one call; where they cannot, its attention is served alone.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
     same tensors, unchanged in place. A parameter that is written through ``.data`` between two
@@ -90,7 +91,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     Args:
         model: any module; its parameters are not touched.
         strict: raise where a known class of attention cannot be served, instead of leaving it, and
-            where there is none.
+            where there is none; a decoder may be left if its attention is served.
 
     Returns:
         A :class:`Report`; ``print(report)`` says what became of every attention, ``report.undo()``
@@ -130,11 +131,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         for x in report.found
         if x.adapter is not None or not any(m in known for m in x.module.modules())
     ]
-    refused = [
-        x
-        for x in report.left
-        if x.adapter and not x.adapter.attention and not adapter_serving(x.module)
-    ]
+    attention = [x for x in report.left if x.adapter and not x.adapter.attention]
+    refused = [x for x in attention if not adapter_serving(x.module)]
     if strict and refused:
         raise RuntimeError("; ".join(map(str, refused)))
     if strict and not known:
