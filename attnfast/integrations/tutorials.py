@@ -32,6 +32,9 @@ class Translation:
         return keep_in_graph(context, self.Va.bias), weights
 
 
+PARTS = ("Wa", "Ua", "Va")
+
+
 def constants(decoder):
     """Return what the file of a copied decoder calls MAX_LENGTH and SOS_token."""
     names = getattr(type(decoder), "_attnfast_own", type(decoder)).forward.__globals__
@@ -44,10 +47,7 @@ class TranslationDecoder:
     def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
         T, start = constants(self)
         layer, attention, words = Layer.of(self.gru), self.attention, target_tensor
-        inputs, parts = (
-            [encoder_outputs, encoder_hidden],
-            (attention.Wa, attention.Ua, attention.Va),
-        )
+        inputs, parts = [encoder_outputs, encoder_hidden], [getattr(attention, x) for x in PARTS]
         if (
             words is None
             or words.shape[1] < T
@@ -114,7 +114,7 @@ def translate(decoder, draw):
 def why_not_translated(decoder):
     """Say what of a decoder the operator does not know, or None."""
     if None in constants(decoder):
-        return "its file has no MAX_LENGTH or no SOS_token"
+        return "its file lacks MAX_LENGTH or SOS_token"
     return why_not_one_layer(decoder.gru)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from types import FunctionType
 from unittest import mock
 
 import pytest
@@ -281,6 +282,14 @@ COPIES = {
     Stepped: "its class Stepped has a forward_step of its own",
     Rectified: "results differ",
 }
+
+
+def test_a_file_without_the_names():
+    class Forced(AttnDecoderRNN):
+        __qualname__ = "AttnDecoderRNN"
+        forward = FunctionType(AttnDecoderRNN.forward.__code__, {"torch": torch})
+
+    served(Forced(8, WORDS), left="its file lacks MAX_LENGTH or SOS_token")
 
 
 @pytest.mark.parametrize("cls", COPIES)
