@@ -190,6 +190,13 @@ def test_undo(kind):
     assert operators(decoder, use) == 0 and type(decoder) is type(make())
 
 
+def test_attention_that_keeps_weights_with_a_graph():
+    decoder = d2l()
+    read(decoder, Draw(torch.float32, torch.device("cpu")))
+    assert decoder.attention.attention_weights.requires_grad
+    assert attnfast.replace(decoder).replaced[0].module is decoder
+
+
 def test_a_source_is_projected_once():
     decoder, source, hidden = served(tutorial()), torch.randn(2, 4, 8), torch.randn(1, 2, 8)
     words = torch.zeros(2, MAX_LENGTH, dtype=torch.long)
