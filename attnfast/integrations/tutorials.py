@@ -98,11 +98,8 @@ def translation(attention, draw):
 
 
 def translate(decoder, draw):
-    words, size, most = (
-        decoder.embedding.num_embeddings,
-        decoder.gru.hidden_size,
-        constants(decoder)[0],
-    )
+    words, size = decoder.embedding.num_embeddings, decoder.gru.hidden_size
+    most = constants(decoder)[0]
     for lengths in draw.sources((5, 5, 5), (4, 4)):
         B, Tk = len(lengths), max(lengths)
         inputs = draw(B, Tk, size), draw(1, B, size)
@@ -140,12 +137,8 @@ ADAPTERS = [
         methods=TranslationDecoder,
         classes=["AttnDecoderRNN"],
         parameters=[
-            "embedding.weight",
-            "gru.*",
-            "out.*",
-            "attention.Wa.*",
-            "attention.Ua.*",
-            "attention.Va.*",
+            *("embedding.weight", "gru.*", "out.*"),
+            *("attention.Wa.*", "attention.Ua.*", "attention.Va.*"),
         ],
         reads=["MAX_LENGTH", "SOS_token"],
         attention="attention",
