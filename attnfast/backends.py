@@ -59,6 +59,11 @@ def load_library(name: str) -> str | None:
     return None
 
 
+def _library(name: str) -> ctypes.CDLL:
+    """Return a library that is loaded, for what it exports beside its operators."""
+    return ctypes.CDLL(str(Path(__file__).with_name(f"{name}.so")))
+
+
 def triton_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -78,7 +83,7 @@ def architectures() -> list[tuple[int, int]]:
 
     It has machine code for each, and PTX for the last.
     """
-    library = ctypes.CDLL(str(Path(__file__).with_name("_C_cuda.so")))
+    library = _library("_C_cuda")
     library.attnfast_cuda_architectures.restype = ctypes.c_char_p
     values = library.attnfast_cuda_architectures().decode().split(",")
     return [divmod(int(value) // 10, 10) for value in values]
@@ -206,6 +211,13 @@ class Cpu(Backend):
         if request.device.type != "cpu":
             return f"it runs on CPU tensors, not on {request.device.type}"
         return load_library("_C_cpu")
+
+    def why_not(self, request: Request) -> str | None:
+        if reason := super().why_not(request):
+            return reason
+        if request.operator == "linear" and not _library("_C_cpu").attnfast_linear_is_quicker():
+            return "PyTorch's own product is as quick on this processor"
+        return None
 
     def rank(self, request: Request) -> float:
         return 3

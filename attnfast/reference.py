@@ -16,12 +16,13 @@ from torch import Tensor
 from attnfast.ops.attention import Attended, Attention
 from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
 from attnfast.ops.coverage import Coverage, Covered
+from attnfast.ops.linear import Linear, LinearResult
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.recurrent import Recurred, Recurrent, attention_of, fed
 from attnfast.ops.recurrent import fake as fake_recurrent
 from attnfast.ops.span import to_columns, to_dense
 
-__all__ = ["attention", "copy_distribution", "coverage_attention", "recurrent"]
+__all__ = ["attention", "copy_distribution", "coverage_attention", "linear", "recurrent"]
 
 
 def visible_keys(call: Attention | Coverage) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,6 +192,11 @@ def cell_step(
     assert c is not None
     c = f * c + i * g
     return o * c.tanh(), c, torch.cat([i, f, g, o], -1)
+
+
+def linear(call: Linear) -> LinearResult:
+    """Compute the product and add the bias."""
+    return LinearResult(torch.nn.functional.linear(call.input, call.weight, call.bias))
 
 
 def recurrent(call: Recurrent) -> Recurred:

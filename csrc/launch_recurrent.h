@@ -298,5 +298,16 @@ void add_key_gradients(const RecurrentBackwardArguments& given, const LayerFit& 
   if (given.weight) grads.grad_weight = sum_of_parts(parts, {0, 2}, false, fit.own);
 }
 
+Recurred recurrent(const RecurrentArguments&);
+RecurrentGradients recurrent_backward(const RecurrentBackwardArguments&);
+using RecurrentOperators = Operators<recurrent, recurrent_backward>;
+
 }  // namespace
+
+// For a test: the lists above.
+ATTNFAST_EXPORT const char* attnfast_recurrent_operators() {
+  static const std::string text = RecurrentOperators::listed();
+  return text.c_str();
+}
+
 }  // namespace attnfast

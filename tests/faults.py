@@ -168,10 +168,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("index // vocab + offset", "index // vocab"),
     ],
     ("attnfast/models/decoders.py", "tests/test_models.py"): [
-        ("state = state._replace(feed=output.squeeze(1))", "pass"),
-        ("target_mask[:, t : t + 1]", "target_mask[:, :1]"),
+        ("state._replace(feed=done.attentional[:, -1])", "state"),
+        ("target_mask=target_mask, need_weights", "target_mask=None, need_weights"),
         ("torch.zeros_like(hidden) if lstm", "torch.ones_like(hidden) if lstm"),
-        ("cell=cell[0])", "cell=state.cell)"),
+        ("hidden=hx[0][0], cell=hx[1][0])", "hidden=hx[0][0])"),
     ],
     ("attnfast/models/seq2seq.py", "tests/test_models.py tests/test_translate.py -k 'not train'"): [
         ("words >= self.embedding.num_embeddings", "words > self.embedding.num_embeddings"),
@@ -309,9 +309,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("w < V && x[w] != -infinity<C>()", "w < V"),
     ],
     ("csrc/cpu/recurrent_kernel.cpp", RECURRENT): [
-        ("u.state = n + z * (state - n);", "u.state = n + z * state;"),
-        ("const Vec<C> to_cell = grad_cell + g * o", "const Vec<C> to_cell = g * o"),
-        ("if (pads) unit = Unit<C>{};", ""),
+        ("if (pads) unit = Unit<Vec<C>>{};", ""),
         ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
         ("if (given_cell) grad_cell += part(given_cell);", ""),
         ("if (a.attends_first && a.T) add_attended(0, block, x);", ""),
@@ -321,8 +319,33 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("bias[of_state(a.cell, gate) * width + i]", "bias[gate * width + i]"),
         ("in_place.scores = step.weights;", ""),
     ],
+    ("csrc/cell.h", RECURRENT): [
+        ("u.state = n + z * (state - n);", "u.state = n + z * state;"),
+        ("const V to_cell = grad_cell + g * o", "const V to_cell = g * o"),
+    ],
+    ("csrc/cpu/panels.h", "tests/test_linear.py"): [
+        ("if (bias) sum += load_part", "if (false) sum += load_part"),
+        ("k ? sum + load_part", "false ? sum + load_part"),
+        ("const bool gathers = x.sums || x.column != 1;", "const bool gathers = x.column != 1;"),
+        ("gathers ? own : x.left + k;", "gathers ? own : x.left;"),
+        ("sums[m] += of_block[m];", "sums[m] = of_block[m];"),
+    ],
+    ("csrc/cpu/linear_kernel.cpp", "tests/test_linear.py"): [
+        ("min(kProductRows, a.M - first_row)", "a.M - first_row"),
+        ("if (a.right_column == 1) pack(", "if (a.right_row == 1) pack("),
+    ],
+    ("csrc/cpu/linear.cpp", "tests/test_linear.py"): [
+        ("X(Tensor, grad_output, sizes, own, {M, N})", "X(Tensor, grad_output, any)"),
+    ],
+    ("attnfast/nn/linear.py", "tests/test_linear.py"): [
+        ("        or is_autocast_on()\n", ""),
+        ("        or is_intercepted()\n", ""),
+        ("    if not is_plain(layer, nn.Linear):", "    if not isinstance(layer, nn.Linear):"),
+    ],
     ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'misfits or pack_once'"): [
         ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
+    ],
+    ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): [
         ('X(Tensor, gates, kept, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
         ("X(Optional, dropout, sizes, own, {B, N})", "X(Optional, dropout, any)"),
     ],

@@ -12,8 +12,8 @@ from attnfast.backends import load_library
 from attnfast.ops.operators import ARGUMENTS
 
 FAMILIES = {
-    "cpu": ("attention", "copying", "coverage", "recurrent"),
-    "cuda": ("attention", "copying", "coverage"),
+    "cpu": ("attention", "copying", "coverage", "recurrent", "linear"),
+    "cuda": ("attention", "copying", "coverage", "recurrent"),
 }
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnfast.decoding import Memory
-from attnfast.nn.attention import LuongAttention, is_plain
+from attnfast.nn.attention import LuongAttention
 from attnfast.nn.layer import Layer, RecurrentState, Steps, backend_of, run_layer
+from attnfast.nn.linear import is_plain
 
 __all__ = ["LOOP", "is_one_operator", "run_decoder", "why_not_one_layer"]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnfast.decoding import Memory, attend_with_history, prepare
 from attnfast.decoding import attend as attend_to
 from attnfast.integrations.cache import cached_per_source
-from attnfast.nn import attention
+from attnfast.nn import linear
 
 __all__ = [
     "attend",
@@ -42,12 +42,14 @@ def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> T
     """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``."""
     if type(layer) is not nn.Linear:
         return layer(states)
-    return cached_per_source(module, name, lambda: layer(states), states, layer.weight, layer.bias)
+    return cached_per_source(
+        module, name, lambda: linear.project(layer, states), states, layer.weight, layer.bias
+    )
 
 
 def is_plain(layer: nn.Module, *kinds: type) -> bool:
     """Whether its parameters stand for a layer, linear if no kind is given: it is not called."""
-    return attention.is_plain(layer, *(kinds or [nn.Linear]))
+    return linear.is_plain(layer, *(kinds or [nn.Linear]))
 
 
 def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from attnfast.errors import check_flag, check_word, describe, refuse, refuse_typ
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
 from attnfast.nn.layer import Layer, RecurrentState, Steps, run_layer, run_rnn
+from attnfast.nn.linear import project
 from attnfast.ops.arguments import check_tensor
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
@@ -82,14 +83,18 @@ class _Decoder(nn.Module):
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
         self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
 
+    @property
+    def backend(self) -> str | None:
+        """The attention's, which serves the recurrent layer and the readout too."""
+        return getattr(self.attention, "backend", None)
+
     def _run(self, inputs: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
         hx: Any = state.hidden.unsqueeze(0)
         if state.cell is not None:
             hx = hx, state.cell.unsqueeze(0)
-        backend = getattr(self.attention, "backend", None)
         single = inputs.shape[1] == 1  # for which a loop's step is as good
-        done = None if single else run_rnn(self.rnn, inputs, hx, None, backend)
+        done = None if single else run_rnn(self.rnn, inputs, hx, None, self.backend)
         states, hx = self.rnn(inputs, hx) if done is None else done
         if state.cell is None:
             return states, state._replace(hidden=hx[0])
@@ -229,7 +234,7 @@ class BahdanauDecoder(_Decoder):
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         done, state = self._together(embedded, state, memory, need_weights, target_mask)
         joined = torch.cat([done.states, done.contexts, embedded], -1)  # type: ignore[list-item]
-        return torch.tanh(self.readout(joined)), state, done.weights
+        return torch.tanh(project(self.readout, joined, self.backend)), state, done.weights
 
 
 class LuongDecoder(_Decoder):
@@ -282,7 +287,8 @@ class LuongDecoder(_Decoder):
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         states, state = self._run(inputs, state)
         context, weights, state = self._attend(states, state, memory, need_weights, target_mask)
-        return torch.tanh(self.readout(torch.cat([context, states], -1))), state, weights
+        joined = torch.cat([context, states], -1)
+        return torch.tanh(project(self.readout, joined, self.backend)), state, weights
 
     def _words(
         self,

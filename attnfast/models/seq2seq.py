@@ -18,6 +18,7 @@ from attnfast.models.decoders import (
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.layer import RecurrentState, run_rnn
+from attnfast.nn.linear import linear
 from attnfast.ops.arguments import check_tensor, is_finite
 
 #: The ids that every vocabulary starts with.
@@ -225,7 +226,9 @@ class Seq2Seq(nn.Module):
             words != PAD,
         )
         output = self.dropout(output)
-        logits = nn.functional.linear(output, self.embedding.weight, self.bias)
+        logits = linear(
+            output, self.embedding.weight, self.bias, getattr(self.decoder, "backend", None)
+        )
         if self.pointer is not None:
             logits = self.pointer(
                 logits, weights, source.words, output, extra_words=source.extra_words

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attnfast._torch import is_autocast_on
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.errors import check_flag, check_whole, check_word, refuse
+from attnfast.nn.linear import project
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
 from attnfast.ops.span import check_form
 
@@ -18,14 +19,6 @@ def check_sizes(**sizes: Any) -> None:
     """Refuse sizes of a module that are no whole numbers of at least 1."""
     for name, size in sizes.items():
         check_whole(name, size)
-
-
-def is_plain(module: Any, *kinds: type) -> bool:
-    """Whether a module's parameters stand for it: one of these kinds, which need not be called."""
-    if type(module) not in kinds or "forward" in vars(module):
-        return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return not any((*hooks, module._backward_pre_hooks))
 
 
 def check_target_mask(mask: Any, rows: list[int]) -> None:
@@ -67,7 +60,9 @@ class _Attention(nn.Module):
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
         """
         try:
-            return self._remember(self.key_proj(states), states, lengths, mask)
+            return self._remember(
+                project(self.key_proj, states, self.backend), states, lengths, mask
+            )
         except Exception:
             self._check_states(states)
             raise
@@ -281,7 +276,10 @@ class MultiHeadAttention(_Attention):
         self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
     ) -> Memory:
         try:
-            key, value = self._split(self.key_proj(states)), self._split(self.value_proj(states))
+            key, value = (
+                self._split(project(layer, states, self.backend))
+                for layer in (self.key_proj, self.value_proj)
+            )
             return self._remember(key, value, lengths, mask)
         except Exception:
             self._check_states(states)

@@ -12,7 +12,8 @@ from attnfast import dispatch
 from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import BACKENDS, best
 from attnfast.decoding import Memory
-from attnfast.nn.attention import BahdanauAttention, LuongAttention, is_plain
+from attnfast.nn.attention import BahdanauAttention, LuongAttention
+from attnfast.nn.linear import is_plain
 from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops.arguments import check_temperature
 from attnfast.ops.operators import is_recorded

@@ -59,9 +59,14 @@ def is_recorded() -> bool:
 def call(overload: Any, arguments: Any) -> Any:
     """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return overload(*arguments)
+        return results_of(overload(*arguments))
     with below_autograd():
-        return overload(*arguments)
+        return results_of(overload(*arguments))
+
+
+def results_of(returned: Any) -> tuple[Any, ...]:
+    """Return an operator's results; the dispatcher gives one alone as it is."""
+    return (returned,) if isinstance(returned, Tensor) else returned
 
 
 def schema(arguments: Any, results: Any) -> str:
@@ -158,7 +163,8 @@ class Operator:
         def fakes(*args):
             arguments = Arguments(*args)
             check(arguments)
-            return tuple(fake(arguments))
+            results = tuple(fake(arguments))
+            return results if len(results) > 1 else results[0]
 
         CHECKS[name] = lambda *args: check(Arguments(*args))
         ARGUMENTS[name] = Arguments
@@ -199,13 +205,15 @@ class Operator:
         wanted = [x if x in pool else "none" for x in self.Backward._fields]
         self._arranged = _getter(wanted, [*pool, "none"])
         gradients = list(self.Gradients._fields)
-        names = ["grad_score" if x == "bias" else f"grad_{x}" for x in given]
+        of_score = "bias" in given and "grad_score" in gradients
+        names = ["grad_score" if of_score and x == "bias" else f"grad_{x}" for x in given]
         self._gradient_of = [gradients.index(x) if x in gradients else None for x in names]
-        self._bias = given.index("bias") if "bias" in given else None
+        self._bias = given.index("bias") if of_score else None
         self._constant = [found.index(x) for x in self.constant]
 
     def setup_context(self, ctx: Any, inputs: Any, output: Any, *more: Tensor | None) -> None:
         """Save what the backward needs, and more."""
+        output = results_of(output)
         everything = (*inputs, *output)
         ctx.save_for_backward(*self._tensors(everything), *more)
         ctx.numbers = self._numbers(everything)

@@ -1,12 +1,9 @@
 // Registers the recurrent layer that attends for the CPU: picks the instruction set, makes the team.
 #include "recurrent.h"
 
-#include <cstdlib>
-#include <memory>
-#include <new>
-
 #include "../launch_recurrent.h"
 #include "run.h"
+#include "scratchpad.h"
 
 namespace attnfast {
 namespace {
@@ -19,9 +16,6 @@ const RecurrentKernels& kernels() {
   return chosen;
 }
 
-// Bytes of scratch that a thread keeps from call to call: fresh pages from the system cost as much as a
-// quarter of a call.
-constexpr size_t kMostKept = size_t{1} << 27;
 // Multiply-adds of a step from which another thread is worth its barriers.
 constexpr int64_t kStepWorthAThread = 1 << 14;
 constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
@@ -44,37 +38,6 @@ LayerPlan plan_of(const Layer& a, int64_t threads) {
     plan.rows /= 2;
   return plan;
 }
-
-struct Release {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<void, Release>;
-
-// Scratch of a call, which a thread keeps for its next one unless it is too much.
-class Scratchpad {
-  Memory own;
-  char* next;
-
- public:
-  explicit Scratchpad(size_t bytes) {
-    static thread_local Memory kept;
-    static thread_local size_t of_kept = 0;
-    const bool keeps = bytes <= kMostKept;
-    if (!keeps || bytes > of_kept) {
-      Memory fresh(std::aligned_alloc(64, std::max<size_t>(whole(bytes), 64)));
-      if (!fresh) throw std::bad_alloc();
-      (keeps ? kept : own) = std::move(fresh);
-      if (keeps) of_kept = bytes;
-    }
-    next = static_cast<char*>(keeps ? kept.get() : own.get());
-  }
-  static size_t whole(size_t bytes) { return (bytes + 63) / 64 * 64; }
-  char* take(size_t bytes) {
-    char* const place = next;
-    next += whole(bytes);
-    return place;
-  }
-};
 
 // Rows [B, T, columns] of scratch.
 struct Room {
@@ -230,15 +193,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   return {out};
 }
 
-using RecurrentOperators = Operators<recurrent, recurrent_backward>;
-
 }  // namespace
-
-// For a test: the lists above.
-ATTNFAST_EXPORT const char* attnfast_recurrent_operators() {
-  static const std::string text = RecurrentOperators::listed();
-  return text.c_str();
-}
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   RecurrentOperators::implement(m);

@@ -6,8 +6,7 @@
 // inputs give to the gates is one product before the first step, and every parameter's gradient one
 // product after the last.
 #include "recurrent.h"
-#include "product.h"
-#include "rows.h"
+#include "panels.h"
 #include "team.h"
 
 namespace attnfast {
@@ -17,17 +16,9 @@ namespace {
 using cpu::LayerPlan;
 using cpu::Pass;
 
-template <class C>
-constexpr int64_t kPanel = 2 * Vector<C>::width;     // columns
-constexpr int64_t kDepth = 512;                      // of a panel, that all rows of an item take at a time
-constexpr int64_t kMostBatch = 32;                   // rows of an item
-constexpr int64_t kGradRows = 64, kGradDepth = 512;  // of a parameter's gradient, at a time
+constexpr int64_t kMostBatch = 32;  // rows of an item
 
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-template <class C>
-int64_t panels(int64_t columns) {
-  return (columns + kPanel<C> - 1) / kPanel<C>;
-}
 
 template <class C>
 C* row(const View& x, int64_t b, int64_t t = 0) {
@@ -38,42 +29,6 @@ C* row(const View& x, int64_t b, int64_t t = 0) {
 bool runs(const Layer& a, int64_t b, int64_t t) { return !a.target_lengths || t < a.target_lengths[b]; }
 
 // ---- products -----------------------------------------------------------------------------------
-
-// A matrix [depth, columns] in panels of kPanel columns, the rows of a panel one after the other.
-template <class C>
-struct Panels {
-  C* data = nullptr;
-  int64_t depth = 0, count = 0;
-  C* at(int64_t panel) const { return data + panel * depth * kPanel<C>; }
-};
-
-template <class C>
-Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count) {
-  return {room.take(depth * count * kPanel<C>), depth, count};
-}
-
-// Columns [first, first + n) of a panel: the rows of a weight as they lie in memory.
-template <class C>
-void pack_rows(const C* weight, int64_t stride, int64_t n, int64_t depth, C* out) {
-  const int64_t whole = depth / 8 * 8;  // what `transpose` takes
-  transpose(weight, stride, n, whole, out, kPanel<C>);
-  for (int64_t k = whole; k < depth; ++k)
-    for (int64_t i = 0; i < kPanel<C>; ++i) out[k * kPanel<C> + i] = i < n ? weight[i * stride + k] : C{};
-}
-
-// out[r] += a[r] . panel: rows of kPanel numbers.
-template <class C>
-void multiply_panel(const C* a, int64_t a_row, int64_t a_column, int64_t rows, int64_t depth,
-                    const C* panel, C* out, int64_t stride = kPanel<C>) {
-  for (int64_t k = 0; k < depth; k += kDepth)
-    gemm_small_rows<false, true>(a + k * a_column, a_row, a_column, rows, min(depth - k, kDepth),
-                                 panel + k * kPanel<C>, kPanel<C>, (C)1, out, stride, kPanel<C>);
-}
-
-template <class C>
-void clear(C* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] = 0;
-}
 
 // Rows that a product takes: of step t of the sequences from b on.
 template <class C>
@@ -98,12 +53,6 @@ struct Block {
 };
 int64_t blocks(const Layer& a, const LayerPlan& plan, int64_t panels) {
   return a.B ? panels * parts(a.B, plan.rows) : 0;
-}
-
-// For every vector of columns of a panel: f(first of its columns in the panel, how many of them exist).
-template <class C, class F>
-inline __attribute__((always_inline)) void for_vectors(int64_t width, const F& f) {
-  for (int64_t c = 0; c < min(width, kPanel<C>); c += Vector<C>::width) f(c, width - c);
 }
 
 // ---- cells --------------------------------------------------------------------------------------
@@ -770,14 +719,16 @@ class Backwards {
 
   void reach_parameters() {
     const auto of_right = [](const ParameterGradient<C>& x) { return x.packs ? x.packed.count : 0; };
-    const auto of_left = [](const ParameterGradient<C>& x) { return (x.rows + kGradRows - 1) / kGradRows; };
+    const auto of_left = [](const ParameterGradient<C>& x) {
+      return (x.rows + kProductRows - 1) / kProductRows;
+    };
     member.share(total(of_right), [&](int64_t item) {
       const ParameterGradient<C>& x = find(item, of_right);
       pack_right(x, item);
     });
     member.share(total(of_left), [&](int64_t item) {
       const ParameterGradient<C>& x = find(item, of_left);
-      sum_products(x, item * kGradRows);
+      sum_products(x, item * kProductRows);
     });
   }
 
@@ -797,34 +748,20 @@ class Backwards {
         }
   }
 
-  // Rows [first, first + kGradRows) of a gradient: kGradDepth steps of all columns at a time.
+  // Rows [first, first + kProductRows) of a gradient.
   void sum_products(const ParameterGradient<C>& x, int64_t first) {
-    const int64_t rows = min(kGradRows, x.rows - first), all = a.B * a.T;
-    C* const left = reinterpret_cast<C*>(own);
-    C sums[kGradRows] = {}, block[kGradRows * P];
-    for (int64_t k = 0; k < all || k == 0; k += kGradDepth) {
-      const int64_t depth = min(kGradDepth, all - k);
-      for (int64_t i = 0; i < depth;) {
-        C of_block[kGradRows] = {};  // sums of sums lose less than one long sum
-        for (const int64_t end = min(i + 16, depth); i < end; ++i) {
-          const C* from = row<C>(x.left, 0, k + i) + first;
-          for (int64_t m = 0; m < rows; ++m) of_block[m] += left[i * kGradRows + m] = from[m];
-        }
-        for (int64_t m = 0; m < rows; ++m) sums[m] += of_block[m];
-      }
-      for (int64_t panel = 0; panel < x.packed.count; ++panel) {
-        clear(block, rows * P);
-        multiply_panel(left, 1, kGradRows, rows, depth, x.packed.at(panel) + k * P, block);
-        for (int64_t m = 0; m < rows; ++m)
-          for_vectors<C>(x.columns - panel * P, [&](int64_t c, int64_t n) {
-            C* const out = row<C>(x.out, 0) + (first + m) * x.out.row + panel * P + c;
-            const Vec<C> sum = load(block + m * P + c);
-            store_part(out, k ? sum + load_part(out, n, (C)0) : sum, n);
-          });
-      }
-    }
-    if (x.sums.data)
-      for (int64_t m = 0; m < rows; ++m) row<C>(x.sums, 0)[first + m] = sums[m];
+    C* const sums = x.sums.data ? row<C>(x.sums, 0) + first : nullptr;
+    const ProductRows<C> rows = {row<C>(x.left, 0) + first,
+                                 1,
+                                 x.left.row,
+                                 min(kProductRows, x.rows - first),
+                                 a.B * a.T,
+                                 row<C>(x.out, 0) + first * x.out.row,
+                                 x.out.row,
+                                 x.columns,
+                                 nullptr,
+                                 sums};
+    multiply_rows(rows, x.packed, 0, x.packed.count, reinterpret_cast<C*>(own));
   }
 };
 
@@ -940,7 +877,7 @@ extern const RecurrentKernels recurrent = {
                      },
                  .own = [](const RecurrentBackward& a, const LayerPlan& plan) -> size_t {
                    const size_t size = a.dtype == Dtype::f64 ? 8 : 4;
-                   const size_t block = kGradRows * kGradDepth * size;
+                   const size_t block = kProductRows * kProductDepth * size;
                    if (!a.attends) return block;
                    const size_t attends = attention.backward_scratch(a.attention, plan.attention);
                    return attends > block ? attends : block;

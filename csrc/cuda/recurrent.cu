@@ -32,8 +32,6 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   return grads;
 }
 
-using RecurrentOperators = Operators<recurrent, recurrent_backward>;
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { RecurrentOperators::implement(m); }

@@ -1,0 +1,135 @@
+// Registers linear for the CPU: picks the instruction set, shares out blocks of its products.
+#include "linear.h"
+
+#include "run.h"
+#include "scratchpad.h"
+
+namespace attnfast {
+namespace {
+
+const LinearKernels& kernels() {
+  static const LinearKernels& chosen = ATTNFAST_CHOOSE(linear);
+  return chosen;
+}
+
+#define ATTNFAST_LINEAR_PARAMETERS(X)  \
+  X(Tensor, input, sizes, own, {M, K}) \
+  X(Tensor, weight, sizes, own, {N, K})
+#define ATTNFAST_LINEAR(X) ATTNFAST_LINEAR_PARAMETERS(X) X(Optional, bias, sizes, own, {N})
+#define ATTNFAST_LINEAR_BACKWARD(X)          \
+  X(Tensor, grad_output, sizes, own, {M, N}) \
+  ATTNFAST_LINEAR_PARAMETERS(X)              \
+  X(bool, need_grad_input, any)              \
+  X(bool, need_grad_parameters, any)
+#define ATTNFAST_LINEAR_RESULT(X) X(output)
+#define ATTNFAST_LINEAR_GRADIENTS(X) X(grad_input) X(grad_weight) X(grad_bias)
+
+struct LinearFit : Fit {
+  int64_t M, K, N;
+
+  template <class Arguments>
+  explicit LinearFit(const Arguments& given) : Fit(Arguments::kOperator, given.input) {
+    check(given.input.dim() == 2 && given.input.is_cpu(), "input");
+    check(own == ScalarType::Float || own == ScalarType::Double, "input");
+    check(given.weight.dim() == 2, "weight");
+    M = given.input.size(0);
+    K = given.input.size(1);
+    N = given.weight.size(0);
+  }
+};
+
+ATTNFAST_ARGUMENTS(LinearArguments, "linear", ATTNFAST_LINEAR, LinearFit)
+ATTNFAST_ARGUMENTS(LinearBackwardArguments, "linear_backward", ATTNFAST_LINEAR_BACKWARD, LinearFit)
+ATTNFAST_RESULTS(LinearResult, ATTNFAST_LINEAR_RESULT)
+ATTNFAST_RESULTS(LinearGradients, ATTNFAST_LINEAR_GRADIENTS)
+
+constexpr int64_t kWorkOfAThread = 1 << 16;  // multiply-adds from which another thread is worth a region
+constexpr int64_t kItemsOfAThread = 16;      // so that all end at the same time
+
+void multiply(const Product& a) {
+  if (a.M == 0) return;
+  const LinearKernels& k = kernels();
+  const int64_t threads =
+      std::clamp<int64_t>(a.M * a.N * a.K / kWorkOfAThread, 1, torch::stable::get_num_threads());
+  const int64_t panels = k.panels(a), blocks = (a.M + k.rows - 1) / k.rows;
+  const int64_t groups = std::max<int64_t>(std::min(kItemsOfAThread * threads / blocks, panels), 1);
+  Scratchpad pad(k.packed(a));
+  char* const packed = pad.take(k.packed(a));
+  share_out(panels, threads, 0, [&](int64_t panel, void*) { k.pack(a, panel, packed); });
+  share_out(blocks * groups, threads, k.scratch(a), [&](int64_t item, void* scratch) {
+    const int64_t group = item % groups;
+    k.multiply(a, item / groups * k.rows, panels * group / groups, panels * (group + 1) / groups, packed,
+               scratch);
+  });
+}
+
+LinearResult linear(const LinearArguments& given) {
+  const LinearArguments::Fit fit(given);
+  const Tensor input = packed(given.input), weight = packed(given.weight);
+  const Tensor bias = given.bias ? packed(*given.bias) : weight;
+  const Tensor output = empty(kCpu, {fit.M, fit.N}, fit.own);
+  multiply({.dtype = dtype_of(input),
+            .M = fit.M,
+            .N = fit.N,
+            .K = fit.K,
+            .left = place_of(input),
+            .right = place_of(weight),
+            .left_row = fit.K,
+            .left_column = 1,
+            .right_row = 1,
+            .right_column = fit.K,
+            .out = place_of(output),
+            .bias = given.bias ? place_of(bias) : nullptr});
+  return {output};
+}
+
+LinearGradients linear_backward(const LinearBackwardArguments& given) {
+  const LinearBackwardArguments::Fit fit(given);
+  const Tensor grad = packed(given.grad_output), input = packed(given.input), weight = packed(given.weight);
+  const int64_t M = fit.M, N = fit.N, K = fit.K;
+  const Tensor grad_input = empty_if(given.need_grad_input, input, {M, K}, fit.own);
+  const Tensor grad_weight = empty_if(given.need_grad_parameters, input, {N, K}, fit.own);
+  const Tensor grad_bias = empty_if(given.need_grad_parameters, input, {N}, fit.own);
+  Product of_both = {.dtype = dtype_of(input), .left = place_of(grad)};
+  if (given.need_grad_input) {
+    Product a = of_both;
+    a.M = M, a.N = K, a.K = N;
+    a.right = place_of(weight);
+    a.left_row = N, a.left_column = 1, a.right_row = K, a.right_column = 1;
+    a.out = place_of(grad_input);
+    multiply(a);
+  }
+  if (given.need_grad_parameters) {
+    Product a = of_both;
+    a.M = N, a.N = K, a.K = M;
+    a.right = place_of(input);
+    a.left_row = 1, a.left_column = N, a.right_row = K, a.right_column = 1;
+    a.out = place_of(grad_weight);
+    a.sums = place_of(grad_bias);
+    multiply(a);
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
+using LinearOperators = Operators<linear, linear_backward>;
+
+}  // namespace
+
+// For a test: the lists above.
+ATTNFAST_EXPORT const char* attnfast_linear_operators() {
+  static const std::string text = LinearOperators::listed();
+  return text.c_str();
+}
+
+// Whether these products are quicker than PyTorch's, whose library keeps AVX-512 for Intel's processors.
+ATTNFAST_EXPORT bool attnfast_linear_is_quicker() {
+#if defined(__x86_64__)
+  return &kernels() == &avx512::linear && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) { LinearOperators::implement(m); }
+
+}  // namespace attnfast

@@ -1,0 +1,119 @@
+// Products over a right factor that is packed into panels of two vectors.
+#pragma once
+#include "product.h"
+#include "rows.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+template <class C>
+constexpr int64_t kPanel = 2 * Vector<C>::width;           // columns
+constexpr int64_t kDepth = 512;                            // of a panel, that all rows take at a time
+constexpr int64_t kProductRows = 64, kProductDepth = 512;  // of a large product's left factor, at a time
+
+template <class C>
+int64_t panels(int64_t columns) {
+  return (columns + kPanel<C> - 1) / kPanel<C>;
+}
+
+// A matrix [depth, columns] in panels of kPanel columns, the rows of a panel one after the other.
+template <class C>
+struct Panels {
+  C* data = nullptr;
+  int64_t depth = 0, count = 0;
+  C* at(int64_t panel) const { return data + panel * depth * kPanel<C>; }
+};
+
+template <class C>
+Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count) {
+  return {room.take(depth * count * kPanel<C>), depth, count};
+}
+
+// Columns [first, first + n) of a panel: the rows of a weight as they lie in memory.
+template <class C>
+void pack_rows(const C* weight, int64_t stride, int64_t n, int64_t depth, C* out) {
+  const int64_t whole = depth / 8 * 8;  // what `transpose` takes
+  transpose(weight, stride, n, whole, out, kPanel<C>);
+  for (int64_t k = whole; k < depth; ++k)
+    for (int64_t i = 0; i < kPanel<C>; ++i) out[k * kPanel<C> + i] = i < n ? weight[i * stride + k] : C{};
+}
+
+// out[r] += a[r] . panel: rows of kPanel numbers.
+template <class C>
+void multiply_panel(const C* a, int64_t a_row, int64_t a_column, int64_t rows, int64_t depth,
+                    const C* panel, C* out, int64_t stride = kPanel<C>) {
+  for (int64_t k = 0; k < depth; k += kDepth)
+    gemm_small_rows<false, true>(a + k * a_column, a_row, a_column, rows, min(depth - k, kDepth),
+                                 panel + k * kPanel<C>, kPanel<C>, (C)1, out, stride, kPanel<C>);
+}
+
+template <class C>
+void clear(C* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = 0;
+}
+
+// For every vector of columns of a panel: f(first of its columns in the panel, how many of them exist).
+template <class C, class F>
+inline __attribute__((always_inline)) void for_vectors(int64_t width, const F& f) {
+  for (int64_t c = 0; c < min(width, kPanel<C>); c += Vector<C>::width) f(c, width - c);
+}
+
+// What a large product takes so many rows of: out[m, n] = bias[n] + the sum over k of left[m, k] right[k, n].
+template <class C>
+struct ProductRows {
+  const C* left;
+  int64_t row, column;  // strides of left, one of them 1
+  int64_t rows, depth;
+  C* out;
+  int64_t out_row, columns;
+  const C* bias;  // or null
+  C* sums;        // of each row of left, or null
+};
+
+// Bring [depth, rows] of left side by side; add its rows up, for sums of sums lose less than one long sum.
+template <class C>
+void gather_left(const ProductRows<C>& x, int64_t k, int64_t depth, C* out, C* sums) {
+  for (int64_t i = 0; i < depth;) {
+    C of_block[kProductRows] = {};
+    for (const int64_t end = min(i + 16, depth); i < end; ++i) {
+      const C* from = x.left + (k + i) * x.column;
+      for (int64_t m = 0; m < x.rows; ++m) of_block[m] += out[i * kProductRows + m] = from[m];
+    }
+    for (int64_t m = 0; m < x.rows; ++m) sums[m] += of_block[m];
+  }
+}
+
+// Panels [first, last) of the result, kProductDepth of the depth at a time; `own` has room for as much of
+// left.
+template <class C>
+void multiply_rows(const ProductRows<C>& x, const Panels<C>& right, int64_t first, int64_t last, C* own) {
+  constexpr int64_t P = kPanel<C>;
+  C sums[kProductRows] = {};
+  alignas(64) C block[kProductRows * P];
+  for (int64_t k = 0; k < x.depth || k == 0; k += kProductDepth) {
+    const int64_t depth = min(kProductDepth, x.depth - k);
+    const bool gathers = x.sums || x.column != 1;
+    if (gathers) gather_left(x, k, depth, own, sums);
+    const C* const left = gathers ? own : x.left + k;
+    for (int64_t panel = first; panel < last; ++panel) {
+      clear(block, x.rows * P);
+      multiply_panel(left, gathers ? 1 : x.row, gathers ? kProductRows : 1, x.rows, depth,
+                     right.at(panel) + k * P, block);
+      const C* const bias = x.bias && k == 0 ? x.bias + panel * P : nullptr;
+      for (int64_t m = 0; m < x.rows; ++m)
+        for_vectors<C>(x.columns - panel * P, [&](int64_t c, int64_t n) {
+          C* const out = x.out + m * x.out_row + panel * P + c;
+          Vec<C> sum = load(block + m * P + c);
+          if (bias) sum += load_part(bias + c, n, (C)0);
+          store_part(out, k ? sum + load_part(out, n, (C)0) : sum, n);
+        });
+    }
+  }
+  if (x.sums)
+    for (int64_t m = 0; m < x.rows; ++m) x.sums[m] = sums[m];
+}
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast
