@@ -32,6 +32,15 @@ def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
     return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
 
 
+def _best_words(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of ``logits [B, V]`` among words that may come next, and its word.
+
+    Both are ``[B, 1]``. It is the word whose log-probability is the largest.
+    """
+    best, words = logits[:, EOS:].float().max(-1, keepdim=True)
+    return best, (words + EOS).masked_fill(best == LOWEST, EOS)
+
+
 def _refuse_nan(found: Tensor) -> None:
     """Raise if a search met scores that are NaN, asked at its end so as to wait for a GPU once."""
     if found:
@@ -64,18 +73,19 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
     """
     check_model(model)
     memory, state = model.encode(source, lengths)
-    limits = output_limit(lengths)
+    limits = output_limit(lengths).to(source.device).unsqueeze(1)
     words = source.new_full((source.shape[0], 1), BOS)
-    ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
-    nan = torch.zeros((), dtype=torch.bool, device=source.device)
+    ended = torch.zeros_like(words, dtype=torch.bool)
+    nan = torch.zeros_like(ended)
     outputs: list[Tensor] = []
     while not ended.all():
         logits, state, _ = model.decode(words, state, memory)
-        best, words = _log_probs(logits[:, -1], limits <= len(outputs) + 1).max(-1, keepdim=True)
-        nan |= best.isnan().any()
+        best, words = _best_words(logits[:, -1])
+        words = words.masked_fill(limits <= len(outputs) + 1, EOS)
+        nan |= ~(best > -math.inf)
         outputs.append(words)
-        ended |= words.squeeze(1) == EOS
-    _refuse_nan(nan)
+        ended |= words == EOS
+    _refuse_nan(nan.any())
     rows = torch.cat(outputs, 1).tolist() if outputs else []
     return [row[: row.index(EOS)] for row in rows]
 
