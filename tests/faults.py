@@ -308,16 +308,18 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
         ("w < V && x[w] != -infinity<C>()", "w < V"),
     ],
-    ("csrc/cpu/recurrent_kernel.cpp", RECURRENT): [
+    ("csrc/cpu/recurrent_forward.h", RECURRENT): [
         ("if (pads) unit = Unit<Vec<C>>{};", ""),
+        ("bias[of_state(a.cell, gate) * width + i]", "bias[gate * width + i]"),
+        ("in_place.scores = step.weights;", ""),
+    ],
+    ("csrc/cpu/recurrent_backward.h", RECURRENT): [
         ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
         ("if (given_cell) grad_cell += part(given_cell);", ""),
         ("if (a.attends_first && a.T) add_attended(0, block, x);", ""),
         ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ("there = runs(a, b, t) && (!before || x.first.data)", "there = !before || x.first.data"),
         ("if (n > 0 && x.factor.data) v *=", "if (false) v *="),
-        ("bias[of_state(a.cell, gate) * width + i]", "bias[gate * width + i]"),
-        ("in_place.scores = step.weights;", ""),
     ],
     ("csrc/cell.h", RECURRENT): [
         ("u.state = n + z * (state - n);", "u.state = n + z * state;"),

@@ -1,0 +1,402 @@
+// The steps of a recurrent layer back, see recurrent_steps.h.
+#pragma once
+#include "recurrent_steps.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+// A parameter's gradient: out[m, n] = the sum, over all steps of all sequences, of left[m] right[n].
+template <class C>
+struct ParameterGradient {
+  View left;          // rows [B, T, .] that lie evenly, from the first column that counts on
+  View right, first;  // of a step; if `earlier`, of the step before, at first of `first` or, without it, 0
+  bool earlier;
+  View factor;  // multiplied into right, or absent
+  int64_t rows, columns;
+  View out, sums;  // and the sums of left, or absent
+  Panels<C> packed;
+  bool packs;  // else another one does
+};
+
+// Where a backward keeps what it computes with.
+template <class C>
+struct BackwardRoom {
+  Panels<C> input, fed, hidden, query, context, output;  // the last two of weight_output
+  C *to_state, *to_cell;                                 // what reaches a step's state and cell, [B, H]
+  ParameterGradient<C> gradients[7];
+  int count = 0;
+
+  BackwardRoom(const RecurrentBackward& a, Scratch<C>& room) {
+    const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * a.H;
+    fed = take_panels(room, gates, panels<C>(a.F));
+    hidden = take_panels(room, gates, units);
+    if (a.weight_query.data) query = take_panels(room, a.A, units);
+    if (a.weight_output.data) {
+      context = take_panels(room, a.F, panels<C>(a.Dv));
+      output = take_panels(room, a.F, units);
+    }
+    if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E));
+    to_state = room.take(a.B * a.H);
+    to_cell = room.take(a.B * a.H);
+    if (a.grad_weight_ih.data) list_gradients(a, gates, room);
+  }
+
+ private:
+  void list_gradients(const RecurrentBackward& a, int64_t gates, Scratch<C>& room) {
+    const View none = {};
+    const auto columns_from = [](View x, int64_t column) {
+      if (x.data) x.data = static_cast<C*>(x.data) + column;
+      return x;
+    };
+    const auto list = [&](const View& left, const View& right, const View& first, bool earlier,
+                          const View& factor, int64_t rows, int64_t columns, const View& out,
+                          const View& sums) {
+      gradients[count++] = {left, right,   first, earlier, factor,
+                            rows, columns, out,   sums,    take_panels(room, a.B * a.T, panels<C>(columns)),
+                            true};
+    };
+    list(a.grad_gates, a.input, none, false, none, gates, a.E, a.grad_weight_ih, a.grad_bias_ih);
+    if (a.F)
+      list(a.grad_gates, a.weight_output.data ? a.attentional : a.contexts, a.feed, !a.attends_first, none,
+           gates, a.F, columns_from(a.grad_weight_ih, a.E), none);
+    const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // gates that inputs and states share
+    list(a.grad_gates, a.states, a.hidden, true, a.dropout, alike, a.H, a.grad_weight_hh, a.grad_bias_hh);
+    if (alike < gates) {
+      ParameterGradient<C>& rest = gradients[count] = gradients[count - 1];
+      ++count;
+      rest.packs = false;
+      rest.rows = gates - alike;
+      rest.left = columns_from(rest.left, gates);
+      rest.out = columns_from(rest.out, alike * rest.out.row);
+      rest.sums = columns_from(rest.sums, alike);
+    }
+    if (a.weight_query.data)
+      list(a.attention.grad_query, a.states, a.hidden, a.attends_first, none, a.A, a.H, a.grad_weight_query,
+           a.grad_bias_query);
+    if (!a.weight_output.data) return;
+    list(a.grad_fed, a.contexts, none, false, none, a.F, a.Dv, a.grad_weight_output, a.grad_bias_output);
+    list(a.grad_fed, a.states, none, false, none, a.F, a.H, columns_from(a.grad_weight_output, a.Dv), none);
+  }
+};
+
+template <class C>
+class Backwards {
+  static constexpr int64_t P = kPanel<C>;
+  const RecurrentBackward& a;
+  const LayerPlan& plan;
+  Member& member;
+  const BackwardRoom<C> room;
+  char* own;
+  const int64_t gates, units, of_fed;  // panels of the state, of what is fed
+
+ public:
+  Backwards(const RecurrentBackward& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
+      : a(a), plan(plan), member(member), room(a, place), own(static_cast<char*>(own)),
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), of_fed(panels<C>(a.F)) {}
+
+  void run() {
+    pack_weights();
+    for (int64_t t = a.T - 1; t >= 0; --t) {
+      if (a.attends && !a.attends_first) {
+        if (a.weight_output.data) reach_contexts(t);
+        attend_back(t);
+      }
+      by_cell(a.cell, [&](auto known) {
+        member.share(blocks(a, plan, units),
+                     [&](int64_t item) { move_back_block(known, t, Block(a, plan, item)); });
+      });
+      const int64_t states = blocks(a, plan, units), more = a.attends_first || t || a.grad_feed.data;
+      member.share(states + (more ? blocks(a, plan, of_fed) : 0), [&](int64_t item) {
+        if (item < states) reach_state(t, Block(a, plan, item));
+        else reach_fed(t, Block(a, plan, item - states));
+      });
+      if (a.attends && a.attends_first) attend_back(t);
+    }
+    member.share(blocks(a, plan, units), [&](int64_t item) { put_first(Block(a, plan, item)); });
+    if (a.grad_input.data) reach_inputs();
+    if (room.count) reach_parameters();
+  }
+
+ private:
+  // Columns of a weight from `first` on, each row of the weight a row of a panel.
+  void pack_columns(const Panels<C>& out, const View& weight, int64_t first, int64_t columns,
+                    int64_t panel) {
+    const int64_t c = panel * P;
+    pack(row<C>(weight, 0) + first + c, weight.row, out.depth, min(P, columns - c), out.at(panel));
+  }
+
+  void pack_weights() {
+    const Panels<C>* const all[] = {&room.fed,     &room.hidden, &room.query,
+                                    &room.context, &room.output, &room.input};
+    const View* const weights[] = {&a.weight_ih,     &a.weight_hh,     &a.weight_query,
+                                   &a.weight_output, &a.weight_output, &a.weight_ih};
+    const int64_t first[] = {a.E, 0, 0, 0, a.Dv, 0}, columns[] = {a.F, a.H, a.H, a.Dv, a.H, a.E};
+    int64_t total = 1;
+    for (const auto* panels : all) total += panels->count;
+    member.share(total, [&](int64_t item) {
+      if (item-- == 0) return begin();
+      int which = 0;
+      for (; item >= all[which]->count; ++which) item -= all[which]->count;
+      pack_columns(*all[which], *weights[which], first[which], columns[which], item);
+    });
+  }
+
+  // What reaches the results of the last step, and nothing from beyond it.
+  void begin() {
+    clear(room.to_state, a.B * a.H);
+    clear(room.to_cell, a.B * a.H);
+    if (!a.attends || a.attends_first || a.T == 0) return;
+    for (int64_t b = 0; b < a.B; ++b)
+      for (int64_t c = 0; c < a.F; c += Vector<C>::width) put_fed(b, a.T - 1, c, a.F - c, Vec<C>{});
+  }
+
+  // What the next step gives to what it is fed, to what else reaches the attentional vector or context.
+  void put_fed(int64_t b, int64_t t, int64_t c, int64_t n, Vec<C> x) {
+    const View& given = a.weight_output.data ? a.grad_attentional : a.grad_contexts;
+    const View& out = a.weight_output.data ? a.grad_fed : a.attention.grad_context;
+    if (given.data) x += load_part(row<C>(given, b, t) + c, n, (C)0);
+    if (a.weight_output.data) {
+      const Vec<C> f = load_part(row<C>(a.attentional, b, t) + c, n, (C)0);
+      x *= (C)1 - f * f;
+    }
+    if (!runs(a, b, t)) x = Vec<C>{};
+    store_part(row<C>(out, b, t) + c, x, n);
+  }
+
+  // What reaches the attentional vector of step t reaches the context.
+  void reach_contexts(int64_t t) {
+    member.share(blocks(a, plan, room.context.count), [&](int64_t item) {
+      const Block block(a, plan, item);
+      const int64_t first = block.panel * P;
+      alignas(64) C x[kMostBatch * P];
+      clear(x, block.rows * P);
+      const Sources<C> from = of_step<C>(a.grad_fed, block.b, t);
+      multiply_panel(from.data, from.stride, 1, block.rows, a.F, room.context.at(block.panel), x);
+      for (int64_t r = 0; r < block.rows; ++r)
+        for_vectors<C>(a.Dv - first, [&](int64_t c, int64_t n) {
+          Vec<C> g = load(x + r * P + c);
+          if (a.grad_contexts.data)
+            g += load_part(row<C>(a.grad_contexts, block.b + r, t) + first + c, n, (C)0);
+          if (!runs(a, block.b + r, t)) g = Vec<C>{};
+          store_part(row<C>(a.attention.grad_context, block.b + r, t) + first + c, g, n);
+        });
+    });
+  }
+
+  void attend_back(int64_t t) {
+    const Backward step = step_of<C>(a, t);
+    const AttentionKernels& passes = VARIANT::attention;
+    if (step.span.data)
+      return run_passes(step, plan.attention, member, own, passes.grad_score_span, passes.grad_inputs);
+    run_passes(step, plan.attention, member, own, passes.grad_weights, passes.grad_score,
+               passes.grad_inputs);
+  }
+
+  // x[r] += what reaches the state through the query of step t and, if it attends last, the output.
+  void add_attended(int64_t t, const Block& block, C* x) {
+    if (!a.attends || t >= a.T) return;
+    const Sources<C> asked = of_step<C>(a.attention.grad_query, block.b, t);
+    if (a.weight_query.data) {
+      multiply_panel(asked.data, asked.stride, 1, block.rows, a.A, room.query.at(block.panel), x);
+    } else {
+      for (int64_t r = 0; r < block.rows; ++r)
+        for_vectors<C>(a.H - block.panel * P, [&](int64_t c, int64_t n) {
+          add(x + r * P + c, load_part(asked.data + r * asked.stride + block.panel * P + c, n, (C)0));
+        });
+    }
+    if (!a.weight_output.data) return;
+    const Sources<C> through = of_step<C>(a.grad_fed, block.b, t);
+    multiply_panel(through.data, through.stride, 1, block.rows, a.F, room.output.at(block.panel), x);
+  }
+
+  template <class Known>
+  void move_back_block(Known, int64_t t, const Block& block) {
+    alignas(64) C x[kMostBatch * P];
+    clear(x, block.rows * P);
+    add_attended(a.attends_first ? t + 1 : t, block, x);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      if (runs(a, block.b + r, t)) move_row_back<Known>(t, block.b + r, block.panel * P, x + r * P);
+      else pass_row<Known>(t, block.b + r, block.panel * P, x + r * P);
+    }
+  }
+
+  // Padding: what reaches the state goes by.
+  template <class Known>
+  void pass_row(int64_t t, int64_t b, int64_t i, const C* x) {
+    C *const to_state = room.to_state + b * a.H + i, *const out = row<C>(a.grad_gates, b, t) + i;
+    for_vectors<C>(a.H - i, [&](int64_t c, int64_t n) {
+      store_part(to_state + c, load_part(to_state + c, n, (C)0) + load(x + c), n);
+      for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * a.H + c, Vec<C>{}, n);
+    });
+  }
+
+  // The units of a panel, from i on, of one sequence; x is what attention gives to the state.
+  template <class Known>
+  void move_row_back(int64_t t, int64_t b, int64_t i, const C* x) {
+    const int64_t H = a.H;
+    C *const to_state = room.to_state + b * H + i, *const to_cell = room.to_cell + b * H + i;
+    C* const out = row<C>(a.grad_gates, b, t) + i;
+    const C *const given = row<C>(a.grad_states, b, t) + i, *const gates = row<C>(a.gates, b, t) + i;
+    const C* const state = row<C>(a.states, b, t) + i;
+    const C* const before = (t ? row<C>(a.states, b, t - 1) : row<C>(a.hidden, b)) + i;
+    const C *cell = nullptr, *cell_before = nullptr, *given_cell = nullptr;
+    if constexpr (Known::cell == Cell::lstm) {
+      cell = row<C>(a.cells, b, t) + i;
+      cell_before = (t ? row<C>(a.cells, b, t - 1) : row<C>(a.first_cell, b)) + i;
+      if (a.grad_cells.data) given_cell = row<C>(a.grad_cells, b, t) + i;
+    }
+    for_vectors<C>(H - i, [&](int64_t c, int64_t n) {
+      const auto part = [&](const C* from) { return load_part(from + c, n, (C)0); };
+      Vec<C> kept[kMostGates] = {}, now = {}, old = {}, grad_cell = {};
+      for (int gate = 0; gate < Known::kept; ++gate) kept[gate] = part(gates + gate * H);
+      if constexpr (Known::cell == Cell::lstm) {
+        now = part(cell), old = part(cell_before), grad_cell = part(to_cell);
+        if (given_cell) grad_cell += part(given_cell);
+      }
+      const Vec<C> g = part(to_state) + load(x + c) + part(given);
+      const Unit<Vec<C>> back =
+          move_back<Known::cell, C, Math>(kept, part(state), part(before), now, old, g, grad_cell);
+      if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell, n);
+      store_part(to_state + c, back.state, n);
+      for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
+    });
+  }
+
+  // x[r] += what the gates give to the state before, times weight_hh.
+  void multiply_hidden(int64_t t, const Block& block, C* x) {
+    const Sources<C> from = of_step<C>(a.grad_gates, block.b, t);
+    const C* const panel = room.hidden.at(block.panel);
+    const bool gru = a.cell == Cell::gru;
+    const int64_t depth = (gru ? 2 : gates) * a.H;
+    multiply_panel(from.data, from.stride, 1, block.rows, depth, panel, x);
+    if (gru) multiply_panel(from.data + 3 * a.H, from.stride, 1, block.rows, a.H, panel + depth * P, x);
+  }
+
+  void reach_state(int64_t t, const Block& block) {
+    const int64_t first = block.panel * P;
+    alignas(64) C x[kMostBatch * P];
+    clear(x, block.rows * P);
+    multiply_hidden(t, block, x);
+    for (int64_t r = 0; r < block.rows; ++r)
+      for_vectors<C>(a.H - first, [&](int64_t c, int64_t n) {
+        Vec<C> g = load(x + r * P + c);
+        if (a.dropout.data) g *= load_part(row<C>(a.dropout, block.b + r) + first + c, n, (C)0);
+        C* const state = room.to_state + (block.b + r) * a.H + first + c;
+        store_part(state, g + load_part(state, n, (C)0), n);
+      });
+  }
+
+  void reach_fed(int64_t t, const Block& block) {
+    const int64_t first = block.panel * P;
+    alignas(64) C x[kMostBatch * P];
+    clear(x, block.rows * P);
+    const Sources<C> from = of_step<C>(a.grad_gates, block.b, t);
+    multiply_panel(from.data, from.stride, 1, block.rows, gates * a.H, room.fed.at(block.panel), x);
+    for (int64_t r = 0; r < block.rows; ++r)
+      for_vectors<C>(a.F - first, [&](int64_t c, int64_t n) {
+        const Vec<C> g = load(x + r * P + c);
+        if (a.attends_first || t) put_fed(block.b + r, t - !a.attends_first, first + c, n, g);
+        else store_part(row<C>(a.grad_feed, block.b + r) + first + c, g, n);
+      });
+  }
+
+  // What reaches the state and the cell before the first step.
+  void put_first(const Block& block) {
+    const int64_t first = block.panel * P;
+    alignas(64) C x[kMostBatch * P];
+    clear(x, block.rows * P);
+    if (a.attends_first && a.T) add_attended(0, block, x);
+    for (int64_t r = 0; r < block.rows; ++r)
+      for_vectors<C>(a.H - first, [&](int64_t c, int64_t n) {
+        const int64_t b = block.b + r, i = first + c;
+        store_part(row<C>(a.grad_hidden, b) + i,
+                   load(x + r * P + c) + load_part(room.to_state + b * a.H + i, n, (C)0), n);
+        if (a.grad_cell.data)
+          store_part(row<C>(a.grad_cell, b) + i, load_part(room.to_cell + b * a.H + i, n, (C)0), n);
+      });
+  }
+
+  void reach_inputs() {
+    const int64_t all = a.B * a.T, chunks = parts(all, kMostBatch);
+    member.share(all ? chunks * room.input.count : 0, [&](int64_t item) {
+      const int64_t first = item / chunks * P, from = item % chunks * kMostBatch;
+      const int64_t rows = min(kMostBatch, all - from);
+      alignas(64) C x[kMostBatch * P];
+      clear(x, rows * P);
+      multiply_panel(row<C>(a.grad_gates, 0, from), a.grad_gates.row, 1, rows, gates * a.H,
+                     room.input.at(first / P), x);
+      for (int64_t r = 0; r < rows; ++r)
+        for_vectors<C>(a.E - first, [&](int64_t c, int64_t n) {
+          store_part(row<C>(a.grad_input, 0, from + r) + first + c, load(x + r * P + c), n);
+        });
+    });
+  }
+
+  // ---- parameters ---------------------------------------------------------------------------------
+
+  // Which of the gradients an item belongs to, of those that have so many items each.
+  template <class Items>
+  const ParameterGradient<C>& find(int64_t& item, const Items& items) const {
+    int which = 0;
+    for (; item >= items(room.gradients[which]); ++which) item -= items(room.gradients[which]);
+    return room.gradients[which];
+  }
+  template <class Items>
+  int64_t total(const Items& items) const {
+    int64_t n = 0;
+    for (int i = 0; i < room.count; ++i) n += items(room.gradients[i]);
+    return n;
+  }
+
+  void reach_parameters() {
+    const auto of_right = [](const ParameterGradient<C>& x) { return x.packs ? x.packed.count : 0; };
+    const auto of_left = [](const ParameterGradient<C>& x) {
+      return (x.rows + kProductRows - 1) / kProductRows;
+    };
+    member.share(total(of_right), [&](int64_t item) {
+      const ParameterGradient<C>& x = find(item, of_right);
+      pack_right(x, item);
+    });
+    member.share(total(of_left), [&](int64_t item) {
+      const ParameterGradient<C>& x = find(item, of_left);
+      sum_products(x, item * kProductRows);
+    });
+  }
+
+  void pack_right(const ParameterGradient<C>& x, int64_t panel) {
+    const int64_t first = panel * P;
+    C* out = x.packed.at(panel);
+    for (int64_t b = 0; b < a.B; ++b)
+      for (int64_t t = 0; t < a.T; ++t)
+        for (int64_t c = 0; c < P; c += Vector<C>::width, out += Vector<C>::width) {
+          const int64_t i = first + c, n = x.columns - i;
+          const bool before = x.earlier && t == 0, there = runs(a, b, t) && (!before || x.first.data);
+          Vec<C> v = {};
+          if (n > 0 && there)
+            v = load_part((before ? row<C>(x.first, b) : row<C>(x.right, b, t - x.earlier)) + i, n, (C)0);
+          if (n > 0 && x.factor.data) v *= load_part(row<C>(x.factor, b) + i, n, (C)0);
+          store(out, v);
+        }
+  }
+
+  // Rows [first, first + kProductRows) of a gradient.
+  void sum_products(const ParameterGradient<C>& x, int64_t first) {
+    C* const sums = x.sums.data ? row<C>(x.sums, 0) + first : nullptr;
+    const ProductRows<C> rows = {row<C>(x.left, 0) + first,
+                                 1,
+                                 x.left.row,
+                                 min(kProductRows, x.rows - first),
+                                 a.B * a.T,
+                                 row<C>(x.out, 0) + first * x.out.row,
+                                 x.out.row,
+                                 x.columns,
+                                 nullptr,
+                                 sums};
+    multiply_rows(rows, x.packed, 0, x.packed.count, reinterpret_cast<C*>(own));
+  }
+};
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast

@@ -1,0 +1,263 @@
+// The steps of a recurrent layer, see recurrent_steps.h.
+#pragma once
+#include "recurrent_steps.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+// What a layer's parameters are packed into.
+template <class C>
+struct Packed {
+  Panels<C> input, fed, hidden, query, context, output;  // the last two of weight_output
+  C* bias;                                               // of the sums of `move`, each to whole panels
+
+  Packed(const Layer& a, Scratch<C>& room) {
+    const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
+    input = take_panels(room, a.E, gates);
+    fed = take_panels(room, a.F, gates);
+    hidden = take_panels(room, a.H, gates);
+    if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A));
+    if (a.weight_output.data) {
+      context = take_panels(room, a.Dv, panels<C>(a.F));
+      output = take_panels(room, a.H, panels<C>(a.F));
+    }
+    bias = room.take(kMostGates * units * kPanel<C>);
+  }
+
+  // Those that are given, if any.
+  static Packed of(const RecurrentForward& a, Scratch<C>& room) {
+    Scratch<C> given = {static_cast<C*>(a.packed)};
+    return Packed(a, a.packed ? given : room);
+  }
+
+  // Pack a panel of a weight whose rows come in blocks, one for each gate, each to whole panels.
+  static void pack(const Panels<C>& out, const View& weight, int64_t column, int64_t rows, int64_t panel) {
+    const int64_t of_block = panels<C>(rows), block = panel / of_block,
+                  first = panel % of_block * kPanel<C>;
+    pack_rows(row<C>(weight, 0, block * rows + first) + column, weight.row, min(kPanel<C>, rows - first),
+              out.depth, out.at(panel));
+  }
+
+  void fill(const Layer& a, Member& member) const {
+    const int64_t counts[] = {input.count, fed.count,     hidden.count,
+                              query.count, context.count, output.count};
+    const Panels<C>* const all[] = {&input, &fed, &hidden, &query, &context, &output};
+    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,
+                                   &a.weight_query, &a.weight_output, &a.weight_output};
+    const int64_t columns[] = {0, a.E, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.A, a.F, a.F};
+    int64_t total = 1;  // the biases
+    for (const int64_t count : counts) total += count;
+    member.share(total, [&](int64_t item) {
+      if (item-- == 0) return add_biases(a);
+      int which = 0;
+      for (; item >= counts[which]; ++which) item -= counts[which];
+      pack(*all[which], *weights[which], columns[which], rows[which], item);
+    });
+  }
+
+  void add_biases(const Layer& a) const {
+    const int64_t width = panels<C>(a.H) * kPanel<C>;
+    clear(bias, kMostGates * width);
+    for (int gate = 0; gate < gates_of(a.cell); ++gate)
+      for (int64_t i = 0; i < a.H; ++i) {
+        if (a.bias_ih.data) bias[gate * width + i] += row<C>(a.bias_ih, 0)[gate * a.H + i];
+        if (a.bias_hh.data)
+          bias[of_state(a.cell, gate) * width + i] += row<C>(a.bias_hh, 0)[gate * a.H + i];
+      }
+  }
+};
+
+template <class C>
+class Forwards {
+  const RecurrentForward& a;
+  const LayerPlan& plan;
+  Member& member;
+  const Packed<C> packed;
+  C* masked[2];  // states times the dropout, of even and odd steps
+  char* own;
+  const int64_t gates, units;
+  const View sums;  // where the inputs' share of the gates lies until its step
+
+ public:
+  Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
+      : a(a), plan(plan), member(member), packed(Packed<C>::of(a, room)), own(static_cast<char*>(own)),
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a.cell) ? a.gates : a.states) {
+    for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
+  }
+
+  void run() {
+    if (!a.packed) packed.fill(a, member);
+    if (a.dropout.data) mask_first();
+    multiply_inputs();
+    for (int64_t t = 0; t < a.T; ++t) {
+      if (a.attends && a.attends_first) attend(t);
+      move_states(t);
+      if (a.attends && !a.attends_first) attend(t);
+      if (a.weight_output.data) feed_back(t);
+    }
+    if (a.attends && a.target_lengths) clear_padding();
+  }
+
+ private:
+  void mask_first() {
+    member.share(a.B, [&](int64_t b) {
+      for (int64_t i = 0; i < a.H; ++i)
+        masked[0][b * a.H + i] = row<C>(a.hidden, b)[i] * row<C>(a.dropout, b)[i];
+    });
+  }
+
+  // The inputs of all steps at once.
+  void multiply_inputs() {
+    const int64_t chunks = parts(a.B * a.T, kMostBatch);
+    member.share(a.B && a.T ? chunks * packed.input.count : 0, [&](int64_t item) {
+      const int64_t panel = item / chunks, first = item % chunks * kMostBatch,
+                    unit = panel % units * kPanel<C>;
+      const int64_t rows = min(kMostBatch, a.B * a.T - first);
+      alignas(64) C x[kMostBatch * kPanel<C>];
+      clear(x, rows * kPanel<C>);
+      multiply_panel(row<C>(a.input, 0, first), a.input.row, 1, rows, a.E, packed.input.at(panel), x);
+      for (int64_t r = 0; r < rows; ++r)
+        for_vectors<C>(a.H - unit, [&](int64_t c, int64_t n) {
+          store_part(row<C>(sums, 0, first + r) + panel / units * a.H + unit + c,
+                     load(x + r * kPanel<C> + c), n);
+        });
+    });
+  }
+
+  void attend(int64_t t) {
+    if (a.queries.data)
+      member.share(blocks(a, plan, panels<C>(a.A)),
+                   [&](int64_t item) { project(t, Block(a, plan, item)); });
+    const Forward step = step_of<C>(a, t);
+    const AttentionKernels& passes = VARIANT::attention;
+    if (step.span.data) return run_passes(step, plan.attention, member, own, passes.span);
+    cpu::Plan in_place = plan.attention;
+    in_place.scores = step.weights;
+    run_passes(step, in_place, member, own, passes.scores, passes.softmax, passes.context);
+  }
+
+  // The state that is asked with at step t.
+  Sources<C> asked(int64_t b, int64_t t) const {
+    if (!a.attends_first) return of_step<C>(a.states, b, t);
+    return t ? of_step<C>(a.states, b, t - 1) : of_step<C>(a.hidden, b, 0);
+  }
+
+  // The query, or, where it is no state of this step, a copy of the state.
+  void project(int64_t t, const Block& block) {
+    const int64_t first = block.panel * kPanel<C>;
+    const bool projects = a.weight_query.data;
+    alignas(64) C x[kMostBatch * kPanel<C>];
+    clear(x, block.rows * kPanel<C>);
+    const Sources<C> from = asked(block.b, t);
+    if (projects)
+      multiply_panel(from.data, from.stride, 1, block.rows, a.H, packed.query.at(block.panel), x);
+    for (int64_t r = 0; r < block.rows; ++r)
+      for_vectors<C>(a.A - first, [&](int64_t c, int64_t n) {
+        Vec<C> q = projects ? load(x + r * kPanel<C> + c)
+                            : load_part(from.data + r * from.stride + first + c, n, (C)0);
+        if (a.bias_query.data) q += load_part(row<C>(a.bias_query, 0) + first + c, n, (C)0);
+        store_part(row<C>(a.queries, block.b + r, t) + first + c, q, n);
+      });
+  }
+
+  void move_states(int64_t t) {
+    by_cell(a.cell, [&](auto known) {
+      member.share(blocks(a, plan, units),
+                   [&](int64_t item) { move_block(known, t, Block(a, plan, item)); });
+    });
+  }
+
+  template <class Known>
+  void move_block(Known, int64_t t, const Block& block) {
+    constexpr int64_t P = kPanel<C>;
+    const int64_t b = block.b;
+    alignas(64) C x[kMostGates][kMostBatch * P];
+    for (auto& gate : x) clear(gate, block.rows * P);
+    const Sources<C> state = t ? of_step<C>(a.states, b, t - 1) : of_step<C>(a.hidden, b, 0);
+    Sources<C> seen = state, fed = {};
+    if (a.dropout.data) seen = {masked[t % 2] + b * a.H, a.H};
+    if (a.attends_first || t) {
+      const View& from = a.weight_output.data ? a.attentional : a.contexts;
+      if (a.F) fed = of_step<C>(from, b, a.attends_first ? t : t - 1);
+    } else if (a.feed.data) {
+      fed = of_step<C>(a.feed, b, 0);
+    }
+    for (int gate = 0; gate < Known::gates; ++gate) {
+      const int64_t panel = gate * units + block.panel;
+      if (fed.data) multiply_panel(fed.data, fed.stride, 1, block.rows, a.F, packed.fed.at(panel), x[gate]);
+      multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(panel),
+                     x[of_state(Known::cell, gate)]);
+    }
+    for (int64_t r = 0; r < block.rows; ++r)
+      move_row<Known>(t, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
+  }
+
+  // The units of a panel, from i on, of one sequence; x are its sums, those of a gate kMostBatch * P apart.
+  template <class Known>
+  void move_row(int64_t t, int64_t b, int64_t i, const C* x, const C* before) {
+    const int64_t width = units * kPanel<C>, H = a.H;
+    const bool pads = !runs(a, b, t);
+    const C* const of_input = row<C>(sums, b, t) + i;
+    const C* const bias = packed.bias + i;
+    const C* const mask = a.dropout.data ? row<C>(a.dropout, b) + i : nullptr;
+    const C* cell_before = nullptr;
+    C *const state = row<C>(a.states, b, t) + i, *const gates = row<C>(a.gates, b, t) + i;
+    C* cell = nullptr;
+    if constexpr (Known::cell == Cell::lstm) {
+      cell = row<C>(a.cells, b, t) + i;
+      cell_before = (t ? row<C>(a.cells, b, t - 1) : row<C>(a.first_cell, b)) + i;
+    }
+    for_vectors<C>(H - i, [&](int64_t c, int64_t n) {
+      Vec<C> sum[kMostGates] = {};
+      for (int gate = 0; gate < Known::gates; ++gate)
+        sum[gate] = load(x + gate * kMostBatch * kPanel<C> + c) + load(bias + gate * width + c) +
+                    load_part(of_input + gate * H + c, n, (C)0);
+      if constexpr (Known::cell == Cell::gru)
+        sum[3] = load(x + 3 * kMostBatch * kPanel<C> + c) + load(bias + 3 * width + c);
+      const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
+      Unit<Vec<C>> unit = move<Known::cell, C, Math>(sum, load_part(before + i + c, n, (C)0), last);
+      if (pads) unit = Unit<Vec<C>>{};
+      store_part(state + c, unit.state, n);
+      if (cell) store_part(cell + c, unit.cell, n);
+      for (int gate = 0; gate < Known::kept; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
+      if (mask)
+        store_part(masked[(t + 1) % 2] + b * H + i + c, unit.state * load_part(mask + c, n, (C)0), n);
+    });
+  }
+
+  void feed_back(int64_t t) {
+    member.share(blocks(a, plan, packed.output.count), [&](int64_t item) {
+      const Block block(a, plan, item);
+      const int64_t first = block.panel * kPanel<C>;
+      alignas(64) C x[kMostBatch * kPanel<C>];
+      clear(x, block.rows * kPanel<C>);
+      const Sources<C> context = of_step<C>(a.contexts, block.b, t),
+                       state = of_step<C>(a.states, block.b, t);
+      multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
+      multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
+      for (int64_t r = 0; r < block.rows; ++r)
+        for_vectors<C>(a.F - first, [&](int64_t c, int64_t n) {
+          Vec<C> sum = load(x + r * kPanel<C> + c);
+          if (a.bias_output.data) sum += load_part(row<C>(a.bias_output, 0) + first + c, n, (C)0);
+          store_part(row<C>(a.attentional, block.b + r, t) + first + c, tanh_of(sum), n);
+        });
+    });
+  }
+
+  // What attention has left beyond the targets' ends.
+  void clear_padding() {
+    member.share(a.B, [&](int64_t b) {
+      for (int64_t t = larger(a.target_lengths[b], 0); t < a.T; ++t) {
+        clear(row<C>(a.contexts, b, t), a.Dv);
+        clear(row<C>(a.attention.weights, b, t), a.Tk);
+        if (a.queries.data) clear(row<C>(a.queries, b, t), a.A);
+        if (a.weight_output.data) clear(row<C>(a.attentional, b, t), a.F);
+      }
+    });
+  }
+};
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast

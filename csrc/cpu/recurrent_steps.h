@@ -1,0 +1,123 @@
+// What forward and backward of a recurrent layer share: items of a step's products, cells, attention.
+//
+// A team of threads walks through the steps together: each phase is a product whose columns, in panels
+// of two vectors, they share, or a pass of attention. Weights are packed once for all steps; what the
+// inputs give to the gates is one product before the first step, and every parameter's gradient one
+// product after the last.
+#pragma once
+#include "panels.h"
+#include "recurrent.h"
+#include "team.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+using cpu::LayerPlan;
+using cpu::Pass;
+
+constexpr int64_t kMostBatch = 32;  // rows of an item
+
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+template <class C>
+C* row(const View& x, int64_t b, int64_t t = 0) {
+  return static_cast<C*>(x.data) + b * x.batch + t * x.row;
+}
+
+// Whether step t of sequence b is more than padding.
+bool runs(const Layer& a, int64_t b, int64_t t) { return !a.target_lengths || t < a.target_lengths[b]; }
+
+// ---- products -----------------------------------------------------------------------------------
+
+// Rows that a product takes: of step t of the sequences from b on.
+template <class C>
+struct Sources {
+  const C* data;
+  int64_t stride;
+};
+template <class C>
+Sources<C> of_step(const View& x, int64_t b, int64_t t) {
+  return {row<C>(x, b, t), x.batch};
+}
+
+// An item of a product over a step's sequences: a panel, and so many of them.
+struct Block {
+  int64_t panel, b, rows;
+  Block(const Layer& a, const LayerPlan& plan, int64_t item) {
+    const int64_t blocks = parts(a.B, plan.rows);
+    panel = item / blocks;
+    b = item % blocks * plan.rows;
+    rows = min(plan.rows, a.B - b);
+  }
+};
+int64_t blocks(const Layer& a, const LayerPlan& plan, int64_t panels) {
+  return a.B ? panels * parts(a.B, plan.rows) : 0;
+}
+
+// ---- cells --------------------------------------------------------------------------------------
+
+static inline Vec<float> tanh_of(Vec<float> x) {
+  Vec<float> z[1] = {x}, half[1];
+  half_tanh(z, half);
+  return half[0] * -2.f;
+}
+static inline Vec<double> tanh_of(Vec<double> x) {
+  for (int i = 0; i < Vector<double>::width; ++i) x[i] = ::tanh(x[i]);
+  return x;
+}
+static inline Vec<float> sigmoid_of(Vec<float> x) { return reciprocal(exp(-x) + 1.f); }
+static inline Vec<double> sigmoid_of(Vec<double> x) { return 1. / (exp(-x) + 1.); }
+
+template <class C>
+struct Math {
+  static inline __attribute__((always_inline)) Vec<C> tanh(Vec<C> x) { return tanh_of(x); }
+  static inline __attribute__((always_inline)) Vec<C> sigmoid(Vec<C> x) { return sigmoid_of(x); }
+};
+
+// ---- attention ----------------------------------------------------------------------------------
+
+void move_on(View& x, int64_t t, int64_t bytes) {
+  if (x.data) x.data = static_cast<char*>(x.data) + t * x.row * bytes;
+}
+void move_on(Problem& a, int64_t t, int64_t bytes) {
+  move_on(a.query, t, bytes);
+  move_on(a.mask, t, 1);
+  move_on(a.span, t, sizeof(int64_t));
+}
+template <class C>
+Forward step_of(const RecurrentForward& a, int64_t t) {
+  Forward step = a.attention;
+  move_on(step, t, sizeof(C));
+  View* const rows[] = {&step.context, &step.weights, &step.log_sum_exp};
+  for (View* x : rows) move_on(*x, t, sizeof(C));
+  return step;
+}
+template <class C>
+Backward step_of(const RecurrentBackward& a, int64_t t) {
+  Backward step = a.attention;
+  move_on(step, t, sizeof(C));
+  View* const rows[] = {&step.weights, &step.grad_context, &step.grad_weights, &step.grad_score,
+                        &step.grad_query};
+  for (View* x : rows) move_on(*x, t, sizeof(C));
+  return step;
+}
+
+// Passes that follow one another, item by item where they have as many.
+template <class Call>
+void run_passes(const Call&, const cpu::Plan&, Member&, void*) {}
+template <class Call, class... Rest>
+void run_passes(const Call& a, const cpu::Plan& plan, Member& member, void* own, const Pass<Call>& pass,
+                const Rest&... rest) {
+  const int64_t items = pass.items(a, plan);
+  const bool alike = ((rest.items(a, plan) == items) && ...);
+  member.share(items, [&](int64_t item) {
+    pass.run(a, plan, item, own);
+    if (alike) (rest.run(a, plan, item, own), ...);
+  });
+  if (!alike) run_passes(a, plan, member, own, rest...);
+}
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast
