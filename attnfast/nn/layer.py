@@ -131,6 +131,17 @@ def backend_of(
     return best(wanted, like.device, like.dtype, RECURRENT.name)
 
 
+#: Numbers of parameters, keys and values from which a single step with gradients is quicker in a
+#: loop: it packs no parameters, and takes the gradients of all steps' keys at once.
+LARGE = 1 << 20
+
+
+def _is_large(layer: Layer, memory: Memory | None) -> bool:
+    read = [layer.weight_ih, layer.weight_hh]
+    read += [] if memory is None else [memory.key, memory.value]
+    return sum([x.numel() for x in read if x is not None]) >= LARGE
+
+
 def run_layer(
     layer: Layer,
     input: Tensor,
@@ -147,12 +158,12 @@ def run_layer(
 
     ``target_mask [B, T]`` is for attention whose history needs it. One operator does it where it
     can, a loop over steps of PyTorch's cells where it cannot. A single step keeps the parameters
-    packed for the next one, where a backend packs them; if gradients are wanted a loop is quicker.
+    packed for the next one, where a backend packs them.
     """
     single = input.shape[1] == 1
     backend, output = None, layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
-    if plain and not (single and torch.is_grad_enabled()):
+    if plain and not (single and torch.is_grad_enabled() and _is_large(layer, memory)):
         backend = backend_of(attention, memory, input, history=state.history)
         if single and backend is not None and not BACKENDS[backend].packs:
             backend = None

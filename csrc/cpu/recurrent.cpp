@@ -17,7 +17,7 @@ const RecurrentKernels& kernels() {
 }
 
 // Multiply-adds of a step from which another thread is worth its barriers.
-constexpr int64_t kStepWorthAThread = 1 << 14;
+constexpr int64_t kStepWorthAThread = 1 << 16;
 constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
 
 // ---- the team -----------------------------------------------------------------------------------
