@@ -172,35 +172,23 @@ def run_layer(
             layer, input, state, attention, memory, target_lengths=target_lengths,
             target_mask=target_mask, dropout=dropout, need_weights=need_weights,
         )  # fmt: skip
-    feed = None if attention is None or layer.attends_first else state.feed
-    call = Recurrent(
-        input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
-        state.cell, feed, layer.bias_ih, layer.bias_hh,
-        weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
-        target_lengths=target_lengths, dropout=dropout, mode=layer.mode,
-        attends_first=layer.attends_first,
-    )  # fmt: skip
+    terms: dict[str, Any] = {}
+    history = packed = None
     if attention is not None:
         assert memory is not None
-        kept, of_memory = None, None if is_recorded() else memory.steps
-        if of_memory is not None:
-            of_memory.check_unchanged()
-            kept = of_memory.prepared() if of_memory.backend == backend else None
-        check_temperature(attention.temperature)
-        scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
-        query = attention.query_proj
-        call = call._replace(
-            key=memory.key, value=memory.value, weight=memory.weight, lengths=memory.lengths,
-            mask=memory.mask, scale=scale / attention.temperature, score=memory.score,
-            weight_query=getattr(query, "weight", None), bias_query=getattr(query, "bias", None),
-            prepared=kept,
-        )  # fmt: skip
-    packed = history = None
-    try:
+        terms = _terms(attention, memory, backend)
+        terms["feed"] = None if layer.attends_first else state.feed
         if isinstance(attention, LocalAttention):
-            assert memory is not None
-            span, history = _within(attention, state.history or Progress(), memory, input)
-            call = call._replace(span=span)
+            past = state.history or Progress()
+            terms["span"], history = _within(attention, past, memory, input)
+    call = Recurrent(
+        input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
+        state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
+        weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
+        target_lengths=target_lengths, dropout=dropout, mode=layer.mode,
+        attends_first=layer.attends_first, **terms,
+    )  # fmt: skip
+    try:
         if single and not is_recorded():
             packed = _packed(call, backend, state.packed)
             call = call._replace(packed=None if packed is None else packed.kept)
@@ -217,6 +205,23 @@ def run_layer(
         history,
         packed,
     )
+
+
+def _terms(attention: Any, memory: Memory, backend: str) -> dict[str, Any]:
+    """Return what a layer's call says of its attention."""
+    kept, of_memory = None, None if is_recorded() else memory.steps
+    if of_memory is not None:
+        of_memory.check_unchanged()
+        kept = of_memory.prepared() if of_memory.backend == backend else None
+    check_temperature(attention.temperature)
+    scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
+    query = attention.query_proj
+    return {
+        "key": memory.key, "value": memory.value, "weight": memory.weight,
+        "lengths": memory.lengths, "mask": memory.mask, "prepared": kept, "score": memory.score,
+        "scale": scale / attention.temperature,
+        "weight_query": getattr(query, "weight", None), "bias_query": getattr(query, "bias", None),
+    }  # fmt: skip
 
 
 def _within(
