@@ -123,8 +123,8 @@ class Backend:
         """Return why this cannot run a call, in words that follow "because", or None."""
         if reason := self._unable(request):
             return reason
-        if request.operator == "recurrent" and request.dtype in HALF:
-            return f"a recurrent layer takes float32 or float64, not {request.dtype}"
+        if request.operator in ("recurrent", "linear") and request.dtype in HALF:
+            return f"{request.operator} takes float32 or float64, not {request.dtype}"
         name, key = f"attnfast_{self.name}::{request.operator}", request.device.type.upper()
         registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
         return None if registered else f"it has no {request.operator} yet"
@@ -215,8 +215,11 @@ class Cpu(Backend):
     def why_not(self, request: Request) -> str | None:
         if reason := super().why_not(request):
             return reason
-        if request.operator == "linear" and not _library("_C_cpu").attnfast_linear_is_quicker():
-            return "PyTorch's own product is as quick on this processor"
+        if request.operator == "linear":
+            is_quicker = _library("_C_cpu").attnfast_linear_is_quicker
+            is_quicker.restype = ctypes.c_bool
+            if not is_quicker():
+                return "PyTorch's own product is as quick on this processor"
         return None
 
     def rank(self, request: Request) -> float:

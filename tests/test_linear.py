@@ -1,7 +1,10 @@
 """Linear layers of many rows against the float64 oracle, and in place of PyTorch's."""
 
 import math
+import os
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +213,62 @@ def test_where_pytorch_does_more(calls):
     assert not calls
     torch.testing.assert_close(code.linear(x[0], weight), F.linear(x[0], weight))
     assert calls == ["linear"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_other_dtypes_are_pytorchs(dtype, calls):
+    x, weight = torch.randn(6, 4).to(dtype), torch.randn(3, 4).to(dtype)
+    assert torch.equal(code.linear(x, weight), F.linear(x, weight)) and not calls
+    assert dtype == torch.complex64 or why_not("cpu", table.CPU, dtype, "linear")
+
+
+class Twice(torch.Tensor):
+    """A weight that is more than its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result * 2 if function is F.linear else result
+
+
+@pytest.mark.parametrize("weight", [Twice(3, 4).fill_(1), torch.ones(3, 4).to_sparse()], ids=type)
+def test_weights_of_other_kinds_are_pytorchs(weight, calls):
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(code.linear(x, weight), F.linear(x, weight))
+    assert not calls
+
+
+def test_what_needs_no_gradient_may_change(calls):
+    """PyTorch does not save what no gradient needs: the operator would."""
+    x, weight = torch.randn(6, 4, requires_grad=True) * 1, torch.randn(3, 4)
+    y = code.linear(x, weight)
+    with torch.no_grad():
+        x.relu_()
+    y.sum().backward()
+    y = code.linear(x.detach(), weight.requires_grad_())
+    with torch.no_grad():
+        weight.zero_()
+    y.sum().backward()
+    assert not calls
+
+
+@pytest.mark.parametrize("backend", ["cpuu", 5, ["cpu"]], ids=str)
+def test_a_backend_that_is_none_is_named(backend, calls):
+    attention = BahdanauAttention(4, 6, 8)
+    attention.backend = backend
+    with pytest.raises(ValueError, match="backend must be"):
+        attention.prepare(torch.randn(3, 70, 6))
+
+
+def test_an_instruction_set_that_is_none_is_named():
+    code = "import torch, attnfast; a = attnfast.nn.BahdanauAttention(256, 256, 256); "
+    code += "a(torch.randn(4, 256), a.prepare(torch.randn(4, 64, 256)))"
+    environment = {**os.environ, "ATTNFAST_CPU_ISA": "avx9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    assert "ATTNFAST_CPU_ISA must be portable, avx2 or avx512" in done.stderr
 
 
 def test_few_rows_are_pytorchs(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from table import CPU, DEVICE, check
 from torch import Tensor, nn
 
+import attnfast
 from attnfast import nn as attn
 from attnfast import reference
 from attnfast.backends import why_not
@@ -444,6 +445,15 @@ def test_a_window_moves_on_from_call_to_call(slope):
     seen = whole.weights[0] > 0
     centre = slope * torch.arange(x.shape[1])[:, None]
     assert torch.equal(seen, (torch.arange(source.shape[1]) - centre).abs() <= 2)
+
+
+def test_a_window_with_a_stride_is_kept():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "window")
+    layer.attention.span = attnfast.Span(window=4, stride=2)
+    found = layer(x, layer.prepare(source, lengths), need_weights=True).weights
+    layer.attention.backend = "reference"
+    wanted = layer(x, layer.prepare(source, lengths), need_weights=True).weights
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_window_that_wants_all_rows_says_so():

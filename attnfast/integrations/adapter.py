@@ -49,9 +49,13 @@ class Draw:
         return torch.tensor(values, device=self.device)
 
     def words(self, most: int, *shape: int) -> Tensor:
-        """Return random whole numbers below ``most``."""
+        """Return random whole numbers below ``most``, half of them the first few.
+
+        These are what padding and other words with a meaning of their own are.
+        """
         x = torch.randint(most, shape, generator=self.generator, device="cpu")
-        return x.to(self.device)
+        first = torch.rand(shape, generator=self.generator) < 0.5
+        return torch.where(first, x % 4, x).to(self.device)
 
     def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:
         """Return a boolean mask ``[B, Tk]``, True up to the lengths."""

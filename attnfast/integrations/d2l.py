@@ -53,7 +53,7 @@ class Decoder:
         layer, attention, lengths = Layer.of(self.rnn), self.attention, None
         parts = attention.W_q, attention.W_k, attention.w_v, attention.dropout
         if (valid_lens is not None and valid_lens.dim() != 1) or not is_one_operator(
-            layer, X.shape[1], [source, hidden], attention, *parts
+            layer, X.shape[1], source, [hidden], attention, *parts
         ):
             return super().forward(X, state)
         key, weight = project(attention, "key", attention.W_k, source), attention.w_v.weight[0]
@@ -88,7 +88,7 @@ def translate(decoder, draw):
         source = draw(Tk, B, features)
         for seen in (draw.numbers(*lengths), None):
             state = decoder.init_state((source, draw(1, B, decoder.rnn.hidden_size)), seen)
-            for T in (4, 1, 2):
+            for T in (4, 1, 40):
                 out, state = decoder(draw.words(words, B, T), state)
                 yield out, list(state), list(decoder._attention_weights)
 

@@ -23,20 +23,23 @@ def why_not_one_layer(rnn: nn.Module) -> str | None:
 
 
 def is_one_operator(
-    layer: Layer, steps: int, inputs: list[Tensor], attention: nn.Module, *parts: Any
+    layer: Layer, steps: int, source: Any, states: list[Any], attention: nn.Module, *parts: Any
 ) -> bool:
     """Whether an operator may stand for a decoder's loop over so many steps.
 
     Args:
         layer: its cell.
-        inputs: the source and the state before the first step.
+        source: what it attends to, ``[B, Tk, D]``.
+        states: those before the first step, ``[1, B, H]``.
         attention: not called any more, and so without hooks.
         parts: the linear layers and dropouts whose parameters stand for them.
     """
-    like = layer.weight_ih
+    like, inputs = layer.weight_ih, [source, *states]
     return (
         steps > 1
         and like is not None
+        and all(isinstance(x, Tensor) and x.dim() == 3 for x in inputs)
+        and all(x.shape[:2] == (1, len(source)) for x in states)
         and is_plain(attention, type(attention))
         and all(is_plain(x, nn.Linear, nn.Dropout) for x in parts)
         and not any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in parts)

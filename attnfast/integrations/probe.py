@@ -30,7 +30,12 @@ from attnfast.integrations.patch import adapter_serving, patch
 __all__ = ["tensors", "why_left"]
 
 OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
-RANDOM = {"random", "rand"}  # in code that draws numbers of its own, which an example need not show
+#: In code that draws numbers of its own or asks for gradients, which an example need not show.
+HIDDEN = {
+    "random", "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "uniform",
+    "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
+    "is_grad_enabled",
+}  # fmt: skip
 FIXED = (torch.dtype, torch.device, str, type(None))  # what a global that code reads may be
 INTERNAL = {*vars(nn.Module()), PLACE}
 
@@ -192,7 +197,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
         for name, part in module.named_children()
         if type(part).__module__ == "torch.nn.modules.activation"
     }
-    unknown = sorted((read & state) - known - plain | read & RANDOM)
+    unknown = sorted(read & (state | HIDDEN) - known - plain)
     unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"

@@ -47,7 +47,7 @@ class TranslationDecoder:
     def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
         T, start = constants(self)
         layer, attention, words = Layer.of(self.gru), self.attention, target_tensor
-        inputs, parts = [encoder_outputs, encoder_hidden], [getattr(attention, x) for x in PARTS]
+        states, parts = [encoder_hidden], [getattr(attention, x) for x in PARTS]
         if (
             words is None
             or words.shape[1] < T
@@ -56,7 +56,7 @@ class TranslationDecoder:
             or self.embedding.scale_grad_by_freq
             or not is_plain(self.out)
             or not is_plain(self.dropout, nn.Dropout)
-            or not is_one_operator(layer, T, inputs, attention, *parts)
+            or not is_one_operator(layer, T, encoder_outputs, states, attention, *parts)
         ):
             return super().forward(encoder_outputs, encoder_hidden, target_tensor)
         words = torch.cat([words.new_full((len(words), 1), start), words[:, : T - 1]], 1)
@@ -140,7 +140,7 @@ ADAPTERS = [
             *("embedding.weight", "gru.*", "out.*"),
             *("attention.Wa.*", "attention.Ua.*", "attention.Va.*"),
         ],
-        reads=["MAX_LENGTH", "SOS_token"],
+        reads=["MAX_LENGTH", "SOS_token", "detach"],
         attention="attention",
         example=translate,
         why_not=why_not_translated,

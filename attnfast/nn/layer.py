@@ -121,8 +121,9 @@ def backend_of(
             return None
         if memory is None or not isinstance(history, (Progress, type(None))):
             return None
-        if isinstance(attention, LocalAttention) and attention.slope is None:
-            return None  # it wants all rows at once, and says so
+        is_local = isinstance(attention, LocalAttention)
+        if is_local and (attention.slope is None or attention.span.stride != 1):
+            return None  # without a slope it wants all rows at once, and says so
         if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
             return None
         if memory.key.dtype != like.dtype or memory.key.device != like.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,17 +26,37 @@ def is_plain(module: Any, *kinds: type) -> bool:
     return not any((*hooks, module._backward_pre_hooks))
 
 
+def _is_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether tensors are no more than their numbers, in a dtype of the operator."""
+    given = [y for y in (x, weight, bias) if y is not None]
+    return (
+        x.dtype in (torch.float32, torch.float64)
+        and x.dim() > 0
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[-1]
+        and all(
+            type(y) in (Tensor, nn.Parameter)
+            and y.is_cpu
+            and y.layout == torch.strided
+            and y.dtype == x.dtype
+            for y in given
+        )
+    )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any = None) -> Tensor:
-    """Return ``x Wᵀ + b`` of ``x [..., K]`` and ``weight [N, K]``, as ``F.linear`` does."""
-    if is_recorded() or not x.is_cpu or x.dim() == 0:
+    """Return ``x Wᵀ + b`` of ``x [..., K]`` and ``weight [N, K]``, as ``F.linear`` does.
+
+    The operator saves input and weight both, PyTorch what is needed: where one of them needs no
+    gradient PyTorch's is taken.
+    """
+    if is_recorded() or not _is_own(x, weight, bias) or backend not in (None, "cpu"):
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
     if (
-        not weight.is_cpu
-        or rows < LEAST_ROWS
+        rows < LEAST_ROWS
         or rows * weight.numel() < LEAST_WORK
-        or x.dtype != weight.dtype
-        or x.shape[-1] != weight.shape[-1]
+        or (torch.is_grad_enabled() and x.requires_grad != weight.requires_grad)
         or is_autocast_on()
         or has_tangents()
         or is_intercepted()

@@ -124,7 +124,11 @@ ATTNFAST_EXPORT const char* attnfast_linear_operators() {
 // Whether these products are quicker than PyTorch's, whose library keeps AVX-512 for Intel's processors.
 ATTNFAST_EXPORT bool attnfast_linear_is_quicker() {
 #if defined(__x86_64__)
-  return &kernels() == &avx512::linear && !__builtin_cpu_is("intel");
+  try {
+    return &kernels() == &avx512::linear && !__builtin_cpu_is("intel");
+  } catch (const std::exception&) {  // an instruction set that is not: the operators say so
+    return false;
+  }
 #else
   return false;
 #endif

@@ -102,7 +102,8 @@ class Launch {
   }
 };
 
-std::string sizes(std::initializer_list<int64_t> list) {
+template <class List = std::initializer_list<int64_t>>
+std::string sizes(const List& list) {
   std::string text;
   for (const int64_t size : list) text += (text.empty() ? "[" : ", ") + std::to_string(size);
   return text + "]";

@@ -11,9 +11,8 @@ namespace {
 
 template <class Arguments>
 std::string describe(const Arguments& given) {
-  const Tensor &x = given.input, &h = given.hidden;
-  return "recurrent on CUDA failed for input " + sizes({x.size(0), x.size(1), x.size(2)}) + ", hidden " +
-         sizes({h.size(0), h.size(1)});
+  return "recurrent on CUDA failed for input " + sizes(given.input.sizes()) + ", hidden " +
+         sizes(given.hidden.sizes());
 }
 
 Recurred recurrent(const RecurrentArguments& given) {

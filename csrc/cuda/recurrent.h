@@ -383,8 +383,8 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     }
     multiply(block(grads.grad_weight_ih, 0, gates, 0, a.E), through, matrix(input), false);
     if (a.attends) {
-      const Tensor& made = weight_output ? attentional : given.contexts;
-      const Tensor fed = a.attends_first ? packed(made) : shifted(loop, made, given.feed);
+      const Tensor made = packed(weight_output ? attentional : given.contexts);
+      const Tensor fed = a.attends_first ? made : shifted(loop, made, given.feed);
       multiply(block(grads.grad_weight_ih, 0, gates, a.E, a.F), through, matrix(fed), false);
     }
     const Tensor seen = loop.room({a.T + 1, of.copies * H});

@@ -283,7 +283,36 @@ class Rectified(AttnDecoderRNN):
         return self.out(output), hidden, weights
 
 
+class LastLayer(AttnDecoderRNN):
+    """Begins with the last of the encoder's states, which are one in an example."""
+
+    __qualname__ = "AttnDecoderRNN"
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        return AttnDecoderRNN.forward(self, encoder_outputs, encoder_hidden[-1:], target_tensor)
+
+
+def test_states_of_another_shape_are_for_its_own_code():
+    plain = LastLayer(8, WORDS, 0.0)
+    decoder = served(plain)
+    words = torch.arange(2 * MAX_LENGTH).view(2, -1) % WORDS
+    source, hidden = torch.randn(2, 4, 8), torch.randn(2, 2, 8)
+    torch.testing.assert_close(decoder(source, hidden, words), plain(source, hidden, words))
+
+
+class Gradual(AttnDecoderRNN):
+    """Cuts gradients, which an example need not show."""
+
+    __qualname__ = "AttnDecoderRNN"
+    reads = MAX_LENGTH, SOS_token
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        source = encoder_outputs if torch.is_grad_enabled() else encoder_outputs * 2
+        return AttnDecoderRNN.forward(self, source, encoder_hidden, target_tensor)
+
+
 COPIES = {
+    Gradual: "its own code reads is_grad_enabled, which",
     Sampled: "its own code reads random, which",
     Heated: "its own code reads heat, which",
     Stepped: "its class Stepped has a forward_step of its own",
