@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dis
 import inspect
+import logging
 import sys
 import warnings
 from collections import deque
@@ -36,7 +37,7 @@ HIDDEN = {
     "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
     "is_grad_enabled",
 }  # fmt: skip
-FIXED = (torch.dtype, torch.device, str, type(None))  # what a global that code reads may be
+FIXED = (torch.dtype, torch.device, str, type(None), logging.Logger)  # what a global may be
 INTERNAL = {*vars(nn.Module()), PLACE}
 
 
@@ -126,7 +127,12 @@ def read_of_self(function: FunctionType) -> set[str]:
 
 
 def is_ready_made(x: Any, project: str) -> bool:
-    """Whether this is of Python or of an installed package, in which a project changes nothing."""
+    """Whether this is of Python or of an installed package, in which a project changes nothing.
+
+    What it may change is a value of a class from there, such as a tensor or the command's options.
+    """
+    if not callable(x) and not isinstance(x, ModuleType):
+        return False
     name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or ""
     package = name.partition(".")[0]
     if package == project:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import pickle
 import random
@@ -311,7 +312,22 @@ class Gradual(AttnDecoderRNN):
         return AttnDecoderRNN.forward(self, source, encoder_hidden, target_tensor)
 
 
+OPTIONS = argparse.Namespace(heat=1.0)
+
+
+class Configured(AttnDecoderRNN):
+    """Reads the command's options, which may change."""
+
+    __qualname__ = "AttnDecoderRNN"
+    reads = MAX_LENGTH, SOS_token
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        source = encoder_outputs * OPTIONS.heat
+        return AttnDecoderRNN.forward(self, source, encoder_hidden, target_tensor)
+
+
 COPIES = {
+    Configured: "its own code reads OPTIONS, which",
     Gradual: "its own code reads is_grad_enabled, which",
     Sampled: "its own code reads random, which",
     Heated: "its own code reads heat, which",
