@@ -293,6 +293,29 @@ class LastLayer(AttnDecoderRNN):
         return AttnDecoderRNN.forward(self, encoder_outputs, encoder_hidden[-1:], target_tensor)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoders_of_a_usual_size_are_served(kind):
+    """Rounding grows from step to step, with larger parameters above all."""
+    D = 256
+    torch.manual_seed(0)
+    if kind == "tutorial":
+        decoder = AttnDecoderRNN(D, 1000, 0.1)
+    elif kind == "d2l":
+        attention = real("d2l.torch", *D2L).AdditiveAttention(D, 0.1)
+        decoder = Seq2SeqAttentionDecoder(attention, 1000, D, D)
+        with torch.no_grad():
+            attention(torch.randn(1, 1, D), *[torch.randn(1, 2, D)] * 2, None)
+        attention.attention_weights = None
+    else:
+        words = real("onmt.modules.embeddings", *PIPELINE).Embeddings(D, 1000, word_padding_idx=1)
+        decoder = real("onmt.decoders.decoder", *PIPELINE).InputFeedRNNDecoder(
+            "LSTM", False, 1, D, "general", embeddings=words
+        )
+    for p in decoder.parameters():
+        nn.init.uniform_(p, -(D**-0.5), D**-0.5)
+    served(decoder)
+
+
 def test_states_of_another_shape_are_for_its_own_code():
     plain = LastLayer(8, WORDS, 0.0)
     decoder = served(plain)
