@@ -143,7 +143,7 @@ ADAPTERS = [
         reads=["MAX_LENGTH", "SOS_token", "detach"],
         attention="attention",
         example=translate,
-        larger=4.0,  # a recurrence makes more of rounding
+        larger=2.0,  # a recurrence makes more of rounding
         why_not=why_not_translated,
         note="its own code runs without a target",
     ),
