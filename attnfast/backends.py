@@ -123,7 +123,8 @@ class Backend:
         """Return why this cannot run a call, in words that follow "because", or None."""
         if reason := self._unable(request):
             return reason
-        if request.operator in ("recurrent", "linear") and request.dtype in HALF:
+        whole = ("recurrent", "greedy_search", "linear")
+        if request.operator in whole and request.dtype in HALF:
             return f"{request.operator} takes float32 or float64, not {request.dtype}"
         name, key = f"attnfast_{self.name}::{request.operator}", request.device.type.upper()
         registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))

@@ -10,13 +10,13 @@ from torch import Tensor
 from attnfast import reference
 from attnfast.ops.arguments import as_returned, refuse_tangents
 from attnfast.ops.attention import ATTENTION, Attention
-from attnfast.ops.operators import Operator, is_recorded, made
+from attnfast.ops.operators import ForwardOperator, is_recorded, made
 from attnfast.results import AttentionResult, attention_result
 
 __all__ = ["run", "run_attention"]
 
 
-def run(operator: Operator, call: Any, backend: str) -> Any:
+def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
     """Return the operator's results on a backend, which is one that can run the call."""
     if backend == "reference":
         operator.check(call)

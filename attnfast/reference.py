@@ -20,9 +20,12 @@ from attnfast.ops.linear import Linear, LinearResult
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.recurrent import Recurred, Recurrent, attention_of, fed
 from attnfast.ops.recurrent import fake as fake_recurrent
+from attnfast.ops.search import Said, Search, layer_of
 from attnfast.ops.span import to_columns, to_dense
 
-__all__ = ["attention", "copy_distribution", "coverage_attention", "linear", "recurrent"]
+__all__ = [
+    "attention", "copy_distribution", "coverage_attention", "greedy_search", "linear", "recurrent",
+]  # fmt: skip
 
 
 def visible_keys(call: Attention | Coverage) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,3 +246,37 @@ def recurrent(call: Recurrent) -> Recurred:
     if padding is not None:
         rows = [x.masked_fill(padding, 0) if x.dim() == 3 else x for x in rows]
     return Recurred(*rows)
+
+
+def greedy_search(call: Search) -> Said:
+    """Say the best word at every step."""
+    linear = torch.nn.functional.linear
+    B = call.hidden.shape[0]
+    words = call.limits.new_full((B, call.most), call.end)
+    word, ended = call.limits.new_full((B,), call.begin), call.limits.new_zeros(B, dtype=torch.bool)
+    h, c, f = call.hidden, call.cell, call.feed
+    for t in range(call.most):
+        x = call.embedding[word] * call.embedding_scale
+        span = None if call.span is None else call.span[:, t : t + 1]
+        step = call._replace(hidden=h, cell=c, feed=f, span=span)
+        made = recurrent(layer_of(step, x.unsqueeze(1)))
+        h, context = made.states[:, 0], made.contexts[:, 0]
+        c = None if call.cell is None else made.cells[:, 0]
+        output = None if call.weight_output is None else made.attentional[:, 0]
+        if not call.attends_first and call.weight_ih.shape[1] > x.shape[1]:
+            f = context if output is None else output
+        if call.weight_readout is not None:
+            output = linear(torch.cat([h, context, x], -1), call.weight_readout, call.bias_readout)
+            output = output.tanh()
+        scores = linear(output, call.weight_vocab, call.bias_vocab)  # type: ignore[arg-type]
+        best, new = scores[:, call.end :].max(-1)
+        word = (new + call.end).masked_fill(call.limits <= t + 1, call.end)
+        word = word.masked_fill(~(best > -math.inf), -1)
+        if t:
+            word = torch.where(ended, words[:, t - 1], word)
+        words[:, t] = word
+        ended = (word == call.end) | (word < 0)
+        word = word.masked_fill(ended, call.begin)  # which nobody reads
+        if ended.all():
+            break
+    return Said(words)

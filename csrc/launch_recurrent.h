@@ -7,8 +7,7 @@
 namespace attnfast {
 namespace {
 
-#define ATTNFAST_LAYER(X)                             \
-  X(Tensor, input, sizes, own, {B, T, E})             \
+#define ATTNFAST_LAYER_PARAMETERS(X)                  \
   X(Tensor, hidden, sizes, own, {B, N})               \
   X(Tensor, weight_ih, sizes, own, {G * N, E + F})    \
   X(Tensor, weight_hh, sizes, own, {G * N, N})        \
@@ -21,8 +20,9 @@ namespace {
   X(Optional, weight, sizes, own, {A})                \
   X(Optional, weight_query, sizes, own, {A, N})       \
   X(Optional, bias_query, sizes, own, {A})            \
-  X(Optional, weight_output, sizes, own, {F, Dv + N}) \
-  X(Optional, bias_output, sizes, own, {F})
+  X(Optional, weight_output, sizes, own, {O, Dv + N}) \
+  X(Optional, bias_output, sizes, own, {O})
+#define ATTNFAST_LAYER(X) X(Tensor, input, sizes, own, {B, T, E}) ATTNFAST_LAYER_PARAMETERS(X)
 #define ATTNFAST_LAYER_KEYS(X)                                               \
   X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
   X(Optional, span, spans)                                                   \
@@ -48,7 +48,7 @@ namespace {
   X(Optional, grad_cells, result, given.cell, N)                                        \
   X(Optional, grad_contexts, result, given.key, Dv)                                     \
   X(Optional, grad_weights, result, given.key, Tk)                                      \
-  X(Optional, grad_attentional, result, given.weight_output, F)                         \
+  X(Optional, grad_attentional, result, given.weight_output, O)                         \
   ATTNFAST_LAYER(X)                                                                     \
   ATTNFAST_LAYER_KEYS(X)                                                                \
   X(Tensor, states, sizes, own, {B, T, N})                                              \
@@ -77,20 +77,23 @@ Cell cell_of(const std::string& mode) {
   throw std::runtime_error("mode must be tanh, gru or lstm, got " + mode);
 }
 
-// The sizes of a layer.
+// The sizes of a layer, of one step where there are no inputs.
 struct LayerFit : Fit {
-  int64_t T = 0, E = 0, N = 0, G, F = 0, Tk = 0, A = 0, Dv = 0;
+  int64_t T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
   explicit LayerFit(const Arguments& given)
-      : Fit(Arguments::kOperator, given.input), G(gates_of(cell_of(given.mode))) {
-    check(given.input.dim() == 3 && (own == ScalarType::Float || own == ScalarType::Double), "input");
-    check(given.hidden.dim() == 2, "hidden");
+      : Fit(Arguments::kOperator, given.hidden), G(gates_of(cell_of(given.mode))) {
+    check(given.hidden.dim() == 2 && (own == ScalarType::Float || own == ScalarType::Double), "hidden");
     check(given.cell.has_value() == (given.mode == "lstm"), "cell");
-    B = given.input.size(0);
-    T = given.input.size(1);
-    E = given.input.size(2);
+    B = given.hidden.size(0);
+    lead = 1;
     N = A = given.hidden.size(1);
+    if constexpr (requires { given.input; }) {
+      check(given.input.dim() == 3, "input");
+      T = given.input.size(1);
+      E = given.input.size(2);
+    }
     check(given.key.has_value() == given.value.has_value(), "value");
     const auto needs = [&](const Optional& x, const Optional& of, const char* name) {
       check(!x || of, name);
@@ -111,7 +114,7 @@ struct LayerFit : Fit {
     if (given.weight_query)
       check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
     if (given.weight_output)
-      check(given.weight_output->dim() == 2, "weight_output"), F = given.weight_output->size(0);
+      check(given.weight_output->dim() == 2, "weight_output"), F = O = given.weight_output->size(0);
   }
 
   static bool goes_with(const std::string& score, const Optional& key, const Optional& weight) {
@@ -165,7 +168,7 @@ View result_of(const Optional& x, Keep& keep) { return x && x->dim() == 3 ? kept
 
 template <class Arguments>
 void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep) {
-  a.dtype = dtype_of(given.input);
+  a.dtype = dtype_of(given.hidden);
   a.cell = cell_of(given.mode);
   a.attends = given.key.has_value();
   a.attends_first = given.attends_first;
@@ -174,14 +177,15 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   a.E = fit.E;
   a.H = fit.N;
   a.F = fit.F;
+  a.O = fit.O;
   a.Tk = fit.Tk;
   a.A = fit.A;
   a.Dv = fit.Dv;
-  a.input = kept(given.input, keep);
+  if constexpr (requires { given.input; }) a.input = kept(given.input, keep);
   a.hidden = kept(given.hidden, keep);
   a.first_cell = kept(given.cell, keep);
   a.feed = kept(given.feed, keep);
-  a.dropout = kept(given.dropout, keep);
+  if constexpr (requires { given.dropout; }) a.dropout = kept(given.dropout, keep);
   a.weight_ih = kept(given.weight_ih, keep);
   a.weight_hh = kept(given.weight_hh, keep);
   a.weight_query = kept(given.weight_query, keep);
@@ -190,10 +194,11 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   a.bias_hh = kept(given.bias_hh, keep);
   a.bias_query = kept(given.bias_query, keep);
   a.bias_output = kept(given.bias_output, keep);
-  if (given.target_lengths) {
-    keep.push_back(packed(*given.target_lengths));
-    a.target_lengths = static_cast<const int64_t*>(place_of(keep.back()));
-  }
+  if constexpr (requires { given.target_lengths; })
+    if (given.target_lengths) {
+      keep.push_back(packed(*given.target_lengths));
+      a.target_lengths = static_cast<const int64_t*>(place_of(keep.back()));
+    }
 }
 
 // What attention has of a layer for one step; its query is the launcher's.
@@ -233,7 +238,7 @@ Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, Recurr
       .cells = room(a.cell == Cell::lstm, a.H, a.cells),
       .contexts = room(a.attends, a.Dv, a.contexts),
       .weights = room(a.attends, a.Tk, a.attention.weights),
-      .attentional = room(given.weight_output.has_value(), a.F, a.attentional),
+      .attentional = room(given.weight_output.has_value(), a.O, a.attentional),
       .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
       .gates = room(a.cell != Cell::tanh, 4 * a.H, a.gates),
   };

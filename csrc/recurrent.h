@@ -13,7 +13,7 @@ struct Layer {
   Dtype dtype;
   Cell cell;
   bool attends, attends_first;
-  int64_t B, T, E, H, F, Tk, A, Dv;  // F: features that are fed to a step
+  int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features that are fed to a step; O: of an attentional vector
   View input, hidden, first_cell, feed, dropout;
   View weight_ih, weight_hh, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;

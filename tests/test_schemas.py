@@ -12,7 +12,7 @@ from attnfast.backends import load_library
 from attnfast.ops.operators import ARGUMENTS
 
 FAMILIES = {
-    "cpu": ("attention", "copying", "coverage", "recurrent", "linear"),
+    "cpu": ("attention", "copying", "coverage", "recurrent", "search", "linear"),
     "cuda": ("attention", "copying", "coverage", "recurrent"),
 }
 

@@ -88,6 +88,10 @@ class _Decoder(nn.Module):
         """The attention's, which serves the recurrent layer and the readout too."""
         return getattr(self.attention, "backend", None)
 
+    def parts(self) -> tuple[Layer, nn.Linear | None]:
+        """Return the layer that attends, and what reads states, contexts and words, if anything."""
+        raise NotImplementedError
+
     def _run(self, inputs: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
         hx: Any = state.hidden.unsqueeze(0)
@@ -107,11 +111,10 @@ class _Decoder(nn.Module):
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-        **options: Any,
     ) -> tuple[Steps, RecurrentState]:
         """Run RNN and attention, each of which needs the other's last step."""
         done = run_layer(
-            Layer.of(self.rnn, **options), embedded, state, self.attention, memory,
+            self.parts()[0], embedded, state, self.attention, memory,
             target_mask=target_mask, need_weights=need_weights,
         )  # fmt: skip
         cell = None if done.cells is None else done.cells[:, -1]
@@ -224,6 +227,9 @@ class BahdanauDecoder(_Decoder):
         super().__init__(attention, cell, embed_dim + context_dim, hidden_dim)
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
+    def parts(self) -> tuple[Layer, nn.Linear | None]:
+        return Layer.of(self.rnn), self.readout
+
     def _words(
         self,
         embedded: Tensor,
@@ -271,6 +277,9 @@ class LuongDecoder(_Decoder):
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
 
+    def parts(self) -> tuple[Layer, nn.Linear | None]:
+        return Layer.of(self.rnn, output=self.readout, attends_first=False), None
+
     def initial(self, hidden: Tensor) -> RecurrentState:
         state = super().initial(hidden)
         if not self.input_feeding:
@@ -300,9 +309,6 @@ class LuongDecoder(_Decoder):
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         if not self.input_feeding:
             return self._decode(embedded, state, memory, need_weights, target_mask)
-        done, state = self._together(
-            embedded, state, memory, need_weights, target_mask,
-            output=self.readout, attends_first=False,
-        )  # fmt: skip
+        done, state = self._together(embedded, state, memory, need_weights, target_mask)
         assert done.attentional is not None
         return done.attentional, state._replace(feed=done.attentional[:, -1]), done.weights

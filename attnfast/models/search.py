@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from attnfast import dispatch
 from attnfast.errors import InputError, check_whole, describe, refuse, refuse_type
-from attnfast.models.seq2seq import BOS, EOS, Seq2Seq
+from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
+from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source
+from attnfast.nn.layer import RecurrentState, backend_of, terms_of
+from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST
+from attnfast.ops.search import SEARCH, Search
 
 
 def output_limit(lengths: Tensor) -> Tensor:
@@ -41,7 +46,7 @@ def _best_words(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, (words + EOS).masked_fill(best == LOWEST, EOS)
 
 
-def _refuse_nan(found: Tensor) -> None:
+def _refuse_nan(found: Tensor | bool) -> None:
     """Raise if a search met scores that are NaN, asked at its end so as to wait for a GPU once."""
     if found:
         raise InputError(
@@ -54,6 +59,42 @@ def check_model(model: object) -> None:
     """Refuse what has not the two calls of a :class:`Seq2Seq`."""
     if not callable(getattr(model, "encode", None)) or not callable(getattr(model, "decode", None)):
         refuse_type("model", "a Seq2Seq", describe(model))
+
+
+def _in_one_call(
+    model: Seq2Seq, source: Source, state: RecurrentState, limits: Tensor
+) -> list[list[int]] | None:
+    """Return what :func:`greedy_search` does, by one operator; None if none serves the model."""
+    if not is_plain(model, Seq2Seq) or "decode" in vars(model) or model.training:
+        return None
+    decoder, words, memory = model.decoder, model.embedding, source.memory
+    if not is_plain(decoder, BahdanauDecoder, LuongDecoder) or model.pointer is not None:
+        return None
+    layer, readout = decoder.parts()
+    of_plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (model.dropout, nn.Dropout)]
+    if layer.rnn is not None or words.max_norm or not all(is_plain(*x) for x in of_plain):
+        return None
+    attention, like = decoder.attention, words.weight
+    backend = backend_of(attention, memory, like, history=state.history, operator=SEARCH.name)
+    if backend is None or attention is None:
+        return None
+    most = int(limits.max()) if len(limits) else 0
+    steps = like.new_empty(len(limits), most, 0)
+    terms, _ = terms_of(attention, memory, backend, state.history, steps)
+    call = Search(
+        words.weight, words.weight, limits.flatten(), state.hidden,
+        layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
+        bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=model.bias,
+        weight_output=getattr(layer.output, "weight", None),
+        bias_output=getattr(layer.output, "bias", None),
+        weight_readout=getattr(readout, "weight", None),
+        bias_readout=getattr(readout, "bias", None),
+        mode=layer.mode, attends_first=layer.attends_first, begin=BOS, end=EOS, most=most,
+        embedding_scale=words.embedding_dim**0.5, **terms,
+    )  # fmt: skip
+    rows = dispatch.run(SEARCH, call, backend).words.tolist()
+    _refuse_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
+    return [row[: row.index(EOS)] for row in rows]
 
 
 @torch.no_grad()
@@ -74,6 +115,8 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
     check_model(model)
     memory, state = model.encode(source, lengths)
     limits = output_limit(lengths).to(source.device).unsqueeze(1)
+    if (rows := _in_one_call(model, memory, state, limits)) is not None:
+        return rows
     words = source.new_full((source.shape[0], 1), BOS)
     ended = torch.zeros_like(words, dtype=torch.bool)
     nan = torch.zeros_like(ended)

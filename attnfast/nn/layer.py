@@ -109,7 +109,7 @@ class Steps(NamedTuple):
 
 def backend_of(
     attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None,
-    history: Any = None,
+    history: Any = None, operator: str = RECURRENT.name,
 ) -> str | None:  # fmt: skip
     """Return the backend whose operator serves a layer, or None."""
     if is_autocast_on() or has_tangents():
@@ -129,7 +129,7 @@ def backend_of(
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
             return None
         wanted = memory.backend
-    return best(wanted, like.device, like.dtype, RECURRENT.name)
+    return best(wanted, like.device, like.dtype, operator)
 
 
 #: Numbers of parameters, keys and values from which a single step with gradients is quicker in a
@@ -177,11 +177,8 @@ def run_layer(
     history = packed = None
     if attention is not None:
         assert memory is not None
-        terms = _terms(attention, memory, backend)
+        terms, history = terms_of(attention, memory, backend, state.history, input)
         terms["feed"] = None if layer.attends_first else state.feed
-        if isinstance(attention, LocalAttention):
-            past = state.history or Progress()
-            terms["span"], history = _within(attention, past, memory, input)
     call = Recurrent(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
@@ -208,8 +205,19 @@ def run_layer(
     )
 
 
+def terms_of(
+    attention: Any, memory: Memory, backend: str, history: Any, input: Tensor
+) -> tuple[dict[str, Any], Any]:
+    """Return what a call for inputs ``[B, T, E]`` says of its attention; the history after it."""
+    terms = _terms(attention, memory, backend)
+    if not isinstance(attention, LocalAttention):
+        return terms, None
+    terms["span"], history = _within(attention, history or Progress(), memory, input)
+    return terms, history
+
+
 def _terms(attention: Any, memory: Memory, backend: str) -> dict[str, Any]:
-    """Return what a layer's call says of its attention."""
+    """Return the same but for a window."""
     kept, of_memory = None, None if is_recorded() else memory.steps
     if of_memory is not None:
         of_memory.check_unchanged()

@@ -102,19 +102,14 @@ CHECKS: dict[str, Callable[..., None]] = {}
 made = tuple.__new__
 
 
-class Operator:
-    """An operator and its backward, on every compiled backend.
+class ForwardOperator:
+    """An operator whose results have no gradient, on every compiled backend.
 
     Args:
-        name: in the namespaces ``attnfast_<backend>``; its backward is ``<name>_backward``.
+        name: in the namespaces ``attnfast_<backend>``.
         Call, Result: its arguments and its results, named tuples.
-        Backward, Gradients: those of its backward. A field of ``Backward`` is ``grad_`` and a
-            result; or an argument or a result, which are saved; or ``need_grad_…``; or optional.
-            A field of ``Gradients`` is ``grad_`` and an argument, or ``grad_score``.
-        needs: for each ``need_grad_…`` the arguments whose gradients it stands for.
-        constant: results that have no gradient.
-        check, check_backward: refuse arguments that do not fit, before anything is computed.
-        fake, fake_backward: return empty results.
+        check: refuses arguments that do not fit, before anything is computed.
+        fake: returns empty results.
         backends: those that have it.
     """
 
@@ -123,35 +118,15 @@ class Operator:
         name: str,
         Call: Any,
         Result: Any,
-        Backward: Any,
-        Gradients: Any,
         *,
-        needs: dict[str, tuple[str, ...]],
         check: Callable[[Any], None],
-        check_backward: Callable[[Any], None],
         fake: Callable[[Any], Any],
-        fake_backward: Callable[[Any], Any],
-        constant: tuple[str, ...] = (),
         backends: tuple[str, ...] = tuple(LIBRARIES),
     ):
-        libraries = {backend: LIBRARIES[backend] for backend in backends}
+        self.libraries = {backend: LIBRARIES[backend] for backend in backends}
         self.name, self.Call, self.Result = name, Call, Result
-        self.Backward, self.Gradients, self.constant = Backward, Gradients, constant
-        self._plan(needs)
         self.check, self.fake = check, fake
-        self.forwards = self.define(name, Call, Result, check, fake, libraries)
-        self.backwards = self.define(
-            f"{name}_backward", Backward, Gradients, check_backward, fake_backward, libraries
-        )
-        for backend, library in libraries.items():
-            full = f"attnfast_{backend}::{name}"
-            torch.library.register_autograd(
-                full, self._derivative(backend), setup_context=self.setup_context, lib=library
-            )
-            torch.library.register_autograd(
-                f"{full}_backward", self._no_second_derivative, lib=library
-            )
-        self.eager = self._eager()
+        self.forwards = self.define(name, Call, Result, check, fake, self.libraries)
 
     @staticmethod
     def define(
@@ -179,6 +154,57 @@ class Operator:
     def __call__(self, backend: str, arguments: Any) -> Any:
         """Run a backend; where gradients are wanted, PyTorch's registered derivative is taken."""
         return made(self.Result, call(self.forwards[backend], arguments))
+
+    def differentiable(self, backend: str, arguments: Any) -> Any:
+        """The same: there is nothing to differentiate."""
+        return self(backend, arguments)
+
+
+class Operator(ForwardOperator):
+    """An operator and its backward.
+
+    Args:
+        name: in the namespaces ``attnfast_<backend>``; its backward is ``<name>_backward``.
+        Call, Result, check, fake, backends: those of a :class:`ForwardOperator`.
+        Backward, Gradients: those of its backward. A field of ``Backward`` is ``grad_`` and a
+            result; or an argument or a result, which are saved; or ``need_grad_…``; or optional.
+            A field of ``Gradients`` is ``grad_`` and an argument, or ``grad_score``.
+        needs: for each ``need_grad_…`` the arguments whose gradients it stands for.
+        constant: results that have no gradient.
+        check_backward, fake_backward: what check and fake are, of the backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        Call: Any,
+        Result: Any,
+        Backward: Any,
+        Gradients: Any,
+        *,
+        needs: dict[str, tuple[str, ...]],
+        check: Callable[[Any], None],
+        check_backward: Callable[[Any], None],
+        fake: Callable[[Any], Any],
+        fake_backward: Callable[[Any], Any],
+        constant: tuple[str, ...] = (),
+        backends: tuple[str, ...] = tuple(LIBRARIES),
+    ):
+        super().__init__(name, Call, Result, check=check, fake=fake, backends=backends)
+        self.Backward, self.Gradients, self.constant = Backward, Gradients, constant
+        self._plan(needs)
+        self.backwards = self.define(
+            f"{name}_backward", Backward, Gradients, check_backward, fake_backward, self.libraries
+        )
+        for backend, library in self.libraries.items():
+            full = f"attnfast_{backend}::{name}"
+            torch.library.register_autograd(
+                full, self._derivative(backend), setup_context=self.setup_context, lib=library
+            )
+            torch.library.register_autograd(
+                f"{full}_backward", self._no_second_derivative, lib=library
+            )
+        self.eager = self._eager()
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
         """The same in eager mode where gradients are wanted, at half the overhead."""

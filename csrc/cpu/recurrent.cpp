@@ -22,10 +22,10 @@ constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
 
 // ---- the team -----------------------------------------------------------------------------------
 
-int64_t threads_for(const Layer& a) {
+int64_t threads_for(const Layer& a, int64_t more = 0) {
   const int64_t gates = gates_of(a.cell);
-  const int64_t products = a.H * (gates * (a.H + a.F) + (a.weight_query.data ? a.A : 0)) + a.F * a.Dv;
-  const int64_t work = a.B * (products + a.Tk * (a.A + a.Dv));
+  const int64_t products = a.H * (gates * (a.H + a.F) + (a.weight_query.data ? a.A : 0)) + a.O * a.Dv;
+  const int64_t work = a.B * (products + a.Tk * (a.A + a.Dv) + more);
   return std::clamp<int64_t>(work / kStepWorthAThread, 1, torch::stable::get_num_threads());
 }
 
@@ -175,6 +175,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   a.H = fit.N;
   a.F = fit.F;
   a.A = fit.A;
+  a.O = given.weight_output ? fit.F : 0;
   a.Dv = fit.Dv;
   a.weight_ih = kept(given.weight_ih, keep);
   a.weight_hh = kept(given.weight_hh, keep);
@@ -193,11 +194,137 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   return {out};
 }
 
+// ---- greedy search ------------------------------------------------------------------------------
+
+#define ATTNFAST_SEARCH(X)                                                   \
+  X(Tensor, embedding, sizes, own, {V, E})                                   \
+  X(Tensor, weight_vocab, sizes, own, {V, R})                                \
+  X(Tensor, limits, sizes, ScalarType::Long, {B})                            \
+  ATTNFAST_LAYER_PARAMETERS(X)                                               \
+  X(Optional, weight_readout, sizes, own, {R, N + Dv + E})                   \
+  X(Optional, bias_readout, sizes, own, {R})                                 \
+  X(Optional, bias_vocab, sizes, own, {V})                                   \
+  X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                        \
+  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
+  X(Optional, span, spans)                                                   \
+  X(Optional, prepared, exponentials, given.score)                           \
+  ATTNFAST_LAYER_OPTIONS(X)                                                  \
+  X(double, embedding_scale, any)                                            \
+  X(int64_t, begin, between, 0, V - 1)                                       \
+  X(int64_t, end, between, 0, V - 1)                                         \
+  X(int64_t, most, between, 0, INT32_MAX)
+#define ATTNFAST_SAID(X) X(words)
+
+struct SearchFit : LayerFit {
+  int64_t V = 0, R = 0;
+
+  template <class Arguments>
+  explicit SearchFit(const Arguments& given) : LayerFit(given) {
+    check(given.hidden.is_cpu(), "hidden");
+    check(given.key.has_value(), "key");
+    check(given.embedding.dim() == 2, "embedding");
+    check(given.weight_vocab.dim() == 2, "weight_vocab");
+    check(given.weight_ih.dim() == 2, "weight_ih");
+    T = given.most;
+    V = given.embedding.size(0);
+    E = given.embedding.size(1);
+    R = given.weight_vocab.size(1);
+    check(given.weight_output || given.weight_readout, "weight_readout");
+    check(!given.bias_readout || given.weight_readout, "bias_readout");
+    check(given.weight_readout || R == O, "weight_vocab");
+    if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
+  }
+};
+
+ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchFit)
+ATTNFAST_RESULTS(Said, ATTNFAST_SAID)
+
+// Room for what a step leaves, and what both kinds of step share.
+void put_rooms(const SearchArguments& given, const SearchArguments::Fit& fit, GreedySearch& a, Keep& keep) {
+  const auto room = [&](bool wanted, int64_t columns) {
+    if (!wanted) return View{};
+    keep.push_back(empty(kCpu, {a.B, 1, columns}, fit.own));
+    return rows_of(keep.back());
+  };
+  RecurrentForward &even = a.even, &odd = a.odd;
+  even.input = room(true, even.E);
+  even.gates = room(kept_of(even.cell), 4 * even.H);
+  even.queries = room(given.weight_query || given.attends_first, even.A);
+  even.contexts = room(true, even.Dv);
+  even.attention.weights = room(true, even.Tk);
+  even.attention.log_sum_exp = room(true, 1);
+  odd = even;
+  for (RecurrentForward* step : {&even, &odd}) {
+    step->states = room(true, even.H);
+    step->cells = room(even.cell == Cell::lstm, even.H);
+    step->attentional = room(given.weight_output.has_value(), even.O);
+    if (!given.attends_first && !given.weight_output) step->contexts = room(true, even.Dv);
+    step->attention.context = step->contexts;
+    step->attention.query = even.queries.data ? even.queries : step->states;
+  }
+  const bool feeds = !given.attends_first && even.F;
+  for (const auto& [step, last] : {std::pair{&even, &odd}, std::pair{&odd, &even}}) {
+    step->hidden = last->states;
+    step->first_cell = last->cells;
+    step->feed = !feeds ? View{} : given.weight_output ? last->attentional : last->contexts;
+  }
+}
+
+Said greedy_search(const SearchArguments& given) {
+  const SearchArguments::Fit fit(given);
+  Keep keep;
+  GreedySearch a{};
+  RecurrentForward& step = a.even;
+  put_layer(given, fit, step, keep);
+  step.T = 1;
+  a.dtype = step.dtype;
+  a.B = step.B;
+  a.T = 1;
+  a.V = fit.V;
+  a.R = fit.R;
+  a.begin = given.begin;
+  a.end = given.end;
+  a.most = given.most;
+  a.hidden = step.hidden;
+  a.first_cell = step.first_cell;
+  a.feed = step.feed;
+  a.embedding = kept(given.embedding, keep);
+  a.weight_readout = kept(given.weight_readout, keep);
+  a.weight_vocab = kept(given.weight_vocab, keep);
+  a.bias_readout = kept(given.bias_readout, keep);
+  a.bias_vocab = kept(given.bias_vocab, keep);
+  a.embedding_scale = given.embedding_scale;
+  keep.push_back(packed(given.limits));
+  a.limits = static_cast<const int64_t*>(place_of(keep.back()));
+  const Tensor words = empty(kCpu, {a.B, a.most}, ScalarType::Long);
+  a.words = static_cast<int64_t*>(place_of(words));
+  put_attention(given, fit, step, step.attention, keep);
+  keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step.attention));
+  if (keep.back().numel()) step.attention.exponentials = view(keep.back());
+  put_rooms(given, fit, a, keep);
+  const int64_t of_words = a.R * (a.V + (given.weight_readout ? step.H + step.Dv : 0));
+  const int64_t threads = threads_for(step, of_words);
+  LayerPlan plan = plan_of(step, threads);
+  plan.attention = plan_by_rows(step.attention);
+  const Room rooms[] = {{&a.read, given.weight_readout ? a.R : 0}};
+  run_team(a, plan, threads, kernels().search, rooms);
+  return {words};
+}
+
+using SearchOperators = Operators<greedy_search>;
+
 }  // namespace
+
+// For a test: the list above.
+ATTNFAST_EXPORT const char* attnfast_search_operators() {
+  static const std::string text = SearchOperators::listed();
+  return text.c_str();
+}
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   RecurrentOperators::implement(m);
   Operators<pack_recurrent>::implement(m);
+  SearchOperators::implement(m);
 }
 
 }  // namespace attnfast

@@ -19,7 +19,27 @@ struct LayerPlan {
   Plan attention;  // of one step
 };
 
+// The best of some words.
+template <class C>
+struct Found {
+  C score;
+  int64_t word;  // negative: none
+};
+
 }  // namespace cpu
+
+// A search for the best word at every step, which the next one reads: a layer's steps, one at a time.
+struct GreedySearch {
+  Dtype dtype;
+  int64_t B, T, V, R, begin, end, most;  // T is 1; at most `most` words, the first after `begin`
+  RecurrentForward even, odd;            // steps, each of which begins where the other has ended
+  View hidden, first_cell, feed;         // what the first step begins with
+  View embedding, weight_readout, weight_vocab, bias_readout, bias_vocab;
+  double embedding_scale;
+  const int64_t* limits;  // [B]
+  View read;              // room [B, 1, R], with a readout
+  int64_t* words;         // out [B, most]
+};
 
 // Bytes of scratch, for all and for each member, and the most items of a phase; what one member does.
 template <class Call>
@@ -36,6 +56,7 @@ struct RecurrentKernels {
   void (*pack)(const Layer&, cpu::Team&, int64_t member, void* out);
   LayerKernel<RecurrentForward> forward;
   LayerKernel<RecurrentBackward> backward;
+  LayerKernel<GreedySearch> search;
 };
 
 // clang-format off

@@ -19,8 +19,8 @@ struct Packed {
     hidden = take_panels(room, a.H, gates);
     if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A));
     if (a.weight_output.data) {
-      context = take_panels(room, a.Dv, panels<C>(a.F));
-      output = take_panels(room, a.H, panels<C>(a.F));
+      context = take_panels(room, a.Dv, panels<C>(a.O));
+      output = take_panels(room, a.H, panels<C>(a.O));
     }
     bias = room.take(kMostGates * units * kPanel<C>);
   }
@@ -45,7 +45,7 @@ struct Packed {
     const Panels<C>* const all[] = {&input, &fed, &hidden, &query, &context, &output};
     const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,
                                    &a.weight_query, &a.weight_output, &a.weight_output};
-    const int64_t columns[] = {0, a.E, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.A, a.F, a.F};
+    const int64_t columns[] = {0, a.E, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.A, a.O, a.O};
     int64_t total = 1;  // the biases
     for (const int64_t count : counts) total += count;
     member.share(total, [&](int64_t item) {
@@ -81,14 +81,22 @@ class Forwards {
 
  public:
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
-      : a(a), plan(plan), member(member), packed(Packed<C>::of(a, room)), own(static_cast<char*>(own)),
-        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a.cell) ? a.gates : a.states) {
+      : Forwards(a, plan, member, Packed<C>::of(a, room), own) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
   }
+  Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
+           void* own)
+      : a(a), plan(plan), member(member), packed(packed), masked{}, own(static_cast<char*>(own)),
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
     if (!a.packed) packed.fill(a, member);
     if (a.dropout.data) mask_first();
+    take_steps();
+    if (a.attends && a.target_lengths) clear_padding();
+  }
+
+  void take_steps() {
     multiply_inputs();
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t);
@@ -96,7 +104,6 @@ class Forwards {
       if (a.attends && !a.attends_first) attend(t);
       if (a.weight_output.data) feed_back(t);
     }
-    if (a.attends && a.target_lengths) clear_padding();
   }
 
  private:
@@ -237,7 +244,7 @@ class Forwards {
       multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
       multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
-        for_vectors<C>(a.F - first, [&](int64_t c, int64_t n) {
+        for_vectors<C>(a.O - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * kPanel<C> + c);
           if (a.bias_output.data) sum += load_part(row<C>(a.bias_output, 0) + first + c, n, (C)0);
           store_part(row<C>(a.attentional, block.b + r, t) + first + c, tanh_of(sum), n);
@@ -252,7 +259,7 @@ class Forwards {
         clear(row<C>(a.contexts, b, t), a.Dv);
         clear(row<C>(a.attention.weights, b, t), a.Tk);
         if (a.queries.data) clear(row<C>(a.queries, b, t), a.A);
-        if (a.weight_output.data) clear(row<C>(a.attentional, b, t), a.F);
+        if (a.weight_output.data) clear(row<C>(a.attentional, b, t), a.O);
       }
     });
   }

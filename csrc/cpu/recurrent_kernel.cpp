@@ -1,7 +1,7 @@
 // A recurrent layer that attends at every step, on the CPU, for one instruction set (see vector.h); the
 // launcher is recurrent.cpp.
+#include "greedy_search.h"
 #include "recurrent_backward.h"
-#include "recurrent_forward.h"
 
 namespace attnfast {
 namespace VARIANT {
@@ -43,6 +43,13 @@ size_t backward_room(const RecurrentBackward& a) {
   return bytes_of(room);
 }
 
+template <class C>
+size_t search_room(const GreedySearch& a) {
+  Scratch<C> room = nowhere<C>();
+  const SearchRoom<C> taken(a, room);
+  return bytes_of(room);
+}
+
 // The most items that a phase of products has: panels are at least 4 columns wide.
 int64_t most_items(const Layer& a, const LayerPlan& plan) {
   const int64_t columns = larger(larger(a.E, a.H), larger(a.A, larger(a.F, a.Dv)));
@@ -70,6 +77,11 @@ int64_t backward_items(const RecurrentBackward& a, const LayerPlan& plan) {
   return most;
 }
 
+int64_t search_items(const GreedySearch& a, const LayerPlan& plan) {
+  const int64_t of_words = parts(a.R, 4) + parts(a.V, 4);
+  return larger(forward_items(a.even, plan), of_words * larger(parts(a.B, plan.rows), 1));
+}
+
 template <class C>
 void run_forward(const RecurrentForward& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
                  void* own) {
@@ -81,6 +93,12 @@ void run_backward(const RecurrentBackward& a, const LayerPlan& plan, Team& team,
                   void* own) {
   Member member(team, who);
   Backwards<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
+}
+template <class C>
+void run_search(const GreedySearch& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
+                void* own) {
+  Member member(team, who);
+  Search<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
 }
 
 }  // namespace
@@ -129,6 +147,19 @@ extern const RecurrentKernels recurrent = {
                        const auto run = a.dtype == Dtype::f64 ? run_backward<double> : run_backward<float>;
                        run(a, plan, team, who, shared, own);
                      }},
+    .search = {.shared =
+                   [](const GreedySearch& a, const LayerPlan&) {
+                     return a.dtype == Dtype::f64 ? search_room<double>(a) : search_room<float>(a);
+                   },
+               .own = [](const GreedySearch& a,
+                         const LayerPlan& plan) { return recurrent.forward.own(a.even, plan); },
+               .items = search_items,
+               .run =
+                   [](const GreedySearch& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
+                      void* own) {
+                     const auto run = a.dtype == Dtype::f64 ? run_search<double> : run_search<float>;
+                     run(a, plan, team, who, shared, own);
+                   }},
 };
 
 }  // namespace VARIANT

@@ -1,0 +1,135 @@
+"""Greedy search: a recurrent layer that attends and reads, at every step, the best word so far.
+
+.. code-block:: text
+
+    x_t = scale · embedding[y_{t−1}]
+    h_t, c_t, f_t   from x_t, as in :mod:`attnfast.ops.recurrent`
+    o_t = tanh(W_r [h_t; c_t; x_t] + b_r),  or f_t without a readout
+    y_t = the largest of W_v o_t + b_v, from the word ``end`` on
+
+This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnfast.errors import refuse
+from attnfast.ops.arguments import check_dense, check_exact
+from attnfast.ops.operators import ForwardOperator
+from attnfast.ops.recurrent import GATES, Recurrent, fed
+from attnfast.ops.recurrent import check as check_recurrent
+
+
+class Search(NamedTuple):
+    """The arguments of the operator, float32 or float64.
+
+    ``embedding [V, E]`` of the words, ``weight_vocab [V, R]`` and ``bias_vocab [V]`` for their
+    scores; ``weight_readout [R, H + Dv + E]`` and ``bias_readout [R]``, or None, where the
+    attentional vectors are scored. Sequence b has at most ``limits [B]`` words, int64, the end
+    included, and none has more than ``most``. ``begin`` is read first; words below ``end`` are
+    never said.
+
+    The others are those of :class:`attnfast.ops.recurrent.Recurrent`, which must have keys. With
+    ``weight_ih [G·H, E]`` nothing is fed to the next step.
+    """
+
+    embedding: Tensor
+    weight_vocab: Tensor
+    limits: Tensor
+    hidden: Tensor
+    weight_ih: Tensor
+    weight_hh: Tensor
+    cell: Tensor | None = None
+    feed: Tensor | None = None
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    weight: Tensor | None = None
+    weight_query: Tensor | None = None
+    bias_query: Tensor | None = None
+    weight_output: Tensor | None = None
+    bias_output: Tensor | None = None
+    weight_readout: Tensor | None = None
+    bias_readout: Tensor | None = None
+    bias_vocab: Tensor | None = None
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    span: Tensor | None = None
+    prepared: Tensor | None = None
+    mode: str = "gru"
+    attends_first: bool = True
+    scale: float = 1.0
+    score: str = "dot"
+    embedding_scale: float = 1.0
+    begin: int = 0
+    end: int = 0
+    most: int = 0
+
+
+class Said(NamedTuple):
+    """What comes out: ``words [B, most]``.
+
+    A row is ``end`` from its end on, −1 from the step on whose scores are NaN; columns after the
+    step at which the last row ends hold anything.
+    """
+
+    words: Tensor
+
+
+def layer_of(call: Search, input: Tensor) -> Recurrent:
+    """Return the layer's call for inputs ``[B, T, E]``, where nothing is fed with weights of 0."""
+    shared = {x: getattr(call, x) for x in Recurrent._fields if x in Search._fields}
+    layer = Recurrent(input, **shared)
+    if not call.attends_first and call.weight_ih.shape[-1] == call.embedding.shape[-1]:
+        if call.feed is not None:
+            refuse("feed", "None where nothing is fed", "a tensor")
+        zeros = call.weight_ih.new_zeros(call.weight_ih.shape[0], fed(layer))
+        layer = layer._replace(weight_ih=torch.cat([call.weight_ih, zeros], 1))
+    return layer
+
+
+def check(call: Search) -> None:
+    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    for name, axes in (
+        ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("embedding", "[V, E]"),
+        ("weight_vocab", "[V, R]"), ("key", "[B, Tk, A]"), ("value", "[B, Tk, Dv]"),
+    ):  # fmt: skip
+        check_dense(name, getattr(call, name))
+        if getattr(call, name).dim() != axes.count(",") + 1:
+            refuse(name, axes, list(getattr(call, name).shape))
+    if call.mode not in GATES:
+        refuse("mode", f"one of {', '.join(GATES)}", call.mode)
+    if call.weight_output is None and call.weight_readout is None:
+        refuse("weight_readout", "a tensor without weight_output", "None")
+    if call.bias_readout is not None and call.weight_readout is None:
+        refuse("bias_readout", "None without weight_readout", "a tensor")
+    (B, H), (V, E), R = call.hidden.shape, call.embedding.shape, call.weight_vocab.shape[1]
+    Dv, dtype = call.value.shape[-1], call.hidden.dtype  # type: ignore[union-attr]
+    check_recurrent(layer_of(call, call.hidden.new_empty(B, call.most, E)))
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding": (V, E), "weight_vocab": (V, R), "bias_vocab": (V,),
+        "weight_readout": (R, H + Dv + E), "bias_readout": (R,),
+    }  # fmt: skip
+    check_exact(call.hidden, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
+    check_exact(call.hidden, [("limits", call.limits, torch.int64, (B,))])
+    if call.weight_readout is None and call.weight_output.shape[0] != R:  # type: ignore[union-attr]
+        refuse("weight_vocab", f"[V, {call.weight_output.shape[0]}]", [V, R])  # type: ignore[union-attr]
+    if call.mask is not None and call.mask.shape[1] != 1:
+        refuse("mask", "[B, 1, Tk], the same at all steps", list(call.mask.shape))
+    for name in ("begin", "end"):
+        if not 0 <= getattr(call, name) < V:
+            refuse(name, f"a word below {V}", getattr(call, name))
+    if call.most < 0:
+        refuse("most", "at least 0", call.most)
+
+
+def _fake(call: Search) -> Said:
+    return Said(call.limits.new_empty(call.hidden.shape[0], call.most))
+
+
+SEARCH = ForwardOperator("greedy_search", Search, Said, check=check, fake=_fake, backends=("cpu",))

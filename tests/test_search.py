@@ -1,0 +1,280 @@
+"""Greedy search in one operator: its oracle, and the models whose search it is."""
+
+import math
+import random
+from typing import get_type_hints
+
+import pytest
+import torch
+from table import CPU, DEVICE
+from test_recurrent import Case, doubled, refusal
+from test_recurrent import call as layer_call
+from torch import Tensor
+
+from attnfast import dispatch, reference
+from attnfast.backends import why_not
+from attnfast.errors import InputError
+from attnfast.models import BOS, EOS, Config, build, greedy_search, search
+from attnfast.ops.operators import CHECKS
+from attnfast.ops.search import SEARCH, Search
+
+KINDS = ("attend_first", "attend_last", "input_feeding", "nothing fed")
+TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
+
+
+def served(backend: str, dtype: torch.dtype = torch.float32) -> None:
+    if backend == "reference":
+        pytest.skip("what the others are judged by")
+    if reason := why_not(backend, DEVICE[backend], dtype, "greedy_search"):
+        pytest.skip(f"{backend}: {reason}")
+
+
+def call(kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = CPU) -> Search:
+    """Return a call; ``case`` has the layer's part, with T the most words."""
+    unfed = kind == "nothing fed"
+    case = Case(**{**vars(case), "recurrence": "input_feeding" if unfed else kind})
+    layer = layer_call(case, device)
+    g = torch.Generator().manual_seed(case.seed + 1)
+
+    def floats(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=g, dtype=torch.float64) * scale).to(device, case.dtype)
+
+    names = [x for x in layer._fields if x in Search._fields]
+    args = {
+        name: x.detach() if isinstance(x, Tensor) else x
+        for name, x in ((name, getattr(layer, name)) for name in names)
+    }
+    H, E, Dv = case.H, case.E, case.Dv
+    if layer.weight_output is None:
+        args["weight_readout"] = floats(R, H + Dv + E, scale=(H + Dv + E) ** -0.5)
+        args["bias_readout"] = floats(R) if "biases" in case.terms else None
+    else:
+        R = case.F
+    if unfed:
+        args |= {"weight_ih": args["weight_ih"][:, :E].contiguous(), "feed": None}
+    if args["mask"] is not None:
+        args["mask"] = args["mask"][:, :1]
+    args["bias_vocab"] = floats(V) if "biases" in case.terms else None
+    limits = torch.randint(0, case.T + 1, (case.B,), generator=g).to(device)
+    return Search(
+        floats(V, E), floats(V, R, scale=2), limits, **args,
+        embedding_scale=0.8, begin=2, end=3, most=case.T,
+    )  # fmt: skip
+
+
+def said(words: Tensor, end: int) -> list[list[int]]:
+    """Return what counts of a result."""
+    stops = ({end, -1},) * len(words)
+    rows = words.tolist()
+    return [
+        row[: next((i + 1 for i, x in enumerate(row) if x in stop), len(row))]
+        for row, stop in zip(rows, stops)
+    ]
+
+
+def judge(kind: str, case: Case, backend: str, **sizes: int) -> list[list[int]]:
+    args = call(kind, case, **sizes, device=DEVICE[backend])
+    wanted = said(reference.greedy_search(doubled(call(kind, case, **sizes))).words, args.end)
+    assert said(SEARCH(backend, args).words, args.end) == wanted, f"{kind} {case} {sizes}"
+    return wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["gru", "lstm", "tanh"])
+def test_says_what_the_oracle_says(mode, kind, backend):
+    served(backend)
+    rows = []
+    for seed, (score, terms) in enumerate(
+        [("dot", ()), ("tanh", TERMS), ("dot", TERMS), ("relu", ("projection",))]
+    ):
+        rows += judge(kind, Case(mode, kind, score, B=5, T=12, terms=terms, seed=seed), backend)
+    assert len({tuple(row) for row in rows}) > 8
+    assert len({len(row) for row in rows}) > 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fuzz(seed, backend):
+    served(backend)
+    draw = random.Random(seed)
+    for _ in range(16):
+        size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
+        case = Case(
+            draw.choice(("gru", "lstm", "tanh")), None,
+            draw.choice(("dot", "tanh", "relu", "leaky_relu")),
+            B=size(3, 40), T=size(4, 12), E=size(9, 70), H=size(9, 70), Tk=size(5, 70),
+            A=size(9, 70), Dv=size(9, 70), F=size(9, 70),
+            terms=tuple(x for x in TERMS if draw.random() < 0.5), seed=draw.randint(0, 2**31),
+            dtype=draw.choice((torch.float32, torch.float64)),
+        )  # fmt: skip
+        judge(draw.choice(KINDS), case, backend, V=4 + size(9, 700), R=size(9, 70))
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"Tk": 0}, {"B": 1, "H": 600, "E": 300}])
+def test_sizes(sizes, backend):
+    served(backend)
+    judge("attend_first", Case("gru", None, "tanh", **sizes), backend, V=2000)
+
+
+def test_of_equal_scores_the_first_word_is_said(backend):
+    served(backend)
+    args = call("attend_first", Case("gru", None, B=1, T=3), V=1000)
+    args = args._replace(bias_vocab=torch.zeros(1000), limits=torch.tensor([3]))
+    args.bias_vocab[[40, 300, 301, 999]] = 1e9  # beside which other scores vanish
+    assert SEARCH(backend, args).words.tolist() == [[40, 40, 3]]
+    args.bias_vocab[:3] = 1e12  # below the end: never said
+    assert SEARCH(backend, args).words.tolist() == [[40, 40, 3]]
+    args.bias_vocab[3] = 1e10
+    assert SEARCH(backend, args).words[0, 0] == 3
+
+
+@pytest.mark.parametrize("worst", [math.nan, -math.inf])
+def test_a_sequence_without_scores_ends_alone(worst, backend):
+    served(backend)
+    args = call("attend_first", Case("gru", None, B=4, T=6), V=300)
+    args = args._replace(limits=torch.full((4,), 6))
+    wanted = said(SEARCH(backend, args).words, 3)
+    if worst == -math.inf:
+        args = args._replace(bias_vocab=torch.full((300,), worst))
+        assert (SEARCH(backend, args).words[:, 0] == -1).all()
+        return
+    args.hidden[2] = worst
+    found = said(SEARCH(backend, args).words, 3)
+    assert found[2] == [-1]
+    assert [*found[:2], found[3]] == [*wanted[:2], wanted[3]]
+    word = torch.zeros(300).index_fill_(0, torch.tensor([299]), math.nan)  # NaN is the best score
+    assert (SEARCH(backend, args._replace(bias_vocab=word)).words[:, 0] == -1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_words_for_any_number_of_threads(kind, backend):
+    served(backend)
+    case = Case("lstm", None, "tanh", 40, 8, 60, 130, 50, 70, 60, 65)
+    args, threads = call(kind, case, V=3000), torch.get_num_threads()
+    first = SEARCH(backend, args).words
+    try:
+        for count in (1, 2, 3, *[threads] * 10):
+            torch.set_num_threads(count)
+            assert said(SEARCH(backend, args).words, 3) == said(first, 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_opcheck(backend):
+    served(backend)
+    args = call("input_feeding", Case("lstm", None, "tanh", terms=TERMS))
+    args = args._replace(limits=torch.full((3,), 5), bias_vocab=torch.zeros(50))
+    args.bias_vocab[3] = -1e9  # all go on to their limits: every column counts
+    torch.library.opcheck(SEARCH.forwards[backend], tuple(args))
+
+
+def test_misfits(backend):
+    """What the operator's check refuses the compiled operator refuses, and nothing else."""
+    served(backend)
+    draw, counts = random.Random(0), [0, 0]
+    hints = get_type_hints(Search)
+    for seed in range(400):
+        kind = draw.choice(KINDS)
+        terms = tuple(x for x in TERMS if draw.random() < 0.6)
+        args = call(kind, Case(draw.choice(("gru", "lstm")), None, "tanh", terms=terms, seed=seed))
+        field = draw.choice([n for n, x in args._asdict().items() if isinstance(x, Tensor)])
+        x = getattr(args, field)
+        how = draw.choice(("nothing", "rank", "size", "dtype", "none", "word"))
+        if how == "rank":
+            x = x.unsqueeze(draw.randint(0, x.dim())) if draw.random() < 0.5 else x.flatten()
+        if how == "size":
+            axis, grown = draw.randrange(x.dim()), list(x.shape)
+            grown[axis] = draw.choice((0, 1, grown[axis] + 1, 30))
+            x = torch.zeros(grown, dtype=x.dtype)
+        if how == "dtype":
+            x = x.to(draw.choice((torch.float64, torch.int64, torch.bfloat16, torch.bool)))
+        if how == "none" and hints[field] == Tensor | None:
+            x = None
+        if how == "word":
+            field, x = draw.choice(("begin", "end", "most")), draw.choice((-1, 50, 49, 0))
+            x = x if field != "most" else min(x, 5)
+        args = args._replace(**{field: x})
+        spoken = [refusal(f, args) for f in (CHECKS["greedy_search"], SEARCH.forwards[backend])]
+        assert (spoken[0] is None) == (spoken[1] is None), f"{kind}: {how} of {field}: {spoken}"
+        counts[spoken[0] is None] += 1
+    assert min(counts) > 50
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+MODELS = [
+    ("bahdanau", False), ("dot", False), ("general", True), ("concat", True), ("scaled_dot", False),
+    ("local", False), ("local", True),
+]  # fmt: skip
+
+
+def model_and_sources(attention: str, feeding: bool, cell: str = "gru", backend=None, **config):
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 12, "hidden_dim": 10, "window": 2}
+    made = build(Config(60, attention, feeding, cell, **sizes, **config), backend).double().eval()
+    with torch.no_grad():
+        for x in made.parameters():
+            x.mul_(2)  # so that words depend on the source
+    lengths = torch.randint(1, 9, (20,))
+    return made, torch.randint(EOS, 60, (20, 8)), lengths
+
+
+def spied(monkeypatch) -> list[Search]:
+    """Return the list of calls of the operator that are made."""
+    calls, run = [], dispatch.run
+
+    def spy(operator, call, backend):
+        if operator is SEARCH:
+            calls.append(call)
+        return run(operator, call, backend)
+
+    monkeypatch.setattr(dispatch, "run", spy)
+    return calls
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize(("attention", "feeding"), MODELS)
+def test_models_search_in_one_call(attention, feeding, cell, monkeypatch):
+    served("cpu")
+    parts = model_and_sources(attention, feeding, cell)
+    calls = spied(monkeypatch)
+    found = greedy_search(*parts)
+    assert len(calls) == 1
+    monkeypatch.setattr(search, "_in_one_call", lambda *_: None)
+    assert found == greedy_search(*parts)
+    assert len({tuple(row) for row in found}) > 8
+    assert len({len(row) for row in found}) > 2
+
+
+def test_other_models_search_step_by_step(monkeypatch):
+    served("cpu")
+    calls = spied(monkeypatch)
+    for attention in ("none", "coverage", "strided"):
+        greedy_search(*model_and_sources(attention, False))
+    greedy_search(*model_and_sources("bahdanau", False, copying=True))
+    greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
+    made, *sources = model_and_sources("bahdanau", False)
+    greedy_search(made.train(), *sources)
+    greedy_search(made.eval().to(torch.bfloat16), *sources)
+    seen = []
+    made.double().embedding.register_forward_hook(lambda *_: seen.append(1))
+    greedy_search(made, *sources)
+    assert not calls
+    assert len(seen) > 2
+
+
+def test_a_damaged_model_is_refused():
+    made, *sources = model_and_sources("bahdanau", False)
+    with torch.no_grad():
+        made.decoder.readout.weight[0, 0] = math.nan
+    with pytest.raises(InputError, match="NaN"):
+        greedy_search(made, *sources)
+
+
+def test_begins_and_ends_as_models_do(monkeypatch):
+    served("cpu")
+    calls = spied(monkeypatch)
+    made, source, lengths = model_and_sources("general", True)
+    greedy_search(made, source, lengths)
+    assert (calls[0].begin, calls[0].end) == (BOS, EOS)
+    assert calls[0].limits.tolist() == search.output_limit(lengths).tolist()
+    assert greedy_search(made, source[:0], lengths[:0]) == []
