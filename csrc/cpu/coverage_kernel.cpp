@@ -29,7 +29,7 @@ struct Signals {
 // Whether the keys' gradients are added to where they belong, not to scratch.
 template <class C>
 bool in_place(const CoverageBackward& a) {
-  return a.sums && a.A == padded<C>(a.A);
+  return a.sums && a.grad_key.data && a.A == padded<C>(a.A);
 }
 
 // What an item keeps. Padded to two vectors: A, K and the taps of a filter on all channels.
@@ -495,11 +495,7 @@ void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fe
   if (a.Tq) copy(p.state.channel[1], a.Tk, p.coverages);
   for (int64_t t = 1; t < a.Tq; ++t) {
     C* now = p.coverages + t * a.Tk;
-    const C *before = now - a.Tk, *weights = row_of<C>(a.weights, item, t - 1);
-    if (inverse_fertility)
-      for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j] + inverse_fertility[j] * weights[j];
-    else
-      for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j] + weights[j];
+    cover(now - a.Tk, row_of<C>(a.weights, item, t - 1), inverse_fertility, a.Tk, now);
   }
 }
 
@@ -608,10 +604,11 @@ class Rewind {
     }
     p.grad.clear(a.Tk, p.W);
     if (a.grad_coverage_out.data) copy(row(a.grad_coverage_out), a.Tk, grad_coverage);
-    for (int64_t j = 0; grad_inverse_fertility && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
+    if (a.grad_last.data) copy(row(a.grad_last), a.Tk, p.grad.channel[0]);
+    for (int64_t j = 0; grad_inverse_fertility && !a.sums && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
     for (int64_t t = a.Tq - 1; t >= 0; --t) row_backward(t);
     if (p.K) put_grad_features<T>(a, item, p);
-    if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty;
+    if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty + (a.sums ? *row(a.grad_penalty) : 0);
     if (a.grad_coverage_in.data) copy(grad_coverage, a.Tk, row(a.grad_coverage_in));
     if (a.grad_previous.data) copy(p.grad.channel[0], a.Tk, row(a.grad_previous));
   }
