@@ -97,6 +97,7 @@ class Backwards {
 
   void run() {
     pack_weights();
+    if (has_history(a.attention)) begin_history();
     for (int64_t t = a.T - 1; t >= 0; --t) {
       if (a.attends && !a.attends_first) {
         if (a.weight_output.data) reach_contexts(t);
@@ -185,12 +186,34 @@ class Backwards {
   }
 
   void attend_back(int64_t t) {
-    const Backward step = step_of<C>(a, t);
+    const CoverageBackward step = step_of<C>(a, t);
     const AttentionKernels& passes = VARIANT::attention;
-    if (step.span.data)
-      return run_passes(step, plan.attention, member, own, passes.grad_score_span, passes.grad_inputs);
-    run_passes(step, plan.attention, member, own, passes.grad_weights, passes.grad_score,
-               passes.grad_inputs);
+    const auto run = [&](const auto&... each) { run_passes(step, plan.attention, member, own, each...); };
+    if (step.span.data) return run(passes.grad_score_span, passes.grad_inputs);
+    if (!has_history(step)) return run(passes.grad_weights, passes.grad_score, passes.grad_inputs);
+    const auto& rewind = VARIANT::coverage.backward;
+    if (step.filters_count) return run(passes.grad_weights, rewind);
+    run(passes.grad_weights, rewind, passes.grad_inputs);
+  }
+
+  // The coverage before every step, and what reaches the history after the last one.
+  void begin_history() {
+    const CoverageBackward& h = a.attention;
+    member.share(a.B, [&](int64_t b) {
+      const C* const rate = h.inverse_fertility.data ? row<C>(h.inverse_fertility, b) : nullptr;
+      const C* before = row<C>(h.coverage_in, b);
+      for (int64_t t = 0; t < a.T; ++t) {
+        C* const now = row<C>(a.coverages, b, t);
+        if (t) cover(before, row<C>(h.weights, b, t - 1), rate, a.Tk, now);
+        else
+          for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j];
+        before = now;
+      }
+      for (int64_t j = 0; j < a.Tk; ++j) {
+        row<C>(h.grad_coverage_in, b)[j] = a.grad_coverage.data ? row<C>(a.grad_coverage, b)[j] : 0;
+        row<C>(h.grad_previous, b)[j] = 0;
+      }
+    });
   }
 
   // x[r] += what reaches the state through the query of step t and, if it attends last, the output.

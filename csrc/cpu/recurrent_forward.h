@@ -89,6 +89,7 @@ class Forwards {
   void run() {
     if (!a.packed) packed.fill(a, member);
     if (a.dropout.data) mask_first();
+    if (has_history(a.attention)) begin_history();
     multiply_inputs();
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t);
@@ -97,6 +98,7 @@ class Forwards {
       if (a.weight_output.data) feed_back(t);
     }
     if (a.attends && a.target_lengths) clear_padding();
+    if (has_history(a.attention)) add_losses();
   }
 
  private:
@@ -129,12 +131,32 @@ class Forwards {
     if (a.queries.data)
       member.share(blocks(a, plan, panels<C>(a.A)),
                    [&](int64_t item) { project(t, Block(a, plan, item)); });
-    const Forward step = step_of<C>(a, t);
+    const CoverageForward step = step_of<C>(a, t);
     const AttentionKernels& passes = VARIANT::attention;
     if (step.span.data) return run_passes(step, plan.attention, member, own, passes.span);
     cpu::Plan in_place = plan.attention;
     in_place.scores = step.weights;
-    run_passes(step, in_place, member, own, passes.scores, passes.softmax, passes.context);
+    const auto run = [&](const auto&... each) { run_passes(step, in_place, member, own, each...); };
+    if (!has_history(step)) return run(passes.scores, passes.softmax, passes.context);
+    const auto& weigh = VARIANT::coverage.forward;
+    if (step.filters_count) return run(weigh, passes.context);
+    run(passes.scores, weigh, passes.context);
+  }
+
+  // The coverage that every step adds to where it lies.
+  void begin_history() {
+    const View &from = a.attention.coverage_in, &to = a.attention.coverage_out;
+    member.share(a.B, [&](int64_t b) {
+      for (int64_t j = 0; j < a.Tk; ++j) row<C>(to, b)[j] = row<C>(from, b)[j];
+    });
+  }
+
+  void add_losses() {
+    member.share(a.B, [&](int64_t b) {
+      double sum = 0;
+      for (int64_t t = 0; t < a.T; ++t) sum += *row<C>(a.attention.loss, b, t);
+      *row<C>(a.loss, b) = sum;
+    });
   }
 
   // The state that is asked with at step t.
