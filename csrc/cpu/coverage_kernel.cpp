@@ -37,9 +37,10 @@ template <class C>
 struct Place {
   int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
   Signals<C> state;
-  C *window, *found, *filters, *packed_filters, *projection, *query, *weight, *key;
+  C *window, *found, *query, *key;
+  C *filters, *packed_filters, *projection, *weight, *slope;  // the parameters; the last of a backward
 
-  Place(const Problem& a, const History& h, Scratch<C>& scratch) {
+  Place(const Problem& a, const History& h, Scratch<C>& scratch, bool back) {
     K = h.filters_count;
     W = K ? h.width : 1;
     channels = h.channels;
@@ -50,12 +51,18 @@ struct Place {
     if (!K) return;
     window = scratch.take(kKeyBlock * taps);
     found = scratch.take(kKeyBlock * found_row);
-    filters = scratch.take(K * taps);
-    packed_filters = scratch.take(taps * found_row);
-    projection = scratch.take(K * A);
     query = scratch.take(A);
-    weight = scratch.take(A);
     key = scratch.take(kKeyBlock * A);
+    Scratch<C> given{static_cast<C*>(h.features)};
+    take_parameters(h.features ? given : scratch, back);
+  }
+
+  void take_parameters(Scratch<C>& room, bool back) {
+    filters = room.take(K * taps);
+    packed_filters = room.take(taps * found_row);
+    projection = room.take(K * A);
+    weight = room.take(A);
+    if (back) slope = room.take(A * found_row);
   }
 };
 
@@ -64,10 +71,10 @@ template <class C>
 struct BackwardPlace : Place<C> {
   int64_t key_rows;  // of grad_key: one for all where nobody asks for it
   Signals<C> grad, grad_before;
-  C *coverages, *grad_z, *grad_query, *grad_weight, *grad_key, *grad_found, *slope;
-  C *grad_window, *grad_filters, *grad_projection, *product, *gemm_scratch;
+  C *coverages, *grad_z, *grad_query, *grad_key, *grad_found, *grad_window, *product, *gemm_scratch;
+  C *grad_weight, *grad_filters, *grad_projection;
 
-  BackwardPlace(const CoverageBackward& a, Scratch<C>& scratch) : Place<C>(a, a, scratch) {
+  BackwardPlace(const CoverageBackward& a, Scratch<C>& scratch) : Place<C>(a, a, scratch, true) {
     const int64_t K = this->K, A = this->A, taps = this->taps, widest = A > taps ? A : taps;
     key_rows = a.grad_key.data ? a.Tk : 1;
     grad.take(scratch, a.Tk, this->W);
@@ -76,15 +83,18 @@ struct BackwardPlace : Place<C> {
     if (!K) return;
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
-    grad_weight = scratch.take(A);
     grad_key = scratch.take(in_place<C>(a) ? 0 : key_rows * A);
     grad_found = scratch.take(kKeyBlock * this->found_row);
-    slope = scratch.take(A * this->found_row);
     grad_window = scratch.take(kKeyBlock * taps);
-    grad_filters = scratch.take(K * taps);
-    grad_projection = scratch.take(K * A);
     product = scratch.take(K * widest);
     gemm_scratch = scratch.take(gemm_small_scratch<C>(kKeyBlock > K ? kKeyBlock : K, widest));
+    take_sums(scratch);
+  }
+
+  void take_sums(Scratch<C>& room) {
+    grad_weight = room.take(this->A);
+    grad_filters = room.take(this->K * this->taps);
+    grad_projection = room.take(this->K * this->A);
   }
 };
 
@@ -119,7 +129,7 @@ void copy(const C* from, int64_t n, C* to) {
 
 // The parameters of the features: filters [K, taps] and projection [K, A], rows padded with zeros.
 template <class T, class C>
-void prepare_features(const Problem& a, const History& h, const Item& item, Place<C>& p) {
+void prepare_features(const Problem& a, const History& h, const Item& item, bool back, Place<C>& p) {
   const C *filters = row_of<C>(h.filters, item), *projection = row_of<C>(h.projection, item);
   const int64_t taps = p.channels * p.W;
   for (int64_t k = 0; k < p.K; ++k) {
@@ -129,6 +139,12 @@ void prepare_features(const Problem& a, const History& h, const Item& item, Plac
   pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; }, p.packed_filters);
   const T* weight = at<T>(a.weight, item, 0);
   for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
+  if (!back) return;
+  const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
+    return 4 * p.weight[c] * p.projection[k * p.A + c];
+  };
+  if (p.K > 1) pack_columns(p.A, p.K, slope, p.slope);
+  for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
 }
 
 // What the filters find around n keys, found[i, k]; keys[i] are their positions.
@@ -283,11 +299,11 @@ template <class T, class C = typename Accumulate<T>::type>
 void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory) {
   const Item item(a, index);
   Scratch<C> scratch{static_cast<C*>(memory)};
-  Place<C> p(a, a, scratch);
+  Place<C> p(a, a, scratch, false);
   C *odds = scratch.take(a.Tk), *factor = scratch.take(a.Tk);
   C *last = p.state.channel[0], *coverage = p.state.channel[1];
   load_state(a, a, item, p);
-  if (p.K) prepare_features<T>(a, a, item, p);
+  if (p.K && !a.features) prepare_features<T>(a, a, item, false, p);
   const C* inverse_fertility = a.inverse_fertility.data ? row_of<C>(a.inverse_fertility, item) : nullptr;
   const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
   constexpr int V = Vector<C>::width;
@@ -454,31 +470,32 @@ void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const
 
 template <class C>
 void begin_grad_features(const CoverageBackward& a, const Item& item, BackwardPlace<C>& p) {
-  const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
-    return 4 * p.weight[c] * p.projection[k * p.A + c];
-  };
-  if (p.K > 1) pack_columns(p.A, p.K, slope, p.slope);
-  for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
-  for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
   if (in_place<C>(a)) p.grad_key = row_of<C>(a.grad_key, item);
   else
     for (C* x = p.grad_key; x < p.grad_key + p.key_rows * p.A; ++x) *x = 0;
+  Scratch<C> kept{a.kept.data ? row_of<C>(a.kept, item) : nullptr};
+  if (a.kept.data) return p.take_sums(kept);
+  for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
   for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
   for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
 }
 
 template <class T, class C>
-void put_grad_features(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
-  const auto put = [&](const View& v, int64_t i, C x) {
-    C& out = row_of<C>(v, item)[i];
-    out = a.sums ? out + x : x;
-  };
+void put_grad_keys(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
   for (int64_t j = 0; a.grad_key.data && !in_place<C>(a) && j < a.Tk; ++j)
     for (int64_t c = 0; c < a.A; ++c) {
       const C x = j < item.seen ? p.grad_key[j * p.A + c] : C{};
       if (a.sums) row_of<C>(a.grad_key, item, j)[c] += x;
       else narrow(x, at<T>(a.grad_key, item, j)[c]);
     }
+}
+
+template <class C>
+void put_grad_parameters(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
+  const auto put = [&](const View& v, int64_t i, C x) {
+    C& out = row_of<C>(v, item)[i];
+    out = a.sums ? out + x : x;
+  };
   for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c) put(a.grad_weight, c, -2 * p.grad_weight[c]);
   for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
     const int64_t taps = p.channels * p.W;
@@ -599,7 +616,7 @@ class Rewind {
     load_state(a, a, item, p);
     cover_rows(a, item, inverse_fertility, p);
     if (p.K) {
-      prepare_features<T>(a, a, item, p);
+      if (!a.features) prepare_features<T>(a, a, item, true, p);
       begin_grad_features(a, item, p);
     }
     p.grad.clear(a.Tk, p.W);
@@ -607,7 +624,8 @@ class Rewind {
     if (a.grad_last.data) copy(row(a.grad_last), a.Tk, p.grad.channel[0]);
     for (int64_t j = 0; grad_inverse_fertility && !a.sums && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
     for (int64_t t = a.Tq - 1; t >= 0; --t) row_backward(t);
-    if (p.K) put_grad_features<T>(a, item, p);
+    if (p.K) put_grad_keys<T>(a, item, p);
+    if (p.K && !a.kept.data) put_grad_parameters(a, item, p);
     if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty + (a.sums ? *row(a.grad_penalty) : 0);
     if (a.grad_coverage_in.data) copy(grad_coverage, a.Tk, row(a.grad_coverage_in));
     if (a.grad_previous.data) copy(p.grad.channel[0], a.Tk, row(a.grad_previous));
@@ -619,12 +637,40 @@ void backward(const CoverageBackward& a, const Plan&, int64_t index, void* memor
   Rewind<T>(a, index, memory).run();
 }
 
+// ---- for steps that share their parameters ------------------------------------------------------
+
+template <class T, class C = typename Accumulate<T>::type>
+void prepare(const Problem& a, const History& h, bool back) {
+  Scratch<C> nowhere{nullptr};
+  Place<C> p(a, h, nowhere, back);
+  prepare_features<T>(a, h, Item(a, 0), back, p);
+}
+template <class C>
+size_t bytes_of_features(const Problem& a, const History& h, bool back) {
+  Scratch<C> nowhere{nullptr}, room{nullptr};
+  Place<C>(a, h, nowhere, back).take_parameters(room, back);
+  return (size_t)room.next;
+}
+template <class C>
+size_t bytes_kept(const CoverageBackward& a) {
+  Scratch<C> nowhere{nullptr}, room{nullptr};
+  BackwardPlace<C>(a, nowhere).take_sums(room);
+  return (size_t)room.next;
+}
+template <class T, class C = typename Accumulate<T>::type>
+void finish(const CoverageBackward& a, const Plan&, int64_t index, void*) {
+  Scratch<C> nowhere{nullptr}, kept{row_of<C>(a.kept, Item(a, index))};
+  BackwardPlace<C> p(a, nowhere);
+  p.take_sums(kept);
+  put_grad_parameters(a, Item(a, index), p);
+}
+
 // ---- the table --------------------------------------------------------------------------------
 
 template <class C>
 size_t forward_bytes(const CoverageForward& a) {
   Scratch<C> scratch{nullptr};
-  Place<C> p(a, a, scratch);
+  Place<C> p(a, a, scratch, false);
   scratch.take(a.Tk);
   scratch.take(a.Tk);
   return (size_t)scratch.next;
@@ -652,6 +698,21 @@ extern const CoverageKernels coverage = {
     .backward_scratch = backward_scratch,
     .backward = {[](const CoverageBackward& a, const Plan&) { return a.B * a.H; },
                  ATTNFAST_BY_DTYPE(CoverageBackward, backward)},
+    .features =
+        [](const Problem& a, const History& h, bool back) {
+          const bool wide = a.dtype == Dtype::f64;
+          return wide ? bytes_of_features<double>(a, h, back) : bytes_of_features<float>(a, h, back);
+        },
+    .kept =
+        [](const CoverageBackward& a) {
+          return a.dtype == Dtype::f64 ? bytes_kept<double>(a) : bytes_kept<float>(a);
+        },
+    .prepare =
+        [](const Problem& a, const History& h, bool back) {
+          a.dtype == Dtype::f64 ? prepare<double>(a, h, back) : prepare<float>(a, h, back);
+        },
+    .finish = {[](const CoverageBackward& a, const Plan&) { return a.filters_count ? a.B * a.H : 0; },
+               ATTNFAST_BY_DTYPE(CoverageBackward, finish)},
 };
 
 }  // namespace VARIANT

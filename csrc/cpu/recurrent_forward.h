@@ -75,6 +75,7 @@ class Forwards {
   Member& member;
   const Packed<C> packed;
   C* masked[2];  // states times the dropout, of even and odd steps
+  void* features;
   char* own;
   const int64_t gates, units;
   const View sums;  // where the inputs' share of the gates lies until its step
@@ -84,6 +85,7 @@ class Forwards {
       : a(a), plan(plan), member(member), packed(Packed<C>::of(a, room)), own(static_cast<char*>(own)),
         gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a.cell) ? a.gates : a.states) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
+    features = take_features(a.attention, a.attention, false, room);
   }
 
   void run() {
@@ -131,7 +133,8 @@ class Forwards {
     if (a.queries.data)
       member.share(blocks(a, plan, panels<C>(a.A)),
                    [&](int64_t item) { project(t, Block(a, plan, item)); });
-    const CoverageForward step = step_of<C>(a, t);
+    CoverageForward step = step_of<C>(a, t);
+    step.features = features;
     const AttentionKernels& passes = VARIANT::attention;
     if (step.span.data) return run_passes(step, plan.attention, member, own, passes.span);
     cpu::Plan in_place = plan.attention;
@@ -143,10 +146,11 @@ class Forwards {
     run(passes.scores, weigh, passes.context);
   }
 
-  // The coverage that every step adds to where it lies.
+  // The coverage that every step adds to where it lies, and the parameters as steps read them.
   void begin_history() {
     const View &from = a.attention.coverage_in, &to = a.attention.coverage_out;
     member.share(a.B, [&](int64_t b) {
+      if (b == 0 && features) prepare_once(a.attention, features, false);
       for (int64_t j = 0; j < a.Tk; ++j) row<C>(to, b)[j] = row<C>(from, b)[j];
     });
   }

@@ -22,6 +22,7 @@ size_t forward_room(const RecurrentForward& a) {
   Scratch<C> room = nowhere<C>();
   if (!a.packed) Packed<C>(a, room);
   if (a.dropout.data) room.take(a.B * a.H), room.take(a.B * a.H);
+  take_features(a.attention, a.attention, false, room);
   return bytes_of(room);
 }
 template <class C>

@@ -88,6 +88,19 @@ void move_on(Problem& a, int64_t t, int64_t bytes) {
 }
 bool has_history(const History& h) { return h.coverage_in.data; }
 
+// Room for what all steps read of a history's parameters, or null.
+template <class C>
+void* take_features(const Problem& a, const History& h, bool back, Scratch<C>& room) {
+  if (!has_history(h) || !h.filters_count) return nullptr;
+  return room.take(VARIANT::coverage.features(a, h, back) / sizeof(C));
+}
+
+template <class Call>
+void prepare_once(Call a, void* features, bool back) {
+  a.features = features;
+  VARIANT::coverage.prepare(a, a, back);
+}
+
 // Make step t, whose row of weights these are, begin with what the steps before it left.
 template <class C, class Step>
 void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
