@@ -33,9 +33,9 @@ struct CoverageBackward : Backward, History {
   bool sums;                          // grad_key, grad_weight, grad_filters and grad_projection, and on
                                       // the CPU grad_penalty and grad_inverse_fertility, are added to, for
                                       // each [B, H], and of the accumulation dtype
-  View kept;                           // CPU: room [B, H] for the sums of grad_weight, grad_filters and
-                                       // grad_projection, cleared before the first step, until `finish`;
-                                       // or absent
+  View kept;                          // CPU: room [B, H] for the sums of grad_weight, grad_filters and
+                                      // grad_projection, cleared before the first step, until `finish`;
+                                      // or absent
   View grad_filters, grad_projection;  // out: a part for each [B, H]
   View grad_penalty;                   // out: a part for each [B, H]
   View grad_inverse_fertility, grad_transition_prob, grad_coverage_in, grad_previous;  // out

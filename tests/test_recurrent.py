@@ -16,6 +16,7 @@ import attnfast
 from attnfast import nn as attn
 from attnfast import reference
 from attnfast.backends import why_not
+from attnfast.models import BahdanauDecoder
 from attnfast.nn import layer as layer_code
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import GATES, RECURRENT, Recurred, Recurrent, RecurrentBackward
@@ -116,7 +117,7 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
         made["filters"] = of * (channels * width) ** -0.5
         made["projection"] = torch.randn(A, K, generator=g, dtype=torch.float64) * K**-0.5
     if "penalty" in case.terms:
-        made["penalty"] = torch.randn(1, generator=g, dtype=torch.float64)
+        made["penalty"] = torch.randn(1, generator=g, dtype=torch.float64) * 0.5
     if "fertility" in case.terms:
         made["inverse_fertility"] = 0.5 + torch.rand(keys, generator=g, dtype=torch.float64)
     return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
@@ -511,6 +512,38 @@ def test_which_attentions_are_one_operator(attention, monkeypatch):
         if attention not in ("forward", "heads")
         else "recurrent" not in calls
     )
+
+
+@pytest.mark.parametrize("attention", ["coverage", "location"])
+def test_a_decoders_mask_of_words_is_padding_to_a_history(attention, monkeypatch):
+    torch.manual_seed(0)
+    decoder = BahdanauDecoder(6, 10, 12, ATTENTIONS[attention]()).double()
+    words, source = (torch.randn(3, n, m).double() for n, m in ((7, 6), (9, 10)))
+    there = torch.arange(7) < torch.tensor([[7], [0], [3]])
+    seen = torch.rand(3, 9) > 0.3
+
+    def run(mask):
+        for x in (None, seen):
+            memory = decoder.attention.prepare(source, torch.tensor([9, 4, 6]), x)
+            state = decoder.initial(words[:, 0].new_zeros(3, 12))
+            output, state, weights = decoder(words, state, memory, True, mask)
+            yield [output, weights, *state.history]
+
+    served_so, without = list(run(there)), list(run(None))
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    torch.testing.assert_close(served_so, list(run(there)))
+    assert not torch.allclose(served_so[0][2], without[0][2])
+
+
+def test_a_history_that_does_not_fit():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "location")
+    memory = layer.prepare(source, lengths)
+    _, state = layer(x, memory)
+    short = state.history._replace(coverage=state.history.coverage[:2])
+    with pytest.raises(ValueError, match=r"coverage must be \[3, 9\], got \[2, 9\]"):
+        layer(x, memory, state._replace(history=short))
+    with pytest.raises(TypeError, match="history must be a History or None"):
+        layer(x, memory, state._replace(history=1))
 
 
 @pytest.mark.parametrize("slope", [1.0, 1.3])
