@@ -200,7 +200,7 @@ def linear(call: Linear) -> LinearResult:
 
 
 def recurrent(call: Recurrent) -> Recurred:
-    """Compute states, contexts and weights step by step."""
+    """Compute states, contexts and weights step by step; no odds."""
     linear = torch.nn.functional.linear
     B, T, _ = call.input.shape
     h, c, f = call.hidden, call.cell, call.feed
@@ -254,5 +254,5 @@ def recurrent(call: Recurrent) -> Recurred:
     rows = [torch.stack(results[x], 1) if results[x] else y for x, y in empty._asdict().items()]
     if padding is not None:
         rows = [x.masked_fill(padding, 0) if x.dim() == 3 else x for x in rows]
-    made = Recurred(*rows)
+    made = Recurred(*rows)._replace(odds=inputs.new_empty(0))
     return made if past[0] is None else made._replace(coverage=past[0], loss=loss)

@@ -55,8 +55,7 @@ void put_history(const Arguments& given, const Sizes& fit, History& h, Keep& kee
   h.inverse_fertility = view_of_numbers(given.inverse_fertility, keep);
   h.coverage_in = view_of_numbers(given.coverage, keep);
   h.previous = view_of_numbers(given.previous, keep);
-  if constexpr (requires { given.transition_prob; })
-    h.transition_prob = view_of_numbers(given.transition_prob, keep);
+  h.transition_prob = view_of_numbers(given.transition_prob, keep);
 }
 
 // The parts of parameters' gradients, one or several for every sequence and head, which add up at the

@@ -33,6 +33,7 @@ namespace {
   X(Optional, projection, sizes, own, {A, K})           \
   X(Optional, penalty, sizes, own, {1})                 \
   X(Optional, inverse_fertility, sizes, own, {B, Tk})   \
+  X(Optional, transition_prob, sizes, own, {B, T})      \
   X(Optional, coverage, sizes, own, {B, Tk})            \
   X(Optional, previous, sizes, own, {B, Tk})
 #define ATTNFAST_LAYER_OPTIONS(X) \
@@ -52,7 +53,7 @@ namespace {
 // clang-format off
 #define ATTNFAST_RECURRED(X)                                                           \
   X(states) X(cells) X(contexts) X(weights) X(attentional) X(coverage) X(loss) X(queries) \
-  X(gates)
+  X(gates) X(odds)
 // clang-format on
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
@@ -73,6 +74,7 @@ namespace {
   X(Tensor, attentional, result, given.weight_output, F)                                \
   X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
   X(Tensor, gates, kept, given.mode != "tanh", 4 * N)                                   \
+  X(Tensor, odds, kept, given.transition_prob.has_value(), Tk)                          \
   ATTNFAST_LAYER_OPTIONS(X)                                                             \
   X(bool, need_grad_input, any)                                                         \
   X(bool, need_grad_parameters, any)                                                    \
@@ -83,7 +85,7 @@ namespace {
   X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
   X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
   X(grad_weight_output) X(grad_bias_output) X(grad_filters) X(grad_projection)     \
-  X(grad_penalty) X(grad_inverse_fertility) X(grad_coverage) X(grad_previous)
+  X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob) X(grad_coverage) X(grad_previous)
 // clang-format on
 
 Cell cell_of(const std::string& mode) {
@@ -115,7 +117,8 @@ struct LayerFit : Fit, FilterSizes {
     for (const Optional* x : {&given.weight_query, &given.weight_output, &given.feed, &given.lengths,
                               &given.span, &given.coverage})
       needs(*x, given.key, "key");
-    for (const Optional* x : {&given.filters, &given.penalty, &given.inverse_fertility, &given.previous})
+    for (const Optional* x : {&given.filters, &given.penalty, &given.inverse_fertility,
+                              &given.transition_prob, &given.previous})
       needs(*x, given.coverage, "coverage");
     needs(given.coverage, given.previous, "previous");
     check(!given.coverage || !given.span, "span");
@@ -277,6 +280,7 @@ Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, Recurr
       .loss = loss,
       .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
       .gates = room(a.cell != Cell::tanh, 4 * a.H, a.gates),
+      .odds = room(given.transition_prob.has_value(), a.Tk, a.attention.odds),
   };
 }
 
@@ -290,6 +294,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   a.attentional = result_of(given.attentional, keep);
   a.queries = result_of(given.queries, keep);
   a.gates = result_of(given.gates, keep);
+  a.attention.odds = result_of(given.odds, keep);
   a.grad_states = kept(given.grad_states, keep);
   a.grad_cells = result_of(given.grad_cells, keep);
   a.grad_contexts = result_of(given.grad_contexts, keep);
@@ -322,6 +327,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_projection = nothing(),
       .grad_penalty = nothing(),
       .grad_inverse_fertility = gradient(given.inverse_fertility, true, a.attention.grad_inverse_fertility),
+      .grad_transition_prob = gradient(given.transition_prob, true, a.attention.grad_transition_prob),
       .grad_coverage = gradient(given.coverage, true, a.attention.grad_coverage_in),
       .grad_previous = gradient(given.previous, true, a.attention.grad_previous),
   };

@@ -211,7 +211,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("history.loss is None else history.loss + done.loss", "True else None"),
         ("done.weights[:, -1] if done.weights.shape[1]", "history.previous if False"),
         ("mask = seen if mask is None else seen & mask", "pass"),
-        ("history.previous, None, memory.score,", "history.coverage, None, memory.score,"),
+        ("history.coverage, history.previous, None,", "history.coverage, history.coverage, None,"),
         ("\"cell\": -2, \"feed\": 0}", "\"cell\": -2}"),
         ("all(x is y for x, y in zip(parameters, before.parameters))", "True"),
         ("(steps >= target_lengths[:, None]).unsqueeze(-1), 0)", "steps.view(1, -1, 1) < 0, 0)"),

@@ -47,7 +47,7 @@ class Case:
 
 EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
 #: With "past" attention has a history, and no span.
-PAST = ("past", "filters", "penalty", "fertility")
+PAST = ("past", "filters", "penalty", "fertility", "transition")
 FILTERS = ((1, 2, 1), (4, 1, 3), (33, 2, 5))  # the first is a coverage feature's
 
 
@@ -110,8 +110,9 @@ def call(case: Case, device: torch.device = CPU) -> Recurrent:
 def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[str, Tensor]:
     """Return what a history adds to the arguments."""
     keys, (K, channels, width) = (case.B, case.Tk), FILTERS[case.seed % 3]
-    scales = {"coverage": 1.0, "previous": 1 / max(case.Tk, 1)}
-    made = {x: torch.rand(keys, generator=g, dtype=torch.float64) * y for x, y in scales.items()}
+    made = {x: torch.rand(keys, generator=g, dtype=torch.float64) for x in ("coverage", "previous")}
+    if "transition" in case.terms:
+        made["previous"] += 0.5  # divided by
     if "filters" in case.terms and case.score != "dot":
         of = torch.randn(K, channels, width, generator=g, dtype=torch.float64)
         made["filters"] = of * (channels * width) ** -0.5
@@ -120,6 +121,8 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
         made["penalty"] = torch.randn(1, generator=g, dtype=torch.float64) * 0.5
     if "fertility" in case.terms:
         made["inverse_fertility"] = 0.5 + torch.rand(keys, generator=g, dtype=torch.float64)
+    if "transition" in case.terms:
+        made["transition_prob"] = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
     return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
 
 
@@ -144,7 +147,7 @@ def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
         if x.requires_grad and x.numel():
             outputs.append((x, noise.to(x.device, x.dtype)))
     leaves = {n: x for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
-    found = {name: x.detach() for name, x in made._asdict().items()}
+    found = {name: x.detach() for name, x in made._asdict().items() if name != "odds"}
     grads: tuple = (None,) * len(leaves)
     if outputs:
         tensors, upstream = zip(*outputs)
@@ -219,6 +222,7 @@ CASES = [
                 ("relu", PAST),
                 ("tanh", ("past", "penalty", "fertility")),
                 ("dot", ("past", "penalty")),
+                ("tanh", ("past", "transition")),
                 ("leaky_relu", ("past",)),
             ]
         )
@@ -441,7 +445,8 @@ ATTENTIONS = {
     ),
     "location, both": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3, channels="both"),
     "content": lambda: attn.LocationAwareAttention(12, 10, 8, 0, bias=False),
-    "forward": lambda: attn.ForwardAttention(12, 10, 8, 5, 3),
+    "forward": lambda: attn.ForwardAttention(12, 10, 8),
+    "forward, location": lambda: attn.ForwardAttention(12, 10, 8, 5, 3, channels="both"),
     "window": lambda: attn.LocalAttention(12, 10, window=2),
     "heads": lambda: attn.MultiHeadAttention(12, 10, 10, 2),
 }
@@ -507,11 +512,7 @@ def test_which_attentions_are_one_operator(attention, monkeypatch):
         layer_code.dispatch, "run", lambda *args: calls.append(args[0].name) or run(*args)
     )
     layer(x, layer.prepare(source, lengths))
-    assert (
-        calls == ["recurrent"]
-        if attention not in ("forward", "heads")
-        else "recurrent" not in calls
-    )
+    assert calls == ["recurrent"] if attention != "heads" else "recurrent" not in calls
 
 
 @pytest.mark.parametrize("attention", ["coverage", "location"])

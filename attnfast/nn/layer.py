@@ -14,7 +14,13 @@ from attnfast.backends import BACKENDS, best
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
-from attnfast.nn.history import CoverageAttention, History, HistoryAttention, LocationAwareAttention
+from attnfast.nn.history import (
+    CoverageAttention,
+    ForwardAttention,
+    History,
+    HistoryAttention,
+    LocationAwareAttention,
+)
 from attnfast.nn.linear import is_plain
 from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops.arguments import check_temperature
@@ -141,6 +147,7 @@ def backend_of(
 #: The kinds of attention that the operator has.
 SERVED = (
     BahdanauAttention, LuongAttention, LocalAttention, CoverageAttention, LocationAwareAttention,
+    ForwardAttention,
 )  # fmt: skip
 
 #: Numbers of parameters, keys and values from which a single step with gradients is quicker in a
@@ -257,14 +264,15 @@ def _remembered(
     query = input.new_empty(*input.shape[:2], memory.key.shape[-1])
     call = Coverage(
         query, memory.key, memory.value, memory.weight, None, mask, memory.lengths,
-        of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"), None,
+        of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
+        of.get("transition_prob"),  # type: ignore[arg-type]
         history.coverage, history.previous, None, memory.score,  # type: ignore[arg-type]
     )  # fmt: skip
     options = of.get("coverage_weight"), of.get("channels", "previous")
     call = coverage_call(call, attention.temperature, *options)
     names = (
-        "weight", "mask", "filters", "projection", "penalty", "inverse_fertility", "coverage",
-        "previous", "scale",
+        "weight", "mask", "filters", "projection", "penalty", "inverse_fertility",
+        "transition_prob", "coverage", "previous", "scale",
     )  # fmt: skip
     return {x: getattr(call, x) for x in names}
 

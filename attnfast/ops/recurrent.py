@@ -45,9 +45,9 @@ class Recurrent(NamedTuple):
     score, as those of :class:`Attention`. Without a key this is a plain recurrent layer.
 
     With ``coverage`` and ``previous [B, Tk]``, what comes before the first step, attention has a
-    history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]`` and
-    ``inverse_fertility [B, Tk]`` are those of :class:`Coverage`. Steps at ``target_lengths`` and
-    beyond pass it over.
+    history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]``,
+    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of :class:`Coverage`.
+    Steps at ``target_lengths`` and beyond pass it over.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
     multiplied into the state that ``weight_hh`` reads, at every step. ``prepared`` and
@@ -79,6 +79,7 @@ class Recurrent(NamedTuple):
     projection: Tensor | None = None
     penalty: Tensor | None = None
     inverse_fertility: Tensor | None = None
+    transition_prob: Tensor | None = None
     coverage: Tensor | None = None
     previous: Tensor | None = None
     prepared: Tensor | None = None
@@ -95,7 +96,8 @@ class Recurred(NamedTuple):
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
     ``attentional [B, T, F]``; of a history ``coverage [B, Tk]`` after the last step and ``loss
     [B]``. For the backward alone: ``queries [B, T, A]`` unless they are these states, ``gates
-    [B, T, S·H]``: r, z, n and W_hn h + b_hn of a GRU, i, f, g and o of an LSTM.
+    [B, T, S·H]``: r, z, n and W_hn h + b_hn of a GRU, i, f, g and o of an LSTM; ``odds [B, T,
+    Tk]`` of a transition, as :class:`Covered` has them.
     """
 
     states: Tensor
@@ -107,6 +109,7 @@ class Recurred(NamedTuple):
     loss: Tensor
     queries: Tensor
     gates: Tensor
+    odds: Tensor
 
 
 class RecurrentBackward(NamedTuple):
@@ -142,6 +145,7 @@ class RecurrentBackward(NamedTuple):
     projection: Tensor | None
     penalty: Tensor | None
     inverse_fertility: Tensor | None
+    transition_prob: Tensor | None
     coverage: Tensor | None
     previous: Tensor | None
     states: Tensor
@@ -151,6 +155,7 @@ class RecurrentBackward(NamedTuple):
     attentional: Tensor
     queries: Tensor
     gates: Tensor
+    odds: Tensor
     mode: str
     attends_first: bool
     scale: float
@@ -182,6 +187,7 @@ class RecurrentGradients(NamedTuple):
     grad_projection: Tensor
     grad_penalty: Tensor
     grad_inverse_fertility: Tensor
+    grad_transition_prob: Tensor
     grad_coverage: Tensor
     grad_previous: Tensor
 
@@ -223,9 +229,10 @@ def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
 def coverage_of(call: Any, query: Tensor, t: slice, coverage: Tensor, previous: Tensor) -> Coverage:
     """Return the call of attention with a history for the queries of some steps."""
     plain = attention_of(call, query, t)
+    transition = None if call.transition_prob is None else call.transition_prob[:, t]
     return Coverage(
         query, call.key, call.value, call.weight, None, plain.mask, call.lengths, call.filters,
-        call.projection, call.penalty, call.inverse_fertility, None, coverage, previous,
+        call.projection, call.penalty, call.inverse_fertility, transition, coverage, previous,
         call.scale, call.score,
     )  # fmt: skip
 
@@ -272,6 +279,7 @@ def check(call: Recurrent) -> None:
         "hidden": (B, H), "weight_ih": (gates, E + F), "weight_hh": (gates, H), "cell": (B, H),
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
+        "transition_prob": (B, T),
     }  # fmt: skip
     dtype = call.input.dtype
     check_exact(call.input, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
@@ -290,7 +298,9 @@ def check(call: Recurrent) -> None:
 def _check_past(call: Recurrent) -> None:
     """Refuse a part of a history without the others."""
     if call.coverage is None:
-        for name in ("filters", "projection", "penalty", "inverse_fertility", "previous"):
+        for name in (
+            "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",
+        ):  # fmt: skip
             if getattr(call, name) is not None:
                 refuse(name, "None without a coverage", "a tensor")
     elif call.previous is None:
@@ -332,6 +342,7 @@ def fake(call: Recurrent) -> Recurred:
         call.input.new_empty((0,) if call.coverage is None else (B,)),
         room(attends and (projects or call.attends_first), A),
         room(KEPT[call.mode], KEPT[call.mode] * H),
+        room(call.transition_prob is not None, Tk),
     )
 
 
@@ -342,7 +353,7 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
 
     grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS}
     grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "weight")}
-    past = ("inverse_fertility", "coverage", "previous")
+    past = ("inverse_fertility", "transition_prob", "coverage", "previous")
     grads |= {x: like(x, True) for x in ("hidden", "cell", "feed", *past)}
     grads["input"] = like("input", call.need_grad_input)
     return RecurrentGradients(**{f"grad_{name}": x for name, x in grads.items()})
@@ -357,7 +368,7 @@ LIBRARIES["cpu"].define(
 RECURRENT = Operator(
     "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates"), backends=("cpu", "cuda"),
+    constant=("queries", "gates", "odds"), backends=("cpu", "cuda"),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

@@ -86,6 +86,7 @@ struct HistorySums {
     put_past(given, fit, a, keep);
     a.grad_coverage = view_of_numbers(given.grad_coverage, keep);
     h.grad_loss = view_of_heads(given.grad_loss, 1, keep);
+    h.grad_transition_prob.row = 1;  // [B, T]
     h.sums = true;
     if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
     for (Tensor x : {parts.weight, parts.filters, parts.projection, parts.penalty, grads.grad_key,

@@ -107,6 +107,8 @@ void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
   step.coverage_in = coverage;
   if (t) move_on(step.previous = step.weights, -1, sizeof(C));
   if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
+  View* const rows[] = {&step.transition_prob, &step.odds};
+  for (View* x : rows) move_on(*x, t, sizeof(C));
 }
 template <class C>
 CoverageForward step_of(const RecurrentForward& a, int64_t t) {
@@ -129,6 +131,7 @@ CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
   remember<C>(a, t, coverage, step);
   step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
   step.grad_last = step.grad_previous;
+  move_on(step.grad_transition_prob, t, sizeof(C));
   return step;
 }
 
