@@ -413,6 +413,11 @@ def test_misfits(backend):
     assert min(counts) > 100
     short = call(Case("gru", "attend_first"))._replace(packed=torch.zeros(64, dtype=torch.uint8))
     assert "packed" in refusal(RECURRENT.forwards[backend], short)
+    if backend != "cuda":
+        given = call(Case("gru", "attend_first", "tanh", terms=("past",)))
+        given = given._replace(span=torch.zeros(1, 1, 2, dtype=torch.int64).expand(3, 5, 2))
+        for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
+            assert "span" in refusal(function, given)
 
 
 def refusal(function, args) -> str | None:

@@ -91,7 +91,7 @@ struct HistorySums {
     if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
     for (Tensor x : {parts.weight, parts.filters, parts.projection, parts.penalty, grads.grad_key,
                      grads.grad_inverse_fertility})
-      torch::stable::zero_(x);
+      if (x.numel()) torch::stable::zero_(x);
   }
 
   void finish(const RecurrentBackwardArguments& given, const LayerFit& fit, const RecurrentBackward& a,
