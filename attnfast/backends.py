@@ -111,6 +111,7 @@ class Request(NamedTuple):
     operator: str = "attention"
     step: bool = False  # one query for each sequence: what it costs is latency
     filters: int = 0
+    history: bool = False  # of a recurrent layer's attention
 
 
 class Backend:
@@ -197,6 +198,11 @@ class Cuda(Backend):
         if reason := load_library("_C_cuda"):
             return reason
         return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
+
+    def why_not(self, request: Request) -> str | None:
+        if request.history:
+            return "its recurrent layers attend without a history"
+        return super().why_not(request)
 
     def rank(self, request: Request) -> float:
         return 0 if request.step or request.operator == "coverage_attention" else 2
@@ -292,10 +298,14 @@ def _choose(backend: str | None, *asked) -> str:
 
 @constant_in_graphs
 def best(
-    backend: str | None, device: torch.device, dtype: torch.dtype, operator: str
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    operator: str,
+    history: bool = False,
 ) -> str | None:
     """Return the compiled backend that serves a call best, or None: the one asked for, if any."""
-    return _best(backend, device, dtype, operator)
+    return _best(backend, device, dtype, operator, False, 0, history)
 
 
 @constant_in_graphs

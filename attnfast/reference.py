@@ -18,7 +18,7 @@ from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
 from attnfast.ops.coverage import Coverage, Covered
 from attnfast.ops.linear import Linear, LinearResult
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.recurrent import Recurred, Recurrent, attention_of, fed
+from attnfast.ops.recurrent import Recurred, Recurrent, attention_of, coverage_of, fed
 from attnfast.ops.recurrent import fake as fake_recurrent
 from attnfast.ops.search import Said, Search, layer_of
 from attnfast.ops.span import to_columns, to_dense
@@ -203,12 +203,13 @@ def linear(call: Linear) -> LinearResult:
 
 
 def recurrent(call: Recurrent) -> Recurred:
-    """Compute states, contexts and weights step by step."""
+    """Compute states, contexts and weights step by step; no odds."""
     linear = torch.nn.functional.linear
     B, T, _ = call.input.shape
     h, c, f = call.hidden, call.cell, call.feed
     f = call.input.new_zeros(B, fed(call)) if f is None else f
-    results: list[list[Tensor]] = [[] for _ in Recurred._fields]
+    past, loss = (call.coverage, call.previous), call.input.new_zeros(B)
+    results: dict[str, list[Tensor]] = {x: [] for x in Recurred._fields}
     inputs, padding = call.input, None
     if call.target_lengths is not None:
         numbers = torch.arange(T, device=inputs.device)
@@ -216,8 +217,18 @@ def recurrent(call: Recurrent) -> Recurred:
         inputs = inputs.masked_fill(padding, 0)  # NaN there must not leak
 
     def attend(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        nonlocal past, loss
         query = h if call.weight_query is None else linear(h, call.weight_query, call.bias_query)
-        context, weights, _ = attention(attention_of(call, query.unsqueeze(1), slice(t, t + 1)))
+        now = query.unsqueeze(1), slice(t, t + 1)
+        if past[0] is None or past[1] is None:
+            context, weights, _ = attention(attention_of(call, *now))
+            return query, context.squeeze(1), weights.squeeze(1)
+        step = coverage_of(call, *now, past[0], past[1])
+        if padding is not None:
+            seen = ~padding[:, t : t + 1]
+            step = step._replace(mask=seen if step.mask is None else seen & step.mask)
+        context, weights, coverage, lost, _ = coverage_attention(step)
+        past, loss = (coverage, weights.squeeze(1)), loss + lost
         return query, context.squeeze(1), weights.squeeze(1)
 
     for t in range(T):
@@ -236,16 +247,18 @@ def recurrent(call: Recurrent) -> Recurred:
             joined = torch.cat([context, h], -1)
             f = attentional = linear(joined, call.weight_output, call.bias_output).tanh()
         query = query if call.attends_first or call.weight_query is not None else None
-        row = (h, c, context, weights, attentional, query, gates)
-        for steps, y in zip(results, row):
-            steps += [] if y is None or not y.shape[-1] else [y]
-    shapes = fake_recurrent(call)
-    rows = [
-        torch.stack(x, 1) if x else call.input.new_empty(y.shape) for x, y in zip(results, shapes)
-    ]
+        row = {
+            "states": h, "cells": c, "contexts": context, "weights": weights,
+            "attentional": attentional, "queries": query, "gates": gates,
+        }  # fmt: skip
+        for name, y in row.items():
+            results[name] += [] if y is None or not y.shape[-1] else [y]
+    empty = fake_recurrent(call)
+    rows = [torch.stack(results[x], 1) if results[x] else y for x, y in empty._asdict().items()]
     if padding is not None:
         rows = [x.masked_fill(padding, 0) if x.dim() == 3 else x for x in rows]
-    return Recurred(*rows)
+    made = Recurred(*rows)._replace(odds=inputs.new_empty(0))
+    return made if past[0] is None else made._replace(coverage=past[0], loss=loss)
 
 
 def greedy_search(call: Search) -> Said:

@@ -3,13 +3,23 @@
 ``nn.GRU`` over the same inputs, as wide, says what the recurrence alone costs there.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from race import DEVICE, DIRECTIONS, race, timed
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnfast.diagnostics import memory_of
-from attnfast.nn import AttentionGRU, AttentionLSTM, BahdanauAttention
+from attnfast.nn import (
+    AttentionGRU,
+    AttentionLSTM,
+    BahdanauAttention,
+    CoverageAttention,
+    LocationAwareAttention,
+)
+from attnfast.nn import layer as layer_code
 
 SHAPES = {  # B, T, Tk, E, H, A; contexts have H features
     "small": (32, 20, 20, 128, 128, 128),
@@ -102,3 +112,67 @@ def test_recurrent(benchmark, kind, recurrence, shape, direction):
     if wanted:
         kept = {name: memory_of(way)[1] for name, way in ways.items()}
         benchmark.extra_info["kept"] = kept
+
+
+HISTORIES = {"location-aware": LocationAwareAttention, "coverage": CoverageAttention}
+
+
+def eager_with_history(attention, source: Tensor, lengths: Tensor):
+    """Return location-aware attention or coverage's as people write it."""
+    keys, shape = attention.key_proj(source), source.shape[:2]
+    hidden = (torch.arange(shape[1], device=source.device) >= lengths[:, None]).expand(shape)
+    past = source.new_zeros(shape)
+
+    def attend(h: Tensor) -> Tensor:
+        nonlocal past
+        if isinstance(attention, CoverageAttention):
+            features = past.unsqueeze(-1) * attention.coverage_weight
+        else:
+            kernel = attention.location_conv.weight
+            found = F.conv1d(past.unsqueeze(1), kernel, padding=kernel.shape[-1] // 2)
+            features = attention.location_proj(found.transpose(1, 2))
+        scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys + features)
+        weights = (scores @ attention.weight).masked_fill(hidden, -1e9).softmax(-1)
+        past = past + weights if isinstance(attention, CoverageAttention) else weights
+        return (weights.unsqueeze(1) @ source).squeeze(1)
+
+    return attend
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", ["small", "translation", "speech"])
+@pytest.mark.parametrize("kind", HISTORIES)
+def test_with_a_history(benchmark, kind, shape, direction):
+    """Against the layer's own loop, which serves what the operator has not."""
+    B, T, Tk, E, H, A = SHAPES[shape]
+    torch.manual_seed(0)
+    attention = HISTORIES[kind](H, H, A)
+    layer = AttentionGRU(E, H, H, attention).to(DEVICE)
+    cell = nn.GRUCell(E + H, H).to(DEVICE)
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(cell, name, getattr(layer, f"{name}_l0"))
+    x, source = torch.randn(B, T, E, device=DEVICE), torch.randn(B, Tk, H, device=DEVICE)
+    source.requires_grad_()
+    lengths = torch.randint(Tk // 2 + 1, Tk + 1, (B,), device=DEVICE)
+    grad = torch.randn(B, T, H, device=DEVICE)
+
+    def whole() -> Tensor:
+        return layer(x, layer.prepare(source, lengths)).output
+
+    def steps() -> Tensor:
+        with mock.patch.object(layer_code, "backend_of", return_value=None):
+            return whole()
+
+    def peer() -> Tensor:
+        return loop(layer, cell, eager_with_history(attention, source, lengths), "attend_first")(x)
+
+    ways = {"attnfast": whole, "step by step": steps, "eager": peer}
+    leaves = [source, *layer.parameters()] if direction != "forward" else None
+    calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
+    first, *others = (call() for call in calls.values())
+    for other in others:
+        for got, want in zip(first, other):
+            scale = float(want.detach().abs().max())
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+    race(benchmark, f"GRU, {kind}", shape, SHAPES[shape], direction, calls)
+    benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"

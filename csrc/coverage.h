@@ -14,6 +14,8 @@ struct History {
   View penalty;                                        // [H] by its head stride
   View inverse_fertility, coverage_in, previous;       // [B, H, Tk]
   View transition_prob;                                // [B, H, Tq]
+  void* features = nullptr;                            // CPU: what `prepare` made of filters, projection
+                                                       // and weight, of one head; or null
 };
 
 // log_sum_exp is absent.
@@ -24,10 +26,16 @@ struct CoverageForward : Forward, History {
 
 // What filters touch is of this struct: with them grad_query, grad_key and grad_weight too are theirs.
 struct CoverageBackward : Backward, History {
-  View odds;                           // as the forward left them
-  View grad_coverage_out, grad_loss;   // in
-  bool sums;                           // grad_key, grad_weight, grad_filters and grad_projection are
-                                       // added to, for each [B, H], and of the accumulation dtype
+  View odds;                          // as the forward left them
+  View grad_coverage_out, grad_loss;  // in
+  View grad_last;                     // CPU: in, what reaches the last row's weights from the row after it,
+                                      // [B, H, Tk], or absent
+  bool sums;                          // grad_key, grad_weight, grad_filters and grad_projection, and on
+                                      // the CPU grad_penalty and grad_inverse_fertility, are added to, for
+                                      // each [B, H], and of the accumulation dtype
+  View kept;                          // CPU: room [B, H] for the sums of grad_weight, grad_filters and
+                                      // grad_projection, cleared before the first step, until `finish`;
+                                      // or absent
   View grad_filters, grad_projection;  // out: a part for each [B, H]
   View grad_penalty;                   // out: a part for each [B, H]
   View grad_inverse_fertility, grad_transition_prob, grad_coverage_in, grad_previous;  // out

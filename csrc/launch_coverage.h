@@ -1,8 +1,7 @@
 // The operators of coverage_attention. A launcher includes this file once and defines the functions
 // below.
 #pragma once
-#include "coverage.h"
-#include "launch.h"
+#include "launch_history.h"
 
 namespace attnfast {
 namespace {
@@ -65,24 +64,10 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   X(grad_coverage) X(grad_previous)
 // clang-format on
 
-// The sizes of attention, and those of the filters, 0 without any.
-struct CoverageFit : AttentionFit {
-  int64_t K = 0, channels = 2, taps = 0;
-
+// The sizes of attention and those of the filters.
+struct CoverageFit : AttentionFit, FilterSizes {
   template <class Arguments>
-  explicit CoverageFit(const Arguments& given) : AttentionFit(given) {
-    const Optional &filters = given.filters, &projection = given.projection;
-    check(filters.has_value() == projection.has_value(), filters ? "projection" : "filters");
-    if (filters) {
-      const int64_t n = filters->dim();
-      check(n == 3 || n == 4, "filters");
-      check(projection->dim() == n - 1, "projection");
-      K = filters->size(n - 3);
-      channels = filters->size(n - 2);
-      taps = filters->size(n - 1);
-      check((channels == 1 || channels == 2) && taps % 2 == 1, "filters");
-      check(given.weight.has_value() || K == 0, "weight");
-    }
+  explicit CoverageFit(const Arguments& given) : AttentionFit(given), FilterSizes(given, *this) {
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
 
@@ -107,37 +92,6 @@ ATTNFAST_ARGUMENTS(CoverageBackwardIntoArguments, "coverage_attention_backward_i
 ATTNFAST_RESULTS(Covered, ATTNFAST_COVERED)
 ATTNFAST_RESULTS(CoverageGradients, ATTNFAST_COVERAGE_GRADIENTS)
 
-// [B, (H,) n], whose last sizes are side by side; absent if there is none.
-View view_of_numbers(const Optional& x, Keep& keep) {
-  if (!x) return {};
-  keep.push_back(packed(*x));
-  return view(keep.back(), false);
-}
-
-// [B, (H)], side by side; absent if there is none.
-View view_of_heads(const Optional& x, int64_t heads, Keep& keep) {
-  if (!x) return {};
-  keep.push_back(packed(*x));
-  return {place_of(keep.back()), heads, 1};
-}
-
-template <class Arguments>
-void put_history(const Arguments& given, const CoverageFit& fit, History& h, Keep& keep) {
-  h.filters_count = fit.K;
-  h.channels = fit.channels;
-  h.width = fit.taps;
-  if (fit.K) {
-    const bool of_heads = given.filters->dim() == 4;
-    h.filters = view_of_parameters(*given.filters, of_heads, keep);
-    h.projection = view_of_parameters(*given.projection, of_heads, keep);
-  }
-  if (given.penalty) h.penalty = view_of_parameters(*given.penalty, given.penalty->size(0) != 1, keep);
-  h.inverse_fertility = view_of_numbers(given.inverse_fertility, keep);
-  h.coverage_in = view_of_numbers(given.coverage, keep);
-  h.previous = view_of_numbers(given.previous, keep);
-  h.transition_prob = view_of_numbers(given.transition_prob, keep);
-}
-
 Covered coverage_attention(const CoverageArguments& given) {
   const CoverageArguments::Fit fit(given);
   Keep keep;
@@ -160,30 +114,6 @@ Covered coverage_attention(const CoverageArguments& given) {
   run_forward(a, query);
   return {.context = context, .weights = weights, .coverage = coverage, .loss = loss, .odds = odds};
 }
-
-// The parts of parameters' gradients, one or several for every sequence and head, which add up at the
-// end.
-struct Parts {
-  Tensor weight, filters, projection, penalty;
-
-  static Tensor part(bool wanted, const Tensor& like, const CoverageFit& fit, std::vector<int64_t> sizes,
-                     View& out) {
-    sizes.insert(sizes.begin(), {fit.B, fit.H});
-    const Tensor x = empty_if(wanted, like, sizes, fit.sums);
-    if (wanted) out = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
-    return x;
-  }
-
-  // Room for what is wanted, put where it is to be filled in.
-  template <class Arguments>
-  Parts(const Arguments& given, const CoverageFit& fit, bool of_weight, bool of_filters,
-        CoverageBackward& a)
-      : weight(part(of_weight, given.query, fit, {fit.K || !of_weight ? 1 : grad_weight_parts(a), fit.A},
-                    a.grad_weight)),
-        filters(part(of_filters, given.query, fit, {fit.K, fit.channels, fit.taps}, a.grad_filters)),
-        projection(part(of_filters, given.query, fit, {fit.A, fit.K}, a.grad_projection)),
-        penalty(part(given.penalty.has_value(), given.query, fit, {}, a.grad_penalty)) {}
-};
 
 // Let the gradients be added to sums of steps, one for each sequence and head.
 void put_sums(const CoverageBackwardIntoArguments& given, const CoverageFit& fit, CoverageBackward& a) {
@@ -242,7 +172,8 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Tensor grad_coverage = gradient_of_numbers(given.coverage, query, fit, a.grad_coverage_in);
   const Tensor grad_previous = gradient_of_numbers(given.previous, query, fit, a.grad_previous);
   const bool need_grad_weight = need_grad_key && given.weight;
-  const Parts parts(given, fit, need_grad_weight, need_grad_filters, a);
+  const int64_t of_weight = need_grad_weight ? (fit.K ? 1 : grad_weight_parts(a)) : 0;
+  const Parts parts(query, fit, of_weight, need_grad_filters, given.penalty.has_value(), a);
   if constexpr (into) put_sums(given, fit, a);
 
   const Tensor weights = packed(given.weights), odds = packed(given.odds);
@@ -269,10 +200,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
       .grad_projection = need_grad_filters
                              ? sum_of_parts(parts.projection, {0}, given.projection->dim() == 3, fit.sums)
                              : parts.projection,
-      .grad_penalty = penalty ? torch::stable::reshape(
-                                    sum_of_parts(parts.penalty, {0}, penalty->size(0) != 1, fit.sums),
-                                    {penalty->size(0)})
-                              : parts.penalty,
+      .grad_penalty = penalty ? parts.of_penalty(penalty->size(0), fit.sums) : parts.penalty,
       .grad_inverse_fertility = grad_inverse_fertility,
       .grad_transition_prob = grad_transition_prob,
       .grad_coverage = grad_coverage,

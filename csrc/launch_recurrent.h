@@ -1,7 +1,7 @@
 // The operator of a recurrent layer that attends: its arguments, and what of them every launcher puts into
 // a Layer. A launcher includes this file once and defines `recurrent` and `recurrent_backward`.
 #pragma once
-#include "launch.h"
+#include "launch_history.h"
 #include "recurrent.h"
 
 namespace attnfast {
@@ -28,6 +28,14 @@ namespace {
   X(Optional, span, spans)                                                   \
   X(Optional, target_lengths, sizes, ScalarType::Long, {B})                  \
   X(Optional, dropout, sizes, own, {B, N})
+#define ATTNFAST_LAYER_HISTORY(X)                       \
+  X(Optional, filters, sizes, own, {K, channels, taps}) \
+  X(Optional, projection, sizes, own, {A, K})           \
+  X(Optional, penalty, sizes, own, {1})                 \
+  X(Optional, inverse_fertility, sizes, own, {B, Tk})   \
+  X(Optional, transition_prob, sizes, own, {B, T})      \
+  X(Optional, coverage, sizes, own, {B, Tk})            \
+  X(Optional, previous, sizes, own, {B, Tk})
 #define ATTNFAST_LAYER_OPTIONS(X) \
   X(std::string, mode, any)       \
   X(bool, attends_first, any)     \
@@ -38,10 +46,15 @@ namespace {
   ATTNFAST_LAYER(X)                                   \
   X(Optional, mask, terms, ScalarType::Bool, {T, Tk}) \
   ATTNFAST_LAYER_KEYS(X)                              \
+  ATTNFAST_LAYER_HISTORY(X)                           \
   X(Optional, prepared, exponentials, given.score)    \
   X(Optional, packed, bytes)                          \
   ATTNFAST_LAYER_OPTIONS(X)
-#define ATTNFAST_RECURRED(X) X(states) X(cells) X(contexts) X(weights) X(attentional) X(queries) X(gates)
+// clang-format off
+#define ATTNFAST_RECURRED(X)                                                           \
+  X(states) X(cells) X(contexts) X(weights) X(attentional) X(coverage) X(loss) X(queries) \
+  X(gates) X(odds)
+// clang-format on
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
   X(Tensor, grad_states, sizes, own, {B, T, N})                                         \
@@ -49,15 +62,19 @@ namespace {
   X(Optional, grad_contexts, result, given.key, Dv)                                     \
   X(Optional, grad_weights, result, given.key, Tk)                                      \
   X(Optional, grad_attentional, result, given.weight_output, O)                         \
+  X(Optional, grad_coverage, after, given.coverage, {B, Tk})                            \
+  X(Optional, grad_loss, after, given.coverage, {B})                                    \
   ATTNFAST_LAYER(X)                                                                     \
   ATTNFAST_LAYER_KEYS(X)                                                                \
+  ATTNFAST_LAYER_HISTORY(X)                                                             \
   X(Tensor, states, sizes, own, {B, T, N})                                              \
   X(Tensor, cells, result, given.cell, N)                                               \
   X(Tensor, contexts, result, given.key, Dv)                                            \
   X(Tensor, weights, result, given.key, Tk)                                             \
-  X(Tensor, attentional, result, given.weight_output, F)                                \
+  X(Tensor, attentional, result, given.weight_output, O)                                \
   X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
   X(Tensor, gates, kept, given.mode != "tanh", 4 * N)                                   \
+  X(Tensor, odds, kept, given.transition_prob.has_value(), Tk)                          \
   ATTNFAST_LAYER_OPTIONS(X)                                                             \
   X(bool, need_grad_input, any)                                                         \
   X(bool, need_grad_parameters, any)                                                    \
@@ -67,7 +84,8 @@ namespace {
   X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
   X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
   X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
-  X(grad_weight_output) X(grad_bias_output)
+  X(grad_weight_output) X(grad_bias_output) X(grad_filters) X(grad_projection)     \
+  X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob) X(grad_coverage) X(grad_previous)
 // clang-format on
 
 Cell cell_of(const std::string& mode) {
@@ -78,12 +96,13 @@ Cell cell_of(const std::string& mode) {
 }
 
 // The sizes of a layer, of one step where there are no inputs.
-struct LayerFit : Fit {
+struct LayerFit : Fit, FilterSizes {
   int64_t T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
   explicit LayerFit(const Arguments& given)
-      : Fit(Arguments::kOperator, given.hidden), G(gates_of(cell_of(given.mode))) {
+      : Fit(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
+        G(gates_of(cell_of(given.mode))) {
     check(given.hidden.dim() == 2 && (own == ScalarType::Float || own == ScalarType::Double), "hidden");
     check(given.cell.has_value() == (given.mode == "lstm"), "cell");
     B = given.hidden.size(0);
@@ -101,6 +120,14 @@ struct LayerFit : Fit {
     for (const Optional* x :
          {&given.weight_query, &given.weight_output, &given.feed, &given.lengths, &given.span})
       needs(*x, given.key, "key");
+    if constexpr (requires { given.coverage; }) {
+      needs(given.coverage, given.key, "key");
+      for (const Optional* x : {&given.filters, &given.penalty, &given.inverse_fertility,
+                                &given.transition_prob, &given.previous})
+        needs(*x, given.coverage, "coverage");
+      needs(given.coverage, given.previous, "previous");
+      check(!given.coverage || !given.span, "span");
+    }
     if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
     needs(given.bias_query, given.weight_query, "bias_query");
     needs(given.bias_output, given.weight_output, "bias_output");
@@ -139,6 +166,9 @@ struct LayerFit : Fit {
   // A result of the forward, which there is if that is given, or its gradient.
   bool result(const Optional& x, const Optional& given, int64_t columns) const {
     return !x || kept(*x, given.has_value(), columns);
+  }
+  bool after(const Optional& x, const Optional& given, Sizes wanted) const {
+    return !x || (given ? sizes(*x, own, wanted) : sizes(*x, own, {0}));
   }
   bool kept(const Tensor& x, bool exists, int64_t columns) const {
     return exists ? sizes(x, own, {B, T, columns}) : sizes(x, own, {0});
@@ -201,6 +231,17 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
     }
 }
 
+// The keys' lengths at every step, [T, B]: none beyond a target's end, where a history stands still.
+const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, Keep& keep) {
+  keep.push_back(
+      empty(torch::stable::Device(torch::headeronly::DeviceType::CPU), {a.T, a.B}, ScalarType::Long));
+  auto* const out = static_cast<int64_t*>(place_of(keep.back()));
+  for (int64_t t = 0; t < a.T; ++t)
+    for (int64_t b = 0; b < a.B; ++b)
+      out[t * a.B + b] = t >= a.target_lengths[b] ? 0 : lengths ? lengths[b] : a.Tk;
+  return out;
+}
+
 // What attention has of a layer for one step; its query is the launcher's.
 template <class Arguments>
 void put_attention(const Arguments& given, const LayerFit& fit, const Layer& layer, Problem& a,
@@ -226,25 +267,33 @@ void put_attention(const Arguments& given, const LayerFit& fit, const Layer& lay
     if (given.mask) a.mask = broadcast_view(*given.mask);
 }
 
-// Room for the results; of a GRU or LSTM the gates lie side by side.
+// Room for the results; of a GRU or LSTM the gates lie side by side. What a history leaves is of the CPU.
 Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, RecurrentForward& a) {
   const auto room = [&](bool wanted, int64_t columns, View& out) {
     const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
     if (wanted) out = rows_of(x);
     return x;
   };
+  const bool remembers = given.coverage.has_value();
+  const Tensor coverage = empty_if(remembers, given.input, {a.B, a.Tk}, fit.own);
+  const Tensor loss = empty_if(remembers, given.input, {a.B}, fit.own);
+  if (remembers) a.attention.coverage_out = rows_of(coverage), a.loss = View{place_of(loss), 1};
   return {
       .states = room(true, a.H, a.states),
       .cells = room(a.cell == Cell::lstm, a.H, a.cells),
       .contexts = room(a.attends, a.Dv, a.contexts),
       .weights = room(a.attends, a.Tk, a.attention.weights),
       .attentional = room(given.weight_output.has_value(), a.O, a.attentional),
+      .coverage = coverage,
+      .loss = loss,
       .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
       .gates = room(a.cell != Cell::tanh, 4 * a.H, a.gates),
+      .odds = room(given.transition_prob.has_value(), a.Tk, a.attention.odds),
   };
 }
 
-// Put what the forward left and what comes back into `a`; room for the gradients but the keys'.
+// Put what the forward left and what comes back into `a`; room for the gradients but the keys' and those
+// that a history sums up.
 RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const LayerFit& fit,
                                 RecurrentBackward& a, Keep& keep) {
   a.states = kept(given.states, keep);
@@ -253,18 +302,19 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   a.attentional = result_of(given.attentional, keep);
   a.queries = result_of(given.queries, keep);
   a.gates = result_of(given.gates, keep);
+  a.attention.odds = result_of(given.odds, keep);
   a.grad_states = kept(given.grad_states, keep);
   a.grad_cells = result_of(given.grad_cells, keep);
   a.grad_contexts = result_of(given.grad_contexts, keep);
   a.grad_attentional = result_of(given.grad_attentional, keep);
+  const auto nothing = [&] { return empty_if(false, given.input, {}, fit.own); };
   const auto gradient = [&](const Optional& x, bool wanted, View& out) {
-    if (!wanted || !x) return empty_if(false, given.input, {}, fit.own);
+    if (!wanted || !x) return nothing();
     const Tensor grad = empty(x->device(), {x->sizes().begin(), x->sizes().end()}, fit.own);
     out = rows_of(grad);
     return grad;
   };
   const bool parameters = given.need_grad_parameters;
-  const Tensor nothing = empty_if(false, given.input, {}, fit.own);
   return {
       .grad_input = gradient(given.input, given.need_grad_input, a.grad_input),
       .grad_hidden = gradient(given.hidden, true, a.grad_hidden),
@@ -274,13 +324,20 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_weight_hh = gradient(given.weight_hh, parameters, a.grad_weight_hh),
       .grad_bias_ih = gradient(given.bias_ih, parameters, a.grad_bias_ih),
       .grad_bias_hh = gradient(given.bias_hh, parameters, a.grad_bias_hh),
-      .grad_key = nothing,
-      .grad_value = nothing,
-      .grad_weight = nothing,
+      .grad_key = nothing(),
+      .grad_value = nothing(),
+      .grad_weight = nothing(),
       .grad_weight_query = gradient(given.weight_query, parameters, a.grad_weight_query),
       .grad_bias_query = gradient(given.bias_query, parameters, a.grad_bias_query),
       .grad_weight_output = gradient(given.weight_output, parameters, a.grad_weight_output),
       .grad_bias_output = gradient(given.bias_output, parameters, a.grad_bias_output),
+      .grad_filters = nothing(),
+      .grad_projection = nothing(),
+      .grad_penalty = nothing(),
+      .grad_inverse_fertility = gradient(given.inverse_fertility, true, a.attention.grad_inverse_fertility),
+      .grad_transition_prob = gradient(given.transition_prob, true, a.attention.grad_transition_prob),
+      .grad_coverage = gradient(given.coverage, true, a.attention.grad_coverage_in),
+      .grad_previous = gradient(given.previous, true, a.attention.grad_previous),
   };
 }
 

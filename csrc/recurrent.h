@@ -1,8 +1,8 @@
 // What a launcher hands to the kernels of a recurrent layer that attends: raw pointers and sizes, as in
 // attention.h.
 #pragma once
-#include "attention.h"
 #include "cell.h"
+#include "coverage.h"
 
 namespace attnfast {
 
@@ -18,19 +18,26 @@ struct Layer {
   View weight_ih, weight_hh, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
   const int64_t* target_lengths;                              // [B] or null
+  const int64_t* step_lengths;                                // of the keys, [T, B], where a history wants
+                                                              // to see none in padding; or null
   View states, cells, contexts, attentional, queries, gates;  // out of the forward
 };
 
 struct RecurrentForward : Layer {
-  void* packed;       // CPU: the weights as its `pack` left them, or null
-  Forward attention;  // of the first step; its views, moved on by their rows, are those of the others
+  void* packed;               // CPU: the weights as its `pack` left them, or null
+  CoverageForward attention;  // of the first step; its views, moved on by their rows, are those of the
+                              // others; with a coverage it has a history, and its loss is room [B, T, 1]
+  View loss;                  // out, [B], of all steps
 };
 
 struct RecurrentBackward : Layer {
   View grad_states, grad_cells, grad_contexts, grad_attentional;  // in; all but the first may be absent
-  Backward attention;  // of the first step; its gradients but the query's, which is of all, are rooms too
-  View grad_gates;     // room [B, T, S H]: what reaches weight_ih; of a GRU, W_hn h after it
-  View grad_fed;       // room [B, T, F], with an output: what reaches it
+  CoverageBackward attention;  // of the first step; gradients of rows are rooms, but the query's, which is
+                               // of all; those of a history are sums of all steps
+  View coverages;              // room [B, T, Tk]: the coverage before every step
+  View grad_coverage;          // in, of that after the last step, or absent
+  View grad_gates;             // room [B, T, S H]: what reaches weight_ih; of a GRU, W_hn h after it
+  View grad_fed;               // room [B, T, F], with an output: what reaches it
   View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent where not wanted
   View grad_weight_ih, grad_weight_hh, grad_weight_query, grad_weight_output;
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output;

@@ -208,6 +208,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if request.filters > self.most_filters:", "if False:"),
     ],
     ("attnfast/nn/layer.py", "tests/test_recurrent.py -k 'not compile and not table'"): [
+        ("history.loss is None else history.loss + done.loss", "True else None"),
+        ("done.weights[:, -1] if done.weights.shape[1]", "history.previous if False"),
+        ("mask = seen if mask is None else seen & mask", "pass"),
+        ("history.coverage, history.previous, None,", "history.coverage, history.coverage, None,"),
         ("\"cell\": -2, \"feed\": 0}", "\"cell\": -2}"),
         ("all(x is y for x, y in zip(parameters, before.parameters))", "True"),
         ("(steps >= target_lengths[:, None]).unsqueeze(-1), 0)", "steps.view(1, -1, 1) < 0, 0)"),
@@ -305,16 +309,28 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("lost += x <= c ? x : c;", "lost += x;"),
         ("for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;", ""),
     ],
+    ("csrc/cpu/coverage_kernel.cpp", RECURRENT): [
+        ("(a.sums ? *row(a.grad_penalty) : 0)", "0"),
+        ("if (a.grad_last.data) copy(row(a.grad_last)", "if (false) copy(row(a.grad_last)"),
+    ],
     ("csrc/cpu/copying_kernel.cpp", "tests/test_copying.py -k 'cpu and not compile'"): [
         ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
         ("w < V && x[w] != -infinity<C>()", "w < V"),
     ],
+    ("csrc/cpu/recurrent_steps.h", RECURRENT): [
+        ("if (t) move_on(step.previous = step.weights, -1, sizeof(C));", ""),
+        ("if (a.step_lengths) step.lengths =", "if (false) step.lengths ="),
+    ],
     ("csrc/cpu/recurrent_forward.h", RECURRENT): [
+        ("sum += *row<C>(a.attention.loss, b, t);", "sum = *row<C>(a.attention.loss, b, t);"),
         ("if (pads) unit = Unit<Vec<C>>{};", ""),
         ("bias[of_state(a.cell, gate) * width + i]", "bias[gate * width + i]"),
         ("in_place.scores = step.weights;", ""),
     ],
     ("csrc/cpu/recurrent_backward.h", RECURRENT): [
+        ("clear(row<C>(room.kept, b), room.kept.batch);", "{}"),
+        ("row<C>(h.grad_previous, b)[j] = 0;", ""),
+        ("if (room.kept.data) finish_history();", ""),
         ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
         ("if (given_cell) grad_cell += part(given_cell);", ""),
         ("if (a.attends_first && a.T) add_attended(0, block, x);", ""),
@@ -353,6 +369,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
     ],
     ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): [
+        ('needs(given.coverage, given.previous, "previous");', ""),
+        ('check(!given.coverage || !given.span, "span");', ""),
+        ("X(Optional, grad_loss, after, given.coverage, {B})", "X(Optional, grad_loss, any)"),
         ('X(Tensor, gates, kept, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
         ("X(Optional, dropout, sizes, own, {B, N})", "X(Optional, dropout, any)"),
     ],

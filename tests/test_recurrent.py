@@ -16,6 +16,7 @@ import attnfast
 from attnfast import nn as attn
 from attnfast import reference
 from attnfast.backends import why_not
+from attnfast.models import BahdanauDecoder
 from attnfast.nn import layer as layer_code
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import GATES, RECURRENT, Recurred, Recurrent, RecurrentBackward
@@ -45,6 +46,9 @@ class Case:
 
 
 EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
+#: With "past" attention has a history, and no span.
+PAST = ("past", "filters", "penalty", "fertility", "transition")
+FILTERS = ((1, 2, 1), (4, 1, 3), (33, 2, 5))  # the first is a coverage feature's
 
 
 def call(case: Case, device: torch.device = CPU) -> Recurrent:
@@ -95,10 +99,31 @@ def call(case: Case, device: torch.device = CPU) -> Recurrent:
     if "mask" in terms:
         rows = (B, T) if case.seed % 2 else (1, 1)
         args["mask"] = (torch.rand(*rows, Tk, generator=g) > 0.3).to(device)
+    if "past" in terms:
+        return Recurrent(**args, **past(case, g, A, device))
     if "span" in terms:
         first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
         args["span"] = torch.cat([first, first + 4], -1).to(device)
     return Recurrent(**args)
+
+
+def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[str, Tensor]:
+    """Return what a history adds to the arguments."""
+    keys, (K, channels, width) = (case.B, case.Tk), FILTERS[case.seed % 3]
+    made = {x: torch.rand(keys, generator=g, dtype=torch.float64) for x in ("coverage", "previous")}
+    if "transition" in case.terms:
+        made["previous"] += 0.5  # divided by
+    if "filters" in case.terms and case.score != "dot":
+        of = torch.randn(K, channels, width, generator=g, dtype=torch.float64)
+        made["filters"] = of * (channels * width) ** -0.5
+        made["projection"] = torch.randn(A, K, generator=g, dtype=torch.float64) * K**-0.5
+    if "penalty" in case.terms:
+        made["penalty"] = torch.randn(1, generator=g, dtype=torch.float64) * 0.5
+    if "fertility" in case.terms:
+        made["inverse_fertility"] = 0.5 + torch.rand(keys, generator=g, dtype=torch.float64)
+    if "transition" in case.terms:
+        made["transition_prob"] = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
+    return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
 
 
 def doubled(args: Recurrent) -> Recurrent:
@@ -116,13 +141,13 @@ def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
     made = run(args)
     g = torch.Generator().manual_seed(case.seed + 1)
     outputs = []
-    for name in ("states", "cells", "contexts", "weights", "attentional"):
+    for name in ("states", "cells", "contexts", "weights", "attentional", "coverage", "loss"):
         x = getattr(made, name)
         noise = torch.randn(x.shape, generator=g, dtype=torch.float64).bfloat16()
         if x.requires_grad and x.numel():
             outputs.append((x, noise.to(x.device, x.dtype)))
     leaves = {n: x for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
-    found = {name: x.detach() for name, x in made._asdict().items()}
+    found = {name: x.detach() for name, x in made._asdict().items() if name != "odds"}
     grads: tuple = (None,) * len(leaves)
     if outputs:
         tensors, upstream = zip(*outputs)
@@ -132,11 +157,12 @@ def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
     return found
 
 
-def served(backend: str, dtype: torch.dtype) -> None:
+def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> None:
     """Skip a backend that has no such operator, and the oracle, which judges."""
     if backend == "reference":
         pytest.skip("what the others are judged by")
-    if reason := why_not(backend, DEVICE[backend], dtype, "recurrent"):
+    asked = (DEVICE[backend], dtype, "recurrent", False, 0, "past" in terms)
+    if reason := why_not(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
 
 
@@ -186,6 +212,36 @@ CASES = [
     *(Case("gru", x, "tanh", 2, 40, 1, 1, 1, 1, 1, 1, terms=EVERYTHING) for x in RECURRENCES),
     *(Case("gru", "attend_last", "tanh", **{size: 0}) for size in ("B", "T", "Tk", "Dv")),
     *(
+        Case(mode, recurrence, score, terms=(*EVERYTHING, *terms), seed=seed)
+        for mode in GATES
+        for recurrence in RECURRENCES
+        for seed, (score, terms) in enumerate(
+            [
+                ("tanh", PAST),
+                ("tanh", ("past", "filters")),
+                ("relu", PAST),
+                ("tanh", ("past", "penalty", "fertility")),
+                ("dot", ("past", "penalty")),
+                ("tanh", ("past", "transition")),
+                ("leaky_relu", ("past",)),
+            ]
+        )
+    ),
+    *(
+        Case("lstm", x, "tanh", 1, 9, 5, 70, 150, 64, 64, 64, ("past", *terms), seed=seed)
+        for x in RECURRENCES
+        for seed, terms in ((1, ("filters", "projection")), (2, ("penalty",)))
+    ),
+    *(
+        Case("gru", "attend_first", "tanh", terms=(*EVERYTHING, *PAST), seed=2, **{size: 0})
+        for size in ("B", "T", "Tk", "Dv")
+    ),
+    *(
+        Case("gru", x, "tanh", 2, 40, 1, 1, 1, 1, 1, 1, terms=(*EVERYTHING, *PAST), seed=seed)
+        for x in RECURRENCES
+        for seed in (0, 2)
+    ),
+    *(
         Case("lstm", x, "tanh", terms=EVERYTHING, dtype=torch.float64, seed=1, H=20)
         for x in RECURRENCES
     ),
@@ -195,7 +251,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_table(case, backend):
-    served(backend, case.dtype)
+    served(backend, case.dtype, case.terms)
     judge(case, backend)
 
 
@@ -203,6 +259,7 @@ def test_table(case, backend):
 def test_fuzz(seed, backend):
     served(backend, torch.float32)
     draw = random.Random(seed)
+    every = EVERYTHING if backend == "cuda" else (*EVERYTHING, *PAST)
     for _ in range(16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
         case = Case(
@@ -211,34 +268,36 @@ def test_fuzz(seed, backend):
             draw.choice(("dot", "tanh", "tanh", "relu", "leaky_relu")),
             B=size(3, 40), T=size(4, 12), E=size(9, 70), H=size(9, 70), Tk=size(5, 70),
             A=size(9, 70), Dv=size(9, 70), F=size(9, 70),
-            terms=tuple(x for x in EVERYTHING if draw.random() < 0.4),
+            terms=tuple(x for x in every if draw.random() < 0.4),
             dtype=draw.choice((torch.float32, torch.float32, torch.float64)),
             seed=draw.randint(0, 2**31),
         )  # fmt: skip
         judge(case, backend)  # a failure prints the case
 
 
-@pytest.mark.parametrize("score", ["dot", "tanh"])
+@pytest.mark.parametrize(("score", "terms"), [("dot", ()), ("tanh", ()), ("tanh", PAST)])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("mode", GATES)
-def test_gradcheck(mode, recurrence, score, backend):
-    served(backend, torch.float64)
-    case = Case(mode, recurrence, score, 2, 3, 2, 3, 4, 3, 2, 2, EVERYTHING, torch.float64, 1)
+def test_gradcheck(mode, recurrence, score, terms, backend):
+    served(backend, torch.float64, terms)
+    terms = (*EVERYTHING, *terms)
+    case = Case(mode, recurrence, score, 2, 3, 2, 3, 4, 3, 2, 2, terms, torch.float64, 1)
     args = call(case, DEVICE[backend])
     names = [n for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad]
 
     def run(*leaves):
         made = operator(backend)(args._replace(**dict(zip(names, leaves))))
-        return [x for x in made[:5] if x.requires_grad and x.numel()]
+        return [x for x in made[:7] if x.requires_grad and x.numel()]
 
     leaves = [getattr(args, name) for name in names]
     assert torch.autograd.gradcheck(run, leaves, nondet_tol=0.0)
 
 
+@pytest.mark.parametrize("terms", [(), PAST])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
-def test_opcheck(recurrence, backend):
-    served(backend, torch.float32)
-    case = Case("lstm", recurrence, "tanh", terms=EVERYTHING)
+def test_opcheck(recurrence, terms, backend):
+    served(backend, torch.float32, terms)
+    case = Case("lstm", recurrence, "tanh", terms=(*EVERYTHING, *terms))
     args = call(case, DEVICE[backend])
     torch.library.opcheck(RECURRENT.forwards[backend], tuple(args))
     made = RECURRENT(backend, args)
@@ -248,7 +307,7 @@ def test_opcheck(recurrence, backend):
 def backward_of(args: Recurrent, made: Recurred) -> RecurrentBackward:
     """Return a call of the backward with all gradients given."""
     fields = {x: None for x in RecurrentBackward._fields}
-    fields |= {x: y for x, y in (args._asdict() | made._asdict()).items() if x in fields}
+    fields |= {x: y for x, y in (made._asdict() | args._asdict()).items() if x in fields}
     fields |= {
         x: torch.randn_like(getattr(made, x[5:]))
         for x in fields
@@ -259,12 +318,14 @@ def backward_of(args: Recurrent, made: Recurred) -> RecurrentBackward:
     return RecurrentBackward(**fields)
 
 
+@pytest.mark.parametrize("terms", [(), PAST, ("past", "penalty")])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
-def test_what_no_step_reads_changes_nothing(recurrence, backend):
+def test_what_no_step_reads_changes_nothing(recurrence, terms, backend):
     """NaN beyond the keys' lengths and beyond the targets' ends."""
     if backend != "reference":
-        served(backend, torch.float32)
-    case = Case("gru", recurrence, "tanh", 4, terms=("projection", "lengths", "targets"), seed=3)
+        served(backend, torch.float32, terms)
+    terms = ("projection", "lengths", "targets", *terms)
+    case = Case("gru", recurrence, "tanh", 4, terms=terms, seed=3)
     clean, poisoned = (call(case, DEVICE[backend]) for _ in range(2))
     with torch.no_grad():
         for b in range(case.B):
@@ -279,10 +340,12 @@ def test_what_no_step_reads_changes_nothing(recurrence, backend):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("terms", [(), PAST, ("past", "penalty")])
 @pytest.mark.parametrize("recurrence", [*RECURRENCES, None])
-def test_every_run_gives_the_same_bits(recurrence, backend):
-    served(backend, torch.float32)
-    case = Case("lstm", recurrence, "tanh", 40, 6, 30, 70, 60, 50, 40, 40, terms=("projection",))
+def test_every_run_gives_the_same_bits(recurrence, terms, backend):
+    served(backend, torch.float32, terms)
+    terms = ("projection", *terms)
+    case = Case("lstm", recurrence, "tanh", 40, 6, 30, 70, 60, 50, 40, 40, terms=terms)
     args, threads = call(case, DEVICE[backend]), torch.get_num_threads()
     first = results(case, args, operator(backend))
     try:
@@ -320,8 +383,8 @@ def test_misfits(backend):
     """What the operator's check refuses the compiled operator refuses, and nothing else."""
     served(backend, torch.float32)
     draw, counts = random.Random(0), [0, 0]
-    for seed in range(600):
-        terms = tuple(x for x in EVERYTHING if draw.random() < 0.6)
+    for seed in range(900):
+        terms = tuple(x for x in (*EVERYTHING, *PAST) if draw.random() < 0.6)
         kind = draw.choice(list(GATES)), draw.choice((*RECURRENCES, None))
         args = call(Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed))
         name, given = "recurrent", args
@@ -350,6 +413,11 @@ def test_misfits(backend):
     assert min(counts) > 100
     short = call(Case("gru", "attend_first"))._replace(packed=torch.zeros(64, dtype=torch.uint8))
     assert "packed" in refusal(RECURRENT.forwards[backend], short)
+    if backend != "cuda":
+        given = call(Case("gru", "attend_first", "tanh", terms=("past",)))
+        given = given._replace(span=torch.zeros(1, 1, 2, dtype=torch.int64).expand(3, 5, 2))
+        for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
+            assert "span" in refusal(function, given)
 
 
 def refusal(function, args) -> str | None:
@@ -362,12 +430,28 @@ def refusal(function, args) -> str | None:
 
 # ---- modules ------------------------------------------------------------------------------------
 
+
+def number() -> nn.Parameter:
+    return nn.Parameter(torch.tensor(0.3))
+
+
 ATTENTIONS = {
     "bahdanau": lambda: attn.BahdanauAttention(12, 10, 8, bias=True),
     "dot": lambda: attn.LuongAttention(12, 12, "scaled_dot"),
     "general": lambda: attn.LuongAttention(12, 10, "general"),
     "concat": lambda: attn.LuongAttention(12, 10, "concat"),
     "coverage": lambda: attn.CoverageAttention(12, 10, 8),
+    "penalty": lambda: attn.CoverageAttention(12, 10, 8, feature=False, penalty=0.7),
+    "learned penalty": lambda: attn.CoverageAttention(12, 10, 8, penalty=number()),
+    "fertility": lambda: attn.CoverageAttention(12, 10, 8, fertility=2.0, activation="relu"),
+    "location": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3),
+    "location, cumulative": lambda: attn.LocationAwareAttention(
+        12, 10, 8, 5, 3, channels="cumulative"
+    ),
+    "location, both": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3, channels="both"),
+    "content": lambda: attn.LocationAwareAttention(12, 10, 8, 0, bias=False),
+    "forward": lambda: attn.ForwardAttention(12, 10, 8),
+    "forward, location": lambda: attn.ForwardAttention(12, 10, 8, 5, 3, channels="both"),
     "window": lambda: attn.LocalAttention(12, 10, window=2),
     "heads": lambda: attn.MultiHeadAttention(12, 10, 10, 2),
 }
@@ -385,7 +469,9 @@ def layer_and_inputs(kind, attention: str, **options):
 def tensors(result) -> list[Tensor]:
     """Return all that a layer gives."""
     state = [x for x in result.state if isinstance(x, Tensor)]
-    return [result.output, result.states, result.contexts, result.weights, *state]
+    past = result.state.history
+    past = past if isinstance(past, attn.History) else ()
+    return [result.output, result.states, result.contexts, result.weights, *state, *past]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -400,7 +486,10 @@ def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypa
         output, state = layer(part, memory, state)
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs, 1), whole.output)
+    assert isinstance(state.history, type(whole.state.history))
     for a, b in zip(state[:3], whole.state[:3]):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(state.history or (), whole.state.history or ()):
         torch.testing.assert_close(a, b)
 
     def run():
@@ -428,7 +517,39 @@ def test_which_attentions_are_one_operator(attention, monkeypatch):
         layer_code.dispatch, "run", lambda *args: calls.append(args[0].name) or run(*args)
     )
     layer(x, layer.prepare(source, lengths))
-    assert calls.count("recurrent") == (attention not in ("coverage", "heads"))
+    assert calls == ["recurrent"] if attention != "heads" else "recurrent" not in calls
+
+
+@pytest.mark.parametrize("attention", ["coverage", "location"])
+def test_a_decoders_mask_of_words_is_padding_to_a_history(attention, monkeypatch):
+    torch.manual_seed(0)
+    decoder = BahdanauDecoder(6, 10, 12, ATTENTIONS[attention]()).double()
+    words, source = (torch.randn(3, n, m).double() for n, m in ((7, 6), (9, 10)))
+    there = torch.arange(7) < torch.tensor([[7], [0], [3]])
+    seen = torch.rand(3, 9) > 0.3
+
+    def run(mask):
+        for x in (None, seen):
+            memory = decoder.attention.prepare(source, torch.tensor([9, 4, 6]), x)
+            state = decoder.initial(words[:, 0].new_zeros(3, 12))
+            output, state, weights = decoder(words, state, memory, True, mask)
+            yield [output, weights, *state.history]
+
+    served_so, without = list(run(there)), list(run(None))
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    torch.testing.assert_close(served_so, list(run(there)))
+    assert not torch.allclose(served_so[0][2], without[0][2])
+
+
+def test_a_history_that_does_not_fit():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "location")
+    memory = layer.prepare(source, lengths)
+    _, state = layer(x, memory)
+    short = state.history._replace(coverage=state.history.coverage[:2])
+    with pytest.raises(ValueError, match=r"coverage must be \[3, 9\], got \[2, 9\]"):
+        layer(x, memory, state._replace(history=short))
+    with pytest.raises(TypeError, match="history must be a History or None"):
+        layer(x, memory, state._replace(history=1))
 
 
 @pytest.mark.parametrize("slope", [1.0, 1.3])
@@ -614,15 +735,23 @@ def test_recurrent_dropout_is_one_mask_a_call():
     assert torch.equal(layer(x, memory).output, layer(x, memory).output)
 
 
-@pytest.mark.parametrize("recurrence", RECURRENCES[1:])
-def test_compile(recurrence):
+@pytest.mark.parametrize(
+    ("recurrence", "attention"),
+    [
+        *((x, "bahdanau") for x in RECURRENCES[1:]),
+        ("attend_first", "learned penalty"),
+        ("input_feeding", "location"),
+    ],
+)
+def test_compile(recurrence, attention):
     layer, x, source, lengths = layer_and_inputs(
-        attn.AttentionGRU, "bahdanau", recurrence=recurrence
+        attn.AttentionGRU, attention, recurrence=recurrence
     )
 
     def loss(x, source):
         output, state = layer(x, layer.prepare(source, lengths))
-        return output.sin().sum() + state.hidden.sum()
+        past = state.history.loss.sum() if state.history else 0
+        return output.sin().sum() + state.hidden.sum() + past
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
     for T in (7, 4):

@@ -75,6 +75,8 @@ def _in_one_call(
     if layer.rnn is not None or words.max_norm or not all(is_plain(*x) for x in of_plain):
         return None
     attention, like = decoder.attention, words.weight
+    if getattr(attention, "has_history", False):
+        return None
     backend = backend_of(attention, memory, like, history=state.history, operator=SEARCH.name)
     if backend is None or attention is None:
         return None

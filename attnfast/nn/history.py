@@ -113,8 +113,7 @@ class HistoryAttention(_Attention):
                 mask=mask,
                 temperature=self.temperature,
                 need_weights=True,
-                **self._terms(memory),
-                **terms,
+                **{**self._terms(memory), **terms},
             )
         except Exception:
             self._check_call(state, memory)
@@ -288,6 +287,9 @@ class ForwardAttention(LocationAwareAttention):
             query_dim, key_dim, attn_dim, filters, width,
             channels=channels, bias=bias, activation=activation, backend=backend,
         )  # fmt: skip
+
+    def _terms(self, memory: Memory) -> dict[str, Any]:
+        return {**super()._terms(memory), "transition_prob": 0.5}
 
     def start(self, memory: Memory) -> History:
         history = super().start(memory)

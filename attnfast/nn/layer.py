@@ -12,12 +12,21 @@ from attnfast import dispatch
 from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import BACKENDS, best
 from attnfast.decoding import Memory
+from attnfast.functional import coverage_call
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
+from attnfast.nn.history import (
+    CoverageAttention,
+    ForwardAttention,
+    History,
+    HistoryAttention,
+    LocationAwareAttention,
+)
 from attnfast.nn.linear import is_plain
 from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops.arguments import check_temperature
+from attnfast.ops.coverage import Coverage
 from attnfast.ops.operators import is_recorded
-from attnfast.ops.recurrent import RECURRENT, Recurrent, fed
+from attnfast.ops.recurrent import RECURRENT, Recurred, Recurrent, fed
 from attnfast.ops.span import rows_at
 from attnfast.reference import cell_step
 
@@ -116,10 +125,13 @@ def backend_of(
         return None
     if not is_recorded() and is_intercepted():
         return None
+    remembers = isinstance(attention, HistoryAttention)
     if attention is not None:
-        if not is_plain(attention, BahdanauAttention, LuongAttention, LocalAttention):
+        if not is_plain(attention, *SERVED):
             return None
-        if memory is None or not isinstance(history, (Progress, type(None))):
+        if memory is None or not isinstance(
+            history, (History if remembers else Progress, type(None))
+        ):
             return None
         is_local = isinstance(attention, LocalAttention)
         if is_local and (attention.slope is None or attention.span.stride != 1):
@@ -129,8 +141,14 @@ def backend_of(
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
             return None
         wanted = memory.backend
-    return best(wanted, like.device, like.dtype, operator)
+    return best(wanted, like.device, like.dtype, operator, remembers)
 
+
+#: The kinds of attention that the operator has.
+SERVED = (
+    BahdanauAttention, LuongAttention, LocalAttention, CoverageAttention, LocationAwareAttention,
+    ForwardAttention,
+)  # fmt: skip
 
 #: Numbers of parameters, keys and values from which a single step with gradients is quicker in a
 #: loop: it packs no parameters, and takes the gradients of all steps' keys at once.
@@ -177,7 +195,9 @@ def run_layer(
     history = packed = None
     if attention is not None:
         assert memory is not None
-        terms, history = terms_of(attention, memory, backend, state.history, input)
+        terms, history = terms_of(
+            attention, memory, backend, state.history, input, target_mask=target_mask
+        )
         terms["feed"] = None if layer.attends_first else state.feed
     call = Recurrent(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
@@ -194,6 +214,8 @@ def run_layer(
     except Exception:
         RECURRENT.check(call)  # says in one sentence what does not fit
         raise
+    if isinstance(history, History):
+        history = _history_after(history, done)
     return Steps(
         done.states,
         done.cells if layer.mode == "lstm" else None,
@@ -206,22 +228,33 @@ def run_layer(
 
 
 def terms_of(
-    attention: Any, memory: Memory, backend: str, history: Any, input: Tensor
+    attention: Any,
+    memory: Memory,
+    backend: str,
+    history: Any,
+    input: Tensor,
+    *,
+    target_mask: Tensor | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Return what a call for inputs ``[B, T, E]`` says of its attention; the history after it."""
-    terms = _terms(attention, memory, backend)
-    if not isinstance(attention, LocalAttention):
-        return terms, None
-    terms["span"], history = _within(attention, history or Progress(), memory, input)
-    return terms, history
+    """Return what a call for inputs ``[B, T, E]`` says of its attention.
+
+    Beside it the history: of a window that after the call, else that before it.
+    """
+    terms: dict[str, Any] = {}
+    if isinstance(attention, HistoryAttention):
+        history = attention.start(memory) if history is None else history
+        terms = _remembered(attention, history, memory, input, target_mask)
+    elif isinstance(attention, LocalAttention):
+        terms["span"], history = _within(attention, history or Progress(), memory, input)
+    return _terms(attention, memory, backend, terms.get("filters") is None) | terms, history
 
 
-def _terms(attention: Any, memory: Memory, backend: str) -> dict[str, Any]:
-    """Return the same but for a window."""
+def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict[str, Any]:
+    """Return what is the same for all kinds; ``prepared`` keys, if the backend does."""
     kept, of_memory = None, None if is_recorded() else memory.steps
     if of_memory is not None:
         of_memory.check_unchanged()
-        kept = of_memory.prepared() if of_memory.backend == backend else None
+        kept = of_memory.prepared() if prepared and of_memory.backend == backend else None
     check_temperature(attention.temperature)
     scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
     query = attention.query_proj
@@ -231,6 +264,42 @@ def _terms(attention: Any, memory: Memory, backend: str) -> dict[str, Any]:
         "scale": scale / attention.temperature,
         "weight_query": getattr(query, "weight", None), "bias_query": getattr(query, "bias", None),
     }  # fmt: skip
+
+
+def _remembered(
+    attention: HistoryAttention,
+    history: History,
+    memory: Memory,
+    input: Tensor,
+    target_mask: Tensor | None,
+) -> dict[str, Any]:
+    """Return what a layer's call says of attention with a history."""
+    mask = memory.mask
+    if target_mask is not None:
+        seen = target_mask.unsqueeze(-1)
+        mask = seen if mask is None else seen & mask
+    of = attention._terms(memory)
+    query = input.new_empty(*input.shape[:2], memory.key.shape[-1])
+    call = Coverage(
+        query, memory.key, memory.value, memory.weight, None, mask, memory.lengths,
+        of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
+        of.get("transition_prob"),  # type: ignore[arg-type]
+        history.coverage, history.previous, None, memory.score,  # type: ignore[arg-type]
+    )  # fmt: skip
+    options = of.get("coverage_weight"), of.get("channels", "previous")
+    call = coverage_call(call, attention.temperature, *options)
+    names = (
+        "weight", "mask", "filters", "projection", "penalty", "inverse_fertility",
+        "transition_prob", "coverage", "previous", "scale",
+    )  # fmt: skip
+    return {x: getattr(call, x) for x in names}
+
+
+def _history_after(history: History, done: Recurred) -> History:
+    """Return the history after the steps of a call."""
+    loss = done.loss if history.loss is None else history.loss + done.loss
+    previous = done.weights[:, -1] if done.weights.shape[1] else history.previous
+    return History(done.coverage, previous, loss)
 
 
 def _within(

@@ -21,6 +21,8 @@ from attnfast.errors import refuse
 from attnfast.ops.arguments import check_dense, check_exact
 from attnfast.ops.attention import Attention
 from attnfast.ops.attention import check as check_attention
+from attnfast.ops.coverage import Coverage
+from attnfast.ops.coverage import check as check_coverage
 from attnfast.ops.operators import LIBRARIES, Operator
 
 #: The cells: how many gates the parameters hold, and how many numbers of a unit the backward reads.
@@ -41,6 +43,11 @@ class Recurrent(NamedTuple):
     ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T,
     Tk]``, B and T 1 if they are all alike, ``span [B, T, 2]``, B 1 too, scale and
     score, as those of :class:`Attention`. Without a key this is a plain recurrent layer.
+
+    With ``coverage`` and ``previous [B, Tk]``, what comes before the first step, attention has a
+    history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]``,
+    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of :class:`Coverage`.
+    Steps at ``target_lengths`` and beyond pass it over.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
     multiplied into the state that ``weight_hh`` reads, at every step. ``prepared`` and
@@ -68,6 +75,13 @@ class Recurrent(NamedTuple):
     span: Tensor | None = None
     target_lengths: Tensor | None = None
     dropout: Tensor | None = None
+    filters: Tensor | None = None
+    projection: Tensor | None = None
+    penalty: Tensor | None = None
+    inverse_fertility: Tensor | None = None
+    transition_prob: Tensor | None = None
+    coverage: Tensor | None = None
+    previous: Tensor | None = None
     prepared: Tensor | None = None
     packed: Tensor | None = None
     mode: str = "gru"
@@ -80,8 +94,10 @@ class Recurred(NamedTuple):
     """What comes out at every step; of size [0] what there is not.
 
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
-    ``attentional [B, T, F]``. For the backward alone: ``queries [B, T, A]`` unless they are these
-    states, ``gates [B, T, S·H]``: r, z, n and W_hn h + b_hn of a GRU, i, f, g and o of an LSTM.
+    ``attentional [B, T, F]``; of a history ``coverage [B, Tk]`` after the last step and ``loss
+    [B]``. For the backward alone: ``queries [B, T, A]`` unless they are these states, ``gates
+    [B, T, S·H]``: r, z, n and W_hn h + b_hn of a GRU, i, f, g and o of an LSTM; ``odds [B, T,
+    Tk]`` of a transition, as :class:`Covered` has them.
     """
 
     states: Tensor
@@ -89,8 +105,11 @@ class Recurred(NamedTuple):
     contexts: Tensor
     weights: Tensor
     attentional: Tensor
+    coverage: Tensor
+    loss: Tensor
     queries: Tensor
     gates: Tensor
+    odds: Tensor
 
 
 class RecurrentBackward(NamedTuple):
@@ -101,6 +120,8 @@ class RecurrentBackward(NamedTuple):
     grad_contexts: Tensor | None
     grad_weights: Tensor | None
     grad_attentional: Tensor | None
+    grad_coverage: Tensor | None
+    grad_loss: Tensor | None
     input: Tensor
     hidden: Tensor
     weight_ih: Tensor
@@ -120,6 +141,13 @@ class RecurrentBackward(NamedTuple):
     span: Tensor | None
     target_lengths: Tensor | None
     dropout: Tensor | None
+    filters: Tensor | None
+    projection: Tensor | None
+    penalty: Tensor | None
+    inverse_fertility: Tensor | None
+    transition_prob: Tensor | None
+    coverage: Tensor | None
+    previous: Tensor | None
     states: Tensor
     cells: Tensor
     contexts: Tensor
@@ -127,6 +155,7 @@ class RecurrentBackward(NamedTuple):
     attentional: Tensor
     queries: Tensor
     gates: Tensor
+    odds: Tensor
     mode: str
     attends_first: bool
     scale: float
@@ -154,12 +183,19 @@ class RecurrentGradients(NamedTuple):
     grad_bias_query: Tensor
     grad_weight_output: Tensor
     grad_bias_output: Tensor
+    grad_filters: Tensor
+    grad_projection: Tensor
+    grad_penalty: Tensor
+    grad_inverse_fertility: Tensor
+    grad_transition_prob: Tensor
+    grad_coverage: Tensor
+    grad_previous: Tensor
 
 
 #: The fields that :attr:`RecurrentBackward.need_grad_parameters` stands for.
 PARAMETERS = (
     "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "bias_query", "weight_output",
-    "bias_output",
+    "bias_output", "filters", "projection", "penalty",
 )  # fmt: skip
 
 
@@ -190,6 +226,17 @@ def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
     )  # fmt: skip
 
 
+def coverage_of(call: Any, query: Tensor, t: slice, coverage: Tensor, previous: Tensor) -> Coverage:
+    """Return the call of attention with a history for the queries of some steps."""
+    plain = attention_of(call, query, t)
+    transition = None if call.transition_prob is None else call.transition_prob[:, t]
+    return Coverage(
+        query, call.key, call.value, call.weight, None, plain.mask, call.lengths, call.filters,
+        call.projection, call.penalty, call.inverse_fertility, transition, coverage, previous,
+        call.scale, call.score,
+    )  # fmt: skip
+
+
 def check(call: Recurrent) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_dense("input", call.input)
@@ -213,10 +260,12 @@ def check(call: Recurrent) -> None:
     gates = GATES[call.mode] * H
     if call.key is None:
         given = [x for x in ("value", "weight", "weight_query", "bias_query", "weight_output",
-                             "bias_output", "mask", "lengths", "span", "feed", "prepared")
+                             "bias_output", "mask", "lengths", "span", "feed", "coverage",
+                             "prepared")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
             refuse(given[0], "None without a key", "a tensor")
+    _check_past(call)
     for name, of in (("bias_query", "weight_query"), ("bias_output", "weight_output")):
         if getattr(call, name) is not None and getattr(call, of) is None:
             refuse(name, f"None without {of}", "a tensor")
@@ -230,6 +279,7 @@ def check(call: Recurrent) -> None:
         "hidden": (B, H), "weight_ih": (gates, E + F), "weight_hh": (gates, H), "cell": (B, H),
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
+        "transition_prob": (B, T),
     }  # fmt: skip
     dtype = call.input.dtype
     check_exact(call.input, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
@@ -239,7 +289,24 @@ def check(call: Recurrent) -> None:
         if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
             refuse("packed", "what the backend has packed", call.packed.dtype)
     if call.key is not None:
-        check_attention(attention_of(call, call.input.new_empty(B, T, A), slice(None)))
+        query = call.input.new_empty(B, T, A)
+        check_attention(attention_of(call, query, slice(None)))
+        if call.coverage is not None and call.previous is not None:
+            check_coverage(coverage_of(call, query, slice(None), call.coverage, call.previous))
+
+
+def _check_past(call: Recurrent) -> None:
+    """Refuse a part of a history without the others."""
+    if call.coverage is None:
+        for name in (
+            "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",
+        ):  # fmt: skip
+            if getattr(call, name) is not None:
+                refuse(name, "None without a coverage", "a tensor")
+    elif call.previous is None:
+        refuse("previous", "given with a coverage: the weights before the first step", None)
+    elif call.span is not None:
+        refuse("span", "None with a coverage", "a tensor")
 
 
 def _check_backward(call: RecurrentBackward) -> None:
@@ -247,12 +314,12 @@ def _check_backward(call: RecurrentBackward) -> None:
     given = Recurrent(**{x: getattr(call, x) for x in names})
     check(given)
     results = fake(given)
-    for name in Recurred._fields:
-        shape, dtype = getattr(results, name).shape, call.input.dtype
-        tensors = [(name, getattr(call, name), dtype, shape)]
-        if f"grad_{name}" in RecurrentBackward._fields:
-            tensors.append((f"grad_{name}", getattr(call, f"grad_{name}"), dtype, shape))
-        check_exact(call.input, tensors)
+    saved = {x: x for x in Recurred._fields if x not in Recurrent._fields}
+    saved |= {f"grad_{x}": x for x in Recurred._fields}
+    for name, x in saved.items():
+        if name in RecurrentBackward._fields:
+            shape = getattr(results, x).shape
+            check_exact(call.input, [(name, getattr(call, name), call.input.dtype, shape)])
 
 
 def fake(call: Recurrent) -> Recurred:
@@ -271,8 +338,11 @@ def fake(call: Recurrent) -> Recurred:
         room(attends, Dv),
         room(attends, Tk),
         room(call.weight_output is not None, fed(call)),
+        call.input.new_empty((0,) if call.coverage is None else (B, Tk)),
+        call.input.new_empty((0,) if call.coverage is None else (B,)),
         room(attends and (projects or call.attends_first), A),
         room(KEPT[call.mode], KEPT[call.mode] * H),
+        room(call.transition_prob is not None, Tk),
     )
 
 
@@ -283,7 +353,8 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
 
     grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS}
     grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "weight")}
-    grads |= {x: like(x, True) for x in ("hidden", "cell", "feed")}
+    past = ("inverse_fertility", "transition_prob", "coverage", "previous")
+    grads |= {x: like(x, True) for x in ("hidden", "cell", "feed", *past)}
     grads["input"] = like("input", call.need_grad_input)
     return RecurrentGradients(**{f"grad_{name}": x for name, x in grads.items()})
 
@@ -297,7 +368,7 @@ LIBRARIES["cpu"].define(
 RECURRENT = Operator(
     "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates"), backends=("cpu", "cuda"),
+    constant=("queries", "gates", "odds"), backends=("cpu", "cuda"),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

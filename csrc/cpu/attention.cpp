@@ -254,6 +254,12 @@ Tensor exponentials_of(const Problem& problem) {
 
 void run_backward(const Backward& a) { attnfast::run_backward(a, Tensor()); }
 
+void run_grad_value(const Backward& a) {
+  Plan plan = plan_by_rows(a);
+  plan.columns = columns_of_gradients(a);
+  run_passes(a, plan, threads_for(a), kernels().grad_value);
+}
+
 }  // namespace cpu
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {

@@ -32,18 +32,31 @@ void run_forward(const CoverageForward& a, const Tensor&) {
   run(a, plan, threads, scratch, attention.scores, history.forward, attention.context);
 }
 
+template <class C>
+void clear_sums(const CoverageBackward& a) {
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t h = 0; h < a.H; ++h) {
+      const auto clear = [&](const View& x, int64_t n) {
+        C* const row = static_cast<C*>(x.data) + b * x.batch + h * x.head;
+        if (x.data) std::fill_n(row, n, C{});
+      };
+      clear(a.grad_penalty, 1);
+      clear(a.grad_inverse_fertility, a.Tk);
+    }
+}
+
 void run_backward(const CoverageBackward& a, const Tensor&) {
+  if (a.sums) a.dtype == Dtype::f64 ? clear_sums<double>(a) : clear_sums<float>(a);
   Plan plan = plan_by_rows(a);
   const AttentionKernels& attention = rows();
   const CoverageKernels& history = kernels();
   const int64_t threads = threads_for(a);
   const size_t scratch = std::max(attention.backward_scratch(a, plan), history.backward_scratch(a));
   run(a, plan, threads, scratch, attention.grad_weights, history.backward);
-  if (a.filters_count && !a.grad_value.data) return;
+  if (a.filters_count) return a.grad_value.data ? cpu::run_grad_value(a) : void();
   plan.columns = columns_of_gradients(a);
   plan.grad_inputs_scale = a.scale;
-  const auto& inputs = a.filters_count ? attention.grad_value : attention.grad_inputs;
-  run(a, plan, threads, attention.backward_scratch(a, plan), inputs);
+  run(a, plan, threads, attention.backward_scratch(a, plan), attention.grad_inputs);
 }
 
 }  // namespace

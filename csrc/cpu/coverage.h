@@ -11,6 +11,13 @@ struct CoverageKernels {
   cpu::Pass<CoverageForward> forward;                 // scores, if they have no features, become weights
   size_t (*backward_scratch)(const CoverageBackward&);
   cpu::Pass<CoverageBackward> backward;  // what the weights' gradient leaves for the scores
+
+  // For steps that share their parameters: bytes of `features`, and of a sequence's row of `kept`; what
+  // fills in the one, and after the last step adds up the other. `back` says that a backward reads them.
+  size_t (*features)(const Problem&, const History&, bool back);
+  size_t (*kept)(const CoverageBackward&);
+  void (*prepare)(const Problem&, const History&, bool back);
+  cpu::Pass<CoverageBackward> finish;
 };
 
 // clang-format off

@@ -3,231 +3,12 @@
 //
 // One item is a (sequence, head), whose rows follow one another. Without features in the tanh the
 // scores are there when it begins, taken for all rows at once by attention's own pass. With
-// features a row's scores are taken here: features of 64 keys at a time by two small products, then
-// z = q + k + U f in registers and its activation.
-#include "coverage.h"
-#include "rows.h"
-#include "score.h"
+// features a row's scores are taken here, see coverage_features.h.
+#include "coverage_features.h"
 
 namespace attnfast {
 namespace VARIANT {
 namespace {
-
-// Signals over the keys: the last weights and the coverage, zeros past both ends, or gradients.
-template <class C>
-struct Signals {
-  C* channel[2];  // of key 0
-  void take(Scratch<C>& scratch, int64_t Tk, int64_t width) {
-    for (C*& x : channel) x = scratch.take(Tk + width) + width / 2;
-  }
-  void clear(int64_t Tk, int64_t width) {
-    for (C* x : channel)
-      for (int64_t j = -(width / 2); j < Tk + width / 2 + 1; ++j) x[j] = 0;
-  }
-};
-
-// Whether the keys' gradients are added to where they belong, not to scratch.
-template <class C>
-bool in_place(const CoverageBackward& a) {
-  return a.sums && a.A == padded<C>(a.A);
-}
-
-// What an item keeps. Padded to two vectors: A, K and the taps of a filter on all channels.
-template <class C>
-struct Place {
-  int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
-  Signals<C> state;
-  C *window, *found, *filters, *packed_filters, *projection, *query, *weight, *key;
-
-  Place(const Problem& a, const History& h, Scratch<C>& scratch) {
-    K = h.filters_count;
-    W = K ? h.width : 1;
-    channels = h.channels;
-    A = padded<C>(a.A);
-    found_row = padded<C>(K);
-    taps = padded<C>(channels * W);
-    state.take(scratch, a.Tk, W);
-    if (!K) return;
-    window = scratch.take(kKeyBlock * taps);
-    found = scratch.take(kKeyBlock * found_row);
-    filters = scratch.take(K * taps);
-    packed_filters = scratch.take(taps * found_row);
-    projection = scratch.take(K * A);
-    query = scratch.take(A);
-    weight = scratch.take(A);
-    key = scratch.take(kKeyBlock * A);
-  }
-};
-
-// The same of the backward.
-template <class C>
-struct BackwardPlace : Place<C> {
-  int64_t key_rows;  // of grad_key: one for all where nobody asks for it
-  Signals<C> grad, grad_before;
-  C *coverages, *grad_z, *grad_query, *grad_weight, *grad_key, *grad_found, *slope;
-  C *grad_window, *grad_filters, *grad_projection, *product, *gemm_scratch;
-
-  BackwardPlace(const CoverageBackward& a, Scratch<C>& scratch) : Place<C>(a, a, scratch) {
-    const int64_t K = this->K, A = this->A, taps = this->taps, widest = A > taps ? A : taps;
-    key_rows = a.grad_key.data ? a.Tk : 1;
-    grad.take(scratch, a.Tk, this->W);
-    grad_before.take(scratch, a.Tk, this->W);
-    coverages = scratch.take(a.Tq * a.Tk);
-    if (!K) return;
-    grad_z = scratch.take(kKeyBlock * A);
-    grad_query = scratch.take(A);
-    grad_weight = scratch.take(A);
-    grad_key = scratch.take(in_place<C>(a) ? 0 : key_rows * A);
-    grad_found = scratch.take(kKeyBlock * this->found_row);
-    slope = scratch.take(A * this->found_row);
-    grad_window = scratch.take(kKeyBlock * taps);
-    grad_filters = scratch.take(K * taps);
-    grad_projection = scratch.take(K * A);
-    product = scratch.take(K * widest);
-    gemm_scratch = scratch.take(gemm_small_scratch<C>(kKeyBlock > K ? kKeyBlock : K, widest));
-  }
-};
-
-template <class C>
-C* row_of(const View& v, const Item& i, int64_t row = 0) {
-  return at<C>(v, i, row);
-}
-
-// One after the other, two vectors of the columns of a matrix [rows, columns]: as gemm_small_packed takes
-// them.
-template <class C, class At>
-void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
-  constexpr int64_t W2 = 2 * Vector<C>::width;
-  for (int64_t c0 = 0; c0 < columns; c0 += W2)
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = c0; c < c0 + W2; ++c) *out++ = c < columns ? at(r, c) : C{};
-}
-
-// out[n, K] = p[n, columns] times what pack_columns has packed.
-template <class C>
-void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K, C* out,
-                  int64_t out_stride) {
-  constexpr int64_t W2 = 2 * Vector<C>::width;
-  for (int64_t k = 0; k < K; k += W2, v += columns * W2)
-    gemm_small_packed<false>(p, stride, 1, n, columns, v, (C)1, out + k, out_stride, min(W2, K - k));
-}
-
-template <class C>
-void copy(const C* from, int64_t n, C* to) {
-  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
-}
-
-// The parameters of the features: filters [K, taps] and projection [K, A], rows padded with zeros.
-template <class T, class C>
-void prepare_features(const Problem& a, const History& h, const Item& item, Place<C>& p) {
-  const C *filters = row_of<C>(h.filters, item), *projection = row_of<C>(h.projection, item);
-  const int64_t taps = p.channels * p.W;
-  for (int64_t k = 0; k < p.K; ++k) {
-    for (int64_t c = 0; c < p.taps; ++c) p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
-    for (int64_t c = 0; c < p.A; ++c) p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
-  }
-  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; }, p.packed_filters);
-  const T* weight = at<T>(a.weight, item, 0);
-  for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
-}
-
-// What the filters find around n keys, found[i, k]; keys[i] are their positions.
-template <class C>
-void find(Place<C>& p, const int64_t* keys, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    C* out = p.window + i * p.taps;
-    for (int64_t x = 0; x < p.channels; ++x) {
-      const C* from = p.state.channel[x] + keys[i] - p.W / 2;
-      for (int64_t c = 0; c < p.W; ++c) *out++ = from[c];
-    }
-    for (int64_t c = p.channels * p.W; c < p.taps; ++c) *out++ = 0;
-  }
-  times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
-}
-
-// z = q + k_j + sum_k found_jk U_k of J keys, two vectors of features from c on: z[2 j] and z[2 j + 1].
-template <int J, class C>
-inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
-                     Vec<C> (&z)[2 * J]) {
-  constexpr int V = Vector<C>::width;
-  for (Vec<C>& x : z) x = Vec<C>{};
-  for (int64_t i = 0; i < p.K; ++i) {
-    const C* u = p.projection + i * p.A + c;
-    const Vec<C> u0 = load(u), u1 = load(u + V);
-    for (int j = 0; j < J; ++j) {
-      z[2 * j] += found[j * p.found_row + i] * u0;
-      z[2 * j + 1] += found[j * p.found_row + i] * u1;
-    }
-  }
-  for (int j = 0; j < J; ++j) {  // the larger numbers last: less is rounded away
-    z[2 * j] += load(k[j] + c);
-    z[2 * j + 1] += load(k[j] + c + V);
-    z[2 * j] += load(q + c);
-    z[2 * j + 1] += load(q + c + V);
-  }
-}
-
-// Have the cache fetch column c of the J keys after these: 2 KB apart, they look like no stream to it.
-template <int J, class C>
-inline void prefetch_next(const C* const* k, int64_t c) {
-  for (int j = J; j < 2 * J; ++j) prefetch_step(k[j] + c);
-}
-
-// s = -f(z) / 2
-template <Score S, int N, class C>
-inline void half_activations(const Vec<C> (&z)[N], Vec<C> (&s)[N]) {
-  if constexpr (S == Score::tanh) half_tanh(z, s);
-  else
-    for (int i = 0; i < N; ++i) s[i] = activation<S, C>(z[i]) * (C)-0.5;
-}
-
-// out[j] = sum_c w_c f(z_jc) of J keys
-template <Score S, int J, class C>
-void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
-  constexpr int V = Vector<C>::width;
-  Vec<C> acc[J] = {};
-  for (int64_t c = 0; c < p.A; c += 2 * V) {
-    Vec<C> z[2 * J], s[2 * J];
-    prefetch_next<J>(k, c);
-    features<J>(p, p.query, k, found, c, z);
-    half_activations<S, 2 * J, C>(z, s);
-    const Vec<C> w0 = load(p.weight + c), w1 = load(p.weight + c + V);
-    for (int j = 0; j < J; ++j) acc[j] += w0 * s[2 * j] + w1 * s[2 * j + 1];
-  }
-  for (int j = 0; j < J; ++j) out[j] = -2 * sum<C>(acc[j]);
-}
-
-// Rows of n keys at the given positions; after them the last, again, for who looks ahead.
-template <class T, class C>
-void take_keys(const Problem& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
-               const C** out) {
-  for (int64_t i = 0; i < n; ++i)
-    out[i] = gather(at<T>(a.key, item, keys[i]), 0, 1, a.A, p.A, p.key + i * p.A).data;
-  for (int64_t i = n; i < n + 4; ++i) out[i] = out[n - 1];
-}
-
-// The additive scores of row t with the history's features in the activation.
-template <class T, class C>
-void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C>& p, C* out) {
-  const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
-  if (q != p.query) copy(q, a.A, p.query);
-  const auto tile = [&](bool four) {
-    return by_activation(a.score, [&](auto known) {
-      constexpr Score S = decltype(known)::score;
-      return four ? features_tile<S, 4, C> : features_tile<S, 1, C>;
-    });
-  };
-  int64_t keys[kKeyBlock];
-  const C* k[kKeyBlock + 4];
-  for (int64_t j = 0; j < item.seen; j += kKeyBlock) {
-    const int64_t n = min(kKeyBlock, item.seen - j);
-    for (int64_t i = 0; i < n; ++i) keys[i] = j + i;
-    find(p, keys, n);
-    take_keys<T>(a, item, p, keys, n, k);
-    for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1)
-      tile(n - i >= 4)(p, k + i, p.found + i * p.found_row, out + j + i);
-  }
-}
 
 // Forward attention's softmax: weights proportional to r_j exp(e_j); odds are exp(e_j) over the sum.
 template <class C>
@@ -283,11 +64,11 @@ template <class T, class C = typename Accumulate<T>::type>
 void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory) {
   const Item item(a, index);
   Scratch<C> scratch{static_cast<C*>(memory)};
-  Place<C> p(a, a, scratch);
+  Place<C> p(a, a, scratch, false);
   C *odds = scratch.take(a.Tk), *factor = scratch.take(a.Tk);
   C *last = p.state.channel[0], *coverage = p.state.channel[1];
   load_state(a, a, item, p);
-  if (p.K) prepare_features<T>(a, a, item, p);
+  if (p.K && !a.features) prepare_features<T>(a, a, item, false, p);
   const C* inverse_fertility = a.inverse_fertility.data ? row_of<C>(a.inverse_fertility, item) : nullptr;
   const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
   constexpr int V = Vector<C>::width;
@@ -322,172 +103,6 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// With s = -f(z) / 2 and g the gradients of J scores: grad_z_jc = g_j f'(z) / 4. That lacks a factor of
-// 4 w_c, as does what it adds to grad_query; what g_j s adds to grad_weight lacks -2. Where `one` filter is
-// all there are, grad_z goes to grad_found and grad_projection here, else it is stored.
-template <Score S, int J, bool one, class C>
-void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
-               C* grad_z, C* grad_found) {
-  constexpr int V = Vector<C>::width;
-  Vec<C> f[J] = {};
-  C *const grad_query = p.grad_query, *const grad_weight = p.grad_weight;
-  C* const grad_projection = p.grad_projection;
-  const C *const q = p.query, *const weight = p.weight, *const slope = p.slope;
-  const int64_t A = p.A;
-  for (int64_t c = 0; c < A; c += 2 * V) {
-    Vec<C> z[2 * J], s[2 * J];
-    prefetch_next<J>(k, c);
-    prefetch_next<J>(grad_k, c);
-    features<J>(p, q, k, found, c, z);
-    half_activations<S, 2 * J, C>(z, s);
-    const Vec<C> slope0 = load(weight + c) * (C)4, slope1 = load(weight + c + V) * (C)4;
-    Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {}, p0 = {}, p1 = {};
-    for (int j = 0; j < J; ++j) {
-      const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
-      const Vec<C> t0 = g[j] * s0, t1 = g[j] * s1;
-      const C quarter = g[j] * (C)0.25;
-      const Vec<C> u0 = quarter_slope<S>(quarter, t0, s0), u1 = quarter_slope<S>(quarter, t1, s1);
-      w0 += t0;
-      w1 += t1;
-      q0 += u0;
-      q1 += u1;
-      add(grad_k[j] + c, slope0 * u0);
-      add(grad_k[j] + c + V, slope1 * u1);
-      if constexpr (one) {
-        f[j] += u0 * load(slope + c) + u1 * load(slope + c + V);
-        p0 += found[j * p.found_row] * u0;
-        p1 += found[j * p.found_row] * u1;
-      } else {
-        store(grad_z + j * A + c, u0);
-        store(grad_z + j * A + c + V, u1);
-      }
-    }
-    add(grad_query + c, q0);
-    add(grad_query + c + V, q1);
-    add(grad_weight + c, w0);
-    add(grad_weight + c + V, w1);
-    if constexpr (one) {
-      add(grad_projection + c, p0);
-      add(grad_projection + c + V, p1);
-    }
-  }
-  if constexpr (one)
-    for (int j = 0; j < J; ++j) grad_found[j * p.found_row] = sum<C>(f[j]);
-}
-
-template <class C>
-void add_up(C* sum, const C* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
-}
-
-// At most a block of the keys of a row that have a gradient, NaN or not.
-template <class C>
-struct KeysWithGradient {
-  int64_t at[kKeyBlock], n;
-  const C* rows[kKeyBlock + 4];  // of keys, and of their gradients; after them the last, again
-  C *grad[kKeyBlock + 4], gradient[kKeyBlock];
-
-  // From key j on; whether there is any.
-  template <class T>
-  bool find(const CoverageBackward& a, const Item& item, const C* g, C scale, BackwardPlace<C>& p,
-            int64_t& j) {
-    n = 0;
-    for (; j < item.seen && n < kKeyBlock; ++j) {
-      if (g[j] == 0) continue;
-      grad[n] = p.grad_key + (a.grad_key.data ? j : 0) * p.A;
-      gradient[n] = scale * g[j];
-      at[n++] = j;
-    }
-    if (n == 0) return false;
-    for (int64_t i = n; i < n + 4; ++i) grad[i] = grad[n - 1];
-    take_keys<T>(a, item, p, at, n, rows);
-    return true;
-  }
-};
-
-// From the gradients of row t's scores, times the scale, to those of query, key, weight, features and
-// the history before the row.
-template <class T, class C>
-void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const C* g,
-                   BackwardPlace<C>& p) {
-  const C scale = a.scale;
-  const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
-  if (q != p.query) copy(q, a.A, p.query);
-  for (int64_t c = 0; c < p.A; ++c) p.grad_query[c] = 0;
-  KeysWithGradient<C> keys;
-  for (int64_t j = 0; keys.template find<T>(a, item, g, scale, p, j);) {
-    const int64_t n = keys.n;
-    find(p, keys.at, n);
-    const bool one = p.K == 1;
-    for (int64_t i = 0; i < n; i += n - i >= 4 ? 4 : 1) {
-      const auto tile = by_activation(a.score, [&](auto known) {
-        constexpr Score S = decltype(known)::score;
-        return n - i >= 4 ? (one ? grad_tile<S, 4, true, C> : grad_tile<S, 4, false, C>)
-                          : (one ? grad_tile<S, 1, true, C> : grad_tile<S, 1, false, C>);
-      });
-      const int64_t of_filters = i * p.found_row;
-      tile(p, keys.rows + i, keys.gradient + i, p.found + of_filters, keys.grad + i, p.grad_z + i * p.A,
-           p.grad_found + of_filters);
-    }
-    if (!one) times_packed(p.grad_z, p.A, n, p.A, p.slope, p.K, p.grad_found, p.found_row);
-    if (a.grad_filters.data) {
-      if (!one) {
-        gemm_small(p.found, 1, p.found_row, p.K, n, p.grad_z, p.A, p.A, (C)1, p.product, p.A,
-                   p.gemm_scratch);
-        add_up(p.grad_projection, p.product, p.K * p.A);
-      }
-      gemm_small(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
-                 p.gemm_scratch);
-      add_up(p.grad_filters, p.product, p.K * p.taps);
-    }
-    gemm_small(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
-               p.gemm_scratch);
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t x = 0; x < p.channels; ++x)
-        add_up((x ? p.grad : p.grad_before).channel[x] + keys.at[i] - p.W / 2,
-               p.grad_window + i * p.taps + x * p.W, p.W);
-  }
-  if (!a.grad_query.data) return;
-  T* out = at<T>(a.grad_query, item, t);
-  for (int64_t c = 0; c < a.A; ++c) narrow(4 * p.weight[c] * p.grad_query[c], out[c]);
-}
-
-template <class C>
-void begin_grad_features(const CoverageBackward& a, const Item& item, BackwardPlace<C>& p) {
-  const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
-    return 4 * p.weight[c] * p.projection[k * p.A + c];
-  };
-  if (p.K > 1) pack_columns(p.A, p.K, slope, p.slope);
-  for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
-  for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
-  if (in_place<C>(a)) p.grad_key = row_of<C>(a.grad_key, item);
-  else
-    for (C* x = p.grad_key; x < p.grad_key + p.key_rows * p.A; ++x) *x = 0;
-  for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
-  for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
-}
-
-template <class T, class C>
-void put_grad_features(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
-  const auto put = [&](const View& v, int64_t i, C x) {
-    C& out = row_of<C>(v, item)[i];
-    out = a.sums ? out + x : x;
-  };
-  for (int64_t j = 0; a.grad_key.data && !in_place<C>(a) && j < a.Tk; ++j)
-    for (int64_t c = 0; c < a.A; ++c) {
-      const C x = j < item.seen ? p.grad_key[j * p.A + c] : C{};
-      if (a.sums) row_of<C>(a.grad_key, item, j)[c] += x;
-      else narrow(x, at<T>(a.grad_key, item, j)[c]);
-    }
-  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c) put(a.grad_weight, c, -2 * p.grad_weight[c]);
-  for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
-    const int64_t taps = p.channels * p.W;
-    for (int64_t c = 0; c < taps; ++c) put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
-    for (int64_t c = 0; c < a.A; ++c)
-      put(a.grad_projection, c * p.K + k, 4 * p.weight[c] * p.grad_projection[k * p.A + c]);
-  }
-}
-
 // The coverage before every row, as the forward has added it up.
 template <class C>
 void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fertility,
@@ -495,11 +110,7 @@ void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fe
   if (a.Tq) copy(p.state.channel[1], a.Tk, p.coverages);
   for (int64_t t = 1; t < a.Tq; ++t) {
     C* now = p.coverages + t * a.Tk;
-    const C *before = now - a.Tk, *weights = row_of<C>(a.weights, item, t - 1);
-    if (inverse_fertility)
-      for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j] + inverse_fertility[j] * weights[j];
-    else
-      for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j] + weights[j];
+    cover(now - a.Tk, row_of<C>(a.weights, item, t - 1), inverse_fertility, a.Tk, now);
   }
 }
 
@@ -603,15 +214,17 @@ class Rewind {
     load_state(a, a, item, p);
     cover_rows(a, item, inverse_fertility, p);
     if (p.K) {
-      prepare_features<T>(a, a, item, p);
+      if (!a.features) prepare_features<T>(a, a, item, true, p);
       begin_grad_features(a, item, p);
     }
     p.grad.clear(a.Tk, p.W);
     if (a.grad_coverage_out.data) copy(row(a.grad_coverage_out), a.Tk, grad_coverage);
-    for (int64_t j = 0; grad_inverse_fertility && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
+    if (a.grad_last.data) copy(row(a.grad_last), a.Tk, p.grad.channel[0]);
+    for (int64_t j = 0; grad_inverse_fertility && !a.sums && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
     for (int64_t t = a.Tq - 1; t >= 0; --t) row_backward(t);
-    if (p.K) put_grad_features<T>(a, item, p);
-    if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty;
+    if (p.K) put_grad_keys<T>(a, item, p);
+    if (p.K && !a.kept.data) put_grad_parameters(a, item, p);
+    if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty + (a.sums ? *row(a.grad_penalty) : 0);
     if (a.grad_coverage_in.data) copy(grad_coverage, a.Tk, row(a.grad_coverage_in));
     if (a.grad_previous.data) copy(p.grad.channel[0], a.Tk, row(a.grad_previous));
   }
@@ -622,12 +235,40 @@ void backward(const CoverageBackward& a, const Plan&, int64_t index, void* memor
   Rewind<T>(a, index, memory).run();
 }
 
+// ---- for steps that share their parameters ------------------------------------------------------
+
+template <class T, class C = typename Accumulate<T>::type>
+void prepare(const Problem& a, const History& h, bool back) {
+  Scratch<C> nowhere{nullptr};
+  Place<C> p(a, h, nowhere, back);
+  prepare_features<T>(a, h, Item(a, 0), back, p);
+}
+template <class C>
+size_t bytes_of_features(const Problem& a, const History& h, bool back) {
+  Scratch<C> nowhere{nullptr}, room{nullptr};
+  Place<C>(a, h, nowhere, back).take_parameters(room, back);
+  return (size_t)room.next;
+}
+template <class C>
+size_t bytes_kept(const CoverageBackward& a) {
+  Scratch<C> nowhere{nullptr}, room{nullptr};
+  BackwardPlace<C>(a, nowhere).take_sums(room);
+  return (size_t)room.next;
+}
+template <class T, class C = typename Accumulate<T>::type>
+void finish(const CoverageBackward& a, const Plan&, int64_t index, void*) {
+  Scratch<C> nowhere{nullptr}, kept{row_of<C>(a.kept, Item(a, index))};
+  BackwardPlace<C> p(a, nowhere);
+  p.take_sums(kept);
+  put_grad_parameters(a, Item(a, index), p);
+}
+
 // ---- the table --------------------------------------------------------------------------------
 
 template <class C>
 size_t forward_bytes(const CoverageForward& a) {
   Scratch<C> scratch{nullptr};
-  Place<C> p(a, a, scratch);
+  Place<C> p(a, a, scratch, false);
   scratch.take(a.Tk);
   scratch.take(a.Tk);
   return (size_t)scratch.next;
@@ -655,6 +296,21 @@ extern const CoverageKernels coverage = {
     .backward_scratch = backward_scratch,
     .backward = {[](const CoverageBackward& a, const Plan&) { return a.B * a.H; },
                  ATTNFAST_BY_DTYPE(CoverageBackward, backward)},
+    .features =
+        [](const Problem& a, const History& h, bool back) {
+          const bool wide = a.dtype == Dtype::f64;
+          return wide ? bytes_of_features<double>(a, h, back) : bytes_of_features<float>(a, h, back);
+        },
+    .kept =
+        [](const CoverageBackward& a) {
+          return a.dtype == Dtype::f64 ? bytes_kept<double>(a) : bytes_kept<float>(a);
+        },
+    .prepare =
+        [](const Problem& a, const History& h, bool back) {
+          a.dtype == Dtype::f64 ? prepare<double>(a, h, back) : prepare<float>(a, h, back);
+        },
+    .finish = {[](const CoverageBackward& a, const Plan&) { return a.filters_count ? a.B * a.H : 0; },
+               ATTNFAST_BY_DTYPE(CoverageBackward, finish)},
 };
 
 }  // namespace VARIANT

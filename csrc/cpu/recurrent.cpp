@@ -65,6 +65,51 @@ Scratchpad run_team(Call& a, const LayerPlan& plan, int64_t threads, const Layer
   return pad;
 }
 
+// ---- attention with a history -------------------------------------------------------------------
+
+template <class Arguments, class Call>
+void put_past(const Arguments& given, const LayerFit& fit, Call& a, Keep& keep) {
+  put_history(given, fit, a.attention, keep);
+  if (a.target_lengths) a.step_lengths = lengths_of_steps(a, a.attention.lengths, keep);
+}
+
+// What a history's backward adds to at every step: gradients of parameters, in parts for each sequence, and,
+// where filters see the keys, of these.
+struct HistorySums {
+  const Parts parts;
+
+  HistorySums(const RecurrentBackwardArguments& given, const LayerFit& fit, RecurrentBackward& a,
+              RecurrentGradients& grads, Keep& keep)
+      : parts(given.input, fit, fit.K && given.need_grad_key, given.filters && given.need_grad_parameters,
+              given.penalty && given.need_grad_parameters, a.attention) {
+    CoverageBackward& h = a.attention;
+    put_past(given, fit, a, keep);
+    a.grad_coverage = view_of_numbers(given.grad_coverage, keep);
+    h.grad_loss = view_of_heads(given.grad_loss, 1, keep);
+    h.grad_transition_prob.row = 1;  // [B, T]
+    h.sums = true;
+    if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
+    for (Tensor x : {parts.weight, parts.filters, parts.projection, parts.penalty, grads.grad_key,
+                     grads.grad_inverse_fertility})
+      if (x.numel()) torch::stable::zero_(x);
+  }
+
+  void finish(const RecurrentBackwardArguments& given, const LayerFit& fit, const RecurrentBackward& a,
+              RecurrentGradients& grads) const {
+    if (given.need_grad_parameters && given.filters) {
+      grads.grad_filters = sum_of_parts(parts.filters, {0}, false, fit.own);
+      grads.grad_projection = sum_of_parts(parts.projection, {0}, false, fit.own);
+    }
+    if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.own);
+    if (!fit.K || !given.need_grad_key) return;
+    grads.grad_weight = sum_of_parts(parts.weight, {0, 2}, false, fit.own);
+    Backward all = a.attention;
+    all.Tq = fit.T;
+    grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
+    cpu::run_grad_value(all);
+  }
+};
+
 // ---- forward and backward -----------------------------------------------------------------------
 
 Recurred recurrent(const RecurrentArguments& given) {
@@ -85,11 +130,13 @@ Recurred recurrent(const RecurrentArguments& given) {
     put_attention(given, fit, a, step, keep);
     step.query = a.queries.data ? a.queries : a.states;
     step.context = a.contexts;
-    keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
-    if (keep.back().numel()) step.exponentials = view(keep.back());
+    if (!fit.K) keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
+    if (!fit.K && keep.back().numel()) step.exponentials = view(keep.back());
     plan.attention = plan_by_rows(step);
+    if (given.coverage) put_past(given, fit, a, keep);
   }
-  const Room rooms[] = {{&a.attention.log_sum_exp, a.attends}};
+  const Room rooms[] = {{&a.attention.log_sum_exp, a.attends},
+                        {&a.attention.loss, given.coverage.has_value()}};
   run_team(a, plan, threads, kernels().forward, rooms);
   return results;
 }
@@ -109,20 +156,22 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
     step.weights = kept(given.weights, keep);
     step.grad_weights = result_of(given.grad_weights, keep);
     step.grad_score_returned = true;
-    keep.push_back(cpu::exponentials_of(step));
-    if (keep.back().numel()) step.exponentials = view(keep.back());
+    if (!fit.K) keep.push_back(cpu::exponentials_of(step));
+    if (!fit.K && keep.back().numel()) step.exponentials = view(keep.back());
     plan.attention = plan_by_rows(step);
     plan.attention.columns = columns_of_gradients(step);
     plan.attention.grad_inputs_scale = step.scale;
   }
+  const std::optional<HistorySums> sums =
+      given.coverage ? std::optional<HistorySums>(std::in_place, given, fit, a, grads, keep) : std::nullopt;
   const bool feeds_back = given.weight_output.has_value();
-  const Room rooms[] = {{&a.grad_gates, sums_of(a.cell) * a.H},
-                        {&a.grad_fed, feeds_back ? a.F : 0},
-                        {&a.attention.grad_query, a.attends ? a.A : 0},
-                        {&a.attention.grad_context, a.attends ? a.Dv : 0},
-                        {&a.attention.grad_score, a.attends ? a.Tk : 0}};
+  const Room rooms[] = {
+      {&a.grad_gates, sums_of(a.cell) * a.H},          {&a.grad_fed, feeds_back ? a.F : 0},
+      {&a.attention.grad_query, a.attends ? a.A : 0},  {&a.attention.grad_context, a.attends ? a.Dv : 0},
+      {&a.attention.grad_score, a.attends ? a.Tk : 0}, {&a.coverages, given.coverage ? a.Tk : 0}};
   const Scratchpad pad = run_team(a, plan, threads, kernels().backward, rooms);
-  if (a.attends && given.need_grad_key)
+  if (sums) sums->finish(given, fit, a, grads);
+  if (a.attends && given.need_grad_key && !fit.K)
     add_key_gradients(given, fit, a.attention, 1, grads,
                       [](const Backward& all) { cpu::run_backward(all); });
   return grads;

@@ -24,6 +24,8 @@ template <class C>
 struct BackwardRoom {
   Panels<C> input, fed, hidden, query, context, output;  // the last two of weight_output
   C *to_state, *to_cell;                                 // what reaches a step's state and cell, [B, H]
+  void* features;
+  View kept;  // of a history's filters, [B]
   ParameterGradient<C> gradients[7];
   int count = 0;
 
@@ -39,6 +41,10 @@ struct BackwardRoom {
     if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E));
     to_state = room.take(a.B * a.H);
     to_cell = room.take(a.B * a.H);
+    if ((features = take_features(a.attention, a.attention, true, room))) {
+      kept.batch = VARIANT::coverage.kept(a.attention) / sizeof(C);
+      kept.data = room.take(a.B * kept.batch);
+    }
     if (a.grad_weight_ih.data) list_gradients(a, gates, room);
   }
 
@@ -97,6 +103,7 @@ class Backwards {
 
   void run() {
     pack_weights();
+    if (has_history(a.attention)) begin_history();
     for (int64_t t = a.T - 1; t >= 0; --t) {
       if (a.attends && !a.attends_first) {
         if (a.weight_output.data) reach_contexts(t);
@@ -114,6 +121,7 @@ class Backwards {
       if (a.attends && a.attends_first) attend_back(t);
     }
     member.share(blocks(a, plan, units), [&](int64_t item) { put_first(Block(a, plan, item)); });
+    if (room.kept.data) finish_history();
     if (a.grad_input.data) reach_inputs();
     if (room.count) reach_parameters();
   }
@@ -185,12 +193,45 @@ class Backwards {
   }
 
   void attend_back(int64_t t) {
-    const Backward step = step_of<C>(a, t);
+    CoverageBackward step = step_of<C>(a, t);
+    step.features = room.features;
+    step.kept = room.kept;
     const AttentionKernels& passes = VARIANT::attention;
-    if (step.span.data)
-      return run_passes(step, plan.attention, member, own, passes.grad_score_span, passes.grad_inputs);
-    run_passes(step, plan.attention, member, own, passes.grad_weights, passes.grad_score,
-               passes.grad_inputs);
+    const auto run = [&](const auto&... each) { run_passes(step, plan.attention, member, own, each...); };
+    if (step.span.data) return run(passes.grad_score_span, passes.grad_inputs);
+    if (!has_history(step)) return run(passes.grad_weights, passes.grad_score, passes.grad_inputs);
+    const auto& rewind = VARIANT::coverage.backward;
+    if (step.filters_count) return run(passes.grad_weights, rewind);
+    run(passes.grad_weights, rewind, passes.grad_inputs);
+  }
+
+  // The coverage before every step, and what reaches the history after the last one.
+  void begin_history() {
+    const CoverageBackward& h = a.attention;
+    member.share(a.B, [&](int64_t b) {
+      if (b == 0 && room.features) prepare_once(h, room.features, true);
+      if (room.kept.data) clear(row<C>(room.kept, b), room.kept.batch);
+      const C* const rate = h.inverse_fertility.data ? row<C>(h.inverse_fertility, b) : nullptr;
+      const C* before = row<C>(h.coverage_in, b);
+      for (int64_t t = 0; t < a.T; ++t) {
+        C* const now = row<C>(a.coverages, b, t);
+        if (t) cover(before, row<C>(h.weights, b, t - 1), rate, a.Tk, now);
+        else
+          for (int64_t j = 0; j < a.Tk; ++j) now[j] = before[j];
+        before = now;
+      }
+      for (int64_t j = 0; j < a.Tk; ++j) {
+        row<C>(h.grad_coverage_in, b)[j] = a.grad_coverage.data ? row<C>(a.grad_coverage, b)[j] : 0;
+        row<C>(h.grad_previous, b)[j] = 0;
+      }
+    });
+  }
+
+  void finish_history() {
+    CoverageBackward all = a.attention;
+    all.features = room.features;
+    all.kept = room.kept;
+    run_passes(all, plan.attention, member, own, VARIANT::coverage.finish);
   }
 
   // x[r] += what reaches the state through the query of step t and, if it attends last, the output.

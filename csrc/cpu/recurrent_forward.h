@@ -75,6 +75,7 @@ class Forwards {
   Member& member;
   const Packed<C> packed;
   C* masked[2];  // states times the dropout, of even and odd steps
+  void* features;
   char* own;
   const int64_t gates, units;
   const View sums;  // where the inputs' share of the gates lies until its step
@@ -83,17 +84,21 @@ class Forwards {
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
       : Forwards(a, plan, member, Packed<C>::of(a, room), own) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
+    features = take_features(a.attention, a.attention, false, room);
   }
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
            void* own)
-      : a(a), plan(plan), member(member), packed(packed), masked{}, own(static_cast<char*>(own)),
-        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(kept_of(a.cell) ? a.gates : a.states) {}
+      : a(a), plan(plan), member(member), packed(packed), masked{}, features(nullptr),
+        own(static_cast<char*>(own)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
+        sums(kept_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
     if (!a.packed) packed.fill(a, member);
     if (a.dropout.data) mask_first();
+    if (has_history(a.attention)) begin_history();
     take_steps();
     if (a.attends && a.target_lengths) clear_padding();
+    if (has_history(a.attention)) add_losses();
   }
 
   void take_steps() {
@@ -136,12 +141,34 @@ class Forwards {
     if (a.queries.data)
       member.share(blocks(a, plan, panels<C>(a.A)),
                    [&](int64_t item) { project(t, Block(a, plan, item)); });
-    const Forward step = step_of<C>(a, t);
+    CoverageForward step = step_of<C>(a, t);
+    step.features = features;
     const AttentionKernels& passes = VARIANT::attention;
     if (step.span.data) return run_passes(step, plan.attention, member, own, passes.span);
     cpu::Plan in_place = plan.attention;
     in_place.scores = step.weights;
-    run_passes(step, in_place, member, own, passes.scores, passes.softmax, passes.context);
+    const auto run = [&](const auto&... each) { run_passes(step, in_place, member, own, each...); };
+    if (!has_history(step)) return run(passes.scores, passes.softmax, passes.context);
+    const auto& weigh = VARIANT::coverage.forward;
+    if (step.filters_count) return run(weigh, passes.context);
+    run(passes.scores, weigh, passes.context);
+  }
+
+  // The coverage that every step adds to where it lies, and the parameters as steps read them.
+  void begin_history() {
+    const View &from = a.attention.coverage_in, &to = a.attention.coverage_out;
+    member.share(a.B, [&](int64_t b) {
+      if (b == 0 && features) prepare_once(a.attention, features, false);
+      for (int64_t j = 0; j < a.Tk; ++j) row<C>(to, b)[j] = row<C>(from, b)[j];
+    });
+  }
+
+  void add_losses() {
+    member.share(a.B, [&](int64_t b) {
+      double sum = 0;
+      for (int64_t t = 0; t < a.T; ++t) sum += *row<C>(a.attention.loss, b, t);
+      *row<C>(a.loss, b) = sum;
+    });
   }
 
   // The state that is asked with at step t.

@@ -22,6 +22,7 @@ size_t forward_room(const RecurrentForward& a) {
   Scratch<C> room = nowhere<C>();
   if (!a.packed) Packed<C>(a, room);
   if (a.dropout.data) room.take(a.B * a.H), room.take(a.B * a.H);
+  take_features(a.attention, a.attention, false, room);
   return bytes_of(room);
 }
 template <class C>
@@ -68,7 +69,7 @@ int64_t forward_items(const RecurrentForward& a, const LayerPlan& plan) {
   return most;
 }
 int64_t backward_items(const RecurrentBackward& a, const LayerPlan& plan) {
-  int64_t most = most_items(a, plan);
+  int64_t most = larger(most_items(a, plan), a.B);
   const AttentionKernels& passes = VARIANT::attention;
   if (!a.attends) return most;
   const Pass<Backward> all[] = {passes.grad_weights, passes.grad_score, passes.grad_score_span,
@@ -80,6 +81,17 @@ int64_t backward_items(const RecurrentBackward& a, const LayerPlan& plan) {
 int64_t search_items(const GreedySearch& a, const LayerPlan& plan) {
   const int64_t of_words = parts(a.R, 4) + parts(a.V, 4);
   return larger(forward_items(a.even, plan), of_words * larger(parts(a.B, plan.rows), 1));
+}
+size_t forward_scratch(const RecurrentForward& a, const LayerPlan& plan) {
+  if (!a.attends) return 0;
+  const size_t bytes = attention.forward_scratch(a.attention, plan.attention);
+  return has_history(a.attention) ? larger(bytes, coverage.forward_scratch(a.attention)) : bytes;
+}
+size_t backward_scratch(const RecurrentBackward& a, const LayerPlan& plan) {
+  const size_t block = kProductRows * kProductDepth * (a.dtype == Dtype::f64 ? 8 : 4);
+  if (!a.attends) return block;
+  const size_t bytes = larger(block, attention.backward_scratch(a.attention, plan.attention));
+  return has_history(a.attention) ? larger(bytes, coverage.backward_scratch(a.attention)) : bytes;
 }
 
 template <class C>
@@ -118,10 +130,7 @@ extern const RecurrentKernels recurrent = {
                     [](const RecurrentForward& a, const LayerPlan&) {
                       return a.dtype == Dtype::f64 ? forward_room<double>(a) : forward_room<float>(a);
                     },
-                .own =
-                    [](const RecurrentForward& a, const LayerPlan& plan) {
-                      return a.attends ? attention.forward_scratch(a.attention, plan.attention) : 0;
-                    },
+                .own = forward_scratch,
                 .items = forward_items,
                 .run =
                     [](const RecurrentForward& a, const LayerPlan& plan, Team& team, int64_t who,
@@ -133,13 +142,7 @@ extern const RecurrentKernels recurrent = {
                      [](const RecurrentBackward& a, const LayerPlan&) {
                        return a.dtype == Dtype::f64 ? backward_room<double>(a) : backward_room<float>(a);
                      },
-                 .own = [](const RecurrentBackward& a, const LayerPlan& plan) -> size_t {
-                   const size_t size = a.dtype == Dtype::f64 ? 8 : 4;
-                   const size_t block = kProductRows * kProductDepth * size;
-                   if (!a.attends) return block;
-                   const size_t attends = attention.backward_scratch(a.attention, plan.attention);
-                   return attends > block ? attends : block;
-                 },
+                 .own = backward_scratch,
                  .items = backward_items,
                  .run =
                      [](const RecurrentBackward& a, const LayerPlan& plan, Team& team, int64_t who,

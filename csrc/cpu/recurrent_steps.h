@@ -5,6 +5,7 @@
 // inputs give to the gates is one product before the first step, and every parameter's gradient one
 // product after the last.
 #pragma once
+#include "coverage.h"
 #include "panels.h"
 #include "recurrent.h"
 #include "team.h"
@@ -85,29 +86,60 @@ void move_on(Problem& a, int64_t t, int64_t bytes) {
   move_on(a.mask, t, 1);
   move_on(a.span, t, sizeof(int64_t));
 }
+bool has_history(const History& h) { return h.coverage_in.data; }
+
+// Room for what all steps read of a history's parameters, or null.
 template <class C>
-Forward step_of(const RecurrentForward& a, int64_t t) {
-  Forward step = a.attention;
-  move_on(step, t, sizeof(C));
-  View* const rows[] = {&step.context, &step.weights, &step.log_sum_exp};
+void* take_features(const Problem& a, const History& h, bool back, Scratch<C>& room) {
+  if (!has_history(h) || !h.filters_count) return nullptr;
+  return room.take(VARIANT::coverage.features(a, h, back) / sizeof(C));
+}
+
+template <class Call>
+void prepare_once(Call a, void* features, bool back) {
+  a.features = features;
+  VARIANT::coverage.prepare(a, a, back);
+}
+
+// Make step t, whose row of weights these are, begin with what the steps before it left.
+template <class C, class Step>
+void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
+  step.coverage_in = coverage;
+  if (t) move_on(step.previous = step.weights, -1, sizeof(C));
+  if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
+  View* const rows[] = {&step.transition_prob, &step.odds};
   for (View* x : rows) move_on(*x, t, sizeof(C));
+}
+template <class C>
+CoverageForward step_of(const RecurrentForward& a, int64_t t) {
+  CoverageForward step = a.attention;
+  move_on(step, t, sizeof(C));
+  View* const rows[] = {&step.context, &step.weights, &step.log_sum_exp, &step.loss};
+  for (View* x : rows) move_on(*x, t, sizeof(C));
+  if (has_history(step)) remember<C>(a, t, step.coverage_out, step);
   return step;
 }
 template <class C>
-Backward step_of(const RecurrentBackward& a, int64_t t) {
-  Backward step = a.attention;
+CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
+  CoverageBackward step = a.attention;
   move_on(step, t, sizeof(C));
-  View* const rows[] = {&step.weights, &step.grad_context, &step.grad_weights, &step.grad_score,
-                        &step.grad_query};
+  View coverage = a.coverages;
+  View* const rows[] = {&step.weights,    &step.grad_context, &step.grad_weights,
+                        &step.grad_score, &step.grad_query,   &coverage};
   for (View* x : rows) move_on(*x, t, sizeof(C));
+  if (!has_history(step)) return step;
+  remember<C>(a, t, coverage, step);
+  step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
+  step.grad_last = step.grad_previous;
+  move_on(step.grad_transition_prob, t, sizeof(C));
   return step;
 }
 
 // Passes that follow one another, item by item where they have as many.
 template <class Call>
 void run_passes(const Call&, const cpu::Plan&, Member&, void*) {}
-template <class Call, class... Rest>
-void run_passes(const Call& a, const cpu::Plan& plan, Member& member, void* own, const Pass<Call>& pass,
+template <class Call, class Of, class... Rest>
+void run_passes(const Call& a, const cpu::Plan& plan, Member& member, void* own, const Pass<Of>& pass,
                 const Rest&... rest) {
   const int64_t items = pass.items(a, plan);
   const bool alike = ((rest.items(a, plan) == items) && ...);

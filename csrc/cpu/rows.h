@@ -215,6 +215,15 @@ void diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_
     }                                                                    \
   }
 
+// The coverage after a row of weights; `rate` is an inverse fertility, or null.
+template <class C>
+void cover(const C* before, const C* weights, const C* rate, int64_t n, C* now) {
+  if (rate)
+    for (int64_t j = 0; j < n; ++j) now[j] = before[j] + rate[j] * weights[j];
+  else
+    for (int64_t j = 0; j < n; ++j) now[j] = before[j] + weights[j];
+}
+
 }  // namespace
 }  // namespace VARIANT
 }  // namespace attnfast

@@ -16,6 +16,8 @@ namespace cpu {
 Tensor exponentials_of(const Problem&);
 // The backward of attention, as its own operator runs it.
 void run_backward(const Backward&);
+// The same of the values' gradient alone.
+void run_grad_value(const Backward&);
 
 }  // namespace cpu
 

@@ -157,6 +157,7 @@ template <class Launch>
 Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
   Loop<RecurrentArguments, Launch> loop(given, launch);
   loop.fit.check(!given.packed, "packed");
+  loop.fit.check(!given.coverage, "coverage");  // no kernel here has a history
   RecurrentForward a{};
   put_layer(given, loop.fit, a, loop.keep);
   const Recurred made = results_of(given, loop.fit, a);
@@ -266,6 +267,7 @@ Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
 template <class Launch>
 RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& given, const Launch& launch) {
   Loop<RecurrentBackwardArguments, Launch> loop(given, launch);
+  loop.fit.check(!given.coverage, "coverage");
   RecurrentBackward a{};
   put_layer(given, loop.fit, a, loop.keep);
   RecurrentGradients grads = gradients_of(given, loop.fit, a, loop.keep);

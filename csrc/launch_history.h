@@ -1,0 +1,93 @@
+// What launchers of attention with a history do alike: its arguments become views of a History, and the
+// gradients of its parameters are taken in parts.
+#pragma once
+#include "coverage.h"
+#include "launch.h"
+
+namespace attnfast {
+namespace {
+
+// The sizes of the filters; K is 0 without any.
+struct FilterSizes {
+  int64_t K = 0, channels = 2, taps = 0;
+
+  template <class Arguments>
+  FilterSizes(const Arguments& given, const Fit& fit) {
+    if constexpr (requires { given.filters; }) {
+      const Optional &filters = given.filters, &projection = given.projection;
+      fit.check(filters.has_value() == projection.has_value(), filters ? "projection" : "filters");
+      if (!filters) return;
+      const int64_t n = filters->dim();
+      fit.check(n == 3 || n == 4, "filters");
+      fit.check(projection->dim() == n - 1, "projection");
+      K = filters->size(n - 3);
+      channels = filters->size(n - 2);
+      taps = filters->size(n - 1);
+      fit.check((channels == 1 || channels == 2) && taps % 2 == 1, "filters");
+      fit.check(given.weight.has_value() || K == 0, "weight");
+    }
+  }
+};
+
+// [B, (H,) n], whose last sizes are side by side; absent if there is none.
+View view_of_numbers(const Optional& x, Keep& keep) {
+  if (!x) return {};
+  keep.push_back(packed(*x));
+  return view(keep.back(), false);
+}
+
+// [B, (H)], side by side; absent if there is none.
+View view_of_heads(const Optional& x, int64_t heads, Keep& keep) {
+  if (!x) return {};
+  keep.push_back(packed(*x));
+  return {place_of(keep.back()), heads, 1};
+}
+
+template <class Arguments, class Sizes>
+void put_history(const Arguments& given, const Sizes& fit, History& h, Keep& keep) {
+  h.filters_count = fit.K;
+  h.channels = fit.channels;
+  h.width = fit.taps;
+  if (fit.K) {
+    const bool of_heads = given.filters->dim() == 4;
+    h.filters = view_of_parameters(*given.filters, of_heads, keep);
+    h.projection = view_of_parameters(*given.projection, of_heads, keep);
+  }
+  if (given.penalty) h.penalty = view_of_parameters(*given.penalty, given.penalty->size(0) != 1, keep);
+  h.inverse_fertility = view_of_numbers(given.inverse_fertility, keep);
+  h.coverage_in = view_of_numbers(given.coverage, keep);
+  h.previous = view_of_numbers(given.previous, keep);
+  h.transition_prob = view_of_numbers(given.transition_prob, keep);
+}
+
+// The parts of parameters' gradients, one or several for every sequence and head, which add up at the
+// end.
+struct Parts {
+  Tensor weight, filters, projection, penalty;
+
+  template <class Sizes>
+  static Tensor part(bool wanted, const Tensor& like, const Sizes& fit, std::vector<int64_t> sizes,
+                     View& out) {
+    sizes.insert(sizes.begin(), {fit.B, fit.H});
+    const Tensor x = empty_if(wanted, like, sizes, fit.sums);
+    if (wanted) out = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
+    return x;
+  }
+
+  // Room for what is wanted, put where it is to be filled in.
+  template <class Sizes>
+  Parts(const Tensor& like, const Sizes& fit, int64_t of_weight, bool of_filters, bool of_penalty,
+        CoverageBackward& a)
+      : weight(part(of_weight, like, fit, {of_weight, fit.A}, a.grad_weight)),
+        filters(part(of_filters, like, fit, {fit.K, fit.channels, fit.taps}, a.grad_filters)),
+        projection(part(of_filters, like, fit, {fit.A, fit.K}, a.grad_projection)),
+        penalty(part(of_penalty, like, fit, {}, a.grad_penalty)) {}
+
+  // The gradient of a penalty, [1] or [H].
+  Tensor of_penalty(int64_t count, ScalarType dtype) const {
+    return torch::stable::reshape(sum_of_parts(penalty, {0}, count != 1, dtype), {count});
+  }
+};
+
+}  // namespace
+}  // namespace attnfast
