@@ -103,7 +103,7 @@ struct HistorySums {
     if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.own);
     if (!fit.K || !given.need_grad_key) return;
     grads.grad_weight = sum_of_parts(parts.weight, {0, 2}, false, fit.own);
-    Backward all = a.attention;
+    Backward all = static_cast<const Backward&>(a.attention);
     all.Tq = fit.T;
     grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
     cpu::run_grad_value(all);
