@@ -11,6 +11,7 @@ from attnfast import dispatch
 from attnfast.errors import InputError, check_whole, describe, refuse, refuse_type
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source
+from attnfast.nn.history import HistoryAttention
 from attnfast.nn.layer import RecurrentState, backend_of, terms_of
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import is_finite
@@ -75,7 +76,7 @@ def _in_one_call(
     if layer.rnn is not None or words.max_norm or not all(is_plain(*x) for x in of_plain):
         return None
     attention, like = decoder.attention, words.weight
-    if getattr(attention, "has_history", False):
+    if isinstance(attention, HistoryAttention):
         return None
     backend = backend_of(attention, memory, like, history=state.history, operator=SEARCH.name)
     if backend is None or attention is None:
