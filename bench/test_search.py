@@ -1,0 +1,46 @@
+"""Times greedy search by the reference models: one call, and the same model in plain PyTorch.
+
+``attnfast`` searches in one operator; ``attnfast, step by step`` calls its operators at every step.
+The model has the command line's sizes and random parameters, so that no translation ends early.
+"""
+
+import pytest
+import torch
+from race import DEVICE, race
+
+from attnfast.models import Config, build, greedy_search, search
+
+BATCHES = {"one sentence": 1, "8 sentences": 8, "64 sentences": 64}
+MODELS = {
+    "Bahdanau": {"attention": "bahdanau"},
+    "general, input feeding": {"attention": "general", "input_feeding": True},
+}
+
+
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_search(benchmark, kind, shape, monkeypatch):
+    B, Tk, V = BATCHES[shape], 13, 4000
+    models = {}
+    for backend in (None, "reference"):
+        torch.manual_seed(0)
+        models[backend] = build(Config(V, **MODELS[kind]), backend).to(DEVICE).eval()
+    source = torch.randint(4, V, (B, Tk), device=DEVICE)
+    lengths = torch.full((B,), Tk)
+    in_one_call = search._in_one_call
+
+    def run(backend, one_call=in_one_call):
+        with monkeypatch.context() as patched:
+            patched.setattr(search, "_in_one_call", one_call)
+            return greedy_search(models[backend], source, lengths)
+
+    calls = {
+        "attnfast": lambda: run(None),
+        "attnfast, step by step": lambda: run(None, lambda *_: None),
+        "eager": lambda: run("reference"),
+    }
+    first, *others = (call() for call in calls.values())
+    assert all(x == first for x in others)
+    assert max(len(x) for x in first) == 2 * Tk + 9
+    race(benchmark, f"greedy search, {kind}", shape, (B, Tk, V), "forward", calls)
+    benchmark.extra_info["size_names"] = "B, Tk, V"
