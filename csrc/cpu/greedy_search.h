@@ -113,30 +113,50 @@ class Search {
   // The best word of a group of panels, of some sequences.
   void find(const View& output, int64_t item) {
     const Block block(a.even, plan, item);
-    Found<C> best[kMostBatch];
-    for (int64_t r = 0; r < block.rows; ++r) best[r] = {(C)-__builtin_inf(), -1};
+    Lanes best[kMostBatch];
+    for (int64_t r = 0; r < block.rows; ++r) best[r] = {splat((C)-__builtin_inf()), Flags<C>{} - 1};
     const int64_t first = block.panel * kPanelsAtATime;
     for (int64_t panel = first; panel < min(first + kPanelsAtATime, room.vocabulary.count); ++panel) {
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
       multiply_panel(row<C>(output, block.b), output.batch, 1, block.rows, a.R, room.vocabulary.at(panel),
                      x);
-      for (int64_t r = 0; r < block.rows; ++r)
-        for_vectors<C>(a.V - panel * P, [&](int64_t c, int64_t n) {
-          compare(load(x + r * P + c), panel * P + c, n, best[r]);
-        });
+      for_vectors<C>(a.V - panel * P, [&](int64_t c, int64_t n) {
+        const int64_t word = panel * P + c;
+        const Flags<C> may_be_said = lanes_within<C>(word, a.end, a.V);
+        Vec<C> bias = {};
+        if (a.bias_vocab.data) bias = load_part(row<C>(a.bias_vocab, 0) + word, n, (C)0);
+        for (int64_t r = 0; r < block.rows; ++r)
+          best[r].compare(load(x + r * P + c) + bias, word, may_be_said);
+      });
     }
     for (int64_t r = 0; r < block.rows; ++r)
-      room.found[(block.b + r) * room.groups + block.panel] = best[r];
+      room.found[(block.b + r) * room.groups + block.panel] = best[r].first();
   }
 
   // Of equal scores the first is the best, and NaN is better than any.
-  void compare(Vec<C> scores, int64_t word, int64_t n, Found<C>& best) const {
-    if (a.bias_vocab.data) scores += load_part(row<C>(a.bias_vocab, 0) + word, n, (C)0);
-    if (!any<C>(~(scores <= best.score))) return;
-    for (int64_t i = larger(a.end - word, 0); i < min(n, Vector<C>::width); ++i)
-      if (!(scores[i] <= best.score) && best.score == best.score) best = {scores[i], word + i};
-  }
+  static bool is_better(C score, C best) { return !(score <= best) && best == best; }
+
+  // The best word of each lane.
+  struct Lanes {
+    Vec<C> score;
+    Flags<C> word;
+
+    inline __attribute__((always_inline)) void compare(Vec<C> scores, int64_t first, Flags<C> among) {
+      const Flags<C> better = ~(scores <= score) & (score == score) & among;
+      score = better ? scores : score;
+      using I = decltype(word[0] + 0);
+      word = better ? lane_numbers<C>() + (I)first : word;
+    }
+
+    Found<C> first() const {
+      Found<C> best = {(C)-__builtin_inf(), -1};
+      for (int i = 0; i < Vector<C>::width; ++i)
+        if (is_better(score[i], best.score) || (score[i] == best.score && word[i] < best.word))
+          best = {score[i], word[i]};
+      return best;
+    }
+  };
 
   // The best word of sequence b at step t, which the next step reads.
   void choose(int64_t b, int64_t t) {
@@ -148,7 +168,7 @@ class Search {
     Found<C> best = {(C)-__builtin_inf(), -1};
     for (int64_t i = 0; i < room.groups; ++i) {
       const Found<C>& of_group = room.found[b * room.groups + i];
-      if (!(of_group.score <= best.score) && best.score == best.score) best = of_group;
+      if (is_better(of_group.score, best.score)) best = of_group;
     }
     int64_t word = best.score == best.score ? best.word : -1;
     if (word >= 0 && a.limits[b] <= t + 1) word = a.end;

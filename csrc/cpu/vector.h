@@ -94,12 +94,19 @@ static inline void store_part(C* p, Vec<C> x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
+// 0, 1, 2, ...
+template <class C>
+static inline Flags<C> lane_numbers() {
+  Flags<C> lane;
+  for (int i = 0; i < Vector<C>::width; ++i) lane[i] = i;
+  return lane;
+}
+
 // The lanes j with from <= first + j < to.
 template <class C>
 static inline Flags<C> lanes_within(int64_t first, int64_t from, int64_t to) {
   using I = decltype(Flags<C>{}[0] + 0);
-  Flags<C> lane;
-  for (int i = 0; i < Vector<C>::width; ++i) lane[i] = i;
+  const Flags<C> lane = lane_numbers<C>();
   return (lane >= (I)(from - first)) & (lane < (I)(to - first));
 }
 
