@@ -832,3 +832,53 @@ def test_a_call_that_cannot_be(change, words):
     arguments = {"input": x, "memory": layer.prepare(source, lengths)}
     with pytest.raises((ValueError, TypeError), match=words):
         layer(**change(arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["bahdanau", "general", "coverage", "window"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_half_types_are_summed_in_float32(recurrence, attention, dtype, monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionLSTM, attention, recurrence=recurrence
+    )
+    layer = layer.to(dtype).double()  # the numbers of a half type, exactly
+    x, source = (y.detach().to(dtype).double() for y in (x, source))
+    targets, grad = torch.tensor([7, 2, 5]), torch.randn(3, 7, 12).to(dtype)
+
+    def run(kind):
+        layer.to(kind)
+        inputs = [y.to(kind).requires_grad_() for y in (x, source)]
+        memory = layer.prepare(inputs[1], lengths)
+        made = layer(inputs[0], memory, target_lengths=targets, need_weights=True)
+        found = [made.output, made.contexts, made.weights, made.state.hidden, made.state.cell]
+        assert all(y.dtype == kind for y in found)
+        leaves = [*inputs, *layer.parameters()]
+        grads = torch.autograd.grad(made.output, leaves, grad.to(kind))
+        assert all(y.dtype == kind for y in grads)
+        return [y.detach().double() for y in (*found, *grads)]
+
+    calls, original = [], layer_code.dispatch.run
+    monkeypatch.setattr(
+        layer_code.dispatch, "run", lambda *call: calls.append(call[0].name) or original(*call)
+    )
+    ours, exact = run(dtype), run(torch.float64)
+    if not why_not("cpu", CPU, torch.float32, "recurrent"):
+        assert calls.count("recurrent") == 2
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    loop = run(dtype)
+    for got, eager, want in zip(ours, loop, exact):
+        ulp = torch.finfo(dtype).eps * float(want.abs().max())
+        assert float((got - want).abs().max()) <= max(ulp, 2 * float((eager - want).abs().max()))
+
+
+@pytest.mark.skipif(why_not("cpu", CPU, torch.float32, "recurrent") is not None, reason="no _C_cpu")
+def test_steps_of_a_half_type_keep_weights_packed():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    layer.bfloat16()
+    with torch.no_grad():
+        memory = layer.prepare(source.bfloat16(), lengths)
+        first = layer(x[:, :1].bfloat16(), memory).state
+        second = layer(x[:, 1:2].bfloat16(), memory, first).state
+        assert second.packed[0] is first.packed[0]
+        layer.weight_hh_l0.mul_(2)
+        assert layer(x[:, 1:2].bfloat16(), memory, first).state.packed[0] is not first.packed[0]

@@ -254,12 +254,21 @@ def test_other_models_search_step_by_step(monkeypatch):
     greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
     made, *sources = model_and_sources("bahdanau", False)
     greedy_search(made.train(), *sources)
-    greedy_search(made.eval().to(torch.bfloat16), *sources)
     seen = []
-    made.double().embedding.register_forward_hook(lambda *_: seen.append(1))
+    made.eval().embedding.register_forward_hook(lambda *_: seen.append(1))
     greedy_search(made, *sources)
     assert not calls
     assert len(seen) > 2
+
+
+def test_half_types_are_searched_in_float32(monkeypatch):
+    served("cpu")
+    made, *sources = model_and_sources("bahdanau", False)
+    calls = spied(monkeypatch)
+    found = greedy_search(made.bfloat16(), *sources)
+    assert [x.embedding.dtype for x in calls] == [torch.float32]
+    wanted = greedy_search(made.double(), *sources)  # the same parameters
+    assert sum(a[:3] == b[:3] for a, b in zip(found, wanted)) > len(found) / 2
 
 
 def test_a_damaged_model_is_refused():

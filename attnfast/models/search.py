@@ -12,7 +12,7 @@ from attnfast.errors import InputError, check_whole, describe, refuse, refuse_ty
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source
 from attnfast.nn.history import HistoryAttention
-from attnfast.nn.layer import RecurrentState, backend_of, terms_of
+from attnfast.nn.layer import RecurrentState, backend_of, terms_of, widened
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST
@@ -95,7 +95,7 @@ def _in_one_call(
         mode=layer.mode, attends_first=layer.attends_first, begin=BOS, end=EOS, most=most,
         embedding_scale=words.embedding_dim**0.5, **terms,
     )  # fmt: skip
-    rows = dispatch.run(SEARCH, call, backend).words.tolist()
+    rows = dispatch.run(SEARCH, widened(call), backend).words.tolist()
     _refuse_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
     return [row[: row.index(EOS)] for row in rows]
 

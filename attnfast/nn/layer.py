@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attnfast import dispatch
 from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
-from attnfast.backends import BACKENDS, best
+from attnfast.backends import BACKENDS, HALF, best
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
@@ -141,7 +141,18 @@ def backend_of(
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
             return None
         wanted = memory.backend
-    return best(wanted, like.device, like.dtype, operator, remembers)
+    half = like.dtype in HALF and like.device.type == "cpu"
+    return best(wanted, like.device, torch.float32 if half else like.dtype, operator, remembers)
+
+
+def widened(call: Any) -> Any:
+    """Return an operator's call in float32 where it is of a half type."""
+    half = {n: x.float() for n, x in call._asdict().items() if _is_half(x)}
+    return call._replace(**half) if half else call
+
+
+def _is_half(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in HALF
 
 
 #: The kinds of attention that the operator has.
@@ -210,12 +221,15 @@ def run_layer(
         if single and not is_recorded():
             packed = _packed(call, backend, state.packed)
             call = call._replace(packed=None if packed is None else packed.kept)
-        done = dispatch.run(RECURRENT, call, backend)
+        done = dispatch.run(RECURRENT, widened(call), backend)
     except Exception:
         RECURRENT.check(call)  # says in one sentence what does not fit
         raise
     if isinstance(history, History):
         history = _history_after(history, done)
+    if _is_half(input):  # rounded once; a history keeps its sums
+        names = ("states", "cells", "contexts", "weights", "attentional")
+        done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
     return Steps(
         done.states,
         done.cells if layer.mode == "lstm" else None,
@@ -326,7 +340,8 @@ def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | No
         and all(x is y for x, y in zip(parameters, before.parameters))
     ):
         return before
-    kept = BACKENDS[backend].pack(*parameters, fed(call), call.mode)
+    wide = [x.float() if _is_half(x) else x for x in parameters]  # type: ignore[union-attr]
+    kept = BACKENDS[backend].pack(*wide, fed(call), call.mode)
     return None if kept is None else Packed(backend, kept, parameters, versions)
 
 
