@@ -368,6 +368,25 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'misfits or pack_once'"): [
         ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
     ],
+    ("attnfast/models/search.py", "tests/test_search.py"): [
+        ("or model.training", ""),
+        ("or words.max_norm ", ""),
+        ("begin=BOS, end=EOS", "begin=EOS, end=EOS"),
+        ("embedding_scale=words.embedding_dim**0.5, ", ""),
+        ("    if isinstance(attention, HistoryAttention):\n        return None\n", ""),
+    ],
+    ("csrc/cpu/greedy_search.h", "tests/test_search.py -k 'cpu and not opcheck'"): [
+        ("~(scores <= score) & (score == score)", "~(scores < score) & (score == score)"),
+        ("~(scores <= score) & (score == score) & among", "~(scores <= score) & among"),
+        ("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)"),
+        ("score[i] == best.score && word[i] < best.word", "false"),
+        ("a.limits[b] <= t + 1", "a.limits[b] <= t"),
+        ("panel += depth * P;", "if (from.data) panel += P;"),
+        ("step = t % 2 ? a.odd : a.even", "step = a.even"),
+        ("      move_on(step.attention.span, t, sizeof(int64_t));\n", ""),
+        ("if (!last.attends_first && last.F) put(", "if (false) put("),
+        ("* (C)a.embedding_scale", ""),
+    ],
     ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): [
         ('needs(given.coverage, given.previous, "previous");', ""),
         ('check(!given.coverage || !given.span, "span");', ""),

@@ -254,6 +254,9 @@ def test_other_models_search_step_by_step(monkeypatch):
     greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
     made, *sources = model_and_sources("bahdanau", False)
     greedy_search(made.train(), *sources)
+    made.embedding.max_norm = 1.0
+    greedy_search(made.eval(), *sources)
+    made.embedding.max_norm = None
     seen = []
     made.eval().embedding.register_forward_hook(lambda *_: seen.append(1))
     greedy_search(made, *sources)

@@ -47,7 +47,7 @@ class Search {
     member.share(a.B, [&](int64_t b) { begin(b); });
     for (int64_t t = 0; t < a.most; ++t) {
       RecurrentForward step = t % 2 ? a.odd : a.even;
-      if (step.attends) move_on(step.attention.span, t, sizeof(int64_t));
+      move_on(step.attention.span, t, sizeof(int64_t));
       Forwards<C>(step, plan, member, room.layer, own).take_steps();
       if (a.weight_readout.data) read_out(step);
       const View& output = a.weight_readout.data ? a.read : step.attentional;
