@@ -369,7 +369,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
     ],
     ("attnfast/models/search.py", "tests/test_search.py"): [
-        ("or model.training", ""),
+        (" or (model.dropout.training and model.dropout.p)", ""),
         ("or words.max_norm ", ""),
         ("begin=BOS, end=EOS", "begin=EOS, end=EOS"),
         ("embedding_scale=words.embedding_dim**0.5, ", ""),

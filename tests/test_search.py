@@ -257,6 +257,11 @@ def test_other_models_search_step_by_step(monkeypatch):
     made.embedding.max_norm = 1.0
     greedy_search(made.eval(), *sources)
     made.embedding.max_norm = None
+    made.dropout.train()
+    greedy_search(made, *sources)
+    made.eval()._embed = lambda words: type(made)._embed(made, words)
+    greedy_search(made, *sources)
+    del made._embed
     seen = []
     made.eval().embedding.register_forward_hook(lambda *_: seen.append(1))
     greedy_search(made, *sources)
@@ -290,3 +295,5 @@ def test_begins_and_ends_as_models_do(monkeypatch):
     assert (calls[0].begin, calls[0].end) == (BOS, EOS)
     assert calls[0].limits.tolist() == search.output_limit(lengths).tolist()
     assert greedy_search(made, source[:0], lengths[:0]) == []
+    assert greedy_search(made, source.int(), lengths.int()) == greedy_search(made, source, lengths)
+    assert len(calls) == 4

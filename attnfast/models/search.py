@@ -66,9 +66,11 @@ def _in_one_call(
     model: Seq2Seq, source: Source, state: RecurrentState, limits: Tensor
 ) -> list[list[int]] | None:
     """Return what :func:`greedy_search` does, by one operator; None if none serves the model."""
-    if not is_plain(model, Seq2Seq) or "decode" in vars(model) or model.training:
+    if not is_plain(model, Seq2Seq) or (model.dropout.training and model.dropout.p):
         return None
     decoder, words, memory = model.decoder, model.embedding, source.memory
+    if any(callable(x) for part in (model, decoder) for x in vars(part).values()):
+        return None  # a method of its own
     if not is_plain(decoder, BahdanauDecoder, LuongDecoder) or model.pointer is not None:
         return None
     layer, readout = decoder.parts()
@@ -85,7 +87,7 @@ def _in_one_call(
     steps = like.new_empty(len(limits), most, 0)
     terms, _ = terms_of(attention, memory, backend, state.history, steps)
     call = Search(
-        words.weight, words.weight, limits.flatten(), state.hidden,
+        words.weight, words.weight, limits.flatten().long(), state.hidden,
         layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
         bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=model.bias,
         weight_output=getattr(layer.output, "weight", None),
