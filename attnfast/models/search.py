@@ -97,7 +97,12 @@ def _in_one_call(
         mode=layer.mode, attends_first=layer.attends_first, begin=BOS, end=EOS, most=most,
         embedding_scale=words.embedding_dim**0.5, **terms,
     )  # fmt: skip
-    rows = dispatch.run(SEARCH, widened(call), backend).words.tolist()
+    call = widened(call)
+    try:
+        rows = dispatch.run(SEARCH, call, backend).words.tolist()
+    except Exception:
+        SEARCH.check(call)  # says in one sentence what does not fit
+        raise
     _refuse_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
     return [row[: row.index(EOS)] for row in rows]
 

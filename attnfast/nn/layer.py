@@ -146,9 +146,10 @@ def backend_of(
 
 
 def widened(call: Any) -> Any:
-    """Return an operator's call in float32 where it is of a half type."""
-    half = {n: x.float() for n, x in call._asdict().items() if _is_half(x)}
-    return call._replace(**half) if half else call
+    """Return an operator's call in float32 if it is of a half type."""
+    if not _is_half(call.hidden):
+        return call
+    return call._replace(**{n: x.float() for n, x in call._asdict().items() if _is_half(x)})
 
 
 def _is_half(x: Any) -> bool:
@@ -221,7 +222,8 @@ def run_layer(
         if single and not is_recorded():
             packed = _packed(call, backend, state.packed)
             call = call._replace(packed=None if packed is None else packed.kept)
-        done = dispatch.run(RECURRENT, widened(call), backend)
+        call = widened(call)
+        done = dispatch.run(RECURRENT, call, backend)
     except Exception:
         RECURRENT.check(call)  # says in one sentence what does not fit
         raise

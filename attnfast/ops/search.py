@@ -96,12 +96,15 @@ def layer_of(call: Search, input: Tensor) -> Recurrent:
 def check(call: Search) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     for name, axes in (
-        ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("embedding", "[V, E]"),
-        ("weight_vocab", "[V, R]"), ("key", "[B, Tk, A]"), ("value", "[B, Tk, Dv]"),
+        ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("weight_hh", "[G·H, H]"),
+        ("embedding", "[V, E]"), ("weight_vocab", "[V, R]"), ("limits", "[B]"),
+        ("key", "[B, Tk, A]"), ("value", "[B, Tk, Dv]"),
     ):  # fmt: skip
         check_dense(name, getattr(call, name))
         if getattr(call, name).dim() != axes.count(",") + 1:
             refuse(name, axes, list(getattr(call, name).shape))
+    if not 0 <= call.most < 2**31:
+        refuse("most", "at least 0 and below 2**31", call.most)
     if call.mode not in GATES:
         refuse("mode", f"one of {', '.join(GATES)}", call.mode)
     if call.weight_output is None and call.weight_readout is None:
@@ -124,8 +127,6 @@ def check(call: Search) -> None:
     for name in ("begin", "end"):
         if not 0 <= getattr(call, name) < V:
             refuse(name, f"a word below {V}", getattr(call, name))
-    if call.most < 0:
-        refuse("most", "at least 0", call.most)
 
 
 def _fake(call: Search) -> Said:

@@ -45,7 +45,7 @@ class Search {
     room.layer.fill(a.even, member);
     pack_words();
     member.share(a.B, [&](int64_t b) { begin(b); });
-    for (int64_t t = 0; t < a.most; ++t) {
+    for (int64_t t = 0; a.B && t < a.most; ++t) {
       RecurrentForward step = t % 2 ? a.odd : a.even;
       move_on(step.attention.span, t, sizeof(int64_t));
       Forwards<C>(step, plan, member, room.layer, own).take_steps();
