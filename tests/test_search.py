@@ -118,10 +118,12 @@ def test_of_equal_scores_the_first_word_is_said(backend):
     served(backend)
     args = call("attend_first", Case("gru", None, B=1, T=3), V=1000)
     args = args._replace(bias_vocab=torch.zeros(1000), limits=torch.tensor([3]))
-    args.bias_vocab[[40, 300, 301, 999]] = 1e9  # beside which other scores vanish
-    assert SEARCH(backend, args).words.tolist() == [[40, 40, 3]]
+    args.bias_vocab[[47, 48, 63, 300, 999]] = (
+        1e9  # of one lane and of several; beside which other scores vanish
+    )
+    assert SEARCH(backend, args).words.tolist() == [[47, 47, 3]]
     args.bias_vocab[:3] = 1e12  # below the end: never said
-    assert SEARCH(backend, args).words.tolist() == [[40, 40, 3]]
+    assert SEARCH(backend, args).words.tolist() == [[47, 47, 3]]
     args.bias_vocab[3] = 1e10
     assert SEARCH(backend, args).words[0, 0] == 3
 
@@ -140,8 +142,9 @@ def test_a_sequence_without_scores_ends_alone(worst, backend):
     found = said(SEARCH(backend, args).words, 3)
     assert found[2] == [-1]
     assert [*found[:2], found[3]] == [*wanted[:2], wanted[3]]
-    word = torch.zeros(300).index_fill_(0, torch.tensor([299]), math.nan)  # NaN is the best score
-    assert (SEARCH(backend, args._replace(bias_vocab=word)).words[:, 0] == -1).all()
+    for word in (20, 299):  # whose score, NaN, is the best
+        bias = torch.zeros(300).index_fill_(0, torch.tensor([word]), math.nan)
+        assert (SEARCH(backend, args._replace(bias_vocab=bias)).words[:, 0] == -1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
