@@ -81,7 +81,7 @@ def _in_one_call(
     if isinstance(attention, HistoryAttention):
         return None
     backend = backend_of(attention, memory, like, history=state.history, operator=SEARCH.name)
-    if backend is None or attention is None:
+    if backend is None:
         return None
     most = int(limits.max()) if len(limits) else 0
     steps = like.new_empty(len(limits), most, 0)
