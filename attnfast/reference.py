@@ -287,7 +287,7 @@ def greedy_search(call: Search) -> Said:
         word = word.masked_fill(~(best > -math.inf), -1)
         if t:
             word = torch.where(ended, words[:, t - 1], word)
-        words[:, t] = word
+        words[:, t:] = word.unsqueeze(1)
         ended = (word == call.end) | (word < 0)
         word = word.masked_fill(ended, call.begin)  # which nobody reads
         if ended.all():

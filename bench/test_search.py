@@ -1,7 +1,8 @@
 """Times greedy search by the reference models: one call, and the same model in plain PyTorch.
 
 ``attnfast`` searches in one operator; ``attnfast, step by step`` calls its operators at every step.
-The model has the command line's sizes and random parameters, so that no translation ends early.
+The model has the command line's sizes and random parameters, so that every translation is as long as it
+may be: 36 words, or twice its source's and ten where sources differ.
 """
 
 import pytest
@@ -10,7 +11,12 @@ from race import DEVICE, race
 
 from attnfast.models import Config, build, greedy_search, search
 
-BATCHES = {"one sentence": 1, "8 sentences": 8, "64 sentences": 64}
+BATCHES = {
+    "one sentence": (1, 13, 13),
+    "8 sentences": (8, 13, 13),
+    "64 sentences": (64, 13, 13),
+    "64 sentences of 5 to 21 words": (64, 5, 21),
+}
 MODELS = {
     "Bahdanau": {"attention": "bahdanau"},
     "general, input feeding": {"attention": "general", "input_feeding": True},
@@ -20,13 +26,14 @@ MODELS = {
 @pytest.mark.parametrize("shape", BATCHES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_search(benchmark, kind, shape, monkeypatch):
-    B, Tk, V = BATCHES[shape], 13, 4000
+    (B, shortest, Tk), V = BATCHES[shape], 4000
     models = {}
     for backend in (None, "reference"):
         torch.manual_seed(0)
         models[backend] = build(Config(V, **MODELS[kind]), backend).to(DEVICE).eval()
     source = torch.randint(4, V, (B, Tk), device=DEVICE)
-    lengths = torch.full((B,), Tk)
+    lengths = torch.randint(shortest, Tk + 1, (B,))
+    lengths[0] = Tk
     in_one_call = search._in_one_call
 
     def run(backend, one_call=in_one_call):

@@ -207,7 +207,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("ranks[name] < math.inf", "True"),
         ("if request.filters > self.most_filters:", "if False:"),
     ],
-    ("attnfast/nn/layer.py", "tests/test_recurrent.py -k 'not compile and not table'"): [
+    ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): [
         ("history.loss is None else history.loss + done.loss", "True else None"),
         ("done.weights[:, -1] if done.weights.shape[1]", "history.previous if False"),
         ("mask = seen if mask is None else seen & mask", "pass"),
@@ -365,7 +365,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("        or is_intercepted()\n", ""),
         ("    if not is_plain(layer, nn.Linear):", "    if not isinstance(layer, nn.Linear):"),
     ],
-    ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'misfits or pack_once'"): [
+    ("csrc/cpu/recurrent.cpp", "tests/test_nn_recurrent.py -k pack_once"): [
         ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
     ],
     ("attnfast/models/search.py", "tests/test_search.py"): [

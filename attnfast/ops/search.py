@@ -74,8 +74,7 @@ class Search(NamedTuple):
 class Said(NamedTuple):
     """What comes out: ``words [B, most]``.
 
-    A row is ``end`` from its end on, −1 from the step on whose scores are NaN; columns after the
-    step at which the last row ends hold anything.
+    A row is ``end`` from its end on, −1 from the step on whose scores are NaN.
     """
 
     words: Tensor

@@ -17,14 +17,32 @@ struct SearchRoom {
   Panels<C> readout, vocabulary;
   Found<C>* found;  // [B, groups]: the best word of every group of panels
   int64_t groups;
-  int64_t* ended;  // how many sequences have
+  int64_t* sequence;  // [B]: which sequence a row is
+  int64_t* goes_on;   // [B]: the rows that the next step still needs
+  int64_t* rows;      // [most + 1]: how many rows a step has
+  // Rows of the attention's arguments, once some have been left out.
+  C *key, *value, *exponentials;
+  int64_t *lengths, *span;
+  bool* mask;
 
   SearchRoom(const GreedySearch& a, Scratch<C>& room) : layer(a.even, room) {
     if (a.weight_readout.data) readout = take_panels(room, a.even.H + a.even.Dv + a.even.E, panels<C>(a.R));
     vocabulary = take_panels(room, a.R, panels<C>(a.V));
     groups = parts(vocabulary.count, kPanelsAtATime);
-    found = reinterpret_cast<Found<C>*>(room.take(a.B * groups * sizeof(Found<C>) / sizeof(C)));
-    ended = reinterpret_cast<int64_t*>(room.take(sizeof(int64_t) / sizeof(C)));
+    const auto take = [&]<class T>(T*& out, int64_t n) {
+      out = reinterpret_cast<T*>(room.take(parts(n * sizeof(T), sizeof(C))));
+    };
+    const Forward& of = a.even.attention;
+    take(found, a.B * groups);
+    take(sequence, a.B);
+    take(goes_on, a.B);
+    take(rows, a.most + 1);
+    take(key, a.B * of.Tk * of.A);
+    take(value, a.B * of.Tk * of.Dv);
+    take(exponentials, of.exponentials.data ? a.B * of.Tk * of.exponentials.row : 0);
+    take(lengths, a.B);
+    take(span, of.span.batch ? a.B * a.most * 2 : 0);
+    take(mask, of.mask.batch ? a.B * of.Tk : 0);
   }
 };
 
@@ -36,29 +54,43 @@ class Search {
   Member& member;
   const SearchRoom<C> room;
   void* own;
+  Forward attention;  // of the rows that there still are
 
  public:
   Search(const GreedySearch& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
-      : a(a), plan(plan), member(member), room(a, place), own(own) {}
+      : a(a), plan(plan), member(member), room(a, place), own(own), attention(a.even.attention) {}
 
   void run() {
     room.layer.fill(a.even, member);
     pack_words();
     member.share(a.B, [&](int64_t b) { begin(b); });
-    for (int64_t t = 0; a.B && t < a.most; ++t) {
-      RecurrentForward step = t % 2 ? a.odd : a.even;
-      move_on(step.attention.span, t, sizeof(int64_t));
+    for (int64_t t = 0; attention.B && t < a.most; ++t) {
+      const RecurrentForward step = step_at(t);
       Forwards<C>(step, plan, member, room.layer, own).take_steps();
       if (a.weight_readout.data) read_out(step);
       const View& output = a.weight_readout.data ? a.read : step.attentional;
-      member.share(blocks(room.groups), [&](int64_t item) { find(output, item); });
-      member.share(a.B, [&](int64_t b) { choose(b, t); });
-      if (__atomic_load_n(room.ended, __ATOMIC_RELAXED) == a.B) return;
+      member.share(blocks(step, plan, room.groups), [&](int64_t item) { find(step, output, item); });
+      member.share(step.B, [&](int64_t r) { choose(r, t); });
+      member.share(1, [&](int64_t) { count(step.B, t); });
+      if (room.rows[t + 1] < step.B) leave_out(step, room.rows[t + 1]);
     }
   }
 
  private:
-  int64_t blocks(int64_t items) const { return VARIANT::blocks(a.even, plan, items); }
+  RecurrentForward step_at(int64_t t) const {
+    RecurrentForward step = t % 2 ? a.odd : a.even;
+    static_cast<Problem&>(step.attention) = at_step(step.attention, t);
+    step.B = attention.B;
+    return step;
+  }
+  // What attention reads of its arguments; the query is the step's own.
+  Problem at_step(Problem of, int64_t t) const {
+    const View query = of.query;
+    of = attention;
+    of.query = query;
+    move_on(of.span, t, sizeof(int64_t));
+    return of;
+  }
 
   void pack_words() {
     member.share(room.readout.count + room.vocabulary.count, [&](int64_t item) {
@@ -69,7 +101,7 @@ class Search {
 
   // The state before the first step lies where that of every second step does; the fed one too.
   void begin(int64_t b) {
-    if (b == 0) *room.ended = 0;
+    room.sequence[b] = b;
     const RecurrentForward& last = a.odd;
     const auto put = [&](const View& from, const View& to, int64_t n) {
       for (int64_t i = 0; i < n; ++i) row<C>(to, b)[i] = from.data ? row<C>(from, b)[i] : C{};
@@ -88,7 +120,7 @@ class Search {
 
   // What the state, the context and the word say of the next one.
   void read_out(const RecurrentForward& step) {
-    member.share(blocks(room.readout.count), [&](int64_t item) {
+    member.share(blocks(step, plan, room.readout.count), [&](int64_t item) {
       const Block block(step, plan, item);
       const int64_t first = block.panel * P;
       alignas(64) C x[kMostBatch * P];
@@ -110,9 +142,9 @@ class Search {
     });
   }
 
-  // The best word of a group of panels, of some sequences.
-  void find(const View& output, int64_t item) {
-    const Block block(a.even, plan, item);
+  // The best word of a group of panels, of some rows.
+  void find(const RecurrentForward& step, const View& output, int64_t item) {
+    const Block block(step, plan, item);
     Lanes best[kMostBatch];
     for (int64_t r = 0; r < block.rows; ++r) best[r] = {splat((C)-__builtin_inf()), Flags<C>{} - 1};
     const int64_t first = block.panel * kPanelsAtATime;
@@ -158,23 +190,78 @@ class Search {
     }
   };
 
-  // The best word of sequence b at step t, which the next step reads.
-  void choose(int64_t b, int64_t t) {
+  // The best word of row r at step t, which the next step reads.
+  void choose(int64_t r, int64_t t) {
+    const int64_t b = room.sequence[r];
     int64_t* const words = a.words + b * a.most;
-    if (t && (words[t - 1] == a.end || words[t - 1] < 0)) {
-      words[t] = words[t - 1];
-      return;
-    }
+    if (t && is_last(words[t - 1])) return;
     Found<C> best = {(C)-__builtin_inf(), -1};
     for (int64_t i = 0; i < room.groups; ++i) {
-      const Found<C>& of_group = room.found[b * room.groups + i];
+      const Found<C>& of_group = room.found[r * room.groups + i];
       if (is_better(of_group.score, best.score)) best = of_group;
     }
     int64_t word = best.score == best.score ? best.word : -1;
     if (word >= 0 && a.limits[b] <= t + 1) word = a.end;
     words[t] = word;
-    if (word < 0 || word == a.end) __atomic_fetch_add(room.ended, 1, __ATOMIC_RELAXED);
-    else embed(b, word);
+    if (!is_last(word)) return embed(r, word);
+    for (int64_t i = t + 1; i < a.most; ++i) words[i] = word;
+  }
+
+  bool is_last(int64_t word) const { return word < 0 || word == a.end; }
+
+  // How many rows the step after t has: without those that have ended, when these are a quarter. Written
+  // down for a thread that comes late.
+  void count(int64_t rows, int64_t t) {
+    int64_t n = 0;
+    for (int64_t r = 0; r < rows; ++r)
+      if (!is_last(a.words[room.sequence[r] * a.most + t])) room.goes_on[n++] = r;
+    room.rows[t + 1] = 4 * n <= 3 * rows ? n : rows;
+  }
+
+  // Rows of a view for the sequences that go on, each `rows` of `columns` numbers, side by side at `to`.
+  template <class T>
+  void keep(View from, T* to, int64_t n, int64_t rows, int64_t columns) const {
+    if (!from.batch) return;  // absent, or the same for all
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t i = 0; i < rows; ++i) {
+        const T* const old = static_cast<T*>(from.data) + room.goes_on[r] * from.batch + i * from.row;
+        T* const now = to + (r * rows + i) * columns;
+        if (from.column == 1) __builtin_memmove(now, old, columns * sizeof(T));
+        else
+          for (int64_t c = 0; c < columns; ++c) now[c] = old[c * from.column];
+      }
+  }
+
+  // Let the n rows that go on lie side by side.
+  void leave_out(const RecurrentForward& step, int64_t n) {
+    Forward& of = attention;
+    const auto in_place = [&](const View& x, int64_t columns) {
+      keep(x, static_cast<C*>(x.data), n, 1, columns);
+    };
+    member.share(7, [&](int64_t item) {
+      if (item == 0) keep(of.key, room.key, n, of.Tk, of.A);
+      if (item == 1) keep(of.value, room.value, n, of.Tk, of.Dv);
+      if (item == 2) keep(of.exponentials, room.exponentials, n, of.Tk, of.exponentials.row);
+      if (item == 3) keep(of.span, room.span, n, a.most, 2);
+      if (item == 4) keep(of.mask, room.mask, n, 1, of.Tk);
+      if (item == 5) in_place(step.states, step.H), in_place(step.cells, step.H);
+      if (item != 6) return;
+      in_place(step.attentional, step.O);
+      in_place(step.contexts, step.Dv);
+      in_place(a.even.input, step.E);
+      if (of.lengths) keep(View{(void*)of.lengths, 1}, room.lengths, n, 1, 1);
+      keep(View{room.sequence, 1}, room.sequence, n, 1, 1);
+    });
+    const auto put = [](View& x, auto* data, int64_t rows, int64_t columns) {
+      if (x.batch) x = {data, rows * columns, 0, columns};
+    };
+    put(of.key, room.key, of.Tk, of.A);
+    put(of.value, room.value, of.Tk, of.Dv);
+    put(of.exponentials, room.exponentials, of.Tk, of.exponentials.row);
+    put(of.span, room.span, a.most, 2);
+    put(of.mask, room.mask, 1, of.Tk);
+    if (of.lengths) of.lengths = room.lengths;
+    of.B = n;
   }
 };
 

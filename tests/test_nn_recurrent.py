@@ -1,0 +1,469 @@
+"""Recurrent layers that attend, the modules: parts and steps, what is one operator, errors."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from table import CPU
+from test_recurrent import RECURRENCES
+from torch import Tensor, nn
+
+import attnfast
+from attnfast import nn as attn
+from attnfast.backends import why_not
+from attnfast.models import BahdanauDecoder
+from attnfast.nn import layer as layer_code
+
+
+def number() -> nn.Parameter:
+    return nn.Parameter(torch.tensor(0.3))
+
+
+ATTENTIONS = {
+    "bahdanau": lambda: attn.BahdanauAttention(12, 10, 8, bias=True),
+    "dot": lambda: attn.LuongAttention(12, 12, "scaled_dot"),
+    "general": lambda: attn.LuongAttention(12, 10, "general"),
+    "concat": lambda: attn.LuongAttention(12, 10, "concat"),
+    "coverage": lambda: attn.CoverageAttention(12, 10, 8),
+    "penalty": lambda: attn.CoverageAttention(12, 10, 8, feature=False, penalty=0.7),
+    "learned penalty": lambda: attn.CoverageAttention(12, 10, 8, penalty=number()),
+    "fertility": lambda: attn.CoverageAttention(12, 10, 8, fertility=2.0, activation="relu"),
+    "location": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3),
+    "location, cumulative": lambda: attn.LocationAwareAttention(
+        12, 10, 8, 5, 3, channels="cumulative"
+    ),
+    "location, both": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3, channels="both"),
+    "content": lambda: attn.LocationAwareAttention(12, 10, 8, 0, bias=False),
+    "forward": lambda: attn.ForwardAttention(12, 10, 8),
+    "forward, location": lambda: attn.ForwardAttention(12, 10, 8, 5, 3, channels="both"),
+    "window": lambda: attn.LocalAttention(12, 10, window=2),
+    "heads": lambda: attn.MultiHeadAttention(12, 10, 10, 2),
+}
+
+
+def layer_and_inputs(kind, attention: str, **options):
+    torch.manual_seed(0)
+    size = 12 if attention == "dot" else 10
+    layer = kind(6, 12, size, ATTENTIONS[attention](), **options).double()
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    source = torch.randn(3, 9, size, dtype=torch.float64, requires_grad=True)
+    return layer, x, source, torch.tensor([9, 4, 6])
+
+
+def tensors(result) -> list[Tensor]:
+    """Return all that a layer gives."""
+    state = [x for x in result.state if isinstance(x, Tensor)]
+    past = result.state.history
+    past = past if isinstance(past, attn.History) else ()
+    return [result.output, result.states, result.contexts, result.weights, *state, *past]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
+def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(kind, attention, recurrence=recurrence)
+    memory = layer.prepare(source, lengths)
+    whole = layer(x, memory)
+    state, outputs = None, []
+    for part in (x[:, :3], x[:, 3:4], x[:, 4:]):
+        output, state = layer(part, memory, state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole.output)
+    assert isinstance(state.history, type(whole.state.history))
+    for a, b in zip(state[:3], whole.state[:3]):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(state.history or (), whole.state.history or ()):
+        torch.testing.assert_close(a, b)
+
+    def run():
+        targets = torch.tensor([7, 0, 3])
+        with torch.no_grad():
+            x[1], x[2, 3:] = math.nan, math.nan  # padding
+        found = tensors(
+            layer(x, layer.prepare(source, lengths), target_lengths=targets, need_weights=True)
+        )
+        total = sum((y * torch.linspace(0, 1, y.numel()).double().view_as(y)).sum() for y in found)
+        found += torch.autograd.grad(total, [x, source, *layer.parameters()])
+        assert all(y.isfinite().all() for y in found)
+        return found
+
+    served_so = run()
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    torch.testing.assert_close(served_so, run())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_which_attentions_are_one_operator(attention, monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, attention)
+    calls, run = [], layer_code.dispatch.run
+    monkeypatch.setattr(
+        layer_code.dispatch, "run", lambda *args: calls.append(args[0].name) or run(*args)
+    )
+    layer(x, layer.prepare(source, lengths))
+    assert calls == ["recurrent"] if attention != "heads" else "recurrent" not in calls
+
+
+@pytest.mark.parametrize("attention", ["coverage", "location"])
+def test_a_decoders_mask_of_words_is_padding_to_a_history(attention, monkeypatch):
+    torch.manual_seed(0)
+    decoder = BahdanauDecoder(6, 10, 12, ATTENTIONS[attention]()).double()
+    words, source = (torch.randn(3, n, m).double() for n, m in ((7, 6), (9, 10)))
+    there = torch.arange(7) < torch.tensor([[7], [0], [3]])
+    seen = torch.rand(3, 9) > 0.3
+
+    def run(mask):
+        for x in (None, seen):
+            memory = decoder.attention.prepare(source, torch.tensor([9, 4, 6]), x)
+            state = decoder.initial(words[:, 0].new_zeros(3, 12))
+            output, state, weights = decoder(words, state, memory, True, mask)
+            yield [output, weights, *state.history]
+
+    served_so, without = list(run(there)), list(run(None))
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    torch.testing.assert_close(served_so, list(run(there)))
+    assert not torch.allclose(served_so[0][2], without[0][2])
+
+
+def test_a_history_that_does_not_fit():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "location")
+    memory = layer.prepare(source, lengths)
+    _, state = layer(x, memory)
+    short = state.history._replace(coverage=state.history.coverage[:2])
+    with pytest.raises(ValueError, match=r"coverage must be \[3, 9\], got \[2, 9\]"):
+        layer(x, memory, state._replace(history=short))
+    with pytest.raises(TypeError, match="history must be a History or None"):
+        layer(x, memory, state._replace(history=1))
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.3])
+def test_a_window_moves_on_from_call_to_call(slope):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionLSTM, "window")
+    layer.attention.slope = slope
+    memory = layer.prepare(source, lengths)
+    whole = layer(x, memory, need_weights=True)
+    state, weights = None, []
+    for part in x.split([2, 1, 4], 1):
+        result = layer(part, memory, state, need_weights=True)
+        state, weights = result.state, [*weights, result.weights]
+    torch.testing.assert_close(torch.cat(weights, 1), whole.weights)
+    seen = whole.weights[0] > 0
+    centre = slope * torch.arange(x.shape[1])[:, None]
+    assert torch.equal(seen, (torch.arange(source.shape[1]) - centre).abs() <= 2)
+
+
+def test_a_window_with_a_stride_is_kept():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "window")
+    layer.attention.span = attnfast.Span(window=4, stride=2)
+    found = layer(x, layer.prepare(source, lengths), need_weights=True).weights
+    layer.attention.backend = "reference"
+    wanted = layer(x, layer.prepare(source, lengths), need_weights=True).weights
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_window_that_wants_all_rows_says_so():
+    layer, x, source, _ = layer_and_inputs(attn.AttentionGRU, "window")
+    layer.attention.slope = None
+    with pytest.raises(ValueError, match="slope must be a number"):
+        layer(x, layer.prepare(source))
+
+
+def test_layers_above_the_first_read_its_contexts():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau", num_layers=3)
+    result = layer(x, layer.prepare(source, lengths))
+    assert result.state.hidden.shape == (3, 3, 12)
+    states = attn.AttentionGRU(6, 12, 10, layer.attention).double()
+    states.load_state_dict(
+        {k: v for k, v in layer.state_dict().items() if "_l1" not in k and "_l2" not in k}
+    )
+    memory = layer.prepare(source, lengths)
+    y = states(x, memory).output
+    for number in (1, 2):
+        above = nn.GRU(22, 12, batch_first=True).double()
+        names = [f"{x}_l{number}" for x in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        above.load_state_dict({f"{n[:-1]}0": getattr(layer, n) for n in names})
+        y = above(torch.cat([y, result.contexts], -1))[0]
+    torch.testing.assert_close(result.output, y)
+    state, outputs = None, []
+    for part in x.split(1, 1):
+        output, state = layer(part, memory, state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, 1), result.output)
+
+
+@torch.no_grad()
+def test_modules_that_are_more_than_their_parameters_are_called():
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, "bahdanau", recurrence="input_feeding"
+    )
+    memory, hidden = layer.prepare(source, lengths), layer.output_proj.in_features
+    plain = layer(x, memory).output
+    layer.output_proj = nn.Linear(hidden, 12).double()  # a bias that nobody foresaw
+    layer.output_proj.bias.fill_(1.0)
+    whole, state = layer(x, memory).output, None
+    for t, part in enumerate(x.split(1, 1)):
+        step, state = layer(part, memory, state)
+        torch.testing.assert_close(step[:, 0], whole[:, t])
+    assert not torch.allclose(plain, whole)
+    for module in (layer.output_proj, layer.attention, layer.attention.query_proj):
+        calls: list[object] = []
+        hook = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.testing.assert_close(layer(x, memory).output, whole)
+        assert len(calls) == x.shape[1]
+        hook.remove()
+
+
+@torch.no_grad()
+def test_packed_weights_are_those_of_the_parameters():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    memory = layer.prepare(source, lengths)
+    _, state = layer(x[:, :1], memory)
+    for _ in range(20):  # a new parameter may come to lie where the last one did
+        layer.weight_hh_l0 = nn.Parameter(torch.randn_like(layer.weight_hh_l0))
+        got, fresh = (layer(x[:, :1], memory, s)[0] for s in (state, state._replace(packed=None)))
+        assert torch.equal(got, fresh)
+        _, state = layer(x[:, :1], memory, state)
+    assert pickle.loads(pickle.dumps(state)).packed is None
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.GRU])
+def test_a_loops_weights_load(kind):
+    loop = kind(16, 12).double()
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    missing, unexpected = layer.load_state_dict(loop.state_dict(), strict=False)
+    assert not unexpected and all(name.startswith("attention.") for name in missing)
+    memory, h, states = layer.prepare(source, lengths), x.new_zeros(3, 12), []
+    for word in x.unbind(1):
+        context, _ = layer.attention(h, memory)
+        word = torch.cat([word, context], -1)
+        h = loop(word, h) if kind is nn.GRUCell else loop(word[None], h[None])[1][0]
+        states.append(h)
+    torch.testing.assert_close(layer(x, memory).output, torch.stack(states, 1))
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([7, 1, 4])])
+@pytest.mark.parametrize(("layers", "both_ways"), [(1, False), (1, True), (3, True)])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_pytorchs_layers_in_the_operator(kind, layers, both_ways, lengths):
+    if why_not("cpu", CPU, torch.float64, "recurrent"):
+        pytest.skip("no operator")
+    rnn = kind(6, 9, layers, batch_first=True, bidirectional=both_ways).double()
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    h, c = torch.randn(2, layers * (1 + both_ways), 3, 9, dtype=torch.float64)
+    hx = (h, c) if kind is nn.LSTM else h
+    done = layer_code.run_rnn(rnn, x, hx, lengths)
+    if kind is nn.LSTM and lengths is None:
+        assert done is None  # PyTorch's own is as quick
+        return
+    given = x
+    if lengths is not None:
+        given = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    wanted = rnn(given, hx)
+    if lengths is not None:
+        padded, _ = nn.utils.rnn.pad_packed_sequence(wanted[0], batch_first=True, total_length=7)
+        wanted = padded, wanted[1]
+    torch.testing.assert_close(done, wanted)
+    noise, leaves = torch.randn_like(done[0]), [x, *rnn.parameters()]
+    grads = [torch.autograd.grad(y[0], leaves, noise) for y in (done, wanted)]
+    torch.testing.assert_close(*grads)
+    assert layer_code.run_rnn(rnn, x, hx, lengths, "reference") is None
+    rnn.register_forward_hook(lambda *_: None)
+    assert layer_code.run_rnn(rnn, x, hx, lengths) is None
+
+
+def test_a_search_reorders_the_state():
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionLSTM, "coverage", recurrence="input_feeding"
+    )
+    memory, index = layer.prepare(source, lengths), torch.tensor([2, 0])
+    _, state = layer(x[:, :2], memory)
+    chosen, _ = layer(x[index, 2:], memory.index_select(index), state.index_select(index))
+    whole, _ = layer(x[:, 2:], memory, state)
+    torch.testing.assert_close(chosen, whole[index])
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
+@torch.no_grad()
+def test_steps_of_a_search_pack_once(kind, recurrence):
+    if why_not("cpu", CPU, torch.float64, "recurrent"):
+        pytest.skip("no backend that packs")
+    layer, x, source, lengths = layer_and_inputs(kind, "bahdanau", recurrence=recurrence)
+    memory = layer.prepare(source, lengths)
+    for _ in range(2):
+        state, outputs, kept = None, [], []
+        for part in x.split(1, 1):
+            output, state = layer(part, memory, state)
+            outputs.append(output)
+            kept.append(state.packed[0].kept)
+        assert all(y is kept[0] for y in kept)
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x, memory).output)
+        layer.weight_hh_l0.mul_(0.5)
+        changed, after = layer(x[:, :1], memory, state)  # packs again
+        assert after.packed[0].kept is not kept[0]
+        again, _ = layer(x[:, :1], memory, state._replace(packed=None))
+        assert torch.equal(changed, again)
+
+
+def test_recurrent_dropout_is_one_mask_a_call():
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, "bahdanau", recurrent_dropout=0.5
+    )
+    memory = layer.prepare(source, lengths)
+    torch.manual_seed(1)
+    first = layer(x, memory).output
+    torch.manual_seed(1)
+    assert torch.equal(layer(x, memory).output, first)
+    assert not torch.equal(layer(x, memory).output, first)
+    layer.eval()
+    assert torch.equal(layer(x, memory).output, layer(x, memory).output)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "attention"),
+    [
+        *((x, "bahdanau") for x in RECURRENCES[1:]),
+        ("attend_first", "learned penalty"),
+        ("input_feeding", "location"),
+    ],
+)
+def test_compile(recurrence, attention):
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, attention, recurrence=recurrence
+    )
+
+    def loss(x, source):
+        output, state = layer(x, layer.prepare(source, lengths))
+        past = state.history.loss.sum() if state.history else 0
+        return output.sin().sum() + state.hidden.sum() + past
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for T in (7, 4):
+        part = x[:, :T].detach().requires_grad_()
+        leaves = [part, source, layer.weight_ih_l0, layer.attention.key_proj.weight]
+        for a, b in zip(
+            torch.autograd.grad(compiled(part, source), leaves),
+            torch.autograd.grad(loss(part, source), leaves),
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@torch.no_grad()
+def test_export():
+    """With sizes that are not known."""
+    layer, x, source, _ = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, source):
+            return self.layer(x, self.layer.prepare(source))[0]
+
+    b, t, k = (torch.export.Dim(name, min=2, max=64) for name in "btk")
+    shapes = ({0: b, 1: t}, {0: b, 1: k})
+    exported = torch.export.export(Model(), (x, source), dynamic_shapes=shapes, strict=False)
+    other = x.new_ones(5, 4, 6), x.new_ones(5, 3, 10)
+    torch.testing.assert_close(exported.module()(*other), Model()(*other))
+
+
+def test_memory_changed_in_place_is_refused():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    memory = layer.prepare(source, lengths)
+    memory.lengths.fill_(1)
+    with pytest.raises(RuntimeError, match="lengths"):
+        layer(x, memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"input_size": 0}, "input_size must be at least 1, got 0"),
+        ({"recurrence": "luong"}, "recurrence must be 'attend_first', "),
+        ({"num_layers": 2, "recurrence": "input_feeding"}, "num_layers must be 1 with input"),
+        ({"output_size": 3}, "output_size must be None without input feeding, got 3"),
+        ({"dropout": 1.0}, "dropout must be a probability below 1, got 1.0"),
+        ({"attention": nn.Linear(2, 2)}, "attention must be a module of attnfast.nn, got 'Linear'"),
+        ({"attention": "bahdanau"}, "attention must be a module of attnfast.nn, got 'bahdanau'"),
+    ],
+)
+def test_a_layer_that_cannot_be(options, words):
+    sizes = {"input_size": 6, "hidden_size": 12, "context_size": 10}
+    attention = {"attention": ATTENTIONS["general"]()}
+    with pytest.raises((ValueError, TypeError), match=words):
+        attn.AttentionGRU(**{**sizes, **attention, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: {**a, "input": a["input"][0]}, r"input must be \[B, T, 6\], got \[7, 6\]"),
+        (lambda a: {**a, "input": a["input"].float()}, "input must be of the module's dtype"),
+        (lambda a: {**a, "input": a["input"][:2]}, "memory must be of 2 sources"),
+        (lambda a: {**a, "memory": a["input"]}, "memory must be what prepare"),
+        (lambda a: {**a, "hx": torch.zeros(3, 12)}, r"hx.hidden must be \[1, 3, 12\]"),
+        (lambda a: {**a, "hx": "none"}, "hx must be a tensor"),
+        (lambda a: {**a, "hx": torch.zeros(1, 3, 12)}, "hx.hidden must be torch.float64 on cpu"),
+        (lambda a: {**a, "hx": (a["input"].new_zeros(1, 3, 12),) * 2}, "hx.cell must be None"),
+        (lambda a: {**a, "target_lengths": torch.tensor([8, 1, 1])}, "target_lengths must be betw"),
+        (lambda a: {**a, "target_lengths": torch.zeros(3)}, "target_lengths must be int64"),
+        (lambda a: {**a, "need_weights": "all"}, "need_weights must be True or False"),
+    ],
+)
+def test_a_call_that_cannot_be(change, words):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    arguments = {"input": x, "memory": layer.prepare(source, lengths)}
+    with pytest.raises((ValueError, TypeError), match=words):
+        layer(**change(arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["bahdanau", "general", "coverage", "window"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_half_types_are_summed_in_float32(recurrence, attention, dtype, monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionLSTM, attention, recurrence=recurrence
+    )
+    layer = layer.to(dtype).double()  # the numbers of a half type, exactly
+    x, source = (y.detach().to(dtype).double() for y in (x, source))
+    targets, grad = torch.tensor([7, 2, 5]), torch.randn(3, 7, 12).to(dtype)
+
+    def run(kind):
+        layer.to(kind)
+        inputs = [y.to(kind).requires_grad_() for y in (x, source)]
+        memory = layer.prepare(inputs[1], lengths)
+        made = layer(inputs[0], memory, target_lengths=targets, need_weights=True)
+        found = [made.output, made.contexts, made.weights, made.state.hidden, made.state.cell]
+        assert all(y.dtype == kind for y in found)
+        leaves = [*inputs, *layer.parameters()]
+        grads = torch.autograd.grad(made.output, leaves, grad.to(kind))
+        assert all(y.dtype == kind for y in grads)
+        return [y.detach().double() for y in (*found, *grads)]
+
+    calls, original = [], layer_code.dispatch.run
+    monkeypatch.setattr(
+        layer_code.dispatch, "run", lambda *call: calls.append(call[0].name) or original(*call)
+    )
+    ours, exact = run(dtype), run(torch.float64)
+    if not why_not("cpu", CPU, torch.float32, "recurrent"):
+        assert calls.count("recurrent") == 2
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    loop = run(dtype)
+    for got, eager, want in zip(ours, loop, exact):
+        ulp = torch.finfo(dtype).eps * float(want.abs().max())
+        assert float((got - want).abs().max()) <= max(ulp, 2 * float((eager - want).abs().max()))
+
+
+@pytest.mark.skipif(why_not("cpu", CPU, torch.float32, "recurrent") is not None, reason="no _C_cpu")
+def test_steps_of_a_half_type_keep_weights_packed():
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
+    layer.bfloat16()
+    with torch.no_grad():
+        memory = layer.prepare(source.bfloat16(), lengths)
+        first = layer(x[:, :1].bfloat16(), memory).state
+        second = layer(x[:, 1:2].bfloat16(), memory, first).state
+        assert second.packed[0] is first.packed[0]
+        layer.weight_hh_l0.mul_(2)
+        assert layer(x[:, 1:2].bfloat16(), memory, first).state.packed[0] is not first.packed[0]
