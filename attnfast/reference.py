@@ -18,7 +18,7 @@ from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
 from attnfast.ops.coverage import Coverage, Covered
 from attnfast.ops.linear import Linear, LinearResult
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.recurrent import Recurred, Recurrent, attention_of, coverage_of, fed
+from attnfast.ops.recurrent import WEIGHTS, Recurred, Recurrent, attention_of, coverage_of, fed
 from attnfast.ops.recurrent import fake as fake_recurrent
 from attnfast.ops.search import Said, Search, layer_of
 from attnfast.ops.span import to_columns, to_dense
@@ -202,9 +202,16 @@ def linear(call: Linear) -> LinearResult:
     return LinearResult(torch.nn.functional.linear(call.input, call.weight, call.bias))
 
 
+def _wide(call: Any) -> Any:
+    """Return the call of a layer with weights of the dtype of all else."""
+    weights = [x for x in WEIGHTS if getattr(call, x, None) is not None]
+    return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
+
+
 def recurrent(call: Recurrent) -> Recurred:
     """Compute states, contexts and weights step by step; no odds."""
     linear = torch.nn.functional.linear
+    call = _wide(call)
     B, T, _ = call.input.shape
     h, c, f = call.hidden, call.cell, call.feed
     f = call.input.new_zeros(B, fed(call)) if f is None else f
@@ -264,6 +271,7 @@ def recurrent(call: Recurrent) -> Recurred:
 def greedy_search(call: Search) -> Said:
     """Say the best word at every step."""
     linear = torch.nn.functional.linear
+    call = _wide(call)
     B = call.hidden.shape[0]
     words = call.limits.new_full((B, call.most), call.end)
     word, ended = call.limits.new_full((B,), call.begin), call.limits.new_zeros(B, dtype=torch.bool)

@@ -1,8 +1,8 @@
 """Times greedy search by the reference models: one call, and the same model in plain PyTorch.
 
 ``attnfast`` searches in one operator; ``attnfast, step by step`` calls its operators at every step.
-The model has the command line's sizes and random parameters, so that every translation is as long as it
-may be: 36 words, or twice its source's and ten where sources differ.
+The model has the command line's sizes and random parameters, so that every translation is as long
+as it may be: twice its source and ten words.
 """
 
 import pytest

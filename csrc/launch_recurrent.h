@@ -7,20 +7,25 @@
 namespace attnfast {
 namespace {
 
-#define ATTNFAST_LAYER_PARAMETERS(X)                  \
-  X(Tensor, hidden, sizes, own, {B, N})               \
-  X(Tensor, weight_ih, sizes, own, {G * N, E + F})    \
-  X(Tensor, weight_hh, sizes, own, {G * N, N})        \
-  X(Optional, cell, sizes, own, {B, N})               \
-  X(Optional, feed, sizes, own, {B, F})               \
-  X(Optional, bias_ih, sizes, own, {G * N})           \
-  X(Optional, bias_hh, sizes, own, {G * N})           \
-  X(Optional, key, sizes, own, {B, Tk, A})            \
-  X(Optional, value, sizes, own, {B, Tk, Dv})         \
-  X(Optional, weight, sizes, own, {A})                \
-  X(Optional, weight_query, sizes, own, {A, N})       \
-  X(Optional, bias_query, sizes, own, {A})            \
-  X(Optional, weight_output, sizes, own, {O, Dv + N}) \
+// Whether weights may be of bfloat16 beside numbers of float, and whether products are then taken of
+// numbers of bfloat16. A launcher defines both.
+bool weights_may_be_narrow();
+bool multiplies_narrow();
+
+#define ATTNFAST_LAYER_PARAMETERS(X)                         \
+  X(Tensor, hidden, sizes, own, {B, N})                      \
+  X(Tensor, weight_ih, sizes, of_weights, {G * N, E + F})    \
+  X(Tensor, weight_hh, sizes, of_weights, {G * N, N})        \
+  X(Optional, cell, sizes, own, {B, N})                      \
+  X(Optional, feed, sizes, own, {B, F})                      \
+  X(Optional, bias_ih, sizes, own, {G * N})                  \
+  X(Optional, bias_hh, sizes, own, {G * N})                  \
+  X(Optional, key, sizes, own, {B, Tk, A})                   \
+  X(Optional, value, sizes, own, {B, Tk, Dv})                \
+  X(Optional, weight, sizes, own, {A})                       \
+  X(Optional, weight_query, sizes, of_weights, {A, N})       \
+  X(Optional, bias_query, sizes, own, {A})                   \
+  X(Optional, weight_output, sizes, of_weights, {O, Dv + N}) \
   X(Optional, bias_output, sizes, own, {O})
 #define ATTNFAST_LAYER(X) X(Tensor, input, sizes, own, {B, T, E}) ATTNFAST_LAYER_PARAMETERS(X)
 #define ATTNFAST_LAYER_KEYS(X)                                               \
@@ -97,12 +102,15 @@ Cell cell_of(const std::string& mode) {
 
 // The sizes of a layer, of one step where there are no inputs.
 struct LayerFit : Fit, FilterSizes {
+  ScalarType of_weights;
   int64_t T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
   explicit LayerFit(const Arguments& given)
       : Fit(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
-        G(gates_of(cell_of(given.mode))) {
+        of_weights(given.weight_ih.scalar_type()), G(gates_of(cell_of(given.mode))) {
+    const bool narrow = of_weights == ScalarType::BFloat16 && own == ScalarType::Float;
+    check(of_weights == own || (narrow && weights_may_be_narrow()), "weight_ih");
     check(given.hidden.dim() == 2 && (own == ScalarType::Float || own == ScalarType::Double), "hidden");
     check(given.cell.has_value() == (given.mode == "lstm"), "cell");
     B = given.hidden.size(0);
@@ -193,8 +201,22 @@ View kept(const Tensor& x, Keep& keep) {
   return rows_of(keep.back());
 }
 View kept(const Optional& x, Keep& keep) { return x ? kept(*x, keep) : View{}; }
+// A weight, made wide where products are.
+View weight_of(const Optional& x, bool narrow, Keep& keep) {
+  if (!x || narrow || x->scalar_type() != ScalarType::BFloat16) return kept(x, keep);
+  return kept(torch::stable::to(*x, ScalarType::Float), keep);
+}
 // One of size [0] is absent.
 View result_of(const Optional& x, Keep& keep) { return x && x->dim() == 3 ? kept(*x, keep) : View{}; }
+
+template <class Arguments>
+void put_weights(const Arguments& given, Layer& a, Keep& keep) {
+  a.narrow = given.weight_ih.scalar_type() == ScalarType::BFloat16 && multiplies_narrow();
+  a.weight_ih = weight_of(given.weight_ih, a.narrow, keep);
+  a.weight_hh = weight_of(given.weight_hh, a.narrow, keep);
+  a.weight_query = weight_of(given.weight_query, a.narrow, keep);
+  a.weight_output = weight_of(given.weight_output, a.narrow, keep);
+}
 
 template <class Arguments>
 void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep) {
@@ -216,10 +238,7 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   a.first_cell = kept(given.cell, keep);
   a.feed = kept(given.feed, keep);
   if constexpr (requires { given.dropout; }) a.dropout = kept(given.dropout, keep);
-  a.weight_ih = kept(given.weight_ih, keep);
-  a.weight_hh = kept(given.weight_hh, keep);
-  a.weight_query = kept(given.weight_query, keep);
-  a.weight_output = kept(given.weight_output, keep);
+  put_weights(given, a, keep);
   a.bias_ih = kept(given.bias_ih, keep);
   a.bias_hh = kept(given.bias_hh, keep);
   a.bias_query = kept(given.bias_query, keep);

@@ -12,6 +12,7 @@ namespace attnfast {
 struct Layer {
   Dtype dtype;
   Cell cell;
+  bool narrow;  // CPU: products take bfloat16, of which the weights are
   bool attends, attends_first;
   int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features that are fed to a step; O: of an attentional vector
   View input, hidden, first_cell, feed, dropout;

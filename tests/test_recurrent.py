@@ -2,9 +2,9 @@
 
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import get_type_hints
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -15,7 +15,14 @@ from attnfast import reference
 from attnfast.backends import why_not
 from attnfast.nn import layer as layer_code
 from attnfast.ops.operators import CHECKS
-from attnfast.ops.recurrent import GATES, RECURRENT, Recurred, Recurrent, RecurrentBackward
+from attnfast.ops.recurrent import (
+    GATES,
+    RECURRENT,
+    WEIGHTS,
+    Recurred,
+    Recurrent,
+    RecurrentBackward,
+)
 
 RECURRENCES = ("attend_first", "attend_last", "input_feeding")
 
@@ -44,11 +51,31 @@ class Case:
 EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
 #: With "past" attention has a history, and no span.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
+OF_HISTORY = (
+    "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "coverage",
+    "previous",
+)  # fmt: skip
 FILTERS = ((1, 2, 1), (4, 1, 3), (33, 2, 5))  # the first is a coverage feature's
 
 
 def call(case: Case, device: torch.device = CPU) -> Recurrent:
-    """Return the arguments of a case, leaves that require gradients."""
+    """Return the arguments of a case, leaves that require gradients; "narrow" makes weights so."""
+    args = _wide_call(case, device)
+    return as_bfloat16(args, WEIGHTS) if "narrow" in case.terms else args
+
+
+def as_bfloat16(args: Any, names: Iterable[str]) -> Any:
+    """Return a call with those of its arguments in bfloat16."""
+    given = [(x, getattr(args, x, None)) for x in names]
+    changed = {
+        name: x.detach().bfloat16().requires_grad_(x.requires_grad)
+        for name, x in given
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    return args._replace(**changed)
+
+
+def _wide_call(case: Case, device: torch.device) -> Recurrent:
     g = torch.Generator().manual_seed(case.seed)
     B, T, E, H, Tk, Dv = case.B, case.T, case.E, case.H, case.Tk, case.Dv
     terms, G = case.terms, GATES[case.mode]
@@ -160,6 +187,8 @@ def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> Non
     asked = (DEVICE[backend], dtype, "recurrent", False, 0, "past" in terms)
     if reason := why_not(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
+    if "narrow" in terms and backend != "cpu":
+        pytest.skip(f"{backend}: weights are of the numbers' dtype")
 
 
 def operator(backend: str):
@@ -178,9 +207,15 @@ def judge(case: Case, backend: str) -> None:
 def losses(case: Case, wanted: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield what eager code gives, then what it loses where inputs differ by a thousandth.
 
-    What it loses in a single call is luck: see table.nearby.
+    What it loses in a single call is luck: see table.nearby. Beside weights of bfloat16 all that
+    eager code has is of bfloat16.
     """
-    yield results(case, call(case), reference.recurrent)
+
+    def plain_of(args: Recurrent) -> Recurrent:
+        narrow = [x for x in args._fields if "narrow" in case.terms and x not in OF_HISTORY]
+        return as_bfloat16(args, narrow)
+
+    yield results(case, plain_of(call(case)), reference.recurrent)
     for seed in range(12):
         g, kept = torch.Generator().manual_seed(seed), {}
         for name, x in call(case)._asdict().items():
@@ -188,7 +223,7 @@ def losses(case: Case, wanted: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]
                 noise = torch.randn(x.shape, generator=g, dtype=x.dtype)
                 kept[name] = (x.detach() * (1 + 1e-3 * noise)).requires_grad_()
         near = call(case)._replace(**kept)
-        plain = results(case, near, reference.recurrent)
+        plain = results(case, plain_of(near), reference.recurrent)
         exact = results(case, doubled(near), reference.recurrent)
         yield {k: want + plain[k].double() - exact[k] for k, want in wanted.items()}
 
@@ -242,6 +277,14 @@ CASES = [
         for x in RECURRENCES
     ),
     Case("gru", "attend_first", "tanh", B=2, T=3, Tk=9, A=200, H=600, E=300, Dv=520),
+    *(
+        Case(mode, x, "tanh", B=11, E=17, H=34, F=33, terms=(*EVERYTHING, "narrow"))
+        for mode in GATES
+        for x in RECURRENCES
+    ),
+    Case("gru", "attend_first", "tanh", 13, 3, 301, 600, 9, 200, 1100, terms=("narrow",)),
+    Case("lstm", None, H=70, terms=("narrow", "biases")),
+    Case("lstm", "attend_last", "tanh", terms=("narrow", "projection", *PAST)),
 ]
 
 
@@ -255,7 +298,7 @@ def test_table(case, backend):
 def test_fuzz(seed, backend):
     served(backend, torch.float32)
     draw = random.Random(seed)
-    every = EVERYTHING if backend == "cuda" else (*EVERYTHING, *PAST)
+    every = EVERYTHING if backend == "cuda" else (*EVERYTHING, *PAST, "narrow")
     for _ in range(16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
         case = Case(
@@ -268,6 +311,8 @@ def test_fuzz(seed, backend):
             dtype=draw.choice((torch.float32, torch.float32, torch.float64)),
             seed=draw.randint(0, 2**31),
         )  # fmt: skip
+        if case.dtype == torch.float64:
+            case = replace(case, terms=tuple(x for x in case.terms if x != "narrow"))
         judge(case, backend)  # a failure prints the case
 
 
@@ -380,7 +425,8 @@ def test_misfits(backend):
     served(backend, torch.float32)
     draw, counts = random.Random(0), [0, 0]
     for seed in range(900):
-        terms = tuple(x for x in (*EVERYTHING, *PAST) if draw.random() < 0.6)
+        terms = tuple(x for x in (*EVERYTHING, *PAST, "narrow") if draw.random() < 0.6)
+        terms = tuple(x for x in terms if x != "narrow" or backend == "cpu")
         kind = draw.choice(list(GATES)), draw.choice((*RECURRENCES, None))
         args = call(Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed))
         name, given = "recurrent", args

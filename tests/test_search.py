@@ -6,16 +6,18 @@ import random
 import pytest
 import torch
 from table import CPU, DEVICE
-from test_recurrent import Case, doubled, refusal
+from test_recurrent import Case, as_bfloat16, doubled, refusal
 from test_recurrent import call as layer_call
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnfast import dispatch, reference
 from attnfast.backends import why_not
 from attnfast.errors import InputError
 from attnfast.models import BOS, EOS, Config, build, greedy_search, search
 from attnfast.ops.operators import CHECKS
-from attnfast.ops.search import SEARCH, Search
+from attnfast.ops.recurrent import WEIGHTS
+from attnfast.ops.search import SEARCH, Search, layer_of
 
 KINDS = ("attend_first", "attend_last", "input_feeding", "nothing fed")
 TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
@@ -98,6 +100,31 @@ def test_fuzz(seed, backend):
         judge(draw.choice(KINDS), case, backend, V=4 + size(9, 700), R=size(9, 70))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_bfloat16(kind):
+    """Every word is the best of those that may follow the words before it, but for rounding."""
+    served("cpu")
+    for mode, sizes in (("gru", (7, 5, 10)), ("lstm", (40, 33, 70))):
+        B, E, H = sizes
+        case = Case(mode, None, "tanh", B, 12, E, H, terms=TERMS, seed=B)
+        args = as_bfloat16(call(kind, case, V=300), WEIGHTS)
+        words, exact = SEARCH("cpu", args).words, doubled(args)
+        read = torch.cat([torch.full((B, 1), args.begin), words[:, :-1]], 1)
+        inputs = exact.embedding[read] * exact.embedding_scale
+        made = reference.recurrent(layer_of(exact, inputs))
+        outputs = made.attentional
+        if exact.weight_readout is not None:
+            joined = torch.cat([made.states, made.contexts, inputs], -1)
+            outputs = F.linear(joined, exact.weight_readout, exact.bias_readout).tanh()
+        scores = F.linear(outputs, exact.weight_vocab, exact.bias_vocab)[..., args.end :]
+        lost = scores.amax(-1) - scores.gather(-1, (words - args.end).unsqueeze(-1)).squeeze(-1)
+        forced = (read == args.end).cumsum(1).bool() | (
+            torch.arange(12) >= args.limits[:, None] - 1
+        )
+        assert (~forced).sum() > 20
+        assert lost[~forced].max() < 0.02 * scores.std()
+
+
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"Tk": 0}, {"B": 1, "H": 600, "E": 300}])
 def test_sizes(sizes, backend):
     served(backend)
@@ -167,6 +194,8 @@ def test_misfits(backend):
         kind = draw.choice(KINDS)
         terms = tuple(x for x in TERMS if draw.random() < 0.6)
         args = call(kind, Case(draw.choice(("gru", "lstm")), None, "tanh", terms=terms, seed=seed))
+        if seed % 4 == 0:
+            args = as_bfloat16(args, WEIGHTS)
         field = draw.choice([n for n, x in args._asdict().items() if isinstance(x, Tensor)])
         x = getattr(args, field)
         how = draw.choice(("nothing", "rank", "size", "dtype", "none", "word"))

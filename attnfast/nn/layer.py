@@ -26,7 +26,7 @@ from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops.arguments import check_temperature
 from attnfast.ops.coverage import Coverage
 from attnfast.ops.operators import is_recorded
-from attnfast.ops.recurrent import RECURRENT, Recurred, Recurrent, fed
+from attnfast.ops.recurrent import RECURRENT, WEIGHTS, Recurred, Recurrent, fed
 from attnfast.ops.span import rows_at
 from attnfast.reference import cell_step
 
@@ -146,10 +146,12 @@ def backend_of(
 
 
 def widened(call: Any) -> Any:
-    """Return an operator's call in float32 if it is of a half type."""
+    """Return an operator's call in float32 if it is of a half type; weights stay bfloat16."""
     if not _is_half(call.hidden):
         return call
-    return call._replace(**{n: x.float() for n, x in call._asdict().items() if _is_half(x)})
+    kept = WEIGHTS if call.hidden.dtype == torch.bfloat16 else ()
+    half = {n: x for n, x in call._asdict().items() if _is_half(x) and n not in kept}
+    return call._replace(**{n: x.float() for n, x in half.items()})
 
 
 def _is_half(x: Any) -> bool:
@@ -342,8 +344,8 @@ def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | No
         and all(x is y for x, y in zip(parameters, before.parameters))
     ):
         return before
-    wide = [x.float() if _is_half(x) else x for x in parameters]  # type: ignore[union-attr]
-    kept = BACKENDS[backend].pack(*wide, fed(call), call.mode)
+    wide = widened(call)
+    kept = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], fed(call), call.mode)
     return None if kept is None else Packed(backend, kept, parameters, versions)
 
 

@@ -29,9 +29,17 @@ from attnfast.ops.operators import LIBRARIES, Operator
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
 KEPT = {"tanh": 0, "gru": 4, "lstm": 4}
 
+#: The weights of products: all of them may be bfloat16 where the other numbers are float32.
+WEIGHTS = (
+    "weight_ih", "weight_hh", "weight_query", "weight_output", "weight_readout", "weight_vocab",
+)  # fmt: skip
+
 
 class Recurrent(NamedTuple):
     """The arguments of the operator, float32 or float64.
+
+    Weights of bfloat16 beside float32: their products take numbers rounded to bfloat16, where the
+    processor has the instructions, and are summed in float32.
 
     ``input [B, T, E]``; ``hidden [B, H]`` and an LSTM's ``cell [B, H]``, the state before the first
     step; ``feed [B, F]``, what is fed to the first step if it attends last, None for zeros. With G
@@ -214,6 +222,13 @@ def fed(call: Any) -> int:
     return 0 if call.value is None else call.value.shape[-1]
 
 
+def dtype_of_weights(call: Any) -> torch.dtype:
+    """Return what :data:`WEIGHTS` must be."""
+    dtype = call.hidden.dtype
+    narrow = dtype == torch.float32 and call.weight_ih.dtype == torch.bfloat16
+    return torch.bfloat16 if narrow else dtype
+
+
 def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
     """Return the call of attention for the queries of some steps."""
 
@@ -281,8 +296,10 @@ def check(call: Recurrent) -> None:
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
         "transition_prob": (B, T),
     }  # fmt: skip
-    dtype = call.input.dtype
-    check_exact(call.input, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
+    dtype, of_weights = call.input.dtype, dtype_of_weights(call)
+    for name, shape in shapes.items():
+        wanted = of_weights if name in WEIGHTS else dtype
+        check_exact(call.input, [(name, getattr(call, name), wanted, shape)])
     check_exact(call.input, [("target_lengths", call.target_lengths, torch.int64, (B,))])
     if call.packed is not None:
         check_dense("packed", call.packed)

@@ -20,7 +20,7 @@ from torch import Tensor
 from attnfast.errors import refuse
 from attnfast.ops.arguments import check_dense, check_exact
 from attnfast.ops.operators import ForwardOperator
-from attnfast.ops.recurrent import GATES, Recurrent, fed
+from attnfast.ops.recurrent import GATES, WEIGHTS, Recurrent, dtype_of_weights, fed
 from attnfast.ops.recurrent import check as check_recurrent
 
 
@@ -117,7 +117,9 @@ def check(call: Search) -> None:
         "embedding": (V, E), "weight_vocab": (V, R), "bias_vocab": (V,),
         "weight_readout": (R, H + Dv + E), "bias_readout": (R,),
     }  # fmt: skip
-    check_exact(call.hidden, [(x, getattr(call, x), dtype, shape) for x, shape in shapes.items()])
+    for name, shape in shapes.items():
+        wanted = dtype_of_weights(call) if name in WEIGHTS else dtype
+        check_exact(call.hidden, [(name, getattr(call, name), wanted, shape)])
     check_exact(call.hidden, [("limits", call.limits, torch.int64, (B,))])
     if call.weight_readout is None and call.weight_output.shape[0] != R:  # type: ignore[union-attr]
         refuse("weight_vocab", f"[V, {call.weight_output.shape[0]}]", [V, R])  # type: ignore[union-attr]

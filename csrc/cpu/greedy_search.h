@@ -14,7 +14,8 @@ constexpr int64_t kPanelsAtATime = 8;  // of the vocabulary, of an item
 template <class C>
 struct SearchRoom {
   Packed<C> layer;
-  Panels<C> readout, vocabulary;
+  Panels<C> of_state, of_context, of_input;  // of the readout
+  Panels<C> vocabulary;
   Found<C>* found;  // [B, groups]: the best word of every group of panels
   int64_t groups;
   int64_t* sequence;  // [B]: which sequence a row is
@@ -26,8 +27,12 @@ struct SearchRoom {
   bool* mask;
 
   SearchRoom(const GreedySearch& a, Scratch<C>& room) : layer(a.even, room) {
-    if (a.weight_readout.data) readout = take_panels(room, a.even.H + a.even.Dv + a.even.E, panels<C>(a.R));
-    vocabulary = take_panels(room, a.R, panels<C>(a.V));
+    if (a.weight_readout.data) {
+      of_state = take_panels(room, a.even.H, panels<C>(a.R), a.even.narrow);
+      of_context = take_panels(room, a.even.Dv, panels<C>(a.R), a.even.narrow);
+      of_input = take_panels(room, a.even.E, panels<C>(a.R), a.even.narrow);
+    }
+    vocabulary = take_panels(room, a.R, panels<C>(a.V), a.even.narrow);
     groups = parts(vocabulary.count, kPanelsAtATime);
     const auto take = [&]<class T>(T*& out, int64_t n) {
       out = reinterpret_cast<T*>(room.take(parts(n * sizeof(T), sizeof(C))));
@@ -93,9 +98,13 @@ class Search {
   }
 
   void pack_words() {
-    member.share(room.readout.count + room.vocabulary.count, [&](int64_t item) {
-      if (item < room.readout.count) Packed<C>::pack(room.readout, a.weight_readout, 0, a.R, item);
-      else Packed<C>::pack(room.vocabulary, a.weight_vocab, 0, a.V, item - room.readout.count);
+    const int64_t H = a.even.H, of_readout = room.of_state.count;
+    member.share(3 * of_readout + room.vocabulary.count, [&](int64_t item) {
+      if (item >= 3 * of_readout)
+        return Packed<C>::pack(room.vocabulary, a.weight_vocab, 0, a.V, item - 3 * of_readout);
+      const Panels<C>* const all[] = {&room.of_state, &room.of_context, &room.of_input};
+      const int64_t columns[] = {0, H, H + a.even.Dv}, which = item / of_readout;
+      Packed<C>::pack(*all[which], a.weight_readout, columns[which], a.R, item % of_readout);
     });
   }
 
@@ -120,19 +129,19 @@ class Search {
 
   // What the state, the context and the word say of the next one.
   void read_out(const RecurrentForward& step) {
-    member.share(blocks(step, plan, room.readout.count), [&](int64_t item) {
+    member.share(blocks(step, plan, room.of_state.count), [&](int64_t item) {
       const Block block(step, plan, item);
       const int64_t first = block.panel * P;
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
-      const C* panel = room.readout.at(block.panel);
-      const auto multiply = [&](const View& from, int64_t depth) {
-        if (from.data) multiply_panel(row<C>(from, block.b), from.batch, 1, block.rows, depth, panel, x);
-        panel += depth * P;
+      const auto multiply = [&](const View& from, const Panels<C>& with) {
+        if (from.data)
+          multiply_panel(row<C>(from, block.b), from.batch, 1, block.rows, with.depth, with.at(block.panel),
+                         x);
       };
-      multiply(step.states, step.H);
-      multiply(step.contexts, step.Dv);
-      multiply(step.input, step.E);
+      multiply(step.states, room.of_state);
+      multiply(step.contexts, room.of_context);
+      multiply(step.input, room.of_input);
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.R - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * P + c);

@@ -15,7 +15,7 @@ template <class C>
 void pack_panel(const Product& a, int64_t panel, void* packed) {
   const int64_t first = panel * kPanel<C>, n = min(kPanel<C>, a.N - first);
   const C* const from = static_cast<const C*>(a.right) + first * a.right_column;
-  C* const out = panels_of<C>(a, packed).at(panel);
+  C* const out = panels_of<C>(a, packed).at(panel).data;
   if (a.right_column == 1) pack(from, a.right_row, a.K, n, out);
   else pack_rows(from, a.right_column, n, a.K, out);
 }

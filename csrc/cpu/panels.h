@@ -1,5 +1,6 @@
 // Products over a right factor that is packed into panels of two vectors.
 #pragma once
+#include "narrow.h"
 #include "product.h"
 #include "rows.h"
 
@@ -17,17 +18,29 @@ int64_t panels(int64_t columns) {
   return (columns + kPanel<C> - 1) / kPanel<C>;
 }
 
-// A matrix [depth, columns] in panels of kPanel columns, the rows of a panel one after the other.
+// Rows of kPanel numbers. If it is narrow, a number is two of bfloat16, those of two rows.
+template <class C>
+struct Panel {
+  C* data;
+  bool narrow;
+  Panel from(int64_t row) const { return {data + (narrow ? row / 2 : row) * kPanel<C>, narrow}; }
+};
+
+// A matrix [depth, columns] in panels of kPanel columns, one after the other.
 template <class C>
 struct Panels {
   C* data = nullptr;
   int64_t depth = 0, count = 0;
-  C* at(int64_t panel) const { return data + panel * depth * kPanel<C>; }
+  bool narrow = false;
+  int64_t size() const { return (narrow ? (depth + 1) / 2 : depth) * kPanel<C>; }
+  Panel<C> at(int64_t panel) const { return {data + panel * size(), narrow}; }
 };
 
 template <class C>
-Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count) {
-  return {room.take(depth * count * kPanel<C>), depth, count};
+Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count, bool narrow = false) {
+  Panels<C> x = {nullptr, depth, count, narrow};
+  x.data = room.take(x.size() * count);
+  return x;
 }
 
 // Columns [first, first + n) of a panel: the rows of a weight as they lie in memory.
@@ -42,10 +55,14 @@ void pack_rows(const C* weight, int64_t stride, int64_t n, int64_t depth, C* out
 // out[r] += a[r] . panel: rows of kPanel numbers.
 template <class C>
 void multiply_panel(const C* a, int64_t a_row, int64_t a_column, int64_t rows, int64_t depth,
-                    const C* panel, C* out, int64_t stride = kPanel<C>) {
+                    const Panel<C>& panel, C* out) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == sizeof(float))
+    if (panel.narrow) return multiply_narrow(a, a_row, rows, depth, panel.data, out);
+#endif
   for (int64_t k = 0; k < depth; k += kDepth)
     gemm_small_rows<false, true>(a + k * a_column, a_row, a_column, rows, min(depth - k, kDepth),
-                                 panel + k * kPanel<C>, kPanel<C>, (C)1, out, stride, kPanel<C>);
+                                 panel.from(k).data, kPanel<C>, (C)1, out, kPanel<C>, kPanel<C>);
 }
 
 template <class C>
@@ -99,7 +116,7 @@ void multiply_rows(const ProductRows<C>& x, const Panels<C>& right, int64_t firs
     for (int64_t panel = first; panel < last; ++panel) {
       clear(block, x.rows * P);
       multiply_panel(left, gathers ? 1 : x.row, gathers ? kProductRows : 1, x.rows, depth,
-                     right.at(panel) + k * P, block);
+                     right.at(panel).from(k), block);
       const C* const bias = x.bias && k == 0 ? x.bias + panel * P : nullptr;
       for (int64_t m = 0; m < x.rows; ++m)
         for_vectors<C>(x.columns - panel * P, [&](int64_t c, int64_t n) {

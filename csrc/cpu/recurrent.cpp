@@ -16,6 +16,9 @@ const RecurrentKernels& kernels() {
   return chosen;
 }
 
+bool weights_may_be_narrow() { return true; }
+bool multiplies_narrow() { return kernels().multiplies_narrow(); }
+
 // Multiply-adds of a step from which another thread is worth its barriers.
 constexpr int64_t kStepWorthAThread = 1 << 16;
 constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
@@ -182,8 +185,8 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
 #define ATTNFAST_PACK(X)                              \
   X(Tensor, weight_ih, sizes, own, {G * N, E + F})    \
   X(Tensor, weight_hh, sizes, own, {G * N, N})        \
-  X(Optional, bias_ih, sizes, own, {G * N})           \
-  X(Optional, bias_hh, sizes, own, {G * N})           \
+  X(Optional, bias_ih, sizes, sums, {G * N})          \
+  X(Optional, bias_hh, sizes, sums, {G * N})          \
   X(Optional, weight_query, sizes, own, {A, N})       \
   X(Optional, weight_output, sizes, own, {F, Dv + N}) \
   X(int64_t, fed, any)                                \
@@ -198,7 +201,7 @@ struct PackFit : Fit {
       : Fit(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))), F(given.fed),
         Dv(given.fed) {
     check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
-    check(own == ScalarType::Float || own == ScalarType::Double, "weight_ih");
+    check(own == sums || own == ScalarType::BFloat16, "weight_ih");
     check(given.weight_hh.dim() == 2, "weight_hh");
     check(between(F, 0, given.weight_ih.size(1)), "fed");
     E = given.weight_ih.size(1) - F;
@@ -218,7 +221,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   const PackArguments::Fit fit(given);
   Keep keep;
   Layer a{};
-  a.dtype = dtype_of(given.weight_ih);
+  a.dtype = fit.own == ScalarType::Double ? Dtype::f64 : Dtype::f32;
   a.cell = cell_of(given.mode);
   a.E = fit.E;
   a.H = fit.N;
@@ -226,12 +229,9 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   a.A = fit.A;
   a.O = given.weight_output ? fit.F : 0;
   a.Dv = fit.Dv;
-  a.weight_ih = kept(given.weight_ih, keep);
-  a.weight_hh = kept(given.weight_hh, keep);
+  put_weights(given, a, keep);
   a.bias_ih = kept(given.bias_ih, keep);
   a.bias_hh = kept(given.bias_hh, keep);
-  a.weight_query = kept(given.weight_query, keep);
-  a.weight_output = kept(given.weight_output, keep);
   const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a))}, ScalarType::Byte);
   a.B = 32;  // as much work as so many sequences make
   const int64_t threads = threads_for(a);
@@ -247,10 +247,10 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 
 #define ATTNFAST_SEARCH(X)                                                   \
   X(Tensor, embedding, sizes, own, {V, E})                                   \
-  X(Tensor, weight_vocab, sizes, own, {V, R})                                \
+  X(Tensor, weight_vocab, sizes, of_weights, {V, R})                         \
   X(Tensor, limits, sizes, ScalarType::Long, {B})                            \
   ATTNFAST_LAYER_PARAMETERS(X)                                               \
-  X(Optional, weight_readout, sizes, own, {R, N + Dv + E})                   \
+  X(Optional, weight_readout, sizes, of_weights, {R, N + Dv + E})            \
   X(Optional, bias_readout, sizes, own, {R})                                 \
   X(Optional, bias_vocab, sizes, own, {V})                                   \
   X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                        \
@@ -338,8 +338,8 @@ Said greedy_search(const SearchArguments& given) {
   a.first_cell = step.first_cell;
   a.feed = step.feed;
   a.embedding = kept(given.embedding, keep);
-  a.weight_readout = kept(given.weight_readout, keep);
-  a.weight_vocab = kept(given.weight_vocab, keep);
+  a.weight_readout = weight_of(given.weight_readout, step.narrow, keep);
+  a.weight_vocab = weight_of(given.weight_vocab, step.narrow, keep);
   a.bias_readout = kept(given.bias_readout, keep);
   a.bias_vocab = kept(given.bias_vocab, keep);
   a.embedding_scale = given.embedding_scale;

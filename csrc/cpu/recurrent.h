@@ -51,6 +51,7 @@ struct LayerKernel {
 };
 
 struct RecurrentKernels {
+  bool (*multiplies_narrow)();     // whether this processor multiplies numbers of bfloat16
   size_t (*packed)(const Layer&);  // bytes of packed weights, which a forward may be given
   int64_t (*pack_items)(const Layer&);
   void (*pack)(const Layer&, cpu::Team&, int64_t member, void* out);

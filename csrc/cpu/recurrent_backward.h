@@ -31,14 +31,14 @@ struct BackwardRoom {
 
   BackwardRoom(const RecurrentBackward& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * a.H;
-    fed = take_panels(room, gates, panels<C>(a.F));
-    hidden = take_panels(room, gates, units);
-    if (a.weight_query.data) query = take_panels(room, a.A, units);
+    fed = take_panels(room, gates, panels<C>(a.F), a.narrow);
+    hidden = take_panels(room, gates, units, a.narrow);
+    if (a.weight_query.data) query = take_panels(room, a.A, units, a.narrow);
     if (a.weight_output.data) {
-      context = take_panels(room, a.F, panels<C>(a.Dv));
-      output = take_panels(room, a.F, units);
+      context = take_panels(room, a.F, panels<C>(a.Dv), a.narrow);
+      output = take_panels(room, a.F, units, a.narrow);
     }
-    if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E));
+    if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E), a.narrow);
     to_state = room.take(a.B * a.H);
     to_cell = room.take(a.B * a.H);
     if ((features = take_features(a.attention, a.attention, true, room))) {
@@ -131,7 +131,12 @@ class Backwards {
   void pack_columns(const Panels<C>& out, const View& weight, int64_t first, int64_t columns,
                     int64_t panel) {
     const int64_t c = panel * P;
-    pack(row<C>(weight, 0) + first + c, weight.row, out.depth, min(P, columns - c), out.at(panel));
+    const auto pack_from = [&](auto* rows) {
+      pack(rows + first + c, weight.row, out.depth, min(P, columns - c), out.at(panel).data);
+    };
+    if constexpr (sizeof(C) == sizeof(float))
+      if (out.narrow) return pack_from(row<uint16_t>(weight, 0));
+    pack_from(row<C>(weight, 0));
   }
 
   void pack_weights() {
@@ -307,11 +312,11 @@ class Backwards {
   // x[r] += what the gates give to the state before, times weight_hh.
   void multiply_hidden(int64_t t, const Block& block, C* x) {
     const Sources<C> from = of_step<C>(a.grad_gates, block.b, t);
-    const C* const panel = room.hidden.at(block.panel);
+    const Panel<C> panel = room.hidden.at(block.panel);
     const bool gru = a.cell == Cell::gru;
     const int64_t depth = (gru ? 2 : gates) * a.H;
     multiply_panel(from.data, from.stride, 1, block.rows, depth, panel, x);
-    if (gru) multiply_panel(from.data + 3 * a.H, from.stride, 1, block.rows, a.H, panel + depth * P, x);
+    if (gru) multiply_panel(from.data + 3 * a.H, from.stride, 1, block.rows, a.H, panel.from(depth), x);
   }
 
   void reach_state(int64_t t, const Block& block) {
@@ -407,7 +412,7 @@ class Backwards {
 
   void pack_right(const ParameterGradient<C>& x, int64_t panel) {
     const int64_t first = panel * P;
-    C* out = x.packed.at(panel);
+    C* out = x.packed.at(panel).data;
     for (int64_t b = 0; b < a.B; ++b)
       for (int64_t t = 0; t < a.T; ++t)
         for (int64_t c = 0; c < P; c += Vector<C>::width, out += Vector<C>::width) {

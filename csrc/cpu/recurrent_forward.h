@@ -14,13 +14,13 @@ struct Packed {
 
   Packed(const Layer& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
-    input = take_panels(room, a.E, gates);
-    fed = take_panels(room, a.F, gates);
-    hidden = take_panels(room, a.H, gates);
-    if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A));
+    input = take_panels(room, a.E, gates, a.narrow);
+    fed = take_panels(room, a.F, gates, a.narrow);
+    hidden = take_panels(room, a.H, gates, a.narrow);
+    if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A), a.narrow);
     if (a.weight_output.data) {
-      context = take_panels(room, a.Dv, panels<C>(a.O));
-      output = take_panels(room, a.H, panels<C>(a.O));
+      context = take_panels(room, a.Dv, panels<C>(a.O), a.narrow);
+      output = take_panels(room, a.H, panels<C>(a.O), a.narrow);
     }
     bias = room.take(kMostGates * units * kPanel<C>);
   }
@@ -35,8 +35,13 @@ struct Packed {
   static void pack(const Panels<C>& out, const View& weight, int64_t column, int64_t rows, int64_t panel) {
     const int64_t of_block = panels<C>(rows), block = panel / of_block,
                   first = panel % of_block * kPanel<C>;
-    pack_rows(row<C>(weight, 0, block * rows + first) + column, weight.row, min(kPanel<C>, rows - first),
-              out.depth, out.at(panel));
+    const auto pack_from = [&](auto* rows_of_weight) {
+      pack_rows(rows_of_weight + column, weight.row, min(kPanel<C>, rows - first), out.depth,
+                out.at(panel).data);
+    };
+    if constexpr (sizeof(C) == sizeof(float))
+      if (out.narrow) return pack_from(row<uint16_t>(weight, 0, block * rows + first));
+    pack_from(row<C>(weight, 0, block * rows + first));
   }
 
   void fill(const Layer& a, Member& member) const {

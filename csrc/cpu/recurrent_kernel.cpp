@@ -116,6 +116,14 @@ void run_search(const GreedySearch& a, const LayerPlan& plan, Team& team, int64_
 }  // namespace
 
 extern const RecurrentKernels recurrent = {
+    .multiplies_narrow =
+        [] {
+#if defined(__AVX512F__)
+          return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+          return false;
+#endif
+        },
     .packed =
         [](const Layer& a) {
           return a.dtype == Dtype::f64 ? packed_room<double>(a) : packed_room<float>(a);

@@ -19,6 +19,9 @@ int64_t grad_weight_parts(const Problem&);
 
 namespace {
 
+bool weights_may_be_narrow() { return false; }
+bool multiplies_narrow() { return false; }
+
 // ---- tensors ------------------------------------------------------------------------------------
 
 // A view; `offset` counts from the first number of x.

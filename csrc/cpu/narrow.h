@@ -1,0 +1,98 @@
+// Products of numbers of bfloat16, summed in float, by the instruction that takes two at a time. A panel
+// holds them in pairs: row m has numbers 2m and 2m + 1 of every column.
+#pragma once
+#include "product.h"
+
+namespace attnfast {
+namespace VARIANT {
+namespace {
+
+constexpr int64_t kNarrowPanel = 2 * Vector<float>::width;  // columns
+
+// Columns [0, n) of a panel: the rows of a weight as they lie in memory.
+void pack_rows(const uint16_t* weight, int64_t stride, int64_t n, int64_t depth, float* out) {
+  auto* const pairs = reinterpret_cast<uint32_t*>(out);
+  int64_t k = 0;
+  if (stride % 2 == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(float) == 0) {
+    k = depth / 16 * 16;  // what `transpose` takes
+    transpose(reinterpret_cast<const float*>(weight), stride / 2, n, k / 2, out, kNarrowPanel);
+  }
+  for (; k < depth; k += 2)
+    for (int64_t i = 0; i < kNarrowPanel; ++i) {
+      const uint16_t* const x = weight + i * stride + k;
+      pairs[k / 2 * kNarrowPanel + i] = i < n ? x[0] | (k + 1 < depth ? (uint32_t)x[1] << 16 : 0) : 0;
+    }
+}
+
+// `depth` rows of a weight, n of its columns.
+void pack(const uint16_t* weight, int64_t stride, int64_t depth, int64_t n, float* out) {
+  auto* pairs = reinterpret_cast<uint32_t*>(out);
+  for (int64_t k = 0; k < depth; k += 2, weight += 2 * stride, pairs += kNarrowPanel) {
+    const uint16_t* const next = k + 1 < depth ? weight + stride : nullptr;
+    for (int64_t i = 0; i < kNarrowPanel; ++i)
+      pairs[i] = i < n ? weight[i] | (next ? (uint32_t)next[i] << 16 : 0) : 0;
+  }
+}
+
+#if defined(__AVX512F__)
+#define ATTNFAST_NARROW __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+constexpr int64_t kPairs = 256, kNarrowRows = 8;  // of the left factor, at a time
+
+// Round n numbers, zeros after the last.
+ATTNFAST_NARROW void round_pairs(const float* x, int64_t n, uint32_t* out) {
+  for (int64_t k = 0; k < n; k += 32, out += 16) {
+    const int64_t left = n - k;
+    const auto some = [](int64_t lanes) {
+      return (__mmask16)(lanes >= 16 ? 0xffff : lanes > 0 ? (1u << lanes) - 1 : 0);
+    };
+    const __m512 low = _mm512_maskz_loadu_ps(some(left), x + k);
+    const __m512 high = _mm512_maskz_loadu_ps(some(left - 16), x + k + 16);
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    __builtin_memcpy(out, &both, sizeof both);
+  }
+}
+
+template <int R>
+ATTNFAST_NARROW void narrow_tile(const uint32_t* a, int64_t pairs, const float* panel, float* out) {
+  __m512 sums[R][2];
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2; ++i) sums[r][i] = _mm512_loadu_ps(out + r * kNarrowPanel + 16 * i);
+  for (int64_t k = 0; k < pairs; ++k, panel += kNarrowPanel) {
+    const auto v0 = (__m512bh)_mm512_loadu_ps(panel), v1 = (__m512bh)_mm512_loadu_ps(panel + 16);
+    for (int r = 0; r < R; ++r) {
+      const auto x = (__m512bh)_mm512_set1_epi32((int)a[r * kPairs + k]);
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, v0);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, v1);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2; ++i) _mm512_storeu_ps(out + r * kNarrowPanel + 16 * i, sums[r][i]);
+}
+
+// out[r] += a[r] . panel, a rounded to bfloat16.
+void multiply_narrow(const float* a, int64_t a_row, int64_t rows, int64_t depth, const float* panel,
+                     float* out) {
+  alignas(64) uint32_t rounded[kNarrowRows * kPairs];
+  for (int64_t k = 0; k < depth; k += 2 * kPairs, panel += kPairs * kNarrowPanel) {
+    const int64_t n = min(2 * kPairs, depth - k), pairs = (n + 1) / 2;
+    for (int64_t r = 0; r < rows;) {
+      const int64_t left = min(kNarrowRows, rows - r);
+      for (int64_t i = 0; i < left; ++i) round_pairs(a + (r + i) * a_row + k, n, rounded + i * kPairs);
+      const uint32_t* from = rounded;
+      const auto run = [&](auto tile, int64_t n) {
+        tile(from, pairs, panel, out + r * kNarrowPanel);
+        from += n * kPairs;
+        r += n;
+      };
+      int64_t i = left;
+      if (i == 8) run(narrow_tile<8>, 8), i = 0;
+      for (; i >= 4; i -= 4) run(narrow_tile<4>, 4);
+      for (; i > 0; --i) run(narrow_tile<1>, 1);
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace VARIANT
+}  // namespace attnfast
