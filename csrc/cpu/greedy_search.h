@@ -59,11 +59,12 @@ class Search {
   Member& member;
   const SearchRoom<C> room;
   void* own;
-  Forward attention;  // of the rows that there still are
+  Problem attention;  // of the rows that there still are; queries are a step's own
 
  public:
   Search(const GreedySearch& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
-      : a(a), plan(plan), member(member), room(a, place), own(own), attention(a.even.attention) {}
+      : a(a), plan(plan), member(member), room(a, place), own(own),
+        attention(static_cast<const Problem&>(a.even.attention)) {}
 
   void run() {
     room.layer.fill(a.even, member);
@@ -84,17 +85,13 @@ class Search {
  private:
   RecurrentForward step_at(int64_t t) const {
     RecurrentForward step = t % 2 ? a.odd : a.even;
-    static_cast<Problem&>(step.attention) = at_step(step.attention, t);
     step.B = attention.B;
-    return step;
-  }
-  // What attention reads of its arguments; the query is the step's own.
-  Problem at_step(Problem of, int64_t t) const {
+    Problem& of = step.attention;
     const View query = of.query;
     of = attention;
     of.query = query;
     move_on(of.span, t, sizeof(int64_t));
-    return of;
+    return step;
   }
 
   void pack_words() {
@@ -243,7 +240,7 @@ class Search {
 
   // Let the n rows that go on lie side by side.
   void leave_out(const RecurrentForward& step, int64_t n) {
-    Forward& of = attention;
+    Problem& of = attention;
     const auto in_place = [&](const View& x, int64_t columns) {
       keep(x, static_cast<C*>(x.data), n, 1, columns);
     };
