@@ -66,7 +66,8 @@ class Case:
 
     @property
     def elements(self) -> int:
-        return self.B * (self.H or 1) * self.Tq * self.Tk * max(self.A, self.Dv)
+        sizes = (self.B, self.H or 1, self.Tq, self.Tk, max(self.A, self.Dv))
+        return math.prod(max(x, 1) for x in sizes)  # Tk rows are read where there is no query
 
 
 def small(case: Case) -> list[Case]:
