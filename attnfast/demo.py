@@ -21,10 +21,10 @@ from attnfast.data import (
     collate,
     encode_pairs,
 )
-from attnfast.diagnostics import Cost, best_device, costs, peak_memory
 from attnfast.errors import optional
 from attnfast.functional import additive_attention
 from attnfast.grammar import ADVERBS, Pair, corpus
+from attnfast.measure import Cost, best_device, costs, peak_memory
 from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
 from attnfast.nn import LuongAttention
 from attnfast.plots import draw_alignment, draw_speed

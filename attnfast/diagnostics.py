@@ -1,91 +1,621 @@
-"""What a computation costs: its time and its peak memory."""
+r"""What attention does: statistics of its weights, alignments, known ways to fail.
+
+Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any dtype and device:
+
+``lengths``
+    ``[B]``, the keys of each source; None means Tk.
+``target_lengths``
+    ``[B]``, the rows of each target; None means Tq.
+``keys``
+    of the columns, from :meth:`attnfast.Span.keys`, if the weights are those of a span; then
+    lengths of None are those of the last key that any row sees.
+
+In the formulas α are the weights, i is a row of m, j a key of n. Entropies are in nats. Sums are
+float32, or float64 for float64. What lies in padding does not count, and its results are 0. An
+argument that does not fit raises ValueError or TypeError, and the sentence names it.
+"""
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from attnfast.errors import check_whole, describe, refuse, refuse_type
+from attnfast.losses import check_keys
+from attnfast.ops.arguments import check_dense, check_tensor, is_finite
+from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.span import to_dense
+
+__all__ = [
+    "AlignmentScore",
+    "Diagonality",
+    "Failures",
+    "HeadRoles",
+    "KeyCoverage",
+    "RowStatistics",
+    "Thresholds",
+    "Translated",
+    "alignment_score",
+    "diagonality",
+    "failures",
+    "head_roles",
+    "key_coverage",
+    "kl_from_uniform",
+    "links",
+    "repetition",
+    "row_statistics",
+    "translated",
+]
 
 
-def best_device() -> torch.device:
-    """Return the GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+class _Given:
+    """Weights whose padding is 0, and what of them is no padding.
+
+    ``weights``, ``seen [B, (H,) Tq, W]``; ``rows [B, (1,) Tq]``; ``keys`` of the columns; ``n``
+    and ``m [B]``.
+    """
+
+    def __init__(self, weights: object, lengths: object, target_lengths: object, keys: object):
+        check_dense("weights", weights)
+        assert isinstance(weights, Tensor)
+        if weights.dim() not in (3, 4) or not weights.is_floating_point():
+            got = f"{weights.dtype} {list(weights.shape)}"
+            refuse("weights", "real numbers [B, Tq, Tk] or [B, H, Tq, Tk]", got)
+        self.heads = weights.dim() - 3
+        Tq, W = weights.shape[-2:]
+        columns = torch.arange(W, device=weights.device)
+        if keys is None:
+            self.keys, self.Tk = columns, W
+        else:
+            check_tensor("keys", keys)
+            self.keys = check_keys(keys, weights)  # type: ignore[arg-type]
+            self.Tk = int(self.keys.max()) + 1 if self.keys.numel() else 0
+        self.n = self._lengths("lengths", lengths, None if keys is not None else W, weights)
+        self.m = self._lengths("target_lengths", target_lengths, Tq, weights)
+        if keys is not None and lengths is not None:
+            self.Tk = max(self.n.tolist(), default=0)
+        self.rows = torch.arange(Tq, device=weights.device) < self.each(self.m, 1)
+        inside = (self.keys >= 0) & (self.keys < self.each(self.n, 2))
+        self.seen = (inside & self.rows.unsqueeze(-1)).expand(weights.shape)
+        numbers = weights.to(accumulation_dtype(weights.dtype))
+        self.weights = numbers.masked_fill(~self.seen, 0)
+
+    def _lengths(self, name: str, x: object, most: int | None, like: Tensor) -> Tensor:
+        B = like.shape[0]
+        if x is None:
+            return torch.full((B,), self.Tk if most is None else most, device=like.device)
+        check_tensor(name, x)
+        assert isinstance(x, Tensor)
+        if x.dtype not in (torch.int32, torch.int64) or list(x.shape) != [B]:
+            refuse(name, f"int64 or int32 of shape [{B}]", f"{x.dtype} {list(x.shape)}")
+        if x.device != like.device:
+            refuse(name, f"on the weights' device {like.device}", x.device)
+        if x.device.type == "cpu":
+            for length in x.tolist():
+                if length < 0 or (most is not None and length > most):
+                    refuse(name, "at least 0" if most is None else f"between 0 and {most}", length)
+        return x.long()
+
+    def each(self, x: Tensor, axes: int = 0) -> Tensor:
+        """Return ``x [B]`` with an axis for heads, if there are any, and so many more."""
+        return x.view(-1, *[1] * (self.heads + axes))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over a target's rows of ``x [B, (H,) Tq]``."""
+        return x.masked_fill(~self.rows, 0).sum(-1) / self.each(self.m).clamp_min(1)
+
+    def diagonal(self) -> Tensor:
+        """Return where a row stands among the keys, ``[B, (1,) Tq]``: (i + ½) n / m − ½."""
+        i = torch.arange(self.rows.shape[-1], device=self.n.device)
+        return (i + 0.5) * self.each(self.n, 1) / self.each(self.m, 1).clamp_min(1) - 0.5
+
+    def entropy(self) -> Tensor:
+        """Return −Σ_j α ln α of every row."""
+        return _entropy(self.weights)
+
+    def largest(self) -> tuple[Tensor, Tensor]:
+        """Return every row's largest weight, and its key; key 0 where there is no weight."""
+        if self.weights.shape[-1] == 0:
+            zeros = self.weights.sum(-1)
+            return zeros, zeros.long()
+        most, column = self.weights.max(-1)
+        key = self.keys.expand(self.weights.shape).gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        return most, key.masked_fill(most == 0, 0)
+
+    def coverage(self) -> Tensor:
+        """Return Σ_i α of every key, ``[B, (H,) Tk]``."""
+        if self.keys.dim() == 1:
+            return self.weights.sum(-2)
+        return to_dense(self.weights.flatten(-2), self._all_keys().flatten(-2), self.Tk)
+
+    def _all_keys(self) -> Tensor:
+        return self.keys.expand(self.weights.shape)
+
+    def keys_exist(self) -> Tensor:
+        """Return which keys are no padding, ``[B, (1,) Tk]``."""
+        return torch.arange(self.Tk, device=self.n.device) < self.each(self.n, 1)
 
 
-def peak_memory(function: Callable[[], object], device: torch.device | None = None) -> int:
-    """Return the most bytes that ``function`` held at once: see :func:`memory_of`."""
-    return memory_of(function, device)[0]
+def _share(argument: str, x: object) -> float:
+    """Return a number from 0 to 1, or refuse it."""
+    if not is_finite(x) or not 0 <= x <= 1:  # type: ignore[operator]
+        refuse(argument, "a number from 0 to 1", describe(x))
+    return float(x)  # type: ignore[arg-type]
 
 
-def memory_of(
-    function: Callable[[], object], device: torch.device | None = None
-) -> tuple[int, int]:
-    """Return the most bytes that ``function`` held at once, and those that its result holds.
+def _entropy(p: Tensor) -> Tensor:
+    """Return −Σ p ln p over the last axis, with gradient 0 of what is 0."""
+    return -(p * torch.where(p > 0, p, 1).log()).sum(-1)
 
-    Both beyond what was held before it. A result that requires gradients holds what was saved for
-    its backward. On a GPU this is the account of PyTorch's allocator. On the CPU it is the running
-    maximum of bytes allocated minus bytes freed, as ``torch.profiler`` records them.
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+class RowStatistics(NamedTuple):
+    """Of every row, ``[B, (H,) Tq]``."""
+
+    entropy: Tensor
+    largest: Tensor
+    position: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def row_statistics(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    keys: Tensor | None = None,
+) -> RowStatistics:
+    r"""Return what a row looks at, and how sharply.
+
+    .. math:: H_i = -\sum_j \alpha_{ij} \ln \alpha_{ij}, \quad
+              \mu_i = \sum_j j\, \alpha_{ij}, \quad
+              \sigma^2_i = \sum_j (j - \mu_i)^2 \alpha_{ij}
+
+    Returns:
+        ``entropy`` H, 0 for one key and ln n where all are alike; ``largest`` weight and its
+        ``position``, int64, the first of equal ones; ``mean`` position μ and its ``variance`` σ²,
+        in keys. Differentiable but for the position. The module's text has the arguments.
+    """
+    of = _Given(weights, lengths, target_lengths, keys)
+    largest, position = of.largest()
+    j = of.keys.to(of.weights.dtype)
+    mean = (of.weights * j).sum(-1)
+    variance = (of.weights * (j - mean.unsqueeze(-1)).square()).sum(-1)
+    return RowStatistics(of.entropy(), largest, position, mean, variance)
+
+
+def kl_from_uniform(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    keys: Tensor | None = None,
+) -> Tensor:
+    r"""Return :math:`\mathrm{KL}(\alpha_i \,\|\, \text{uniform}) = \ln n_i - H_i`, in nats.
+
+    It is 0 where a row looks everywhere alike, ln n where it looks at one key. n_i are the keys
+    that the row may see: those of its source, or of its span.
+
+    Returns:
+        ``[B, (H,) Tq]``, differentiable; 0 of a row that sees nothing.
+    """
+    of = _Given(weights, lengths, target_lengths, keys)
+    seen = of.seen.sum(-1)
+    gap = seen.clamp_min(1).to(of.weights.dtype).log() - of.entropy()
+    return gap.masked_fill(of.weights.sum(-1) == 0, 0)
+
+
+# ---- sentences ----------------------------------------------------------------------------------
+
+
+class KeyCoverage(NamedTuple):
+    """``total [B, (H,) Tk]``, Σ_i α; ``uniformity [B, (H)]``, from 0 to 1."""
+
+    total: Tensor
+    uniformity: Tensor
+
+
+def key_coverage(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    keys: Tensor | None = None,
+) -> KeyCoverage:
+    r"""Return how much attention every key has had, and how evenly it was shared out.
+
+    .. math:: C_j = \sum_i \alpha_{ij}, \quad
+              u = -\frac{1}{\ln n} \sum_j p_j \ln p_j, \quad p_j = C_j / \textstyle\sum_j C_j
+
+    u is 1 where all keys have had the same, 0 where one has had all, and 1 of a source of one key.
+
+    Paper: Tu et al., "Modeling Coverage for Neural Machine Translation", ACL 2016,
+    arXiv:1601.04811.
+    """
+    of = _Given(weights, lengths, target_lengths, keys)
+    total = of.coverage()
+    mass = total.sum(-1, keepdim=True)
+    p = total / mass.masked_fill(mass == 0, 1)
+    n = of.each(of.n).to(p.dtype)
+    uniformity = _entropy(p) / n.clamp_min(2).log()
+    uniformity = uniformity.masked_fill(n == 1, 1)
+    return KeyCoverage(total, uniformity.masked_fill(mass.squeeze(-1) == 0, 0))
+
+
+class Diagonality(NamedTuple):
+    """Of every sentence, ``[B, (H)]``."""
+
+    share: Tensor
+    offset: Tensor
+    distance: Tensor
+
+
+def diagonality(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    radius: float = 2.0,
+    keys: Tensor | None = None,
+) -> Diagonality:
+    r"""Return how near the weights lie to the diagonal, :math:`d_i = (i + ½) n / m - ½`.
 
     Args:
-        function: it is called once.
-        device: where it allocates; None is the GPU if there is one.
+        radius: r, in keys.
+
+    Returns:
+        ``share``, the mean over the rows of :math:`\sum_{|j - d_i| \le r} \alpha_{ij}`; ``offset``,
+        that of :math:`\sum_j (j - d_i) \alpha_{ij}`, below 0 where rows look back; ``distance``,
+        that of :math:`\sum_j |j - d_i| \alpha_{ij}`.
     """
-    device = device or best_device()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = function()
-        highest, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        del result
-        return highest - before, held - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints that it starts
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities,
-        profile_memory=True,
-        acc_events=True,  # or torch before 2.13 warns that it would clear them
-    ) as profile:
-        result = function()
-    del result
-    recorded = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = [(e.start_ns(), e.nbytes()) for e in recorded if e.name() == "[memory]"]
-    held = highest = 0
-    for _, change in sorted(changes):
-        held += change
-        highest = max(highest, held)
-    return highest, held
+    if not is_finite(radius) or radius < 0:
+        refuse("radius", "a number of at least 0", describe(radius))
+    of = _Given(weights, lengths, target_lengths, keys)
+    apart = of.keys - of.diagonal().unsqueeze(-1).to(of.weights.dtype)
+    near = of.weights * (apart.abs() <= radius)
+    ways = near, of.weights * apart, of.weights * apart.abs()
+    return Diagonality(*(of.mean(x.sum(-1)) for x in ways))
 
 
-def median_times(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Return the median seconds of each function.
+class Translated(NamedTuple):
+    """Of every sentence, ``[B, (H)]``, a share of its keys."""
 
-    They take turns, after one call each that does not count, so that whatever else the machine
-    does slows all of them alike.
+    over: Tensor
+    under: Tensor
+
+
+def translated(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    fertility: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> Translated:
+    r"""Return how much of a source was translated more than once, and how much not at all.
+
+    .. math:: \text{over} = \frac1n \sum_j \max(0, C_j / \phi_j - 1), \quad
+              \text{under} = \frac1n \sum_j \max(0, 1 - C_j / \phi_j), \quad
+              C_j = \sum_i \alpha_{ij}
+
+    Args:
+        fertility: φ > 0, how much attention a key asks for, ``[B, Tk]``; None means m / n, so that
+            a target of another length does not count by itself.
+
+    Paper: Tu et al., ACL 2016, arXiv:1601.04811, who count by hand what this estimates.
     """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for round_ in range(repeats + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    of = _Given(weights, lengths, target_lengths, keys)
+    total = of.coverage()
+    n, m = (of.each(x, 1).to(total.dtype) for x in (of.n, of.m))
+    asked = m / n.clamp_min(1)
+    if fertility is not None:
+        check_tensor("fertility", fertility)
+        wanted = [total.shape[0], of.Tk]
+        if not fertility.is_floating_point() or list(fertility.shape) != wanted:
+            got = f"{fertility.dtype} {list(fertility.shape)}"
+            refuse("fertility", f"real numbers {wanted}", got)
+        asked = fertility.view(-1, *[1] * of.heads, of.Tk).to(total.dtype)
+    beyond = total / asked.masked_fill(asked == 0, 1) - 1
+    beyond = beyond.masked_fill(~of.keys_exist(), 0)
+    count = n.squeeze(-1).clamp_min(1)
+    return Translated(beyond.clamp_min(0).sum(-1) / count, (-beyond).clamp_min(0).sum(-1) / count)
 
 
-class Cost(NamedTuple):
-    """Seconds and bytes."""
+def repetition(words: Sequence[Hashable], size: int = 1) -> float:
+    """Return the share of a sentence's n-grams of ``size`` words that it has said before."""
+    check_whole("size", size)
+    grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
-    seconds: float
-    memory: int
+
+# ---- alignments ---------------------------------------------------------------------------------
+
+Links = set[tuple[int, int]]
 
 
-def costs(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Cost]:
-    """Return the median time and the peak memory of each function."""
-    times = median_times(functions, repeats)
-    return {name: Cost(times[name], peak_memory(functions[name])) for name in functions}
+def links(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    least: float = 0.0,
+    null: int | None = None,
+    keys: Tensor | None = None,
+) -> list[Links]:
+    """Return every sentence's links ``(source, target)``: each row's largest weight.
+
+    Args:
+        least: a row whose largest weight is smaller has no link: its word comes from nothing
+            (NULL); nor has one whose weights are 0.
+        null: a key that stands for NULL, if one does, such as the end of the source; −1 is the
+            last one of each source.
+
+    With heads it is the mean of their weights.
+    """
+    _share("least", least)
+    if null is not None and (isinstance(null, bool) or not isinstance(null, int) or null < -1):
+        refuse("null", "None, −1 or the number of a key", describe(null))
+    of = _Given(weights, lengths, target_lengths, keys)
+    if of.heads:
+        if keys is not None:
+            weights = to_dense(of.weights, of._all_keys(), of.Tk)
+        of = _Given(weights.to(of.weights.dtype).mean(1), of.n, of.m, None)
+    largest, position = of.largest()
+    nulls = [n - 1 if null == -1 else null for n in of.n.tolist()]
+    return [
+        {
+            (j, i)
+            for i, (most, j) in enumerate(zip(values[:m], places[:m]))
+            if most > 0 and most >= least and j != nothing
+        }
+        for values, places, m, nothing in zip(
+            largest.tolist(), position.tolist(), of.m.tolist(), nulls
+        )
+    ]
+
+
+class AlignmentScore(NamedTuple):
+    """From 0 to 1; of the ``error_rate`` less is better."""
+
+    precision: float
+    recall: float
+    f1: float
+    error_rate: float
+
+
+def alignment_score(
+    found: Iterable[Links], sure: Iterable[Links], possible: Iterable[Links] | None = None
+) -> AlignmentScore:
+    r"""Compare links with those that people have made, over all sentences together.
+
+    .. math:: P = \frac{|A \cap P|}{|A|}, \quad R = \frac{|A \cap S|}{|S|}, \quad
+              \mathrm{AER} = 1 - \frac{|A \cap S| + |A \cap P|}{|A| + |S|}
+
+    Args:
+        found: A, links ``(source, target)`` of every sentence, as :func:`links` gives them.
+        sure: S, those that must be there. A word that is in no link is aligned to nothing (NULL).
+        possible: P, those that may be there; the sure ones are always among them. None: no other.
+
+    Without any link found or sure the error rate is 0, and so are precision and recall.
+
+    Paper: Och and Ney, "A Systematic Comparison of Various Statistical Alignment Models",
+    Computational Linguistics 29(1), 2003.
+    """
+    found, sure = list(found), list(sure)
+    possible = [set() for _ in sure] if possible is None else list(possible)
+    for name, x in (("found", found), ("possible", possible)):
+        if len(x) != len(sure):
+            refuse(name, f"of as many sentences as sure, {len(sure)}", len(x))
+    for name, x in (("found", found), ("sure", sure), ("possible", possible)):
+        if not all(isinstance(each, (set, frozenset)) for each in x):
+            refuse_type(name, "sets of links", describe(x))
+    counts: Counter[str] = Counter()
+    for a, s, p in zip(found, sure, possible):
+        counts.update(A=len(a), S=len(s), AS=len(a & s), AP=len(a & (p | s)))
+    A, S, AS, AP = (counts[x] for x in ("A", "S", "AS", "AP"))
+    precision, recall = (AP / A if A else 0.0), (AS / S if S else 0.0)
+    both = precision + recall
+    error = 1 - (AS + AP) / (A + S) if A + S else 0.0
+    return AlignmentScore(precision, recall, 2 * precision * recall / both if both else 0.0, error)
+
+
+# ---- heads --------------------------------------------------------------------------------------
+
+
+class HeadRoles(NamedTuple):
+    """``distance [H, H]``; the others ``[H]``. All but the offset from 0 to 1."""
+
+    distance: Tensor
+    positional: Tensor
+    offset: Tensor
+    local: Tensor
+    broad: Tensor
+
+
+def head_roles(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    radius: int = 2,
+    keys: Tensor | None = None,
+) -> HeadRoles:
+    r"""Return what each head of ``weights [B, H, Tq, Tk]`` does, over all rows.
+
+    Args:
+        radius: of a neighbourhood, in keys.
+
+    Returns:
+        ``distance``: the mean Jensen–Shannon divergence of two heads' rows, over ln 2: 0 where they
+        look at the same, 1 where at nothing in common. ``positional``: the share of rows whose
+        largest weight is at the same ``offset`` from the diagonal, rounded, the most frequent one
+        within the radius. ``local``: the mean share of weight within the radius of the largest.
+        ``broad``: the mean entropy over ln n.
+
+    Papers: Voita et al., "Analyzing Multi-Head Self-Attention", ACL 2019, arXiv:1905.09418; Clark
+    et al., "What Does BERT Look At?", BlackboxNLP 2019, arXiv:1906.04341.
+    """
+    check_whole("radius", radius, 0)
+    of = _Given(weights, lengths, target_lengths, keys)
+    if not of.heads:
+        refuse("weights", "[B, H, Tq, Tk], with heads", list(weights.shape))
+    if keys is not None:  # two heads may see other keys
+        dense = to_dense(of.weights, of._all_keys(), of.Tk)
+        of = _Given(dense, of.n, of.m, None)
+    H, live = of.weights.shape[1], of.weights.sum(-1) > 0  # [B, H, Tq]
+    entropy = of.entropy()
+
+    def mean(x: Tensor, rows: Tensor) -> Tensor:  # over [B, ·, Tq]
+        return x.masked_fill(~rows, 0).sum((0, 2)) / rows.sum((0, 2)).clamp_min(1)
+
+    distance = []
+    for h in range(H):  # one head with all: no tensor of all pairs' rows
+        both = (of.weights + of.weights[:, h : h + 1]) / 2
+        gap = (_entropy(both) - (entropy + entropy[:, h : h + 1]) / 2).clamp_min(0) / math.log(2)
+        distance.append(mean(gap, live & live[:, h : h + 1]))
+    _, position = of.largest()
+    off = (position - of.diagonal()).round()
+    shares = [
+        mean((off == offset).to(entropy.dtype), live) for offset in range(-radius, radius + 1)
+    ]
+    positional, which = torch.stack(shares).max(0)
+    near = (of.keys - position.unsqueeze(-1)).abs() <= radius
+    n = of.each(of.n, 1).to(entropy.dtype)
+    return HeadRoles(
+        torch.stack(distance) if H else entropy.new_zeros(0, 0),
+        positional,
+        which - radius,
+        mean((of.weights * near).sum(-1), live),
+        mean(entropy / n.clamp_min(2).log(), live),
+    )
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From where on :func:`failures` counts.
+
+    Attributes:
+        diffuse: a row's entropy, over ln n.
+        concentrated: a key's share of a sentence's weight, of three keys and rows or more.
+        stuck: rows that follow each other, not diffuse, with the largest weight at the same key.
+        drift: how much farther from the diagonal the last third of the rows looks than the first,
+            over n.
+        skipped: a key's coverage, over m / n; below it the key is skipped.
+        sentence: the share of rows that are diffuse, or of keys that are skipped, which makes a
+            sentence so.
+    """
+
+    diffuse: float = 0.9
+    concentrated: float = 0.5
+    stuck: int = 4
+    drift: float = 0.25
+    skipped: float = 0.1
+    sentence: float = 0.5
+
+    def __post_init__(self):
+        for field in fields(self):
+            if field.name == "stuck":
+                check_whole("stuck", self.stuck, 2)
+            else:
+                _share(field.name, getattr(self, field.name))
+
+
+class Failures(NamedTuple):
+    """What has failed: rows ``[B, (H,) Tq]``, keys ``[B, (H,) Tk]``, sentences ``[B, (H)]``.
+
+    ``sentences`` has ``diffuse``, ``concentrated``, ``stuck``, ``drifting`` and ``skipped``.
+    """
+
+    diffuse: Tensor
+    stuck: Tensor
+    concentrated: Tensor
+    skipped: Tensor
+    sentences: dict[str, Tensor]
+
+
+def failures(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    thresholds: Thresholds | None = None,
+    keys: Tensor | None = None,
+) -> Failures:
+    """Look for the ways in which attention is known to fail.
+
+    ================  ===========================================================================
+    diffuse           a row looks everywhere alike; a sentence, where many of its rows do
+    concentrated      one key has most of a sentence's weight, whatever the row
+    stuck             many rows one after the other look at the same key: a word that repeats
+    drifting          a sentence's rows leave the diagonal as it goes on
+    skipped           a key that no row looks at; a sentence, where many of its keys are so
+    ================  ===========================================================================
+
+    Args:
+        thresholds: from where on each counts; None means those of :class:`Thresholds`.
+
+    A pattern is no proof: languages that order words differently leave the diagonal, and a word
+    that asks for several is looked at several times.
+    """
+    limit = Thresholds() if thresholds is None else thresholds
+    if not isinstance(limit, Thresholds):
+        refuse_type("thresholds", "attnfast.diagnostics.Thresholds", describe(limit))
+    of = _Given(weights, lengths, target_lengths, keys)
+    dtype, live = of.weights.dtype, of.weights.sum(-1) > 0
+    n, m = of.each(of.n).to(dtype), of.each(of.m).to(dtype)
+    full = n.clamp_min(2).log().unsqueeze(-1)
+    diffuse = live & (of.entropy() >= limit.diffuse * full) & (n > 1).unsqueeze(-1)
+
+    _, position = of.largest()
+    sharp = live & ~diffuse & (n > 1).unsqueeze(-1)
+    stuck = _runs(position.masked_fill(~sharp, -1), limit.stuck) & sharp
+
+    total, exists = of.coverage(), of.keys_exist()
+    share = total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    several = ((n > 2) & (m > 2)).unsqueeze(-1)
+    concentrated = (share >= limit.concentrated) & exists & several
+    asked = (m / n.clamp_min(1)).unsqueeze(-1)
+    skipped = exists & (total < limit.skipped * asked) & (m > 0).unsqueeze(-1)
+
+    j = of.keys.to(dtype)
+    apart = ((of.weights * j).sum(-1) - of.diagonal().to(dtype)).abs().masked_fill(~live, 0)
+    i = torch.arange(apart.shape[-1], device=apart.device)
+    third = (of.each(of.m, 1) + 2) // 3
+    first, last = (i < third) & live, (i >= of.each(of.m, 1) - third) & of.rows & live
+    near, far = ((apart * x).sum(-1) / x.sum(-1).clamp_min(1) for x in (first, last))
+    return Failures(
+        diffuse,
+        stuck,
+        concentrated,
+        skipped,
+        {
+            "diffuse": (diffuse.sum(-1) >= limit.sentence * m) & diffuse.any(-1),
+            "concentrated": concentrated.any(-1),
+            "stuck": stuck.any(-1),
+            "drifting": (far - near >= limit.drift * n) & (m > 2) & (n > 2),
+            "skipped": (skipped.sum(-1) >= limit.sentence * n) & skipped.any(-1),
+        },
+    )
+
+
+def _runs(x: Tensor, least: int) -> Tensor:
+    """Return which of ``x [.., T]`` are among ``least`` equal ones or more in a row."""
+    T = x.shape[-1]
+    if least > T:
+        return torch.zeros_like(x, dtype=torch.bool)
+    windows = x.unfold(-1, least, 1)
+    alike = (windows == windows[..., :1]).all(-1)  # of the windows that begin at each
+    padded = torch.nn.functional.pad(alike, (least - 1, least - 1))
+    return padded.unfold(-1, least, 1).any(-1)

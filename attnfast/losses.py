@@ -58,7 +58,7 @@ def alignment_loss(
             refuse(name, f"on the weights' device {weights.device}", x.device)
     weights = weights.to(accumulation_dtype(weights.dtype))
     if keys is not None:
-        keys = _check_keys(keys, weights)
+        keys = check_keys(keys, weights)
     whole = not alignment.is_floating_point()
     if alignment.dtype == torch.bool:
         refuse("alignment", "int64 or real numbers", alignment.dtype)
@@ -91,7 +91,7 @@ def alignment_loss(
     return loss + _unseen(aligned, inside, kind)
 
 
-def _check_keys(keys: Tensor, weights: Tensor) -> Tensor:
+def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
     if keys.dim() == 3 and weights.dim() == 4:
         keys = keys.unsqueeze(1)
     try:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from attnfast.diagnostics import Cost
 from attnfast.errors import optional
+from attnfast.measure import Cost
 
 COLOURS = {
     "none": "#8a8f98",

@@ -12,7 +12,7 @@ import torch
 
 import attnfast
 from attnfast.backends import Request, in_order, why_not
-from attnfast.diagnostics import best_device, peak_memory
+from attnfast.measure import best_device, peak_memory
 
 DEVICE = best_device()
 

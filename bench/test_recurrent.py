@@ -11,7 +11,7 @@ from race import DEVICE, DIRECTIONS, race, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.diagnostics import memory_of
+from attnfast.measure import memory_of
 from attnfast.nn import (
     AttentionGRU,
     AttentionLSTM,

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 
 import attnfast
 from attnfast.backends import HALF, why_not
-from attnfast.diagnostics import peak_memory
+from attnfast.measure import peak_memory
 
 
 @dataclass(frozen=True)

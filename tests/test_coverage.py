@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import attnfast
 from attnfast.backends import why_not
 from attnfast.decoding import attend_with_history, prepare
-from attnfast.diagnostics import peak_memory
+from attnfast.measure import peak_memory
 from attnfast.ops.arguments import SCORES
 
 NAMES = ("context", "weights", "coverage", "loss")

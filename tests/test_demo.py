@@ -12,7 +12,6 @@ from attnfast import checkpoint, demo
 from attnfast.backends import why_not
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
-from attnfast.diagnostics import best_device, median_times, peak_memory
 from attnfast.grammar import (
     ADJECTIVES,
     ADVERBS,
@@ -25,6 +24,7 @@ from attnfast.grammar import (
     agreement,
     corpus,
 )
+from attnfast.measure import best_device, median_times, peak_memory
 from attnfast.models import Config, build
 from attnfast.translation import alignment
 

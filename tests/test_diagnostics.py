@@ -1,0 +1,319 @@
+"""Diagnostics of attention, against the same formulas written as loops over single numbers."""
+
+import math
+
+import pytest
+import torch
+
+import attnfast
+from attnfast import Span
+from attnfast import diagnostics as diag
+
+B, TQ, TK = 3, 7, 9
+LENGTHS, TARGETS = torch.tensor([9, 4, 1]), torch.tensor([5, 7, 0])
+
+
+def given(heads=0, span=False, seed=0, sharp=2.0):
+    """Weights of attention, in a span's columns or not; and what a call has beside them."""
+    g = torch.Generator().manual_seed(seed)
+    lead = (B, heads) if heads else (B,)
+    q, k, v = (torch.randn(*lead, T, 4, generator=g, dtype=torch.float64) for T in (TQ, TK, TK))
+    window = Span(window=(1, 3)) if span else None
+    weights = attnfast.dot_attention(
+        sharp * q, k, v, span=window, lengths=LENGTHS, need_weights=True
+    )[1]
+    keys = window.keys(TQ, TK, lengths=LENGTHS) if span else None
+    dense = weights if keys is None else diag.to_dense(weights, _of(keys, heads), TK)
+    return weights, keys, dense
+
+
+def _of(keys, heads):
+    return keys.unsqueeze(1) if heads else keys
+
+
+def sentences(dense, heads):
+    """Yield, of every sentence and head, its index and its weights as lists without padding."""
+    for b in range(B):
+        n, m = int(LENGTHS[b]), int(TARGETS[b])
+        for h in range(heads or 1):
+            x = dense[b, h] if heads else dense[b]
+            yield (b, h) if heads else (b,), [row[:n] for row in x[:m].tolist()], n, m
+
+
+FORMS = [(0, False), (3, False), (0, True), (2, True)]
+
+
+def entropy(row):
+    return -sum(a * math.log(a) for a in row if a > 0)
+
+
+@pytest.mark.parametrize(("heads", "span"), FORMS)
+def test_rows(heads, span):
+    weights, keys, dense = given(heads, span)
+    found = diag.row_statistics(weights, LENGTHS, TARGETS, keys=keys)
+    gap = diag.kl_from_uniform(weights, LENGTHS, TARGETS, keys=keys)
+    rows = 0
+    for at, x, n, m in sentences(dense, heads):
+        for i, row in enumerate(x):
+            mean = sum(j * a for j, a in enumerate(row))
+            if max(row) > 0:
+                wanted = (
+                    entropy(row), max(row), row.index(max(row)), mean,
+                    sum((j - mean) ** 2 * a for j, a in enumerate(row)),
+                )  # fmt: skip
+                assert [float(y[(*at, i)]) for y in found] == pytest.approx(wanted, abs=1e-12)
+            seen = sum(i - 1 <= j <= i + 3 for j in range(n)) if span else n
+            wanted = math.log(seen) - entropy(row) if seen and max(row) > 0 else 0
+            assert float(gap[(*at, i)]) == pytest.approx(wanted, abs=1e-12)
+            rows += 1
+        for y in (*found, gap):
+            assert not y[at][m:].any()
+    assert rows > 10
+
+
+@pytest.mark.parametrize(("heads", "span"), FORMS)
+def test_sentences(heads, span):
+    weights, keys, dense = given(heads, span)
+    call = {"lengths": LENGTHS, "target_lengths": TARGETS, "keys": keys}
+    coverage, near = diag.key_coverage(weights, **call), diag.diagonality(weights, **call, radius=1)
+    fertility = torch.rand(B, TK, dtype=torch.float64) + 0.5
+    plain, fertile = diag.translated(weights, **call), None
+    fertile = diag.translated(weights, **call, fertility=fertility)
+    for at, x, n, m in sentences(dense, heads):
+        total = [sum(row[j] for row in x) for j in range(n)]
+        assert coverage.total[at].tolist() == pytest.approx(total + [0] * (TK - n))
+        mass = sum(total)
+        even = entropy([c / mass for c in total]) / math.log(n) if n > 1 and mass else float(n == 1)
+        assert float(coverage.uniformity[at]) == pytest.approx(even if mass else 0)
+        d = [(i + 0.5) * n / max(m, 1) - 0.5 for i in range(m)]
+        parts = [
+            [sum(a for j, a in enumerate(r) if abs(j - d[i]) <= 1) for i, r in enumerate(x)],
+            [sum(a * (j - d[i]) for j, a in enumerate(r)) for i, r in enumerate(x)],
+            [sum(a * abs(j - d[i]) for j, a in enumerate(r)) for i, r in enumerate(x)],
+        ]
+        wanted = [sum(p) / max(m, 1) for p in parts]
+        assert [float(y[at]) for y in near] == pytest.approx(wanted)
+        for found, phi in ((plain, [m / n or 1] * n), (fertile, fertility[at[0]].tolist())):
+            c = [t / p - 1 for t, p in zip(total, phi)]
+            wanted = sum(max(0, y) for y in c) / n, sum(max(0, -y) for y in c) / n
+            assert [float(y[at]) for y in found] == pytest.approx(wanted)
+
+
+def test_limits():
+    """What a row may look like at its ends: one key, and all alike."""
+    for n in (1, 2, 5):
+        one, even = torch.zeros(1, 1, n), torch.full((1, 1, n), 1 / n)
+        one[..., n - 1] = 1
+        at_one, at_all = diag.row_statistics(one), diag.row_statistics(even)
+        assert (float(at_one.entropy), float(at_one.variance)) == (0, 0)
+        assert float(at_one.mean) == int(at_one.position) == n - 1
+        assert float(at_all.entropy) == pytest.approx(math.log(n), abs=1e-6)
+        assert float(at_all.variance) == pytest.approx((n * n - 1) / 12, abs=1e-6)
+        assert float(diag.kl_from_uniform(even)) == pytest.approx(0, abs=1e-6)
+        assert float(diag.kl_from_uniform(one)) == pytest.approx(math.log(n), abs=1e-6)
+
+
+def test_gradients_reach_the_weights():
+    scores = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+
+    def of(scores):
+        weights = scores.masked_fill(torch.arange(5) > 3, -math.inf).softmax(-1)
+        found = diag.row_statistics(weights, torch.tensor([5, 2]))
+        return found.entropy, found.largest, found.mean, found.variance
+
+    assert torch.autograd.gradcheck(of, scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_of_half_types_are_float32(dtype):
+    weights = given()[0].to(dtype)
+    found = diag.row_statistics(weights, LENGTHS, TARGETS)
+    exact = diag.row_statistics(weights.double(), LENGTHS, TARGETS)
+    assert found.entropy.dtype == torch.float32
+    for x, y in zip(found, exact):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "share"),
+    [("a b c", 1, 0), ("a a a a", 1, 0.75), ("a b a b", 2, 1 / 3), ("a b a b", 1, 0.5), ("", 1, 0)],
+)
+def test_repetition(words, size, share):
+    assert diag.repetition(words.split(), size) == pytest.approx(share)
+    assert diag.repetition(list(words.split()), 9) == 0
+
+
+# ---- alignments ---------------------------------------------------------------------------------
+
+
+def test_links():
+    weights = torch.tensor(
+        [
+            [[0.6, 0.3, 0.1], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]],
+            [[0, 1, 0], [0.4, 0.4, 0.2], [0, 0, 1]],
+        ]
+    )
+    lengths, targets = torch.tensor([3, 2]), torch.tensor([3, 2])
+    assert diag.links(weights, lengths, targets) == [{(0, 0), (2, 1), (2, 2)}, {(1, 0), (0, 1)}]
+    assert diag.links(weights, lengths, targets, least=0.6) == [{(0, 0), (2, 2)}, {(1, 0)}]
+    assert diag.links(weights, lengths, targets, null=-1) == [{(0, 0)}, {(0, 1)}]
+    assert diag.links(weights, lengths, targets, null=0) == [{(2, 1), (2, 2)}, {(1, 0)}]
+    assert diag.links(torch.zeros(1, 2, 3)) == [set()]
+    heads = torch.stack([weights, weights.roll(1, -1)], 1)
+    assert diag.links(heads, lengths, targets) == diag.links(heads.mean(1), lengths, targets)
+    columns, keys, dense = given(2, True)
+    both = (x(columns) for x in (lambda w: diag.links(w, LENGTHS, TARGETS, keys=keys),))
+    assert next(both) == diag.links(dense, LENGTHS, TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("found", "sure", "possible", "score"),
+    [
+        ({(0, 0), (1, 1)}, {(0, 0), (1, 1)}, None, (1, 1, 1, 0)),
+        ({(0, 1)}, {(0, 0)}, None, (0, 0, 0, 1)),
+        # 4 found; 2 of 3 sure among them, 3 possible: 1 − (2 + 3) / (4 + 3)
+        (
+            {(0, 0), (1, 1), (2, 3), (4, 4)},
+            {(0, 0), (1, 1), (3, 3)},
+            {(2, 3)},
+            (3 / 4, 2 / 3, 12 / 17, 2 / 7),
+        ),
+        (set(), {(0, 0)}, None, (0, 0, 0, 1)),  # all words to NULL
+        ({(5, 5)}, set(), {(5, 5)}, (1, 0, 0, 0)),
+        (set(), set(), None, (0, 0, 0, 0)),
+    ],
+)
+def test_alignment_error_rate(found, sure, possible, score):
+    possible = None if possible is None else [possible]
+    assert diag.alignment_score([found], [sure], possible) == pytest.approx(score)
+
+
+def test_alignments_are_counted_over_all_sentences():
+    found = [{(0, 0)}, {(0, 0), (1, 1), (2, 2)}]
+    sure = [{(0, 1)}, {(0, 0), (1, 1), (2, 2)}]
+    assert diag.alignment_score(found, sure).error_rate == pytest.approx(1 - 6 / 8)
+
+
+# ---- heads and failures -------------------------------------------------------------------------
+
+
+def test_heads():
+    T = 6
+    diagonal, next_one = torch.eye(T), torch.eye(T).roll(1, -1)
+    even = torch.full((T, T), 1 / T)
+    heads = torch.stack([diagonal, diagonal, next_one, even]).expand(2, -1, -1, -1)
+    found = diag.head_roles(heads)
+    assert found.distance[0].tolist()[:2] == [0, 0]
+    assert float(found.distance[0, 2]) == pytest.approx(1)
+    assert torch.equal(found.distance, found.distance.T)
+    assert float(found.distance[0, 3]) == pytest.approx(_divergence([1] + [0] * 5, [1 / T] * T))
+    assert found.positional[:2].tolist() == [1, 1]
+    assert found.offset[:3].tolist() == [0, 0, 1]
+    assert found.positional[2] > 0.8  # all rows but the last
+    assert found.broad.tolist() == pytest.approx([0, 0, 0, 1])
+    assert found.local[:3].tolist() == [1, 1, 1]
+    assert float(found.local[3]) == pytest.approx(0.5)  # keys 0 to 2 of 6
+
+
+def _divergence(p, q):
+    mixed = [(a + b) / 2 for a, b in zip(p, q)]
+    return (entropy(mixed) - (entropy(p) + entropy(q)) / 2) / math.log(2)
+
+
+def test_heads_of_a_span_are_those_of_its_keys():
+    weights, keys, dense = given(2, True)
+    both = (
+        diag.head_roles(weights, LENGTHS, TARGETS, keys=keys),
+        diag.head_roles(dense, LENGTHS, TARGETS),
+    )
+    for x, y in zip(*both):
+        torch.testing.assert_close(x, y)
+
+
+def test_each_way_to_fail_is_told_from_the_others():
+    T = 12
+    i = torch.arange(T)
+    healthy = torch.nn.functional.one_hot(i, T).float()
+    cases = {
+        "": healthy,
+        "diffuse": torch.full((T, T), 1 / T),
+        "stuck": healthy[torch.tensor([0, 1, 2, 3, 4, 4, 4, 4, 8, 9, 10, 11])],
+        "concentrated": 0.6 * healthy[5] + 0.4 * healthy,
+        "drifting": healthy[(i - (i > 6) * (i - 6)).clamp_max(T - 1)],
+        "skipped": healthy[(i // 4) * 4 + i % 2],
+    }
+    weights = torch.stack([*cases.values()])
+    found = diag.failures(weights)
+    for b, name in enumerate(cases):
+        told = {x for x, flags in found.sentences.items() if flags[b]}
+        allowed = {"drifting": {"drifting", "stuck", "concentrated"}, "concentrated": {"stuck"}}
+        assert told >= {name} - {""}, (name, told)
+        assert told <= {name} | allowed.get(name, set()), (name, told)
+    assert found.diffuse[1].all() and not found.diffuse[0].any()
+    assert found.stuck[2].tolist() == [4 <= x < 8 for x in range(T)]
+    assert found.concentrated[3].nonzero().tolist() == [[5]]
+    assert found.skipped[5].tolist() == [x % 4 > 1 for x in range(T)]
+
+
+def test_padding_fails_nothing():
+    weights = torch.full((2, 6, 8), math.nan)
+    weights[0, :4, :4] = torch.eye(4)
+    found = diag.failures(weights, torch.tensor([4, 0]), torch.tensor([4, 0]))
+    for flags in (*found[:4], *found.sentences.values()):
+        assert not flags.any()
+    columns, keys, dense = given(2, True)
+    for x, y in zip(
+        diag.failures(columns, LENGTHS, TARGETS, keys=keys)[:4],
+        diag.failures(dense, LENGTHS, TARGETS),
+    ):
+        assert torch.equal(x, y)
+
+
+def test_thresholds():
+    weights = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(1, 4, 4)
+    loose = diag.Thresholds(0.6, concentrated=0.8, stuck=2, drift=0.9, skipped=0.5, sentence=0.7)
+    for thresholds, wanted in (
+        (None, {"stuck", "concentrated", "drifting"}),
+        (diag.Thresholds(stuck=5, concentrated=0.8, drift=0.9), set()),
+        (loose, {"diffuse", "skipped"}),
+        (diag.Thresholds(stuck=4, concentrated=0.7, drift=0.9), {"stuck", "concentrated"}),
+    ):
+        found = diag.failures(weights, thresholds=thresholds).sentences
+        assert {name for name, flags in found.items() if flags} == wanted
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+W = torch.full((2, 3, 4), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: diag.row_statistics(W.tolist()), "weights must be a torch.Tensor"),
+        (lambda: diag.row_statistics(W.long()), "weights must be real numbers"),
+        (lambda: diag.row_statistics(W[0]), r"weights .*got torch.float32 \[3, 4\]"),
+        (lambda: diag.row_statistics(W, torch.tensor([5, 1])), "lengths .*between 0 and 4, got 5"),
+        (lambda: diag.row_statistics(W, torch.tensor([1])), r"lengths .*of shape \[2\]"),
+        (lambda: diag.row_statistics(W, None, torch.tensor([-1, 3])), "target_lengths .*got -1"),
+        (lambda: diag.row_statistics(W, keys=torch.zeros(3, 5).long()), "keys must be int64"),
+        (lambda: diag.diagonality(W, radius=-1), "radius must be a number of at least 0"),
+        (lambda: diag.translated(W, fertility=torch.ones(2, 3)), r"fertility .*\[2, 4\]"),
+        (lambda: diag.repetition(["a"], 0), "size must be at least 1"),
+        (lambda: diag.links(W, least=2), "least must be a number from 0 to 1"),
+        (lambda: diag.links(W, null=-2), "null must be None"),
+        (
+            lambda: diag.alignment_score([set()], []),
+            "found must be of as many sentences as sure, 0",
+        ),
+        (lambda: diag.alignment_score([{}], [set()]), "found must be sets of links"),
+        (lambda: diag.head_roles(W), r"weights must be \[B, H, Tq, Tk\]"),
+        (lambda: diag.failures(W, thresholds=0.5), "thresholds must be"),
+        (lambda: diag.Thresholds(diffuse=2), "diffuse must be a number from 0 to 1"),
+        (lambda: diag.Thresholds(stuck=1), "stuck must be at least 2"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, words):
+    with pytest.raises((ValueError, TypeError), match=words) as error:
+        call()
+    assert "\n" not in str(error.value)
