@@ -54,6 +54,7 @@ def train(args: argparse.Namespace) -> None:
         Tokenizer,
         WordTokenizer,
         encode_pairs,
+        read_alignments,
         read_pairs,
     )
     from attnfast.models import Config, build
@@ -70,6 +71,11 @@ def train(args: argparse.Namespace) -> None:
     config = Config(**{name: getattr(args, name) for name in shape})
     pairs = read_pairs(args.source, args.target)
     valid_pairs = read_pairs(args.valid_source, args.valid_target)
+    links = None
+    if args.alignments is not None:
+        if config.attention == "none":
+            raise InputError("--alignments: expected an attention to supervise, got none")
+        links = read_alignments(args.alignments, pairs)
 
     directory = Path(args.out)
     last = directory / "last.pt"
@@ -99,7 +105,10 @@ def train(args: argparse.Namespace) -> None:
             tokenizer = SubwordTokenizer.train(lines, config.vocab_size)
         model = build(config, args.backend)
 
-    examples, left_out = encode_pairs(tokenizer, pairs, args.max_length, config.copying)
+    examples, left_out = encode_pairs(tokenizer, pairs, args.max_length, config.copying, links)
+    if links is not None:
+        known = sum(x.alignment is not None for x in examples)
+        say(f"{args.alignments}: alignments of {known} of {len(examples)} pairs")
     valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, args.max_length, config.copying)
     for path, sentence in ((args.source, left_out), (args.valid_source, valid_left_out)):
         if sentence:
@@ -299,12 +308,23 @@ def _parser() -> Parser:
         ("batch_size", _whole),
         ("learning_rate", float),
         ("coverage_loss", float),
+        ("alignment_loss", float),
+        ("attention_lr_scale", float),
         ("seed", int),
     ):
         default = getattr(Options, name)
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help="of training"
         )
+    sub.add_argument(
+        "--alignments", metavar="FILE", help="links such as 0-0 1-2, a line a pair, to learn from"
+    )
+    sub.add_argument(
+        "--alignment-until",
+        type=float,
+        metavar="SHARE",
+        help="of the steps, by which the weight of their loss has fallen to 0; None keeps it",
+    )
     sub.add_argument(
         "--save-every",
         type=float,

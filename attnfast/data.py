@@ -73,6 +73,48 @@ def read_pairs(source: str | Path, target: str | Path) -> list[tuple[str, str]]:
     return list(zip(sources, targets))
 
 
+class Links(NamedTuple):
+    """Which words of a pair translate each other: numbers of a source's and a target's word."""
+
+    sure: set[tuple[int, int]]
+    possible: set[tuple[int, int]]
+
+
+def read_alignments(path: str | Path, pairs: Sequence[tuple[str, str]]) -> list[Links]:
+    """Read the word alignments of ``pairs``, one line each, in Pharaoh's format.
+
+    ``0-0 1-2`` links the first words, and the source's second with the target's third; ``1?2`` is
+    a link that is possible, not sure. Words are what blanks separate. An empty line is a pair whose
+    words are aligned to nothing.
+
+    Raises:
+        InputError: as :func:`read_lines`; or a line is no such links, or links a word that its
+            pair has not, or there are not as many lines as pairs.
+    """
+    lines = read_lines(path)
+    if len(lines) != len(pairs):
+        raise InputError(f"{path}: expected {len(pairs)} lines, one a pair, got {len(lines)}")
+    alignments = []
+    for number, (line, pair) in enumerate(zip(lines, pairs), 1):
+        links, counts = Links(set(), set()), [len(text.split()) for text in pair]
+        for text in line.split():
+            found = re.fullmatch(r"(\d{1,9})([-?])(\d{1,9})", text)
+            if found is None:
+                raise InputError(
+                    f"{path}, line {number}: expected links such as 0-0 1-2, got {text[:40]!r}"
+                )
+            link = int(found[1]), int(found[3])
+            for side, word, count in zip(("source", "target"), link, counts):
+                if word >= count:
+                    raise InputError(
+                        f"{path}, line {number}: expected a {side} word below {count}, got {word} "
+                        f"in {text}"
+                    )
+            (links.sure if found[2] == "-" else links.possible).add(link)
+        alignments.append(links)
+    return alignments
+
+
 class Tokenizer(Protocol):
     """Text to word ids and back; ids 0 to 3 are padding, unknown, start and end."""
 
@@ -86,6 +128,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str, own: Sequence[str] = ()) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str: ...
+
+    def word_numbers(self, text: str) -> list[int]:
+        """Return which word of a text, by blanks, each of its tokens is of."""
+        ...
 
     def content(self) -> bytes:
         """Return all there is to it, for a checkpoint."""
@@ -160,6 +206,13 @@ class SubwordTokenizer:
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
         return self._processor.decode(list(ids))
 
+    def word_numbers(self, text: str) -> list[int]:
+        numbers, word = [], -1
+        for piece in self._processor.encode(text, out_type=str):
+            word += piece.startswith("\u2581")  # in place of the blank before a word
+            numbers.append(word)
+        return numbers
+
     def content(self) -> bytes:
         return self._proto
 
@@ -197,6 +250,9 @@ class WordTokenizer:
         words = [*self._words, *own] if own else self._words
         return " ".join(words[i - 4] for i in ids)
 
+    def word_numbers(self, text: str) -> list[int]:
+        return list(range(len(text.split())))
+
     def content(self) -> bytes:
         return "\n".join(self._words).encode()
 
@@ -211,10 +267,19 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 
 
 class Example(NamedTuple):
-    """A sentence pair as word ids, without start and end."""
+    """A sentence pair as word ids, without start and end.
+
+    ``alignment``: for each target token the source's tokens that it translates, none for NULL; or
+    None where that is not known.
+    """
 
     source: list[int]
     target: list[int]
+    alignment: list[list[int]] | None = None
+
+    def __repr__(self) -> str:
+        more = "" if self.alignment is None else f", alignment={self.alignment}"
+        return f"Example(source={self.source}, target={self.target}{more})"
 
 
 class Batch(NamedTuple):
@@ -222,18 +287,24 @@ class Batch(NamedTuple):
 
     ``source [B, Tk]``, each sentence with its end; ``lengths [B]`` on the CPU;
     ``target_in [B, T]``, the target after the start; ``target_out [B, T]``, the target with its
-    end: what is to be predicted after each word of ``target_in``.
+    end: what is to be predicted after each word of ``target_in``. ``alignment [B, T, Tk]``: what
+    the words of ``target_out`` translate, in equal shares; 0 for NULL, the end and the unknown.
     """
 
     source: Tensor
     lengths: Tensor
     target_in: Tensor
     target_out: Tensor
+    alignment: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Move all but the lengths."""
-        source, lengths, *target = self
-        return Batch(source.to(device), lengths, *(x.to(device) for x in target))
+        source, lengths, target_in, target_out, alignment = self
+        if alignment is not None:
+            alignment = alignment.to(device)
+        return Batch(
+            source.to(device), lengths, target_in.to(device), target_out.to(device), alignment
+        )
 
 
 def encode_pairs(
@@ -241,21 +312,25 @@ def encode_pairs(
     pairs: Sequence[tuple[str, str]],
     max_length: int,
     copying: bool = False,
+    alignments: Sequence[Links] | None = None,
 ) -> tuple[list[Example], str]:
     """Turn text into examples, leaving out what cannot be learnt from.
 
     With ``copying`` a source's words beyond the vocabulary have ids of their own, in its target
-    too.
+    too. With ``alignments`` every token of a target word is aligned to all tokens of the words that
+    are linked with it; where a tokenizer sees other words than blanks make, to none.
 
     Returns:
         The examples, and a sentence on the pairs left out: those with an empty side and those
         with more than ``max_length`` words on one. It is empty when none was.
     """
     examples, empty, long = [], 0, 0
-    for pair in pairs:
+    for i, pair in enumerate(pairs):
         own = tokenizer.own_words(pair[0]) if copying else []
-        example = Example(*(tokenizer.encode(text, own) for text in pair))
-        shorter, longer = sorted(map(len, example))
+        source, target = (tokenizer.encode(text, own) for text in pair)
+        aligned = None if alignments is None else _aligned(tokenizer, pair, alignments[i])
+        example = Example(source, target, aligned)
+        shorter, longer = sorted((len(source), len(target)))
         if shorter == 0:
             empty += 1
         elif longer > max_length:
@@ -268,6 +343,15 @@ def encode_pairs(
         f"left out {empty + long} of {len(pairs)} pairs: {empty} with an empty side, "
         f"{long} longer than {max_length} tokens"
     )
+
+
+def _aligned(tokenizer: Tokenizer, pair: tuple[str, str], links: Links) -> list[list[int]] | None:
+    """Return the source tokens that each target token is aligned to, or None."""
+    source, target = (tokenizer.word_numbers(text) for text in pair)
+    if any(max(x, default=-1) + 1 != len(y.split()) for x, y in zip((source, target), pair)):
+        return None
+    both = links.sure | links.possible
+    return [[j for j, s in enumerate(source) if (s, t) in both] for t in target]
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
@@ -285,7 +369,14 @@ def collate(examples: Sequence[Example]) -> Batch:
     """Make a batch of examples."""
     target_in = pad([[BOS, *example.target] for example in examples])
     target_out = pad([[*example.target, EOS] for example in examples])
-    return Batch(*pad_sources([example.source for example in examples]), target_in, target_out)
+    source, lengths = pad_sources([example.source for example in examples])
+    alignment = None
+    if any(example.alignment is not None for example in examples):
+        alignment = torch.zeros(*target_out.shape, source.shape[1])
+        for b, example in enumerate(examples):
+            for t, words in enumerate(example.alignment or []):
+                alignment[b, t, words] = 1 / max(len(words), 1)
+    return Batch(source, lengths, target_in, target_out, alignment)
 
 
 def batches(examples: Sequence[Example], size: int, seed: int, epoch: int) -> list[list[Example]]:

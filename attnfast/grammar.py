@@ -3,15 +3,45 @@
 German asks of a translator what attention is for. Verbs move to the end of a clause or to its
 front (*the dog has seen the cat* → *der Hund hat die Katze gesehen*); articles, adjectives and
 relative pronouns agree with a noun's gender, number and case; and relative clauses inside
-coordinated clauses make sentences long.
+coordinated clauses make sentences long. Every word knows what it translates.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 Pair = tuple[str, str]
+_numbers = itertools.count(1)
+
+
+class Word(str):
+    """A word, and the number that it shares with its translations."""
+
+    number = 0  # translates nothing
+
+
+def translations(english: str, german: str) -> tuple[Word, Word]:
+    """Return two words that translate each other."""
+    number, words = next(_numbers), (Word(english), Word(german))
+    for word in words:
+        word.number = number
+    return words
+
+
+class Aligned(NamedTuple):
+    """A sentence in both languages, and which words of the two translate each other."""
+
+    english: list[str]
+    german: list[str]
+    links: set[tuple[int, int]]
+
+    @property
+    def pair(self) -> Pair:
+        """The two as text."""
+        return " ".join(self.english), " ".join(self.german)
 
 
 class Noun(NamedTuple):
@@ -32,8 +62,8 @@ class Verb(NamedTuple):
 class Phrase(NamedTuple):
     """Words of both languages that translate each other, and whether they are a plural."""
 
-    english: list[str]
-    german: list[str]
+    english: Sequence[str]
+    german: Sequence[str]
     plural: bool = False
 
 
@@ -95,7 +125,7 @@ ADJECTIVES = dict(
     small="klein", big="groß", old="alt", young="jung", happy="froh", white="weiß", fast="schnell"
 )
 ADVERBS = dict(today="heute", now="jetzt", often="oft", sometimes="manchmal")
-CONJUNCTIONS = {"and": "und", "but": ", aber"}
+CONJUNCTIONS = {"and": ["und"], "but": [",", "aber"]}
 
 #: The forms of *der* by case, for m, f, n and the plural; *dieser* ends alike.
 ARTICLES = {
@@ -128,26 +158,30 @@ class Grammar:
         """Draw a noun with its article, maybe an adjective and, so probable, a relative clause."""
         noun, plural = self._random.choice(NOUNS), self._chance(0.4)
         article, ending = agreement(noun.gender, plural, case)
-        english, german = ["the"], [article]
+        words = [translations("the", article)]
         if self._chance(0.3):
-            english, german = ["these" if plural else "this"], ["dies" + ENDINGS[article]]
+            words = [translations("these" if plural else "this", "dies" + ENDINGS[article])]
         if self._chance(0.4):
             adjective = self._random.choice(list(ADJECTIVES))
-            english, german = english + [adjective], german + [ADJECTIVES[adjective] + ending]
-        english, german = english + [noun.english[plural]], german + [noun.german[plural]]
+            words.append(translations(adjective, ADJECTIVES[adjective] + ending))
+        words.append(translations(noun.english[plural], noun.german[plural]))
+        english, german = map(list[str], zip(*words))
         if self._chance(relatives):
             clause = self.relative_clause(noun.gender, plural, relatives / 3)
-            english, german = english + clause.english, german + clause.german
+            english, german = [*english, *clause.english], [*german, *clause.german]
         return Phrase(english, german, plural)
 
     def verb(self, verb: Verb, plural: bool) -> tuple[list[str], str, list[str]]:
         """Draw a tense; return the English verb, and the German finite verb and the rest of it."""
         if self._chance(0.4):
             third = not plural
-            return [verb.english[third]], verb.german[third], []
-        english, german, participle = self._random.choice(AUXILIARIES)
+            english, german = translations(verb.english[third], verb.german[third])
+            return [english], german, []
+        first, second, participle = self._random.choice(AUXILIARIES)
         form = 2 if participle else 0
-        return [english[plural], verb.english[form]], german[plural], [verb.german[form]]
+        auxiliary, finite = translations(first[plural], second[plural])
+        word, rest = translations(verb.english[form], verb.german[form])
+        return [auxiliary, word], finite, [rest]
 
     def relative_clause(self, gender: str, plural: bool, relatives: float) -> Phrase:
         """Draw *that …*: in German behind a comma, the verb at its end."""
@@ -155,13 +189,13 @@ class Grammar:
         if self._chance(0.5):  # the noun is the subject: that sees the cat
             other = self.noun_phrase("accusative", relatives)
             words, finite, rest = self.verb(verb, plural)
-            english, pronoun = words + other.english, ARTICLES["nominative"]
+            english, pronoun = [*words, *other.english], ARTICLES["nominative"]
         else:  # the noun is the object: that the cat sees
             other = self.noun_phrase("nominative", relatives)
             words, finite, rest = self.verb(verb, other.plural)
-            english, pronoun = other.english + words, ARTICLES["accusative"]
-        relative = pronoun["p" if plural else gender]
-        return Phrase(["that", *english], [",", relative, *other.german, *rest, finite, ","])
+            english, pronoun = [*other.english, *words], ARTICLES["accusative"]
+        that, relative = translations("that", pronoun["p" if plural else gender])
+        return Phrase([that, *english], [",", relative, *other.german, *rest, finite, ","])
 
     def clause(self, relatives: float) -> Phrase:
         """Draw a main clause; an adverb in front pulls the German verb before the subject."""
@@ -174,29 +208,39 @@ class Grammar:
         english = [*subject.english, *verb, *other.english]
         german = [*subject.german, finite, *other.german, *rest]
         if self._chance(0.3):
-            adverb = self._random.choice(list(ADVERBS))
+            word = self._random.choice(list(ADVERBS))
+            adverb, translated = translations(word, ADVERBS[word])
             english = [adverb, *english]
-            german = [ADVERBS[adverb], finite, *subject.german, *other.german, *rest]
+            german = [translated, finite, *subject.german, *other.german, *rest]
         return Phrase(english, german)
 
-    def sentence(self) -> Pair:
+    def sentence(self) -> Aligned:
         """Draw one clause, or two or three joined by *and* or *but*."""
         relatives = self._random.choice((0.0, 0.3, 0.6))
-        english, german = self.clause(relatives)[:2]
+        english, german, _ = self.clause(relatives)
         for _ in range(self._random.choice((0, 0, 1, 2))):
             conjunction = self._random.choice(list(CONJUNCTIONS))
+            *comma, last = CONJUNCTIONS[conjunction]
+            first, last = translations(conjunction, last)
             more = self.clause(relatives)
-            english = [*english, conjunction, *more.english]
-            german = [*german, CONJUNCTIONS[conjunction], *more.german]
-        text = " ".join(german).replace(" , ,", " ,").removesuffix(" ,")
-        return " ".join(english), text
+            english = [*english, first, *more.english]
+            german = [*german, *comma, last, *more.german]
+        german = [x for x, after in zip(german, [*german[1:], ","]) if (x, after) != (",", ",")]
+        where = {word.number: j for j, word in enumerate(german) if isinstance(word, Word)}
+        links = {(i, where[x.number]) for i, x in enumerate(english) if isinstance(x, Word)}
+        return Aligned(list(english), list(german), links)
+
+
+def aligned_corpus(seed: int, count: int, longest: int = 30) -> list[Aligned]:
+    """Return ``count`` different sentences of at most ``longest`` English words."""
+    grammar, sentences = Grammar(seed), dict[str, Aligned]()
+    while len(sentences) < count:
+        drawn = grammar.sentence()
+        if len(drawn.english) <= longest:
+            sentences[drawn.pair[0]] = drawn
+    return list(sentences.values())
 
 
 def corpus(seed: int, count: int, longest: int = 30) -> list[Pair]:
-    """Return ``count`` different sentence pairs of at most ``longest`` English words."""
-    grammar, pairs = Grammar(seed), dict[str, str]()
-    while len(pairs) < count:
-        english, german = grammar.sentence()
-        if len(english.split()) <= longest:
-            pairs[english] = german
-    return list(pairs.items())
+    """Return the sentences of :func:`aligned_corpus` as text."""
+    return [x.pair for x in aligned_corpus(seed, count, longest)]

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast import checkpoint
+from attnfast import checkpoint, diagnostics
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.errors import InputError
 from attnfast.interrupts import Interrupted, stop_on_signal
+from attnfast.losses import alignment_loss
 from attnfast.models import PAD, Config, Seq2Seq
 from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate
@@ -34,6 +35,10 @@ class Options:
         label_smoothing: share of the target distribution spread over the whole vocabulary; none
             where words are copied, of which most cannot come.
         coverage_loss: weight of the coverage loss of attention with coverage.
+        alignment_loss: weight of the loss on attention weights where pairs have alignments.
+        alignment_until: share of all steps by which that weight has fallen to 0, linearly; None
+            keeps it as it is.
+        attention_lr_scale: of the learning rate, for attention's parameters.
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         seed: of the weights, of the order of the data and of dropout.
@@ -46,6 +51,9 @@ class Options:
     warmup: float = 0.05
     label_smoothing: float = 0.1
     coverage_loss: float = 1.0
+    alignment_loss: float = 1.0
+    alignment_until: float | None = None
+    attention_lr_scale: float = 1.0
     weight_decay: float = 1e-4
     clip: float = 1.0
     seed: int = 1
@@ -57,7 +65,11 @@ class Options:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
-        for name in ("coverage_loss", "save_every"):
+        if self.alignment_until is not None and not 0 < self.alignment_until <= 1:
+            raise InputError(
+                f"alignment_until must be above 0 and at most 1, got {self.alignment_until}"
+            )
+        for name in ("coverage_loss", "alignment_loss", "attention_lr_scale", "save_every"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"{name} must be a number, at least 0, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
@@ -67,6 +79,11 @@ class Options:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    def supervision(self, step: int, steps: int) -> float:
+        """Return the weight of the loss on alignments at a step."""
+        left = 1.0 if self.alignment_until is None else 1 - step / (self.alignment_until * steps)
+        return self.alignment_loss * max(left, 0.0)
 
 
 def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -80,9 +97,18 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
 
 
 def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:
-    """Make AdamW over all parameters, in its fused form."""
+    """Make AdamW over all parameters, in its fused form; those of attention may be a group."""
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    if options.attention_lr_scale != 1:
+        attention = list(getattr(model, "module", model).decoder.attention.parameters())
+        own = set(map(id, attention))
+        rest = [x for x in model.parameters() if id(x) not in own]
+        groups = [{"params": rest}, {"params": attention, "scale": options.attention_lr_scale}]
     return torch.optim.AdamW(
-        model.parameters(), options.learning_rate, weight_decay=options.weight_decay, fused=True
+        [group for group in groups if group["params"]],
+        options.learning_rate,
+        weight_decay=options.weight_decay,
+        fused=True,
     )
 
 
@@ -92,22 +118,61 @@ def train_step(
     batch: Batch,
     options: Options,
     rate: float,
+    supervision: float = 0.0,
 ) -> float:
-    """Learn from one batch; return its loss."""
+    """Learn from one batch; return its loss.
+
+    ``supervision`` is the weight of the loss on attention's weights, if the batch has alignments.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("scale", 1.0)
     optimizer.zero_grad(set_to_none=True)
-    logits, coverage = model(batch.source, batch.lengths, batch.target_in)
+    aligned = batch.alignment if supervision else None
+    needs = {} if aligned is None else {"need_weights": True}
+    predicted = model(batch.source, batch.lengths, batch.target_in, **needs)
+    logits, coverage = predicted
     copying = getattr(getattr(model, "module", model), "pointer", None) is not None
     smoothing = 0.0 if copying else options.label_smoothing
     loss = sequence_loss(logits, batch.target_out, smoothing)
     if coverage is not None and options.coverage_loss:
         words = (batch.target_out != PAD).sum()
         loss = loss + options.coverage_loss * coverage.sum() / words
+    if aligned is not None:
+        rows = (aligned.sum(-1) > 0).sum().clamp_min(1)
+        of_rows = alignment_loss(predicted.weights, aligned)
+        loss = loss + supervision * of_rows.sum() / rows
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
     optimizer.step()
     return loss.item()
+
+
+class AttentionLog:
+    """Means over all rows that attention has had: entropy, largest weight, diagonality."""
+
+    def __init__(self):
+        self.sums: dict[str, float] = {}
+        self.rows = 0
+
+    def add(self, weights: Tensor | None, batch: Batch) -> None:
+        """Count the weights of a batch, if it has any."""
+        if weights is None or not batch.target_out.numel():
+            return
+        lengths = batch.lengths.to(weights.device)
+        targets = (batch.target_out != PAD).sum(-1)
+        rows = diagnostics.row_statistics(weights, lengths, targets)
+        near = diagnostics.diagonality(weights, lengths, targets).share
+        heads = weights.shape[1] if weights.dim() == 4 else 1
+        counts = targets.view(-1, *[1] * (weights.dim() - 3))
+        for name, x in (
+            ("entropy", rows.entropy), ("largest", rows.largest), ("diagonality", near * counts),
+        ):  # fmt: skip
+            self.sums[name] = self.sums.get(name, 0.0) + x.sum().item() / heads
+        self.rows += int(targets.sum())
+
+    def means(self) -> dict[str, float]:
+        """Return the means, none without attention."""
+        return {name: x / max(self.rows, 1) for name, x in self.sums.items()}
 
 
 @torch.no_grad()
@@ -115,10 +180,12 @@ def validation_loss(
     model: Seq2Seq,
     groups: Sequence[Sequence[Example]],
     progress: Callable[[int], object] = lambda done: None,
+    log: AttentionLog | None = None,
 ) -> float:
     """Return the mean cross-entropy over all words of all batches, without smoothing.
 
-    ``progress`` is called after each batch with the number of pairs in it.
+    ``progress`` is called after each batch with the number of pairs in it; ``log`` is given its
+    attention weights.
     """
     device = next(model.parameters()).device
     training = model.training
@@ -128,7 +195,11 @@ def validation_loss(
         for group in groups:
             batch = collate(group).to(device)
             count = int((batch.target_out != PAD).sum())
-            logits, _ = model(batch.source, batch.lengths, batch.target_in)
+            needs = {} if log is None else {"need_weights": True}
+            predicted = model(batch.source, batch.lengths, batch.target_in, **needs)
+            logits, _ = predicted
+            if log is not None:
+                log.add(predicted.weights, batch)
             total += sequence_loss(logits, batch.target_out).item() * count
             words += count
             progress(len(group))
@@ -282,10 +353,11 @@ class Trainer:
                 check()
                 start = time.perf_counter()
                 batch = collate(groups[self.step]).to(self.device)
-                rate = options.rate(
-                    self.epoch * self.steps + self.step, options.epochs * self.steps
-                )
-                loss = train_step(self.model, self.optimizer, batch, options, rate)
+                place = self.epoch * self.steps + self.step, options.epochs * self.steps
+                loss = train_step(
+                    self.model, self.optimizer, batch, options, options.rate(*place),
+                    options.supervision(*place),
+                )  # fmt: skip
                 self.loss_sum += self._finite(loss, f"loss of step {self.step + 1}")
                 self.seconds += time.perf_counter() - start
                 self.step += 1
@@ -306,7 +378,9 @@ class Trainer:
                 progress(count)
                 check()
 
-            loss = self._finite(validation_loss(self.model, groups, done), "validation loss")
+            log = AttentionLog()
+            loss = validation_loss(self.model, groups, done, log)
+            loss = self._finite(loss, "validation loss")
             outputs = translate(self.model, self.tokenizer, sources, beam=1, progress=done)
         score, _ = bleu(outputs, references)
         return {
@@ -316,10 +390,15 @@ class Trainer:
             "bleu": score,
             "step_ms": 1000 * self.seconds / self.steps,
             "seconds": self.seconds,
+            **log.means(),
         }
 
     def _write_log(self) -> None:
-        rows = [",".join(self.history[0])]
-        rows += [",".join(f"{value:.6g}" for value in entry.values()) for entry in self.history]
+        names = list(self.history[-1])  # earlier epochs, of an earlier version, may lack some
+        rows = [",".join(names)]
+        rows += [
+            ",".join(f"{entry[x]:.6g}" if x in entry else "" for x in names)
+            for entry in self.history
+        ]
         content = "\n".join(rows) + "\n"
         checkpoint.write_atomically(self.directory / "log.csv", content.encode())

@@ -18,6 +18,7 @@ import torch
 from attnfast import checkpoint, progress, training
 from attnfast.cli import main
 from attnfast.data import (
+    Example,
     SubwordTokenizer,
     WordTokenizer,
     batches,
@@ -136,7 +137,7 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted():
     tokenizer = WordTokenizer.train(["a b c"])
     pairs = [("a", "b"), ("", "b"), ("a", ""), ("a b c", "a"), ("c z", "c")]
     examples, said = encode_pairs(tokenizer, pairs, max_length=2)
-    assert examples == [([4], [5]), ([6, UNK], [6])]
+    assert examples == [Example([4], [5]), Example([6, UNK], [6])]
     assert said == "left out 3 of 5 pairs: 2 with an empty side, 1 longer than 2 tokens"
     assert encode_pairs(tokenizer, pairs[:1], max_length=2)[1] == ""
 
@@ -200,10 +201,13 @@ def test_loss_ignores_padding_and_the_rate_rises_and_falls():
 
 def test_training_learns_and_logs(trained):
     rows = (trained / "log.csv").read_text().splitlines()
-    assert rows[0] == "epoch,loss,valid_loss,bleu,step_ms,seconds" and len(rows) == 10
+    names = "epoch,loss,valid_loss,bleu,step_ms,seconds,entropy,largest,diagonality"
+    assert rows[0] == names and len(rows) == 10
     first, last = (dict(zip(rows[0].split(","), map(float, row.split(",")))) for row in rows[1::8])
     assert last["valid_loss"] < 0.5 * first["valid_loss"]
     assert last["bleu"] > first["bleu"] + 20
+    assert last["entropy"] < 0.7 * first["entropy"]  # it has learnt where to look
+    assert last["largest"] > first["largest"] and last["diagonality"] > first["diagonality"]
     assert sorted(path.name for path in trained.iterdir()) == ["best.pt", "last.pt", "log.csv"]
 
 
@@ -630,8 +634,8 @@ def test_words_of_a_source_that_the_vocabulary_lacks():
     assert ids == [7, 4, UNK, 6]
     assert tokenizer.decode([7, 4, 6], own) == "drei a zwei"
     pairs = [("a zwei", "zwei b drei")]
-    assert encode_pairs(tokenizer, pairs, 9, copying=True)[0] == [([4, 6], [6, 5, UNK])]
-    assert encode_pairs(tokenizer, pairs, 9)[0] == [([4, UNK], [UNK, 5, UNK])]
+    assert encode_pairs(tokenizer, pairs, 9, copying=True)[0] == [Example([4, 6], [6, 5, UNK])]
+    assert encode_pairs(tokenizer, pairs, 9)[0] == [Example([4, UNK], [UNK, 5, UNK])]
 
 
 def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):

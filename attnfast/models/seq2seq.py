@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from attnfast._torch import keep_in_pytrees
 from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.models.decoders import (
     CELLS,
@@ -136,6 +137,15 @@ class Source(NamedTuple):
         return Source(self.memory.index_select(index), self.words[index], self.extra_words)
 
 
+class Predicted(tuple):
+    """``logits, coverage`` of a whole target; ``weights [B, T, Tk]``, None unless asked for."""
+
+    weights: Tensor | None = None
+
+
+keep_in_pytrees(Predicted, "weights")
+
+
 class Seq2Seq(nn.Module):
     """Encoder, decoder, and one embedding for source words, target words and the output layer.
 
@@ -236,17 +246,18 @@ class Seq2Seq(nn.Module):
         return logits, state, weights if need_weights else None
 
     def forward(
-        self, source: Tensor, lengths: Tensor, target_in: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self, source: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
+    ) -> Predicted:
         """Read the true previous words ``target_in [B, T]``.
 
         Returns:
-            The logits of :meth:`decode`, and ``[B]``, the coverage loss of a
-            :class:`attnfast.nn.CoverageAttention`, or None.
+            ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
+            :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is as there.
         """
         check_ids("target_in", target_in)
         memory, state = self.encode(source, lengths)
-        logits, state, _ = self.decode(target_in, state, memory)
-        if state.history is None or not isinstance(self.decoder.attention, CoverageAttention):
-            return logits, None
-        return logits, state.history.loss
+        logits, state, weights = self.decode(target_in, state, memory, need_weights)
+        covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)
+        predicted = Predicted((logits, state.history.loss if covers else None))
+        predicted.weights = weights
+        return predicted
