@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from attnfast.errors import optional
+from attnfast.errors import describe, optional, refuse
 from attnfast.measure import Cost
+from attnfast.ops.span import to_dense
 
 COLOURS = {
     "none": "#8a8f98",
@@ -29,29 +31,122 @@ def _png(figure) -> bytes:
     return content.getvalue()
 
 
-def draw_alignment(weights: Tensor, source: Sequence[str], target: Sequence[str]) -> bytes:
-    """Draw a heatmap of ``weights [T, Tk]``: a row for each target word, a column for each source.
+#: Words that a picture has room for side by side, and inches that they may take.
+MOST_WORDS, MOST_INCHES = 40, 18.0
+
+
+def _fonts_for(words: Iterable[str]) -> list[str]:
+    """Return fonts of this machine that together have the letters of all words, as far as any has.
+
+    The first is the usual one; matplotlib looks for a letter in one after the other.
+    """
+    manager = optional("matplotlib.font_manager", "drawing")
+    open_font = optional("matplotlib.ft2font", "drawing").FT2Font
+    usual = manager.findfont(manager.FontProperties())
+    missing = {ord(x) for word in words for x in word if x.isprintable()}
+    missing -= open_font(usual).get_charmap().keys()
+    names = [manager.FontProperties(fname=usual).get_name()]
+    for entry in sorted(manager.fontManager.ttflist, key=lambda x: (x.style, x.weight != 400)):
+        if not missing:
+            break
+        if "Last Resort" in entry.name:  # a frame for every letter
+            continue
+        found = missing & open_font(entry.fname).get_charmap().keys()
+        if found:
+            names.append(entry.name)
+            missing -= found
+    if missing:
+        letters = "".join(map(chr, sorted(missing)[:8]))
+        warnings.warn(
+            f"no font of this machine has {letters}: frames stand for them (Debian: apt install "
+            "fonts-noto fonts-noto-cjk)",
+            stacklevel=3,
+        )
+    return names
+
+
+def draw_alignment(
+    weights: Tensor, source: Sequence[str], target: Sequence[str], *, keys: Tensor | None = None
+) -> bytes:
+    """Draw a heatmap: a row for each target word, a column for each source word.
+
+    Long sentences get smaller letters, and beyond 40 words a label for every second word, every
+    third and so on. Letters that the usual font lacks come from another one of the machine, if one
+    has them.
 
     Args:
+        weights: ``[T, Tk]``, or ``[H, T, Tk]`` with a map for each head.
         source, target: Tk and T words.
+        keys: of the columns, ``[T, W]`` or ``[H, T, W]`` from :meth:`attnfast.Span.keys`, if the
+            weights are those of a span, ``[.., T, W]``.
+
+    Raises:
+        ValueError: there are not as many words as rows and columns.
     """
-    figure = _figure(2.2 + 0.42 * len(source), 1.7 + 0.36 * len(target))
-    axes = figure.add_subplot()
-    image = axes.imshow(weights.float().numpy(), cmap="GnBu", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(source)), source, rotation=45, ha="left", rotation_mode="anchor")
-    axes.set_yticks(range(len(target)), target)
+    if keys is not None:
+        weights = to_dense(weights, keys.to(weights.device), len(source))
+    weights = weights.detach().float().cpu()
+    if weights.dim() not in (2, 3):
+        refuse("weights", "[T, Tk] or [H, T, Tk]", describe(weights))
+    for name, words, count in (
+        ("source", source, weights.shape[-1]), ("target", target, weights.shape[-2]),
+    ):  # fmt: skip
+        if len(words) != count:
+            refuse(name, f"{count} words, as the weights have", len(words))
+    heads = weights.unsqueeze(0) if weights.dim() == 2 else weights
+    across = min(len(heads), 2 if max(len(source), len(target)) > 12 else 4)
+    down = -(-len(heads) // max(across, 1))
+    width, height = (
+        min(margin + each * max(len(words), 1), MOST_INCHES / (1 if count == 1 else 1.5))
+        for margin, each, words, count in ((2.2, 0.42, source, across), (1.7, 0.36, target, down))
+    )
+    rc_context = optional("matplotlib", "drawing").rc_context
+    fonts = _fonts_for([*source, *target])
+    with rc_context({"font.family": fonts}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # said above
+        figure = _figure(width * max(across, 1), height * max(down, 1))
+        grid = figure.subplots(max(down, 1), max(across, 1), squeeze=False)
+        image = None
+        for number, axes in enumerate(grid.flat):
+            if number >= len(heads):
+                axes.set_visible(False)
+                continue
+            image = axes.imshow(
+                heads[number].numpy(), cmap="GnBu", vmin=0, vmax=1, aspect="auto",
+                interpolation="nearest",
+            )  # fmt: skip
+            _label(axes, source, target)
+            if len(heads) > 1:
+                axes.set_title(f"head {number + 1}", fontsize=11)
+        if image is not None:
+            bar = figure.colorbar(
+                image, ax=grid, shrink=0.8, pad=0.03, aspect=30, label="attention weight"
+            )
+            bar.outline.set_visible(False)
+        return _png(figure)
+
+
+def _label(axes, source: Sequence[str], target: Sequence[str]) -> None:
+    """Put words beside the rows and above the columns of a heatmap."""
+    every = [-(-len(words) // MOST_WORDS) or 1 for words in (source, target)]
+    columns, rows = (range(0, len(x), step) for x, step in zip((source, target), every))
+    size = 10 * min(1.0, 28 / max(len(columns), len(rows), 1))
+    # a dollar sign would begin a formula
+    names = [[words[i].replace("$", r"\$") for i in at] for words, at in
+             ((source, columns), (target, rows))]  # fmt: skip
+    axes.set_xticks(columns, names[0], rotation=45, ha="left", rotation_mode="anchor")
+    axes.set_yticks(rows, names[1])
     axes.tick_params(top=True, bottom=False, labeltop=True, labelbottom=False, length=0)
-    axes.set_xticks([i - 0.5 for i in range(1, len(source))], minor=True)
-    axes.set_yticks([i - 0.5 for i in range(1, len(target))], minor=True)
-    axes.grid(which="minor", color="white", linewidth=1)
-    axes.tick_params(which="minor", length=0, top=False)
+    axes.tick_params(labelsize=size)
+    if max(len(source), len(target)) <= MOST_WORDS:
+        axes.set_xticks([i - 0.5 for i in range(1, len(source))], minor=True)
+        axes.set_yticks([i - 0.5 for i in range(1, len(target))], minor=True)
+        axes.grid(which="minor", color="white", linewidth=1)
+        axes.tick_params(which="minor", length=0, top=False)
     axes.spines[:].set_visible(False)
     axes.xaxis.set_label_position("top")
     axes.set_xlabel("source: what is read", labelpad=8)
     axes.set_ylabel("target: what is written", labelpad=8)
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03, label="attention weight")
-    bar.outline.set_visible(False)
-    return _png(figure)
 
 
 def draw_speed(

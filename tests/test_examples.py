@@ -13,6 +13,29 @@ pytest.importorskip("sacrebleu")
 ROOT = Path(__file__).parent.parent
 
 
+def example(name):
+    """Import an example."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_alignments(tmp_path, capsys, monkeypatch):
+    module = example("alignments")
+    monkeypatch.setattr(module, "DECODERS", {"Bahdanau": {"attention": "bahdanau"}})
+    sizes = ["--pairs", "60", "--test", "8", "--epochs", "2", "--dim", "16"]
+    arguments = ["--out", str(tmp_path), *sizes]
+    assert module.main(arguments) == 0
+    table = capsys.readouterr().out
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    assert rows[0][2:] == ["AER", "F1", "entropy", "diagonal", "stuck", "BLEU"]
+    assert [row[1] for row in rows[2:]] == list(module.WAYS)
+    assert all(0 <= float(x) <= 100 for row in rows[2:] for x in row[2:])
+    assert module.main(arguments) == 0  # all are trained: the same table again
+    assert capsys.readouterr().out == table
+
+
 @pytest.fixture
 def e2e(tmp_path, capsys):
     """Call the example; return its exit status, its output and what it said."""
@@ -20,9 +43,7 @@ def e2e(tmp_path, capsys):
         rows = [f'"name[The {x}], area[riverside]","The {x} is by the river."' for x in names]
         rows += [f'"name[The {x}], area[riverside]",At the riverside: The {x}.' for x in names]
         (tmp_path / file).write_text("\n".join(["mr,ref", *rows]) + "\n")
-    spec = importlib.util.spec_from_file_location("e2e", ROOT / "examples" / "e2e.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = example("e2e")
 
     def call(*options):
         arguments = (tmp_path, "--epochs", 1, "--vocab-size", 20, *options)
