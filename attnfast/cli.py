@@ -1,4 +1,4 @@
-"""The command line: ``attnfast train``, ``translate``, ``score``, ``demo`` and ``info``.
+"""The command line: ``attnfast train``, ``translate``, ``score``, ``inspect``, ``demo``, ``info``.
 
 Bad input ends in one sentence on the standard error and exit status 2; Ctrl-C and SIGTERM in one
 sentence and 128 more than the signal's number: 130 and 143.
@@ -211,6 +211,43 @@ def score(args: argparse.Namespace) -> None:
         print(f"{name:>12}  {count:>9}  {value:>6.2f}")
 
 
+def inspect(args: argparse.Namespace) -> None:
+    """Say what attention does, sentence by sentence: a table, and a page to look at."""
+    from attnfast import inspection
+    from attnfast.checkpoint import check_file, write_atomically
+    from attnfast.data import read_alignments, read_lines, read_pairs
+    from attnfast.models import FixedContext
+    from attnfast.translation import translate as translate_lines
+
+    _check_output()
+    check_file(Path(args.page))
+    if args.most < 1:
+        raise InputError(f"--most must be at least 1, got {args.most}")
+    if args.alignments is not None and args.target is None:
+        raise InputError("--alignments: expected the translations that they are of in --target")
+    model, tokenizer = _load(args)
+    if isinstance(model.decoder.attention, FixedContext):
+        raise InputError(f"{args.checkpoint}: expected a model that attends, got one without")
+    if args.target is None:
+        sources = read_lines(args.source)
+        with Progress("translating", sum(map(bool, sources)), "sentence") as progress:
+            targets = translate_lines(model, tokenizer, sources, beam=1, progress=progress)
+        pairs = list(zip(sources, targets))
+    else:
+        pairs = read_pairs(args.source, args.target)
+    links = None if args.alignments is None else read_alignments(args.alignments, pairs)
+    with Progress("inspecting", len(pairs), "sentence") as progress:
+        found = inspection.inspect(model, tokenizer, pairs, links, progress=progress)
+    if not found:
+        raise InputError(f"{args.source}: expected sentences that can be used, got none")
+    if len(found) < len(pairs):
+        say(f"left out {len(pairs) - len(found)} of {len(pairs)} pairs: empty or too long")
+    text = inspection.page(found, Path(args.checkpoint).name, args.most)
+    write_atomically(Path(args.page), text.encode())
+    print(inspection.table(found))
+    say(f"a map of each sentence: {args.page}")
+
+
 def info(args: argparse.Namespace) -> None:
     """Print versions, threads, and each backend, on or off and why."""
     print(f"attnfast {__version__}")
@@ -346,6 +383,15 @@ def _parser() -> Parser:
     sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     sub.add_argument("--target", required=True, metavar="FILE", help="its reference translation")
     sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
+    placement(sub)
+
+    sub = command(inspect)
+    sub.add_argument("checkpoint")
+    sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
+    sub.add_argument("--target", metavar="FILE", help="None takes the model's own translations")
+    sub.add_argument("--alignments", metavar="FILE", help="the true ones, such as 0-0 1-2")
+    sub.add_argument("--page", default="attention.html", metavar="FILE", help="where to write it")
+    sub.add_argument("--most", type=_whole, default=200, help="sentences on the page")
     placement(sub)
 
     sub = command(demo)

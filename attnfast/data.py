@@ -133,6 +133,10 @@ class Tokenizer(Protocol):
         """Return which word of a text, by blanks, each of its tokens is of."""
         ...
 
+    def tokens(self, text: str) -> list[str]:
+        """Return a text's tokens as they are written, for people to read."""
+        ...
+
     def content(self) -> bytes:
         """Return all there is to it, for a checkpoint."""
         ...
@@ -208,10 +212,13 @@ class SubwordTokenizer:
 
     def word_numbers(self, text: str) -> list[int]:
         numbers, word = [], -1
-        for piece in self._processor.encode(text, out_type=str):
+        for piece in self.tokens(text):
             word += piece.startswith("\u2581")  # in place of the blank before a word
             numbers.append(word)
         return numbers
+
+    def tokens(self, text: str) -> list[str]:
+        return self._processor.encode(text, out_type=str)
 
     def content(self) -> bytes:
         return self._proto
@@ -252,6 +259,9 @@ class WordTokenizer:
 
     def word_numbers(self, text: str) -> list[int]:
         return list(range(len(text.split())))
+
+    def tokens(self, text: str) -> list[str]:
+        return text.split()
 
     def content(self) -> bytes:
         return "\n".join(self._words).encode()

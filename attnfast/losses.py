@@ -92,6 +92,7 @@ def alignment_loss(
 
 
 def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
+    """Return the keys of the columns of ``weights``, with an axis for heads; refuse misfits."""
     if keys.dim() == 3 and weights.dim() == 4:
         keys = keys.unsqueeze(1)
     try:
