@@ -72,6 +72,8 @@ def train(args: argparse.Namespace) -> None:
     pairs = read_pairs(args.source, args.target)
     valid_pairs = read_pairs(args.valid_source, args.valid_target)
     links = None
+    if args.alignments is None and args.alignment_until is not None:
+        raise InputError("--alignment-until: expected alignments to learn from in --alignments")
     if args.alignments is not None:
         if config.attention == "none":
             raise InputError("--alignments: expected an attention to supervise, got none")
@@ -122,7 +124,7 @@ def train(args: argparse.Namespace) -> None:
         if options.epochs > before:
             say(
                 f"going on to epoch {options.epochs} in place of {before}, at the learning rates "
-                f"of a training of {options.epochs}"
+                f"and weights of alignments of a training of {options.epochs}"
             )
     size = sum(p.numel() for p in model.parameters())
     say(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")

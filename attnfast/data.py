@@ -84,7 +84,8 @@ def read_alignments(path: str | Path, pairs: Sequence[tuple[str, str]]) -> list[
     """Read the word alignments of ``pairs``, one line each, in Pharaoh's format.
 
     ``0-0 1-2`` links the first words, and the source's second with the target's third; ``1?2`` is
-    a link that is possible, not sure. Words are what blanks separate. An empty line is a pair whose
+    a link that is possible, not sure. Words are what white space separates, as for ``str.split``: a
+    no-break space too. An empty line is a pair whose
     words are aligned to nothing.
 
     Raises:
@@ -130,7 +131,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str: ...
 
     def word_numbers(self, text: str) -> list[int]:
-        """Return which word of a text, by blanks, each of its tokens is of."""
+        """Return which word of a text, by white space, each of its tokens is of.
+
+        Where words by themselves make other tokens that is not known, and all are −1.
+        """
         ...
 
     def tokens(self, text: str) -> list[str]:
@@ -211,11 +215,11 @@ class SubwordTokenizer:
         return self._processor.decode(list(ids))
 
     def word_numbers(self, text: str) -> list[int]:
-        numbers, word = [], -1
-        for piece in self.tokens(text):
-            word += piece.startswith("\u2581")  # in place of the blank before a word
-            numbers.append(word)
-        return numbers
+        words = [self.tokens(word) for word in text.split()]
+        whole = self.tokens(text)
+        if [piece for pieces in words for piece in pieces] != whole:
+            return [-1] * len(whole)
+        return [number for number, pieces in enumerate(words) for _ in pieces]
 
     def tokens(self, text: str) -> list[str]:
         return self._processor.encode(text, out_type=str)
@@ -328,7 +332,7 @@ def encode_pairs(
 
     With ``copying`` a source's words beyond the vocabulary have ids of their own, in its target
     too. With ``alignments`` every token of a target word is aligned to all tokens of the words that
-    are linked with it; where a tokenizer sees other words than blanks make, to none.
+    are linked with it, unless the tokenizer sees other words than white space makes.
 
     Returns:
         The examples, and a sentence on the pairs left out: those with an empty side and those
@@ -358,7 +362,7 @@ def encode_pairs(
 def _aligned(tokenizer: Tokenizer, pair: tuple[str, str], links: Links) -> list[list[int]] | None:
     """Return the source tokens that each target token is aligned to, or None."""
     source, target = (tokenizer.word_numbers(text) for text in pair)
-    if any(max(x, default=-1) + 1 != len(y.split()) for x, y in zip((source, target), pair)):
+    if -1 in source or -1 in target:
         return None
     both = links.sure | links.possible
     return [[j for j, s in enumerate(source) if (s, t) in both] for t in target]
@@ -383,9 +387,15 @@ def collate(examples: Sequence[Example]) -> Batch:
     alignment = None
     if any(example.alignment is not None for example in examples):
         alignment = torch.zeros(*target_out.shape, source.shape[1])
-        for b, example in enumerate(examples):
-            for t, words in enumerate(example.alignment or []):
-                alignment[b, t, words] = 1 / max(len(words), 1)
+        entries = [
+            (b, t, word, 1 / len(words))
+            for b, example in enumerate(examples)
+            for t, words in enumerate(example.alignment or [])
+            for word in words
+        ]
+        if entries:
+            *index, shares = zip(*entries)
+            alignment[tuple(map(torch.tensor, index))] = torch.tensor(shares)
     return Batch(source, lengths, target_in, target_out, alignment)
 
 

@@ -7,12 +7,14 @@ Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any
 ``target_lengths``
     ``[B]``, the rows of each target; None means Tq.
 ``keys``
-    of the columns, from :meth:`attnfast.Span.keys`, if the weights are those of a span; then
-    lengths of None are those of the last key that any row sees.
+    of the columns, from :meth:`attnfast.Span.keys`, if the weights are those of a span. Tk is then
+    the largest length, and lengths of None are those of the last key that any row sees.
 
-In the formulas α are the weights, i is a row of m, j a key of n. Entropies are in nats. Sums are
-float32, or float64 for float64. What lies in padding does not count, and its results are 0. An
-argument that does not fit raises ValueError or TypeError, and the sentence names it.
+In the formulas α are the weights, i is a row of m, j a key of n; :math:`p_{ij} = \alpha_{ij} /
+\sum_j \alpha_{ij}` are those of a row whose weights do not add up to 1, as where a Gaussian
+multiplies them, and else the same. Entropies are in nats. Sums are float32, or float64 for float64.
+What lies in padding does not count, NaN neither, and its results are 0. An argument that does not
+fit raises ValueError or TypeError, and the sentence names it.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ __all__ = [
 class _Given:
     """Weights whose padding is 0, and what of them is no padding.
 
-    ``weights``, ``seen [B, (H,) Tq, W]``; ``rows [B, (1,) Tq]``; ``keys`` of the columns; ``n``
-    and ``m [B]``.
+    ``weights``, ``p``, ``seen [B, (H,) Tq, W]``; ``rows [B, (1,) Tq]``; ``keys`` of the columns;
+    ``n`` and ``m [B]``.
     """
 
     def __init__(self, weights: object, lengths: object, target_lengths: object, keys: object):
@@ -74,6 +76,9 @@ class _Given:
             self.keys, self.Tk = columns, W
         else:
             check_tensor("keys", keys)
+            if keys.device != weights.device:  # type: ignore[attr-defined]
+                where = keys.device  # type: ignore[attr-defined]
+                refuse("keys", f"on the weights' device {weights.device}", where)
             self.keys = check_keys(keys, weights)  # type: ignore[arg-type]
             self.Tk = int(self.keys.max()) + 1 if self.keys.numel() else 0
         self.n = self._lengths("lengths", lengths, None if keys is not None else W, weights)
@@ -85,6 +90,8 @@ class _Given:
         self.seen = (inside & self.rows.unsqueeze(-1)).expand(weights.shape)
         numbers = weights.to(accumulation_dtype(weights.dtype))
         self.weights = numbers.masked_fill(~self.seen, 0)
+        mass = self.weights.sum(-1, keepdim=True)
+        self.p = self.weights / mass.masked_fill(mass == 0, 1)
 
     def _lengths(self, name: str, x: object, most: int | None, like: Tensor) -> Tensor:
         B = like.shape[0]
@@ -112,12 +119,17 @@ class _Given:
 
     def diagonal(self) -> Tensor:
         """Return where a row stands among the keys, ``[B, (1,) Tq]``: (i + ½) n / m − ½."""
-        i = torch.arange(self.rows.shape[-1], device=self.n.device)
+        like = self.weights
+        i = torch.arange(self.rows.shape[-1], device=like.device, dtype=like.dtype)
         return (i + 0.5) * self.each(self.n, 1) / self.each(self.m, 1).clamp_min(1) - 0.5
 
     def entropy(self) -> Tensor:
-        """Return −Σ_j α ln α of every row."""
-        return _entropy(self.weights)
+        """Return −Σ_j p ln p of every row."""
+        return _entropy(self.p)
+
+    def evenness(self) -> Tensor:
+        """Return every row's entropy over the largest that the keys it may see allow."""
+        return self.entropy() / self.seen.sum(-1).clamp_min(2).to(self.p.dtype).log()
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """Return every row's largest weight, and its key; key 0 where there is no weight."""
@@ -176,20 +188,19 @@ def row_statistics(
 ) -> RowStatistics:
     r"""Return what a row looks at, and how sharply.
 
-    .. math:: H_i = -\sum_j \alpha_{ij} \ln \alpha_{ij}, \quad
-              \mu_i = \sum_j j\, \alpha_{ij}, \quad
-              \sigma^2_i = \sum_j (j - \mu_i)^2 \alpha_{ij}
+    .. math:: H_i = -\sum_j p_{ij} \ln p_{ij}, \quad \mu_i = \sum_j j\, p_{ij}, \quad
+              \sigma^2_i = \sum_j (j - \mu_i)^2 p_{ij}
 
     Returns:
-        ``entropy`` H, 0 for one key and ln n where all are alike; ``largest`` weight and its
+        ``entropy`` H, 0 for one key and ln n where all are alike; ``largest`` weight α and its
         ``position``, int64, the first of equal ones; ``mean`` position μ and its ``variance`` σ²,
         in keys. Differentiable but for the position. The module's text has the arguments.
     """
     of = _Given(weights, lengths, target_lengths, keys)
     largest, position = of.largest()
     j = of.keys.to(of.weights.dtype)
-    mean = (of.weights * j).sum(-1)
-    variance = (of.weights * (j - mean.unsqueeze(-1)).square()).sum(-1)
+    mean = (of.p * j).sum(-1)
+    variance = (of.p * (j - mean.unsqueeze(-1)).square()).sum(-1)
     return RowStatistics(of.entropy(), largest, position, mean, variance)
 
 
@@ -200,7 +211,7 @@ def kl_from_uniform(
     *,
     keys: Tensor | None = None,
 ) -> Tensor:
-    r"""Return :math:`\mathrm{KL}(\alpha_i \,\|\, \text{uniform}) = \ln n_i - H_i`, in nats.
+    r"""Return :math:`\mathrm{KL}(p_i \,\|\, \text{uniform}) = \ln n_i - H_i`, in nats.
 
     It is 0 where a row looks everywhere alike, ln n where it looks at one key. n_i are the keys
     that the row may see: those of its source, or of its span.
@@ -211,7 +222,7 @@ def kl_from_uniform(
     of = _Given(weights, lengths, target_lengths, keys)
     seen = of.seen.sum(-1)
     gap = seen.clamp_min(1).to(of.weights.dtype).log() - of.entropy()
-    return gap.masked_fill(of.weights.sum(-1) == 0, 0)
+    return gap.clamp_min(0).masked_fill(of.weights.sum(-1) == 0, 0)
 
 
 # ---- sentences ----------------------------------------------------------------------------------
@@ -246,7 +257,7 @@ def key_coverage(
     mass = total.sum(-1, keepdim=True)
     p = total / mass.masked_fill(mass == 0, 1)
     n = of.each(of.n).to(p.dtype)
-    uniformity = _entropy(p) / n.clamp_min(2).log()
+    uniformity = (_entropy(p) / n.clamp_min(2).log()).clamp_max(1)
     uniformity = uniformity.masked_fill(n == 1, 1)
     return KeyCoverage(total, uniformity.masked_fill(mass.squeeze(-1) == 0, 0))
 
@@ -273,16 +284,15 @@ def diagonality(
         radius: r, in keys.
 
     Returns:
-        ``share``, the mean over the rows of :math:`\sum_{|j - d_i| \le r} \alpha_{ij}`; ``offset``,
-        that of :math:`\sum_j (j - d_i) \alpha_{ij}`, below 0 where rows look back; ``distance``,
-        that of :math:`\sum_j |j - d_i| \alpha_{ij}`.
+        ``share``, the mean over the rows of :math:`\sum_{|j - d_i| \le r} p_{ij}`; ``offset``, that
+        of :math:`\sum_j (j - d_i) p_{ij}`, below 0 where rows look back; ``distance``, that of
+        :math:`\sum_j |j - d_i| p_{ij}`.
     """
     if not is_finite(radius) or radius < 0:
         refuse("radius", "a number of at least 0", describe(radius))
     of = _Given(weights, lengths, target_lengths, keys)
-    apart = of.keys - of.diagonal().unsqueeze(-1).to(of.weights.dtype)
-    near = of.weights * (apart.abs() <= radius)
-    ways = near, of.weights * apart, of.weights * apart.abs()
+    apart = of.keys - of.diagonal().unsqueeze(-1)
+    ways = of.p * (apart.abs() <= radius), of.p * apart, of.p * apart.abs()
     return Diagonality(*(of.mean(x.sum(-1)) for x in ways))
 
 
@@ -319,13 +329,16 @@ def translated(
     asked = m / n.clamp_min(1)
     if fertility is not None:
         check_tensor("fertility", fertility)
-        wanted = [total.shape[0], of.Tk]
+        wanted, got = [total.shape[0], of.Tk], f"{fertility.dtype} {list(fertility.shape)}"
         if not fertility.is_floating_point() or list(fertility.shape) != wanted:
-            got = f"{fertility.dtype} {list(fertility.shape)}"
             refuse("fertility", f"real numbers {wanted}", got)
-        asked = fertility.view(-1, *[1] * of.heads, of.Tk).to(total.dtype)
+        if fertility.device != total.device:
+            refuse("fertility", f"on the weights' device {total.device}", fertility.device)
+        if fertility.device.type == "cpu" and not (fertility > 0).all():
+            refuse("fertility", "above 0", float(fertility.min()))
+        asked = (fertility.unsqueeze(1) if of.heads else fertility).to(total.dtype)
     beyond = total / asked.masked_fill(asked == 0, 1) - 1
-    beyond = beyond.masked_fill(~of.keys_exist(), 0)
+    beyond = beyond.masked_fill(~of.keys_exist() | (asked == 0), 0)
     count = n.squeeze(-1).clamp_min(1)
     return Translated(beyond.clamp_min(0).sum(-1) / count, (-beyond).clamp_min(0).sum(-1) / count)
 
@@ -333,6 +346,10 @@ def translated(
 def repetition(words: Sequence[Hashable], size: int = 1) -> float:
     """Return the share of a sentence's n-grams of ``size`` words that it has said before."""
     check_whole("size", size)
+    if isinstance(words, Tensor):
+        words = words.tolist()
+    if not isinstance(words, Sequence) or not all(isinstance(x, Hashable) for x in words):
+        refuse_type("words", "a sequence of words or word ids", describe(words))
     grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -459,7 +476,7 @@ def head_roles(
         look at the same, 1 where at nothing in common. ``positional``: the share of rows whose
         largest weight is at the same ``offset`` from the diagonal, rounded, the most frequent one
         within the radius. ``local``: the mean share of weight within the radius of the largest.
-        ``broad``: the mean entropy over ln n.
+        ``broad``: the mean entropy over ln n, n the keys that a row may see.
 
     Papers: Voita et al., "Analyzing Multi-Head Self-Attention", ACL 2019, arXiv:1905.09418; Clark
     et al., "What Does BERT Look At?", BlackboxNLP 2019, arXiv:1906.04341.
@@ -468,6 +485,7 @@ def head_roles(
     of = _Given(weights, lengths, target_lengths, keys)
     if not of.heads:
         refuse("weights", "[B, H, Tq, Tk], with heads", list(weights.shape))
+    evenness = of.evenness()
     if keys is not None:  # two heads may see other keys
         dense = to_dense(of.weights, of._all_keys(), of.Tk)
         of = _Given(dense, of.n, of.m, None)
@@ -479,7 +497,7 @@ def head_roles(
 
     distance = []
     for h in range(H):  # one head with all: no tensor of all pairs' rows
-        both = (of.weights + of.weights[:, h : h + 1]) / 2
+        both = (of.p + of.p[:, h : h + 1]) / 2
         gap = (_entropy(both) - (entropy + entropy[:, h : h + 1]) / 2).clamp_min(0) / math.log(2)
         distance.append(mean(gap, live & live[:, h : h + 1]))
     _, position = of.largest()
@@ -489,13 +507,12 @@ def head_roles(
     ]
     positional, which = torch.stack(shares).max(0)
     near = (of.keys - position.unsqueeze(-1)).abs() <= radius
-    n = of.each(of.n, 1).to(entropy.dtype)
     return HeadRoles(
         torch.stack(distance) if H else entropy.new_zeros(0, 0),
         positional,
-        which - radius,
-        mean((of.weights * near).sum(-1), live),
-        mean(entropy / n.clamp_min(2).log(), live),
+        (which - radius).masked_fill(positional == 0, 0),
+        mean((of.p * near).sum(-1), live),
+        mean(evenness, live),
     )
 
 
@@ -507,7 +524,7 @@ class Thresholds:
     """From where on :func:`failures` counts.
 
     Attributes:
-        diffuse: a row's entropy, over ln n.
+        diffuse: a row's entropy, over ln n, n the keys that it may see.
         concentrated: a key's share of a sentence's weight, of three keys and rows or more.
         stuck: rows that follow each other, not diffuse, with the largest weight at the same key.
         drift: how much farther from the diagonal the last third of the rows looks than the first,
@@ -575,11 +592,11 @@ def failures(
     of = _Given(weights, lengths, target_lengths, keys)
     dtype, live = of.weights.dtype, of.weights.sum(-1) > 0
     n, m = of.each(of.n).to(dtype), of.each(of.m).to(dtype)
-    full = n.clamp_min(2).log().unsqueeze(-1)
-    diffuse = live & (of.entropy() >= limit.diffuse * full) & (n > 1).unsqueeze(-1)
+    several_seen = of.seen.sum(-1) > 1
+    diffuse = live & several_seen & (of.evenness() >= limit.diffuse - 1e-5)  # but for rounding
 
     _, position = of.largest()
-    sharp = live & ~diffuse & (n > 1).unsqueeze(-1)
+    sharp = live & several_seen & ~diffuse
     stuck = _runs(position.masked_fill(~sharp, -1), limit.stuck) & sharp
 
     total, exists = of.coverage(), of.keys_exist()
@@ -590,7 +607,7 @@ def failures(
     skipped = exists & (total < limit.skipped * asked) & (m > 0).unsqueeze(-1)
 
     j = of.keys.to(dtype)
-    apart = ((of.weights * j).sum(-1) - of.diagonal().to(dtype)).abs().masked_fill(~live, 0)
+    apart = ((of.p * j).sum(-1) - of.diagonal()).abs().masked_fill(~live, 0)
     i = torch.arange(apart.shape[-1], device=apart.device)
     third = (of.each(of.m, 1) + 2) // 3
     first, last = (i < third) & live, (i >= of.each(of.m, 1) - third) & of.rows & live

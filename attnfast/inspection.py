@@ -129,7 +129,7 @@ def _sentences(
         error = true = None
         if alignments is not None:
             of_source, of_target = (tokenizer.word_numbers(text) for text in pairs[number])
-            if len(of_source) == n and len(of_target) == m:
+            if -1 not in (*of_source, *of_target):
                 words = {(of_source[j], of_target[i]) for j, i in links[b]}
                 known = alignments[number]
                 error = diagnostics.alignment_score([words], [known.sure], [known.possible])[3]

@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +282,9 @@ class Trainer:
             raise InputError(f"{name}: expected the training's last checkpoint, got a model alone")
         training = state["training"]
         began = {**state["config"], **training["options"]}
+        usual = {x.name: x.default for x in (*fields(self.config), *fields(self.options))}
         for option, value in {**asdict(self.config), **asdict(self.options)}.items():
-            first = began.get(option, value)  # an older version did not have all of them
+            first = began.get(option, usual[option])  # an older version did not have all of them
             more = option == "epochs" and value > first
             if value != first and not more and option != "save_every":
                 least = "at least " if option == "epochs" else ""
@@ -293,7 +294,8 @@ class Trainer:
                 )
         if training["pairs"] != self._fingerprint():
             raise InputError(
-                f"{name}: expected the training pairs that this training began with, got others"
+                f"{name}: expected the training pairs that this training began with, and their "
+                "alignments, got others"
             )
         self.optimizer.load_state_dict(training["optimizer"])
         for attribute in ("epoch", "step", "loss_sum", "seconds", "history"):

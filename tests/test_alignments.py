@@ -13,6 +13,7 @@ from attnfast.data import (
     Example,
     Links,
     SubwordTokenizer,
+    WordTokenizer,
     collate,
     encode_pairs,
     read_alignments,
@@ -158,3 +159,36 @@ def test_supervision_aligns(tmp_path, capsys):
     refused = ["train", "--out", str(tmp_path / "no"), *arguments, *links, "--attention", "none"]
     assert main(refused) == 2
     assert "--alignments: expected an attention to supervise, got none" in capsys.readouterr().err
+
+
+def test_words_that_change_places_with_each_other_are_not_aligned():
+    """One word split by the tokenizer and one that vanishes leave as many as there were."""
+    pytest.importorskip("sentencepiece")
+    tokenizer = SubwordTokenizer.train(["a b c", "c b a"] * 3, 11)
+    text = "a\u200bb c a \u200b b"  # a blank of no width, of which normalization makes a blank
+    numbers = tokenizer.word_numbers(text)
+    if -1 not in numbers:  # then every token is of the word that it stands in
+        words = text.split()
+        for number in set(numbers):
+            tokens = [x for x, y in zip(tokenizer.tokens(text), numbers) if y == number]
+            assert tokens == tokenizer.tokens(words[number])
+    assert tokenizer.word_numbers("a b c") == sorted(tokenizer.word_numbers("a b c"))
+
+
+def test_an_older_training_is_not_resumed_otherwise(tmp_path):
+    """What its checkpoint does not say was as it is by default."""
+    from attnfast.training import Trainer
+
+    model, _ = small()
+    tokenizer = WordTokenizer(list("abcdefg"))
+    config, options = Config(11, "bahdanau", embed_dim=8, hidden_dim=6), Options()
+    pairs = [Example([5], [6])]
+    trainer = Trainer(config, model, tokenizer, options, pairs, pairs, [("a", "b")], tmp_path)
+    trainer._save_last()
+    state = checkpoint.load(tmp_path / "last.pt")
+    for name in ("alignment_loss", "alignment_until", "attention_lr_scale"):
+        del state["training"]["options"][name]
+    trainer.resume(state, "last.pt")
+    trainer.options = Options(attention_lr_scale=0.5)
+    with pytest.raises(InputError, match=r"attention_lr_scale must be 1.0, .* got 0.5"):
+        trainer.resume(state, "last.pt")

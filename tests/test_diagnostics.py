@@ -93,10 +93,25 @@ def test_sentences(heads, span):
         ]
         wanted = [sum(p) / max(m, 1) for p in parts]
         assert [float(y[at]) for y in near] == pytest.approx(wanted)
-        for found, phi in ((plain, [m / n or 1] * n), (fertile, fertility[at[0]].tolist())):
-            c = [t / p - 1 for t, p in zip(total, phi)]
+        for found, phi in ((plain, [m / n] * n), (fertile, fertility[at[0]].tolist())):
+            c = [t / p - 1 if p else 0 for t, p in zip(total, phi)]
             wanted = sum(max(0, y) for y in c) / n, sum(max(0, -y) for y in c) / n
             assert [float(y[at]) for y in found] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (2, 2, 3, 0), (0, 2, 0, 0)])
+def test_nothing_at_all(shape):
+    weights, heads = torch.zeros(shape), len(shape) == 4
+    for function in (
+        diag.row_statistics, diag.kl_from_uniform, diag.key_coverage, diag.diagonality,
+        diag.translated, diag.failures, *[diag.head_roles] * heads,
+    ):  # fmt: skip
+        found = function(weights)
+        for x in found if isinstance(found, tuple) else (found,):
+            assert isinstance(x, dict) or not x.any()
+    fertility = torch.ones(shape[0], shape[-1])
+    assert not diag.translated(weights, fertility=fertility).over.any()
+    assert diag.links(weights) == [set()] * shape[0]
 
 
 def test_limits():
@@ -141,6 +156,7 @@ def test_sums_of_half_types_are_float32(dtype):
 def test_repetition(words, size, share):
     assert diag.repetition(words.split(), size) == pytest.approx(share)
     assert diag.repetition(list(words.split()), 9) == 0
+    assert diag.repetition(torch.tensor([5, 5, 5, 5])) == 0.75
 
 
 # ---- alignments ---------------------------------------------------------------------------------
@@ -220,14 +236,38 @@ def _divergence(p, q):
     return (entropy(mixed) - (entropy(p) + entropy(q)) / 2) / math.log(2)
 
 
-def test_heads_of_a_span_are_those_of_its_keys():
+def test_a_span_is_judged_by_its_keys():
     weights, keys, dense = given(2, True)
-    both = (
-        diag.head_roles(weights, LENGTHS, TARGETS, keys=keys),
-        diag.head_roles(dense, LENGTHS, TARGETS),
-    )
-    for x, y in zip(*both):
-        torch.testing.assert_close(x, y)
+    ways = (weights, keys), (dense, None)
+    both = [diag.head_roles(x, LENGTHS, TARGETS, keys=k) for x, k in ways]
+    for name in ("distance", "positional", "offset", "local"):
+        torch.testing.assert_close(*(getattr(x, name) for x in both))
+    both = [diag.failures(x, LENGTHS, TARGETS, keys=k) for x, k in ways]
+    for name in ("concentrated", "skipped"):
+        assert torch.equal(*(getattr(x, name) for x in both))
+    keys = Span(window=1).keys(9, 9)
+    even = (keys >= 0) / (keys >= 0).sum(-1, keepdim=True)
+    assert diag.failures(even.unsqueeze(0), keys=keys).diffuse.all()
+    assert not diag.failures(diag.to_dense(even.unsqueeze(0), keys, 9)).diffuse.any()
+    heads = even.expand(1, 2, 9, 3)
+    assert diag.head_roles(heads, keys=keys).broad.tolist() == pytest.approx([1, 1])
+
+
+def test_rows_that_do_not_add_up_to_1_are_judged_by_their_shares():
+    """Those of predicted windows, whose weights a Gaussian multiplies."""
+    weights, keys, _ = given(2, True)
+    part = torch.linspace(0.3, 0.9, TQ, dtype=torch.float64).unsqueeze(-1)
+    call = LENGTHS, TARGETS
+    for function in (diag.row_statistics, diag.kl_from_uniform, diag.diagonality, diag.head_roles):
+        whole, less = (function(x, *call, keys=keys) for x in (weights, part * weights))
+        if function is diag.row_statistics:
+            torch.testing.assert_close(less.largest, whole.largest * part.squeeze(-1))
+            whole, less = whole._replace(largest=0), less._replace(largest=0)
+        torch.testing.assert_close(less, whole)
+    drift = [
+        diag.failures(x, *call, keys=keys).sentences["drifting"] for x in (weights, part * weights)
+    ]
+    assert torch.equal(*drift)
 
 
 def test_each_way_to_fail_is_told_from_the_others():
@@ -261,12 +301,6 @@ def test_padding_fails_nothing():
     found = diag.failures(weights, torch.tensor([4, 0]), torch.tensor([4, 0]))
     for flags in (*found[:4], *found.sentences.values()):
         assert not flags.any()
-    columns, keys, dense = given(2, True)
-    for x, y in zip(
-        diag.failures(columns, LENGTHS, TARGETS, keys=keys)[:4],
-        diag.failures(dense, LENGTHS, TARGETS),
-    ):
-        assert torch.equal(x, y)
 
 
 def test_thresholds():
@@ -299,7 +333,15 @@ W = torch.full((2, 3, 4), 0.25)
         (lambda: diag.row_statistics(W, keys=torch.zeros(3, 5).long()), "keys must be int64"),
         (lambda: diag.diagonality(W, radius=-1), "radius must be a number of at least 0"),
         (lambda: diag.translated(W, fertility=torch.ones(2, 3)), r"fertility .*\[2, 4\]"),
+        (lambda: diag.translated(W, fertility=torch.zeros(2, 4)), "fertility must be above 0"),
+        (
+            lambda: diag.row_statistics(W, keys=torch.zeros(3, 4, device="meta")),
+            "keys .*on the wei",
+        ),
+        (lambda: diag.translated(W, fertility=torch.ones(2, 4, device="meta")), "fertility .*on"),
         (lambda: diag.repetition(["a"], 0), "size must be at least 1"),
+        (lambda: diag.repetition([["a"]]), "words must be a sequence of words"),
+        (lambda: diag.repetition(x for x in "ab"), "words must be a sequence of words"),
         (lambda: diag.links(W, least=2), "least must be a number from 0 to 1"),
         (lambda: diag.links(W, null=-2), "null must be None"),
         (

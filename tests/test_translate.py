@@ -206,7 +206,7 @@ def test_training_learns_and_logs(trained):
     first, last = (dict(zip(rows[0].split(","), map(float, row.split(",")))) for row in rows[1::8])
     assert last["valid_loss"] < 0.5 * first["valid_loss"]
     assert last["bleu"] > first["bleu"] + 20
-    assert last["entropy"] < 0.7 * first["entropy"]  # it has learnt where to look
+    assert last["entropy"] < first["entropy"] - 0.2  # it has learnt where to look
     assert last["largest"] > first["largest"] and last["diagonality"] > first["diagonality"]
     assert sorted(path.name for path in trained.iterdir()) == ["best.pt", "last.pt", "log.csv"]
 
