@@ -2,7 +2,8 @@
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
 :func:`copy_distribution`; which keys a row may see: :class:`Span`; given alignments:
-:func:`alignment_loss`. Modules: :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
+:func:`alignment_loss`; a wish for keys near a position: :func:`gaussian_bump`. Modules:
+:mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
 """
 
 from attnfast import nn
@@ -14,7 +15,7 @@ from attnfast.functional import (
 )
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
-from attnfast.ops.span import Span
+from attnfast.ops.span import Span, gaussian_bump
 from attnfast.results import AttentionResult, CoverageResult
 from attnfast.version import __version__
 
@@ -28,6 +29,7 @@ __all__ = [
     "copy_distribution",
     "coverage_attention",
     "dot_attention",
+    "gaussian_bump",
     "nn",
     "register_adapter",
     "replace",

@@ -670,3 +670,59 @@ def test_columns_of_a_span_without_an_end(span):
     query, key = torch.randn(1, 7, 4), torch.randn(1, 8, 4)
     _, weights = attnfast.dot_attention(query, key, key, span=span, need_weights=True)
     assert weights.shape[-1] == span.columns(8) == -(-8 // span.stride)
+
+
+# ---- a bump -------------------------------------------------------------------------------------
+
+
+def test_a_bump_is_its_formula():
+    lengths = torch.tensor([6, 3])
+    found = attnfast.gaussian_bump(4, 6, 1.5, height=2.0, lengths=lengths, dtype=torch.float64)
+    for b, n in enumerate(lengths.tolist()):
+        for i in range(4):
+            for j in range(6):
+                wanted = 2 * math.exp(-((j - i * n / 4) ** 2) / (2 * 1.5**2))
+                assert float(found[b, i, j]) == pytest.approx(wanted)
+    at = torch.tensor([0.5, 4.0])
+    assert float(attnfast.gaussian_bump(2, 6, 1.0, position=at)[1, 4]) == 1
+    assert attnfast.gaussian_bump(2, 6, 1.0, position="end").argmax(-1).tolist() == [4, 5]
+
+
+def test_a_bump_is_learnt():
+    given = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    height = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+    def of(position, sigma, height):
+        return attnfast.gaussian_bump(
+            3, 5, sigma + 1, height=height, position=3 * position, dtype=torch.float64
+        )
+
+    assert torch.autograd.gradcheck(of, (*given, height))
+
+
+@pytest.mark.parametrize("spans", [None, Span(window=2)])
+def test_a_bump_draws_attention_to_the_diagonal(spans, backend):
+    x = torch.zeros(2, 6, 4, device=DEVICE[backend])
+    lengths = torch.tensor([6, 6], device=x.device)
+    bump = attnfast.gaussian_bump(6, 6, 1.0, height=3.0, lengths=lengths)
+    weights = attnfast.dot_attention(
+        x, x, x, bias=bump, span=spans, need_weights="dense", backend=backend
+    )[1]
+    assert weights.argmax(-1).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert (weights > 0).all() or spans is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sigma": 0}, "sigma must be a positive number"),
+        ({"sigma": "x"}, "sigma must be a positive number"),
+        ({"sigma": 1.0, "height": math.inf}, "height must be a finite number"),
+        ({"sigma": 1.0, "position": torch.zeros(3)}, r"position must be \[.., 2\]"),
+        ({"sigma": 1.0, "position": "middle"}, "position must be None, a number"),
+        ({"sigma": 1.0, "lengths": 3}, r"lengths must be a tensor \[B\]"),
+    ],
+)
+def test_a_bump_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words):
+        attnfast.gaussian_bump(2, 6, **options)

@@ -297,6 +297,60 @@ def log_prior(keys: Tensor, p: Tensor, sigma: float | Tensor, dtype: torch.dtype
     return -0.5 * ((keys - p.to(dtype).unsqueeze(-1)) / sigma).square()
 
 
+def gaussian_bump(
+    Tq: int,
+    Tk: int,
+    sigma: float | Tensor,
+    *,
+    height: float | Tensor = 1.0,
+    position: Position = "diagonal",
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    r"""Return a bump to add to the scores, as ``bias``: a mild wish for keys near a position.
+
+    .. math:: b_{ij} = h \exp\left(-\frac{(j - p_i)^2}{2 \sigma^2}\right)
+
+    It raises the scores near p by at most h and leaves those far away as they are; the argument
+    ``sigma`` of :func:`attnfast.additive_attention` adds the logarithm of a Gaussian instead, which
+    falls without end, so that far keys cannot be seen.
+
+    Args:
+        Tq, Tk: how many rows and keys there are.
+        sigma: σ > 0, in keys; a number or a tensor of the rows' shape, with gradient.
+        height: h; a number or a tensor, with gradient.
+        position: p: ``"diagonal"`` for i · n / Tq with n the source's length, a tensor
+            ``[.., Tq]``, or what :meth:`Span.keys` takes.
+        lengths: ``[B]``, n of each source; None means Tk.
+        dtype: of the result: the query's, or float32 beside half types.
+        device: of the result, if no other argument is a tensor.
+
+    Returns:
+        ``[Tq, Tk]``, with the batch's and heads' axes of position and lengths before it.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+    """
+    check_whole("Tq", Tq, 0)
+    check_whole("Tk", Tk, 0)
+    check_position(position, [])
+    if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dim() != 1):
+        refuse("lengths", "a tensor [B]", describe(lengths))
+    for name, x in (("sigma", sigma), ("height", height)):
+        number = is_finite(x) and (x > 0 or name == "height")  # type: ignore[operator]
+        if not (number or isinstance(x, Tensor)):
+            expected = "a positive number" if name == "sigma" else "a finite number"
+            refuse(name, f"{expected} or a tensor of them", describe(x))
+    p = positions(position, Tq, Tk, lengths, device)
+    if isinstance(position, Tensor) and position.shape[-1:] != (Tq,):
+        refuse("position", f"[.., {Tq}]", list(position.shape))
+    j = torch.arange(Tk, device=p.device)
+    if isinstance(height, Tensor) and height.dim():
+        height = height.unsqueeze(-1)
+    return (height * log_prior(j, p, sigma, dtype).exp()).to(dtype)
+
+
 def at_keys(x: Tensor, keys: Tensor) -> Tensor:
     """Return ``x [B, (H,) Tq, Tk]``, or 1 in place of a size, at ``keys [.., Tq, W]``."""
     shape = (*torch.broadcast_shapes(x.shape[:-1], keys.shape[:-1]), keys.shape[-1])
