@@ -54,7 +54,8 @@ def call(kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = 
     if unfed:
         args |= {"weight_ih": args["weight_ih"][:, :E].contiguous(), "feed": None}
     if args["mask"] is not None:
-        args["mask"] = args["mask"][:, :1]
+        apart = 1 + case.seed % 2  # columns side by side, or every second one of others
+        args["mask"] = args["mask"][:, :1].repeat_interleave(apart, -1)[..., ::apart]
     args["bias_vocab"] = floats(V) if "biases" in case.terms else None
     limits = torch.randint(0, case.T + 1, (case.B,), generator=g).to(device)
     return Search(
