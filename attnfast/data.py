@@ -85,8 +85,7 @@ def read_alignments(path: str | Path, pairs: Sequence[tuple[str, str]]) -> list[
 
     ``0-0 1-2`` links the first words, and the source's second with the target's third; ``1?2`` is
     a link that is possible, not sure. Words are what white space separates, as for ``str.split``: a
-    no-break space too. An empty line is a pair whose
-    words are aligned to nothing.
+    no-break space too. An empty line is a pair whose words are aligned to nothing.
 
     Raises:
         InputError: as :func:`read_lines`; or a line is no such links, or links a word that its
@@ -292,6 +291,7 @@ class Example(NamedTuple):
     alignment: list[list[int]] | None = None
 
     def __repr__(self) -> str:
+        """Say what a training's fingerprint is made of, as before there were alignments."""
         more = "" if self.alignment is None else f", alignment={self.alignment}"
         return f"Example(source={self.source}, target={self.target}{more})"
 

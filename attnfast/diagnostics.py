@@ -90,8 +90,7 @@ class _Given:
         self.seen = (inside & self.rows.unsqueeze(-1)).expand(weights.shape)
         numbers = weights.to(accumulation_dtype(weights.dtype))
         self.weights = numbers.masked_fill(~self.seen, 0)
-        mass = self.weights.sum(-1, keepdim=True)
-        self.p = self.weights / mass.masked_fill(mass == 0, 1)
+        self.p = _shares(self.weights)
 
     def _lengths(self, name: str, x: object, most: int | None, like: Tensor) -> Tensor:
         B = like.shape[0]
@@ -154,11 +153,16 @@ class _Given:
         return torch.arange(self.Tk, device=self.n.device) < self.each(self.n, 1)
 
 
-def _share(argument: str, x: object) -> float:
-    """Return a number from 0 to 1, or refuse it."""
+def _check_share(argument: str, x: object) -> None:
+    """Refuse what is no number from 0 to 1."""
     if not is_finite(x) or not 0 <= x <= 1:  # type: ignore[operator]
         refuse(argument, "a number from 0 to 1", describe(x))
-    return float(x)  # type: ignore[arg-type]
+
+
+def _shares(x: Tensor) -> Tensor:
+    """Return x over its sum over the last axis, 0 where that is 0."""
+    mass = x.sum(-1, keepdim=True)
+    return x / mass.masked_fill(mass == 0, 1)
 
 
 def _entropy(p: Tensor) -> Tensor:
@@ -254,12 +258,11 @@ def key_coverage(
     """
     of = _Given(weights, lengths, target_lengths, keys)
     total = of.coverage()
-    mass = total.sum(-1, keepdim=True)
-    p = total / mass.masked_fill(mass == 0, 1)
+    p = _shares(total)
     n = of.each(of.n).to(p.dtype)
     uniformity = (_entropy(p) / n.clamp_min(2).log()).clamp_max(1)
     uniformity = uniformity.masked_fill(n == 1, 1)
-    return KeyCoverage(total, uniformity.masked_fill(mass.squeeze(-1) == 0, 0))
+    return KeyCoverage(total, uniformity.masked_fill(total.sum(-1) == 0, 0))
 
 
 class Diagonality(NamedTuple):
@@ -356,7 +359,7 @@ def repetition(words: Sequence[Hashable], size: int = 1) -> float:
 
 # ---- alignments ---------------------------------------------------------------------------------
 
-Links = set[tuple[int, int]]
+LinkSet = set[tuple[int, int]]  # (source, target)
 
 
 def links(
@@ -367,7 +370,7 @@ def links(
     least: float = 0.0,
     null: int | None = None,
     keys: Tensor | None = None,
-) -> list[Links]:
+) -> list[LinkSet]:
     """Return every sentence's links ``(source, target)``: each row's largest weight.
 
     Args:
@@ -378,7 +381,7 @@ def links(
 
     With heads it is the mean of their weights.
     """
-    _share("least", least)
+    _check_share("least", least)
     if null is not None and (isinstance(null, bool) or not isinstance(null, int) or null < -1):
         refuse("null", "None, −1 or the number of a key", describe(null))
     of = _Given(weights, lengths, target_lengths, keys)
@@ -410,7 +413,7 @@ class AlignmentScore(NamedTuple):
 
 
 def alignment_score(
-    found: Iterable[Links], sure: Iterable[Links], possible: Iterable[Links] | None = None
+    found: Iterable[LinkSet], sure: Iterable[LinkSet], possible: Iterable[LinkSet] | None = None
 ) -> AlignmentScore:
     r"""Compare links with those that people have made, over all sentences together.
 
@@ -546,7 +549,7 @@ class Thresholds:
             if field.name == "stuck":
                 check_whole("stuck", self.stuck, 2)
             else:
-                _share(field.name, getattr(self, field.name))
+                _check_share(field.name, getattr(self, field.name))
 
 
 class Failures(NamedTuple):
@@ -600,9 +603,8 @@ def failures(
     stuck = _runs(position.masked_fill(~sharp, -1), limit.stuck) & sharp
 
     total, exists = of.coverage(), of.keys_exist()
-    share = total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
     several = ((n > 2) & (m > 2)).unsqueeze(-1)
-    concentrated = (share >= limit.concentrated) & exists & several
+    concentrated = (_shares(total) >= limit.concentrated) & exists & several
     asked = (m / n.clamp_min(1)).unsqueeze(-1)
     skipped = exists & (total < limit.skipped * asked) & (m > 0).unsqueeze(-1)
 

@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 class Word(str):
     """A word, and the number that it shares with its translations."""
 
-    number = 0  # translates nothing
+    number: int
 
 
 def translations(english: str, german: str) -> tuple[Word, Word]:

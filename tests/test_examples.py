@@ -61,7 +61,7 @@ def test_paths(tmp_path, capsys):
     assert first.startswith("| distance | 0–4 | 5–9 |") and len(rows) == 2
     none, general = ([float(x.strip(" %")) for x in row.split("|")[2:6]] for row in rows)
     assert all(0 < x < 60 for x in none + general)
-    # What the loss reaches without attention, it reaches by the source's ends alone.
+    # Without attention a loss reaches the source by its ends alone: near words get the most.
     assert none[0] > general[0]
     assert module.main([*models, *options[:4], "--alignments", str(files["source"])]) == 2
     assert "expected links such as 0-0 1-2" in capsys.readouterr().err
