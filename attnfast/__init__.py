@@ -16,12 +16,13 @@ from attnfast.functional import (
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
 from attnfast.ops.span import Span, gaussian_bump
-from attnfast.results import AttentionResult, CoverageResult
+from attnfast.results import AttentionResult, CoverageResult, RowStatistics
 from attnfast.version import __version__
 
 __all__ = [
     "AttentionResult",
     "CoverageResult",
+    "RowStatistics",
     "Span",
     "__version__",
     "additive_attention",

@@ -46,16 +46,22 @@ def _functorch_level() -> int:
 def keep_in_pytrees(result: type, *names: str) -> None:
     """Let pytrees, and so ``vmap`` and ``export``, keep attributes that a tuple has beside it."""
 
-    def rebuilt(leaves: Any, _: Any) -> Any:
-        items = len(leaves) - len(names)
+    def leaves_of(x: Any) -> Any:
+        there = [name for name in names if getattr(x, name) is not None]
+        return [*x, *(getattr(x, name) for name in there)], there
+
+    def rebuilt(leaves: Any, there: Any) -> Any:
+        items = len(leaves) - len(there)
         made = result(leaves[:items])
-        for name, x in zip(names, leaves[items:]):
+        for name in names:
+            setattr(made, name, None)
+        for name, x in zip(there, leaves[items:]):
             setattr(made, name, x)
         return made
 
     torch.utils._pytree.register_pytree_node(
         result,
-        lambda x: ([*x, *(getattr(x, name) for name in names)], None),
+        leaves_of,
         rebuilt,
         serialized_type_name=f"attnfast.{result.__name__}",
     )

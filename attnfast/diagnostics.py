@@ -33,6 +33,7 @@ from attnfast.losses import check_keys
 from attnfast.ops.arguments import check_dense, check_tensor, is_finite
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import to_dense
+from attnfast.results import RowStatistics
 
 __all__ = [
     "AlignmentScore",
@@ -171,16 +172,6 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 # ---- rows ---------------------------------------------------------------------------------------
-
-
-class RowStatistics(NamedTuple):
-    """Of every row, ``[B, (H,) Tq]``."""
-
-    entropy: Tensor
-    largest: Tensor
-    position: Tensor
-    mean: Tensor
-    variance: Tensor
 
 
 def row_statistics(

@@ -33,6 +33,8 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
 
 def run_attention(call: Attention, backend: str) -> AttentionResult:
     """Run attention; its results are as users get them."""
-    context, weights, log_sum_exp = run(ATTENTION, call, backend)
+    context, weights, log_sum_exp, statistics = run(ATTENTION, call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)
-    return attention_result(context, weights, log_sum_exp)
+    return attention_result(
+        context, weights, log_sum_exp, statistics if call.need_statistics else None
+    )

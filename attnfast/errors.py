@@ -53,10 +53,11 @@ def check_word(argument: str, got: object, words: Iterable[str]) -> None:
         refuse(argument, f"{', '.join(some)} or {last}" if some else last, describe(got))
 
 
-def check_flag(argument: str, got: object) -> None:
-    """Refuse what is neither True nor False, nor 1 or 0."""
+def check_flag(argument: str, got: object) -> bool:
+    """Refuse what is neither True nor False, nor 1 or 0; return which."""
     if got is not True and got is not False and not (isinstance(got, int) and got in (0, 1)):
         refuse(argument, "True or False", describe(got))
+    return bool(got)
 
 
 def is_whole(x: object) -> bool:

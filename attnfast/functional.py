@@ -96,6 +96,7 @@ def additive_attention(
     sigma: float | Tensor | None = None,
     temperature: float = 1.0,
     need_weights: bool | str = False,
+    need_statistics: bool = False,
     backend: str | None = None,
 ) -> AttentionResult:
     r"""Attend with Bahdanau's additive score.
@@ -134,17 +135,21 @@ def additive_attention(
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
             them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
+        need_statistics: return :class:`attnfast.RowStatistics`: every row's entropy, largest
+            weight and its key, expected key and variance, taken as the weights come by. Weights
+            are stored for it only where gradients are wanted, as they always are.
         backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
             ``"reference"``.
 
     Returns:
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype: an
         :class:`attnfast.AttentionResult`, whose attribute ``log_sum_exp [B, Tq]`` is
-        log Σ_j exp(e_ij), float32 (float64 for float64). With a list of spans weights are a list
+        log Σ_j exp(e_ij), float32 (float64 for float64), and whose ``statistics`` are None, or what
+        ``need_statistics`` says, in that dtype. With a list of spans weights are a list
         too, one ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
-        log-sum-exp −inf and gradients 0. With heads the context lies in memory as the query does,
-        like that of ``scaled_dot_product_attention``: a transposed ``[B, Tq, H, A]`` is transposed
-        back without a copy.
+        log-sum-exp −inf, statistics 0 and gradients 0. With heads the context lies in memory as the
+        query does, like that of ``scaled_dot_product_attention``: a transposed ``[B, Tq, H, A]`` is
+        transposed back without a copy.
 
     For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp of
     itself), so that a score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager
@@ -161,8 +166,9 @@ def additive_attention(
     """
     check_tensor("weight", weight)
     call = Attention(
-        query, key, value, weight, bias, mask, lengths, score=check_activation(activation)
-    )
+        query, key, value, weight, bias, mask, lengths, score=check_activation(activation),
+        need_statistics=check_flag("need_statistics", need_statistics),
+    )  # fmt: skip
     place = Place(span, position, sigma)
     return _attend(call, place, temperature, need_weights, backend)
 
@@ -181,6 +187,7 @@ def dot_attention(
     sigma: float | Tensor | None = None,
     temperature: float = 1.0,
     need_weights: bool | str = False,
+    need_statistics: bool = False,
     backend: str | None = None,
 ) -> AttentionResult:
     r"""Attend with the dot-product score.
@@ -199,7 +206,10 @@ def dot_attention(
     Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",
     NeurIPS 2017, arXiv:1706.03762.
     """
-    call = Attention(query, key, value, None, bias, mask, lengths, scale=scale)  # type: ignore[arg-type]
+    call = Attention(
+        query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
+        need_statistics=check_flag("need_statistics", need_statistics),
+    )  # fmt: skip
     place = Place(span, position, sigma)
     return _attend(call, place, temperature, need_weights, backend)
 

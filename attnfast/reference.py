@@ -94,7 +94,24 @@ def attention(call: Attention) -> Attended:
     log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)
     weights = e.softmax(-1).masked_fill(~visible, 0)
     context = (weights @ v).to(dtype)
-    return Attended(context, weights if keys is None else to_columns(weights, keys), log_sum_exp)
+    statistics = weights.new_empty(0)
+    if call.need_statistics:
+        statistics = row_statistics(weights, e.log_softmax(-1).masked_fill(~visible, 0))
+    weights = weights if keys is None else to_columns(weights, keys)
+    return Attended(context, weights, log_sum_exp, statistics)
+
+
+def row_statistics(weights: Tensor, log_weights: Tensor) -> Tensor:
+    """Return the statistics of rows ``[.., 5]``; ``log_weights`` are 0 where a weight is."""
+    entropy = -(weights * log_weights).sum(-1)
+    j = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
+    mean = (weights * j).sum(-1)
+    variance = (weights * (j - mean.unsqueeze(-1)).square()).sum(-1)
+    if not len(j):
+        return torch.stack([entropy] * 5, -1)
+    largest, position = weights.max(-1)
+    position = position.to(weights.dtype).masked_fill(largest.isnan(), math.nan)
+    return torch.stack([entropy, largest, position, mean, variance], -1)
 
 
 def windows(signals: Tensor, width: int) -> Tensor:
@@ -228,7 +245,7 @@ def recurrent(call: Recurrent) -> Recurred:
         query = h if call.weight_query is None else linear(h, call.weight_query, call.bias_query)
         now = query.unsqueeze(1), slice(t, t + 1)
         if past[0] is None or past[1] is None:
-            context, weights, _ = attention(attention_of(call, *now))
+            context, weights, *_ = attention(attention_of(call, *now))
             return query, context.squeeze(1), weights.squeeze(1)
         step = coverage_of(call, *now, past[0], past[1])
         if padding is not None:

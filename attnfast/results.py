@@ -7,13 +7,28 @@ everybody must unpack; a flag that adds one changes what code that is given a re
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from attnfast._torch import keep_in_pytrees
 
-__all__ = ["AttentionResult", "CoverageResult", "RecurrentResult"]
+__all__ = ["AttentionResult", "CoverageResult", "RecurrentResult", "RowStatistics"]
+
+
+class RowStatistics(NamedTuple):
+    """What a row looks at, and how sharply: of every row, ``[B, (H,) Tq]``.
+
+    ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n where n are alike; ``largest`` weight
+    and its ``position``, int64, the first of equal ones; ``mean`` μ = Σ_j j α and ``variance``
+    Σ_j (j − μ)² α of the position, in keys. Differentiable but for the position.
+    """
+
+    entropy: Tensor
+    largest: Tensor
+    position: Tensor
+    mean: Tensor
+    variance: Tensor
 
 
 class AttentionResult(tuple):
@@ -22,9 +37,12 @@ class AttentionResult(tuple):
     Attributes:
         log_sum_exp: log Σ_j exp(e_ij) ``[B, (H,) Tq]``, float32 (float64 for float64), −inf of a
             row that sees no key.
+        statistics: :class:`RowStatistics` of the weights in log_sum_exp's dtype, or None unless
+            asked for.
     """
 
     log_sum_exp: Tensor
+    _statistics: Tensor | None = None  # [B, (H,) Tq, 5]
 
     @property
     def context(self) -> Tensor:
@@ -33,6 +51,29 @@ class AttentionResult(tuple):
     @property
     def weights(self) -> Any:
         return self[1]
+
+    @property
+    def statistics(self) -> RowStatistics | None:
+        if self._statistics is None:
+            return None
+        entropy, largest, position, mean, variance = self._statistics.unbind(-1)
+        return RowStatistics(
+            entropy, largest, position.detach().nan_to_num(0).long(), mean, variance
+        )
+
+    def with_context(self, context: Tensor) -> AttentionResult:
+        """Return the result with another context."""
+        return attention_result(context, self.weights, self.log_sum_exp, self._statistics)
+
+    def of_one_row(self) -> AttentionResult:
+        """Return the result of a single row without the rows' axis."""
+        weights, statistics = self.weights, self._statistics
+        return attention_result(
+            self.context.squeeze(-2),
+            None if weights is None else weights.squeeze(-2),
+            self.log_sum_exp.squeeze(-1),
+            None if statistics is None else statistics.squeeze(-2),
+        )
 
 
 class CoverageResult(tuple):
@@ -79,15 +120,19 @@ class RecurrentResult(tuple):
         return self[1]
 
 
-keep_in_pytrees(AttentionResult, "log_sum_exp")
+keep_in_pytrees(AttentionResult, "log_sum_exp", "_statistics")
 keep_in_pytrees(CoverageResult, "loss")
 keep_in_pytrees(RecurrentResult, "states", "contexts", "weights")
 
 
-def attention_result(context: Tensor, weights: Any, log_sum_exp: Tensor) -> AttentionResult:
+def attention_result(
+    context: Tensor, weights: Any, log_sum_exp: Tensor, statistics: Tensor | None = None
+) -> AttentionResult:
     """Return a result of attention."""
     result = AttentionResult((context, weights))
     result.log_sum_exp = log_sum_exp
+    if statistics is not None:
+        result._statistics = statistics
     return result
 
 

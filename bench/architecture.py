@@ -14,7 +14,7 @@ from pathlib import Path
 #: Arguments of ``attention``, today and before; nine in one list are the call written out.
 NAMES = {
     "query", "key", "value", "weight", "bias", "mask", "lengths", "span", "columns", "prepared",
-    "exponentials", "scale", "score", "relu", "need_weights",
+    "exponentials", "scale", "score", "relu", "need_statistics", "need_weights",
 }  # fmt: skip
 MANY = 9
 TOKEN = re.compile(

@@ -33,9 +33,14 @@ struct Problem {
   View exponentials;       // CPU: e^{2 key}, float, rows padded with 0 to kPadding, or absent
 };
 
+// Of a row's weights: the entropy, the largest weight and its key, the mean of the keys and their variance.
+// All 0 if the row sees no key, NaN if its weights are.
+enum Statistics { kEntropy, kLargest, kPosition, kMean, kVariance, kStatistics };
+
 struct Forward : Problem {
   View context;               // out, column stride 1, of dtype
   View weights, log_sum_exp;  // out, contiguous, of the accumulation dtype; weights may be absent
+  View statistics;            // out, as those: rows of five numbers, see Statistics; may be absent
 };
 
 // Numbers are of the accumulation dtype unless said; an output that is absent is not wanted.

@@ -16,12 +16,13 @@ void run_backward(const Backward&, const Tensor& query);
   X(int64_t, columns, between, 0, given.span ? Tk : 0) \
   X(Optional, prepared, exponentials, given.score)
 
-#define ATTNFAST_ATTENTION(X) \
-  ATTNFAST_KEYS(X)            \
-  ATTNFAST_TERMS(X)           \
-  ATTNFAST_LENGTHS(X)         \
-  ATTNFAST_SPAN(X)            \
-  ATTNFAST_SCORE(X)           \
+#define ATTNFAST_ATTENTION(X)   \
+  ATTNFAST_KEYS(X)              \
+  ATTNFAST_TERMS(X)             \
+  ATTNFAST_LENGTHS(X)           \
+  ATTNFAST_SPAN(X)              \
+  ATTNFAST_SCORE(X)             \
+  X(bool, need_statistics, any) \
   X(bool, need_weights, any)
 
 #define ATTNFAST_ATTENTION_BACKWARD(X)            \
@@ -38,7 +39,7 @@ void run_backward(const Backward&, const Tensor& query);
   X(bool, need_grad_key, any)                     \
   X(bool, need_grad_score, any)
 
-#define ATTNFAST_ATTENDED(X) X(context) X(weights) X(log_sum_exp)
+#define ATTNFAST_ATTENDED(X) X(context) X(weights) X(log_sum_exp) X(statistics)
 #define ATTNFAST_ATTENTION_GRADIENTS(X) X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score)
 
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionFit)
@@ -57,12 +58,15 @@ Attended attention(const AttentionArguments& given) {
   const Tensor weights = empty_if(given.need_weights, query, rows, fit.sums);
   rows.pop_back();
   const Tensor log_sum_exp = empty(query.device(), rows, fit.sums);
+  rows.push_back(kStatistics);
+  const Tensor statistics = empty_if(given.need_statistics, query, rows, fit.sums);
   const Tensor context = empty_rows(query, a.Dv, fit.own);
   a.context = view(context);
   if (given.need_weights) a.weights = view(weights);
   a.log_sum_exp = view(log_sum_exp, false);
+  if (given.need_statistics) a.statistics = view(statistics);
   run_forward(a, query);
-  return {.context = context, .weights = weights, .log_sum_exp = log_sum_exp};
+  return {.context = context, .weights = weights, .log_sum_exp = log_sum_exp, .statistics = statistics};
 }
 
 AttentionGradients attention_backward(const AttentionBackwardArguments& given) {

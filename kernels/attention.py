@@ -263,10 +263,36 @@ def _scores(
 
 
 @triton.jit
+def _described(
+    b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_drop, b_position, b_mean, b_squares
+):  # fmt: skip
+    """What statistics of a row come from, a block of keys further.
+
+    Of the p = e^{s − m}: Σ p (s − m), the key of the largest score, μ = Σ p j / l and Σ p (j − μ)²,
+    the block's joined to the others' by Chan, Golub and LeVeque's formula, which loses no digits.
+    """
+    b_drop = b_rescale * (b_drop + b_l * tl.where(b_l == 0, 0, b_m - b_shift))
+    b_drop += tl.sum(b_p * tl.where(b_p > 0, b_s - b_shift[:, None], 0), 1)
+    b_highest, b_column = tl.max(b_s, 1, return_indices=True)
+    acc: tl.constexpr = b_p.dtype
+    b_position = tl.where(b_highest > b_m, (tl.min(o_k, 0) + b_column).to(acc), b_position)
+    b_j = o_k.to(acc)[None, :]
+    b_more = tl.sum(b_p, 1)
+    b_old = b_l * b_rescale
+    b_own = tl.sum(b_p * b_j, 1) / tl.where(b_more == 0, 1, b_more)
+    b_far = b_j - b_own[:, None]
+    b_share = b_more / tl.where(b_old + b_more == 0, 1, b_old + b_more)
+    b_step = b_own - b_mean
+    b_squares = b_squares * b_rescale + tl.sum(b_p * b_far * b_far, 1)
+    b_squares += b_step * b_step * b_old * b_share
+    return b_drop, b_position, b_mean + b_step * b_share, b_squares
+
+
+@triton.jit
 def _forward(
     p_q, p_k, p_v, p_weight, p_eq, p_ek, p_ew, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
-    p_span, p_context, p_weights, p_lse, s_q, s_k, s_v, s_weight, s_bias, s_mask, s_span,
-    s_context, scale, H, Tq, Tk, W, A, AP, Dv, SCORE: tl.constexpr, COMPACT: tl.constexpr,
+    p_span, p_context, p_weights, p_lse, p_statistics, s_q, s_k, s_v, s_weight, s_bias, s_mask,
+    s_span, s_context, scale, H, Tq, Tk, W, A, AP, Dv, SCORE: tl.constexpr, COMPACT: tl.constexpr,
     SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
@@ -275,6 +301,7 @@ def _forward(
     The weights need the last m and l. So the sweep stores the scores in their place, and a second
     sweep turns them into e^{s − m} / l: a read and a write each, next to nothing beside the
     features that the score itself reads. With ``SCORES`` there is none, and the weights are scores.
+    Statistics run along as the softmax does: see :func:`_described`.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     # A score of −∞ that a row sees is LEAST instead, and no other is. Where it is the largest of a
@@ -304,6 +331,8 @@ def _forward(
     b_m = tl.full([BQ], -float("inf"), acc)
     b_l = tl.zeros([BQ], acc)
     b_c = tl.zeros([BQ, BV], acc)
+    b_drop, b_position = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
+    b_mean, b_squares = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
     first, stop = 0, n
     if p_span is not None:
         b_first, b_stop, b_origin = _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT)
@@ -356,6 +385,10 @@ def _forward(
         b_shift = tl.where(b_max == -float("inf"), 0, b_max)
         b_p = tl.exp(b_s - b_shift[:, None])
         b_rescale = tl.exp(b_m - b_shift)
+        if p_statistics is not None:
+            b_drop, b_position, b_mean, b_squares = _described(
+                b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_drop, b_position, b_mean, b_squares
+            )
         b_l = b_l * b_rescale + tl.sum(b_p, 1)
         b_m = b_max
         if p_context is not None:
@@ -380,6 +413,15 @@ def _forward(
         b_lse = b_shift + tl.log(tl.where(m_empty, 1, b_l))
         b_lse = tl.where(m_empty | m_diverged, -float("inf"), b_lse)
         tl.store(p_lse + o_row, b_lse, mask=m_q)
+        if p_statistics is not None:
+            p_s = p_statistics + o_row * 5
+            b_mass = tl.where(m_empty, 1, b_l)
+            b_seen = tl.where(m_empty, 0, 1 + 0 * b_inverse)  # or NaN
+            tl.store(p_s, (tl.log(b_mass) - b_drop / b_mass) * b_seen, mask=m_q)
+            tl.store(p_s + 1, b_seen / b_mass, mask=m_q)
+            tl.store(p_s + 2, b_position * b_seen, mask=m_q)
+            tl.store(p_s + 3, b_mean * b_seen, mask=m_q)
+            tl.store(p_s + 4, b_squares / b_mass * b_seen, mask=m_q)
         if p_weights is not None and not SCORES:
             tl.debug_barrier()  # the scores may come back to another thread than stored them
             for column in range(0, W, BK):
@@ -786,11 +828,17 @@ def _multiply(
     )  # fmt: skip
 
 
-def sweep(call: Attention, context: Tensor | None, weights: Tensor | None, lse: Tensor) -> None:
-    """Launch :func:`_forward` for context, weights and log-sum-exp.
+def sweep(
+    call: Attention,
+    context: Tensor | None,
+    weights: Tensor | None,
+    lse: Tensor,
+    statistics: Tensor | None = None,
+) -> None:
+    """Launch :func:`_forward` for context, weights, log-sum-exp and statistics.
 
-    Without context or without weights where they are None; without context the weights are scores:
-    −inf where a row may not see a key.
+    Without context, weights or statistics where they are None; without context the weights are
+    scores: −inf where a row may not see a key.
     """
     acc, Dv = accumulation_dtype(call.query.dtype), call.value.shape[-1]
     query, key, value, weight, lengths, span = _prepare(call)
@@ -820,7 +868,7 @@ def sweep(call: Attention, context: Tensor | None, weights: Tensor | None, lse: 
             e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
         _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
             query, key, value, weight, e_q, e_k, e_w, range_q, range_k, bias, mask, lengths,
-            span, within, weights, lse, query.stride(), key.stride(), value.stride(),
+            span, within, weights, lse, statistics, query.stride(), key.stride(), value.stride(),
             (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
             _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
             SCORE=score, COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
@@ -838,8 +886,15 @@ def forward(call: Attention) -> Attended:
     context = empty_rows(query, call.value.shape[-1])
     weights = query.new_empty((*rows, call.columns or Tk) if call.need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
-    sweep(call, context, weights if call.need_weights else None, lse)
-    return Attended(context, weights, lse)
+    statistics = query.new_empty((*rows, 5) if call.need_statistics else (0,), dtype=acc)
+    sweep(
+        call,
+        context,
+        weights if call.need_weights else None,
+        lse,
+        statistics if call.need_statistics else None,
+    )
+    return Attended(context, weights, lse, statistics)
 
 
 def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Tensor) -> Tensor:

@@ -301,8 +301,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("x = x == x ? x : again[r * width + c];", "x = x;"),
         ("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v"),
         ("multiply_by((C)a.scale, item.seen, row(i));", ";"),
-        ("      if (!(mass[i - first] > 0)) diverge", "      if (false) diverge"),
-        ("      if (!(mass[r] > 0)) diverge", "      if (false) diverge"),
+        ("if (!(mass[r] > 0)) {\n        const bool diverged = diverge<T>(a, item, item.row + i",
+         "if (false) {\n        const bool diverged = diverge<T>(a, item, item.row + i"),
+        ("if (!(mass[r] > 0)) {\n        const bool diverged = diverge<T>(a, item, row, own",
+         "if (false) {\n        const bool diverged = diverge<T>(a, item, row, own"),
     ],
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): [
         ("odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : ", "odds[j] = "),
@@ -415,7 +417,39 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("expected += items;", ""),
     ],
     ("csrc/cpu/rows.h", "tests/test_attention.py -k 'diverged and cpu'"): [
-        ("if (seen != -(C)__builtin_inf()) p", "p"),
+        ("if (seen == -(C)__builtin_inf()) continue;", ""),
+        ("statistics[i] = diverged ? __builtin_nan(\"\") : 0;", "statistics[i] = 0;"),
+    ],
+    ("csrc/cpu/rows.h", "tests/test_statistics.py -k cpu"): [
+        ("products += e == 0 ? e : e * x;", "products += e * x;"),
+        ("(x == 0) & (-number > largest);", "x == 0;"),
+        ("number = numbers - mean;", "number = numbers;"),
+        ("statistics[kMean] = (C)first + mean;", "statistics[kMean] = mean;"),
+    ],
+    ("csrc/cpu/attention.cpp", "tests/test_statistics.py -k cpu"): [
+        ("&a.log_sum_exp, &a.statistics})", "&a.log_sum_exp})"),
+    ],
+    ("attnfast/lowering.py", "tests/test_statistics.py -k span"): [
+        ("k * position + first, k * mean + first", "k * position, k * mean"),
+        ("* (largest != 0)", "* 1"),
+        ("k * k * variance", "k * variance"),
+    ],
+    ("attnfast/ops/attention.py", "tests/test_statistics.py -k 'cpu or steps or compiled'"): [
+        ("through = through - of_entropy", "through = through + of_entropy"),
+        ("of_mean + of_variance * j", "of_mean + 2 * of_variance * j"),
+        ("keys = keys + span[..., :1]", "pass"),
+        ("more = more + of.grad_weights", "pass"),
+    ],
+    ("kernels/attention.py", "tests/test_statistics.py -k 'triton and not fuzz'"): [
+        ("b_rescale * (b_drop + b_l * tl.where(b_l == 0, 0, b_m - b_shift))",
+         "b_rescale * b_drop"),
+        ("tl.where(b_highest > b_m,", "tl.where(b_highest >= b_m,"),
+        ("b_squares += b_step * b_step * b_old * b_share", "pass"),
+    ],
+    ("csrc/cuda/tile.cuh", CUDA.format("statistics")): [
+        ("step * step * mass * fade * share;", "0;"),
+        ("if (its_top > top) row.position", "row.position"),
+        ("fade * (row.drop + mass * (top - both))", "fade * row.drop"),
     ],
     ("csrc/cpu/span.h", SPANS): [
         ("clear_outside(out, n, own.from, own.to);", ""),

@@ -358,16 +358,16 @@ def nearby(args: dict[str, Tensor | None], run) -> Iterator[dict[str, Tensor]]:
         yield {k: want + plain[k].double() - exact[k] for k, want in wanted.items()}
 
 
-def losses(case: Case, how) -> Iterator[dict[str, Tensor]]:
+def losses(case: Case, how, names=NAMES) -> Iterator[dict[str, Tensor]]:
     """Yield the results of eager code in five orders, for :func:`check`; then those nearby."""
     args = inputs(case)
-    yield from (results(case, args, run) for run in in_orders(how))
-    yield from nearby(args, lambda near: results(case, near, how))
+    yield from (results(case, args, run, names) for run in in_orders(how))
+    yield from nearby(args, lambda near: results(case, near, how, names))
 
 
-def oracle_of(case: Case, how) -> dict[str, Tensor]:
+def oracle_of(case: Case, how, names=NAMES) -> dict[str, Tensor]:
     """Return the results of ``how`` in float64 on the CPU, from the case's own numbers."""
-    return results(case, doubled(inputs(case)), how)
+    return results(case, doubled(inputs(case)), how, names)
 
 
 def exact(activation="tanh", **args):

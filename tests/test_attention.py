@@ -282,6 +282,7 @@ def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, backend):
     changed = {"weight": weight, "key": key, "bias": bias, "mask": mask}
     if span:
         changed["span"] = attnfast.Span(window=Tk - 10)
+    changed["need_statistics"] = True
     want = everything({**args, **changed}, backend="reference")
     assert want[1][0, 0].isnan().any() and want[1][1, 0].isfinite().all()
     got = everything({**args, **changed}, backend=backend)
@@ -671,13 +672,13 @@ def test_opcheck(score, backend):
     args = inputs(Case(score, 2, 3, 5, 8, 7, terms=("lengths", "mask", "bias")), DEVICE[backend])
     args = {k: None if v is None else v.detach() for k, v in args.items()}
     ops = getattr(torch.ops, f"attnfast_{backend}")
-    call = Attention(**args, scale=0.5, score=score, need_weights=True)
+    call = Attention(**args, scale=0.5, score=score, need_statistics=True, need_weights=True)
     torch.library.opcheck(ops.attention.default, tuple(call))
     result = ops.attention(*call)
     needs = ("need_grad_query", "need_grad_key", "need_grad_score")
     saved = {x: getattr(call, x) for x in Attention._fields if x in AttentionBackward._fields}
     saved["weights"] = result[1]
-    grads = {f"grad_{x}": torch.randn_like(y) for x, y in zip(Attended._fields, result)}
+    grads = {f"grad_{x}": torch.randn_like(y) for x, y in zip(Attended._fields, result[:3])}
     for grad_score, *needed in (
         (None, True, True, True),
         (None, True, False, False),

@@ -19,6 +19,7 @@ import test_coverage
 import test_memory
 import test_recurrent
 import test_span
+import test_statistics
 import torch
 from table import Case, cases, fuzz
 
@@ -128,6 +129,30 @@ def test_a_step_on_frozen_keys(case, host, blocks, library):
 @pytest.mark.parametrize(("case", "span", "position"), test_span.STEPS, ids=lambda x: None)
 def test_a_step_within_a_span(case, span, position, host, blocks):
     test_span.judge(case, span, position, host, freeze=True)
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in SMALL if x in test_statistics.TABLE], ids=test_attention.name
+)
+def test_statistics_table(case, host, monkeypatch):
+    monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
+    test_statistics.judge(case, host)
+
+
+@pytest.mark.parametrize("case", test_statistics.STEPS, ids=test_attention.name)
+def test_statistics_of_a_step(case, host, blocks, monkeypatch):
+    monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
+    test_statistics.judge(case, host)
+
+
+def test_what_statistics_owe(host, monkeypatch):
+    monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
+    for span, position in test_statistics.SPANS:
+        test_statistics.test_spans(span, position, 2, host)
+    test_statistics.test_the_position_is_the_first_of_the_largest(host)
+    for Tq in (1, 2):
+        test_statistics.test_rows_that_see_nothing(Tq, host)
+        test_statistics.test_a_sharp_row_far_from_the_first_key_keeps_its_variance(Tq, host)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -68,10 +68,13 @@ def test_a_mode_that_records():
 
 
 def test_results_in_pytrees():
-    """``vmap`` and ``export`` take a result's log-sum-exp away."""
+    """``vmap`` and ``export`` take a result's log-sum-exp and statistics away."""
     x = torch.ones(1, 2, 4)
-    result = dot_attention(x, x, x, need_weights=True)
-    assert torch.utils._pytree.tree_map(torch.clone, result).log_sum_exp.shape == (1, 2)
+    for asked in (False, True):
+        result = dot_attention(x, x, x, need_weights=True, need_statistics=asked)
+        mapped = torch.utils._pytree.tree_map(torch.clone, result)
+        assert mapped.log_sum_exp.shape == (1, 2)
+        assert (mapped.statistics is not None) == asked
 
 
 def test_forward_mode():

@@ -554,11 +554,12 @@ def test_opcheck(score, backend):
     tensors = [args[k] for k in ("query", "key", "value", "weight")]
     bias = torch.randn(2, 3, 3, device=DEVICE[backend])
     call = Attention(
-        *tensors, bias, bias > -1, span=bounds, columns=3, scale=0.5, score=score, need_weights=True
-    )
+        *tensors, bias, bias > -1, span=bounds, columns=3, scale=0.5, score=score,
+        need_statistics=True, need_weights=True,
+    )  # fmt: skip
     torch.library.opcheck(ops.attention.default, tuple(call))
     outputs = ops.attention(*call)
-    grads = [torch.randn_like(x) for x in outputs]
+    grads = [torch.randn_like(x) for x in outputs[:3]]
     rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, score, True, True, True)
     torch.library.opcheck(ops.attention_backward.default, (*grads, *rest))
 

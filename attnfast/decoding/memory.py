@@ -74,12 +74,17 @@ class Memory(NamedTuple):
         return memory if self.steps is None else memory._with_steps(self.steps.backend)
 
     def _call(
-        self, query: Tensor, scale: float, need_weights: bool, kept: Tensor | None = None
+        self,
+        query: Tensor,
+        scale: float,
+        need_weights: bool = False,
+        need_statistics: bool = False,
+        kept: Tensor | None = None,
     ) -> Attention:
         """Return the call of a query; ``kept`` is what steps keep of the keys."""
         return Attention(
             query, self.key, self.value, self.weight, None, self.mask, self.lengths, None, 0, kept,
-            scale, self.score, need_weights,
+            scale, self.score, need_statistics, need_weights,
         )  # fmt: skip
 
     def _chosen(self) -> str:
@@ -120,22 +125,28 @@ def _usable(steps: Steps | None) -> Steps | None:
 
 
 def _attend_once(
-    query: Tensor, memory: Memory, scale: float, place: Place | None, need_weights: bool | str
+    query: Tensor,
+    memory: Memory,
+    scale: float,
+    place: Place | None,
+    need_weights: bool | str,
+    need_statistics: bool,
 ) -> AttentionResult:
     """Attend with one query that the memory's steps serve, within a span if one is given."""
     steps: Any = memory.steps
     defers, lowered = steps.defers(), None
-    call = memory._call(query, scale, defers or bool(need_weights), steps.prepared())
+    weights_too = defers or bool(need_weights)
+    call = memory._call(query, scale, weights_too, need_statistics, steps.prepared())
     if place is not None:
         lowered = lower(call, place, need_weights)
         call = lowered.call
     if defers:
         refuse_tangents(call)
-        context, weights, log_sum_exp = Step.apply(
+        context, weights, log_sum_exp, statistics = Step.apply(
             query, steps.token, call.bias, call, steps, bool(need_weights)
         )
         weights = as_returned(weights, query.dtype, bool(need_weights))
-        result = attention_result(context, weights, log_sum_exp)
+        result = attention_result(context, weights, log_sum_exp, statistics)
     else:
         result = dispatch.run_attention(call, steps.backend)
     return result if lowered is None else lowered.restore(result, need_weights)
@@ -203,6 +214,7 @@ def attend(
     position: Position = None,
     sigma: float | Tensor | None = None,
     need_weights: bool | str = False,
+    need_statistics: bool = False,
 ) -> AttentionResult:
     """Attend to a memory with one query per sequence, or with many.
 
@@ -210,7 +222,7 @@ def attend(
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``, with the memory's dtype and device.
         scale: multiplies the score.
         span, position, sigma: as in :func:`attnfast.additive_attention`.
-        need_weights: return the weights too; otherwise they are None; as there.
+        need_weights, need_statistics: return weights, statistics too; as there.
 
     Returns:
         ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None, an
@@ -224,15 +236,17 @@ def attend(
     (query,) = autocast(query)
     plain = span is position is sigma is None and not isinstance(need_weights, str)
     place = None if plain else Place(Span() if span is None else span, position, sigma)
+    need_statistics = check_flag("need_statistics", need_statistics)
     steps = _usable(memory.steps)
     try:
         if place is not None:
-            check(memory._call(query, scale, False))
+            check(memory._call(query, scale))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
         if steady and steps is not None and steps.serve(query, memory._common()):
-            return _attend_once(query, memory, scale, place, need_weights)
-        call = autocast_call(memory._call(query, scale, bool(need_weights)))
+            return _attend_once(query, memory, scale, place, need_weights, need_statistics)
+        call = memory._call(query, scale, bool(need_weights), need_statistics)
+        call = autocast_call(call)
         backend = choose(memory.backend, query.device, query.dtype, step=True)
         if backend != "reference":
             call = fold_scale(call)
@@ -246,7 +260,7 @@ def attend(
             shape = list(query.shape)
             if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
                 refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
-        check(memory._call(query, scale, False))
+        check(memory._call(query, scale))
         raise
 
 

@@ -255,7 +255,9 @@ class Step(Function):
         result = ATTENTION(steps.backend, call)
         ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
         ctx.backend, ctx.waiting = steps.backend, steps.waiting
-        return result.context, result.weights if need_weights else None, result.log_sum_exp
+        weights = result.weights if need_weights else None
+        statistics = result.statistics if call.need_statistics else None
+        return result.context, weights, result.log_sum_exp, statistics
 
     @staticmethod
     @no_double_backward

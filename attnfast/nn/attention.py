@@ -13,6 +13,7 @@ from attnfast.errors import check_flag, check_whole, check_word, refuse
 from attnfast.nn.linear import project
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
 from attnfast.ops.span import check_form
+from attnfast.results import AttentionResult
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -101,38 +102,51 @@ class _Attention(nn.Module):
             backend=self.backend,
         )  # fmt: skip
 
-    def _attend(self, query: Tensor, memory: Memory, need_weights: bool | str, **span: Any):
+    def _attend(
+        self,
+        query: Tensor,
+        memory: Memory,
+        need_weights: bool | str,
+        need_statistics: bool = False,
+        **span: Any,
+    ) -> AttentionResult:
         """Run the op on a projected query, within a span, position and sigma if given."""
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
         scale = scale / self.temperature
         check_form(need_weights)
         need_weights = need_weights if span else bool(need_weights)
-        return attend(query, memory, scale=scale, need_weights=need_weights, **span)
+        return attend(
+            query, memory, scale=scale, need_weights=need_weights, need_statistics=need_statistics,
+            **span,
+        )  # fmt: skip
 
     def forward(
-        self, state: Tensor, memory: Memory, need_weights: bool | str = False
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        state: Tensor,
+        memory: Memory,
+        need_weights: bool | str = False,
+        need_statistics: bool = False,
+    ) -> AttentionResult:
         """Attend from decoder states to a prepared memory.
 
         Args:
             state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
             memory: from :meth:`prepare`.
             need_weights: return the weights too; ``"dense"`` says the same.
+            need_statistics: return the rows' statistics, as :func:`attnfast.additive_attention`.
 
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, and ``weights [B, (H,) Tk]`` or
-            ``[B, (H,) Tq, Tk]`` or None.
+            ``[B, (H,) Tq, Tk]`` or None, an :class:`attnfast.AttentionResult`.
         """
         try:
             step = state.dim() == 2
             query = self.query_proj(state.unsqueeze(1) if step else state)
-            context, weights = self._attend(query, memory, need_weights)
+            result = self._attend(query, memory, need_weights, need_statistics)
         except Exception:
             self._check_call(state, memory)
             raise
-        if step:
-            return context.squeeze(1), None if weights is None else weights.squeeze(-2)
-        return context, weights
+        return result.of_one_row() if step else result
 
 
 class BahdanauAttention(_Attention):
@@ -285,6 +299,6 @@ class MultiHeadAttention(_Attention):
             self._check_states(states)
             raise
 
-    def _attend(self, query: Tensor, memory: Memory, need_weights: bool | str, **span: Any):
-        context, weights = super()._attend(self._split(query), memory, need_weights, **span)
-        return self.out_proj(context.transpose(1, 2).flatten(2)), weights
+    def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionResult:
+        result = super()._attend(self._split(query), *arguments, **span)
+        return result.with_context(self.out_proj(result.context.transpose(1, 2).flatten(2)))

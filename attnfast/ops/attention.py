@@ -4,6 +4,10 @@ r"""Attention without history: every query row weighs the keys it may see, rows 
     α_ij    = exp(e_ij − log_sum_exp_i)  over the keys j that row i may see, 0 elsewhere
     c_i     = Σ_j α_ij v_j
 
+and, on request, statistics of a row's weights, for which nothing need be stored,
+
+    H_i = −Σ_j α_ij ln α_ij,  max_j α_ij and its first j,  μ_i = Σ_j j α_ij,  Σ_j (j − μ_i)² α_ij
+
 with ``score(q, k) = q·k`` (``dot``), or the additive ``Σ_a w_a f(q_a + k_a)``, which has the name
 of f, as :data:`attnfast.reference.ACTIVATIONS` lists them. What a row may see is a span of keys
 (:mod:`attnfast.ops.span`), a length, a mask.
@@ -15,7 +19,7 @@ backend implements the two under its own namespace ``attnfast_<backend>``, and m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,27 +59,31 @@ class Attention(NamedTuple):
     prepared: Tensor | None = None
     scale: float = 1.0
     score: str = "dot"
+    need_statistics: bool = False
     need_weights: bool = False
 
 
 class Attended(NamedTuple):
-    """What comes out; ``weights`` and ``log_sum_exp`` in the accumulation dtype.
+    """What comes out; all but the context in the accumulation dtype.
 
-    That is float32, or float64 for float64. ``weights`` has size [0] unless needed; context and
-    gradients of query, key and value lie in memory as :func:`empty_rows` says.
+    That is float32, or float64 for float64. ``statistics [B, (H,) Tq, 5]`` are the fields of
+    :class:`attnfast.RowStatistics`: 0 of an empty row, NaN of one whose weights are. Weights and
+    statistics have size [0] unless needed; context and gradients of query, key and value lie in
+    memory as :func:`empty_rows` says.
     """
 
     context: Tensor
     weights: Tensor
     log_sum_exp: Tensor
+    statistics: Tensor
 
 
 class AttentionBackward(NamedTuple):
     """The arguments of the backward.
 
-    The saved weights are exactly 0 where a row may not see a key. The backward begins at
-    ``grad_score``, the gradient of the scores, if that is given. ``need_grad_key`` stands for key,
-    value and weight.
+    The saved weights are exactly 0 where a row may not see a key. The gradient of the statistics
+    is part of that of the weights. The backward begins at ``grad_score``, the gradient of the
+    scores, if that is given. ``need_grad_key`` stands for key, value and weight.
     """
 
     grad_context: Tensor
@@ -148,10 +156,12 @@ def _check_backward(call: AttentionBackward) -> None:
 def _fake(call: Attention) -> Attended:
     dtype, rows = accumulation_dtype(call.query.dtype), call.query.shape[:-1]
     shape = (*rows, call.columns or call.key.shape[-2]) if call.need_weights else (0,)
+    statistics = (*rows, 5) if call.need_statistics else (0,)
     return Attended(
         empty_rows(call.query, call.value.shape[-1]),
         call.query.new_empty(shape, dtype=dtype),
         call.query.new_empty(rows, dtype=dtype),
+        call.query.new_empty(statistics, dtype=dtype),
     )
 
 
@@ -167,7 +177,40 @@ def _fake_backward(call: AttentionBackward) -> AttentionGradients:
     )
 
 
-ATTENTION = Operator(
+class _AttentionOperator(Operator):
+    """Statistics are functions of the weights, which the backward has, and so are gradients."""
+
+    def arguments(self, ctx: Any, grads: Any, needs: Any = None) -> tuple[Any, Any]:
+        of, saved = super().arguments(ctx, grads, needs)
+        of_statistics = grads[self.Result._fields.index("statistics")]
+        if of_statistics is None:
+            return of, saved
+        more = _through_weights(of_statistics, of.weights, of.span if of.columns else None)
+        if of.grad_weights is not None:
+            more = more + of.grad_weights
+        return of._replace(grad_weights=more), saved
+
+
+def _through_weights(grad: Tensor, weights: Tensor, span: Tensor | None) -> Tensor:
+    """Return the weights' gradient, but for a number alike in a row: softmax leaves that out.
+
+    As −ln α − 1 of the entropy, and j of the mean, which is taken from μ: sums lose less so.
+    """
+    keys = torch.arange(weights.shape[-1], device=weights.device)
+    if span is not None:
+        keys = keys + span[..., :1]
+    of_entropy, of_largest, _, of_mean, of_variance = grad.unsqueeze(-2).unbind(-1)
+    j = keys.to(weights.dtype)
+    if weights.shape[-1] == 0:
+        return weights
+    j = j - (weights * j).sum(-1, keepdim=True)
+    column = weights.argmax(-1, keepdim=True)
+    through = j * (of_mean + of_variance * j)
+    through = through - of_entropy * weights.masked_fill(weights == 0, 1).log()
+    return through.scatter_add(-1, column, of_largest)
+
+
+ATTENTION = _AttentionOperator(
     "attention", Attention, Attended, AttentionBackward, AttentionGradients,
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
     needs={

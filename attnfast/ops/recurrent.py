@@ -237,7 +237,7 @@ def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
     kept = getattr(call, "prepared", None)
     return Attention(
         query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, kept,
-        call.scale, call.score, True,
+        call.scale, call.score, False, True,
     )  # fmt: skip
 
 

@@ -107,7 +107,8 @@ Forward part_of(const Forward& whole, int64_t b, int64_t n, int64_t row, int64_t
   const auto shift = [&](View& x, int64_t i, int64_t bytes) {
     if (x.data) x.data = static_cast<char*>(x.data) + (b * x.batch + i * x.row) * bytes;
   };
-  for (View* x : {&a.query, &a.bias, &a.context, &a.weights, &a.log_sum_exp}) shift(*x, row, size);
+  for (View* x : {&a.query, &a.bias, &a.context, &a.weights, &a.log_sum_exp, &a.statistics})
+    shift(*x, row, size);
   for (View* x : {&a.key, &a.value}) shift(*x, 0, size);
   shift(a.mask, row, 1);
   if (a.lengths) a.lengths += b;

@@ -148,6 +148,8 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(memory)};
   const Rows<C> s = scores_of(a, plan, item, scratch);
+  const bool described = a.statistics.data;
+  const auto statistics = [&](int64_t i) { return at<C>(a.statistics, item, i); };
   Flags<C> zeros = {};
   // Step by step over a few rows that stay in the first-level cache, so that none waits for another.
   constexpr int64_t kMost = 16, kNumbers = 2048;
@@ -162,11 +164,18 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
       finish_scores<T>(a, item, item.row + i, 0, item.seen, row(i));
     }
     for (int64_t i = first; i < last; ++i) top[i - first] = largest(numbers(i));
-    for (int64_t i = first; i < last; ++i) mass[i - first] = exponentiate(numbers(i), top[i - first]);
     for (int64_t i = first; i < last; ++i) {
-      *at<C>(a.log_sum_exp, item, item.row + i) =
-          normalise(numbers(i), top[i - first], mass[i - first], zeros);
-      if (!(mass[i - first] > 0)) diverge<T>(a, item, item.row + i, 0, item.seen, row(i));
+      const int64_t r = i - first;
+      mass[r] = described ? exponentiate(numbers(i), top[r], 0, statistics(item.row + i))
+                          : exponentiate(numbers(i), top[r]);
+    }
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t r = i - first;
+      *at<C>(a.log_sum_exp, item, item.row + i) = normalise(numbers(i), top[r], mass[r], zeros);
+      if (!(mass[r] > 0)) {
+        const bool diverged = diverge<T>(a, item, item.row + i, 0, item.seen, row(i));
+        if (described) without_mass(diverged, statistics(item.row + i));
+      }
       clear_outside(row(i), a.W, 0, item.seen);
     }
   }
@@ -217,6 +226,8 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
   C* matrix = scratch.take(band_scratch<C>(a));
   const Side<T> side = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, item.row),
                         a.context.row};
+  const bool described = a.statistics.data;
+  const auto statistics = [&](int64_t r) { return at<C>(a.statistics, item, item.row + r); };
   Flags<C> zeros = {};
   for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
     const int64_t n = band.to - band.from, stride = band_row<C>(n);
@@ -232,12 +243,17 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
     }
     // step by step, so that no row waits for another
     for (int64_t r = 0; r < band.rows; ++r) top[r] = largest(numbers(r));
-    for (int64_t r = 0; r < band.rows; ++r) mass[r] = exponentiate(numbers(r), top[r]);
+    for (int64_t r = 0; r < band.rows; ++r)
+      mass[r] = described ? exponentiate(numbers(r), top[r], band.from, statistics(band.row + r))
+                          : exponentiate(numbers(r), top[r]);
     for (int64_t r = 0; r < band.rows; ++r) {
       const int64_t row = item.row + band.row + r;
       const Within<C> p = numbers(r);
       *at<C>(a.log_sum_exp, item, row) = normalise(p, top[r], mass[r], zeros);
-      if (!(mass[r] > 0)) diverge<T>(a, item, row, own[r].column, own[r].end(), p.x + p.from);
+      if (!(mass[r] > 0)) {
+        const bool diverged = diverge<T>(a, item, row, own[r].column, own[r].end(), p.x + p.from);
+        if (described) without_mass(diverged, statistics(band.row + r));
+      }
       clear_outside(p.x, n, p.first(), round_up(p.to, Vector<C>::width));
       if (!a.weights.data) continue;
       C* columns = at<C>(a.weights, item, row);

@@ -108,6 +108,12 @@ struct Within {
   void put(int64_t j, Vec<C> v) const { store(x + j, v); }
 };
 
+template <class C>
+C log_of(C x) {
+  if constexpr (sizeof(C) == 4) return ::logf(x);
+  else return ::log(x);
+}
+
 // A row of scores becomes weights in three steps. The largest score:
 template <class C, template <class> class Row>
 C largest(const Row<C>& s) {
@@ -136,6 +142,48 @@ C exponentiate(const Row<C>& s, C top) {
   return sum<C>(total);
 }
 
+// The same, and statistics of the row whose first number is key `first`:
+//   entropy = ln sum e - sum e (x - top) / sum e,  largest = 1 / sum e,
+//   mean = sum e j / sum e,  variance = sum e (j - mean)^2 / sum e
+template <class C, template <class> class Row>
+C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
+  constexpr int W = Vector<C>::width;
+  const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
+  Vec<C> total = {}, products = {}, positions = {}, squares = {}, largest = splat(-infinity);
+  const Vec<C> numbers = __builtin_convertvector(lane_numbers<C>(), Vec<C>) + (C)s.first();
+  Vec<C> number = numbers;
+  for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W) {
+    const Vec<C> x = s.get(j, -infinity) - shift;
+    Vec<C> e = exp(x);
+    e = x < (C)-87 ? Vec<C>{} : e;
+    products += e == 0 ? e : e * x;
+    const Flags<C> is_first = (x == 0) & (-number > largest);
+    largest = is_first ? -number : largest;
+    e = x == x ? e : x;
+    total += e;
+    positions += e * number;
+    s.put(j, e);
+  }
+  C of_row[4];
+  sums({total, products, positions, squares}, of_row);
+  const C mass = of_row[0], share = 1 / mass, mean = of_row[2] * share;
+  number = numbers - mean;
+  for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W)
+    squares += s.get_put(j, (C)0) * number * number;
+  statistics[kEntropy] = log_of(mass) - of_row[1] * share;
+  statistics[kLargest] = share;
+  statistics[kPosition] = (C)first - highest<C>(largest);
+  statistics[kMean] = (C)first + mean;
+  statistics[kVariance] = sum<C>(squares) * share;
+  return mass;
+}
+
+// Statistics of a row without mass are 0, or NaN if it has diverged.
+template <class C>
+void without_mass(bool diverged, C* statistics) {
+  for (int i = 0; i < kStatistics; ++i) statistics[i] = diverged ? __builtin_nan("") : 0;
+}
+
 // Weights; returns log sum exp. A row without mass becomes zeros: see `diverge`. `zeros` marks the lanes
 // where a weight is 0.
 template <class C, template <class> class Row>
@@ -150,8 +198,7 @@ C normalise(const Row<C>& s, C top, C mass, Flags<C>& zeros) {
     zeros |= p == 0;
     s.put(j, p);
   }
-  if constexpr (sizeof(C) == 4) return top + ::logf(mass);
-  return top + ::log(mass);
+  return top + log_of(mass);
 }
 
 template <class C>
@@ -194,14 +241,18 @@ void finish_scores(const Problem& a, const Item& item, int64_t i, int64_t from, 
 }
 
 // NaN in place of the weights of a row that has diverged, at the keys [from, to) that it sees. So is a
-// softmax where a score is +inf or NaN, or where there are scores and all are -inf.
+// softmax where a score is +inf or NaN, or where there are scores and all are -inf. Returns whether any.
 template <class T, class C>
-void diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
+bool diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
+  bool any = false;
   for (int64_t j = from; j < to; ++j) {
     C seen = 0;
     finish_scores<T>(a, item, i, j, j + 1, &seen);
-    if (seen != -(C)__builtin_inf()) p[j - from] = __builtin_nan("");
+    if (seen == -(C)__builtin_inf()) continue;
+    p[j - from] = __builtin_nan("");
+    any = true;
   }
+  return any;
 }
 
 // The function of a pass over calls of one type.

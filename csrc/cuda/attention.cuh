@@ -24,6 +24,7 @@ constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 template <class C>
 struct Softmax {
   C highest[kQueries], mass[kQueries], factor[kQueries];
+  Described<C> described[kQueries];  // if asked for
   alignas(16) C shares[kKeys][kQueries + 4];
 };
 
@@ -46,6 +47,11 @@ __device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, i
     __syncwarp();  // every lane has looked at the highest before
     const C more = of_warp<Add>(p);
     softmax.shares[lane][r] = p;
+    if (a.statistics.data) {
+      const C scores[] = {s}, masses[] = {p};
+      const Described<C> block = describe(scores, masses, shift, more, C(j));
+      if (lane == 0) join(softmax.described[r], before, softmax.mass[r], block, shift, more);
+    }
     if (lane == 0) {
       softmax.highest[r] = top;
       softmax.factor[r] = fade;
@@ -120,6 +126,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
       const int64_t i = tile.row + r;
       finish_row(a, tile, i, seen_by(a, tile, i, n), softmax.highest[r], softmax.mass[r], threadIdx.x % 32,
                  32);
+      if (a.statistics.data && threadIdx.x % 32 == 0)
+        put_statistics(a, tile, i, softmax.highest[r], softmax.mass[r], softmax.described[r]);
     }
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {

@@ -67,7 +67,8 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
 // The softmax of a row from those of its parts: part(i) is the largest score and the mass of one.
 template <class C>
 struct End {
-  C top, mass;  // mass 0: nothing was seen
+  C top, mass;       // mass 0: nothing was seen
+  Described<C> row;  // if asked for
 
   __device__ C faded(C to) const { return mass == 0 ? C(0) : exp(top - to); }
   __device__ C share() const { return share_of(top, mass); }
@@ -75,12 +76,29 @@ struct End {
 
 template <class C, class Part>
 __device__ End<C> join(int64_t parts, const Part& part) {
-  End<C> all = {-INFINITY, 0};
+  End<C> all = {-INFINITY, 0, {}};
   for (int64_t i = 0; i < parts; ++i)
     if (part(i).mass != 0) all.top = fmax(all.top, part(i).top);
   if (all.top == -INFINITY) all.top = 0;
   for (int64_t i = 0; i < parts; ++i) all.mass += part(i).mass * part(i).faded(all.top);
   return all;
+}
+
+// One thread's work.
+template <class C, class Part>
+__device__ void put_statistics(const Forward& a, const Tile& tile, const End<C>& all, int64_t parts,
+                               const Part& part) {
+  Described<C> row = {};
+  C top = 0, mass = 0;
+  for (int64_t i = 0; i < parts; ++i) {
+    const End<C> next = part(i);
+    join(row, top, mass, next.row, next.top, next.mass);
+    if (next.mass == 0) continue;
+    const C both = mass == 0 ? next.top : fmax(top, next.top);
+    mass = mass * exp(top - both) + next.mass * exp(next.top - both);
+    top = both;
+  }
+  put_statistics(a, tile, 0, all.top, all.mass, row);
 }
 
 // Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.
@@ -103,8 +121,11 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
   C mine[2];
   for (int x = 0; x < 2; ++x) mine[x] = lane + 32 * x < keys ? share[lane + 32 * x] : -INFINITY;
   const C top = of_warp<Max>(fmax(mine[0], mine[1])), shift = top == -INFINITY ? 0 : top;
+  const C scores[] = {mine[0], mine[1]};
   for (C& x : mine) x = exp(x - shift);
   const C mass = of_warp<Add>(mine[0] + mine[1]);
+  End<C> of_block = {shift, mass, {}};
+  if (a.statistics.data) of_block.row = describe(scores, mine, shift, mass, C(from + lane));
   __syncthreads();  // every warp has read the scores
   if (warp < 2 && lane + 32 * warp < keys) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
 
@@ -119,13 +140,15 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
   if (parts.data) {
     __syncthreads();
     C* part = at<C>(parts, tile, blockIdx.y);
-    if (threadIdx.x == 0) part[a.Dv] = shift, part[a.Dv + 1] = mass;
+    if (threadIdx.x == 0) *reinterpret_cast<End<C>*>(part + a.Dv) = of_block;
     for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) part[c] = weighted_sum(c);
     return;
   }
-  if (threadIdx.x == 0) end = {shift, mass};
+  if (threadIdx.x == 0) end = of_block;
   wait_for_blocks();
-  const End<C> all = join<C>(gridDim.y, [&](unsigned block) { return *of_another(&end, block); });
+  const auto of = [&](unsigned block) { return *of_another(&end, block); };
+  const End<C> all = join<C>(gridDim.y, of);
+  if (a.statistics.data && threadIdx.x + blockIdx.y == 0) put_statistics(a, tile, all, gridDim.y, of);
   const C factor = end.faded(all.top) * all.share();
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads, kThreads * gridDim.y);
   add_up_blocks<C>(
@@ -139,8 +162,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Forward a, const View 
   using C = typename Accumulate<T>::type;
   const Tile tile = locate(a, 1, 1);
   const auto part = [&](int64_t i) {
-    const C* end = at<C>(parts, tile, i) + a.Dv;
-    return End<C>{end[0], end[1]};
+    return *reinterpret_cast<const End<C>*>(at<C>(parts, tile, i) + a.Dv);
   };
   const End<C> all = join<C>(count, part);
   for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
@@ -150,6 +172,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Forward a, const View 
   }
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x, kThreads);
+  if (a.statistics.data && threadIdx.x == 0) put_statistics(a, tile, all, count, part);
 }
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -229,7 +252,7 @@ void launch_step(const Forward& a, const Launch& launch) {
   if (blocks == 1 || blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, View{});
   using C = typename Accumulate<T>::type;
-  const int64_t row = a.Dv + 2, head = blocks * row, batch = a.H * head;
+  const int64_t row = a.Dv + int64_t{sizeof(End<C>) / sizeof(C)}, head = blocks * row, batch = a.H * head;
   const View parts = {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
   launch(kernel, a.B * a.H, blocks, a, parts);
   launch(combine<T>, a.B * a.H, 1, a, parts, blocks);

@@ -193,6 +193,61 @@ __device__ C share_of(C top, C total) {
   return total == 0 ? C(0) : top == kLeast<C> ? C(NAN) : 1 / total;
 }
 
+// What statistics of a row come from, of p = e^{score - top} over some of its keys: sum p (score - top),
+// the key of the largest score, the mean of the keys, sum p (key - mean)^2.
+template <class C>
+struct Described {
+  C drop, position, mean, squares;
+};
+
+// Those of a warp's keys `key + 32 x`, whose masses p add up to `mass`; all lanes take part.
+template <class C, int N>
+__device__ Described<C> describe(const C (&score)[N], const C (&p)[N], C top, C mass, C key) {
+  Described<C> row = {0, -INFINITY, 0, 0};
+  for (int x = 0; x < N; ++x) {
+    if (p[x] > 0) row.drop += p[x] * (score[x] - top);
+    if (score[x] == top) row.position = fmax(row.position, -(key + 32 * x));
+    row.mean += p[x] * (key + 32 * x);
+  }
+  row.drop = of_warp<Add>(row.drop);
+  row.position = -of_warp<Max>(row.position);
+  row.mean = mass == 0 ? C(0) : of_warp<Add>(row.mean) / mass;
+  for (int x = 0; x < N; ++x) {
+    const C far = key + 32 * x - row.mean;
+    row.squares += p[x] * far * far;
+  }
+  row.squares = of_warp<Add>(row.squares);
+  return row;
+}
+
+// Take in what later keys have come to (Chan, Golub and LeVeque's formula, which loses no digits).
+template <class C>
+__device__ void join(Described<C>& row, C top, C mass, const Described<C>& more, C its_top, C its_mass) {
+  if (its_mass == 0) return;
+  if (mass == 0) {
+    row = more;
+    return;
+  }
+  const C both = fmax(top, its_top), fade = exp(top - both), its_fade = exp(its_top - both);
+  const C share = its_mass * its_fade / (mass * fade + its_mass * its_fade), step = more.mean - row.mean;
+  row.drop = fade * (row.drop + mass * (top - both)) + its_fade * (more.drop + its_mass * (its_top - both));
+  if (its_top > top) row.position = more.position;
+  row.mean += step * share;
+  row.squares = fade * row.squares + its_fade * more.squares + step * step * mass * fade * share;
+}
+
+template <class C>
+__device__ void put_statistics(const Forward& a, const Tile& tile, int64_t i, C top, C mass,
+                               const Described<C>& row) {
+  C* out = at<C>(a.statistics, tile, i);
+  const C share = share_of(top, mass), diverged = 0 * share;  // 0 or NaN
+  out[kEntropy] = mass == 0 ? C(0) : log(mass) - row.drop * share;
+  out[kLargest] = share;
+  out[kPosition] = mass == 0 ? C(0) : row.position + diverged;
+  out[kMean] = mass == 0 ? C(0) : row.mean + diverged;
+  out[kVariance] = mass == 0 ? C(0) : row.squares * share;
+}
+
 // The scores of row i, in their place, become weights: one thread's share of the work, and log sum exp.
 // `total` is the sum of e^{score - top}.
 template <class C>
