@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from attnfast.decoding import attend as attend_to
 from attnfast.decoding import prepare
+from attnfast.diagnostics import row_statistics
 
 SHAPES = {  # B, Tq, Tk, A, Dv
     "translation": (32, 50, 50, 512, 512),
@@ -33,6 +34,13 @@ SHAPES = {  # B, Tq, Tk, A, Dv
 }
 
 FLEXIBLE = ("short, many", "long")  # of 128 features; each takes seconds to compile
+
+
+def case_of(score: str, sizes: tuple[int, ...]) -> Case:
+    """Return the case of a score; queries and keys are drawn so that dot scores are about 1."""
+    if score == "dot":
+        return Case("dot", *sizes, scale=sizes[3] ** -0.25)
+    return Case("tanh", *sizes)
 
 
 def scaled_dot_product(query, key, value, **_):
@@ -98,7 +106,8 @@ OPERATIONS = {
 
 def bound(case: Case, direction: str) -> float | None:
     """Return the least time of a call on this GPU: every tensor is read or written once a pass."""
-    special, plain, more = OPERATIONS[case.score, direction]
+    score = "dot" if case.score == "dot" else "additive"
+    special, plain, more = OPERATIONS[score, direction]
     pairs, keys = case.B * case.Tq * case.Tk, case.B * case.Tk
     inputs = case.B * case.Tq * case.A + keys * (case.A + case.Dv)
     numbers = inputs + case.B * case.Tq * case.Dv + pairs
@@ -123,7 +132,7 @@ def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> No
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("score", ["additive", "dot"])
 def test_attention(benchmark, score, shape, direction):
-    case = Case(score, *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25 if score == "dot" else 1.0)
+    case = case_of(score, SHAPES[shape])
     torch._dynamo.reset()  # or past eight shapes it would fall back to eager
     ways = {
         **fused(
@@ -140,7 +149,7 @@ def test_attention(benchmark, score, shape, direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dot_without_weights(benchmark, shape, direction):
-    case = Case("dot", *SHAPES[shape], scale=SHAPES[shape][3] ** -0.25)
+    case = case_of("dot", SHAPES[shape])
     ways = {
         **fused(lambda backend, **a: attend(a, backend=backend), step=case.Tq == 1),
         "SDPA": scaled_dot_product,
@@ -152,6 +161,30 @@ def test_dot_without_weights(benchmark, shape, direction):
     benchmark.group = "dot, no weights returned"
     measure(benchmark, case, shape, direction, ways)
     benchmark.extra_info["bound"] = bound(case, direction)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("score", ["additive", "dot"])
+def test_statistics(benchmark, score, shape):
+    """What statistics of rows cost in attention's own pass, and from its weights."""
+    case = case_of(score, SHAPES[shape])
+    args = inputs(case, DEVICE)
+
+    def from_weights():
+        weights = attend(args, need_weights=True)[1]
+        return row_statistics(weights).entropy
+
+    ways = {
+        "attnfast, with statistics": lambda: attend(args, need_statistics=True)[0],
+        "without": lambda: attend(args)[0],
+        "from weights": from_weights,
+    }
+    with torch.no_grad():
+        got, want = attend(args, need_statistics=True).statistics.entropy, from_weights()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    sizes = (case.B, case.Tq, case.Tk, case.A, case.Dv)
+    calls = {name: timed(way) for name, way in ways.items()}
+    race(benchmark, f"{score}, statistics of rows", shape, sizes, "forward", calls)
 
 
 def recurrent(step_of):
@@ -179,7 +212,7 @@ def remembered(backend):
 @pytest.mark.parametrize("shape", DECODERS)
 @pytest.mark.parametrize("score", ["additive", "dot"])
 def test_recurrent_decoder(benchmark, score, shape, direction):
-    case = Case(score, *DECODERS[shape], scale=DECODERS[shape][3] ** -0.25 if score == "dot" else 1)
+    case = case_of(score, DECODERS[shape])
     torch._dynamo.reset()
     compiled = torch.compile(eager, dynamic=False)
     ways = {

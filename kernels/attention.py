@@ -414,14 +414,14 @@ def _forward(
         b_lse = tl.where(m_empty | m_diverged, -float("inf"), b_lse)
         tl.store(p_lse + o_row, b_lse, mask=m_q)
         if p_statistics is not None:
-            p_s = p_statistics + o_row * 5
+            p_row = p_statistics + o_row * 5
             b_mass = tl.where(m_empty, 1, b_l)
             b_seen = tl.where(m_empty, 0, 1 + 0 * b_inverse)  # or NaN
-            tl.store(p_s, (tl.log(b_mass) - b_drop / b_mass) * b_seen, mask=m_q)
-            tl.store(p_s + 1, b_seen / b_mass, mask=m_q)
-            tl.store(p_s + 2, b_position * b_seen, mask=m_q)
-            tl.store(p_s + 3, b_mean * b_seen, mask=m_q)
-            tl.store(p_s + 4, b_squares / b_mass * b_seen, mask=m_q)
+            tl.store(p_row, (tl.log(b_mass) - b_drop / b_mass) * b_seen, mask=m_q)
+            tl.store(p_row + 1, b_seen / b_mass, mask=m_q)
+            tl.store(p_row + 2, b_position * b_seen, mask=m_q)
+            tl.store(p_row + 3, b_mean * b_seen, mask=m_q)
+            tl.store(p_row + 4, b_squares / b_mass * b_seen, mask=m_q)
         if p_weights is not None and not SCORES:
             tl.debug_barrier()  # the scores may come back to another thread than stored them
             for column in range(0, W, BK):

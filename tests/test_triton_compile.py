@@ -107,7 +107,7 @@ def record(cases: list[tuple]) -> list[tuple]:
             grad_weights, grad_lse = weights, weights[..., 0]
         call = attention.Attention(
             query, key, value, weight, bias, mask, lengths, span, columns, score=score,
-            need_weights=bias is not None,
+            need_weights=bias is not None, need_statistics=extras == "span",
         )  # fmt: skip
         backward = attention.AttentionBackward(
             attention.forward(call).context, grad_weights, grad_lse, query, key, value, weight,

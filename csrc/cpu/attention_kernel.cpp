@@ -171,7 +171,9 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
     }
     for (int64_t i = first; i < last; ++i) {
       const int64_t r = i - first;
-      *at<C>(a.log_sum_exp, item, item.row + i) = normalise(numbers(i), top[r], mass[r], zeros);
+      const C log_mass = normalise(numbers(i), mass[r], zeros);
+      *at<C>(a.log_sum_exp, item, item.row + i) = top[r] + log_mass;
+      if (described) statistics(item.row + i)[kEntropy] += log_mass;
       if (!(mass[r] > 0)) {
         const bool diverged = diverge<T>(a, item, item.row + i, 0, item.seen, row(i));
         if (described) without_mass(diverged, statistics(item.row + i));
@@ -249,7 +251,9 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
     for (int64_t r = 0; r < band.rows; ++r) {
       const int64_t row = item.row + band.row + r;
       const Within<C> p = numbers(r);
-      *at<C>(a.log_sum_exp, item, row) = normalise(p, top[r], mass[r], zeros);
+      const C log_mass = normalise(p, mass[r], zeros);
+      *at<C>(a.log_sum_exp, item, row) = top[r] + log_mass;
+      if (described) statistics(band.row + r)[kEntropy] += log_mass;
       if (!(mass[r] > 0)) {
         const bool diverged = diverge<T>(a, item, row, own[r].column, own[r].end(), p.x + p.from);
         if (described) without_mass(diverged, statistics(band.row + r));

@@ -108,12 +108,6 @@ struct Within {
   void put(int64_t j, Vec<C> v) const { store(x + j, v); }
 };
 
-template <class C>
-C log_of(C x) {
-  if constexpr (sizeof(C) == 4) return ::logf(x);
-  else return ::log(x);
-}
-
 // A row of scores becomes weights in three steps. The largest score:
 template <class C, template <class> class Row>
 C largest(const Row<C>& s) {
@@ -142,7 +136,8 @@ C exponentiate(const Row<C>& s, C top) {
   return sum<C>(total);
 }
 
-// The same, and statistics of the row whose first number is key `first`:
+// The same, and statistics of the row whose first number is key `first`, but for the entropy's ln sum e,
+// which `normalise` takes:
 //   entropy = ln sum e - sum e (x - top) / sum e,  largest = 1 / sum e,
 //   mean = sum e j / sum e,  variance = sum e (j - mean)^2 / sum e
 template <class C, template <class> class Row>
@@ -170,7 +165,7 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   number = numbers - mean;
   for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W)
     squares += s.get_put(j, (C)0) * number * number;
-  statistics[kEntropy] = log_of(mass) - of_row[1] * share;
+  statistics[kEntropy] = -of_row[1] * share;
   statistics[kLargest] = share;
   statistics[kPosition] = (C)first - highest<C>(largest);
   statistics[kMean] = (C)first + mean;
@@ -184,10 +179,10 @@ void without_mass(bool diverged, C* statistics) {
   for (int i = 0; i < kStatistics; ++i) statistics[i] = diverged ? __builtin_nan("") : 0;
 }
 
-// Weights; returns log sum exp. A row without mass becomes zeros: see `diverge`. `zeros` marks the lanes
-// where a weight is 0.
+// Weights; returns the log of the mass. A row without any becomes zeros: see `diverge`. `zeros` marks the
+// lanes where a weight is 0.
 template <class C, template <class> class Row>
-C normalise(const Row<C>& s, C top, C mass, Flags<C>& zeros) {
+C normalise(const Row<C>& s, C mass, Flags<C>& zeros) {
   if (mass == 0) {
     zeros = ~zeros | zeros;
     return -__builtin_inf();
@@ -198,14 +193,14 @@ C normalise(const Row<C>& s, C top, C mass, Flags<C>& zeros) {
     zeros |= p == 0;
     s.put(j, p);
   }
-  return top + log_of(mass);
+  if constexpr (sizeof(C) == 4) return ::logf(mass);
+  else return ::log(mass);
 }
 
 template <class C>
-C softmax(C* s, int64_t n, Flags<C>& zeros) {
+void softmax(C* s, int64_t n, Flags<C>& zeros) {
   const Exactly<C> row = {s, n};
-  const C top = largest(row);
-  return normalise(row, top, exponentiate(row, top), zeros);
+  normalise(row, exponentiate(row, largest(row)), zeros);
 }
 
 template <class C>
