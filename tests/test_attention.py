@@ -65,7 +65,7 @@ def test_table(case, backend):
 @pytest.mark.parametrize("seed", range(8))
 def test_fuzz(seed, backend):
     table = fuzz(seed, 32, 6_000 if backend == "triton" else 400_000)
-    for case in table[:4] if backend == "triton" and seed > 1 else table:
+    for case in table[: 16 if seed < 2 else 2] if backend == "triton" else table:
         if runnable(backend, case):
             judge(case, backend)  # a failure prints the case: paste it into judge()
 
@@ -141,7 +141,7 @@ def test_tanh_near_zero(dtype, rows, backend):
     """log Σ exp over one key is w tanh(q + k), and its derivative by w the tanh."""
     if reason := why_not(backend, DEVICE[backend], dtype):
         pytest.skip(reason)
-    count = 200 if backend in ("cpu", "reference") else 12  # heads are slow in an interpreter
+    count = 200 if backend in ("cpu", "reference") else 6  # heads are slow in an interpreter
     z = torch.logspace(-12, 0, count, dtype=torch.float64).to(dtype).double()
     z = torch.cat([-z, z]).view(-1, 1, 1, 1)
     args = {"query": z, "key": z / 2, "value": z, "weight": torch.ones(z.shape[0], 1)}
@@ -460,6 +460,8 @@ def judge_on(case, args, backend):
 @pytest.mark.parametrize("factor", [0.0, 1e-8, 1e-30])
 def test_weights_that_vanish(factor, small, offset, backend):
     """Of one feature of a pair, of many, of all: a factored path may divide by a weight."""
+    if backend == "triton" and factor == 1e-8 and DEVICE["triton"].type == "cpu":
+        pytest.skip("slow in an interpreter, and between the other two")
     case = Case("tanh", 2, 18, 19, 48, 8)
     args = {x: v.detach() for x, v in inputs(case).items() if v is not None}
     args["weight"][small] *= factor
