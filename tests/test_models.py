@@ -99,7 +99,7 @@ def test_padding_has_no_state_and_no_word(self_attention):
     config = Config(VOCAB, embed_dim=12, hidden_dim=8, self_attention=self_attention)
     model = build(config, backend="reference").eval()
     source, lengths = make_source()
-    states = model.encoder(model._embed(source), lengths)
+    states = model.encoder(model.embed(source), lengths)
     exists = torch.arange(source.shape[1]) < lengths.unsqueeze(1)
     assert (states != 0).any(-1).eq(exists).all()
     assert model.embedding.weight[0].eq(0).all()

@@ -280,9 +280,9 @@ def test_other_models_search_step_by_step(monkeypatch):
     made.embedding.max_norm = None
     made.dropout.train()
     greedy_search(made, *sources)
-    made.eval()._embed = lambda words: type(made)._embed(made, words)
+    made.eval().embed = lambda words: type(made).embed(made, words)
     greedy_search(made, *sources)
-    del made._embed
+    del made.embed
     seen = []
     made.eval().embedding.register_forward_hook(lambda *_: seen.append(1))
     greedy_search(made, *sources)

@@ -2,9 +2,11 @@
 
 ``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
 :class:`Encoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and :class:`Seq2Seq`;
-:func:`greedy_search` and :func:`beam_search` decode with it.
+:func:`greedy_search` and :func:`beam_search` decode with it. :class:`Classifier` reads a
+sentence and decides.
 """
 
+from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.search import beam_search, greedy_search
@@ -15,8 +17,10 @@ __all__ = [
     "BOS",
     "EOS",
     "PAD",
+    "POOLINGS",
     "UNK",
     "BahdanauDecoder",
+    "Classifier",
     "Config",
     "Encoder",
     "FixedContext",

@@ -189,7 +189,8 @@ class Seq2Seq(nn.Module):
         with torch.no_grad():
             self.embedding.weight[PAD] = 0
 
-    def _embed(self, words: Tensor) -> Tensor:
+    def embed(self, words: Tensor) -> Tensor:
+        """Return the embedded words ``[B, T, E]`` of ``words [B, T]``."""
         if self.pointer is not None:
             words = words.masked_fill(words >= self.embedding.num_embeddings, UNK)
         return self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)
@@ -207,14 +208,18 @@ class Seq2Seq(nn.Module):
         """
         check_ids("source", source)
         check_lengths(lengths, source)
-        states = self.dropout(self.encoder(self._embed(source), lengths))
-        lengths = lengths.to(states.device)
-        memory = self.decoder.attention.prepare(states, lengths)
+        memory, state = self.read(self.embed(source), lengths)
         extra_words = 0
         if self.pointer is not None:
             extra_words = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
-        state = self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
         return Source(memory, source, extra_words), state
+
+    def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
+        """Do the same with an embedded source ``[B, Tk, E]``."""
+        states = self.dropout(self.encoder(embedded, lengths))
+        lengths = lengths.to(states.device)
+        memory = self.decoder.attention.prepare(states, lengths)
+        return memory, self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
 
     def decode(
         self, words: Tensor, state: RecurrentState, source: Source, need_weights: bool = False
@@ -229,7 +234,7 @@ class Seq2Seq(nn.Module):
         if not isinstance(source, Source):
             refuse_type("source", "what encode(...) returns", describe(source))
         output, state, weights = self.decoder(
-            self._embed(words),
+            self.embed(words),
             state,
             source.memory,
             need_weights or self.pointer is not None,

@@ -1,0 +1,113 @@
+"""A classifier of sentences: a bidirectional RNN, a pool of its states, a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import check_word, describe, refuse, refuse_type
+from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_share
+from attnfast.nn import BahdanauAttention
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_exact
+
+POOLINGS = ("attention", "mean", "max")
+
+
+class Classifier(nn.Module):
+    r"""Read a sentence, pool the states :math:`h_j` of its n words, and decide.
+
+    ==============  =========================================================================
+    ``pooling``     :math:`c`
+    ==============  =========================================================================
+    ``attention``   :math:`\sum_j \alpha_j h_j, \; \alpha = \mathrm{softmax}_j\, w^\top
+                    \tanh(W_q s + W_k h_j)`, the query s a parameter
+    ``mean``        :math:`\frac1n \sum_j h_j`
+    ``max``         of each feature the largest :math:`h_j`
+    ==============  =========================================================================
+
+    Args:
+        encoder: words ``[B, n, E]`` and lengths to states ``[B, n, 2H]``.
+        vocab_size, embed_dim, classes: V, E and C.
+        pooling: one of the table.
+        dropout: on words and on what is pooled.
+        backend: of the attention, as in :func:`attnfast.additive_attention`.
+
+    Paper: Yang et al., "Hierarchical Attention Networks for Document Classification", NAACL 2016,
+    whose lower half this is.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        vocab_size: int,
+        embed_dim: int,
+        classes: int,
+        pooling: str = "attention",
+        dropout: float = 0.0,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        if not isinstance(encoder, nn.Module) or not hasattr(encoder, "rnn"):
+            refuse_type("encoder", "a module, as encoders of this package", describe(encoder))
+        check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, classes=classes)
+        check_word("pooling", pooling, POOLINGS)
+        check_share("dropout", dropout)
+        self.encoder, self.pooling = encoder, pooling
+        self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
+        self.dropout = nn.Dropout(dropout)
+        features = 2 * encoder.rnn.hidden_size
+        self.output = nn.Linear(features, classes)
+        if pooling == "attention":
+            self.attention = BahdanauAttention(features, features, features, backend=backend)
+            self.query = nn.Parameter(torch.zeros(features).normal_(std=features**-0.5))
+
+    def embed(self, words: Tensor) -> Tensor:
+        """Return the embedded words ``[B, n, E]`` of ``words [B, n]``."""
+        check_ids("words", words)
+        return self.dropout(self.embedding(words))
+
+    def read(
+        self, embedded: Tensor, lengths: Tensor
+    ) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
+        """Read embedded words ``[B, n, E]``; return what :mod:`attnfast.explanation` asks of models.
+
+        That is a function from weights ``[B, n]``, or None for the model's own, to logits
+        ``[B, C]`` and the weights that it pooled with. The largest states have no weights.
+        """
+        if self.pooling == "max":
+            refuse("pooling", "attention or mean, to have weights", repr(self.pooling))
+        states, exists = self._states(embedded, lengths)
+        memory = even = None
+        if self.pooling == "attention":
+            memory = self.attention.prepare(states, lengths.to(states.device))
+        else:
+            even = exists / exists.sum(1, keepdim=True)
+
+        def decide(weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            if weights is None and memory is not None:
+                context, weights = self.attention(self.query.expand(len(states), -1), memory, True)
+                return self._decide(context), weights
+            weights = even if weights is None else weights
+            check_exact(states, [("weights", weights, states.dtype, exists.shape)])
+            return self._decide((weights.unsqueeze(1) @ states).squeeze(1)), weights
+
+        return decide
+
+    def _states(self, embedded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states ``[B, n, 2H]``, and which of them are no padding."""
+        states = self.encoder(embedded, lengths)
+        place = torch.arange(states.shape[1], device=states.device)
+        return states, place < lengths.to(states.device).unsqueeze(-1)
+
+    def _decide(self, context: Tensor) -> Tensor:
+        return self.output(self.dropout(context))
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """Return the logits ``[B, C]`` of ``words [B, n]``, of which ``lengths [B]`` exist."""
+        if self.pooling != "max":
+            return self.read(self.embed(words), lengths)(None)[0]
+        states, exists = self._states(self.embed(words), lengths)
+        return self._decide(states.masked_fill(~exists.unsqueeze(-1), -torch.inf).amax(1))
