@@ -1,0 +1,461 @@
+r"""Whether attention explains what a model decides: its weights against what else can be measured.
+
+A model is what reads (:class:`Reader`): a call with embedded inputs ``[B, n, E]`` and ``lengths
+[B]``, each at least 1, returns a call (:class:`Reading`) that decides, by its own attention weights
+or by those that it is given::
+
+    reading = reader(embedded, lengths)
+    logits, weights = reading()  # [B, C] and [B, n]
+    logits, _ = reading(other_weights)
+
+The ``read`` of a :class:`attnfast.models.Classifier` is one; :func:`next_word` makes one of a
+translator; another model takes a few lines. It must be in evaluation mode, and a sentence's result
+must not depend on the rest of the batch, nor on what lies in padding.
+
+In the formulas x are the embedded inputs, α the weights and j a key of n; y = softmax(logits) is
+the output, ŷ its largest entry: the decision. Importance and weights ``[B, n]`` are 0 in padding.
+Numbers of a sentence are ``[B]``. What is random is drawn on the CPU from ``seed``. Nothing is
+learnt: no parameter gets a gradient. An argument that does not fit raises ValueError or TypeError,
+and the sentence names it.
+
+Papers: Jain and Wallace, "Attention is not Explanation", NAACL 2019, arXiv:1902.10186; Wiegreffe
+and Pinter, "Attention is not not Explanation", EMNLP 2019, arXiv:1908.04626; Serrano and Smith, "Is
+Attention Interpretable?", ACL 2019, arXiv:1906.03731.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import check_flag, check_whole, describe, refuse, refuse_type
+from attnfast.models.decoders import FixedContext
+from attnfast.models.seq2seq import Seq2Seq, Source, check_ids, check_lengths
+from attnfast.nn import Memory
+from attnfast.ops.arguments import check_dense, is_finite
+from attnfast.ops.operators import accumulation_dtype
+
+__all__ = [
+    "Adversarial",
+    "Permuted",
+    "Reader",
+    "Reading",
+    "adversarial",
+    "erasure",
+    "gradient_times_input",
+    "jensen_shannon",
+    "kendall_tau",
+    "leave_one_out",
+    "next_word",
+    "permuted",
+    "total_variation",
+    "weight_gradient",
+]
+
+
+class Reading(Protocol):
+    """What a model has read; it can be asked many times."""
+
+    def __call__(self, weights: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+        """Return logits ``[B, C]`` and the weights ``[B, n]``: the given ones, or its own."""
+        ...
+
+
+class Reader(Protocol):
+    """A model: everything up to its attention."""
+
+    def __call__(self, embedded: Tensor, lengths: Tensor, /) -> Reading:
+        """Read ``embedded [B, n, E]``, of which ``lengths [B]`` exist."""
+        ...
+
+
+class _Given(nn.Module):
+    """In place of an attention, weights ``[B, Tk]`` whatever the state."""
+
+    backend = "reference"
+
+    def __init__(self, weights: Tensor):
+        super().__init__()
+        self.weights = weights
+
+    def forward(
+        self, state: Tensor, memory: Memory, need_weights: bool | str = False
+    ) -> tuple[Tensor, Tensor]:
+        weights = self.weights if state.dim() == 2 else self.weights.unsqueeze(1)
+        context = weights.view(len(weights), -1, weights.shape[-1]) @ memory.value
+        return context.view(*weights.shape[:-1], -1), weights
+
+
+def next_word(model: Seq2Seq, words: Tensor) -> Reader:
+    """Make a reader of a translator, whose decision is the word after ``words``.
+
+    The weights are those of that one decoder step; the steps before keep their own. Inputs are
+    ``model.embed(source)``.
+
+    Args:
+        model: in evaluation mode; its attention has weights ``[B, Tk]`` and no history, and it
+            copies no words.
+        words: ids ``[B, T]`` of the previous words, from the start on.
+    """
+    if not isinstance(model, Seq2Seq):
+        refuse_type("model", "an attnfast.models.Seq2Seq", describe(model))
+    if model.training:
+        refuse("model", "in evaluation mode", "one in training")
+    attention = model.decoder.attention
+    unfit = isinstance(attention, FixedContext) or getattr(attention, "has_history", False)
+    if unfit or hasattr(attention, "num_heads") or model.pointer is not None:
+        expected = "one whose attention has weights [B, Tk] and no history, and that copies nothing"
+        refuse("model", expected, f"{type(attention).__name__}" + ", copying" * bool(model.pointer))
+    check_ids("words", words)
+    if not words.shape[1]:
+        refuse("words", "ids [B, T] of at least one word", describe(words))
+
+    def read(embedded: Tensor, lengths: Tensor) -> Reading:
+        if len(embedded) != len(words):
+            refuse("embedded", f"of as many sentences as words, {len(words)}", len(embedded))
+        memory, state = model.read(embedded, lengths)
+        source = Source(memory, words, 0)
+        if words.shape[1] > 1:
+            state = model.decode(words[:, :-1], state, source)[1]
+
+        def decide(weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            if weights is not None:
+                model.decoder.attention = _Given(weights)
+            try:
+                logits, _, used = model.decode(words[:, -1:], state, source, need_weights=True)
+            finally:
+                model.decoder.attention = attention
+            assert used is not None
+            return logits[:, 0], used[:, 0]
+
+        return decide
+
+    return read
+
+
+def _check(reader: object, embedded: object, lengths: object) -> None:
+    """Refuse what is no model or nothing to read."""
+    if not callable(reader):
+        refuse_type("reader", "a call with embedded inputs and lengths", describe(reader))
+    check_dense("embedded", embedded)
+    assert isinstance(embedded, Tensor)
+    if embedded.dim() != 3 or not embedded.is_floating_point():
+        refuse("embedded", "real numbers [B, n, E]", describe(embedded))
+    check_lengths(lengths, embedded)
+
+
+def _check_numbers(name: str, x: object, like: Tensor) -> None:
+    """Refuse what are no real numbers, one for each key."""
+    check_dense(name, x)
+    wanted = list(like.shape[:2])
+    if not x.is_floating_point() or list(x.shape) != wanted:  # type: ignore[attr-defined]
+        refuse(name, f"real numbers {wanted}", describe(x))
+    if x.device != like.device:  # type: ignore[attr-defined]
+        refuse(name, f"on {like.device}", x.device)  # type: ignore[attr-defined]
+
+
+def _decide(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
+    """Return logits and weights; refuse those of a model that is none."""
+    result = reading() if weights is None else reading(weights)
+    try:
+        logits, used = result
+        B, n = embedded.shape[:2]
+        fits = logits.dim() == 2 and len(logits) == B and list(used.shape) == [B, n]
+    except (AttributeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        refuse("reader", f"to decide by logits [B, C] and weights {[B, n]}", describe(result))
+    return logits, used
+
+
+def _output(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
+    """Return the output ``[B, C]`` and the weights, in the precision of sums."""
+    logits, used = _decide(reading, embedded, weights)
+    dtype = accumulation_dtype(logits.dtype)
+    return logits.softmax(-1, dtype=dtype), used.to(dtype)
+
+
+def _exist(embedded: Tensor, lengths: Tensor) -> Tensor:
+    """Return which keys are no padding, ``[B, n]``."""
+    place = torch.arange(embedded.shape[1], device=embedded.device)
+    return place < lengths.to(embedded.device).unsqueeze(-1)
+
+
+# ---- distances ----------------------------------------------------------------------------------
+
+
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    r"""Return :math:`\frac12 \sum_c |p_c - q_c|` of distributions ``[.., C]``, from 0 to 1."""
+    return (p - q).abs().sum(-1) / 2
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    r"""Return the Jensen–Shannon divergence of distributions ``[.., n]``, in nats, at most ln 2.
+
+    .. math:: \frac12 \sum_j p_j \ln \frac{p_j}{m_j} + \frac12 \sum_j q_j \ln \frac{q_j}{m_j},
+              \quad m = (p + q) / 2
+    """
+    ways = (p, 0.5), (q, 0.5), ((p + q) / 2, -1.0)
+    parts = (c * x * x.clamp_min(torch.finfo(x.dtype).tiny).log() for x, c in ways)
+    return sum(parts, torch.zeros_like(p)).sum(-1).clamp_min(0)
+
+
+def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
+    r"""Return Kendall's rank correlation of two rows of numbers, with ties: τ-b.
+
+    .. math:: \tau = \frac{\sum_{i<j} s_{ij} t_{ij}}{\sqrt{\sum_{i<j} s_{ij}^2}
+              \sqrt{\sum_{i<j} t_{ij}^2}}, \quad
+              s_{ij} = \mathrm{sign}(a_i - a_j), \; t_{ij} = \mathrm{sign}(b_i - b_j)
+
+    Args:
+        a, b: ``[B, n]``; NaN in padding does not count.
+        lengths: ``[B]``; None means n.
+
+    Returns:
+        ``[B]``, from −1 to 1; NaN where a row of either has fewer than two different numbers.
+
+    Paper: Kendall, "The Treatment of Ties in Ranking Problems", Biometrika 33(3), 1945.
+    """
+    check_dense("a", a)
+    if a.dim() != 2 or not a.is_floating_point():
+        refuse("a", "real numbers [B, n]", describe(a))
+    _check_numbers("b", b, a)
+    exists = torch.ones_like(a, dtype=torch.bool)
+    if lengths is not None:
+        check_lengths(lengths, a)
+        exists = _exist(a, lengths)
+    both = exists.unsqueeze(1) & exists.unsqueeze(2)
+    s, t = (
+        (x.unsqueeze(2) > x.unsqueeze(1)).double() - (x.unsqueeze(2) < x.unsqueeze(1)).double()
+        for x in (a, b)
+    )
+    counts = [(x * both).sum((1, 2)) for x in (s * t, s * s, t * t)]
+    tau = counts[0] / (counts[1].sqrt() * counts[2].sqrt())
+    return tau.to(accumulation_dtype(a.dtype))
+
+
+# ---- importance ---------------------------------------------------------------------------------
+
+
+def gradient_times_input(
+    reader: Reader, embedded: Tensor, lengths: Tensor, *, fixed: bool = False
+) -> Tensor:
+    r"""Return how much each input matters to the decision, ``[B, n]``, to first order.
+
+    .. math:: g_j = \Big| \sum_e x_{je} \frac{\partial \ln y_{\hat y}}{\partial x_{je}} \Big|
+
+    Args:
+        fixed: hold the attention weights as they are, as Jain and Wallace do; else the gradient
+            goes through them too.
+    """
+    _check(reader, embedded, lengths)
+    check_flag("fixed", fixed)
+    with torch.enable_grad():
+        x = embedded.detach().requires_grad_()
+        reading = reader(x, lengths)
+        weights = _decide(reading, x)[1].detach() if fixed else None
+        (gradient,) = torch.autograd.grad(_decided(_decide(reading, x, weights)[0]), x)
+    return (x * gradient).sum(-1).abs().detach() * _exist(x, lengths)
+
+
+def _decided(logits: Tensor) -> Tensor:
+    """Return the sum over sentences of ln y of what was decided."""
+    logs = logits.log_softmax(-1, dtype=accumulation_dtype(logits.dtype))
+    return logs.gather(-1, logits.argmax(-1, keepdim=True)).sum()
+
+
+@torch.no_grad()
+def leave_one_out(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
+    r"""Return how much the output changes without each input, ``[B, n]``.
+
+    .. math:: \ell_j = \frac12 \sum_c |y_c(x) - y_c(x_{-j})|
+
+    The inputs behind j move up. Of a sentence of one input nothing would be left: it has 0.
+    """
+    _check(reader, embedded, lengths)
+    whole, _ = _output(reader(embedded, lengths), embedded)
+    left = torch.arange(max(embedded.shape[1] - 1, 0), device=embedded.device)
+    exists, found = _exist(embedded, lengths), []
+    for j in range(embedded.shape[1] if len(left) else 0):
+        some = embedded[:, left + (left >= j)]
+        count = (lengths - (lengths > j).to(lengths.dtype)).clamp_min(1)
+        found.append(total_variation(whole, _output(reader(some, count), some)[0]))
+    if not found:
+        return whole.new_zeros(exists.shape)
+    return torch.stack(found, 1) * (exists & exists[:, 1:2])
+
+
+def weight_gradient(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
+    r"""Return :math:`\partial \ln y_{\hat y} / \partial \alpha_j`, ``[B, n]``.
+
+    Each weight is taken by itself: one that grows takes nothing from the others. Times the weights
+    it is the second gradient ranking of Serrano and Smith.
+    """
+    _check(reader, embedded, lengths)
+    with torch.no_grad():
+        reading = reader(embedded, lengths)
+        weights = _decide(reading, embedded)[1]
+    with torch.enable_grad():
+        weights = weights.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(_decided(_decide(reading, embedded, weights)[0]), weights)
+    return gradient.masked_fill(~_exist(embedded, lengths), 0)
+
+
+# ---- other weights ------------------------------------------------------------------------------
+
+
+class Permuted(NamedTuple):
+    """Of every sentence ``[B]``: medians over permutations, and the largest weight."""
+
+    distance: Tensor
+    divergence: Tensor
+    largest: Tensor
+
+
+@torch.no_grad()
+def permuted(
+    reader: Reader, embedded: Tensor, lengths: Tensor, *, count: int = 100, seed: int = 0
+) -> Permuted:
+    """Shuffle each sentence's weights, ``count`` times, and see how far its output moves.
+
+    If attention explained a decision, to look elsewhere would change it, the more so the larger the
+    largest weight is.
+
+    Returns:
+        ``distance``: the median :func:`total_variation` of the output; ``divergence``: the median
+        :func:`jensen_shannon` of the weights; ``largest``: the largest weight.
+    """
+    _check(reader, embedded, lengths)
+    check_whole("count", count)
+    generator = _generator(seed)
+    reading = reader(embedded, lengths)
+    output, weights = _output(reading, embedded)
+    hidden = ~_exist(embedded, lengths)
+    found = []
+    for _ in range(count):
+        drawn = torch.rand(weights.shape, generator=generator).to(weights.device)
+        other = weights.gather(1, drawn.masked_fill(hidden, 2).argsort(1))
+        moved, _ = _output(reading, embedded, other.to(embedded.dtype))
+        found.append(torch.stack([total_variation(output, moved), jensen_shannon(weights, other)]))
+    distance, divergence = torch.stack(found).quantile(0.5, dim=0)
+    return Permuted(distance, divergence, weights.amax(1))
+
+
+def _generator(seed: object) -> torch.Generator:
+    check_whole("seed", seed, 0)
+    return torch.Generator().manual_seed(seed)  # type: ignore[arg-type]
+
+
+class Adversarial(NamedTuple):
+    """Of every sentence ``[B]``, and the weights that were found, ``[B, n]``."""
+
+    divergence: Tensor
+    distance: Tensor
+    weights: Tensor
+    bound: Tensor
+
+
+def adversarial(
+    reader: Reader,
+    embedded: Tensor,
+    lengths: Tensor,
+    *,
+    epsilon: float = 0.05,
+    restarts: int = 3,
+    steps: int = 200,
+    seed: int = 0,
+) -> Adversarial:
+    r"""Look for weights as different as can be that leave the output as it is.
+
+    .. math:: \max_{\tilde\alpha} \mathrm{JSD}(\alpha, \tilde\alpha) \quad \text{subject to} \quad
+              \mathrm{TVD}(y, \tilde y) \le \varepsilon
+
+    Adam climbs on the logits of :math:`\tilde\alpha`, where the output has moved too far back
+    towards it; the best weights of all steps that satisfy the constraint count. What is found is a
+    lower bound.
+
+    Such weights are free in each sentence. No model need have them: one that were trained to have
+    them everywhere, and to decide alike, is another thing and harder to find (Wiegreffe and
+    Pinter). That a sentence has them says that its decision does not need its weights, not that
+    another model would look there. A JSD is at most ln 2 = 0.693.
+
+    Args:
+        epsilon: ε, the largest :func:`total_variation` of the output.
+        restarts: starts from random weights.
+        steps: of each.
+
+    Returns:
+        ``divergence``: the :func:`jensen_shannon` of the weights, 0 where none were found;
+        ``distance``: the :func:`total_variation` of the output; ``weights``.
+    """
+    _check(reader, embedded, lengths)
+    if not is_finite(epsilon) or not 0 <= epsilon <= 1:
+        refuse("epsilon", "a number from 0 to 1", describe(epsilon))
+    check_whole("restarts", restarts)
+    check_whole("steps", steps)
+    generator = _generator(seed)
+    with torch.no_grad():
+        reading = reader(embedded, lengths)
+        output, weights = _output(reading, embedded)
+    exists = _exist(embedded, lengths)
+    least = weights.masked_fill(~exists, torch.inf).argmin(1)
+    bound = jensen_shannon(weights, nn.functional.one_hot(least, len(exists[0])).to(weights))
+    best = Adversarial(torch.zeros_like(bound), torch.zeros_like(bound), weights, bound)
+
+    def judge(other: Tensor) -> Tensor:
+        """Keep the weights where they are better; return the loss."""
+        nonlocal best
+        moved, _ = _output(reading, embedded, other.to(embedded.dtype))
+        distance, divergence = total_variation(output, moved), jensen_shannon(weights, other)
+        now = Adversarial(divergence.detach(), distance.detach(), other.detach(), bound)
+        better = (now.distance <= epsilon) & (now.divergence > best.divergence)
+        chosen = (
+            torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(now, best)
+        )
+        best = Adversarial(*chosen)
+        return (20 * (distance - epsilon).clamp_min(0) - divergence).sum()
+
+    with torch.no_grad():
+        for j in range(embedded.shape[1]):  # the ends of what is convex
+            judge(torch.where(exists[:, j : j + 1], torch.eye(len(exists[0]))[j].to(weights), weights))
+    for _ in range(restarts):
+        z = torch.randn(weights.shape, generator=generator).to(weights).requires_grad_()
+        adam = torch.optim.Adam([z], lr=0.2)
+        for _ in range(steps):
+            with torch.enable_grad():
+                loss = judge(z.masked_fill(~exists, -torch.inf).softmax(-1))
+                (z.grad,) = torch.autograd.grad(loss, z)
+            adam.step()
+    return best
+
+
+@torch.no_grad()
+def erasure(reader: Reader, embedded: Tensor, lengths: Tensor, ranking: Tensor) -> Tensor:
+    """Return the share of the keys to erase, the highest ranked first, before the decision changes.
+
+    What is erased has weight 0; the rest share the weight as before. The less, the better a ranking
+    knows what the decision rests on.
+
+    Args:
+        ranking: ``[B, n]``: the weights, :func:`weight_gradient`, their product, random numbers.
+
+    Returns:
+        ``[B]``, above 0; 1 where the last key alone still gives the decision.
+    """
+    _check(reader, embedded, lengths)
+    _check_numbers("ranking", ranking, embedded)
+    reading = reader(embedded, lengths)
+    output, weights = _output(reading, embedded)
+    decision, hidden = output.argmax(-1), ~_exist(embedded, lengths)
+    count = (~hidden).sum(-1)
+    order = ranking.masked_fill(hidden, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    share, kept = torch.ones_like(output[:, 0]), weights.clone()
+    for k in range(1, embedded.shape[1]):
+        kept.scatter_(1, order[:, k - 1 : k], 0)
+        some = kept / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(kept.dtype).tiny)
+        changed = _output(reading, embedded, some.to(embedded.dtype))[0].argmax(-1) != decision
+        first = changed & (share == 1) & (k < count)
+        share = torch.where(first, k / count, share)
+    return share
