@@ -232,7 +232,7 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
         for x in (a, b)
     )
     counts = [(x * both).sum((1, 2)) for x in (s * t, s * s, t * t)]
-    tau = counts[0] / (counts[1].sqrt() * counts[2].sqrt())
+    tau = counts[0] / (counts[1] * counts[2]).sqrt()
     return tau.to(accumulation_dtype(a.dtype))
 
 
@@ -257,7 +257,8 @@ def gradient_times_input(
         reading = reader(x, lengths)
         weights = _decide(reading, x)[1].detach() if fixed else None
         (gradient,) = torch.autograd.grad(_decided(_decide(reading, x, weights)[0]), x)
-    return (x * gradient).sum(-1).abs().detach() * _exist(x, lengths)
+    importance = (x * gradient).sum(-1).abs().detach()
+    return importance.masked_fill(~_exist(x, lengths), 0)
 
 
 def _decided(logits: Tensor) -> Tensor:
@@ -284,7 +285,7 @@ def leave_one_out(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
         found.append(total_variation(whole, _output(reader(some, count), some)[0]))
     if not found:
         return whole.new_zeros(exists.shape)
-    return torch.stack(found, 1) * (exists & exists[:, 1:2])
+    return torch.stack(found, 1).masked_fill(~(exists & exists[:, 1:2]), 0)
 
 
 def weight_gradient(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
@@ -418,8 +419,8 @@ def adversarial(
         return (20 * (distance - epsilon).clamp_min(0) - divergence).sum()
 
     with torch.no_grad():
-        for j in range(embedded.shape[1]):  # the ends of what is convex
-            judge(torch.where(exists[:, j : j + 1], torch.eye(len(exists[0]))[j].to(weights), weights))
+        for j, end in enumerate(torch.eye(embedded.shape[1]).to(weights)):
+            judge(torch.where(exists[:, j : j + 1], end, weights))  # the divergence is convex
     for _ in range(restarts):
         z = torch.randn(weights.shape, generator=generator).to(weights).requires_grad_()
         adam = torch.optim.Adam([z], lr=0.2)

@@ -72,27 +72,26 @@ class Classifier(nn.Module):
     def read(
         self, embedded: Tensor, lengths: Tensor
     ) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
-        """Read embedded words ``[B, n, E]``; return what :mod:`attnfast.explanation` asks of models.
+        """Read embedded words ``[B, n, E]``: a reader of :mod:`attnfast.explanation`.
 
-        That is a function from weights ``[B, n]``, or None for the model's own, to logits
+        Returns a function from weights ``[B, n]``, or None for the model's own, to logits
         ``[B, C]`` and the weights that it pooled with. The largest states have no weights.
         """
         if self.pooling == "max":
             refuse("pooling", "attention or mean, to have weights", repr(self.pooling))
         states, exists = self._states(embedded, lengths)
-        memory = even = None
+        even = exists / exists.sum(1, keepdim=True)
+        memory = None
         if self.pooling == "attention":
             memory = self.attention.prepare(states, lengths.to(states.device))
-        else:
-            even = exists / exists.sum(1, keepdim=True)
 
         def decide(weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
             if weights is None and memory is not None:
-                context, weights = self.attention(self.query.expand(len(states), -1), memory, True)
-                return self._decide(context), weights
-            weights = even if weights is None else weights
-            check_exact(states, [("weights", weights, states.dtype, exists.shape)])
-            return self._decide((weights.unsqueeze(1) @ states).squeeze(1)), weights
+                context, own = self.attention(self.query.expand(len(states), -1), memory, True)
+                return self._decide(context), own
+            used = even.to(states.dtype) if weights is None else weights
+            check_exact(states, [("weights", used, states.dtype, exists.shape)])
+            return self._decide((used.unsqueeze(1) @ states).squeeze(1)), used
 
         return decide
 
