@@ -353,7 +353,7 @@ def erased(name: str, models: Sequence[dict[str, Tensor]]) -> Iterator[list[str]
 def report(
     found: dict[str, list[Found]], others: dict[str, dict[str, list[tuple[Tensor, Tensor]]]]
 ) -> None:
-    """Print the tables; ``others`` are, by model, how far the weights of others are, and outputs."""
+    """Print the tables; ``others`` are, by model, how far others' weights and outputs are."""
     numbers = {name: [x.numbers for x in models] for name, models in found.items()}
 
     def rows(function: Callable[..., Iterator[list[str]]]) -> list[list[str]]:

@@ -1,6 +1,9 @@
 """The examples run, on a few lines of the kind that they are for."""
 
+import functools
+import gzip
 import importlib.util
+import re
 import signal
 from pathlib import Path
 
@@ -65,6 +68,48 @@ def test_paths(tmp_path, capsys):
     assert none[0] > general[0]
     assert module.main([*models, *options[:4], "--alignments", str(files["source"])]) == 2
     assert "expected links such as 0-0 1-2" in capsys.readouterr().err
+
+
+def test_explanation(tmp_path, capsys, monkeypatch):
+    module = example("explanation")
+    monkeypatch.setattr(module, "SEEDS", (1, 2))
+    monkeypatch.setattr(module, "EPOCHS", {"classifier": 20, "translator": 1})
+    for name, less in (("adversarial", {"restarts": 1, "steps": 2}), ("permuted", {"count": 5})):
+        quick = functools.partial(getattr(module.explanation, name), **less)
+        monkeypatch.setattr(module.explanation, name, quick)
+    for name, word in (("pos", "fine"), ("neg", "dull")):
+        lines = [f"a {word} film" + " again" * (i % 3) for i in range(60)]
+        (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    sizes = ["--pairs", "60", "--test", "4", "--dim", "16"]
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *sizes]
+    original, calls = module.Reviews._loss, []
+
+    def interrupted(*given):
+        calls.append(1)
+        if len(calls) == 70:  # in the second model, of three steps an epoch
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Reviews, "_loss", interrupted)
+        assert module.main(arguments) == 143
+    assert capsys.readouterr().err.endswith("the same command goes on from there\n")
+    kept = {x.name: x.stat().st_mtime_ns for x in (tmp_path / "out").glob("*.pt")}
+    assert len(kept) == 1
+    assert module.main(arguments) == 0
+    tables = capsys.readouterr().out
+    for name, when in kept.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == when
+    titles = re.findall(r"^[\wτ]+$", tables, re.MULTILINE)
+    assert titles == ["accuracy", "τ", "permuted", "adversarial", "erasure", "linked"]
+    rows = [x.strip("| ").split(" | ") for x in tables.splitlines() if x.startswith("| ")]
+    assert ["mean", "100.0 (100.0–100.0)"] in rows
+    assert [len(x) for x in rows].count(5) == 1 + 2 * len(module.PAIRS) + 1 + 6 + 4
+    assert all(re.search(r"^-?\d", x) or x == "–" for row in rows for x in row[-1:] if "%" not in x)
+    assert module.main(arguments) == 0  # all are trained: the same tables again
+    assert capsys.readouterr().out == tables
+    assert module.main([*arguments[:-1], "15"]) == 2
+    assert "expected a model of {'dim': 15" in capsys.readouterr().err
 
 
 @pytest.fixture
