@@ -73,7 +73,7 @@ def test_paths(tmp_path, capsys):
 def test_explanation(tmp_path, capsys, monkeypatch):
     module = example("explanation")
     monkeypatch.setattr(module, "SEEDS", (1, 2))
-    monkeypatch.setattr(module, "EPOCHS", {"classifier": 20, "translator": 1})
+    monkeypatch.setattr(module, "EPOCHS", {"classifier": 30, "translator": 1})
     for name, less in (("adversarial", {"restarts": 1, "steps": 2}), ("permuted", {"count": 5})):
         quick = functools.partial(getattr(module.explanation, name), **less)
         monkeypatch.setattr(module.explanation, name, quick)
@@ -86,7 +86,7 @@ def test_explanation(tmp_path, capsys, monkeypatch):
 
     def interrupted(*given):
         calls.append(1)
-        if len(calls) == 70:  # in the second model, of three steps an epoch
+        if len(calls) == 100:  # in the second model, of three steps an epoch
             signal.raise_signal(signal.SIGTERM)
         return original(*given)
 
@@ -105,7 +105,7 @@ def test_explanation(tmp_path, capsys, monkeypatch):
     rows = [x.strip("| ").split(" | ") for x in tables.splitlines() if x.startswith("| ")]
     assert ["mean", "100.0 (100.0–100.0)"] in rows
     assert [len(x) for x in rows].count(5) == 1 + 2 * len(module.PAIRS) + 1 + 6 + 4
-    assert all(re.search(r"^-?\d", x) or x == "–" for row in rows for x in row[-1:] if "%" not in x)
+    assert "nan" not in tables
     assert module.main(arguments) == 0  # all are trained: the same tables again
     assert capsys.readouterr().out == tables
     assert module.main([*arguments[:-1], "15"]) == 2
