@@ -49,10 +49,10 @@ gpu:
 
 # Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz.
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
-sanitize: TESTS := attention memory coverage copying span sparse recurrent search linear misfits
+sanitize: TESTS := attention statistics memory coverage copying span sparse recurrent search linear misfits
 sanitize: CHOICE := (cpu or linear or bfloat16) and not compile and not export and not opcheck or misfits
 sanitize-fuzz: FLAGS := -fsanitize=address -O1
-sanitize-fuzz: TESTS := attention coverage copying span recurrent search linear misfits
+sanitize-fuzz: TESTS := attention statistics coverage copying span recurrent search linear misfits
 sanitize-fuzz: CHOICE := fuzz and (cpu-0 or cpu-2 or linear) or compiled and misfits or test_misfits and cpu
 sanitize sanitize-fuzz: .venv/installed
 	rm -rf build/$@ && mkdir -p build/$@

@@ -1,7 +1,7 @@
 """The long fuzz: ``python long_fuzz.py COUNT`` judges random calls, both ways, by the rule.
 
-Attention, spans, histories, copying and decoder steps take turns, from seeds that the tests do not
-use. What breaks the rule is printed and counted; a crash is told by the last line of its process.
+Attention, statistics, spans, histories, copying and decoder steps take turns, from seeds that the
+tests do not use. What breaks the rule is printed and counted; a crash is told by the last line of its process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import test_copying
 import test_coverage
 import test_memory
 import test_span
+import test_statistics
 import torch
 
 BACKEND = "cpu"
@@ -34,6 +35,11 @@ def steps(seed: int):
 def attention(seed: int):
     for case in table.fuzz(seed, 32, 400_000):
         yield case, lambda case=case: test_attention.judge(case, BACKEND)
+
+
+def statistics(seed: int):
+    for case in table.fuzz(seed, 32, 200_000):
+        yield case, lambda case=case: test_statistics.judge(case, BACKEND)
 
 
 def spans(seed: int):
@@ -58,7 +64,7 @@ def copying(seed: int):
         yield case, lambda case=case: test_copying.check(case, BACKEND)
 
 
-KINDS = (attention, spans, histories, copying, steps)
+KINDS = (attention, statistics, spans, histories, copying, steps)
 
 
 def judge(seed: int) -> tuple[collections.Counter, list[str]]:
