@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import random
@@ -22,10 +23,13 @@ from attnfast.models import BOS, EOS, PAD, UNK
 def decode_lines(content: bytes, name: str) -> list[str]:
     r"""Split UTF-8 text at ``\n`` and nowhere else, so that aligned files stay aligned.
 
+    The byte order mark that some editors begin a file with is left out.
+
     Raises:
         InputError: bytes that are not UTF-8; it names the line.
     """
     lines = []
+    content = content.removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
         try:
             lines.append(line.decode().strip())

@@ -114,6 +114,31 @@ def test_recurrent(benchmark, kind, recurrence, shape, direction):
         benchmark.extra_info["kept"] = kept
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", ["small", "translation", "one sentence"])
+def test_bfloat16(benchmark, shape, direction):
+    """A layer of bfloat16 beside the same in float32."""
+    B, T, Tk, E, H, A = SHAPES[shape]
+    torch.manual_seed(0)
+    x, source = torch.randn(B, T, E, device=DEVICE), torch.randn(B, Tk, H, device=DEVICE)
+    grad = torch.randn(B, T, H, device=DEVICE)
+    calls = {}
+    for name, dtype in (("attnfast, bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        torch.manual_seed(1)
+        layer = AttentionGRU(E, H, H, BahdanauAttention(H, H, A)).to(DEVICE, dtype)
+        words, states = x.to(dtype), source.to(dtype).requires_grad_()
+
+        def run(layer=layer, words=words, states=states) -> Tensor:
+            return layer(words, layer.prepare(states)).output
+
+        leaves = [states, *layer.parameters()] if direction != "forward" else None
+        calls[name] = timed(run, leaves, grad.to(dtype))
+    half, whole = (call()[0].detach().float() for call in calls.values())
+    assert float((half - whole).abs().max()) < 0.05
+    race(benchmark, "GRU, bfloat16", shape, SHAPES[shape], direction, calls)
+    benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
+
+
 HISTORIES = {"location-aware": LocationAwareAttention, "coverage": CoverageAttention}
 
 

@@ -1,7 +1,8 @@
 """The long fuzz: ``python long_fuzz.py COUNT`` judges random calls, both ways, by the rule.
 
 Attention, statistics, spans, histories, copying and decoder steps take turns, from seeds that the
-tests do not use. What breaks the rule is printed and counted; a crash is told by the last line of its process.
+tests do not use. What breaks the rule is printed and counted; a crash is told by the last line of
+its process.
 """
 
 from __future__ import annotations

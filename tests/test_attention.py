@@ -607,10 +607,12 @@ def test_scores_that_are_not_returned_pass_in_parts(shape):
     args = {k: v if v is None else v.detach() for k, v in inputs(case).items()}
     args["lengths"] = torch.tensor([1024, 900, 777][: case.B])
     args["mask"] = torch.rand(case.B, *case.heads, case.Tq, case.Tk) > 0.3
-    in_parts = attend(args, backend="cpu")
-    whole = attend(args, need_weights=True, backend="cpu")
+    in_parts = attend(args, need_statistics=True, backend="cpu")
+    whole = attend(args, need_weights=True, need_statistics=True, backend="cpu")
     torch.testing.assert_close(in_parts.context, whole.context)
     torch.testing.assert_close(in_parts.log_sum_exp, whole.log_sum_exp)
+    for got, want in zip(in_parts.statistics, whole.statistics):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
 def test_no_heads():

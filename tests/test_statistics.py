@@ -224,10 +224,11 @@ def test_gradcheck(span, backend):
 
     def rows(*leaves):
         got = {**args, **dict(zip(names, leaves))}
-        entropy, largest, _, mean, variance = attend(
-            got, need_statistics=True, span=span, backend=backend
-        ).statistics
-        return entropy, largest, mean, variance
+        result = attend(
+            got, need_weights=True, need_statistics=True, span=span, backend=backend
+        )  # fmt: skip
+        entropy, largest, _, mean, variance = result.statistics
+        return *result, entropy, largest, mean, variance
 
     assert torch.autograd.gradcheck(rows, [args[x] for x in names])
 

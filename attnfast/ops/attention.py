@@ -185,29 +185,26 @@ class _AttentionOperator(Operator):
         of_statistics = grads[self.Result._fields.index("statistics")]
         if of_statistics is None:
             return of, saved
-        more = _through_weights(of_statistics, of.weights, of.span if of.columns else None)
+        more = _through_weights(of_statistics, of.weights)
         if of.grad_weights is not None:
             more = more + of.grad_weights
         return of._replace(grad_weights=more), saved
 
 
-def _through_weights(grad: Tensor, weights: Tensor, span: Tensor | None) -> Tensor:
-    """Return the weights' gradient, but for a number alike in a row: softmax leaves that out.
+def _through_weights(grad: Tensor, weights: Tensor) -> Tensor:
+    """Return what statistics with the gradient ``[.., 5]`` add to the weights'.
 
-    As −ln α − 1 of the entropy, and j of the mean, which is taken from μ: sums lose less so.
+    But for a number alike in a row, which a softmax leaves out: −1 of the entropy's −ln α − 1, and
+    where a span's columns begin, for positions count from μ.
     """
-    keys = torch.arange(weights.shape[-1], device=weights.device)
-    if span is not None:
-        keys = keys + span[..., :1]
-    of_entropy, of_largest, _, of_mean, of_variance = grad.unsqueeze(-2).unbind(-1)
-    j = keys.to(weights.dtype)
     if weights.shape[-1] == 0:
         return weights
+    of_entropy, of_largest, _, of_mean, of_variance = grad.unsqueeze(-2).unbind(-1)
+    j = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
     j = j - (weights * j).sum(-1, keepdim=True)
-    column = weights.argmax(-1, keepdim=True)
     through = j * (of_mean + of_variance * j)
     through = through - of_entropy * weights.masked_fill(weights == 0, 1).log()
-    return through.scatter_add(-1, column, of_largest)
+    return through.scatter_add(-1, weights.argmax(-1, keepdim=True), of_largest)
 
 
 ATTENTION = _AttentionOperator(
