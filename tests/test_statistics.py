@@ -236,8 +236,15 @@ def test_gradcheck(span, backend):
 def test_the_same_as_from_weights(backend):
     args = inputs(Case("dot", 2, 5, 11, 8, 8, 2, terms=("lengths",)), DEVICE[backend])
     result = attend(args, need_weights=True, need_statistics=True, backend=backend)
-    for a, b in zip(result.statistics, diagnostics.row_statistics(result.weights, args["lengths"])):
+    wanted = diagnostics.row_statistics(result.weights, args["lengths"])
+    for a, b in zip(result.statistics, wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    leaves, both = [args[x] for x in ("query", "key")], []
+    for rows in (result.statistics, wanted):  # gradients of weights and statistics at once
+        loss = result.weights.square().sum() + rows.entropy.sum() + rows.mean.sum()
+        both.append(torch.autograd.grad(loss, leaves, retain_graph=True))
+    for a, b in zip(*both):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_half_types_are_summed_in_float32(backend):
