@@ -96,14 +96,14 @@ def attention(call: Attention) -> Attended:
     context = (weights @ v).to(dtype)
     statistics = weights.new_empty(0)
     if call.need_statistics:
-        statistics = row_statistics(weights, e.log_softmax(-1).masked_fill(~visible, 0))
+        statistics = row_statistics(weights, e.log_softmax(-1))
     weights = weights if keys is None else to_columns(weights, keys)
     return Attended(context, weights, log_sum_exp, statistics)
 
 
 def row_statistics(weights: Tensor, log_weights: Tensor) -> Tensor:
-    """Return the statistics of rows ``[.., 5]``; ``log_weights`` are 0 where a weight is."""
-    entropy = -(weights * log_weights).sum(-1)
+    """Return the statistics of rows, ``[.., 5]``."""
+    entropy = -(weights * log_weights.masked_fill(weights == 0, 0)).sum(-1)
     j = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
     mean = (weights * j).sum(-1)
     variance = (weights * (j - mean.unsqueeze(-1)).square()).sum(-1)

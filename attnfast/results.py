@@ -20,8 +20,10 @@ class RowStatistics(NamedTuple):
     """What a row looks at, and how sharply: of every row, ``[B, (H,) Tq]``.
 
     ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n where n are alike; ``largest`` weight
-    and its ``position``, int64, the first of equal ones; ``mean`` μ = Σ_j j α and ``variance``
-    Σ_j (j − μ)² α of the position, in keys. Differentiable but for the position.
+    and its ``position``, int64, the key of the largest score, the first of equal ones, exact up to
+    2²⁴ keys; ``mean`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position, in keys.
+    Differentiable but for the position. All are 0 of a row that sees no key. Of one whose weights
+    are NaN so are they, and the position is 0.
     """
 
     entropy: Tensor
@@ -31,7 +33,19 @@ class RowStatistics(NamedTuple):
     variance: Tensor
 
 
-class AttentionResult(tuple):
+class _Result(tuple):
+    """A tuple of its items, also where they come one by one.
+
+    Backward hooks of modules, and wrappers that move what a module returns, make results anew from
+    the items: attributes are not there then.
+    """
+
+    def __new__(cls, *items: Any) -> Any:
+        whole = len(items) == 1 and isinstance(items[0], (tuple, list))
+        return super().__new__(cls, items[0] if whole else items)
+
+
+class AttentionResult(_Result):
     """``context, weights``, by name too; weights are None unless asked for.
 
     Attributes:
@@ -76,7 +90,7 @@ class AttentionResult(tuple):
         )
 
 
-class CoverageResult(tuple):
+class CoverageResult(_Result):
     """``context, weights, coverage``, by name too, the last of them after the last row.
 
     Attributes:
@@ -98,7 +112,7 @@ class CoverageResult(tuple):
         return self[2]
 
 
-class RecurrentResult(tuple):
+class RecurrentResult(_Result):
     """``output, state``, by name too, of a recurrent layer that attends.
 
     Attributes:

@@ -34,6 +34,7 @@ from attnfast.ops.attention import (
     AttentionGradients,
 )
 from attnfast.ops.operators import accumulation_dtype, empty_rows
+from attnfast.results import RowStatistics
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
@@ -46,6 +47,7 @@ CHUNK = tl.constexpr(8)  # features summed on their own: rounding adds up in one
 # A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest. Where
 # d0·D is beyond float32 and its reciprocal 0, w0/d0 is then below 2^-33.
 LEAST_WEIGHT = tl.constexpr(2.0**-42)
+STATISTICS = tl.constexpr(len(RowStatistics._fields))
 # Of every launch, whatever Triton's default: a product and a sum are one instruction, rounded once.
 LAUNCH = {"enable_fp_fusion": True}
 
@@ -271,7 +273,9 @@ def _described(
     Of the p = e^{s − m}: Σ p (s − m), the key of the largest score, μ = Σ p j / l and Σ p (j − μ)²,
     the block's joined to the others' by Chan, Golub and LeVeque's formula, which loses no digits.
     """
-    b_drop = b_rescale * (b_drop + b_l * tl.where(b_l == 0, 0, b_m - b_shift))
+    # infinite where the highest before was, or where nothing is left of the mass
+    b_gap = tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)
+    b_drop = b_rescale * (b_drop + b_l * b_gap)
     b_drop += tl.sum(b_p * tl.where(b_p > 0, b_s - b_shift[:, None], 0), 1)
     b_highest, b_column = tl.max(b_s, 1, return_indices=True)
     acc: tl.constexpr = b_p.dtype
@@ -414,7 +418,7 @@ def _forward(
         b_lse = tl.where(m_empty | m_diverged, -float("inf"), b_lse)
         tl.store(p_lse + o_row, b_lse, mask=m_q)
         if p_statistics is not None:
-            p_row = p_statistics + o_row * 5
+            p_row = p_statistics + o_row * STATISTICS  # the fields of RowStatistics
             b_mass = tl.where(m_empty, 1, b_l)
             b_seen = tl.where(m_empty, 0, 1 + 0 * b_inverse)  # or NaN
             tl.store(p_row, (tl.log(b_mass) - b_drop / b_mass) * b_seen, mask=m_q)
@@ -886,7 +890,8 @@ def forward(call: Attention) -> Attended:
     context = empty_rows(query, call.value.shape[-1])
     weights = query.new_empty((*rows, call.columns or Tk) if call.need_weights else (0,), dtype=acc)
     lse = query.new_empty(rows, dtype=acc)
-    statistics = query.new_empty((*rows, 5) if call.need_statistics else (0,), dtype=acc)
+    shape = (*rows, STATISTICS.value) if call.need_statistics else (0,)
+    statistics = query.new_empty(shape, dtype=acc)
     sweep(
         call,
         context,

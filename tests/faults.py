@@ -422,7 +422,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("csrc/cpu/rows.h", "tests/test_statistics.py -k cpu"): [
         ("products += e == 0 ? e : e * x;", "products += e * x;"),
-        ("(x == 0) & (-number > largest);", "x == 0;"),
+        ("(x == 0) & (-number > earliest);", "x == 0;"),
         ("number = numbers - mean;", "number = numbers;"),
         ("statistics[kMean] = (C)first + mean;", "statistics[kMean] = mean;"),
     ],
@@ -438,15 +438,17 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("more = more + of.grad_weights", "pass"),
     ],
     ("kernels/attention.py", "tests/test_statistics.py -k 'triton and not fuzz'"): [
-        ("b_rescale * (b_drop + b_l * tl.where(b_l == 0, 0, b_m - b_shift))",
-         "b_rescale * b_drop"),
+        ("b_rescale * (b_drop + b_l * b_gap)", "b_rescale * b_drop"),
+        ("tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)",
+         "tl.where(b_l == 0, 0, b_m - b_shift)"),
         ("tl.where(b_highest > b_m,", "tl.where(b_highest >= b_m,"),
         ("b_squares += b_step * b_step * b_old * b_share", "pass"),
     ],
     ("csrc/cuda/tile.cuh", CUDA.format("statistics")): [
         ("step * step * mass * fade * share;", "0;"),
         ("if (its_top > top) row.position", "row.position"),
-        ("fade * (row.drop + mass * (top - both))", "fade * row.drop"),
+        ("fade * (row.drop + mass * gap)", "fade * row.drop"),
+        ("gap = fade == 0 ? C(0) : top - both,", "gap = top - both,"),
     ],
     ("csrc/cpu/span.h", SPANS): [
         ("clear_outside(out, n, own.from, own.to);", ""),

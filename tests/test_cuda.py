@@ -152,6 +152,8 @@ def test_what_statistics_owe(host, monkeypatch):
     test_statistics.test_the_position_is_the_first_of_the_largest(host)
     for Tq in (1, 2):
         test_statistics.test_rows_that_see_nothing(Tq, host)
+        for low, high in ((-100, -100), (test_statistics.LOW, 0.0), (-3e38, 3e38)):
+            test_statistics.test_low_scores_before_high_ones(low, high, Tq, host)
         test_statistics.test_a_sharp_row_far_from_the_first_key_keeps_its_variance(Tq, host)
 
 

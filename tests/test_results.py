@@ -66,3 +66,14 @@ def test_a_graph_returns_one():
     result = compiled()
     assert isinstance(result, AttentionResult)
     torch.testing.assert_close(result.log_sum_exp, ATTENTION["additive"]().log_sum_exp)
+
+
+@pytest.mark.parametrize("cls", [attnfast.nn.BahdanauAttention, attnfast.nn.LuongAttention])
+def test_a_backward_hook_sees_the_items(cls):
+    """PyTorch makes what a module returns anew, ``type(result)(*items)``."""
+    module, seen = cls(6, 6, attn_dim=8), []
+    module.register_full_backward_hook(lambda _, grads, of_outputs: seen.append(of_outputs))
+    states = torch.randn(2, 5, 6, requires_grad=True)
+    context, weights = module(torch.randn(2, 6, requires_grad=True), module.prepare(states), True)
+    (context.sum() + weights.square().sum()).backward()
+    assert [x.shape for x in seen[0]] == [context.shape, weights.shape]

@@ -187,6 +187,26 @@ def test_a_sharp_row_far_from_the_first_key_keeps_its_variance(Tq, backend):
     torch.testing.assert_close(rows.mean[0].cpu(), torch.full((Tq,), mean), rtol=1e-6, atol=0)
 
 
+LOW = float(torch.finfo(torch.float32).min)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")  # in an interpreter
+@pytest.mark.parametrize("Tq", [1, 2])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(-100, -100), (-1e4, -1e4), (LOW, 0.0), (-1e38, 1.0), (-3e38, 3e38), (-1e37, -200.0)],
+)
+def test_low_scores_before_high_ones(low, high, Tq, backend):
+    """As left padding that a finite number hides: the first blocks' mass counts for nothing."""
+    far = torch.full((1, Tq, 140), float(low))
+    far[..., 130:] = high + torch.linspace(0, 1, 10)
+    for scores in (far, far.flip(-1)):
+        want = as_written(scores.double().softmax(-1))
+        entropy, largest, _, mean, variance = attended(scores, backend).statistics
+        for got, exact in zip((entropy, largest, mean, variance), want):
+            torch.testing.assert_close(got.double().cpu(), exact, rtol=2e-4, atol=1e-5)
+
+
 def test_steps_over_a_memory(backend):
     """Step by step the numbers and gradients are those of all rows at once."""
     case = Case("tanh", 2, 4, 9, 8, 8, terms=("lengths",))

@@ -33,6 +33,10 @@ from attnfast.ops.operators import (
     empty_rows,
     implement,
 )
+from attnfast.results import RowStatistics
+
+#: The numbers of a row.
+STATISTICS = len(RowStatistics._fields)
 
 
 class Attention(NamedTuple):
@@ -60,7 +64,7 @@ class Attention(NamedTuple):
     scale: float = 1.0
     score: str = "dot"
     need_statistics: bool = False
-    need_weights: bool = False
+    need_weights: bool = False  # the last: see dispatch.run
 
 
 class Attended(NamedTuple):
@@ -156,7 +160,7 @@ def _check_backward(call: AttentionBackward) -> None:
 def _fake(call: Attention) -> Attended:
     dtype, rows = accumulation_dtype(call.query.dtype), call.query.shape[:-1]
     shape = (*rows, call.columns or call.key.shape[-2]) if call.need_weights else (0,)
-    statistics = (*rows, 5) if call.need_statistics else (0,)
+    statistics = (*rows, STATISTICS) if call.need_statistics else (0,)
     return Attended(
         empty_rows(call.query, call.value.shape[-1]),
         call.query.new_empty(shape, dtype=dtype),

@@ -144,7 +144,8 @@ template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   constexpr int W = Vector<C>::width;
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
-  Vec<C> total = {}, products = {}, positions = {}, squares = {}, largest = splat(-infinity);
+  Vec<C> total = {}, products = {}, positions = {}, squares = {};
+  Vec<C> earliest = splat(-infinity);  // minus the number of the first largest
   const Vec<C> numbers = __builtin_convertvector(lane_numbers<C>(), Vec<C>) + (C)s.first();
   Vec<C> number = numbers;
   for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W) {
@@ -152,14 +153,14 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
     Vec<C> e = exp(x);
     e = x < (C)-87 ? Vec<C>{} : e;
     products += e == 0 ? e : e * x;
-    const Flags<C> is_first = (x == 0) & (-number > largest);
-    largest = is_first ? -number : largest;
+    const Flags<C> earlier = (x == 0) & (-number > earliest);
+    earliest = earlier ? -number : earliest;
     e = x == x ? e : x;
     total += e;
     positions += e * number;
     s.put(j, e);
   }
-  C of_row[4];
+  C of_row[4];  // the squares are still 0
   sums({total, products, positions, squares}, of_row);
   const C mass = of_row[0], share = 1 / mass, mean = of_row[2] * share;
   number = numbers - mean;
@@ -167,7 +168,7 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
     squares += s.get_put(j, (C)0) * number * number;
   statistics[kEntropy] = -of_row[1] * share;
   statistics[kLargest] = share;
-  statistics[kPosition] = (C)first - highest<C>(largest);
+  statistics[kPosition] = (C)first - highest<C>(earliest);
   statistics[kMean] = (C)first + mean;
   statistics[kVariance] = sum<C>(squares) * share;
   return mass;

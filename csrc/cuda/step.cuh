@@ -88,17 +88,16 @@ __device__ End<C> join(int64_t parts, const Part& part) {
 template <class C, class Part>
 __device__ void put_statistics(const Forward& a, const Tile& tile, const End<C>& all, int64_t parts,
                                const Part& part) {
-  Described<C> row = {};
-  C top = 0, mass = 0;
+  End<C> before = {};
   for (int64_t i = 0; i < parts; ++i) {
     const End<C> next = part(i);
-    join(row, top, mass, next.row, next.top, next.mass);
     if (next.mass == 0) continue;
-    const C both = mass == 0 ? next.top : fmax(top, next.top);
-    mass = mass * exp(top - both) + next.mass * exp(next.top - both);
-    top = both;
+    join(before.row, before.top, before.mass, next.row, next.top, next.mass);
+    const C top = before.mass == 0 ? next.top : fmax(before.top, next.top);
+    before.mass = before.mass * before.faded(top) + next.mass * next.faded(top);
+    before.top = top;
   }
-  put_statistics(a, tile, 0, all.top, all.mass, row);
+  put_statistics(a, tile, 0, all.top, all.mass, before.row);
 }
 
 // Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.

@@ -230,7 +230,9 @@ __device__ void join(Described<C>& row, C top, C mass, const Described<C>& more,
   }
   const C both = fmax(top, its_top), fade = exp(top - both), its_fade = exp(its_top - both);
   const C share = its_mass * its_fade / (mass * fade + its_mass * its_fade), step = more.mean - row.mean;
-  row.drop = fade * (row.drop + mass * (top - both)) + its_fade * (more.drop + its_mass * (its_top - both));
+  // a gap may be infinite where nothing is left of a mass
+  const C gap = fade == 0 ? C(0) : top - both, its_gap = its_fade == 0 ? C(0) : its_top - both;
+  row.drop = fade * (row.drop + mass * gap) + its_fade * (more.drop + its_mass * its_gap);
   if (its_top > top) row.position = more.position;
   row.mean += step * share;
   row.squares = fade * row.squares + its_fade * more.squares + step * step * mass * fade * share;
