@@ -67,6 +67,13 @@ def keep_in_pytrees(result: type, *names: str) -> None:
     )
 
 
+def name_in_exports(result: type) -> None:
+    """Let ``torch.export.save`` write that a graph returns a named tuple."""
+    torch.utils._pytree._register_namedtuple(
+        result, serialized_type_name=f"attnfast.{result.__name__}"
+    )
+
+
 def has_tangents() -> bool:
     """Whether forward-mode differentiation is on."""
     return forward_ad._current_level >= 0

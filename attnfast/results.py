@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnfast._torch import keep_in_pytrees
+from attnfast._torch import keep_in_pytrees, name_in_exports
 
 __all__ = ["AttentionResult", "CoverageResult", "RecurrentResult", "RowStatistics"]
 
@@ -134,6 +134,7 @@ class RecurrentResult(_Result):
         return self[1]
 
 
+name_in_exports(RowStatistics)
 keep_in_pytrees(AttentionResult, "log_sum_exp", "_statistics")
 keep_in_pytrees(CoverageResult, "loss")
 keep_in_pytrees(RecurrentResult, "states", "contexts", "weights")

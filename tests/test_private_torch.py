@@ -77,6 +77,18 @@ def test_results_in_pytrees():
         assert (mapped.statistics is not None) == asked
 
 
+def test_statistics_in_exports(tmp_path):
+    class Attend(torch.nn.Module):
+        def forward(self, x):
+            return dot_attention(x, x, x, need_statistics=True).statistics
+
+    x = torch.randn(1, 2, 4)
+    program = torch.export.export(Attend(), (x,))
+    torch.export.save(program, tmp_path / "attend.pt2")
+    rows = torch.export.load(tmp_path / "attend.pt2").module()(x)
+    torch.testing.assert_close(rows.entropy, Attend()(x).entropy)
+
+
 def test_forward_mode():
     """A derivative in forward mode is 0 without a word."""
     assert not _torch.has_tangents()
