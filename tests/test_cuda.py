@@ -132,7 +132,7 @@ def test_a_step_within_a_span(case, span, position, host, blocks):
 
 
 @pytest.mark.parametrize(
-    "case", [x for x in SMALL if x in test_statistics.TABLE], ids=test_attention.name
+    "case", [x for x in SMALL if x in test_statistics.TABLE][::2], ids=test_attention.name
 )
 def test_statistics_table(case, host, monkeypatch):
     monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)

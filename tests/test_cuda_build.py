@@ -24,12 +24,12 @@ BUDGETS = {
     )
     for dtype in DTYPES
     for kernel, score, registers, of_double, kib in (
-        *(("forward", f", {score}, 1", 128, 255, 18) for score in range(len(SCORES))),
-        *(("forward", f", {score}, 2", 168, 255, 18) for score in range(len(SCORES))),
-        *(("forward", f", {score}, 4", 168, 0, 18) for score in range(len(SCORES))),
+        *(("forward", f", {score}, 1", 128, 255, 19) for score in range(len(SCORES))),
+        *(("forward", f", {score}, 2", 168, 255, 19) for score in range(len(SCORES))),
+        *(("forward", f", {score}, 4", 168, 0, 19) for score in range(len(SCORES))),
         *(("step", f", {score}", 104, 104, 5) for score in range(len(SCORES))),
         *(("step_backward", f", {score}", 104, 104, 5) for score in range(len(SCORES))),
-        ("combine", "", 64, 64, 0),
+        ("combine", "", 64, 80, 0),
         ("factor", "", 64, 0, 0),
         ("products", ", 0, true", 168, 240, 16),
         *(("products", f", {score}, false", 168, 240, 16) for score in range(len(SCORES))),
@@ -63,15 +63,15 @@ BUDGETS = {
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_sanitizers(sanitizer, tmp_path):
     """No race and no access outside a tensor, over two tiles of everything."""
-    flags = ("-O1", "-g", f"-fsanitize={sanitizer}")
+    flags = ("-O1", "-g1", f"-fsanitize={sanitizer}")
     program = compile_on_host("sanitize.cpp", tmp_path / "sanitize", *flags)
     options = {"TSAN_OPTIONS": "halt_on_error=1"}
+    sums = ("1 1 17 66 66 33 0 8", "2 2 3 5 1 1 0 8", "1 1 1 70 8 1100 0 8", "1 1 17 40 8 600 0 8")
     nothing = ("1 1 3 0 4 4 0 8", "1 1 2 3 0 0 2 8", "1 1 3 140 0 4 0 8", "2 1 1 130 8 0 0 8")
     for sizes in (
-        "1 1 17 66 66 33 0 8", "1 1 40 70 8 8 5 8", "2 2 3 5 1 1 0 8", "2 1 1 150 9 40 0 8",
-        "1 1 1 150 8 8 70 8", "1 1 1 530 8 8 0 8", "1 1 1 40 8 8 0 8", "1 1 1 70 8 1100 0 8",
-        "1 1 2 130 8 8 0 8", "1 1 1 150 8 8 0 1", "1 1 2 300 8 8 0 2", "1 1 17 40 8 600 0 8",
-        *(nothing if sanitizer == "address" else ()),
+        "1 1 40 70 8 8 5 8", "2 1 1 150 9 40 0 8", "1 1 1 150 8 8 70 8", "1 1 1 530 8 8 0 8",
+        "1 1 1 40 8 8 0 8", "1 1 2 130 8 8 0 8", "1 1 1 150 8 8 0 1", "1 1 2 300 8 8 0 2",
+        *(sums + nothing if sanitizer == "address" else sums[:1]),
     ):  # fmt: skip
         done = subprocess.run(
             [program, *sizes.split()], env={**os.environ, **options}, text=True, capture_output=True

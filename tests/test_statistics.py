@@ -63,6 +63,11 @@ def taken(backend, **options):
     return how
 
 
+def slow(backend):
+    """Whether kernels run in an interpreter."""
+    return backend == "triton" and DEVICE["triton"].type == "cpu"
+
+
 def judge(case, backend):
     args = inputs(case, DEVICE[backend])
     got = results(case, args, taken(backend), NAMES)
@@ -71,7 +76,7 @@ def judge(case, backend):
 
 @pytest.mark.parametrize("case", TABLE, ids=name)
 def test_table(case, backend):
-    if not runnable(backend, case):
+    if not runnable(backend, case) or (slow(backend) and TABLE.index(case) % 2):
         pytest.skip(f"{backend} does not run this case here")
     judge(case, backend)
 
@@ -113,6 +118,8 @@ SPANS = [
 @pytest.mark.parametrize("H", [None, 2])
 def test_spans(span, position, H, backend):
     """Positions are those of keys, whatever the columns are."""
+    if H is None and slow(backend):
+        pytest.skip("heads are the harder case")
     case = Case("tanh", 2, 7, 23, 8, 8, H, terms=("lengths", "bias"))
     args = inputs(case, DEVICE[backend])
     argument, p = place(position, case, args["lengths"])
@@ -235,7 +242,7 @@ def test_steps_over_a_memory(backend):
 @pytest.mark.parametrize("span", [None, Span(window=2), Span(stride=2)], ids=str)
 def test_gradcheck(span, backend):
     case = Case("tanh", 2, 3, 6, 4, 3, dtype=torch.float64, terms=("lengths", "bias"))
-    if backend == "triton":
+    if slow(backend):
         pytest.skip("hundreds of calls; the table checks Triton's gradients against the oracle")
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
