@@ -20,7 +20,7 @@ demo: .venv/installed
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
 # the oldest GPUs, and exponentials and quotients as rough as a GPU's.
 test: .venv/installed .venv/cuda .venv/oldest-triton integrations
-	$(BIN)/pytest -q $(TWO) -k "not (triton_compile and sm_80)"
+	$(BIN)/pytest -q $(TWO) -k "not (triton_compile and sm_80) and not (sanitizers and thread)"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests \
 	  -k "triton and (table or vanish or large or sm_80) and not test_span and not test_statistics"
 
@@ -47,7 +47,8 @@ bench: .venv/installed integrations
 gpu:
 	PYTHON=$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) bench/gpu.sh build/gpu
 
-# Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz.
+# Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz; and the
+# first, for races too, CUDA's kernels on the host.
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
 sanitize: TESTS := attention statistics memory coverage copying span sparse recurrent search linear misfits
 sanitize: CHOICE := (cpu or linear or bfloat16) and not compile and not export and not opcheck or misfits
@@ -62,6 +63,7 @@ sanitize sanitize-fuzz: .venv/installed
 	cd build/$@ && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
+	$(if $(filter sanitize,$@),$(BIN)/pytest -q tests/test_cuda_build.py -k sanitizers)
 
 # How many planted faults the tests catch: see docs/testing.md. All of it takes about an hour.
 mutants: .venv/installed
