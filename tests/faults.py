@@ -301,10 +301,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("x = x == x ? x : again[r * width + c];", "x = x;"),
         ("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v"),
         ("multiply_by((C)a.scale, item.seen, row(i));", ";"),
-        ("if (!(mass[r] > 0)) {\n        const bool diverged = diverge<T>(a, item, item.row + i",
-         "if (false) {\n        const bool diverged = diverge<T>(a, item, item.row + i"),
-        ("if (!(mass[r] > 0)) {\n        const bool diverged = diverge<T>(a, item, row, own",
-         "if (false) {\n        const bool diverged = diverge<T>(a, item, row, own"),
     ],
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): [
         ("odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : ", "odds[j] = "),
@@ -418,7 +414,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("csrc/cpu/rows.h", "tests/test_attention.py -k 'diverged and cpu'"): [
         ("if (seen == -(C)__builtin_inf()) continue;", ""),
-        ("statistics[i] = diverged ? __builtin_nan(\"\") : 0;", "statistics[i] = 0;"),
+        ("!(mass > 0) && diverge<T>", "false && diverge<T>"),
+        ("statistics[x] = diverged ? __builtin_nan(\"\") : 0;", "statistics[x] = 0;"),
     ],
     ("csrc/cpu/rows.h", "tests/test_statistics.py -k cpu"): [
         ("products += e == 0 ? e : e * x;", "products += e * x;"),

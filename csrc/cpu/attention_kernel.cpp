@@ -171,13 +171,7 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
     }
     for (int64_t i = first; i < last; ++i) {
       const int64_t r = i - first;
-      const C log_mass = normalise(numbers(i), mass[r], zeros);
-      *at<C>(a.log_sum_exp, item, item.row + i) = top[r] + log_mass;
-      if (described) statistics(item.row + i)[kEntropy] += log_mass;
-      if (!(mass[r] > 0)) {
-        const bool diverged = diverge<T>(a, item, item.row + i, 0, item.seen, row(i));
-        if (described) without_mass(diverged, statistics(item.row + i));
-      }
+      finish_row<T>(a, item, item.row + i, numbers(i), 0, item.seen, top[r], mass[r], zeros);
       clear_outside(row(i), a.W, 0, item.seen);
     }
   }
@@ -251,13 +245,7 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
     for (int64_t r = 0; r < band.rows; ++r) {
       const int64_t row = item.row + band.row + r;
       const Within<C> p = numbers(r);
-      const C log_mass = normalise(p, mass[r], zeros);
-      *at<C>(a.log_sum_exp, item, row) = top[r] + log_mass;
-      if (described) statistics(band.row + r)[kEntropy] += log_mass;
-      if (!(mass[r] > 0)) {
-        const bool diverged = diverge<T>(a, item, row, own[r].column, own[r].end(), p.x + p.from);
-        if (described) without_mass(diverged, statistics(band.row + r));
-      }
+      finish_row<T>(a, item, row, p, own[r].column, own[r].end(), top[r], mass[r], zeros);
       clear_outside(p.x, n, p.first(), round_up(p.to, Vector<C>::width));
       if (!a.weights.data) continue;
       C* columns = at<C>(a.weights, item, row);

@@ -84,6 +84,7 @@ template <class C>
 struct Exactly {
   C* x;
   int64_t n;
+  C* numbers() const { return x; }
   int64_t first() const { return 0; }
   int64_t end() const { return n; }
   Vec<C> get(int64_t j, C fill) const { return load_part(x + j, n - j, fill); }
@@ -97,6 +98,7 @@ template <class C>
 struct Within {
   C* x;
   int64_t from, to;
+  C* numbers() const { return x + from; }
   int64_t first() const { return from / Vector<C>::width * Vector<C>::width; }
   int64_t end() const { return to; }
   Vec<C> get(int64_t j, C fill) const {
@@ -120,16 +122,21 @@ C largest(const Row<C>& s) {
   return highest<C>(most);
 }
 
+// e^x of scores less the largest; NaN stays, and makes the whole row NaN.
+template <class C>
+Vec<C> mass_of(Vec<C> x) {
+  Vec<C> e = exp(x);
+  e = x < (C)-87 ? Vec<C>{} : e;
+  return x == x ? e : x;
+}
+
 // Their exponentials, in place, and 0 in place of neighbours without meaning; returns the sum.
 template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top) {
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
   Vec<C> total = {};
   for (int64_t j = s.first(); j < s.end(); j += Vector<C>::width) {
-    const Vec<C> x = s.get(j, -infinity) - shift;
-    Vec<C> e = exp(x);
-    e = x < (C)-87 ? Vec<C>{} : e;
-    e = x == x ? e : x;  // NaN stays, and makes the whole row NaN
+    const Vec<C> e = mass_of<C>(s.get(j, -infinity) - shift);
     total += e;
     s.put(j, e);
   }
@@ -149,15 +156,12 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   const Vec<C> numbers = __builtin_convertvector(lane_numbers<C>(), Vec<C>) + (C)s.first();
   Vec<C> number = numbers;
   for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W) {
-    const Vec<C> x = s.get(j, -infinity) - shift;
-    Vec<C> e = exp(x);
-    e = x < (C)-87 ? Vec<C>{} : e;
+    const Vec<C> x = s.get(j, -infinity) - shift, e = mass_of<C>(x);
+    total += e;
     products += e == 0 ? e : e * x;
+    positions += e * number;
     const Flags<C> earlier = (x == 0) & (-number > earliest);
     earliest = earlier ? -number : earliest;
-    e = x == x ? e : x;
-    total += e;
-    positions += e * number;
     s.put(j, e);
   }
   C of_row[4];  // the squares are still 0
@@ -172,12 +176,6 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   statistics[kMean] = (C)first + mean;
   statistics[kVariance] = sum<C>(squares) * share;
   return mass;
-}
-
-// Statistics of a row without mass are 0, or NaN if it has diverged.
-template <class C>
-void without_mass(bool diverged, C* statistics) {
-  for (int i = 0; i < kStatistics; ++i) statistics[i] = diverged ? __builtin_nan("") : 0;
 }
 
 // Weights; returns the log of the mass. A row without any becomes zeros: see `diverge`. `zeros` marks the
@@ -249,6 +247,21 @@ bool diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_
     any = true;
   }
   return any;
+}
+
+// Row i, whose numbers are those of the keys [from, to) in their columns, becomes weights; log sum exp and
+// statistics, 0 without mass and NaN if the row has diverged, are left in their places.
+template <class T, class C, template <class> class Row>
+void finish_row(const Forward& a, const Item& item, int64_t i, const Row<C>& s, int64_t from, int64_t to,
+                C top, C mass, Flags<C>& zeros) {
+  const C log_mass = normalise(s, mass, zeros);
+  *at<C>(a.log_sum_exp, item, i) = top + log_mass;
+  const bool diverged = !(mass > 0) && diverge<T>(a, item, i, from, to, s.numbers());
+  if (!a.statistics.data) return;
+  C* statistics = at<C>(a.statistics, item, i);
+  statistics[kEntropy] += log_mass;
+  if (mass > 0) return;
+  for (int x = 0; x < kStatistics; ++x) statistics[x] = diverged ? __builtin_nan("") : 0;
 }
 
 // The function of a pass over calls of one type.
