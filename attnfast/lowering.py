@@ -51,21 +51,20 @@ class Lowered(NamedTuple):
     Tk: int
     keys: Any  # of the columns, where they are needed
     narrow: Tensor | None  # which of the operator's columns are the span's, if not all
-    stride: int = 1
-    phases: int = 1
+    span: Span
     front: int = 0  # rows of the first phase that do not exist
 
     def restore(self, result: AttentionResult, form: bool | str) -> AttentionResult:
         """Return the results of the call before it was lowered."""
         context: Any = result.context
         weights, log_sum_exp, statistics = result.weights, result.log_sum_exp, result._statistics
-        if self.phases > 1:
+        if self.span.phases > 1:
             context, weights, statistics, sums = (
-                None if x is None else from_phases(x, self.phases, self.front, self.like)
+                None if x is None else from_phases(x, self.span.stride, self.front, self.like)
                 for x in (context, weights, statistics, log_sum_exp.unsqueeze(-1))
             )
             log_sum_exp = sums.squeeze(-1)  # type: ignore[union-attr]
-        if self.stride > 1 and statistics is not None:
+        if self.span.stride > 1 and statistics is not None:
             statistics = self._on_all_keys(statistics)
         if isinstance(form, str):
             weights = to_form(form, weights, self.keys, self.Tk)
@@ -76,9 +75,9 @@ class Lowered(NamedTuple):
     def _on_all_keys(self, statistics: Tensor) -> Tensor:
         """Return the statistics of every k-th key, from the first of a row's phase on."""
         entropy, largest, position, mean, variance = statistics.unbind(-1)
-        k = self.stride
+        k = self.span.stride
         first: Any = 0
-        if self.phases > 1:
+        if self.span.phases > 1:
             rows = torch.arange(self.front, self.front + entropy.shape[-1], device=entropy.device)
             first = (rows % k) * (largest != 0)  # none of a row that sees no key
         position, mean = k * position + first, k * mean + first
@@ -122,8 +121,8 @@ def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
     if span.phases > 1:
         front = first_position(position, query.shape[-2], Tk) % span.stride
         call = _in_phases(call, span, position, front)
-        return Lowered(call, query, Tk, keys, narrow, span.stride, span.stride, front)
-    return Lowered(_every(call, span.stride), query, Tk, keys, narrow, span.stride)
+        return Lowered(call, query, Tk, keys, narrow, span, front)
+    return Lowered(_every(call, span.stride), query, Tk, keys, narrow, span)
 
 
 def _every(call: Attention, k: int) -> Attention:
