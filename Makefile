@@ -22,7 +22,7 @@ demo: .venv/installed
 test: .venv/installed .venv/cuda .venv/oldest-triton integrations
 	$(BIN)/pytest -q $(TWO) -k "not (triton_compile and sm_80) and not (sanitizers and thread)"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests \
-	  -k "triton and (table or vanish or large or sm_80) and not test_span and not test_statistics"
+	  -k "triton and (table or vanish or large or sm_80) and not test_span"
 
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
 integrations: .venv/integrations

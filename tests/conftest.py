@@ -14,7 +14,8 @@ if reason := not_installed():
     pytest.exit(reason, returncode=1)  # what is skipped with a reason would look green
 
 
-TABLES = ("test_attention", "test_coverage")
+#: Files of whose tables Triton's interpreter is asked half; `make test` asks the oldest Triton all.
+TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
 LONGEST = (
     "test_triton_compile", "test_cuda_build", "test_attention", "test_compile", "test_package",
@@ -27,7 +28,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     if torch.cuda.is_available() or config.pluginmanager.hasplugin("rough_math"):
         return
-    # Half of the tables in Triton's interpreter: `make test` asks all with the oldest Triton.
     slow = [x for x in items if x.path.stem in TABLES and x.name.startswith("test_table[triton")]
     config.hook.pytest_deselected(items=slow[::2])
     for item in slow[::2]:

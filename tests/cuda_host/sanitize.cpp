@@ -44,6 +44,7 @@ Forward forward_of(const Problem& p, const Sizes& make) {
   a.context = make.tensor(a.Tq, a.Dv);
   a.weights = make.tensor(a.Tq, a.W);
   a.log_sum_exp = make.tensor(a.Tq, 1);
+  a.statistics = make.tensor(a.Tq, kStatistics);
   return a;
 }
 
