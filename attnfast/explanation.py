@@ -389,7 +389,8 @@ def adversarial(
 
     Returns:
         ``divergence``: the :func:`jensen_shannon` of the weights, 0 where none were found;
-        ``distance``: the :func:`total_variation` of the output; ``weights``.
+        ``distance``: the :func:`total_variation` of the output; ``weights``; ``bound``: the largest
+        divergence that any weights have, all of it on the key that has least.
     """
     _check(reader, embedded, lengths)
     if not is_finite(epsilon) or not 0 <= epsilon <= 1:
