@@ -112,6 +112,7 @@ class Request(NamedTuple):
     step: bool = False  # one query for each sequence: what it costs is latency
     filters: int = 0
     history: bool = False  # of a recurrent layer's attention
+    stack: bool = False  # of recurrent layers, or dropout of what they give
 
 
 class Backend:
@@ -202,6 +203,8 @@ class Cuda(Backend):
     def why_not(self, request: Request) -> str | None:
         if request.history:
             return "its recurrent layers attend without a history"
+        if request.stack:
+            return "it has one recurrent layer at a time, without dropout of its output"
         return super().why_not(request)
 
     def rank(self, request: Request) -> float:
@@ -303,9 +306,10 @@ def best(
     dtype: torch.dtype,
     operator: str,
     history: bool = False,
+    stack: bool = False,
 ) -> str | None:
     """Return the compiled backend that serves a call best, or None: the one asked for, if any."""
-    return _best(backend, device, dtype, operator, False, 0, history)
+    return _best(backend, device, dtype, operator, False, 0, history, stack)
 
 
 @constant_in_graphs

@@ -18,7 +18,16 @@ from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
 from attnfast.ops.coverage import Coverage, Covered
 from attnfast.ops.linear import Linear, LinearResult
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.recurrent import WEIGHTS, Recurred, Recurrent, attention_of, coverage_of, fed
+from attnfast.ops.recurrent import (
+    LAYERED,
+    WEIGHTS,
+    Recurred,
+    Recurrent,
+    attention_of,
+    coverage_of,
+    fed,
+    layers,
+)
 from attnfast.ops.recurrent import fake as fake_recurrent
 from attnfast.ops.search import Said, Search, layer_of
 from attnfast.ops.span import to_columns, to_dense
@@ -191,6 +200,16 @@ def copy_distribution(call: Copy) -> Copied:
     return Copied(log_probs.masked_fill(never, LOWEST).to(call.logits.dtype), log_sum_exp)
 
 
+def layer_at(call: Recurrent, number: int) -> Recurrent:
+    """Return the call with what layer ``number`` has of its own, as the only one."""
+    if call.weight_above is None:
+        return call
+    given = {x: getattr(call, x) for x in LAYERED if x in Recurrent._fields}
+    own: dict[str, Any] = {name: None if x is None else x[number] for name, x in given.items()}
+    weight = call.weight_ih if number == 0 else call.weight_above[number - 1]
+    return call._replace(**own, weight_ih=weight, weight_above=None)
+
+
 def cell_step(
     call: Recurrent, x: Tensor, h: Tensor, c: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -230,8 +249,9 @@ def recurrent(call: Recurrent) -> Recurred:
     linear = torch.nn.functional.linear
     call = _wide(call)
     B, T, _ = call.input.shape
-    h, c, f = call.hidden, call.cell, call.feed
-    f = call.input.new_zeros(B, fed(call)) if f is None else f
+    f = call.input.new_zeros(B, fed(call)) if call.feed is None else call.feed
+    levels = [layer_at(call, i) for i in range(*layers(call) or (1,))]
+    moved = [(x.hidden, x.cell) for x in levels]
     past, loss = (call.coverage, call.previous), call.input.new_zeros(B)
     results: dict[str, list[Tensor]] = {x: [] for x in Recurred._fields}
     inputs, padding = call.input, None
@@ -255,32 +275,45 @@ def recurrent(call: Recurrent) -> Recurred:
         past, loss = (coverage, weights.squeeze(1)), loss + lost
         return query, context.squeeze(1), weights.squeeze(1)
 
+    def of_layers(rows: list[Any]) -> Any:
+        return rows[0] if call.weight_above is None or rows[0] is None else torch.stack(rows)
+
     for t in range(T):
         query: Any = None
         context: Any = None
         weights = attentional = None
         if call.attends_first and call.key is not None:
-            query, context, weights = attend(h, t)
+            query, context, weights = attend(moved[-1][0], t)
             f = context
-        x = linear(torch.cat([inputs[:, t], f], -1), call.weight_ih, call.bias_ih)
-        h, c, gates = cell_step(call, x, h, c)
+        read, kept = torch.cat([inputs[:, t], f], -1), []
+        for i, level in enumerate(levels):
+            if i and call.dropout_above is not None:
+                read = read * call.dropout_above[i - 1, :, t]
+            x = linear(read, level.weight_ih, level.bias_ih)
+            read, c, gates = cell_step(level, x, *moved[i])
+            moved[i] = read, c
+            kept.append(gates)
+        h = moved[-1][0]
         if not call.attends_first and call.key is not None:
             query, context, weights = attend(h, t)
             f = context
         if call.weight_output is not None:
             joined = torch.cat([context, h], -1)
             f = attentional = linear(joined, call.weight_output, call.bias_output).tanh()
+            if call.dropout_output is not None:
+                f = attentional = attentional * call.dropout_output[:, t]
         query = query if call.attends_first or call.weight_query is not None else None
         row = {
-            "states": h, "cells": c, "contexts": context, "weights": weights,
-            "attentional": attentional, "queries": query, "gates": gates,
+            "states": of_layers([h for h, _ in moved]), "cells": of_layers([c for _, c in moved]),
+            "contexts": context, "weights": weights, "attentional": attentional, "queries": query,
+            "gates": of_layers(kept),
         }  # fmt: skip
         for name, y in row.items():
             results[name] += [] if y is None or not y.shape[-1] else [y]
     empty = fake_recurrent(call)
-    rows = [torch.stack(results[x], 1) if results[x] else y for x, y in empty._asdict().items()]
+    rows = [torch.stack(results[x], -2) if results[x] else y for x, y in empty._asdict().items()]
     if padding is not None:
-        rows = [x.masked_fill(padding, 0) if x.dim() == 3 else x for x in rows]
+        rows = [x.masked_fill(padding, 0) if x.dim() >= 3 else x for x in rows]
     made = Recurred(*rows)._replace(odds=inputs.new_empty(0))
     return made if past[0] is None else made._replace(coverage=past[0], loss=loss)
 

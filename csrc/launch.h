@@ -183,7 +183,7 @@ class Fit {
   bool begins(const Tensor& x, bool broadcasts) const {
     if (x.dim() < lead) return false;
     for (int64_t i = 0; i < lead; ++i)
-      if (x.size(i) != first.size(i) && !(broadcasts && x.size(i) == 1)) return false;
+      if (x.size(i) != (i ? H : B) && !(broadcasts && x.size(i) == 1)) return false;
     return true;
   }
 

@@ -13,13 +13,13 @@ bool weights_may_be_narrow();
 bool multiplies_narrow();
 
 #define ATTNFAST_LAYER_PARAMETERS(X)                         \
-  X(Tensor, hidden, sizes, own, {B, N})                      \
+  X(Tensor, hidden, layered, own, {B, N})                    \
   X(Tensor, weight_ih, sizes, of_weights, {G * N, E + F})    \
-  X(Tensor, weight_hh, sizes, of_weights, {G * N, N})        \
-  X(Optional, cell, sizes, own, {B, N})                      \
+  X(Tensor, weight_hh, layered, of_weights, {G * N, N})      \
+  X(Optional, cell, layered, own, {B, N})                    \
   X(Optional, feed, sizes, own, {B, F})                      \
-  X(Optional, bias_ih, sizes, own, {G * N})                  \
-  X(Optional, bias_hh, sizes, own, {G * N})                  \
+  X(Optional, bias_ih, layered, own, {G * N})                \
+  X(Optional, bias_hh, layered, own, {G * N})                \
   X(Optional, key, sizes, own, {B, Tk, A})                   \
   X(Optional, value, sizes, own, {B, Tk, Dv})                \
   X(Optional, weight, sizes, own, {A})                       \
@@ -32,7 +32,11 @@ bool multiplies_narrow();
   X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
   X(Optional, span, spans)                                                   \
   X(Optional, target_lengths, sizes, ScalarType::Long, {B})                  \
-  X(Optional, dropout, sizes, own, {B, N})
+  X(Optional, dropout, layered, own, {B, N})
+#define ATTNFAST_LAYER_STACK(X)                                        \
+  X(Optional, weight_above, sizes, of_weights, {layers - 1, G * N, N}) \
+  X(Optional, dropout_above, sizes, own, {layers - 1, B, T, N})        \
+  X(Optional, dropout_output, sizes, own, {B, T, O})
 #define ATTNFAST_LAYER_HISTORY(X)                       \
   X(Optional, filters, sizes, own, {K, channels, taps}) \
   X(Optional, projection, sizes, own, {A, K})           \
@@ -51,6 +55,7 @@ bool multiplies_narrow();
   ATTNFAST_LAYER(X)                                   \
   X(Optional, mask, terms, ScalarType::Bool, {T, Tk}) \
   ATTNFAST_LAYER_KEYS(X)                              \
+  ATTNFAST_LAYER_STACK(X)                             \
   ATTNFAST_LAYER_HISTORY(X)                           \
   X(Optional, prepared, exponentials, given.score)    \
   X(Optional, packed, bytes)                          \
@@ -62,8 +67,8 @@ bool multiplies_narrow();
 // clang-format on
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
-  X(Tensor, grad_states, sizes, own, {B, T, N})                                         \
-  X(Optional, grad_cells, result, given.cell, N)                                        \
+  X(Tensor, grad_states, layered, own, {B, T, N})                                       \
+  X(Optional, grad_cells, of_layers, given.cell.has_value(), N)                         \
   X(Optional, grad_contexts, result, given.key, Dv)                                     \
   X(Optional, grad_weights, result, given.key, Tk)                                      \
   X(Optional, grad_attentional, result, given.weight_output, O)                         \
@@ -71,14 +76,15 @@ bool multiplies_narrow();
   X(Optional, grad_loss, after, given.coverage, {B})                                    \
   ATTNFAST_LAYER(X)                                                                     \
   ATTNFAST_LAYER_KEYS(X)                                                                \
+  ATTNFAST_LAYER_STACK(X)                                                               \
   ATTNFAST_LAYER_HISTORY(X)                                                             \
-  X(Tensor, states, sizes, own, {B, T, N})                                              \
-  X(Tensor, cells, result, given.cell, N)                                               \
+  X(Tensor, states, layered, own, {B, T, N})                                            \
+  X(Tensor, cells, of_layers, given.cell.has_value(), N)                                \
   X(Tensor, contexts, result, given.key, Dv)                                            \
   X(Tensor, weights, result, given.key, Tk)                                             \
   X(Tensor, attentional, result, given.weight_output, O)                                \
   X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
-  X(Tensor, gates, kept, given.mode != "tanh", 4 * N)                                   \
+  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)                              \
   X(Tensor, odds, kept, given.transition_prob.has_value(), Tk)                          \
   ATTNFAST_LAYER_OPTIONS(X)                                                             \
   X(bool, need_grad_input, any)                                                         \
@@ -89,7 +95,7 @@ bool multiplies_narrow();
   X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
   X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
   X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
-  X(grad_weight_output) X(grad_bias_output) X(grad_filters) X(grad_projection)     \
+  X(grad_weight_output) X(grad_bias_output) X(grad_weight_above) X(grad_filters) X(grad_projection) \
   X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob) X(grad_coverage) X(grad_previous)
 // clang-format on
 
@@ -103,7 +109,8 @@ Cell cell_of(const std::string& mode) {
 // The sizes of a layer, of one step where there are no inputs.
 struct LayerFit : Fit, FilterSizes {
   ScalarType of_weights;
-  int64_t T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
+  bool stacked = false;  // there are layers above the first
+  int64_t layers = 1, T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
   explicit LayerFit(const Arguments& given)
@@ -111,11 +118,14 @@ struct LayerFit : Fit, FilterSizes {
         of_weights(given.weight_ih.scalar_type()), G(gates_of(cell_of(given.mode))) {
     const bool narrow = of_weights == ScalarType::BFloat16 && own == ScalarType::Float;
     check(of_weights == own || (narrow && weights_may_be_narrow()), "weight_ih");
-    check(given.hidden.dim() == 2 && (own == ScalarType::Float || own == ScalarType::Double), "hidden");
+    if constexpr (requires { given.weight_above; }) stacked = given.weight_above.has_value();
+    check(given.hidden.dim() == 2 + stacked && (own == ScalarType::Float || own == ScalarType::Double),
+          "hidden");
     check(given.cell.has_value() == (given.mode == "lstm"), "cell");
-    B = given.hidden.size(0);
+    if (stacked) layers = given.hidden.size(0), check(layers > 1, "hidden");
+    B = given.hidden.size(stacked);
     lead = 1;
-    N = A = given.hidden.size(1);
+    N = A = given.hidden.size(1 + stacked);
     if constexpr (requires { given.input; }) {
       check(given.input.dim() == 3, "input");
       T = given.input.size(1);
@@ -137,6 +147,10 @@ struct LayerFit : Fit, FilterSizes {
       check(!given.coverage || !given.span, "span");
     }
     if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
+    if constexpr (requires { given.dropout_above; }) {
+      needs(given.dropout_above, given.weight_above, "dropout_above");
+      needs(given.dropout_output, given.weight_output, "dropout_output");
+    }
     needs(given.bias_query, given.weight_query, "bias_query");
     needs(given.bias_output, given.weight_output, "bias_output");
     check(!given.attends_first || (!given.feed && !given.weight_output), "attends_first");
@@ -171,6 +185,18 @@ struct LayerFit : Fit, FilterSizes {
     return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {T, 2}, false));
   }
 
+  // With layers above the first these sizes for each of them, else just these.
+  bool layered(const Tensor& x, Types types, Sizes wanted) const {
+    const bool all = !stacked || (x.dim() > 0 && x.size(0) == layers);
+    return all && placed(x, types) && ends(x, stacked, wanted, false);
+  }
+  bool layered(const Optional& x, Types types, Sizes wanted) const {
+    return !x || layered(*x, types, wanted);
+  }
+  bool of_layers(const Optional& x, bool exists, int64_t columns) const {
+    return !x || (exists ? layered(*x, own, {B, T, columns}) : sizes(*x, own, {0}));
+  }
+
   // A result of the forward, which there is if that is given, or its gradient.
   bool result(const Optional& x, const Optional& given, int64_t columns) const {
     return !x || kept(*x, given.has_value(), columns);
@@ -188,26 +214,32 @@ ATTNFAST_RESULTS(Recurred, ATTNFAST_RECURRED)
 ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD, LayerFit)
 ATTNFAST_RESULTS(RecurrentGradients, ATTNFAST_RECURRENT_GRADIENTS)
 
-// Rows [B, T, n] that lie evenly, a matrix, or a vector.
-View rows_of(const Tensor& x) {
+// Rows [B, T, n] that lie evenly, a matrix, or a vector; such of every layer of a stack, a head each.
+View rows_of(const Tensor& x, bool stacked = false) {
   View v;
+  const int64_t n = x.dim() - stacked;
   v.data = place_of(x);
-  v.batch = x.dim() == 3 ? x.size(1) * x.size(2) : x.dim() == 2 ? x.size(1) : 0;
-  v.row = x.dim() > 1 ? x.size(x.dim() - 1) : 0;
+  v.row = n > 1 ? x.size(x.dim() - 1) : 0;
+  v.batch = n == 3 ? x.size(x.dim() - 2) * v.row : v.row;
+  if (stacked && x.size(0)) v.head = x.numel() / x.size(0);
   return v;
 }
-View kept(const Tensor& x, Keep& keep) {
+View kept(const Tensor& x, Keep& keep, bool stacked = false) {
   keep.push_back(packed(x));
-  return rows_of(keep.back());
+  return rows_of(keep.back(), stacked);
 }
-View kept(const Optional& x, Keep& keep) { return x ? kept(*x, keep) : View{}; }
+View kept(const Optional& x, Keep& keep, bool stacked = false) {
+  return x ? kept(*x, keep, stacked) : View{};
+}
 // A weight, made wide where products are.
 View weight_of(const Optional& x, bool narrow, Keep& keep) {
   if (!x || narrow || x->scalar_type() != ScalarType::BFloat16) return kept(x, keep);
   return kept(torch::stable::to(*x, ScalarType::Float), keep);
 }
 // One of size [0] is absent.
-View result_of(const Optional& x, Keep& keep) { return x && x->dim() == 3 ? kept(*x, keep) : View{}; }
+View result_of(const Optional& x, Keep& keep, bool stacked = false) {
+  return x && x->dim() == 3 + stacked ? kept(*x, keep, stacked) : View{};
+}
 
 template <class Arguments>
 void put_weights(const Arguments& given, Layer& a, Keep& keep) {
@@ -216,6 +248,8 @@ void put_weights(const Arguments& given, Layer& a, Keep& keep) {
   a.weight_hh = weight_of(given.weight_hh, a.narrow, keep);
   a.weight_query = weight_of(given.weight_query, a.narrow, keep);
   a.weight_output = weight_of(given.weight_output, a.narrow, keep);
+  if constexpr (requires { given.weight_above; })
+    a.weight_above = weight_of(given.weight_above, a.narrow, keep);
 }
 
 template <class Arguments>
@@ -224,6 +258,7 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   a.cell = cell_of(given.mode);
   a.attends = given.key.has_value();
   a.attends_first = given.attends_first;
+  a.layers = fit.layers;
   a.B = fit.B;
   a.T = fit.T;
   a.E = fit.E;
@@ -234,10 +269,17 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   a.A = fit.A;
   a.Dv = fit.Dv;
   if constexpr (requires { given.input; }) a.input = kept(given.input, keep);
-  a.hidden = kept(given.hidden, keep);
-  a.first_cell = kept(given.cell, keep);
+  a.hidden = kept(given.hidden, keep, fit.stacked);
+  a.first_cell = kept(given.cell, keep, fit.stacked);
   a.feed = kept(given.feed, keep);
-  if constexpr (requires { given.dropout; }) a.dropout = kept(given.dropout, keep);
+  if constexpr (requires { given.dropout; }) {
+    a.dropout = kept(given.dropout, keep, fit.stacked);
+    a.dropout.row = 0;  // the same at all steps
+  }
+  if constexpr (requires { given.dropout_above; }) {
+    a.dropout_above = kept(given.dropout_above, keep, true);
+    a.dropout_output = kept(given.dropout_output, keep);
+  }
   put_weights(given, a, keep);
   a.bias_ih = kept(given.bias_ih, keep);
   a.bias_hh = kept(given.bias_hh, keep);
@@ -293,20 +335,26 @@ Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, Recurr
     if (wanted) out = rows_of(x);
     return x;
   };
+  const auto of_layers = [&](bool wanted, int64_t columns, View& out) {
+    if (!fit.stacked) return room(wanted, columns, out);
+    const Tensor x = empty_if(wanted, given.input, {a.layers, a.B, a.T, columns}, fit.own);
+    if (wanted) out = rows_of(x, true);
+    return x;
+  };
   const bool remembers = given.coverage.has_value();
   const Tensor coverage = empty_if(remembers, given.input, {a.B, a.Tk}, fit.own);
   const Tensor loss = empty_if(remembers, given.input, {a.B}, fit.own);
   if (remembers) a.attention.coverage_out = rows_of(coverage), a.loss = View{place_of(loss), 1};
   return {
-      .states = room(true, a.H, a.states),
-      .cells = room(a.cell == Cell::lstm, a.H, a.cells),
+      .states = of_layers(true, a.H, a.states),
+      .cells = of_layers(a.cell == Cell::lstm, a.H, a.cells),
       .contexts = room(a.attends, a.Dv, a.contexts),
       .weights = room(a.attends, a.Tk, a.attention.weights),
       .attentional = room(given.weight_output.has_value(), a.O, a.attentional),
       .coverage = coverage,
       .loss = loss,
       .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
-      .gates = room(a.cell != Cell::tanh, 4 * a.H, a.gates),
+      .gates = of_layers(a.cell != Cell::tanh, 4 * a.H, a.gates),
       .odds = room(given.transition_prob.has_value(), a.Tk, a.attention.odds),
   };
 }
@@ -315,34 +363,34 @@ Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, Recurr
 // that a history sums up.
 RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const LayerFit& fit,
                                 RecurrentBackward& a, Keep& keep) {
-  a.states = kept(given.states, keep);
-  a.cells = result_of(given.cells, keep);
+  a.states = kept(given.states, keep, fit.stacked);
+  a.cells = result_of(given.cells, keep, fit.stacked);
   a.contexts = result_of(given.contexts, keep);
   a.attentional = result_of(given.attentional, keep);
   a.queries = result_of(given.queries, keep);
-  a.gates = result_of(given.gates, keep);
+  a.gates = result_of(given.gates, keep, fit.stacked);
   a.attention.odds = result_of(given.odds, keep);
-  a.grad_states = kept(given.grad_states, keep);
-  a.grad_cells = result_of(given.grad_cells, keep);
+  a.grad_states = kept(given.grad_states, keep, fit.stacked);
+  a.grad_cells = result_of(given.grad_cells, keep, fit.stacked);
   a.grad_contexts = result_of(given.grad_contexts, keep);
   a.grad_attentional = result_of(given.grad_attentional, keep);
   const auto nothing = [&] { return empty_if(false, given.input, {}, fit.own); };
-  const auto gradient = [&](const Optional& x, bool wanted, View& out) {
+  const auto gradient = [&](const Optional& x, bool wanted, View& out, bool stacked = false) {
     if (!wanted || !x) return nothing();
     const Tensor grad = empty(x->device(), {x->sizes().begin(), x->sizes().end()}, fit.own);
-    out = rows_of(grad);
+    out = rows_of(grad, stacked);
     return grad;
   };
   const bool parameters = given.need_grad_parameters;
   return {
       .grad_input = gradient(given.input, given.need_grad_input, a.grad_input),
-      .grad_hidden = gradient(given.hidden, true, a.grad_hidden),
-      .grad_cell = gradient(given.cell, true, a.grad_cell),
+      .grad_hidden = gradient(given.hidden, true, a.grad_hidden, fit.stacked),
+      .grad_cell = gradient(given.cell, true, a.grad_cell, fit.stacked),
       .grad_feed = gradient(given.feed, true, a.grad_feed),
       .grad_weight_ih = gradient(given.weight_ih, parameters, a.grad_weight_ih),
-      .grad_weight_hh = gradient(given.weight_hh, parameters, a.grad_weight_hh),
-      .grad_bias_ih = gradient(given.bias_ih, parameters, a.grad_bias_ih),
-      .grad_bias_hh = gradient(given.bias_hh, parameters, a.grad_bias_hh),
+      .grad_weight_hh = gradient(given.weight_hh, parameters, a.grad_weight_hh, fit.stacked),
+      .grad_bias_ih = gradient(given.bias_ih, parameters, a.grad_bias_ih, fit.stacked),
+      .grad_bias_hh = gradient(given.bias_hh, parameters, a.grad_bias_hh, fit.stacked),
       .grad_key = nothing(),
       .grad_value = nothing(),
       .grad_weight = nothing(),
@@ -350,6 +398,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_bias_query = gradient(given.bias_query, parameters, a.grad_bias_query),
       .grad_weight_output = gradient(given.weight_output, parameters, a.grad_weight_output),
       .grad_bias_output = gradient(given.bias_output, parameters, a.grad_bias_output),
+      .grad_weight_above = gradient(given.weight_above, parameters, a.grad_weight_above, true),
       .grad_filters = nothing(),
       .grad_projection = nothing(),
       .grad_penalty = nothing(),

@@ -8,15 +8,17 @@ namespace attnfast {
 
 // What forward and backward are given alike; absent tensors have no data. Rows [B, T, n] have strides for
 // sequence and step, rows [B, n] for the sequence; columns lie side by side. Input, results and room lie
-// evenly: all rows [B, T] are one stride apart.
+// evenly: all rows [B, T] are one stride apart. What every layer of a stack has lies a head apart.
 struct Layer {
   Dtype dtype;
   Cell cell;
   bool narrow;  // CPU: products take bfloat16, of which the weights are
   bool attends, attends_first;
+  int64_t layers;  // which read the states of the one below; the last one's states are asked with
   int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features that are fed to a step; O: of an attentional vector
   View input, hidden, first_cell, feed, dropout;
-  View weight_ih, weight_hh, weight_query, weight_output;
+  View dropout_above, dropout_output;  // [layers - 1, B, T, H], [B, T, O]
+  View weight_ih, weight_hh, weight_above, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
   const int64_t* target_lengths;                              // [B] or null
   const int64_t* step_lengths;                                // of the keys, [T, B], where a history wants
@@ -40,7 +42,7 @@ struct RecurrentBackward : Layer {
   View grad_gates;             // room [B, T, S H]: what reaches weight_ih; of a GRU, W_hn h after it
   View grad_fed;               // room [B, T, F], with an output: what reaches it
   View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent where not wanted
-  View grad_weight_ih, grad_weight_hh, grad_weight_query, grad_weight_output;
+  View grad_weight_ih, grad_weight_hh, grad_weight_above, grad_weight_query, grad_weight_output;
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output;
 };
 

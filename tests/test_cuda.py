@@ -287,7 +287,8 @@ def recurrent(host, monkeypatch):
 SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
-    if x.B * x.T * max(x.H, x.Tk) < 5e3 and not {"past", "narrow"} & {*x.terms}
+    if x.B * x.T * max(x.H, x.Tk) < 5e3
+    and not {"past", "narrow", *test_recurrent.STACK} & {*x.terms}
 ]
 
 
@@ -316,18 +317,26 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
         test_recurrent.RECURRENT(recurrent, packed)
 
 
-def test_a_recurrent_layer_has_no_history(recurrent):
-    terms = ("projection", "past")
-    args = test_recurrent.call(test_recurrent.Case("gru", "attend_first", "tanh", terms=terms))
-    with pytest.raises(RuntimeError, match="coverage does not fit"):
+@pytest.mark.parametrize(
+    ("term", "argument", "reason"),
+    [
+        ("past", "coverage", "without a history"),
+        ("stack", "weight_above", "one recurrent layer at a time"),
+        ("dropout of output", "dropout_output", "without dropout of its output"),
+    ],
+)
+def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
+    case = test_recurrent.Case("gru", "input_feeding", "tanh", terms=("projection", term))
+    args = test_recurrent.call(case)
+    with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
         test_recurrent.RECURRENT(recurrent, args)
     with torch.no_grad():
         made = test_recurrent.reference.recurrent(args)
     backward = test_recurrent.backward_of(args, made)
-    with pytest.raises(RuntimeError, match="coverage does not fit"):
+    with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
         test_recurrent.RECURRENT.backward(recurrent, backward)
-    reason = why_not("cuda", torch.device("cuda"), torch.float32, "recurrent", False, 0, True)
-    assert "without a history" in reason
+    asked = torch.device("cuda"), torch.float32, "recurrent", False, 0, term == "past"
+    assert reason in why_not("cuda", *asked, term != "past")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,20 @@ def tensors(result) -> list[Tensor]:
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
 def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypatch):
-    layer, x, source, lengths = layer_and_inputs(kind, attention, recurrence=recurrence)
+    in_one_call_in_parts_and_in_steps(kind, attention, monkeypatch, recurrence=recurrence)
+
+
+@pytest.mark.parametrize("attention", ["bahdanau", "location", "heads"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
+def test_a_stack_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypatch):
+    in_one_call_in_parts_and_in_steps(
+        kind, attention, monkeypatch, recurrence=recurrence, num_layers=3, query_layer="last"
+    )
+
+
+def in_one_call_in_parts_and_in_steps(kind, attention, monkeypatch, **options):
+    layer, x, source, lengths = layer_and_inputs(kind, attention, **options)
     memory = layer.prepare(source, lengths)
     whole = layer(x, memory)
     state, outputs = None, []
@@ -190,6 +203,63 @@ def test_layers_above_the_first_read_its_contexts():
         output, state = layer(part, memory, state)
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs, 1), result.output)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_torch"), [(attn.AttentionGRU, nn.GRU), (attn.AttentionLSTM, nn.LSTM)]
+)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_a_stack_is_pytorchs_in_a_loop(recurrence, kind, of_torch):
+    layer, x, source, lengths = layer_and_inputs(
+        kind, "bahdanau", recurrence=recurrence, num_layers=3, query_layer="last"
+    )
+    stack = of_torch(layer.weight_ih_l0.shape[1], 12, 3, batch_first=True).double()
+    layer.load_state_dict(stack.state_dict(), strict=False)
+    memory, first = layer.prepare(source, lengths), torch.randn(3, 3, 12, dtype=torch.float64)
+    h = (first, first.flip(0)) if kind is attn.AttentionLSTM else first
+    result = layer(x, memory, h)
+    f, outputs = x.new_zeros(3, layer.weight_ih_l0.shape[1] - 6), []
+    for t in range(x.shape[1]):
+        if recurrence == "attend_first":
+            f = layer.attention((h if kind is attn.AttentionGRU else h[0])[-1], memory)[0]
+        y, h = stack(torch.cat([x[:, t], f], -1).unsqueeze(1), h)
+        y = y[:, 0]
+        if recurrence != "attend_first":
+            f = layer.attention(y, memory)[0]
+        if recurrence == "input_feeding":
+            y = f = layer.output_proj(torch.cat([f, y], -1)).tanh()
+        outputs.append(y)
+    torch.testing.assert_close(result.output, torch.stack(outputs, 1))
+    last = h if isinstance(h, tuple) else (h,)
+    for a, b in zip(result.state, last):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_within_a_stack(monkeypatch):
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionGRU, "bahdanau", num_layers=2, query_layer="last", dropout=0.5,
+        recurrent_dropout=0.3,
+    )  # fmt: skip
+    drawn, run = [], layer_code.dispatch.run
+    monkeypatch.setattr(
+        layer_code.dispatch, "run", lambda op, call, name: drawn.append(call) or run(op, call, name)
+    )
+    memory = layer.prepare(source, lengths)
+    torch.manual_seed(1)
+    dropped = layer(x, memory).output
+    above, state = drawn[0].dropout_above, drawn[0].dropout
+    assert above.shape == (1, 3, 7, 12)
+    assert state.shape == (2, 3, 12)
+    for mask, kept in ((above, 0.5), (state, 0.7)):
+        assert set(mask.unique().tolist()) == {0.0, 1 / kept}
+        assert mask.count_nonzero() / mask.numel() == pytest.approx(kept, abs=0.15)
+    assert not torch.equal(above[0, :, 0], above[0, :, 1])
+    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    torch.manual_seed(1)
+    torch.testing.assert_close(layer(x, memory).output, dropped)
+    layer.eval()
+    torch.testing.assert_close(layer(x, memory).output, layer(x, memory).output)
+    assert not torch.allclose(layer(x, memory).output, dropped)
 
 
 @torch.no_grad()
@@ -382,7 +452,8 @@ def test_memory_changed_in_place_is_refused():
     [
         ({"input_size": 0}, "input_size must be at least 1, got 0"),
         ({"recurrence": "luong"}, "recurrence must be 'attend_first', "),
-        ({"num_layers": 2, "recurrence": "input_feeding"}, "num_layers must be 1 with input"),
+        ({"num_layers": 2, "recurrence": "input_feeding"}, "query_layer must be 'last' with input"),
+        ({"query_layer": "top"}, "query_layer must be 'first' or 'last', got 'top'"),
         ({"output_size": 3}, "output_size must be None without input feeding, got 3"),
         ({"dropout": 1.0}, "dropout must be a probability below 1, got 1.0"),
         ({"attention": nn.Linear(2, 2)}, "attention must be a module of attnfast.nn, got 'Linear'"),

@@ -49,6 +49,8 @@ class Case:
 
 
 EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
+#: Layers above the first; "targets" and the others go with them.
+STACK = ("stack", "dropout above", "dropout of output")
 #: With "past" attention has a history, and no span.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
 OF_HISTORY = (
@@ -82,27 +84,35 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
     A = case.A if "projection" in terms else H
     feeds = case.recurrence == "input_feeding"
     F = 0 if case.recurrence is None else case.F if feeds else Dv
+    layers = (2 + case.seed % 2,) if "stack" in terms else ()
 
     def floats(*shape: int, scale: float = 1.0) -> Tensor:
         x = torch.randn(shape, generator=g, dtype=torch.float64) * scale
         return x.to(device, case.dtype).requires_grad_()
 
+    def mask(*shape: int) -> Tensor:
+        return ((torch.rand(shape, generator=g) > 0.3) / 0.7).to(device, case.dtype)
+
     args: dict = {
         "input": floats(B, T, E),
-        "hidden": floats(B, H),
+        "hidden": floats(*layers, B, H),
         "weight_ih": floats(G * H, E + F, scale=(E + F) ** -0.5 if E + F else 1),
-        "weight_hh": floats(G * H, H, scale=0.6 * H**-0.5),  # so that no error grows
+        "weight_hh": floats(*layers, G * H, H, scale=0.6 * H**-0.5),  # so that no error grows
         "mode": case.mode,
         "attends_first": case.recurrence in ("attend_first", None),
     }
     if case.mode == "lstm":
-        args["cell"] = floats(B, H)
+        args["cell"] = floats(*layers, B, H)
     if "biases" in terms:
-        args |= {"bias_ih": floats(G * H), "bias_hh": floats(G * H)}
+        args |= {x: floats(*layers, G * H) for x in ("bias_ih", "bias_hh")}
     if "targets" in terms:
         args["target_lengths"] = torch.randint(0, T + 1, (B,), generator=g).to(device)
     if "dropout" in terms:
-        args["dropout"] = ((torch.rand(B, H, generator=g) > 0.3) / 0.7).to(device, case.dtype)
+        args["dropout"] = mask(*layers, B, H)
+    if "stack" in terms:
+        args["weight_above"] = floats(layers[0] - 1, G * H, H, scale=H**-0.5)
+        if "dropout above" in terms:
+            args["dropout_above"] = mask(layers[0] - 1, B, T, H)
     if case.recurrence is None:
         return Recurrent(**args)
     args |= {"key": floats(B, Tk, A), "value": floats(B, Tk, Dv), "score": case.score}
@@ -115,6 +125,7 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
     if feeds:
         args["weight_output"] = floats(F, Dv + H, scale=(Dv + H) ** -0.5)
         args["bias_output"] = floats(F) if "biases" in terms else None
+        args["dropout_output"] = mask(B, T, F) if "dropout of output" in terms else None
     if "feed" in terms and not args["attends_first"]:
         args["feed"] = floats(B, F)
     if "lengths" in terms:
@@ -184,7 +195,15 @@ def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> Non
     """Skip a backend that has no such operator, and the oracle, which judges."""
     if backend == "reference":
         pytest.skip("what the others are judged by")
-    asked = (DEVICE[backend], dtype, "recurrent", False, 0, "past" in terms)
+    asked = (
+        DEVICE[backend],
+        dtype,
+        "recurrent",
+        False,
+        0,
+        "past" in terms,
+        bool({*STACK} & {*terms}),
+    )
     if reason := why_not(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
     if "narrow" in terms and backend != "cpu":
@@ -276,6 +295,22 @@ CASES = [
         Case("lstm", x, "tanh", terms=EVERYTHING, dtype=torch.float64, seed=1, H=20)
         for x in RECURRENCES
     ),
+    *(
+        Case(mode, recurrence, score, terms=(*terms, *STACK), seed=seed)
+        for mode in GATES
+        for recurrence in RECURRENCES
+        for seed, (score, terms) in enumerate([("dot", ()), ("tanh", EVERYTHING)])
+    ),
+    *(Case(mode, None, terms=("targets", "dropout", "biases", *STACK), H=70) for mode in GATES),
+    *(
+        Case("lstm", x, "tanh", 37, 6, 5, 65, 30, 40, 33, 20, (*EVERYTHING, *STACK, *more), seed=1)
+        for x in RECURRENCES
+        for more in ((), ("narrow",), PAST)
+    ),
+    *(
+        Case("gru", "input_feeding", "tanh", terms=(*EVERYTHING, *STACK), **{size: 0})
+        for size in ("B", "T", "Tk", "Dv")
+    ),
     Case("gru", "attend_first", "tanh", B=2, T=3, Tk=9, A=200, H=600, E=300, Dv=520),
     *(
         Case(mode, x, "tanh", B=11, E=17, H=34, F=33, terms=(*EVERYTHING, "narrow"))
@@ -298,7 +333,7 @@ def test_table(case, backend):
 def test_fuzz(seed, backend):
     served(backend, torch.float32)
     draw = random.Random(seed)
-    every = EVERYTHING if backend == "cuda" else (*EVERYTHING, *PAST, "narrow")
+    every = EVERYTHING if backend == "cuda" else (*EVERYTHING, *STACK, *PAST, "narrow")
     for _ in range(16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
         case = Case(
@@ -316,7 +351,9 @@ def test_fuzz(seed, backend):
         judge(case, backend)  # a failure prints the case
 
 
-@pytest.mark.parametrize(("score", "terms"), [("dot", ()), ("tanh", ()), ("tanh", PAST)])
+@pytest.mark.parametrize(
+    ("score", "terms"), [("dot", ()), ("tanh", STACK), ("tanh", (*PAST, *STACK[1:]))]
+)
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("mode", GATES)
 def test_gradcheck(mode, recurrence, score, terms, backend):
@@ -334,7 +371,7 @@ def test_gradcheck(mode, recurrence, score, terms, backend):
     assert torch.autograd.gradcheck(run, leaves, nondet_tol=0.0)
 
 
-@pytest.mark.parametrize("terms", [(), PAST])
+@pytest.mark.parametrize("terms", [(), STACK, PAST])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_opcheck(recurrence, terms, backend):
     served(backend, torch.float32, terms)
@@ -359,7 +396,7 @@ def backward_of(args: Recurrent, made: Recurred) -> RecurrentBackward:
     return RecurrentBackward(**fields)
 
 
-@pytest.mark.parametrize("terms", [(), PAST, ("past", "penalty")])
+@pytest.mark.parametrize("terms", [(), STACK, PAST, ("past", "penalty")])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_what_no_step_reads_changes_nothing(recurrence, terms, backend):
     """NaN beyond the keys' lengths and beyond the targets' ends."""
@@ -381,7 +418,7 @@ def test_what_no_step_reads_changes_nothing(recurrence, terms, backend):
         assert torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("terms", [(), PAST, ("past", "penalty")])
+@pytest.mark.parametrize("terms", [(), STACK, PAST, ("past", "penalty")])
 @pytest.mark.parametrize("recurrence", [*RECURRENCES, None])
 def test_every_run_gives_the_same_bits(recurrence, terms, backend):
     served(backend, torch.float32, terms)
@@ -398,11 +435,31 @@ def test_every_run_gives_the_same_bits(recurrence, terms, backend):
         torch.set_num_threads(threads)
 
 
+KINDS = {"tanh": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+
+
+@pytest.mark.parametrize("mode", GATES)
+def test_a_stack_without_attention_is_pytorchs(mode, backend):
+    served(backend, torch.float64, STACK)
+    stack = KINDS[mode](5, 7, 3, batch_first=True).double()
+    x, zeros = torch.randn(4, 6, 5, dtype=torch.float64), torch.zeros(3, 4, 7, dtype=torch.float64)
+    names = ("weight_hh", "bias_ih", "bias_hh")
+    of_all = {n: torch.stack([getattr(stack, f"{n}_l{i}") for i in range(3)]) for n in names}
+    above = torch.stack([stack.weight_ih_l1, stack.weight_ih_l2])
+    cell = zeros if mode == "lstm" else None
+    made = operator(backend)(
+        Recurrent(x, zeros, stack.weight_ih_l0, cell=cell, weight_above=above, mode=mode, **of_all)
+    )
+    wanted, last = stack(x)
+    torch.testing.assert_close(made.states[-1], wanted)
+    for y, z in zip((made.states, made.cells), last if cell is not None else (last,)):
+        torch.testing.assert_close(y[:, :, -1], z)
+
+
 @pytest.mark.parametrize("mode", GATES)
 def test_without_attention_it_is_pytorchs_layer(mode, backend):
     served(backend, torch.float64)
-    kind = {"tanh": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}[mode]
-    layer = kind(5, 7, batch_first=True).double()
+    layer = KINDS[mode](5, 7, batch_first=True).double()
     x, lengths = torch.randn(4, 6, 5, dtype=torch.float64), torch.tensor([6, 2, 1, 4])
     packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
     wanted, last = layer(packed)
@@ -425,8 +482,9 @@ def test_misfits(backend):
     served(backend, torch.float32)
     draw, counts = random.Random(0), [0, 0]
     for seed in range(900):
-        terms = tuple(x for x in (*EVERYTHING, *PAST, "narrow") if draw.random() < 0.6)
-        terms = tuple(x for x in terms if x != "narrow" or backend == "cpu")
+        every = (*EVERYTHING, *PAST, *STACK, "narrow")
+        terms = tuple(x for x in every if draw.random() < 0.6)
+        terms = tuple(x for x in terms if x not in (*STACK, "narrow") or backend == "cpu")
         kind = draw.choice(list(GATES)), draw.choice((*RECURRENCES, None))
         args = call(Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed))
         name, given = "recurrent", args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from attnfast.ops.recurrent import RECURRENT, WEIGHTS, Recurred, Recurrent, fed
 from attnfast.ops.span import rows_at
 from attnfast.reference import cell_step
 
+#: The parameters of a cell.
+NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
 
 
@@ -66,8 +69,9 @@ class RecurrentState(NamedTuple):
 class Layer(NamedTuple):
     """A recurrent layer: the parameters of its cell, as ``nn.GRU`` has them, or a module.
 
-    ``output`` makes attentional vectors, before the tanh. ``rnn`` is called, step by step, where
-    parameters do not stand for it.
+    With ``weight_above`` it is a stack, whose parameters lie one after the other, ``[L, ..]``: see
+    :class:`attnfast.ops.recurrent.Recurrent`. ``output`` makes attentional vectors, before the
+    tanh. ``rnn`` is called, step by step, where parameters do not stand for it.
     """
 
     mode: str
@@ -78,16 +82,35 @@ class Layer(NamedTuple):
     output: Any = None
     attends_first: bool = True
     rnn: Any = None
+    weight_above: Tensor | None = None
 
     @classmethod
     def of(cls, rnn: Any, **options: Any) -> Layer:
-        """Return the only layer of an ``nn.GRU`` or ``nn.LSTM``."""
+        """Return the layers of an ``nn.GRU`` or ``nn.LSTM`` in one direction."""
         mode = "lstm" if isinstance(rnn, nn.LSTM) else "gru"
-        if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.num_layers > 1 or rnn.bidirectional:
+        if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.bidirectional or rnn.proj_size:
             return cls(mode, rnn=rnn, **options)
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        parameters: dict[str, Any] = {x: getattr(rnn, f"{x}_l0", None) for x in names}
-        return cls(mode, **parameters, **options)
+        every = [[getattr(rnn, f"{x}_l{i}", None) for x in NAMES] for i in range(rnn.num_layers)]
+        return cls.stack(mode, every, **options)
+
+    @classmethod
+    def stack(cls, mode: str, every: Sequence[Sequence[Any]], **options: Any) -> Layer:
+        """Return layers of these parameters each, in the order of :data:`NAMES`."""
+        if len(every) == 1:
+            return cls(mode, *every[0], **options)
+        weight_ih, *rest = zip(*every)
+        of_all: list[Any] = [None if x[0] is None else torch.stack(x) for x in rest]
+        options["weight_above"] = torch.stack(weight_ih[1:])
+        return cls(mode, weight_ih[0], *of_all, **options)
+
+    def at(self, number: int) -> Layer:
+        """Return one of the layers of a stack."""
+        if self.weight_above is None:
+            return self
+        own = {x: getattr(self, x) for x in NAMES[1:]}
+        weight = self.weight_above[number - 1] if number else self.weight_ih
+        own = {x: None if y is None else y[number] for x, y in own.items()}
+        return self._replace(**own, weight_ih=weight, weight_above=None)
 
     def fed(self, features: int) -> int:
         """Return how many features it reads beside those of its inputs."""
@@ -105,7 +128,10 @@ class Packed(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What a layer gives at every step; None for what there is not."""
+    """What a layer gives at every step, ``[B, T, ..]``; None for what there is not.
+
+    States and cells of a stack are those of all its layers, ``[L, B, T, H]``.
+    """
 
     states: Tensor
     cells: Tensor | None
@@ -115,10 +141,15 @@ class Steps(NamedTuple):
     history: Any
     packed: Packed | None = None
 
+    @property
+    def output(self) -> Tensor:
+        """The states ``[B, T, H]`` of the only or the last layer."""
+        return self.states if self.states.dim() == 3 else self.states[-1]
+
 
 def backend_of(
     attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None,
-    history: Any = None, operator: str = RECURRENT.name,
+    history: Any = None, operator: str = RECURRENT.name, stack: bool = False,
 ) -> str | None:  # fmt: skip
     """Return the backend whose operator serves a layer, or None."""
     if is_autocast_on() or has_tangents():
@@ -142,7 +173,8 @@ def backend_of(
             return None
         wanted = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
-    return best(wanted, like.device, torch.float32 if half else like.dtype, operator, remembers)
+    dtype = torch.float32 if half else like.dtype
+    return best(wanted, like.device, dtype, operator, remembers, stack)
 
 
 def widened(call: Any) -> Any:
@@ -185,25 +217,34 @@ def run_layer(
     target_lengths: Tensor | None = None,
     target_mask: Tensor | None = None,
     dropout: Tensor | None = None,
+    dropout_above: Tensor | None = None,
+    dropout_output: Tensor | None = None,
     need_weights: bool = False,
 ) -> Steps:
-    """Run one layer over ``input [B, T, E]`` from its own state on, ``state.hidden [B, H]``.
+    """Run a layer, or a stack, over ``input [B, T, E]`` from its own state on.
 
-    ``target_mask [B, T]`` is for attention whose history needs it. One operator does it where it
-    can, a loop over steps of PyTorch's cells where it cannot. A single step keeps the parameters
-    packed for the next one, where a backend packs them.
+    ``state.hidden`` is ``[B, H]``, of a stack ``[L, B, H]``. ``target_mask [B, T]`` is for
+    attention whose history needs it; the dropouts are masks, those of
+    :class:`attnfast.ops.recurrent.Recurrent`. One operator does it where it can, a loop over steps
+    of PyTorch's cells where it cannot. A single step of one layer keeps the parameters packed for
+    the next one, where a backend packs them.
     """
     single = input.shape[1] == 1
     backend, output = None, layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
-    if plain and not (single and torch.is_grad_enabled() and _is_large(layer, memory)):
-        backend = backend_of(attention, memory, input, history=state.history)
+    stack = layer.weight_above is not None or dropout_output is not None
+    in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
+    if plain and not (single and in_loop):
+        backend = backend_of(attention, memory, input, history=state.history, stack=stack)
         if single and backend is not None and not BACKENDS[backend].packs:
             backend = None
+    dropouts: dict[str, Any] = {
+        "dropout": dropout, "dropout_above": dropout_above, "dropout_output": dropout_output
+    }  # fmt: skip
     if backend is None:
         return _run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
-            target_mask=target_mask, dropout=dropout, need_weights=need_weights,
+            target_mask=target_mask, need_weights=need_weights, **dropouts,
         )  # fmt: skip
     terms: dict[str, Any] = {}
     history = packed = None
@@ -217,8 +258,8 @@ def run_layer(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
-        target_lengths=target_lengths, dropout=dropout, mode=layer.mode,
-        attends_first=layer.attends_first, **terms,
+        target_lengths=target_lengths, weight_above=layer.weight_above, mode=layer.mode,
+        attends_first=layer.attends_first, **dropouts, **terms,
     )  # fmt: skip
     try:
         if single and not is_recorded():
@@ -332,7 +373,7 @@ def _within(
 
 def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | None:
     """Return the parameters as the backend packs them, those of the step before if they are."""
-    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "weight_output")
+    names = (*NAMES, "weight_query", "weight_output")
     parameters = [getattr(call, name) for name in names]
     given = [x for x in parameters if x is not None]
     if any(x.is_inference() for x in given):
@@ -359,10 +400,14 @@ def _run_steps(
     target_lengths: Tensor | None,
     target_mask: Tensor | None,
     dropout: Tensor | None,
+    dropout_above: Tensor | None,
+    dropout_output: Tensor | None,
     need_weights: bool,
 ) -> Steps:
     """Run the layer step by step, whatever the attention."""
     h, c, history = state.hidden, state.cell, state.history
+    stacked = layer.weight_above is not None
+    every = [layer.at(i) for i in range(len(h))] if stacked else [layer]
     features = layer.fed(input.shape[-1])
     f = input.new_zeros(input.shape[0], features) if state.feed is None else state.feed
     has_history = getattr(attention, "has_history", False)
@@ -382,28 +427,52 @@ def _run_steps(
     for t, x in enumerate(input.unbind(1)):
         context = weights = attentional = None
         if attention is not None and layer.attends_first:
-            context, weights, history = attend(h, t)
+            context, weights, history = attend(h[-1] if stacked else h, t)
             f = context
-        new_h, new_c = _move(layer, torch.cat([x, f], -1) if features else x, h, c, dropout)
+        x = torch.cat([x, f], -1) if features else x
+        if stacked:
+            above = None if dropout_above is None else dropout_above[:, :, t]
+            new_h, new_c = _move_all(every, x, h, c, dropout, above)
+        else:
+            new_h, new_c = _move(layer, x, h, c, dropout)
+        last = new_h[-1] if stacked else new_h
         if attention is not None and not layer.attends_first:
-            context, weights, history = attend(new_h, t)
+            context, weights, history = attend(last, t)
             f = context
         if layer.output is not None:
-            both = torch.cat([context, new_h], -1)  # type: ignore[list-item]
+            both = torch.cat([context, last], -1)  # type: ignore[list-item]
             f = attentional = layer.output(both).tanh()
+            if dropout_output is not None:
+                f = attentional = attentional * dropout_output[:, t]
         shown = [new_h, new_c, context, weights, attentional]
         if target_lengths is not None:
             padding = target_lengths <= t
-            shown = [
-                None if y is None else y.masked_fill(padding.view(-1, *[1] * (y.dim() - 1)), 0)
-                for y in shown
-            ]
+            for i, y in enumerate(shown):
+                axes = 1 if i < 2 else y.dim() - 1 if y is not None else 0  # states of all layers
+                if y is not None:
+                    shown[i] = y.masked_fill(padding.view(-1, *[1] * axes), 0)
         h, c = new_h, new_c
         for values, y in zip(rows, shown):
             values.append(y)
     done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
-    states = input.new_empty(input.shape[0], 0, h.shape[-1]) if done[0] is None else done[0]
+    states = h.new_empty(*h.shape[:-1], 0, h.shape[-1]) if done[0] is None else done[0]
     return Steps(states, done[1], done[2], done[3], done[4], history)
+
+
+def _move_all(
+    every: list[Layer], x: Tensor, h: Tensor, c: Tensor | None, dropout: Tensor | None,
+    above: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the next states and cells of a stack ``[L, B, H]``."""
+    states, cells = [], []
+    for i, layer in enumerate(every):
+        if i and above is not None:
+            x = x * above[i - 1]
+        own = None if c is None else c[i]
+        x, cell = _move(layer, x, h[i], own, None if dropout is None else dropout[i])
+        states.append(x)
+        cells.append(cell)
+    return torch.stack(states), None if c is None else torch.stack(cells)  # type: ignore[arg-type]
 
 
 def _move(
@@ -462,14 +531,13 @@ def run_rnn(
     h, c = hx if lstm and hx is not None else (hx, None)
     zeros = input.new_zeros(input.shape[0], rnn.hidden_size)
     hidden, cells, x = [], [], input
-    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     for number in range(rnn.num_layers):
         if number:
             x = F.dropout(x, rnn.dropout, rnn.training)
         outputs = []
         for direction in range(directions):
             place, suffix = number * directions + direction, "_reverse" * direction
-            parameters = {y: getattr(rnn, f"{y}_l{number}{suffix}", None) for y in names}
+            parameters = {y: getattr(rnn, f"{y}_l{number}{suffix}", None) for y in NAMES}
             layer = Layer("lstm" if lstm else "gru", **parameters)  # type: ignore[arg-type]
             first = zeros if h is None else h[place], zeros if c is None else c[place]
             state = RecurrentState(first[0], first[1] if lstm else None)
@@ -486,10 +554,14 @@ def run_rnn(
 
 
 def last_of(steps: Tensor, first: Tensor, target_lengths: Tensor | None) -> Tensor:
-    """Return every sequence's last row ``[B, H]`` that is no padding, ``first`` if it has none."""
-    if steps.shape[1] == 0:
+    """Return every sequence's last row that is no padding, ``first`` if it has none.
+
+    They are ``[B, H]`` of ``steps [B, T, H]``, of a stack ``[L, B, H]``.
+    """
+    if steps.shape[-2] == 0:
         return first
     if target_lengths is None:
-        return steps[:, -1]
-    index = (target_lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, steps.shape[-1])
-    return torch.where((target_lengths > 0).unsqueeze(-1), steps.gather(1, index).squeeze(1), first)
+        return steps[..., -1, :]
+    index = (target_lengths - 1).clamp(min=0).view(-1, 1, 1)
+    last = steps.gather(-2, index.expand(*steps.shape[:-2], 1, steps.shape[-1])).squeeze(-2)
+    return torch.where((target_lengths > 0).unsqueeze(-1), last, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from attnfast._torch import is_autocast_on, is_intercepted
 from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
-from attnfast.nn.layer import Layer, RecurrentState, last_of, run_layer
+from attnfast.nn.layer import NAMES, Layer, RecurrentState, last_of, run_layer
 from attnfast.ops.arguments import check_tensor, is_finite
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import GATES
@@ -20,6 +21,7 @@ from attnfast.results import RecurrentResult, recurrent_result
 
 __all__ = ["AttentionGRU", "AttentionLSTM", "AttentionRNN", "RecurrentState"]
 
+QUERY_LAYERS = ("first", "last")
 RECURRENCES = ("attend_first", "attend_last", "input_feeding")
 
 
@@ -47,10 +49,12 @@ class AttentionRNN(nn.Module):
         hidden_size: features H of the states.
         context_size: features of a context, of the attention's values.
         attention: a module of :mod:`attnfast.nn`, which makes the memory.
-        num_layers: more than one: the first attends, the others read ``[h_t; c_t]`` of the one
-            below and the first (GNMT). Not with input feeding.
+        num_layers: how many layers, each of which reads the states of the one below.
         bias: whether the cells have biases.
         recurrence: one of the table.
+        query_layer: whose state asks. ``"last"``: the last layer's, as in Luong's stacks; the
+            layers are those of an ``nn.GRU`` with as many. ``"first"``: the first layer's, whose
+            context the others read too, ``[h_t; c_t]`` (GNMT); not with input feeding.
         output_size: features F of :math:`\tilde h_t` with input feeding; None: ``hidden_size``.
         dropout: probability that an output of a layer but the last is 0, in training.
         recurrent_dropout: the same for a number of the state that :math:`W_{hh}` reads, one mask
@@ -73,6 +77,7 @@ class AttentionRNN(nn.Module):
         num_layers: int = 1,
         bias: bool = True,
         recurrence: str = "attend_first",
+        query_layer: str = "first",
         output_size: int | None = None,
         dropout: float = 0.0,
         recurrent_dropout: float = 0.0,
@@ -84,6 +89,7 @@ class AttentionRNN(nn.Module):
         )  # fmt: skip
         check_flag("bias", bias)
         check_word("recurrence", recurrence, RECURRENCES)
+        check_word("query_layer", query_layer, QUERY_LAYERS)
         if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
             got = type(attention).__name__ if isinstance(attention, nn.Module) else attention
             refuse_type("attention", "a module of attnfast.nn", describe(got))
@@ -92,14 +98,15 @@ class AttentionRNN(nn.Module):
             check_sizes(output_size=output_size)
             if not feeds:
                 refuse("output_size", "None without input feeding", output_size)
-        if feeds and num_layers > 1:
-            refuse("num_layers", "1 with input feeding", num_layers)
+        if feeds and num_layers > 1 and query_layer == "first":
+            refuse("query_layer", "'last' with input feeding and several layers", "'first'")
         for name, p in (("dropout", dropout), ("recurrent_dropout", recurrent_dropout)):
             if not is_finite(p) or not 0 <= p < 1:
                 refuse(name, "a probability below 1", describe(p))
         self.input_size, self.hidden_size, self.context_size = input_size, hidden_size, context_size
         self.num_layers, self.bias, self.recurrence = num_layers, bool(bias), recurrence
         self.dropout, self.recurrent_dropout = dropout, recurrent_dropout
+        self.query_layer = query_layer
         self.attention: Any = attention
         self.output_size = hidden_size if output_size is None else output_size
         self.output_proj = None
@@ -107,11 +114,9 @@ class AttentionRNN(nn.Module):
             self.output_proj = nn.Linear(context_size + hidden_size, self.output_size, bias=False)
         fed = self._fed = self.output_size if feeds else context_size
         for layer in range(num_layers):
-            features = fed + (hidden_size if layer else input_size)
-            for name, shape in (
-                ("weight_ih", (features,)), ("weight_hh", (hidden_size,)), ("bias_ih", ()),
-                ("bias_hh", ()),
-            ):  # fmt: skip
+            features = hidden_size if layer else input_size
+            features += 0 if layer and self._is_stack else fed
+            for name, shape in zip(NAMES, ((features,), (hidden_size,), (), ())):
                 room = torch.empty(GATES[self.mode] * hidden_size, *shape)
                 kept = nn.Parameter(room) if bias or shape else None
                 self.register_parameter(f"{name}_l{layer}", kept)
@@ -125,7 +130,7 @@ class AttentionRNN(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Take the names of PyTorch's cells too, without a layer's number."""
-        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        for name in NAMES:
             if f"{prefix}{name}" in state_dict and f"{prefix}{name}_l0" not in state_dict:
                 state_dict[f"{prefix}{name}_l0"] = state_dict.pop(f"{prefix}{name}")
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -133,7 +138,8 @@ class AttentionRNN(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"{self.input_size}, {self.hidden_size}, {self.context_size}, "
-            f"num_layers={self.num_layers}, recurrence={self.recurrence!r}"
+            f"num_layers={self.num_layers}, recurrence={self.recurrence!r}, "
+            f"query_layer={self.query_layer!r}"
         )
 
     def prepare(
@@ -142,14 +148,15 @@ class AttentionRNN(nn.Module):
         """Make the memory, as the attention does."""
         return self.attention.prepare(states, lengths, mask)
 
-    def _layer(self, number: int) -> Layer:
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        return Layer(
-            self.mode,
-            **{x: getattr(self, f"{x}_l{number}") for x in names},
-            output=self.output_proj,
-            attends_first=self.recurrence == "attend_first",
-        )
+    @property
+    def _is_stack(self) -> bool:
+        """Whether all layers move before or after attention does, in one call."""
+        return self.num_layers > 1 and self.query_layer == "last"
+
+    def _layer(self, *numbers: int) -> Layer:
+        every = [[getattr(self, f"{x}_l{number}") for x in NAMES] for number in numbers]
+        first = self.recurrence == "attend_first"
+        return Layer.stack(self.mode, every, output=self.output_proj, attends_first=first)
 
     def _start(self, input: Tensor, hx: Any) -> RecurrentState:
         """Return the state before the first step, of what a caller gave."""
@@ -243,42 +250,50 @@ class AttentionRNN(nn.Module):
         check_flag("need_weights", need_weights)
         start = self._start(input, hx)
         lengths = None if target_lengths is None else target_lengths.long()
-        attention: Any = self.attention
-        x, hidden, cells, kept, first = input, [], [], [], None
-        for number in range(self.num_layers):
-            cell = None if start.cell is None else start.cell[number]
-            packed = None if start.packed is None else start.packed[number]
-            own = start._replace(hidden=start.hidden[number], cell=cell, packed=packed)
-            dropout = None
-            if self.training and self.recurrent_dropout:
-                keep = 1 - self.recurrent_dropout
-                dropout = torch.empty_like(own.hidden).bernoulli_(keep) / keep
-            attends = (attention, memory) if first is None else (None, None)
-            steps = run_layer(
-                self._layer(number), x, own, *attends, target_lengths=lengths, dropout=dropout,
+        hidden, cells, kept, steps = [], [], [], []
+        x, layers, stack = input, list(range(self.num_layers)), self._is_stack
+        for numbers in [layers] if stack else [[i] for i in layers]:
+            of_all: Any = (start.hidden, start.cell, start.packed)
+            first = numbers[0]
+            own: Any = of_all if stack else [None if y is None else y[first] for y in of_all]
+            h, c, packed = own
+            above = (len(numbers) - 1, *x.shape[:2], self.hidden_size)
+            done = run_layer(
+                self._layer(*numbers), x, start._replace(hidden=h, cell=c, packed=packed),
+                *((None, None) if first else (self.attention, memory)), target_lengths=lengths,
+                dropout=self._mask(self.recurrent_dropout, h, h.shape),
+                dropout_above=self._mask(self.dropout, h, above) if stack else None,
                 need_weights=bool(need_weights),
             )  # fmt: skip
-            hidden.append(last_of(steps.states, own.hidden, lengths))
-            if steps.cells is not None and own.cell is not None:
-                cells.append(last_of(steps.cells, own.cell, lengths))
-            kept.append(steps.packed)
-            first = first or steps
-            if number + 1 < self.num_layers:
-                assert first.contexts is not None
-                y = F.dropout(steps.states, self.dropout, self.training)
-                x = torch.cat([y, first.contexts], -1)
-        assert first is not None
-        feed = start.feed
-        fed = first.contexts if first.attentional is None else first.attentional
+            steps.append(done)
+            hidden.append(last_of(done.states, h, lengths))
+            if done.cells is not None:
+                cells.append(last_of(done.cells, c, lengths))
+            kept.append(done.packed)
+            contexts = steps[0].contexts
+            if numbers[-1] + 1 < self.num_layers:
+                assert contexts is not None
+                y = F.dropout(done.states, self.dropout, self.training)
+                x = torch.cat([y, contexts], -1)
+        attended, feed = steps[0], start.feed
+        fed = contexts if attended.attentional is None else attended.attentional
         if self.recurrence != "attend_first" and fed is not None:
             zeros = fed.new_zeros(fed.shape[0], fed.shape[-1]) if feed is None else feed
             feed = last_of(fed, zeros, lengths)
+        joined = torch.cat if stack else torch.stack
         state = RecurrentState(
-            torch.stack(hidden), torch.stack(cells) if cells else None, feed, first.history,
-            tuple(kept),
+            joined(hidden), joined(cells) if cells else None, feed, attended.history,
+            None if stack else tuple(kept),
         )  # fmt: skip
-        output = steps.states if first.attentional is None else first.attentional
-        return recurrent_result(output, state, steps.states, first.contexts, first.weights)
+        states = steps[-1].output
+        output = states if attended.attentional is None else attended.attentional
+        return recurrent_result(output, state, states, contexts, attended.weights)
+
+    def _mask(self, share: float, like: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Draw the mask of a dropout, in training."""
+        if not self.training or not share:
+            return None
+        return like.new_empty(shape).bernoulli_(1 - share) / (1 - share)
 
 
 class AttentionGRU(AttentionRNN):

@@ -7,7 +7,9 @@
     input feeding   the same with f_t = tanh(W_o [c_t; h_t] + b_o)
 
 with the query ``W_q h + b_q``, or h itself. The cells and the names and shapes of their parameters
-are PyTorch's.
+are PyTorch's. Layers above the first read the states of the one below, and h is the last one's::
+
+    h¹_t = cell([x_t; ·], h¹_{t−1});  hˡ_t = cell(hˡ⁻¹_t, hˡ_{t−1})
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ KEPT = {"tanh": 0, "gru": 4, "lstm": 4}
 
 #: The weights of products: all of them may be bfloat16 where the other numbers are float32.
 WEIGHTS = (
-    "weight_ih", "weight_hh", "weight_query", "weight_output", "weight_readout", "weight_vocab",
+    "weight_ih", "weight_hh", "weight_above", "weight_query", "weight_output", "weight_readout",
+    "weight_vocab",
 )  # fmt: skip
 
 
@@ -58,7 +61,13 @@ class Recurrent(NamedTuple):
     Steps at ``target_lengths`` and beyond pass it over.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
-    multiplied into the state that ``weight_hh`` reads, at every step. ``prepared`` and
+    multiplied into the state that ``weight_hh`` reads, at every step, ``dropout_output [B, T, F]``
+    into the attentional vectors.
+
+    With ``weight_above [L − 1, G·H, H]`` there are L layers, two or more, and those of ``hidden``,
+    ``cell``, ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and of the results ``states``,
+    ``cells`` and ``gates`` lie one after the other, ``[L, ..]``. ``dropout_above [L − 1, B, T, H]``
+    is multiplied into what the layers above the first read. ``prepared`` and
     ``packed`` are what the backend's own ``prepare`` and ``pack`` made of the keys and of the
     parameters, and no other backend's.
     """
@@ -83,6 +92,9 @@ class Recurrent(NamedTuple):
     span: Tensor | None = None
     target_lengths: Tensor | None = None
     dropout: Tensor | None = None
+    weight_above: Tensor | None = None
+    dropout_above: Tensor | None = None
+    dropout_output: Tensor | None = None
     filters: Tensor | None = None
     projection: Tensor | None = None
     penalty: Tensor | None = None
@@ -149,6 +161,9 @@ class RecurrentBackward(NamedTuple):
     span: Tensor | None
     target_lengths: Tensor | None
     dropout: Tensor | None
+    weight_above: Tensor | None
+    dropout_above: Tensor | None
+    dropout_output: Tensor | None
     filters: Tensor | None
     projection: Tensor | None
     penalty: Tensor | None
@@ -191,6 +206,7 @@ class RecurrentGradients(NamedTuple):
     grad_bias_query: Tensor
     grad_weight_output: Tensor
     grad_bias_output: Tensor
+    grad_weight_above: Tensor
     grad_filters: Tensor
     grad_projection: Tensor
     grad_penalty: Tensor
@@ -203,16 +219,34 @@ class RecurrentGradients(NamedTuple):
 #: The fields that :attr:`RecurrentBackward.need_grad_parameters` stands for.
 PARAMETERS = (
     "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "bias_query", "weight_output",
-    "bias_output", "filters", "projection", "penalty",
+    "bias_output", "weight_above", "filters", "projection", "penalty",
 )  # fmt: skip
 
 
-#: The arguments that sizes are read from.
+#: What there is of every layer.
+LAYERED = (
+    "hidden",
+    "cell",
+    "weight_hh",
+    "bias_ih",
+    "bias_hh",
+    "dropout",
+    "states",
+    "cells",
+    "gates",
+)
+
+#: The arguments that sizes are read from; layers come before.
 RANKS: dict[str, tuple[str, ...]] = {
     "hidden": ("B", "H"), "key": ("B", "Tk", "A"), "value": ("B", "Tk", "Dv"),
     "weight_query": ("A", "H"), "weight_output": ("F", "Dv + H"), "mask": ("B", "T", "Tk"),
     "span": ("B", "T", "2"),
 }  # fmt: skip
+
+
+def layers(call: Any) -> tuple[int, ...]:
+    """Return the sizes in front of what there is of every layer: (L,), or none of one layer."""
+    return () if call.weight_above is None else tuple(call.hidden.shape[:1])
 
 
 def fed(call: Any) -> int:
@@ -269,8 +303,12 @@ def check(call: Recurrent) -> None:
         if x is None and name != "hidden":
             continue
         check_dense(name, x)
+        if name == "hidden" and call.weight_above is not None:
+            axes = "L", *axes
         if x.dim() != len(axes):
             refuse(name, f"[{', '.join(axes)}]", list(x.shape))
+    if call.weight_above is not None and call.hidden.shape[0] < 2:
+        refuse("hidden", "[L, B, H] with L of at least 2", list(call.hidden.shape))
     (B, T, E), H = call.input.shape, call.hidden.shape[-1]
     gates = GATES[call.mode] * H
     if call.key is None:
@@ -281,7 +319,10 @@ def check(call: Recurrent) -> None:
         if given:
             refuse(given[0], "None without a key", "a tensor")
     _check_past(call)
-    for name, of in (("bias_query", "weight_query"), ("bias_output", "weight_output")):
+    for name, of in (
+        ("bias_query", "weight_query"), ("bias_output", "weight_output"),
+        ("dropout_output", "weight_output"), ("dropout_above", "weight_above"),
+    ):  # fmt: skip
         if getattr(call, name) is not None and getattr(call, of) is None:
             refuse(name, f"None without {of}", "a tensor")
     if call.feed is not None and call.attends_first:
@@ -294,8 +335,12 @@ def check(call: Recurrent) -> None:
         "hidden": (B, H), "weight_ih": (gates, E + F), "weight_hh": (gates, H), "cell": (B, H),
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
-        "transition_prob": (B, T),
+        "transition_prob": (B, T), "dropout_output": (B, T, F),
     }  # fmt: skip
+    if lead := layers(call):
+        above = lead[0] - 1
+        shapes = {x: (*lead * (x in LAYERED), *shape) for x, shape in shapes.items()}
+        shapes |= {"weight_above": (above, gates, H), "dropout_above": (above, B, T, H)}
     dtype, of_weights = call.input.dtype, dtype_of_weights(call)
     for name, shape in shapes.items():
         wanted = of_weights if name in WEIGHTS else dtype
@@ -343,22 +388,22 @@ def fake(call: Recurrent) -> Recurred:
     """Return empty results."""
     (B, T, _), H = call.input.shape, call.hidden.shape[-1]
 
-    def room(wanted: Any, columns: int) -> Tensor:
-        return call.input.new_empty((B, T, columns) if wanted else (0,))
+    def room(wanted: Any, columns: int, lead: tuple[int, ...] = ()) -> Tensor:
+        return call.input.new_empty((*lead, B, T, columns) if wanted else (0,))
 
     attends, projects = call.key is not None, call.weight_query is not None
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Tk, Dv = (0, 0) if call.value is None else call.value.shape[-2:]
     return Recurred(
-        room(True, H),
-        room(call.mode == "lstm", H),
+        room(True, H, layers(call)),
+        room(call.mode == "lstm", H, layers(call)),
         room(attends, Dv),
         room(attends, Tk),
         room(call.weight_output is not None, fed(call)),
         call.input.new_empty((0,) if call.coverage is None else (B, Tk)),
         call.input.new_empty((0,) if call.coverage is None else (B,)),
         room(attends and (projects or call.attends_first), A),
-        room(KEPT[call.mode], KEPT[call.mode] * H),
+        room(KEPT[call.mode], KEPT[call.mode] * H, layers(call)),
         room(call.transition_prob is not None, Tk),
     )
 

@@ -27,7 +27,8 @@ constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
 
 int64_t threads_for(const Layer& a, int64_t more = 0) {
   const int64_t gates = gates_of(a.cell);
-  const int64_t products = a.H * (gates * (a.H + a.F) + (a.weight_query.data ? a.A : 0)) + a.O * a.Dv;
+  const int64_t products =
+      a.H * (gates * (a.F + (2 * a.layers - 1) * a.H) + (a.weight_query.data ? a.A : 0)) + a.O * a.Dv;
   const int64_t work = a.B * (products + a.Tk * (a.A + a.Dv) + more);
   return std::clamp<int64_t>(work / kStepWorthAThread, 1, torch::stable::get_num_threads());
 }
@@ -42,10 +43,10 @@ LayerPlan plan_of(const Layer& a, int64_t threads) {
   return plan;
 }
 
-// Rows [B, T, columns] of scratch.
+// Rows [B, T, columns] of scratch, of so many layers.
 struct Room {
   View* view;
-  int64_t columns;
+  int64_t columns, layers = 1;
 };
 
 template <class Call, size_t count>
@@ -54,10 +55,13 @@ Scratchpad run_team(Call& a, const LayerPlan& plan, int64_t threads, const Layer
   const size_t of_row = a.B * a.T * (a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float));
   const size_t shared = kernel.shared(a, plan), own = Scratchpad::whole(kernel.own(a, plan));
   size_t bytes = Scratchpad::whole(shared) + threads * own;
-  for (const Room& room : rooms) bytes += Scratchpad::whole(room.columns * of_row);
+  for (const Room& room : rooms) bytes += Scratchpad::whole(room.layers * room.columns * of_row);
   Scratchpad pad(bytes);
-  for (const Room& room : rooms)
-    *room.view = {pad.take(room.columns * of_row), a.T * room.columns, 0, room.columns};
+  for (const Room& room : rooms) {
+    const int64_t of_sequence = a.T * room.columns;
+    *room.view = {pad.take(room.layers * room.columns * of_row), of_sequence, a.B * of_sequence,
+                  room.columns};
+  }
   void* const of_all = pad.take(shared);
   char* const of_member = pad.take(threads * own);
   std::vector<uint32_t> taken(kernel.items(a, plan));
@@ -113,6 +117,15 @@ struct HistorySums {
   }
 };
 
+// The states that are asked with.
+View states_of_last(const Layer& a) {
+  View x = a.states;
+  const int64_t size = a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float);
+  x.data = static_cast<char*>(x.data) + (a.layers - 1) * x.head * size;
+  x.head = 0;
+  return x;
+}
+
 // ---- forward and backward -----------------------------------------------------------------------
 
 Recurred recurrent(const RecurrentArguments& given) {
@@ -131,7 +144,7 @@ Recurred recurrent(const RecurrentArguments& given) {
   if (a.attends) {
     Forward& step = a.attention;
     put_attention(given, fit, a, step, keep);
-    step.query = a.queries.data ? a.queries : a.states;
+    step.query = a.queries.data ? a.queries : states_of_last(a);
     step.context = a.contexts;
     if (!fit.K) keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
     if (!fit.K && keep.back().numel()) step.exponentials = view(keep.back());
@@ -155,7 +168,7 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   if (a.attends) {
     Backward& step = a.attention;
     put_attention(given, fit, a, step, keep);
-    step.query = a.queries.data ? a.queries : a.states;
+    step.query = a.queries.data ? a.queries : states_of_last(a);
     step.weights = kept(given.weights, keep);
     step.grad_weights = result_of(given.grad_weights, keep);
     step.grad_score_returned = true;
@@ -169,9 +182,9 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
       given.coverage ? std::optional<HistorySums>(std::in_place, given, fit, a, grads, keep) : std::nullopt;
   const bool feeds_back = given.weight_output.has_value();
   const Room rooms[] = {
-      {&a.grad_gates, sums_of(a.cell) * a.H},          {&a.grad_fed, feeds_back ? a.F : 0},
-      {&a.attention.grad_query, a.attends ? a.A : 0},  {&a.attention.grad_context, a.attends ? a.Dv : 0},
-      {&a.attention.grad_score, a.attends ? a.Tk : 0}, {&a.coverages, given.coverage ? a.Tk : 0}};
+      {&a.grad_gates, sums_of(a.cell) * a.H, a.layers}, {&a.grad_fed, feeds_back ? a.F : 0},
+      {&a.attention.grad_query, a.attends ? a.A : 0},   {&a.attention.grad_context, a.attends ? a.Dv : 0},
+      {&a.attention.grad_score, a.attends ? a.Tk : 0},  {&a.coverages, given.coverage ? a.Tk : 0}};
   const Scratchpad pad = run_team(a, plan, threads, kernels().backward, rooms);
   if (sums) sums->finish(given, fit, a, grads);
   if (a.attends && given.need_grad_key && !fit.K)
@@ -223,6 +236,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   Layer a{};
   a.dtype = fit.own == ScalarType::Double ? Dtype::f64 : Dtype::f32;
   a.cell = cell_of(given.mode);
+  a.layers = 1;
   a.E = fit.E;
   a.H = fit.N;
   a.F = fit.F;

@@ -1,5 +1,7 @@
 // The steps of a recurrent layer back, see recurrent_steps.h.
 #pragma once
+#include <vector>
+
 #include "recurrent_steps.h"
 
 namespace attnfast {
@@ -22,25 +24,25 @@ struct ParameterGradient {
 // Where a backward keeps what it computes with.
 template <class C>
 struct BackwardRoom {
-  Panels<C> input, fed, hidden, query, context, output;  // the last two of weight_output
-  C *to_state, *to_cell;                                 // what reaches a step's state and cell, [B, H]
+  Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
+  C *to_state, *to_cell;  // what reaches a step's state and cell, [layers, B, H]
   void* features;
   View kept;  // of a history's filters, [B]
-  ParameterGradient<C> gradients[7];
-  int count = 0;
+  std::vector<ParameterGradient<C>> gradients;
 
   BackwardRoom(const RecurrentBackward& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * a.H;
     fed = take_panels(room, gates, panels<C>(a.F), a.narrow);
-    hidden = take_panels(room, gates, units, a.narrow);
+    hidden = take_panels(room, gates, a.layers * units, a.narrow);
+    if (a.weight_above.data) above = take_panels(room, gates, (a.layers - 1) * units, a.narrow);
     if (a.weight_query.data) query = take_panels(room, a.A, units, a.narrow);
     if (a.weight_output.data) {
       context = take_panels(room, a.F, panels<C>(a.Dv), a.narrow);
       output = take_panels(room, a.F, units, a.narrow);
     }
     if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E), a.narrow);
-    to_state = room.take(a.B * a.H);
-    to_cell = room.take(a.B * a.H);
+    to_state = room.take(a.layers * a.B * a.H);
+    to_cell = room.take(a.layers * a.B * a.H);
     if ((features = take_features(a.attention, a.attention, true, room))) {
       kept.batch = VARIANT::coverage.kept(a.attention) / sizeof(C);
       kept.data = room.take(a.B * kept.batch);
@@ -58,31 +60,40 @@ struct BackwardRoom {
     const auto list = [&](const View& left, const View& right, const View& first, bool earlier,
                           const View& factor, int64_t rows, int64_t columns, const View& out,
                           const View& sums) {
-      gradients[count++] = {left, right,   first, earlier, factor,
-                            rows, columns, out,   sums,    take_panels(room, a.B * a.T, panels<C>(columns)),
-                            true};
+      const Panels<C> packed = take_panels(room, a.B * a.T, panels<C>(columns));
+      gradients.push_back({left, right, first, earlier, factor, rows, columns, out, sums, packed, true});
     };
+    gradients.reserve(4 + 3 * a.layers);
     list(a.grad_gates, a.input, none, false, none, gates, a.E, a.grad_weight_ih, a.grad_bias_ih);
     if (a.F)
       list(a.grad_gates, a.weight_output.data ? a.attentional : a.contexts, a.feed, !a.attends_first, none,
            gates, a.F, columns_from(a.grad_weight_ih, a.E), none);
-    const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // gates that inputs and states share
-    list(a.grad_gates, a.states, a.hidden, true, a.dropout, alike, a.H, a.grad_weight_hh, a.grad_bias_hh);
-    if (alike < gates) {
-      ParameterGradient<C>& rest = gradients[count] = gradients[count - 1];
-      ++count;
+    for (int64_t layer = 0; layer < a.layers; ++layer) {
+      const auto own = [&](const View& x) { return at_layer<C>(x, layer); };
+      const auto below = [&](const View& x) { return at_layer<C>(x, layer - 1); };
+      if (layer)
+        list(own(a.grad_gates), below(a.states), none, false, below(a.dropout_above), gates, a.H,
+             below(a.grad_weight_above), own(a.grad_bias_ih));
+      const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // gates that inputs and states share
+      list(own(a.grad_gates), own(a.states), own(a.hidden), true, own(a.dropout), alike, a.H,
+           own(a.grad_weight_hh), own(a.grad_bias_hh));
+      if (alike == gates) continue;
+      ParameterGradient<C> rest = gradients.back();
       rest.packs = false;
       rest.rows = gates - alike;
       rest.left = columns_from(rest.left, gates);
       rest.out = columns_from(rest.out, alike * rest.out.row);
       rest.sums = columns_from(rest.sums, alike);
+      gradients.push_back(rest);
     }
+    const Level last = last_level<C>(a);
     if (a.weight_query.data)
-      list(a.attention.grad_query, a.states, a.hidden, a.attends_first, none, a.A, a.H, a.grad_weight_query,
-           a.grad_bias_query);
+      list(a.attention.grad_query, last.states, last.hidden, a.attends_first, none, a.A, a.H,
+           a.grad_weight_query, a.grad_bias_query);
     if (!a.weight_output.data) return;
     list(a.grad_fed, a.contexts, none, false, none, a.F, a.Dv, a.grad_weight_output, a.grad_bias_output);
-    list(a.grad_fed, a.states, none, false, none, a.F, a.H, columns_from(a.grad_weight_output, a.Dv), none);
+    list(a.grad_fed, last.states, none, false, none, a.F, a.H, columns_from(a.grad_weight_output, a.Dv),
+         none);
   }
 };
 
@@ -109,42 +120,39 @@ class Backwards {
         if (a.weight_output.data) reach_contexts(t);
         attend_back(t);
       }
-      by_cell(a.cell, [&](auto known) {
-        member.share(blocks(a, plan, units),
-                     [&](int64_t item) { move_back_block(known, t, Block(a, plan, item)); });
-      });
-      const int64_t states = blocks(a, plan, units), more = a.attends_first || t || a.grad_feed.data;
-      member.share(states + (more ? blocks(a, plan, of_fed) : 0), [&](int64_t item) {
-        if (item < states) reach_state(t, Block(a, plan, item));
-        else reach_fed(t, Block(a, plan, item - states));
-      });
+      for (int64_t layer = a.layers - 1; layer >= 0; --layer) step_back(t, layer);
       if (a.attends && a.attends_first) attend_back(t);
     }
-    member.share(blocks(a, plan, units), [&](int64_t item) { put_first(Block(a, plan, item)); });
+    const int64_t states = blocks(a, plan, units);
+    member.share(a.layers * states,
+                 [&](int64_t item) { put_first(item / states, Block(a, plan, item % states)); });
     if (room.kept.data) finish_history();
     if (a.grad_input.data) reach_inputs();
-    if (room.count) reach_parameters();
+    if (!room.gradients.empty()) reach_parameters();
   }
 
  private:
-  // Columns of a weight from `first` on, each row of the weight a row of a panel.
+  // Columns of a weight from `first` on, each row of the weight a row of a panel; then those of the next
+  // layer's weight.
   void pack_columns(const Panels<C>& out, const View& weight, int64_t first, int64_t columns,
                     int64_t panel) {
-    const int64_t c = panel * P;
+    const int64_t of_layer = panels<C>(columns), c = panel % of_layer * P;
     const auto pack_from = [&](auto* rows) {
       pack(rows + first + c, weight.row, out.depth, min(P, columns - c), out.at(panel).data);
     };
+    const int64_t r = panel / of_layer * out.depth;
     if constexpr (sizeof(C) == sizeof(float))
-      if (out.narrow) return pack_from(row<uint16_t>(weight, 0));
-    pack_from(row<C>(weight, 0));
+      if (out.narrow) return pack_from(row<uint16_t>(weight, 0, r));
+    pack_from(row<C>(weight, 0, r));
   }
 
   void pack_weights() {
-    const Panels<C>* const all[] = {&room.fed,     &room.hidden, &room.query,
+    const Panels<C>* const all[] = {&room.fed,     &room.hidden, &room.above, &room.query,
                                     &room.context, &room.output, &room.input};
-    const View* const weights[] = {&a.weight_ih,     &a.weight_hh,     &a.weight_query,
+    const View* const weights[] = {&a.weight_ih,     &a.weight_hh,     &a.weight_above, &a.weight_query,
                                    &a.weight_output, &a.weight_output, &a.weight_ih};
-    const int64_t first[] = {a.E, 0, 0, 0, a.Dv, 0}, columns[] = {a.F, a.H, a.H, a.Dv, a.H, a.E};
+    const int64_t first[] = {a.E, 0, 0, 0, 0, a.Dv, 0};
+    const int64_t columns[] = {a.F, a.H, a.H, a.H, a.Dv, a.H, a.E};
     int64_t total = 1;
     for (const auto* panels : all) total += panels->count;
     member.share(total, [&](int64_t item) {
@@ -157,8 +165,8 @@ class Backwards {
 
   // What reaches the results of the last step, and nothing from beyond it.
   void begin() {
-    clear(room.to_state, a.B * a.H);
-    clear(room.to_cell, a.B * a.H);
+    clear(room.to_state, a.layers * a.B * a.H);
+    clear(room.to_cell, a.layers * a.B * a.H);
     if (!a.attends || a.attends_first || a.T == 0) return;
     for (int64_t b = 0; b < a.B; ++b)
       for (int64_t c = 0; c < a.F; c += Vector<C>::width) put_fed(b, a.T - 1, c, a.F - c, Vec<C>{});
@@ -170,7 +178,12 @@ class Backwards {
     const View& out = a.weight_output.data ? a.grad_fed : a.attention.grad_context;
     if (given.data) x += load_part(row<C>(given, b, t) + c, n, (C)0);
     if (a.weight_output.data) {
-      const Vec<C> f = load_part(row<C>(a.attentional, b, t) + c, n, (C)0);
+      Vec<C> f = load_part(row<C>(a.attentional, b, t) + c, n, (C)0);
+      if (a.dropout_output.data) {
+        const Vec<C> mask = load_part(row<C>(a.dropout_output, b, t) + c, n, (C)0);
+        x *= mask;
+        f = mask == 0 ? Vec<C>{} : f / mask;
+      }
       x *= (C)1 - f * f;
     }
     if (!runs(a, b, t)) x = Vec<C>{};
@@ -256,41 +269,62 @@ class Backwards {
     multiply_panel(through.data, through.stride, 1, block.rows, a.F, room.output.at(block.panel), x);
   }
 
+  C* to_state(int64_t layer, int64_t b) const { return room.to_state + (layer * a.B + b) * a.H; }
+  C* to_cell(int64_t layer, int64_t b) const { return room.to_cell + (layer * a.B + b) * a.H; }
+
+  // What reaches a layer's step reaches its sums, the state before, and what the layer has read.
+  void step_back(int64_t t, int64_t layer) {
+    by_cell(a.cell, [&](auto known) {
+      member.share(blocks(a, plan, units),
+                   [&](int64_t item) { move_back_block(known, t, layer, Block(a, plan, item)); });
+    });
+    const int64_t states = blocks(a, plan, units);
+    const bool more = layer || a.attends_first || t || a.grad_feed.data;
+    member.share(states + (more ? layer ? states : blocks(a, plan, of_fed) : 0), [&](int64_t item) {
+      if (item < states) reach_state(t, layer, Block(a, plan, item));
+      else if (layer) reach_below(t, layer, Block(a, plan, item - states));
+      else reach_fed(t, Block(a, plan, item - states));
+    });
+  }
+
   template <class Known>
-  void move_back_block(Known, int64_t t, const Block& block) {
+  void move_back_block(Known, int64_t t, int64_t layer, const Block& block) {
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
-    add_attended(a.attends_first ? t + 1 : t, block, x);
+    if (layer == a.layers - 1) add_attended(a.attends_first ? t + 1 : t, block, x);
     for (int64_t r = 0; r < block.rows; ++r) {
-      if (runs(a, block.b + r, t)) move_row_back<Known>(t, block.b + r, block.panel * P, x + r * P);
-      else pass_row<Known>(t, block.b + r, block.panel * P, x + r * P);
+      if (runs(a, block.b + r, t)) move_row_back<Known>(t, layer, block.b + r, block.panel * P, x + r * P);
+      else pass_row<Known>(t, layer, block.b + r, block.panel * P, x + r * P);
     }
   }
 
   // Padding: what reaches the state goes by.
   template <class Known>
-  void pass_row(int64_t t, int64_t b, int64_t i, const C* x) {
-    C *const to_state = room.to_state + b * a.H + i, *const out = row<C>(a.grad_gates, b, t) + i;
+  void pass_row(int64_t t, int64_t layer, int64_t b, int64_t i, const C* x) {
+    C* const state = to_state(layer, b) + i;
+    C* const out = row<C>(at_layer<C>(a.grad_gates, layer), b, t) + i;
     for_vectors<C>(a.H - i, [&](int64_t c, int64_t n) {
-      store_part(to_state + c, load_part(to_state + c, n, (C)0) + load(x + c), n);
+      store_part(state + c, load_part(state + c, n, (C)0) + load(x + c), n);
       for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * a.H + c, Vec<C>{}, n);
     });
   }
 
   // The units of a panel, from i on, of one sequence; x is what attention gives to the state.
   template <class Known>
-  void move_row_back(int64_t t, int64_t b, int64_t i, const C* x) {
+  void move_row_back(int64_t t, int64_t layer, int64_t b, int64_t i, const C* x) {
     const int64_t H = a.H;
-    C *const to_state = room.to_state + b * H + i, *const to_cell = room.to_cell + b * H + i;
-    C* const out = row<C>(a.grad_gates, b, t) + i;
-    const C *const given = row<C>(a.grad_states, b, t) + i, *const gates = row<C>(a.gates, b, t) + i;
-    const C* const state = row<C>(a.states, b, t) + i;
-    const C* const before = (t ? row<C>(a.states, b, t - 1) : row<C>(a.hidden, b)) + i;
+    const Level level = level_of<C>(a, layer);
+    C *const to_state = this->to_state(layer, b) + i, *const to_cell = this->to_cell(layer, b) + i;
+    C* const out = row<C>(at_layer<C>(a.grad_gates, layer), b, t) + i;
+    const C* const given = row<C>(at_layer<C>(a.grad_states, layer), b, t) + i;
+    const C* const gates = row<C>(level.gates, b, t) + i;
+    const C* const state = row<C>(level.states, b, t) + i;
+    const C* const before = (t ? row<C>(level.states, b, t - 1) : row<C>(level.hidden, b)) + i;
     const C *cell = nullptr, *cell_before = nullptr, *given_cell = nullptr;
     if constexpr (Known::cell == Cell::lstm) {
-      cell = row<C>(a.cells, b, t) + i;
-      cell_before = (t ? row<C>(a.cells, b, t - 1) : row<C>(a.first_cell, b)) + i;
-      if (a.grad_cells.data) given_cell = row<C>(a.grad_cells, b, t) + i;
+      cell = row<C>(level.cells, b, t) + i;
+      cell_before = (t ? row<C>(level.cells, b, t - 1) : row<C>(level.first_cell, b)) + i;
+      if (a.grad_cells.data) given_cell = row<C>(at_layer<C>(a.grad_cells, layer), b, t) + i;
     }
     for_vectors<C>(H - i, [&](int64_t c, int64_t n) {
       const auto part = [&](const C* from) { return load_part(from + c, n, (C)0); };
@@ -310,25 +344,40 @@ class Backwards {
   }
 
   // x[r] += what the gates give to the state before, times weight_hh.
-  void multiply_hidden(int64_t t, const Block& block, C* x) {
-    const Sources<C> from = of_step<C>(a.grad_gates, block.b, t);
-    const Panel<C> panel = room.hidden.at(block.panel);
+  void multiply_hidden(int64_t t, int64_t layer, const Block& block, C* x) {
+    const Sources<C> from = of_step<C>(at_layer<C>(a.grad_gates, layer), block.b, t);
+    const Panel<C> panel = room.hidden.at(layer * units + block.panel);
     const bool gru = a.cell == Cell::gru;
     const int64_t depth = (gru ? 2 : gates) * a.H;
     multiply_panel(from.data, from.stride, 1, block.rows, depth, panel, x);
     if (gru) multiply_panel(from.data + 3 * a.H, from.stride, 1, block.rows, a.H, panel.from(depth), x);
   }
 
-  void reach_state(int64_t t, const Block& block) {
-    const int64_t first = block.panel * P;
+  void reach_state(int64_t t, int64_t layer, const Block& block) {
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
-    multiply_hidden(t, block, x);
+    multiply_hidden(t, layer, block, x);
+    add_to_state(layer, block, x, at_layer<C>(a.dropout, layer), t);
+  }
+
+  // What a layer has read are the states of the one below.
+  void reach_below(int64_t t, int64_t layer, const Block& block) {
+    alignas(64) C x[kMostBatch * P];
+    clear(x, block.rows * P);
+    const Sources<C> from = of_step<C>(at_layer<C>(a.grad_gates, layer), block.b, t);
+    multiply_panel(from.data, from.stride, 1, block.rows, gates * a.H,
+                   room.above.at((layer - 1) * units + block.panel), x);
+    add_to_state(layer - 1, block, x, at_layer<C>(a.dropout_above, layer - 1), t);
+  }
+
+  // Add x, times the rows of step t of a mask if there is one.
+  void add_to_state(int64_t layer, const Block& block, const C* x, const View& mask, int64_t t) {
+    const int64_t first = block.panel * P;
     for (int64_t r = 0; r < block.rows; ++r)
       for_vectors<C>(a.H - first, [&](int64_t c, int64_t n) {
         Vec<C> g = load(x + r * P + c);
-        if (a.dropout.data) g *= load_part(row<C>(a.dropout, block.b + r) + first + c, n, (C)0);
-        C* const state = room.to_state + (block.b + r) * a.H + first + c;
+        if (mask.data) g *= load_part(row<C>(mask, block.b + r, t) + first + c, n, (C)0);
+        C* const state = to_state(layer, block.b + r) + first + c;
         store_part(state, g + load_part(state, n, (C)0), n);
       });
   }
@@ -348,18 +397,19 @@ class Backwards {
   }
 
   // What reaches the state and the cell before the first step.
-  void put_first(const Block& block) {
+  void put_first(int64_t layer, const Block& block) {
     const int64_t first = block.panel * P;
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
-    if (a.attends_first && a.T) add_attended(0, block, x);
+    if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);
     for (int64_t r = 0; r < block.rows; ++r)
       for_vectors<C>(a.H - first, [&](int64_t c, int64_t n) {
         const int64_t b = block.b + r, i = first + c;
-        store_part(row<C>(a.grad_hidden, b) + i,
-                   load(x + r * P + c) + load_part(room.to_state + b * a.H + i, n, (C)0), n);
+        store_part(row<C>(at_layer<C>(a.grad_hidden, layer), b) + i,
+                   load(x + r * P + c) + load_part(to_state(layer, b) + i, n, (C)0), n);
         if (a.grad_cell.data)
-          store_part(row<C>(a.grad_cell, b) + i, load_part(room.to_cell + b * a.H + i, n, (C)0), n);
+          store_part(row<C>(at_layer<C>(a.grad_cell, layer), b) + i,
+                     load_part(to_cell(layer, b) + i, n, (C)0), n);
       });
   }
 
@@ -391,7 +441,7 @@ class Backwards {
   template <class Items>
   int64_t total(const Items& items) const {
     int64_t n = 0;
-    for (int i = 0; i < room.count; ++i) n += items(room.gradients[i]);
+    for (const ParameterGradient<C>& x : room.gradients) n += items(x);
     return n;
   }
 
@@ -421,7 +471,7 @@ class Backwards {
           Vec<C> v = {};
           if (n > 0 && there)
             v = load_part((before ? row<C>(x.first, b) : row<C>(x.right, b, t - x.earlier)) + i, n, (C)0);
-          if (n > 0 && x.factor.data) v *= load_part(row<C>(x.factor, b) + i, n, (C)0);
+          if (n > 0 && x.factor.data) v *= load_part(row<C>(x.factor, b, t) + i, n, (C)0);
           store(out, v);
         }
   }

@@ -9,20 +9,21 @@ namespace {
 // What a layer's parameters are packed into.
 template <class C>
 struct Packed {
-  Panels<C> input, fed, hidden, query, context, output;  // the last two of weight_output
-  C* bias;                                               // of the sums of `move`, each to whole panels
+  Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
+  C* bias;  // of the sums of `move` of every layer, each to whole panels
 
   Packed(const Layer& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
     input = take_panels(room, a.E, gates, a.narrow);
     fed = take_panels(room, a.F, gates, a.narrow);
-    hidden = take_panels(room, a.H, gates, a.narrow);
+    hidden = take_panels(room, a.H, a.layers * gates, a.narrow);
+    if (a.weight_above.data) above = take_panels(room, a.H, (a.layers - 1) * gates, a.narrow);
     if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A), a.narrow);
     if (a.weight_output.data) {
       context = take_panels(room, a.Dv, panels<C>(a.O), a.narrow);
       output = take_panels(room, a.H, panels<C>(a.O), a.narrow);
     }
-    bias = room.take(kMostGates * units * kPanel<C>);
+    bias = room.take(a.layers * kMostGates * units * kPanel<C>);
   }
 
   // Those that are given, if any.
@@ -31,7 +32,7 @@ struct Packed {
     return Packed(a, a.packed ? given : room);
   }
 
-  // Pack a panel of a weight whose rows come in blocks, one for each gate, each to whole panels.
+  // Pack a panel of a weight whose rows come in blocks, one for each gate of a layer, each to whole panels.
   static void pack(const Panels<C>& out, const View& weight, int64_t column, int64_t rows, int64_t panel) {
     const int64_t of_block = panels<C>(rows), block = panel / of_block,
                   first = panel % of_block * kPanel<C>;
@@ -45,31 +46,35 @@ struct Packed {
   }
 
   void fill(const Layer& a, Member& member) const {
-    const int64_t counts[] = {input.count, fed.count,     hidden.count,
-                              query.count, context.count, output.count};
-    const Panels<C>* const all[] = {&input, &fed, &hidden, &query, &context, &output};
-    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,
+    const Panels<C>* const all[] = {&input, &fed, &hidden, &above, &query, &context, &output};
+    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,    &a.weight_above,
                                    &a.weight_query, &a.weight_output, &a.weight_output};
-    const int64_t columns[] = {0, a.E, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.A, a.O, a.O};
+    const int64_t columns[] = {0, a.E, 0, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.H, a.A, a.O, a.O};
     int64_t total = 1;  // the biases
-    for (const int64_t count : counts) total += count;
+    for (const auto* panels : all) total += panels->count;
     member.share(total, [&](int64_t item) {
       if (item-- == 0) return add_biases(a);
       int which = 0;
-      for (; item >= counts[which]; ++which) item -= counts[which];
+      for (; item >= all[which]->count; ++which) item -= all[which]->count;
       pack(*all[which], *weights[which], columns[which], rows[which], item);
     });
   }
 
   void add_biases(const Layer& a) const {
     const int64_t width = panels<C>(a.H) * kPanel<C>;
-    clear(bias, kMostGates * width);
-    for (int gate = 0; gate < gates_of(a.cell); ++gate)
+    clear(bias, a.layers * kMostGates * width);
+    const int64_t gates = gates_of(a.cell);
+    for (int64_t block = 0; block < a.layers * gates; ++block)
       for (int64_t i = 0; i < a.H; ++i) {
-        if (a.bias_ih.data) bias[gate * width + i] += row<C>(a.bias_ih, 0)[gate * a.H + i];
-        if (a.bias_hh.data)
-          bias[of_state(a.cell, gate) * width + i] += row<C>(a.bias_hh, 0)[gate * a.H + i];
+        C* const out = bias_of(a, block / gates) + i;
+        const int gate = block % gates;
+        if (a.bias_ih.data) out[gate * width] += row<C>(a.bias_ih, 0)[block * a.H + i];
+        if (a.bias_hh.data) out[of_state(a.cell, gate) * width] += row<C>(a.bias_hh, 0)[block * a.H + i];
       }
+  }
+
+  C* bias_of(const Layer& a, int64_t layer) const {
+    return bias + layer * kMostGates * panels<C>(a.H) * kPanel<C>;
   }
 };
 
@@ -80,6 +85,7 @@ class Forwards {
   Member& member;
   const Packed<C> packed;
   C* masked[2];  // states times the dropout, of even and odd steps
+  C* lifted;     // states as the layers above read them, where not all is read
   void* features;
   char* own;
   const int64_t gates, units;
@@ -88,12 +94,13 @@ class Forwards {
  public:
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
       : Forwards(a, plan, member, Packed<C>::of(a, room), own) {
-    for (C*& x : masked) x = a.dropout.data ? room.take(a.B * a.H) : nullptr;
+    for (C*& x : masked) x = a.dropout.data ? room.take(a.layers * a.B * a.H) : nullptr;
+    if (a.dropout_above.data) lifted = room.take((a.layers - 1) * a.B * a.H);
     features = take_features(a.attention, a.attention, false, room);
   }
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
            void* own)
-      : a(a), plan(plan), member(member), packed(packed), masked{}, features(nullptr),
+      : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), features(nullptr),
         own(static_cast<char*>(own)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
         sums(kept_of(a.cell) ? a.gates : a.states) {}
 
@@ -110,7 +117,7 @@ class Forwards {
     multiply_inputs();
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t);
-      move_states(t);
+      for (int64_t layer = 0; layer < a.layers; ++layer) move_states(t, layer);
       if (a.attends && !a.attends_first) attend(t);
       if (a.weight_output.data) feed_back(t);
     }
@@ -118,9 +125,11 @@ class Forwards {
 
  private:
   void mask_first() {
-    member.share(a.B, [&](int64_t b) {
+    member.share(a.layers * a.B, [&](int64_t item) {
+      const Level level = level_of<C>(a, item / a.B);
+      const int64_t b = item % a.B;
       for (int64_t i = 0; i < a.H; ++i)
-        masked[0][b * a.H + i] = row<C>(a.hidden, b)[i] * row<C>(a.dropout, b)[i];
+        masked[0][item * a.H + i] = row<C>(level.hidden, b)[i] * row<C>(level.dropout, b)[i];
     });
   }
 
@@ -178,8 +187,9 @@ class Forwards {
 
   // The state that is asked with at step t.
   Sources<C> asked(int64_t b, int64_t t) const {
-    if (!a.attends_first) return of_step<C>(a.states, b, t);
-    return t ? of_step<C>(a.states, b, t - 1) : of_step<C>(a.hidden, b, 0);
+    const Level level = last_level<C>(a);
+    if (!a.attends_first) return of_step<C>(level.states, b, t);
+    return t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
   }
 
   // The query, or, where it is no state of this step, a copy of the state.
@@ -200,58 +210,70 @@ class Forwards {
       });
   }
 
-  void move_states(int64_t t) {
+  void move_states(int64_t t, int64_t layer) {
+    const Level level = level_of<C>(a, layer);
     by_cell(a.cell, [&](auto known) {
       member.share(blocks(a, plan, units),
-                   [&](int64_t item) { move_block(known, t, Block(a, plan, item)); });
+                   [&](int64_t item) { move_block(known, t, layer, level, Block(a, plan, item)); });
     });
   }
 
+  // What a layer reads beside its own state, if anything.
+  Sources<C> read(int64_t t, int64_t layer, int64_t b) const {
+    if (layer && lifted) return {lifted + ((layer - 1) * a.B + b) * a.H, a.H};
+    if (layer) return of_step<C>(at_layer<C>(a.states, layer - 1), b, t);
+    if (!a.F || !(a.attends_first || t || a.feed.data)) return {};
+    if (!a.attends_first && !t) return of_step<C>(a.feed, b, 0);
+    return of_step<C>(a.weight_output.data ? a.attentional : a.contexts, b, a.attends_first ? t : t - 1);
+  }
+
   template <class Known>
-  void move_block(Known, int64_t t, const Block& block) {
+  void move_block(Known, int64_t t, int64_t layer, const Level& level, const Block& block) {
     constexpr int64_t P = kPanel<C>;
     const int64_t b = block.b;
     alignas(64) C x[kMostGates][kMostBatch * P];
     for (auto& gate : x) clear(gate, block.rows * P);
-    const Sources<C> state = t ? of_step<C>(a.states, b, t - 1) : of_step<C>(a.hidden, b, 0);
-    Sources<C> seen = state, fed = {};
-    if (a.dropout.data) seen = {masked[t % 2] + b * a.H, a.H};
-    if (a.attends_first || t) {
-      const View& from = a.weight_output.data ? a.attentional : a.contexts;
-      if (a.F) fed = of_step<C>(from, b, a.attends_first ? t : t - 1);
-    } else if (a.feed.data) {
-      fed = of_step<C>(a.feed, b, 0);
-    }
+    const Sources<C> state = t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
+    const Sources<C> fed = read(t, layer, b);
+    Sources<C> seen = state;
+    if (a.dropout.data) seen = {masked[t % 2] + (layer * a.B + b) * a.H, a.H};
+    const Panels<C>& of_fed = layer ? packed.above : packed.fed;
     for (int gate = 0; gate < Known::gates; ++gate) {
-      const int64_t panel = gate * units + block.panel;
-      if (fed.data) multiply_panel(fed.data, fed.stride, 1, block.rows, a.F, packed.fed.at(panel), x[gate]);
-      multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(panel),
+      const int64_t panel = gate * units + block.panel, own = layer * Known::gates * units + panel;
+      if (fed.data)
+        multiply_panel(fed.data, fed.stride, 1, block.rows, of_fed.depth,
+                       of_fed.at(layer ? own - Known::gates * units : panel), x[gate]);
+      multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(own),
                      x[of_state(Known::cell, gate)]);
     }
     for (int64_t r = 0; r < block.rows; ++r)
-      move_row<Known>(t, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
+      move_row<Known>(t, layer, level, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
   }
 
   // The units of a panel, from i on, of one sequence; x are its sums, those of a gate kMostBatch * P apart.
   template <class Known>
-  void move_row(int64_t t, int64_t b, int64_t i, const C* x, const C* before) {
-    const int64_t width = units * kPanel<C>, H = a.H;
+  void move_row(int64_t t, int64_t layer, const Level& level, int64_t b, int64_t i, const C* x,
+                const C* before) {
+    const int64_t width = units * kPanel<C>, H = a.H, at = (layer * a.B + b) * H + i;
     const bool pads = !runs(a, b, t);
-    const C* const of_input = row<C>(sums, b, t) + i;
-    const C* const bias = packed.bias + i;
-    const C* const mask = a.dropout.data ? row<C>(a.dropout, b) + i : nullptr;
+    const C* const of_input = layer ? nullptr : row<C>(sums, b, t) + i;
+    const C* const bias = packed.bias_of(a, layer) + i;
+    const C* const mask = a.dropout.data ? row<C>(level.dropout, b) + i : nullptr;
+    const bool lifts = lifted && layer + 1 < a.layers;
+    const C* const lift = lifts ? row<C>(at_layer<C>(a.dropout_above, layer), b, t) + i : nullptr;
     const C* cell_before = nullptr;
-    C *const state = row<C>(a.states, b, t) + i, *const gates = row<C>(a.gates, b, t) + i;
+    C *const state = row<C>(level.states, b, t) + i, *const gates = row<C>(level.gates, b, t) + i;
     C* cell = nullptr;
     if constexpr (Known::cell == Cell::lstm) {
-      cell = row<C>(a.cells, b, t) + i;
-      cell_before = (t ? row<C>(a.cells, b, t - 1) : row<C>(a.first_cell, b)) + i;
+      cell = row<C>(level.cells, b, t) + i;
+      cell_before = (t ? row<C>(level.cells, b, t - 1) : row<C>(level.first_cell, b)) + i;
     }
     for_vectors<C>(H - i, [&](int64_t c, int64_t n) {
       Vec<C> sum[kMostGates] = {};
-      for (int gate = 0; gate < Known::gates; ++gate)
-        sum[gate] = load(x + gate * kMostBatch * kPanel<C> + c) + load(bias + gate * width + c) +
-                    load_part(of_input + gate * H + c, n, (C)0);
+      for (int gate = 0; gate < Known::gates; ++gate) {
+        sum[gate] = load(x + gate * kMostBatch * kPanel<C> + c) + load(bias + gate * width + c);
+        if (of_input) sum[gate] += load_part(of_input + gate * H + c, n, (C)0);
+      }
       if constexpr (Known::cell == Cell::gru)
         sum[3] = load(x + 3 * kMostBatch * kPanel<C> + c) + load(bias + 3 * width + c);
       const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
@@ -260,8 +282,8 @@ class Forwards {
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);
       for (int gate = 0; gate < Known::kept; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
-      if (mask)
-        store_part(masked[(t + 1) % 2] + b * H + i + c, unit.state * load_part(mask + c, n, (C)0), n);
+      if (mask) store_part(masked[(t + 1) % 2] + at + c, unit.state * load_part(mask + c, n, (C)0), n);
+      if (lift) store_part(lifted + at + c, unit.state * load_part(lift + c, n, (C)0), n);
     });
   }
 
@@ -272,14 +294,17 @@ class Forwards {
       alignas(64) C x[kMostBatch * kPanel<C>];
       clear(x, block.rows * kPanel<C>);
       const Sources<C> context = of_step<C>(a.contexts, block.b, t),
-                       state = of_step<C>(a.states, block.b, t);
+                       state = of_step<C>(last_level<C>(a).states, block.b, t);
       multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
       multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.O - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * kPanel<C> + c);
           if (a.bias_output.data) sum += load_part(row<C>(a.bias_output, 0) + first + c, n, (C)0);
-          store_part(row<C>(a.attentional, block.b + r, t) + first + c, tanh_of(sum), n);
+          sum = tanh_of(sum);
+          if (a.dropout_output.data)
+            sum *= load_part(row<C>(a.dropout_output, block.b + r, t) + first + c, n, (C)0);
+          store_part(row<C>(a.attentional, block.b + r, t) + first + c, sum, n);
         });
     });
   }

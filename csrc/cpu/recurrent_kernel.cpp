@@ -21,7 +21,8 @@ template <class C>
 size_t forward_room(const RecurrentForward& a) {
   Scratch<C> room = nowhere<C>();
   if (!a.packed) Packed<C>(a, room);
-  if (a.dropout.data) room.take(a.B * a.H), room.take(a.B * a.H);
+  for (int i = 0; i < 2 && a.dropout.data; ++i) room.take(a.layers * a.B * a.H);
+  if (a.dropout_above.data) room.take((a.layers - 1) * a.B * a.H);
   take_features(a.attention, a.attention, false, room);
   return bytes_of(room);
 }
@@ -54,14 +55,14 @@ size_t search_room(const GreedySearch& a) {
 // The most items that a phase of products has: panels are at least 4 columns wide.
 int64_t most_items(const Layer& a, const LayerPlan& plan) {
   const int64_t columns = larger(larger(a.E, a.H), larger(a.A, larger(a.F, a.Dv)));
-  const int64_t all_panels = 6 + 6 * kMostGates * parts(columns, 4);
+  const int64_t all_panels = 7 + (4 + 3 * a.layers) * kMostGates * parts(columns, 4);
   const int64_t widest = (kMostGates + 1) * parts(columns, 4) + 2;
-  return larger(all_panels,
-                widest * larger(parts(a.B * a.T, kMostBatch), larger(parts(a.B, plan.rows), 2)));
+  return larger(all_panels, larger(widest, a.layers * parts(columns, 4)) *
+                                larger(parts(a.B * a.T, kMostBatch), larger(parts(a.B, plan.rows), 2)));
 }
 
 int64_t forward_items(const RecurrentForward& a, const LayerPlan& plan) {
-  int64_t most = larger(most_items(a, plan), a.B);
+  int64_t most = larger(most_items(a, plan), a.layers * a.B);
   const AttentionKernels& passes = VARIANT::attention;
   if (!a.attends) return most;
   const Pass<Forward> all[] = {passes.scores, passes.softmax, passes.context, passes.span};
@@ -69,7 +70,7 @@ int64_t forward_items(const RecurrentForward& a, const LayerPlan& plan) {
   return most;
 }
 int64_t backward_items(const RecurrentBackward& a, const LayerPlan& plan) {
-  int64_t most = larger(most_items(a, plan), a.B);
+  int64_t most = larger(most_items(a, plan), a.layers * a.B);
   const AttentionKernels& passes = VARIANT::attention;
   if (!a.attends) return most;
   const Pass<Backward> all[] = {passes.grad_weights, passes.grad_score, passes.grad_score_span,

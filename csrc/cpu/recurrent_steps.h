@@ -26,6 +26,25 @@ C* row(const View& x, int64_t b, int64_t t = 0) {
   return static_cast<C*>(x.data) + b * x.batch + t * x.row;
 }
 
+// What one layer of a stack has.
+template <class C>
+View at_layer(View x, int64_t layer) {
+  if (x.data) x.data = static_cast<C*>(x.data) + layer * x.head;
+  return x;
+}
+struct Level {
+  View hidden, first_cell, dropout, states, cells, gates;
+};
+template <class C>
+Level level_of(const Layer& a, int64_t layer) {
+  const auto of = [&](const View& x) { return at_layer<C>(x, layer); };
+  return {of(a.hidden), of(a.first_cell), of(a.dropout), of(a.states), of(a.cells), of(a.gates)};
+}
+template <class C>
+Level last_level(const Layer& a) {
+  return level_of<C>(a, a.layers - 1);
+}
+
 // Whether step t of sequence b is more than padding.
 bool runs(const Layer& a, int64_t b, int64_t t) { return !a.target_lengths || t < a.target_lengths[b]; }
 

@@ -154,13 +154,21 @@ void move_on(Problem& a, int64_t t) {
   if (a.span.data) a.span.data = static_cast<int64_t*>(a.span.data) + t * a.span.row;
 }
 
+// What no kernel here has.
+template <class Arguments>
+void refuse_unknown(const Arguments& given, const LayerFit& fit) {
+  fit.check(!given.coverage, "coverage");
+  fit.check(!given.weight_above, "weight_above");
+  fit.check(!given.dropout_output, "dropout_output");
+}
+
 // ---- forward ------------------------------------------------------------------------------------
 
 template <class Launch>
 Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
   Loop<RecurrentArguments, Launch> loop(given, launch);
   loop.fit.check(!given.packed, "packed");
-  loop.fit.check(!given.coverage, "coverage");  // no kernel here has a history
+  refuse_unknown(given, loop.fit);
   RecurrentForward a{};
   put_layer(given, loop.fit, a, loop.keep);
   const Recurred made = results_of(given, loop.fit, a);
@@ -270,7 +278,7 @@ Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
 template <class Launch>
 RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& given, const Launch& launch) {
   Loop<RecurrentBackwardArguments, Launch> loop(given, launch);
-  loop.fit.check(!given.coverage, "coverage");
+  refuse_unknown(given, loop.fit);
   RecurrentBackward a{};
   put_layer(given, loop.fit, a, loop.keep);
   RecurrentGradients grads = gradients_of(given, loop.fit, a, loop.keep);
