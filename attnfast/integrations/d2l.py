@@ -6,9 +6,16 @@ import torch
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.decoders import LOOP, is_one_operator, run_decoder, why_not_one_layer
+from attnfast.integrations.decoders import (
+    LOOP,
+    is_one_operator,
+    last_states,
+    run_decoder,
+    state_of,
+    why_not_one_gru,
+)
 from attnfast.integrations.serve import attend, project
-from attnfast.nn.layer import Layer, RecurrentState
+from attnfast.nn.layer import Layer
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"
 
@@ -51,8 +58,10 @@ class Decoder:
     def forward(self, X, state):
         source, hidden, valid_lens = state
         layer, attention, lengths = Layer.of(self.rnn), self.attention, None
-        parts = attention.W_q, attention.W_k, attention.w_v, attention.dropout
-        if (valid_lens is not None and valid_lens.dim() != 1) or not is_one_operator(
+        parts = [attention.W_q, attention.W_k, attention.w_v, attention.dropout]
+        drops = self.rnn.training and self.rnn.dropout > 0 and self.rnn.num_layers > 1
+        several = valid_lens is not None and valid_lens.dim() != 1
+        if (several or drops) or not is_one_operator(
             layer, X.shape[1], source, [hidden], attention, *parts
         ):
             return super().forward(X, state)
@@ -61,13 +70,12 @@ class Decoder:
             lengths = seen(key, valid_lens).sum(1)
         steps = run_decoder(
             layer._replace(weight_ih=layer.weight_ih.roll(-source.shape[2], 1)),  # for [x; c]
-            self.embedding(X), RecurrentState(hidden[0]), attention.W_q,
+            self.embedding(X), state_of(hidden), attention.W_q,
             Memory(key, source, lengths, weight=weight, score="tanh"),
         )  # fmt: skip
         self._attention_weights = list(steps.weights.split(1, 1))
         attention.attention_weights = self._attention_weights[-1]
-        last = steps.states[:, -1].unsqueeze(0)
-        return self.dense(steps.states), [source, last, valid_lens]
+        return self.dense(steps.output), [source, last_states(steps.states), valid_lens]
 
 
 def example(attention, draw, query=4, key=4):
@@ -85,9 +93,12 @@ def translate(decoder, draw):
     words, features = decoder.embedding.num_embeddings, decoder.attention.W_k.in_features
     for lengths in draw.sources((5, 2, 4), (3, 1)):
         B, Tk = len(lengths), max(lengths)
-        source = draw(Tk, B, features)
+        source, of_state = (
+            draw(Tk, B, features),
+            (decoder.rnn.num_layers, B, decoder.rnn.hidden_size),
+        )
         for seen in (draw.numbers(*lengths), None):
-            state = decoder.init_state((source, draw(1, B, decoder.rnn.hidden_size)), seen)
+            state = decoder.init_state((source, draw(*of_state)), seen)
             for T in (4, 1, 2):
                 out, state = decoder(draw.words(words, B, T), state)
                 yield out, list(state), list(decoder._attention_weights)
@@ -124,7 +135,7 @@ ADAPTERS = [
         attention="attention",
         example=translate,
         larger=4.0,  # a recurrence makes more of rounding
-        why_not=lambda decoder: why_not_one_layer(decoder.rnn),
-        note=f"{EMPTY}; {LOOP}",
+        why_not=lambda decoder: why_not_one_gru(decoder.rnn),
+        note=f"{EMPTY}; {LOOP}, and training with dropout",
     ),
 ]

@@ -10,9 +10,16 @@ from torch import nn
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.decoders import LOOP, is_one_operator, run_decoder
+from attnfast.integrations.decoders import (
+    LOOP,
+    is_one_operator,
+    last_states,
+    masks_of,
+    run_decoder,
+    state_of,
+)
 from attnfast.integrations.serve import attend, is_plain, project, project_joined
-from attnfast.nn.layer import Layer, RecurrentState
+from attnfast.nn.layer import NAMES, Layer
 
 
 def attended(self, src, source, **seen):
@@ -43,24 +50,28 @@ class InputFeed:
 
     def _run_forward_pass(self, tgt, enc_out, src_len=None):
         attention, hidden = self.attn, self.state["hidden"]
-        cell, query = self.rnn.layers[0], getattr(attention, "linear_in", None)
-        layer = Layer(
-            "lstm" if len(hidden) == 2 else "gru", cell.weight_ih, cell.weight_hh, cell.bias_ih,
-            cell.bias_hh, attention.linear_out, attends_first=False,
+        cells, query = self.rnn.layers, getattr(attention, "linear_in", None)
+        layer = Layer.stack(
+            "lstm" if len(hidden) == 2 else "gru", [[getattr(x, n) for n in NAMES] for x in cells],
+            output=attention.linear_out, attends_first=False,
         )  # fmt: skip
-        states = [*hidden, self.state["input_feed"]]
-        parts = [self.dropout, attention.linear_out] + [query] * (query is not None)
+        feed, T, above = self.state["input_feed"], tgt.shape[1], len(cells) - 1
+        parts = [attention.linear_out] + [query] * (query is not None)
+        dropouts = (self.rnn.dropout, above), (self.dropout, 1)
         if (
             not is_plain(self.rnn, type(self.rnn))
-            or not is_plain(cell, nn.LSTMCell, nn.GRUCell)
-            or not is_one_operator(layer, tgt.shape[1], enc_out, states, attention, *parts)
+            or not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)
+            or not all(is_plain(x, nn.Dropout) for x, _ in dropouts)
+            or not is_one_operator(layer, T, enc_out, hidden, attention, *parts, feed=[feed])
         ):
             return super()._run_forward_pass(tgt, enc_out, src_len)
-        h, *cells, feed = (x[0] for x in states)
-        state = RecurrentState(h, *cells, feed=feed)
         memory = Memory(enc_out, enc_out, None if src_len is None else src_len.long())
-        steps = run_decoder(layer, self.embeddings(tgt), state, query, memory)
-        last = [x[:, -1].unsqueeze(0) for x in (steps.states, steps.cells) if x is not None]
+        words, state = self.embeddings(tgt), state_of(*hidden, feed=feed[0])
+        of_layers, of_output = masks_of(T, feed[0], dropouts)
+        of_output = None if of_output is None else of_output[0]
+        masks = {"dropout_above": of_layers, "dropout_output": of_output}
+        steps = run_decoder(layer, words, state, query, memory, **masks)
+        last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
         return tuple(last), steps.attentional, {"std": steps.weights.transpose(0, 1).contiguous()}
 
 
@@ -88,12 +99,13 @@ def example(attention, draw, seen):
 def translate(decoder, draw):
     words = [x.num_embeddings for x in decoder.embeddings.modules() if type(x) is nn.Embedding]
     cells, size = (2 if "LSTM" in type(decoder.rnn).__name__ else 1), decoder.hidden_size
+    layers = decoder.num_layers
     for lengths in draw.sources((5, 2, 4)):
         B, Tk = len(lengths), max(lengths)
         source = draw(B, Tk, size)
         for src_len in (draw.numbers(*lengths), None):
             decoder.state["coverage"] = None
-            decoder.state["hidden"] = tuple(draw(1, B, size) for _ in range(cells))
+            decoder.state["hidden"] = tuple(draw(layers, B, size) for _ in range(cells))
             decoder.state["input_feed"] = draw(1, B, size)
             for T in (4, 1, 2):
                 yield decoder(draw.words(min(words), B, T, len(words)), source, src_len)
@@ -102,7 +114,6 @@ def translate(decoder, draw):
 def why_not_input_fed(decoder):
     """Say what of a decoder the operator does not know, or None."""
     known = (
-        (decoder.num_layers > 1, f"it has {decoder.num_layers} layers"),
         (decoder.attn is None, "it does not attend"),
         (getattr(decoder.attn, "attn_type", "") == "mlp", "its attentional vectors have no tanh"),
         (decoder._coverage, "it has coverage"),

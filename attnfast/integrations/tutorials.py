@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.decoders import is_one_operator, run_decoder, why_not_one_layer
+from attnfast.integrations.decoders import is_one_operator, run_decoder, why_not_one_gru
 from attnfast.integrations.serve import (
     attend,
     batch_first,
@@ -112,7 +112,9 @@ def why_not_translated(decoder):
     """Say what of a decoder the operator does not know, or None."""
     if None in constants(decoder):
         return "its file lacks MAX_LENGTH or SOS_token"
-    return why_not_one_layer(decoder.gru)
+    if decoder.gru.num_layers > 1:
+        return f"it has {decoder.gru.num_layers} layers"
+    return why_not_one_gru(decoder.gru)
 
 
 def chatbot(attention, draw):

@@ -131,15 +131,34 @@ def test_input_feeding(rnn, kind):
     compare(onmt(rnn, kind), feed)
 
 
+def test_dropout_of_weights_is_left_to_its_own_code():
+    torch.manual_seed(0)
+    plain = d2l(2, dropout=0.5)
+    compare(plain, read)
+    decoder = served(plain)
+    assert operators(decoder.train(), read) == 0 and operators(decoder.eval(), read) > 0
+
+
 @pytest.mark.parametrize("kind", ["d2l", "OpenNMT"])
-def test_dropout_is_left_to_its_own_code(kind):
-    """These drop weights, and what is fed to the next step: in training alone."""
+def test_stacks(kind):
+    """The query is the last layer's state."""
     torch.manual_seed(0)
     make, use = KINDS[kind]
-    plain = make(dropout=0.5)
-    compare(plain, use)
-    decoder = served(plain)
-    assert operators(decoder.train(), use) == 0 and operators(decoder.eval(), use) > 0
+    compare(make(layers=3), use)
+    assert operators(served(make(layers=3)), use) == {"d2l": 16, "OpenNMT": 8}[kind]
+
+
+@pytest.mark.parametrize(
+    ("layers", "dropout"),
+    [(1, 0.3), (2, 0.3), (3, 0.5), (2, 1.0), (2, (0.0, 0.4)), (2, (0.4, 0.0))],
+)
+def test_dropout_takes_the_same_random_numbers(layers, dropout):
+    torch.manual_seed(0)
+    between, of_output = dropout if isinstance(dropout, tuple) else (dropout, dropout)
+    plain = onmt(layers=layers, dropout=between)
+    plain.dropout.p = of_output
+    compare(plain.train(), feed)
+    assert operators(served(plain), feed) == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,9 +241,10 @@ def test_attention_that_is_served_already():
 
 
 def test_other_layers_and_scores_are_left_alone():
+    deep = tutorial()
+    deep.gru = nn.GRU(16, 8, 2, batch_first=True)
     several = [
-        (d2l(layers=2), "its recurrent layer is not one nn.GRU"),
-        (onmt(layers=2), "it has 2 layers"),
+        (deep, "it has 2 layers"),
         (onmt(kind="mlp"), "its attentional vectors have no tanh"),
         (onmt(coverage_attn=True), "it has coverage"),
         (onmt(copy_attn=True), "it copies"),
