@@ -40,6 +40,7 @@ def is_one_operator(
     attention: nn.Module,
     *parts: Any,
     feed: Sequence[Any] = (),
+    drops: bool = False,
 ) -> bool:
     """Whether an operator may stand for a decoder's loop over so many steps.
 
@@ -51,6 +52,7 @@ def is_one_operator(
         parts: the linear layers, whose parameters stand for them, and dropouts, which must not
             drop.
         feed: what is fed to the first step, ``[1, B, F]``, if anything.
+        drops: whether the operator is to drop numbers.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
     layers = 1 if layer.weight_above is None else 1 + len(layer.weight_above)
@@ -64,7 +66,7 @@ def is_one_operator(
         and all(is_plain(x, nn.Linear, nn.Dropout) for x in parts)
         and not any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in parts)
         and all(x.dtype == like.dtype and x.device == like.device for x in inputs)
-        and backend_of(None, None, like) is not None
+        and backend_of(None, None, like, stack=drops or layers > 1) is not None
     )
 
 

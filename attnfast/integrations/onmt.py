@@ -58,11 +58,14 @@ class InputFeed:
         feed, T, above = self.state["input_feed"], tgt.shape[1], len(cells) - 1
         parts = [attention.linear_out] + [query] * (query is not None)
         dropouts = (self.rnn.dropout, above), (self.dropout, 1)
+        drops = any(x.training and x.p > 0 for x, _ in dropouts)
         if (
             not is_plain(self.rnn, type(self.rnn))
             or not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)
             or not all(is_plain(x, nn.Dropout) for x, _ in dropouts)
-            or not is_one_operator(layer, T, enc_out, hidden, attention, *parts, feed=[feed])
+            or not is_one_operator(
+                layer, T, enc_out, hidden, attention, *parts, feed=[feed], drops=drops
+            )
         ):
             return super()._run_forward_pass(tgt, enc_out, src_len)
         memory = Memory(enc_out, enc_out, None if src_len is None else src_len.long())
