@@ -257,13 +257,16 @@ class AttentionRNN(nn.Module):
             first = numbers[0]
             own: Any = of_all if stack else [None if y is None else y[first] for y in of_all]
             h, c, packed = own
-            above = (len(numbers) - 1, *x.shape[:2], self.hidden_size)
+            dropout = dropout_above = None
+            if self.training:
+                dropout = self._mask(self.recurrent_dropout, h, h.shape)
+            if self.training and stack:
+                above = (self.num_layers - 1, *x.shape[:2], self.hidden_size)
+                dropout_above = self._mask(self.dropout, h, above)
             done = run_layer(
                 self._layer(*numbers), x, start._replace(hidden=h, cell=c, packed=packed),
                 *((None, None) if first else (self.attention, memory)), target_lengths=lengths,
-                dropout=self._mask(self.recurrent_dropout, h, h.shape),
-                dropout_above=self._mask(self.dropout, h, above) if stack else None,
-                need_weights=bool(need_weights),
+                dropout=dropout, dropout_above=dropout_above, need_weights=bool(need_weights),
             )  # fmt: skip
             steps.append(done)
             hidden.append(last_of(done.states, h, lengths))
@@ -289,11 +292,10 @@ class AttentionRNN(nn.Module):
         output = states if attended.attentional is None else attended.attentional
         return recurrent_result(output, state, states, contexts, attended.weights)
 
-    def _mask(self, share: float, like: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Draw the mask of a dropout, in training."""
-        if not self.training or not share:
-            return None
-        return like.new_empty(shape).bernoulli_(1 - share) / (1 - share)
+    @staticmethod
+    def _mask(share: float, like: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Draw the mask of a dropout."""
+        return like.new_empty(shape).bernoulli_(1 - share) / (1 - share) if share else None
 
 
 class AttentionGRU(AttentionRNN):
