@@ -227,9 +227,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/integrations/decoders.py", "tests/integrations/test_decoders.py"): [
         ("x.training and x.p > 0", "x.training and x.p > 1"),
         ("is_plain(attention, type(attention))", "True"),
-        ("backend_of(None, None, like) is not None", "True"),
-        ("rnn.num_layers == 1", "rnn.num_layers > 0"),
-        ("x.shape[:2] == (1, len(source))", "True"),
+        ("backend_of(None, None, like, stack=drops or layers > 1) is not None", "True"),
+        ("x.shape[:2] == (layers, len(source))", "True"),
+        ("zip(dropouts, masks)", "zip(dropouts[::-1], masks[::-1])"),
+        (".movedim(0, 2)", ".movedim(1, 0).movedim(1, 2)"),
     ],
     ("attnfast/integrations/d2l.py", "tests/integrations/test_decoders.py -k d2l"): [
         (".roll(-source.shape[2], 1)", ""),
@@ -241,8 +242,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)", "self.dropout(embedded)"),
     ],
     ("attnfast/integrations/onmt.py", "tests/integrations/test_decoders.py"): [
-        ("*cells, feed=feed)", "*cells)"),
-        ("not is_plain(cell, nn.LSTMCell, nn.GRUCell)", "False"),
+        ("*hidden, feed=feed[0])", "*hidden)"),
+        ("not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)", "False"),
     ],
     ("attnfast/integrations/probe.py", "tests/integrations/test_decoders.py -k copies"): [
         ("(state | HIDDEN)", "state"),
@@ -322,7 +323,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("csrc/cpu/recurrent_forward.h", RECURRENT): [
         ("sum += *row<C>(a.attention.loss, b, t);", "sum = *row<C>(a.attention.loss, b, t);"),
         ("if (pads) unit = Unit<Vec<C>>{};", ""),
-        ("bias[of_state(a.cell, gate) * width + i]", "bias[gate * width + i]"),
+        ("out[of_state(a.cell, gate) * width]", "out[gate * width]"),
+        ("if (lift) store_part(", "if (false) store_part("),
+        ("{masked[t % 2] + (layer * a.B + b) * a.H, a.H}", "{masked[t % 2] + b * a.H, a.H}"),
+        ("packed.hidden.at(own)", "packed.hidden.at(panel)"),
         ("in_place.scores = step.weights;", ""),
     ],
     ("csrc/cpu/recurrent_backward.h", RECURRENT): [
@@ -331,7 +335,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if (room.kept.data) finish_history();", ""),
         ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
         ("if (given_cell) grad_cell += part(given_cell);", ""),
-        ("if (a.attends_first && a.T) add_attended(0, block, x);", ""),
+        ("if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);", ""),
+        ("if (layer == a.layers - 1) add_attended(", "add_attended("),
+        ("f = mask == 0 ? Vec<C>{} : f / mask;", ""),
+        ("x, at_layer<C>(a.dropout_above, layer - 1), t);", "x, View{}, t);"),
+        ("below(a.dropout_above), gates", "none, gates"),
         ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ("there = runs(a, b, t) && (!before || x.first.data)", "there = !before || x.first.data"),
         ("if (n > 0 && x.factor.data) v *=", "if (false) v *="),
@@ -406,8 +414,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('needs(given.coverage, given.previous, "previous");', ""),
         ('check(!given.coverage || !given.span, "span");', ""),
         ("X(Optional, grad_loss, after, given.coverage, {B})", "X(Optional, grad_loss, any)"),
-        ('X(Tensor, gates, kept, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
-        ("X(Optional, dropout, sizes, own, {B, N})", "X(Optional, dropout, any)"),
+        ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
+        ("X(Optional, dropout, layered, own, {B, N})", "X(Optional, dropout, any)"),
+        ('needs(given.dropout_output, given.weight_output, "dropout_output");', ""),
+        ("check(layers > 1, \"hidden\")", "0"),
     ],
     ("csrc/cpu/team.h", RECURRENT): [
         ("expected += items;", ""),
