@@ -51,6 +51,7 @@ __all__ = [
     "key_coverage",
     "kl_from_uniform",
     "links",
+    "monotonicity",
     "repetition",
     "row_statistics",
     "translated",
@@ -288,6 +289,27 @@ def diagonality(
     apart = of.keys - of.diagonal().unsqueeze(-1)
     ways = of.p * (apart.abs() <= radius), of.p * apart, of.p * apart.abs()
     return Diagonality(*(of.mean(x.sum(-1)) for x in ways))
+
+
+def monotonicity(
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    *,
+    keys: Tensor | None = None,
+) -> Tensor:
+    r"""Return the share of rows that look no farther back than the row before.
+
+    .. math:: \frac{1}{m - 1} \sum_{i \ge 1} [a_i \ge a_{i-1}], \quad
+              a_i = \arg\max_j \alpha_{ij}
+
+    Returns:
+        ``[B, (H)]``, from 0 to 1; 1 of a target of one row.
+    """
+    of = _Given(weights, lengths, target_lengths, keys)
+    _, position = of.largest()
+    back = (position[..., 1:] < position[..., :-1]) & of.rows[..., 1:]
+    return 1 - back.sum(-1) / of.each(of.m - 1).clamp_min(1)
 
 
 class Translated(NamedTuple):

@@ -149,6 +149,40 @@ def _label(axes, source: Sequence[str], target: Sequence[str]) -> None:
     axes.set_ylabel("target: what is written", labelpad=8)
 
 
+def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], hop: float) -> bytes:
+    """Draw where a speller listens: weights below the spectrogram, on the same axis of time.
+
+    Args:
+        features: ``[T, M]``, such as log-mel ones.
+        weights: ``[L, Tk]``, a row a letter; its keys share the time of the T frames evenly.
+        letters: L.
+        hop: seconds from a frame to the next.
+    """
+    if features.dim() != 2 or weights.dim() != 2:
+        refuse("features and weights", "[T, M] and [L, Tk]", (features.dim(), weights.dim()))
+    if len(letters) != len(weights):
+        refuse("letters", f"{len(weights)}, one a row of the weights", len(letters))
+    seconds = hop * len(features)
+    figure = _figure(min(3 + 2.2 * seconds, MOST_INCHES), 2.6 + 0.17 * len(letters))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1.6, 0.6 + 0.17 * len(letters)])
+    for axes, x, colours, label in (
+        (top, features.T, "magma", "log-mel feature"), (bottom, weights, "GnBu", "letter"),
+    ):  # fmt: skip
+        low = 0 if axes is bottom else None
+        axes.imshow(
+            x.detach().float().cpu().numpy(), cmap=colours, vmin=low, aspect="auto",
+            interpolation="nearest", origin="upper" if axes is bottom else "lower",
+            extent=(0, seconds, len(x) - 0.5, -0.5) if axes is bottom else
+            (0, seconds, -0.5, len(x) - 0.5),
+        )  # fmt: skip
+        axes.set_ylabel(label)
+        axes.spines[:].set_visible(False)
+    bottom.set_yticks(range(len(letters)), [x.replace(" ", "␣") for x in letters], fontsize=8)
+    bottom.tick_params(axis="y", length=0)
+    bottom.set_xlabel("time, s")
+    return _png(figure)
+
+
 def draw_speed(
     rows: Mapping[str, Mapping[str, Sequence[Cost]]],
     sizes: Sequence[int],

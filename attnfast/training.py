@@ -18,7 +18,7 @@ from attnfast.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.errors import InputError
 from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.losses import alignment_loss
-from attnfast.models import PAD, Config, Seq2Seq
+from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled
 from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate
 
@@ -94,6 +94,41 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
         ignore_index=PAD,
         label_smoothing=label_smoothing,
     )
+
+
+def hybrid_loss(
+    spelled: Spelled, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
+) -> Tensor:
+    r"""Return :math:`(1 - \lambda)` times the speller's loss and λ times CTC's, in nats a label.
+
+    .. math:: \frac{1}{N} \sum_b -(1 - \lambda) \ln P(y_b \,\mathrm{end}) -
+              \lambda \ln P_\mathrm{ctc}(y_b)
+
+    The first part is :func:`sequence_loss`, whose mean counts the ends too. A text that has more
+    labels than its recording has states counts 0 in the second.
+
+    Args:
+        spelled: what :class:`attnfast.models.ListenAttendSpell` returns.
+        target_out: ``[B, T]``, labels and the end.
+        ctc_weight: λ, from 0 to 1.
+        label_smoothing: of the speller's loss.
+
+    Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
+    """
+    if not 0 <= ctc_weight <= 1:
+        raise InputError(f"ctc_weight must be a number from 0 to 1, got {ctc_weight}")
+    loss = spelled.logits.new_zeros(())
+    if ctc_weight < 1:
+        own = sequence_loss(spelled.logits, target_out, label_smoothing)
+        loss = loss + (1 - ctc_weight) * own
+    if ctc_weight:
+        counts = (target_out > EOS).sum(-1)
+        paths = nn.functional.ctc_loss(
+            spelled.frame_log_probs.transpose(0, 1), target_out, spelled.lengths, counts,
+            blank=PAD, reduction="sum", zero_infinity=True,
+        )  # fmt: skip
+        loss = loss + ctc_weight * paths / counts.sum().clamp_min(1)
+    return loss
 
 
 def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:

@@ -3,14 +3,22 @@
 ``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
 :class:`Encoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and :class:`Seq2Seq`;
 :func:`greedy_search` and :func:`beam_search` decode with it. :class:`Classifier` reads a
-sentence and decides.
+sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, reads a recording;
+:class:`CTCPrefixScorer` lets the search ask its CTC head too.
 """
 
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
-from attnfast.models.search import beam_search, greedy_search
+from attnfast.models.search import Scorer, beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
+from attnfast.models.speech import (
+    CTCPrefixScorer,
+    Heard,
+    ListenAttendSpell,
+    PyramidEncoder,
+    Spelled,
+)
 
 __all__ = [
     "ATTENTIONS",
@@ -20,13 +28,19 @@ __all__ = [
     "POOLINGS",
     "UNK",
     "BahdanauDecoder",
+    "CTCPrefixScorer",
     "Classifier",
     "Config",
     "Encoder",
     "FixedContext",
+    "Heard",
+    "ListenAttendSpell",
     "LuongDecoder",
+    "PyramidEncoder",
+    "Scorer",
     "Seq2Seq",
     "Source",
+    "Spelled",
     "beam_search",
     "build",
     "greedy_search",

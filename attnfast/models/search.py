@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +25,41 @@ def output_limit(lengths: Tensor) -> Tensor:
     return 2 * lengths.cpu() + 10
 
 
-def _log_probs(logits: Tensor, must_end: Tensor) -> Tensor:
+def _limits(model: Any, lengths: Tensor) -> Tensor:
+    """Return the same of a model, which may have an ``output_limit`` of its own."""
+    return getattr(model, "output_limit", output_limit)(lengths)
+
+
+class Scorer(Protocol):
+    """What may judge hypotheses beside the model, such as :class:`CTCPrefixScorer`."""
+
+    def score(self, words: Tensor, state: Any, memory: Any) -> tuple[Tensor, Any]:
+        """Return the log-probabilities ``[R, V]`` of the word after each hypothesis, and a state.
+
+        ``words [R, 1]`` are the last of R hypotheses, the start with the state None; ``memory`` is
+        the model's, one a hypothesis. States have ``index_select``, as the model's.
+        """
+        ...
+
+
+def _log_probs(
+    logits: Tensor, must_end: Tensor, other: Tensor | None = None, share: float = 0.0
+) -> Tensor:
     """Turn ``logits [B, V]`` into log-probabilities of words that may come next.
 
     Padding, the unknown word and the start of a sentence may not; rows of ``must_end [B]`` end.
+    With the log-probabilities of an ``other``, it has that ``share`` of the sum of both.
     """
     logits = logits.float()
-    other = torch.arange(logits.shape[-1], device=logits.device) != EOS
+    goes_on = torch.arange(logits.shape[-1], device=logits.device) != EOS
     # What a pointer-generator cannot say, another sentence's own words among it.
-    logits = logits.masked_fill((logits == torch.tensor(LOWEST)) & other, -math.inf)
+    logits = logits.masked_fill((logits == torch.tensor(LOWEST)) & goes_on, -math.inf)
     logits[:, :EOS] = -math.inf  # a list of the three would be copied to a GPU
     log_probs = logits.log_softmax(-1)
-    return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & other, -math.inf)
+    if other is not None:
+        both = (1 - share) * log_probs + share * other
+        log_probs = both.masked_fill(log_probs == -math.inf, -math.inf)
+    return log_probs.masked_fill(must_end.to(logits.device).unsqueeze(-1) & goes_on, -math.inf)
 
 
 def _best_words(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,12 +132,12 @@ def _in_one_call(
 
 
 @torch.no_grad()
-def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[int]]:
+def greedy_search(model: Any, source: Tensor, lengths: Tensor) -> list[list[int]]:
     """Take the most probable word at every step.
 
     Args:
-        model: in evaluation mode.
-        source: word ids ``[B, Tk]``.
+        model: in evaluation mode; as in :func:`beam_search`.
+        source: word ids ``[B, Tk]``, or what else the model encodes.
         lengths: ``[B]``.
 
     Returns:
@@ -124,10 +148,10 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
     """
     check_model(model)
     memory, state = model.encode(source, lengths)
-    limits = output_limit(lengths).to(source.device).unsqueeze(1)
+    limits = _limits(model, lengths).to(source.device).unsqueeze(1)
     if (rows := _in_one_call(model, memory, state, limits)) is not None:
         return rows
-    words = source.new_full((source.shape[0], 1), BOS)
+    words = torch.full((source.shape[0], 1), BOS, device=source.device)
     ended = torch.zeros_like(words, dtype=torch.bool)
     nan = torch.zeros_like(ended)
     outputs: list[Tensor] = []
@@ -145,40 +169,65 @@ def greedy_search(model: Seq2Seq, source: Tensor, lengths: Tensor) -> list[list[
 
 @torch.no_grad()
 def beam_search(
-    model: Seq2Seq, source: Tensor, lengths: Tensor, beam: int = 5, length_penalty: float = 1.0
+    model: Any,
+    source: Tensor,
+    lengths: Tensor,
+    beam: int = 5,
+    length_penalty: float = 1.0,
+    *,
+    scorer: Scorer | None = None,
+    scorer_weight: float = 0.3,
+    length_bonus: float = 0.0,
 ) -> list[list[int]]:
     r"""Keep the best ``beam`` partial translations of each sentence at every step.
 
     A finished translation y of n words, its end included, scores
-    :math:`\log P(y) / ((5 + n) / 6)^\alpha`, the normalisation of GNMT (Wu et al., 2016,
-    arXiv:1609.08144). A sentence is done when ``beam`` of its translations have finished.
+
+    .. math:: \frac{(1 - \lambda) \log P(y) + \lambda \log P_\mathrm{scorer}(y) + \gamma (n - 1)}
+              {((5 + n) / 6)^\alpha}
+
+    with the normalisation of GNMT (Wu et al., 2016, arXiv:1609.08144) below the line. A sentence is
+    done when ``beam`` of its translations have finished.
 
     Args:
-        model: in evaluation mode.
-        source: word ids ``[B, Tk]``.
+        model: in evaluation mode; what has ``encode`` and ``decode``, as :class:`Seq2Seq` and
+            :class:`ListenAttendSpell`.
+        source: word ids ``[B, Tk]``, or what else the model encodes.
         lengths: ``[B]``.
         beam: K; 1 is greedy search.
         length_penalty: α; 0 does not normalise and so favours short translations.
+        scorer: judges hypotheses too, such as :class:`CTCPrefixScorer`, or None.
+        scorer_weight: λ, from 0 to 1: its share. 1 leaves the model's own scores out.
+        length_bonus: γ for each word but the end.
 
     Returns:
         The words of each sentence's best translation, without the end.
 
     Raises:
         InputError: ``beam`` is below 1, or scores are NaN.
+
+    Paper: Watanabe et al., "Hybrid CTC/Attention Architecture for End-to-End Speech Recognition",
+    IEEE JSTSP 11(8), 2017, for the scores of two together.
     """
     check_model(model)
     try:
         check_whole("beam", beam)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if not is_finite(length_penalty):
-        refuse("length_penalty", "a finite number", describe(length_penalty))
+    for name, x in (("length_penalty", length_penalty), ("length_bonus", length_bonus)):
+        if not is_finite(x):
+            refuse(name, "a finite number", describe(x))
+    if not is_finite(scorer_weight) or not 0 <= scorer_weight <= 1:
+        refuse("scorer_weight", "a number from 0 to 1", describe(scorer_weight))
+    if scorer is not None and not callable(getattr(scorer, "score", None)):
+        refuse_type("scorer", "an object with score(...), or None", describe(scorer))
     memory, state = model.encode(source, lengths)
     batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
-    limits = output_limit(lengths)
-    words = source.new_full((batch * beam, 1), BOS)
+    limits = _limits(model, lengths)
+    words = torch.full((batch * beam, 1), BOS, device=device)
+    judged = judgement = None  # the scorer's state, and what it says
     scores = torch.full((batch, beam), -math.inf, device=device)
     scores[:, 0] = 0  # all hypotheses are the same at first: only one may continue
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
@@ -189,9 +238,14 @@ def beam_search(
         step = words.shape[1]
         last = limits[going] <= step
         logits, state, _ = model.decode(words[:, -1:], state, memory)
-        log_probs = _log_probs(logits[:, -1], last.repeat_interleave(beam))
+        if scorer is not None:
+            judgement, judged = scorer.score(words[:, -1:], judged, memory)
+        log_probs = _log_probs(
+            logits[:, -1], last.repeat_interleave(beam), judgement, scorer_weight
+        )
         vocab = log_probs.shape[-1]
         total = scores.unsqueeze(-1) + log_probs.view(len(going), beam, vocab)
+        total[..., EOS + 1 :] += length_bonus
         # No more than K of the best 2K end here, so at least K go on.
         scores, index = total.flatten(1).topk(2 * beam)
         nan |= scores.isnan().any()  # NaN comes before any number
@@ -210,9 +264,10 @@ def beam_search(
         alive = alive[keep]
         scores, origin, word = (x[keep].gather(1, alive) for x in (scores, origin, word))
         rows = origin.flatten()
+        if len(rows) < len(words):  # hypotheses of one sentence share its memory
+            memory = memory.index_select(rows)
         words = torch.cat([words[rows], word.view(-1, 1)], 1)
         state = state.index_select(rows)
-        if len(rows) < len(memory.words):  # hypotheses of one sentence share its memory
-            memory = memory.index_select(rows)
+        judged = None if judged is None else judged.index_select(rows)
     _refuse_nan(nan)
     return [max(hypotheses)[1] for hypotheses in finished]

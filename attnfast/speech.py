@@ -1,0 +1,336 @@
+"""Recordings: read from files, turned into log-mel features, normalised, masked; and word errors.
+
+Plain PyTorch and the standard library. Samples are numbers from −1 to 1, times are in seconds,
+frequencies in hertz.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import wave
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import InputError, check_whole, describe, reason, refuse
+from attnfast.models.seq2seq import check_lengths
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_tensor, is_finite
+
+#: Of an energy below it the logarithm is taken as if it were this.
+SMALLEST = 1e-10
+
+
+def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
+    """Return the samples ``[n]``, float32 from −1 to 1, of a WAV file of one channel and 16 bits.
+
+    Args:
+        content: the file's bytes.
+        rate: how many samples a second it must have.
+        name: what errors call it.
+
+    Raises:
+        InputError: it is no such file, of another rate, or empty.
+    """
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            kind = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
+            frames = file.readframes(file.getnframes())
+    except (EOFError, wave.Error) as error:
+        detail = str(error) or "it ends too early"
+        raise InputError(f"{name}: expected a WAV file, got another: {detail}") from error
+    if kind != (1, 16, rate):
+        got = "{} of {} bits at {} Hz".format(*kind)
+        raise InputError(f"{name}: expected 1 channel of 16 bits at {rate} Hz, got {got}")
+    if not frames:
+        raise InputError(f"{name}: expected samples, got an empty recording")
+    samples = torch.frombuffer(bytearray(frames), dtype=torch.int16)
+    return samples.float() / 2**15
+
+
+def read_recordings(folder: str | Path, rate: int) -> dict[str, Tensor]:
+    """Return the samples of every WAV file of a folder, and of the archives ``*.tar.gz`` in it.
+
+    Names are those of the files, without folder and ``.wav``, in alphabetical order.
+
+    Raises:
+        InputError: as :func:`read_wav`; or the folder cannot be read, or has no recordings.
+    """
+    folder, found = Path(folder), {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.suffix == ".wav":
+                found[path.stem] = read_wav(path.read_bytes(), rate, str(path))
+            elif path.name.endswith(".tar.gz"):
+                with tarfile.open(path) as archive:
+                    for member in archive:
+                        file = archive.extractfile(member)
+                        inside = Path(member.name)
+                        if file is not None and inside.suffix == ".wav":
+                            name = f"{path}: {inside.name}"
+                            found[inside.stem] = read_wav(file.read(), rate, name)
+    except (EOFError, tarfile.TarError) as error:
+        raise InputError(f"{path}: expected an archive, got a broken one ({error})") from error
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or folder}: {reason(error)}") from error
+    if not found:
+        raise InputError(f"{folder}: expected recordings, *.wav or in a *.tar.gz, got none")
+    return dict(sorted(found.items()))
+
+
+def mel_filters(mels: int, fft: int, rate: int) -> Tensor:
+    r"""Return the triangles H ``[mels, fft // 2 + 1]`` of :class:`LogMel`, float32.
+
+    Their corners :math:`f_0, …, f_{M+1}` stand at equal distances from 0 to half the rate on the
+    mel scale, :math:`m(f) = 2595 \log_{10}(1 + f / 700)`:
+
+    .. math:: H_{mk} = \max\left(0, \min\left(\frac{f_k - f_{m-1}}{f_m - f_{m-1}},
+              \frac{f_{m+1} - f_k}{f_{m+1} - f_m}\right)\right), \quad f_k = k \cdot rate / fft
+    """
+    check_sizes(mels=mels, fft=fft, rate=rate)
+    top = 2595 * torch.tensor(1 + rate / 1400, dtype=torch.float64).log10()
+    corners = 700 * (10 ** (torch.linspace(0, 1, mels + 2, dtype=torch.float64) * top / 2595) - 1)
+    low, middle, high = corners[:-2, None], corners[1:-1, None], corners[2:, None]
+    f = torch.arange(fft // 2 + 1, dtype=torch.float64) * rate / fft
+    filters = torch.minimum((f - low) / (middle - low), (high - f) / (high - middle)).clamp_min(0)
+    if not filters.sum(-1).all():
+        refuse("mels", f"fewer for {fft} samples at {rate} Hz: some see no frequency", mels)
+    return filters.float()
+
+
+class LogMel(nn.Module):
+    r"""Log-mel features of recordings.
+
+    .. math:: |X_{tk}| = \left|\sum_{n < N} w_n x_{ts + n} e^{-2 \pi i k n / F}\right|, \quad
+              y_{tm} = \ln \max\left(10^{-10}, \textstyle\sum_k H_{mk} |X_{tk}|^2\right)
+
+    w is Hann's window of N samples, s the hop, F the power of two from N on, and H are the
+    triangles of :func:`mel_filters`. A frame reads its N samples alone, so that n samples have
+    1 + ⌊(n − N) / s⌋ frames, whatever else is in the batch.
+
+    Args:
+        rate: samples a second.
+        mels: M, features.
+        window, hop: of a frame and between two, in seconds.
+
+    Paper: Davis and Mermelstein, "Comparison of Parametric Representations for Monosyllabic Word
+    Recognition", IEEE TASSP 28(4), 1980; they go on to a cosine transform.
+    """
+
+    window: Tensor
+    filters: Tensor
+
+    def __init__(self, rate: int = 16000, mels: int = 80, window: float = 0.025, hop: float = 0.01):
+        super().__init__()
+        check_sizes(rate=rate, mels=mels)
+        for name, x in (("window", window), ("hop", hop)):
+            if not is_finite(x) or round(x * rate) < 1:
+                refuse(name, "seconds, of a sample at least", describe(x))
+        self.rate, self.samples, self.hop = rate, round(window * rate), round(hop * rate)
+        self.fft = 1 << (self.samples - 1).bit_length()
+        self.register_buffer("window", torch.hann_window(self.samples), persistent=False)
+        filters = mel_filters(mels, self.fft, rate)
+        self.register_buffer("filters", filters, persistent=False)
+
+    def forward(self, samples: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features ``[B, T, M]``, 0 in padding, and their lengths ``[B]``.
+
+        Args:
+            samples: ``[B, n]``, float32 or float64.
+            lengths: ``[B]``, how many of them exist, each a window at least.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a sample is not finite.
+        """
+        check_tensor("samples", samples)
+        if samples.dim() != 2 or samples.dtype not in (torch.float32, torch.float64):
+            refuse("samples", "float32 or float64 [B, n]", describe(samples))
+        if not samples.isfinite().all():
+            refuse("samples", "finite numbers", "NaN or infinity")
+        if samples.shape[1] < self.samples:
+            refuse("samples", f"at least {self.samples} a recording", samples.shape[1])
+        check_lengths(lengths, samples)
+        if int(lengths.min()) < self.samples:
+            refuse("lengths", f"at least {self.samples}, a window", int(lengths.min()))
+        spare = self.fft - self.samples  # the window stands in the middle of F samples
+        spectrum = torch.stft(
+            nn.functional.pad(samples, (spare // 2, spare - spare // 2)), self.fft, self.hop,
+            self.samples, self.window.to(samples.dtype), center=False, return_complex=True,
+        )  # fmt: skip
+        energy = spectrum.abs().square().transpose(1, 2)
+        features = (energy @ self.filters.to(energy.dtype).T).clamp_min(SMALLEST).log()
+        counts = 1 + (lengths - self.samples) // self.hop
+        return _cut(features, counts), counts
+
+
+def _cut(features: Tensor, lengths: Tensor) -> Tensor:
+    """Return ``features [B, T, F]`` with 0 in padding."""
+    place = torch.arange(features.shape[1], device=features.device)
+    exists = place < lengths.to(features.device).unsqueeze(-1)
+    return features.masked_fill(~exists.unsqueeze(-1), 0)
+
+
+class Normalisation(nn.Module):
+    r"""Features less their mean and over their deviation: of all recordings, or of each speaker's.
+
+    .. math:: (x_{tm} - \mu_{sm}) / \sigma_{sm}
+
+    It begins with μ = 0 and σ = 1; :meth:`fit` takes them from recordings. They are buffers.
+
+    Args:
+        features: M.
+        speakers: S; 1 for statistics of all recordings.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, features: int, speakers: int = 1):
+        super().__init__()
+        check_sizes(features=features, speakers=speakers)
+        self.register_buffer("mean", torch.zeros(speakers, features))
+        self.register_buffer("deviation", torch.ones(speakers, features))
+
+    @torch.no_grad()
+    def fit(self, recordings: Iterable[Tensor], speakers: Iterable[int] | None = None) -> None:
+        """Take mean and deviation over all frames of ``recordings``, each ``[T, M]``.
+
+        Args:
+            speakers: of each its number below S; None means 0.
+        """
+        S, M = self.mean.shape
+        sums = self.mean.new_zeros(3, S, M, dtype=torch.float64)  # of 1, x and x²
+        recordings = list(recordings)
+        numbers = [0] * len(recordings) if speakers is None else list(speakers)
+        if len(numbers) != len(recordings):
+            refuse("speakers", f"{len(recordings)}, one a recording", len(numbers))
+        for x, speaker in zip(recordings, numbers):
+            if x.dim() != 2 or x.shape[1] != M:
+                refuse("recordings", f"[T, {M}] each", describe(x))
+            check_whole("speakers", speaker, 0)
+            if speaker >= S:
+                refuse("speakers", f"below {S}", speaker)
+            x = x.double()
+            sums[:, speaker] += torch.stack([torch.ones_like(x).sum(0), x.sum(0), (x * x).sum(0)])
+        count, first, second = sums
+        if not count.all():
+            refuse("recordings", "one at least of every speaker", f"{len(recordings)} in all")
+        mean = first / count
+        self.mean.copy_(mean)
+        self.deviation.copy_((second / count - mean.square()).clamp_min(SMALLEST).sqrt())
+
+    def forward(self, features: Tensor, lengths: Tensor, speaker: Tensor | None = None) -> Tensor:
+        """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0."""
+        check_tensor("features", features)
+        if features.dim() != 3 or features.shape[-1] != self.mean.shape[-1]:
+            refuse("features", f"[B, T, {self.mean.shape[-1]}]", describe(features))
+        check_lengths(lengths, features)
+        number = torch.zeros_like(lengths) if speaker is None else speaker
+        number = number.to(self.mean.device)
+        mean, deviation = self.mean[number].unsqueeze(1), self.deviation[number].unsqueeze(1)
+        return _cut((features - mean) / deviation, lengths)
+
+
+class SpecAugment(nn.Module):
+    r"""In training, put 0 in place of some neighbouring features and of some neighbouring frames.
+
+    A mask of features is :math:`f \sim U[0, F]` wide, one of frames
+    :math:`t \sim U[0, \min(T, p\tau)]` long, τ the recording's length; where they begin is uniform
+    too. After a :class:`Normalisation` 0 is the mean. The paper's warping of time, of which it says
+    that it adds little, is left out.
+
+    Args:
+        feature_masks, feature_width: how many, and F.
+        frame_masks, frame_width: how many, and T.
+        share: p.
+
+    Paper: Park et al., "SpecAugment", Interspeech 2019, arXiv:1904.08779.
+    """
+
+    def __init__(
+        self,
+        feature_masks: int = 2,
+        feature_width: int = 8,
+        frame_masks: int = 2,
+        frame_width: int = 20,
+        share: float = 0.2,
+    ):
+        super().__init__()
+        for name, x in (
+            ("feature_masks", feature_masks), ("feature_width", feature_width),
+            ("frame_masks", frame_masks), ("frame_width", frame_width),
+        ):  # fmt: skip
+            check_whole(name, x, 0)
+        if not is_finite(share) or not 0 <= share <= 1:
+            refuse("share", "a number from 0 to 1", describe(share))
+        self.feature_masks, self.feature_width = feature_masks, feature_width
+        self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """Return ``features [B, T, M]``, of which ``lengths [B]`` frames exist, masked."""
+        check_tensor("features", features)
+        if features.dim() != 3:
+            refuse("features", "[B, T, M]", describe(features))
+        if not self.training:
+            return features
+        B, T, M = features.shape
+        n = lengths.to(features.device).unsqueeze(1)  # [B, 1]
+        longest = (self.share * n).clamp_max(self.frame_width)
+        hidden = torch.zeros(B, T, M, dtype=torch.bool, device=features.device)
+        for count, most, total, size, axis in (
+            (self.feature_masks, torch.full_like(n, min(self.feature_width, M)), M, M, 1),
+            (self.frame_masks, longest, n, T, 2),
+        ):
+            drawn = torch.rand(2, B, count, device=features.device)
+            width = (drawn[0] * (most.floor() + 1)).floor()  # whole, from 0 to the most
+            begin = (drawn[1] * (total - width + 1)).floor()
+            place = torch.arange(size, device=features.device).view(-1, 1, 1)
+            inside = ((place >= begin) & (place < begin + width)).any(-1).T  # [B, size]
+            hidden |= inside.unsqueeze(axis)
+        return features.masked_fill(hidden, 0)
+
+
+class WordErrors(NamedTuple):
+    """Words that differ from a reference of ``words``: replaced, left out and put in."""
+
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+    words: int = 0
+
+    def __add__(self, other: object) -> WordErrors:  # type: ignore[override]
+        """Return the errors of both texts together."""
+        if not isinstance(other, WordErrors):
+            return NotImplemented
+        return WordErrors(*map(sum, zip(self, other)))
+
+    @property
+    def rate(self) -> float:
+        """The word error rate, (S + D + I) / N; NaN without words."""
+        return sum(self[:3]) / self.words if self.words else float("nan")
+
+
+def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErrors:
+    """Count the fewest words to replace, leave out and put in that make one text of the other.
+
+    Of several ways with as few errors it takes one with the most replaced words.
+
+    Paper: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals",
+    Soviet Physics Doklady 10(8), 1966.
+    """
+    # errors of the words so far against every beginning of the hypothesis: total, then S, D, I
+    row = [(j, 0, 0, j) for j in range(len(hypothesis) + 1)]
+    for i, word in enumerate(reference, 1):
+        above, row = row, [(i, 0, i, 0)]
+        for j, other in enumerate(hypothesis, 1):
+            ways = [(above[j - 1], (int(word != other), 0, 0)), (above[j], (0, 1, 0)),
+                    (row[j - 1], (0, 0, 1))]  # fmt: skip
+            row.append(min(
+                ((t + sum(e), s + e[0], d + e[1], n + e[2]) for (t, s, d, n), e in ways),
+                key=lambda x: (x[0], -x[1]),
+            ))  # fmt: skip
+    return WordErrors(*row[-1][1:], len(reference))

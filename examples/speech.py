@@ -1,0 +1,446 @@
+"""Listen, attend and spell: strings of spoken digits, by several kinds of attention.
+
+    python examples/speech.py FOLDER --out runs/speech
+
+FOLDER holds the recordings of the Free Spoken Digit Dataset, ``{digit}_{speaker}_{index}.wav``, in
+an archive or as files. Of every digit and speaker indices 0 to 4 are for the test, 5 to 9 to choose
+settings by; models learn from the others. A string is 1 to 5 recordings of one speaker with random
+gaps, levels and a faint noise, spelled in letters. The models:
+
+    no attention       the speller knows the pyramid's last states alone
+    dot, additive, location-aware, forward
+    forward, ÷ 16      with two layers more, so that a letter takes no more than a state
+    no CTC             location-aware, learnt without CTC
+    no pyramid         location-aware, over all frames
+
+Of all it tells the word error rate on the test by the number of words, also of strings longer than
+any that were learnt from, with the speller alone, with CTC in the search, and with CTC alone. What
+is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. The table and
+pictures of what is listened to go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast import checkpoint, diagnostics
+from attnfast.cli import Parser, run
+from attnfast.data import pad
+from attnfast.errors import InputError
+from attnfast.interrupts import Interrupted, stop_on_signal
+from attnfast.measure import peak_memory
+from attnfast.models import (
+    BOS,
+    EOS,
+    CTCPrefixScorer,
+    FixedContext,
+    ListenAttendSpell,
+    PyramidEncoder,
+    beam_search,
+)
+from attnfast.nn import (
+    BahdanauAttention,
+    ForwardAttention,
+    LocationAwareAttention,
+    LuongAttention,
+)
+from attnfast.plots import draw_listening
+from attnfast.progress import Progress, say
+from attnfast.speech import (
+    LogMel,
+    Normalisation,
+    SpecAugment,
+    WordErrors,
+    read_recordings,
+    word_errors,
+)
+from attnfast.training import Options, hybrid_loss
+
+WORDS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
+LETTERS = " abcdefghijklmnopqrstuvwxyz"
+RATE, MELS, HOP = 8000, 40, 0.01
+LEARNT, LONGER = range(1, 6), range(6, 9)
+#: By the first index that does not belong to it.
+PARTS = {"test": 5, "valid": 10, "train": 1 << 30}
+GAP = 0.0, 0.3  # seconds before, between and after the words
+LEVEL = -10.0, 5.0  # of a word, decibels
+NOISE = -70.0, -50.0  # of a string, decibels of full scale
+SAVE_EVERY = 60.0  # seconds
+
+
+class Row(NamedTuple):
+    """A model of the table."""
+
+    attention: str
+    ctc_weight: float = 0.3
+    layers: int = 2
+    join: int = 2
+
+
+ROWS = {
+    "location-aware": Row("location-aware"),
+    "no attention": Row("no attention"),
+    "additive": Row("additive"),
+    "dot": Row("dot"),
+    "location-aware, no CTC": Row("location-aware", ctc_weight=0.0),
+    "location-aware, no pyramid": Row("location-aware", join=1),
+    "forward": Row("forward"),
+    "forward, ÷ 16": Row("forward", layers=4),
+}
+SEARCHES = {
+    "speller": {},
+    "with CTC": {"scorer_weight": 0.3},
+    "CTC alone": {"scorer_weight": 1.0},
+}
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+class String(NamedTuple):
+    """A string of digits: samples ``[n]``, and what is said."""
+
+    samples: Tensor
+    text: str
+
+
+class Digits:
+    """Recordings by part, speaker and digit, from which strings are made."""
+
+    def __init__(self, folder: Path):
+        self.parts: dict[str, dict[str, list[list[Tensor]]]] = {name: {} for name in PARTS}
+        for name, samples in read_recordings(folder, RATE).items():
+            try:
+                digit, speaker, index = name.split("_")
+                part = next(x for x, end in PARTS.items() if 0 <= int(index) < end)
+                self.parts[part].setdefault(speaker, [[] for _ in WORDS])[int(digit)].append(
+                    samples
+                )
+            except (ValueError, IndexError, StopIteration):
+                raise InputError(
+                    f"{folder}: expected names such as 7_jackson_32.wav, got {name}.wav"
+                ) from None
+        for part, speakers in self.parts.items():
+            if not speakers or not all(all(x) for x in speakers.values()):
+                raise InputError(
+                    f"{folder}: expected ten digits of every speaker for {part}, got fewer"
+                )
+
+    def draw(self, part: str, count: int, seed: str) -> String:
+        """Make a string of ``count`` words, a function of the arguments alone."""
+        draw = random.Random(seed)
+        speaker = self.parts[part][draw.choice(sorted(self.parts[part]))]
+        pieces, words = [], []
+        for _ in range(count):
+            digit = draw.randrange(len(WORDS))
+            gain = 10 ** (draw.uniform(*LEVEL) / 20)
+            gap = torch.zeros(round(RATE * draw.uniform(*GAP)))
+            pieces += [gap, gain * draw.choice(speaker[digit])]
+            words.append(WORDS[digit])
+        samples = torch.cat([*pieces, torch.zeros(round(RATE * draw.uniform(*GAP)))])
+        level = 10 ** (draw.uniform(*NOISE) / 20)
+        noise = torch.randn(
+            len(samples), generator=torch.Generator().manual_seed(draw.getrandbits(63))
+        )
+        return String(samples + level * noise, " ".join(words))
+
+    def strings(self, part: str, count: int, many: int) -> list[String]:
+        """Return the strings of so many words that models are compared on."""
+        return [self.draw(part, count, f"{part} {count} {i}") for i in range(many)]
+
+
+def encode(text: str) -> list[int]:
+    return [EOS + 1 + LETTERS.index(x) for x in text]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(LETTERS[i - EOS - 1] for i in ids)
+
+
+class Batch(NamedTuple):
+    """Features ``[B, T, M]``, their lengths, and letters before and after each step."""
+
+    frames: Tensor
+    lengths: Tensor
+    target_in: Tensor
+    target_out: Tensor
+
+
+class Ears(nn.Module):
+    """From strings to batches: log-mel features, normalised over all speakers, masked to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.mel = LogMel(RATE, MELS, hop=HOP)
+        self.norm = Normalisation(MELS)
+        self.augment = SpecAugment()
+
+    def listen(self, strings: Sequence[String]) -> tuple[Tensor, Tensor]:
+        """Return features without normalisation, and lengths."""
+        samples = nn.utils.rnn.pad_sequence([x.samples for x in strings], batch_first=True)
+        return self.mel(samples, torch.tensor([len(x.samples) for x in strings]))
+
+    def forward(self, strings: Sequence[String]) -> Batch:
+        features, lengths = self.listen(strings)
+        frames = self.augment(self.norm(features, lengths), lengths)
+        ids = [encode(x.text) for x in strings]
+        return Batch(frames, lengths, pad([[BOS, *x] for x in ids]), pad([[*x, EOS] for x in ids]))
+
+
+# ---- a model ------------------------------------------------------------------------------------
+
+
+def build(row: Row, dim: int) -> ListenAttendSpell:
+    """Make a model: ``dim`` features of each direction, twice as many of the speller's states."""
+    sizes = 2 * dim, 2 * dim
+    attention: nn.Module = {
+        "no attention": lambda: FixedContext(),
+        "dot": lambda: LuongAttention(*sizes, "dot"),
+        "additive": lambda: BahdanauAttention(*sizes, dim),
+        "location-aware": lambda: LocationAwareAttention(*sizes, dim, filters=10, width=31),
+        "forward": lambda: ForwardAttention(*sizes, dim),
+    }[row.attention]()
+    encoder = PyramidEncoder(MELS, dim, row.layers, dropout=0.2, join=row.join)
+    return ListenAttendSpell(encoder, attention, EOS + 1 + len(LETTERS), 2 * dim, dim // 2, 0.2)
+
+
+class Training:
+    """One model in training, or trained: a step's strings depend on the seed and its number."""
+
+    def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
+        self.name, self.seed, self.digits, self.args = name, seed, digits, args
+        self.row = ROWS[name]
+        self.options = Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed)
+        self.path = args.out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt"
+        torch.manual_seed(seed)
+        self.model, self.ears = build(self.row, args.dim), Ears()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=1e-4, fused=True)
+        self.step, self.times = 0, []  # milliseconds of each step
+        self.found: dict[str, Any] = {}
+        size = {"dim": args.dim, "steps": args.steps, "batch_size": args.batch_size}
+        self.like = {"row": list(self.row), "test": args.test, **size}
+        if not self.path.exists():
+            speakers = digits.parts["train"].values()
+            alone = [String(x, "") for speaker in speakers for takes in speaker for x in takes]
+            self.ears.norm.fit(self.ears.listen([x])[0][0] for x in alone)
+            return
+        kept = checkpoint.load(self.path)
+        if kept.get("like") != self.like:
+            raise InputError(f"{self.path}: expected {self.like}, got {kept.get('like')}")
+        self.model.load_state_dict(kept["model"])
+        self.ears.load_state_dict(kept["ears"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        self.step, self.times, self.found = kept["step"], kept["times"], kept["found"]
+        torch.set_rng_state(kept["random"])
+
+    def save(self) -> None:
+        parts = {x: getattr(self, x).state_dict() for x in ("model", "ears", "optimizer")}
+        rest = {x: getattr(self, x) for x in ("like", "step", "times", "found")}
+        checkpoint.write(
+            self.path,
+            {"format": checkpoint.FORMAT, "random": torch.get_rng_state(), **parts, **rest},
+        )
+
+    def batch(self, step: int) -> Batch:
+        """Return the strings of a step, all of as many words."""
+        count = random.Random(f"{self.seed} {step}").choice(LEARNT)
+        many = -(-self.options.batch_size // count)
+        seeds = (f"{self.seed} {step} {i}" for i in range(many))
+        return self.ears([self.digits.draw("train", count, x) for x in seeds])
+
+    def loss(self, batch: Batch) -> Tensor:
+        spelled = self.model(*batch[:3])
+        return hybrid_loss(spelled, batch.target_out, self.row.ctc_weight, 0.1)
+
+    def learn(self) -> None:
+        """Train until the last step, from the step that was reached."""
+        self.model.train()
+        self.ears.train()
+        steps, saved = self.args.steps, time.monotonic()
+        title = f"{self.name}, seed {self.seed}"
+        with stop_on_signal() as check, Progress(title, steps, "step", self.step) as progress:
+            while self.step < steps:
+                try:
+                    check()
+                except Interrupted:
+                    self.save()
+                    raise
+                start = time.perf_counter()
+                self.optimizer.param_groups[0]["lr"] = self.options.rate(self.step, steps)
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = self.loss(self.batch(self.step))
+                if not loss.isfinite():
+                    raise InputError(f"the loss of step {self.step + 1} must be finite, got {loss}")
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+                self.optimizer.step()
+                self.times.append(1000 * (time.perf_counter() - start))
+                self.step += 1
+                progress(1, f"loss {loss.item():.3f}")
+                if time.monotonic() - saved >= SAVE_EVERY:
+                    self.save()
+                    saved = time.monotonic()
+
+    # ---- what it has learnt ---------------------------------------------------------------------
+
+    def test(self) -> None:
+        """Measure word errors by search and number of words, and what attention does."""
+        if self.found:
+            return
+        self.model.eval()
+        self.ears.eval()
+        many, found = self.args.test, dict[str, Any]()
+        title = f"{self.name}, seed {self.seed}, testing"
+        with stop_on_signal() as check, Progress(title, len(LEARNT) + len(LONGER), "length") as bar:
+            for count in (*LEARNT, *LONGER):
+                strings = self.digits.strings(self.args.part, count, many)
+                batch = self.ears(strings)
+                for search in SEARCHES:
+                    check()
+                    heard = self.search(batch, search)
+                    errors = [
+                        word_errors(x.text.split(), y.split()) for x, y in zip(strings, heard)
+                    ]
+                    found[f"{search} {count}"] = list(sum(errors, WordErrors()))
+                if count == max(LEARNT):
+                    found |= self.attended(batch)
+                bar()
+        batch = self.batch(0)
+        self.model.train()
+        found["memory"] = peak_memory(lambda: self.loss(batch).backward(), torch.device("cpu"))
+        self.optimizer.zero_grad(set_to_none=True)
+        self.found = found
+        self.save()
+
+    def search(self, batch: Batch, name: str) -> list[str]:
+        """Return what is heard."""
+        options: dict[str, Any] = dict(SEARCHES[name])
+        if options:
+            options["scorer"] = CTCPrefixScorer()
+        rows = beam_search(
+            self.model, batch.frames, batch.lengths, self.args.beam, length_penalty=0.0, **options
+        )
+        return [decode(x) for x in rows]
+
+    @torch.no_grad()
+    def attended(self, batch: Batch) -> dict[str, float]:
+        """Return how monotonic and how diagonal the alignments of true letters are."""
+        spelled = self.model(*batch[:3], need_weights=True)
+        if spelled.weights is None:
+            return {}
+        call = spelled.weights, spelled.lengths, (batch.target_out != 0).sum(-1)
+        apart = diagnostics.diagonality(*call).distance / spelled.lengths
+        return {
+            "monotonic": float(diagnostics.monotonicity(*call).mean()),
+            "from the diagonal": float(apart.mean()),
+        }
+
+    @torch.no_grad()
+    def picture(self) -> bytes | None:
+        """Draw what is listened to while a string is spelled."""
+        self.model.eval()
+        self.ears.eval()
+        strings = self.digits.strings(self.args.part, 3, 1)
+        batch = self.ears(strings)
+        weights = self.model(*batch[:3], need_weights=True).weights
+        if weights is None:
+            return None
+        letters = [*strings[0].text, "end"]
+        return draw_listening(self.ears.listen(strings)[0][0], weights[0], letters, HOP)
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the mean over seeds, and the least and the most where there are several."""
+    mean = f"{statistics.fmean(values):{form}}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):{form}}–{max(values):{form}})"
+
+
+def table(trained: dict[str, list[Training]]) -> str:
+    """Return the tables of all models that are trained."""
+    shown = [*map(str, LEARNT), "1–5", "6–8"]
+    spans = [[n] for n in LEARNT] + [list(LEARNT), list(LONGER)]
+    lines = [f"| model | seeds | search | {' | '.join(shown)} |", f"|---|--:|---|{'--:|' * 7}"]
+    for name, models in trained.items():
+        for search in SEARCHES:
+            cells = []
+            for span in spans:
+                rates = [
+                    100
+                    * sum((WordErrors(*x.found[f"{search} {n}"]) for n in span), WordErrors()).rate
+                    for x in models
+                ]
+                cells.append(spread(rates, ".1f"))
+            lines.append(f"| {name} | {len(models)} | {search} | {' | '.join(cells)} |")
+    heads = ["model", "substituted, left out, put in, %", "monotonic, %", "from the diagonal, %"]
+    heads += ["ms a step", "MiB a step"]
+    lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * 5}"]
+    for name, models in trained.items():
+        total = sum(
+            (WordErrors(*x.found[f"speller {n}"]) for x in models for n in LEARNT), WordErrors()
+        )
+        kinds = ", ".join(f"{100 * x / total.words:.1f}" for x in total[:3])
+        attended = [
+            spread([100 * x.found[key] for x in models], ".1f") if key in models[0].found else "–"
+            for key in ("monotonic", "from the diagonal")
+        ]
+        cost = f"{statistics.median(t for x in models for t in x.times):.0f}"
+        memory = f"{statistics.fmean(x.found['memory'] for x in models) / 2**20:.0f}"
+        lines.append(f"| {name} | {kinds} | {' | '.join([*attended, cost, memory])} |")
+    return "\n".join(lines) + "\n"
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train all models, test them, and write the table and the pictures."""
+    checkpoint.make_folder(args.out)
+    digits = Digits(args.data)
+    trained: dict[str, list[Training]] = {}
+    try:
+        for seed in range(1, args.seeds + 1):
+            for name in args.rows:
+                one = Training(name, seed, digits, args)
+                one.learn()
+                one.test()
+                trained.setdefault(name, []).append(one)
+                text = table(trained)
+                checkpoint.write_atomically(args.out / "table.md", text.encode())
+                if seed == 1 and (drawn := one.picture()) is not None:
+                    checkpoint.write_atomically(one.path.with_suffix(".png"), drawn)
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    print(text, end="")
+    say(f"table.md and a picture of each model: {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", type=Path, help="folder of the recordings")
+    parser.add_argument("--out", type=Path, default=Path("runs/speech"), help="folder of results")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
+    parser.add_argument("--steps", type=int, default=1500, help="of each training")
+    parser.add_argument("--batch-size", type=int, default=96, help="words in a step")
+    parser.add_argument("--dim", type=int, default=128, help="features of each direction")
+    parser.add_argument("--test", type=int, default=100, help="strings of each length to test on")
+    parser.add_argument("--part", choices=["test", "valid"], default="test", help="to test on")
+    parser.add_argument("--beam", type=int, default=5, help="width of the search")
+    parser.set_defaults(function=compare)
+    return run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
