@@ -9,7 +9,7 @@ gaps, levels and a faint noise, spelled in letters. The models:
 
     no attention       the speller knows the pyramid's last states alone
     dot, additive, location-aware, forward
-    forward, ÷ 16      with two layers more, so that a letter takes no more than a state
+    forward, ÷ 16      with two layers more, so that a letter takes a state; learnt without CTC
     no CTC             location-aware, learnt without CTC
     no pyramid         location-aware, over all frames
 
@@ -38,7 +38,7 @@ from attnfast.cli import Parser, run
 from attnfast.data import pad
 from attnfast.errors import InputError
 from attnfast.interrupts import Interrupted, stop_on_signal
-from attnfast.measure import peak_memory
+from attnfast.measure import Cost, costs
 from attnfast.models import (
     BOS,
     EOS,
@@ -79,25 +79,30 @@ SAVE_EVERY = 60.0  # seconds
 
 
 class Row(NamedTuple):
-    """A model of the table."""
+    """A model of the table, and how many seeds it is trained with."""
 
     attention: str
+    seeds: int = 1
     ctc_weight: float = 0.3
     layers: int = 2
     join: int = 2
 
+    def searches(self) -> list[str]:
+        """Return the names of searches that it is able to."""
+        return [x for x in SEARCHES if self.ctc_weight or not SEARCHES[x].get("scorer_weight")]
+
 
 ROWS = {
-    "location-aware": Row("location-aware"),
-    "no attention": Row("no attention"),
-    "additive": Row("additive"),
-    "dot": Row("dot"),
+    "location-aware": Row("location-aware", 3),
+    "no attention": Row("no attention", 3),
+    "additive": Row("additive", 3),
+    "dot": Row("dot", 3),
     "location-aware, no CTC": Row("location-aware", ctc_weight=0.0),
     "location-aware, no pyramid": Row("location-aware", join=1),
     "forward": Row("forward"),
-    "forward, ÷ 16": Row("forward", layers=4),
+    "forward, ÷ 16, no CTC": Row("forward", ctc_weight=0.0, layers=4),
 }
-SEARCHES = {
+SEARCHES: dict[str, dict[str, float]] = {
     "speller": {},
     "with CTC": {"scorer_weight": 0.3},
     "CTC alone": {"scorer_weight": 1.0},
@@ -225,10 +230,9 @@ class Training:
         torch.manual_seed(seed)
         self.model, self.ears = build(self.row, args.dim), Ears()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=1e-4, fused=True)
-        self.step, self.times = 0, []  # milliseconds of each step
-        self.found: dict[str, Any] = {}
+        self.step, self.found = 0, dict[str, Any]()
         size = {"dim": args.dim, "steps": args.steps, "batch_size": args.batch_size}
-        self.like = {"row": list(self.row), "test": args.test, **size}
+        self.like = {"row": self.row._replace(seeds=1)._asdict(), **size}
         if not self.path.exists():
             speakers = digits.parts["train"].values()
             alone = [String(x, "") for speaker in speakers for takes in speaker for x in takes]
@@ -240,12 +244,12 @@ class Training:
         self.model.load_state_dict(kept["model"])
         self.ears.load_state_dict(kept["ears"])
         self.optimizer.load_state_dict(kept["optimizer"])
-        self.step, self.times, self.found = kept["step"], kept["times"], kept["found"]
+        self.step, self.found = kept["step"], kept["found"]
         torch.set_rng_state(kept["random"])
 
     def save(self) -> None:
         parts = {x: getattr(self, x).state_dict() for x in ("model", "ears", "optimizer")}
-        rest = {x: getattr(self, x) for x in ("like", "step", "times", "found")}
+        rest = {x: getattr(self, x) for x in ("like", "step", "found")}
         checkpoint.write(
             self.path,
             {"format": checkpoint.FORMAT, "random": torch.get_rng_state(), **parts, **rest},
@@ -275,7 +279,6 @@ class Training:
                 except Interrupted:
                     self.save()
                     raise
-                start = time.perf_counter()
                 self.optimizer.param_groups[0]["lr"] = self.options.rate(self.step, steps)
                 self.optimizer.zero_grad(set_to_none=True)
                 loss = self.loss(self.batch(self.step))
@@ -284,7 +287,6 @@ class Training:
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
                 self.optimizer.step()
-                self.times.append(1000 * (time.perf_counter() - start))
                 self.step += 1
                 progress(1, f"loss {loss.item():.3f}")
                 if time.monotonic() - saved >= SAVE_EVERY:
@@ -294,42 +296,47 @@ class Training:
     # ---- what it has learnt ---------------------------------------------------------------------
 
     def test(self) -> None:
-        """Measure word errors by search and number of words, and what attention does."""
-        if self.found:
+        """Measure word errors by search and number of words, and what attention does and costs."""
+        asked = {"beam": self.args.beam, "strings": self.args.test, "searches": SEARCHES}
+        if self.found.get("asked") == asked:
             return
         self.model.eval()
         self.ears.eval()
-        many, found = self.args.test, dict[str, Any]()
+        found: dict[str, Any] = {"asked": asked}
         title = f"{self.name}, seed {self.seed}, testing"
         with stop_on_signal() as check, Progress(title, len(LEARNT) + len(LONGER), "length") as bar:
             for count in (*LEARNT, *LONGER):
-                strings = self.digits.strings(self.args.part, count, many)
+                strings = self.digits.strings("test", count, self.args.test)
                 batch = self.ears(strings)
-                for search in SEARCHES:
+                for name in self.row.searches():
                     check()
-                    heard = self.search(batch, search)
-                    errors = [
-                        word_errors(x.text.split(), y.split()) for x, y in zip(strings, heard)
-                    ]
-                    found[f"{search} {count}"] = list(sum(errors, WordErrors()))
+                    heard = self.search(batch, **SEARCHES[name])
+                    pairs = [(x.text.split(), text.split()) for x, text in zip(strings, heard)]
+                    total = sum((word_errors(*pair) for pair in pairs), WordErrors())
+                    found[f"{name} {count}"] = list(total)
                 if count == max(LEARNT):
                     found |= self.attended(batch)
                 bar()
-        batch = self.batch(0)
-        self.model.train()
-        found["memory"] = peak_memory(lambda: self.loss(batch).backward(), torch.device("cpu"))
-        self.optimizer.zero_grad(set_to_none=True)
+        found["cost"] = list(self.cost())
         self.found = found
         self.save()
 
-    def search(self, batch: Batch, name: str) -> list[str]:
+    def cost(self) -> Cost:
+        """Return seconds and bytes of a step, forward and backward, the same strings for all."""
+        count = max(LEARNT)
+        batch = self.ears(self.digits.strings("valid", count, -(-self.args.batch_size // count)))
+        self.model.train()
+        cost = costs({"step": lambda: self.loss(batch).backward()}, 5)["step"]
+        self.optimizer.zero_grad(set_to_none=True)
+        return cost
+
+    def search(self, batch: Batch, **options: float) -> list[str]:
         """Return what is heard."""
-        options: dict[str, Any] = dict(SEARCHES[name])
-        if options:
-            options["scorer"] = CTCPrefixScorer()
+        scorer = CTCPrefixScorer() if options.get("scorer_weight") else None
         rows = beam_search(
-            self.model, batch.frames, batch.lengths, self.args.beam, length_penalty=0.0, **options
-        )
+            self.model, batch.frames, batch.lengths, self.args.beam, length_penalty=0.0,
+            scorer=scorer, **options,
+        )  # fmt: skip
         return [decode(x) for x in rows]
 
     @torch.no_grad()
@@ -350,7 +357,7 @@ class Training:
         """Draw what is listened to while a string is spelled."""
         self.model.eval()
         self.ears.eval()
-        strings = self.digits.strings(self.args.part, 3, 1)
+        strings = self.digits.strings("test", 4, 1)
         batch = self.ears(strings)
         weights = self.model(*batch[:3], need_weights=True).weights
         if weights is None:
@@ -376,7 +383,7 @@ def table(trained: dict[str, list[Training]]) -> str:
     spans = [[n] for n in LEARNT] + [list(LEARNT), list(LONGER)]
     lines = [f"| model | seeds | search | {' | '.join(shown)} |", f"|---|--:|---|{'--:|' * 7}"]
     for name, models in trained.items():
-        for search in SEARCHES:
+        for search in ROWS[name].searches():
             cells = []
             for span in spans:
                 rates = [
@@ -398,9 +405,10 @@ def table(trained: dict[str, list[Training]]) -> str:
             spread([100 * x.found[key] for x in models], ".1f") if key in models[0].found else "–"
             for key in ("monotonic", "from the diagonal")
         ]
-        cost = f"{statistics.median(t for x in models for t in x.times):.0f}"
-        memory = f"{statistics.fmean(x.found['memory'] for x in models) / 2**20:.0f}"
-        lines.append(f"| {name} | {kinds} | {' | '.join([*attended, cost, memory])} |")
+        each = [Cost(*x.found["cost"]) for x in models]
+        time_ = f"{1000 * statistics.median(x.seconds for x in each):.0f}"
+        memory = f"{statistics.fmean(x.memory for x in each) / 2**20:.0f}"
+        lines.append(f"| {name} | {kinds} | {' | '.join([*attended, time_, memory])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -411,7 +419,7 @@ def compare(args: argparse.Namespace) -> None:
     trained: dict[str, list[Training]] = {}
     try:
         for seed in range(1, args.seeds + 1):
-            for name in args.rows:
+            for name in [x for x in args.rows if seed <= ROWS[x].seeds]:
                 one = Training(name, seed, digits, args)
                 one.learn()
                 one.test()
@@ -431,12 +439,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of the recordings")
     parser.add_argument("--out", type=Path, default=Path("runs/speech"), help="folder of results")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, default=1500, help="of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
+    parser.add_argument("--steps", type=int, default=1200, help="of each training")
     parser.add_argument("--batch-size", type=int, default=96, help="words in a step")
     parser.add_argument("--dim", type=int, default=128, help="features of each direction")
     parser.add_argument("--test", type=int, default=100, help="strings of each length to test on")
-    parser.add_argument("--part", choices=["test", "valid"], default="test", help="to test on")
     parser.add_argument("--beam", type=int, default=5, help="width of the search")
     parser.set_defaults(function=compare)
     return run(parser, argv)
