@@ -238,7 +238,7 @@ def beam_search(
         step = words.shape[1]
         last = limits[going] <= step
         logits, state, _ = model.decode(words[:, -1:], state, memory)
-        if scorer is not None:
+        if scorer is not None and scorer_weight:
             judgement, judged = scorer.score(words[:, -1:], judged, memory)
         log_probs = _log_probs(
             logits[:, -1], last.repeat_interleave(beam), judgement, scorer_weight

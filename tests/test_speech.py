@@ -1,0 +1,546 @@
+"""Speech: features against sums by hand, the pyramid and the speller against loops, CTC in the
+search against all paths."""
+
+import io
+import itertools
+import math
+import wave
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attnfast import diagnostics, plots, speech
+from attnfast.errors import InputError
+from attnfast.models import (
+    BOS,
+    EOS,
+    CTCPrefixScorer,
+    FixedContext,
+    Heard,
+    ListenAttendSpell,
+    PyramidEncoder,
+    beam_search,
+    greedy_search,
+)
+from attnfast.models.speech import BLANK, join_frames
+from attnfast.nn import (
+    BahdanauAttention,
+    ForwardAttention,
+    LocalAttention,
+    LocationAwareAttention,
+    LuongAttention,
+)
+from attnfast.training import hybrid_loss, sequence_loss
+
+RATE = 8000
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# ---- recordings ---------------------------------------------------------------------------------
+
+
+def wav(samples, rate=RATE, channels=1, width=2):
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(channels)
+        out.setsampwidth(width)
+        out.setframerate(rate)
+        out.writeframes(b"".join(int(x).to_bytes(width, "little", signed=True) for x in samples))
+    return file.getvalue()
+
+
+def test_samples_are_those_written():
+    got = speech.read_wav(wav([0, 1, -1, 2**15 - 1, -(2**15)]), RATE)
+    assert got.dtype == torch.float32
+    assert (got * 2**15).tolist() == [0, 1, -1, 2**15 - 1, -(2**15)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (wav([1], rate=16000), "x: expected 1 channel of 16 bits at 8000 Hz, got 1 of 16 bits at"),
+        (wav([1, 1], channels=2), "got 2 of 16 bits at 8000 Hz"),
+        (wav([1], width=3), "got 1 of 24 bits at 8000 Hz"),
+        (wav([]), "x: expected samples, got an empty recording"),
+        (b"RIFF", "x: expected a WAV file, got another: it ends too early"),
+        (b"no recording at all", "x: expected a WAV file, got another: file does not start"),
+    ],
+)
+def test_what_is_no_recording(content, said):
+    with pytest.raises(InputError, match=said) as error:
+        speech.read_wav(content, RATE, "x")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_recordings(tmp_path):
+    with pytest.raises(InputError, match=r"expected recordings, .* got none"):
+        speech.read_recordings(tmp_path, RATE)
+    with pytest.raises(InputError, match=r"cannot read .*/none: No such file"):
+        speech.read_recordings(tmp_path / "none", RATE)
+    (tmp_path / "a.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(InputError, match=r"a\.tar\.gz: expected an archive, got a broken one"):
+        speech.read_recordings(tmp_path, RATE)
+
+
+# ---- features -----------------------------------------------------------------------------------
+
+
+def triangle(m, mels, f):
+    """The m-th triangle at a frequency, by its definition."""
+    mel = lambda f: 2595 * math.log10(1 + f / 700)  # noqa: E731
+    hertz = lambda m: 700 * (10 ** (m / 2595) - 1)  # noqa: E731
+    low, middle, high = (hertz(mel(RATE / 2) * (m + i) / (mels + 1)) for i in range(3))
+    if low <= f <= middle:
+        return (f - low) / (middle - low)
+    return (high - f) / (high - middle) if middle < f <= high else 0.0
+
+
+def test_log_mel_by_a_direct_transform():
+    mels, N, hop, fft = 20, 200, 80, 256
+    x = numbers(500, seed=1, dtype=torch.float64)
+    got, lengths = speech.LogMel(RATE, mels)(x[None], torch.tensor([500]))
+    assert lengths.tolist() == [1 + (500 - N) // hop] == [got.shape[1]]
+    n, k = torch.arange(N, dtype=torch.float64), torch.arange(fft // 2 + 1, dtype=torch.float64)
+    hann = 0.5 - 0.5 * torch.cos(2 * math.pi * n / N)
+    angle = 2 * math.pi * k[:, None] * n / fft
+    for t in range(got.shape[1]):
+        frame = hann * x[t * hop : t * hop + N]
+        energy = (angle.cos() @ frame) ** 2 + (angle.sin() @ frame) ** 2
+        for m in range(mels):
+            height = sum(triangle(m, mels, i * RATE / fft) * float(e) for i, e in enumerate(energy))
+            assert float(got[0, t, m]) == pytest.approx(math.log(height), abs=1e-5)
+
+
+def test_silence_and_padding():
+    mel = speech.LogMel(RATE, 40)
+    x, lengths = torch.zeros(3, 1000), torch.tensor([1000, 200, 399])
+    x[0] = numbers(1000)
+    x[2, :399] = x[0, :399]
+    x[1:, 399:] = 1e3  # padding that would be heard
+    got, counts = mel(x, lengths)
+    assert counts.tolist() == [11, 1, 3]
+    assert got[1, 0].tolist() == pytest.approx([math.log(1e-10)] * 40)
+    torch.testing.assert_close(got[2, :3], got[0, :3])
+    assert got[1, 1:].eq(0).all() and got[2, 3:].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("samples", "lengths", "said"),
+    [
+        (torch.full((1, 400), torch.nan), [400], "samples must be finite numbers, got NaN"),
+        (torch.zeros(1, 199), [199], "samples must be at least 200 a recording, got 199"),
+        (torch.zeros(2, 400), [400, 199], "lengths must be at least 200, a window, got 199"),
+        (torch.zeros(1, 400), [0], "lengths must be between 1 and 400, got 0"),
+        (torch.zeros(400), [400], r"samples must be float32 or float64 \[B, n\]"),
+        (torch.zeros(1, 400, dtype=torch.int16), [400], "samples must be float32 or float64"),
+    ],
+)
+def test_samples_that_do_not_fit(samples, lengths, said):
+    with pytest.raises(ValueError, match=said):
+        speech.LogMel(RATE, 40)(samples, torch.tensor(lengths))
+
+
+def test_more_triangles_than_frequencies():
+    with pytest.raises(ValueError, match="mels must be fewer for 256 samples at 8000 Hz"):
+        speech.LogMel(RATE, 100)
+    with pytest.raises(ValueError, match="hop must be seconds, of a sample at least, got 0"):
+        speech.LogMel(RATE, 40, hop=0)
+
+
+def test_normalised_by_speaker():
+    recordings = [3 * numbers(n, 4, seed=n) + n for n in (50, 30, 20)]
+    norm = speech.Normalisation(4, speakers=2)
+    norm.fit(recordings, [1, 0, 1])
+    x = nn.utils.rnn.pad_sequence(recordings, batch_first=True, padding_value=torch.nan)
+    got = norm(x, torch.tensor([50, 30, 20]), torch.tensor([1, 0, 1]))
+    assert got[1, 30:].eq(0).all()
+    for of_one in (got[1, :30], torch.cat([got[0], got[2, :20]])):
+        torch.testing.assert_close(of_one.mean(0), torch.zeros(4), rtol=0, atol=1e-5)
+        torch.testing.assert_close(of_one.var(0, correction=0), torch.ones(4))
+    norm = speech.Normalisation(4)
+    torch.testing.assert_close(norm(x[:1], torch.tensor([50]))[0], recordings[0])  # as it begins
+    norm.fit(recordings)
+    together = torch.cat([norm(r[None], torch.tensor([len(r)]))[0] for r in recordings])
+    torch.testing.assert_close(together.var(0, correction=0), torch.ones(4))
+    with pytest.raises(ValueError, match="speakers must be below 1, got 1"):
+        norm.fit(recordings, [0, 1, 0])
+
+
+def test_masks():
+    """Bands of the widths that are asked for, nothing else, and nothing at all in evaluation."""
+    torch.manual_seed(0)
+    B, T, M = 400, 60, 12
+    lengths = torch.tensor([60, 20] * (B // 2))
+    x = torch.ones(B, T, M)
+    augment = speech.SpecAugment(1, 5, 1, 9, share=0.2)
+    hidden = augment(x, lengths) == 0
+    rows, columns = hidden.all(2), hidden.all(1)
+    assert hidden.eq(rows.unsqueeze(2) | columns.unsqueeze(1)).all()
+    for band, most in ((rows[::2], 9), (rows[1::2], 4), (columns, 5)):
+        widths = band.sum(1)
+        assert widths.unique().tolist() == list(range(most + 1))
+        assert (band[:, 1:] & ~band[:, :-1]).sum(1).max() == 1  # one piece
+        assert float(widths.float().mean()) == pytest.approx(most / 2, rel=0.15)
+    assert rows[1::2, 20:].sum() == 0 and rows[1::2, 19].any() and columns[:, -1].any()
+    assert augment.eval()(x, lengths) is x
+    assert speech.SpecAugment(0, 5, 2, 0)(x, lengths).eq(1).all()
+    with pytest.raises(ValueError, match="share must be a number from 0 to 1, got 2"):
+        speech.SpecAugment(share=2)
+
+
+@pytest.mark.parametrize(
+    ("reference", "heard", "errors"),
+    [
+        ("one two three", "one two three", (0, 0, 0)),
+        ("one two three", "one three", (0, 1, 0)),
+        ("one two three", "one too too three", (1, 0, 1)),
+        ("one two", "", (0, 2, 0)),
+        ("", "one", (0, 0, 1)),
+        ("a b c d", "b c d e", (0, 1, 1)),
+        ("a b", "b a", (2, 0, 0)),
+    ],
+)
+def test_word_errors(reference, heard, errors):
+    words = reference.split()
+    assert speech.word_errors(words, heard.split()) == (*errors, len(words))
+
+
+def test_word_errors_add_up():
+    total = sum([speech.WordErrors(1, 2, 3, 10), speech.WordErrors(words=2)], speech.WordErrors())
+    assert total == (1, 2, 3, 12) and total.rate == 0.5
+    assert math.isnan(speech.WordErrors().rate)
+
+
+# ---- the model ----------------------------------------------------------------------------------
+
+FEATURES, DIM, VOCAB = 5, 8, 9
+LENGTHS = torch.tensor([23, 4, 14])
+ATTENTIONS = {
+    "none": FixedContext,
+    "dot": lambda: LuongAttention(16, 16, "dot"),
+    "additive": lambda: BahdanauAttention(16, 16, 7),
+    "location": lambda: LocationAwareAttention(16, 16, 7, filters=3, width=5),
+    "forward": lambda: ForwardAttention(16, 16, 7),
+}
+
+
+def make(attention="location", layers=2, join=2, vocab=VOCAB, seed=0, **options):
+    torch.manual_seed(seed)
+    encoder = PyramidEncoder(FEATURES, DIM, layers, join=join, **options)
+    model = ListenAttendSpell(encoder, ATTENTIONS[attention](), vocab, 16, 6)
+    with torch.no_grad():  # letters far apart
+        model.output.weight.mul_(6)
+        model.ctc.weight.mul_(6)
+    return model.eval()
+
+
+@pytest.fixture
+def frames():
+    """Frames whose padding would spoil any sum."""
+    x = numbers(3, 23, FEATURES)
+    return x.masked_fill((torch.arange(23) >= LENGTHS[:, None])[..., None], torch.nan)
+
+
+def test_odd_frames_are_joined_with_zeros():
+    x = torch.arange(1, 11.0).view(1, 5, 2)
+    got, lengths = join_frames(x, torch.tensor([5]))
+    assert got.tolist() == [[[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]]
+    assert lengths.tolist() == [3]
+
+
+@pytest.mark.parametrize(("join", "layers"), [(2, 2), (1, 2), (3, 1)])
+def test_pyramid_by_a_loop(frames, join, layers):
+    """Each recording alone, without padding, by PyTorch's own layers."""
+    torch.manual_seed(0)
+    pyramid = PyramidEncoder(FEATURES, DIM, layers, join=join)
+    got, counts = pyramid(frames, LENGTHS)
+    for i, n in enumerate(LENGTHS.tolist()):
+        x = frames[i : i + 1, :n]
+        for layer in pyramid.layers:
+            groups = []
+            for t in range(0, x.shape[1], join):
+                group = [x[:, t + j] if t + j < x.shape[1] else torch.zeros_like(x[:, 0])
+                         for j in range(join)]  # fmt: skip
+                groups.append(torch.cat(group, -1))
+            x = layer.rnn(torch.stack(groups, 1))[0]
+        assert counts[i] == x.shape[1]
+        torch.testing.assert_close(got[i, : x.shape[1]], x[0])
+        assert got[i, x.shape[1] :].eq(0).all()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_stepping_is_teacher_forcing(frames, attention):
+    model = make(attention)
+    words = torch.randint(EOS + 1, VOCAB, (3, 6))
+    whole = model(frames, LENGTHS, words, need_weights=True)
+    heard, state = model.encode(frames, LENGTHS)
+    steps, weights = [], []
+    for word in words.split(1, 1):
+        logits, state, step_weights = model.decode(word, state, heard, need_weights=True)
+        steps.append(logits)
+        weights.append(step_weights)
+    torch.testing.assert_close(torch.cat(steps, 1), whole.logits)
+    if attention != "none":
+        torch.testing.assert_close(torch.cat(weights, 1), whole.weights)
+        torch.testing.assert_close(whole.weights.sum(-1), torch.ones(3, 6))
+        assert whole.weights[1, :, 1:].eq(0).all()
+
+
+def test_speller_by_hand(frames):
+    """The LSTM reads letter and last context; state and new context say the next letter."""
+    model = make("dot")
+    words = torch.randint(EOS + 1, VOCAB, (1, 4))
+    got = model(frames[:1], LENGTHS[:1], words).logits
+    h, _ = model.encoder(frames[:1], LENGTHS[:1])
+    speller, s, c = model.speller, torch.zeros(1, 16), torch.zeros(1, 16)
+    cell, names = nn.LSTMCell(6 + 16, 16), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    cell.load_state_dict({x: getattr(speller, f"{x}_l0") for x in names})
+    memory = torch.zeros(1, 16)
+    for t, word in enumerate(words.unbind(1)):
+        s, memory = cell(torch.cat([model.embedding(word), c], -1), (s, memory))
+        c = ((h @ s[0]).softmax(-1).unsqueeze(1) @ h).squeeze(1)
+        read = torch.tanh(model.readout(torch.cat([s, c], -1)))
+        torch.testing.assert_close(got[:, t], model.output(read))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_padding_and_batch_mates_change_nothing(frames, attention):
+    model = make(attention)
+    words = torch.randint(EOS + 1, VOCAB, (3, 6))
+    words[1, 2:] = 0
+    together = model(frames, LENGTHS, words)
+    for i, n in enumerate(LENGTHS.tolist()):
+        m = int((words[i] != 0).sum())
+        alone = model(frames[i : i + 1, :n], LENGTHS[i : i + 1], words[i : i + 1, :m])
+        torch.testing.assert_close(together.logits[i, :m], alone.logits[0])
+        states = int(alone.lengths)
+        torch.testing.assert_close(together.frame_log_probs[i, :states], alone.frame_log_probs[0])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_parameter_learns(frames, attention):
+    model = make(attention).train()
+    words = torch.randint(EOS + 1, VOCAB, (3, 3))
+    start, end = torch.full((3, 1), BOS), torch.full((3, 1), EOS)
+    spelled = model(frames, LENGTHS, torch.cat([start, words], 1))
+    hybrid_loss(spelled, torch.cat([words, end], 1), 0.3, 0.1).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@torch.no_grad()
+def test_hybrid_loss(frames):
+    """Between the speller's loss and that of all paths of CTC, both a letter."""
+    model = make()
+    words = torch.tensor([[4, 4, 5, EOS], [6, EOS, 0, 0], [7, 8, EOS, 0]])
+    spelled = model(frames, LENGTHS, torch.cat([torch.full((3, 1), BOS), words[:, :-1]], 1))
+    own = sequence_loss(spelled.logits, words, 0.1)
+    paths = sum(
+        float(text_probability(p[:n].double(), [x for x in row if x > EOS]).log())
+        for p, n, row in zip(spelled.frame_log_probs, spelled.lengths, words.tolist())
+    )
+    for weight in (0.0, 0.3, 1.0):
+        wanted = (1 - weight) * own - weight * paths / 6
+        torch.testing.assert_close(hybrid_loss(spelled, words, weight, 0.1), wanted.float())
+    long = torch.tensor([[4] * 9 + [EOS]] * 3)  # more letters than states
+    assert float(hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0)) == 0
+    with pytest.raises(InputError, match="ctc_weight must be a number from 0 to 1, got 2"):
+        hybrid_loss(spelled, words, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "lengths", "said"),
+    [
+        (torch.zeros(1, 8, 4), [8], r"frames must be \[B, T, 5\]"),
+        (torch.zeros(1, 8, FEATURES), [3], "lengths must be at least 4, what the pyramid makes"),
+        (torch.zeros(1, 8, FEATURES), [9], "lengths must be between 1 and 8, got 9"),
+        (torch.zeros(1, 0, FEATURES), [0], "lengths must be between 1 and 0, got 0"),
+    ],
+)
+def test_frames_that_do_not_fit(x, lengths, said):
+    with pytest.raises(ValueError, match=said):
+        make().encode(x, torch.tensor(lengths))
+
+
+def test_a_window_of_keys(frames):
+    """The speller may attend within a span; its weights are dense."""
+    torch.manual_seed(0)
+    local = LocalAttention(16, 16, window=1, slope=0.5)
+    model = ListenAttendSpell(PyramidEncoder(FEATURES, DIM, 2), local, VOCAB, 16, 6)
+    words = torch.randint(EOS + 1, VOCAB, (3, 4))
+    weights = model(frames, LENGTHS, words, need_weights=True).weights
+    assert (weights[0] > 0).sum(-1).tolist() == [2, 2, 3, 2]
+
+
+# ---- CTC in the search --------------------------------------------------------------------------
+
+
+def collapsed(path):
+    return [x for x, _ in itertools.groupby(path) if x != BLANK]
+
+
+def text_probability(log_p, text, prefix=False):
+    """Sum over all paths of ``log_p [T, V]`` that spell the text, or begin with it."""
+    T, V = log_p.shape
+    total = torch.zeros((), dtype=torch.float64)
+    labels = sorted({BLANK, *text}) if not prefix else range(V)
+    for path in itertools.product(labels, repeat=T):
+        said = collapsed(path)
+        if (said[: len(text)] if prefix else said) == text:
+            total = total + log_p[torch.arange(T), torch.tensor(path)].sum().exp()
+    return total
+
+
+def heard(log_probs, lengths):
+    return Heard(None, log_probs, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("text", [[], [4], [4, 4], [4, 5, 4], [5, 4, 4]])
+def test_prefix_scores_by_all_paths(text):
+    """In a batch, beside a recording whose padding would spoil the sums."""
+    V, T = 6, 4
+    logits = 3 * numbers(2, T + 2, V, seed=len(text), dtype=torch.float64)
+    log_p = logits.log_softmax(-1)
+    of = heard(log_p, [T, T + 2])
+    scorer, state, total = CTCPrefixScorer(), None, torch.zeros(2)
+    for word in [BOS, *text]:
+        if state is not None:
+            total = total + gain[:, word]  # noqa: F821
+        gain, state = scorer.score(torch.full((2, 1), word), state, of)
+    p = log_p[0, :T]
+    for label in (4, 5):
+        wanted = float(text_probability(p, [*text, label], prefix=True).log())
+        assert float(total[0] + gain[0, label]) == pytest.approx(wanted, abs=1e-5)
+    wanted = float(text_probability(p, text).log())
+    assert float(total[0] + gain[0, EOS]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_prefix_scores_of_long_recordings():
+    """What begins with a text ends there or goes on: 1,500 states, in which sums underflow."""
+    V, T = 12, 1500
+    logits = 5 * numbers(1, T, V, dtype=torch.float64)
+    logits[..., EOS] = -1e9  # what the scores of the end stand for
+    of = heard(logits.log_softmax(-1), [T])
+    scorer, state, word = CTCPrefixScorer(), None, BOS
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        gain, state = scorer.score(torch.full((1, 1), word), state, of)
+        ways = torch.cat([gain[:, 1:EOS], gain[:, EOS:]], 1)  # all but the blank
+        assert float(ways.double().logsumexp(-1)) == pytest.approx(0, abs=1e-5)
+        word = int(torch.randint(EOS + 1, V, (), generator=draw))
+
+
+def test_impossible_hypotheses_stay_so():
+    of = heard(numbers(1, 2, 6).log_softmax(-1), [2])
+    scorer, state = CTCPrefixScorer(), None
+    for word in (BOS, 4, 4):  # two alike need a blank between them: three states
+        gain, state = scorer.score(torch.full((1, 1), word), state, of)
+    assert gain.eq(-math.inf).all()
+
+
+def every_text(most, letters=(4, 5)):
+    for count in range(most + 1):
+        yield from map(list, itertools.product(letters, repeat=count))
+
+
+def exhaustive(model, frames, lengths, i, weight, bonus):
+    """Return the best text of all, by the scores' definition."""
+    heard, _ = model.encode(frames, lengths)
+    states = int(heard.lengths[i])
+    log_p = heard.frame_log_probs[i, :states].double()
+
+    def score(text):
+        words = torch.tensor([[BOS, *text]])
+        logits = model(frames[i : i + 1], lengths[i : i + 1], words).logits[0]
+        logits[:, :EOS] = -math.inf
+        own = logits.log_softmax(-1)[range(len(text) + 1), [*text, EOS]].sum()
+        if not weight:
+            return float(own) + bonus * len(text)
+        paths = -F.ctc_loss(log_p, torch.tensor(text), [states], [len(text)], reduction="sum")
+        own = 0 if weight == 1 else (1 - weight) * own
+        return float(own + weight * paths) + bonus * len(text)
+
+    return max(every_text(states), key=score)
+
+
+@pytest.mark.parametrize(("weight", "bonus"), [(0.0, 1.0), (0.3, 0.0), (0.3, 1.0), (1.0, 0.5)])
+@torch.no_grad()
+def test_a_wide_search_finds_the_best_of_all(weight, bonus):
+    x, lengths, said = numbers(3, 10, FEATURES), torch.tensor([10, 7, 4]), set()
+    for seed in range(3):
+        model = make(layers=1, vocab=6, seed=seed)
+        options = dict(scorer=CTCPrefixScorer(), scorer_weight=weight, length_bonus=bonus)
+        got = beam_search(model, x, lengths, beam=70, length_penalty=0.0, **options)
+        assert got == [exhaustive(model, x, lengths, i, weight, bonus) for i in range(3)]
+        said |= {tuple(text) for text in got}
+    assert len(said) > 2
+
+
+def test_without_its_share_a_scorer_changes_nothing(frames):
+    model = make("additive")
+    plain = beam_search(model, frames, LENGTHS, beam=4)
+    scored = [beam_search(model, frames, LENGTHS, 4, scorer=CTCPrefixScorer(), scorer_weight=w)
+              for w in (0.0, 0.9)]  # fmt: skip
+    assert scored[0] == plain != scored[1]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_searches_of_a_batch_are_those_of_each_recording(frames, attention):
+    model = make(attention, seed=1)
+    options = dict(scorer=CTCPrefixScorer(), scorer_weight=0.5)
+    together = beam_search(model, frames, LENGTHS, 3, **options)
+    greedy = greedy_search(model, frames, LENGTHS)
+    for i, n in enumerate(LENGTHS.tolist()):
+        one = frames[i : i + 1, :n], LENGTHS[i : i + 1]
+        assert beam_search(model, *one, 3, **options) == together[i : i + 1]
+        assert greedy_search(model, *one) == greedy[i : i + 1]
+    assert greedy == beam_search(model, frames, LENGTHS, 1)
+    most = model.output_limit(LENGTHS).tolist()
+    assert most == [7, 2, 5] and all(len(x) < n for x, n in zip(greedy, most))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"scorer_weight": 1.5}, "scorer_weight must be a number from 0 to 1, got 1.5"),
+        ({"length_bonus": math.nan}, "length_bonus must be a finite number, got nan"),
+        ({"scorer": "ctc"}, r"scorer must be an object with score\(...\), or None, got 'ctc'"),
+    ],
+)
+def test_options_of_a_search(frames, options, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        beam_search(make(), frames, LENGTHS, **options)
+
+
+def test_numbers_that_are_not(frames):
+    model = make()
+    with torch.no_grad():
+        model.ctc.bias[4] = math.nan
+    with pytest.raises(InputError, match="the model's scores must be finite numbers, got NaN"):
+        beam_search(model, frames, LENGTHS, scorer=CTCPrefixScorer())
+
+
+# ---- what is seen of it -------------------------------------------------------------------------
+
+
+def test_monotonicity():
+    rows = torch.eye(4)[torch.tensor([[0, 1, 1, 3], [3, 1, 2, 0]])]
+    assert diagnostics.monotonicity(rows).tolist() == pytest.approx([1, 1 / 3])
+    lengths = torch.tensor([4, 4]), torch.tensor([1, 3])
+    assert diagnostics.monotonicity(rows, *lengths).tolist() == pytest.approx([1, 1 / 2])
+    heads = diagnostics.monotonicity(rows.unsqueeze(1), *lengths)
+    assert heads.tolist() == [[1.0], [0.5]]
+
+
+def test_picture():
+    pytest.importorskip("matplotlib")
+    drawn = plots.draw_listening(numbers(30, 8), torch.rand(3, 7), ["a", " ", "b"], 0.01)
+    assert drawn.startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="letters must be 3, one a row of the weights, got 2"):
+        plots.draw_listening(numbers(30, 8), torch.rand(3, 7), ["a", "b"], 0.01)
