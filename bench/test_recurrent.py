@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from peers import eager, eager_with_history, loop
 from race import DEVICE, DIRECTIONS, race, timed
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnfast.measure import memory_of
 from attnfast.nn import (
@@ -30,40 +30,6 @@ SHAPES = {  # B, T, Tk, E, H, A; contexts have H features
     "one sentence": (1, 50, 50, 256, 512, 512),
 }
 LAYERS = {"GRU": (AttentionGRU, nn.GRUCell, nn.GRU), "LSTM": (AttentionLSTM, nn.LSTMCell, nn.LSTM)}
-
-
-def loop(layer, cell, attend, recurrence: str):
-    """Return the loop of a decoder, whose attention is ``attend(state)``."""
-    lstm = isinstance(cell, nn.LSTMCell)
-
-    def run(x: Tensor) -> Tensor:
-        h = c = x.new_zeros(len(x), layer.hidden_size)
-        fed = x.new_zeros(len(x), cell.input_size - x.shape[-1])
-        outputs = []
-        for word in x.unbind(1):
-            if recurrence == "attend_first":
-                fed = attend(h)
-            inputs = torch.cat([word, fed], -1)
-            h, c = cell(inputs, (h, c)) if lstm else (cell(inputs, h), c)
-            if recurrence == "input_feeding":
-                fed = torch.tanh(layer.output_proj(torch.cat([attend(h), h], -1)))
-            outputs.append(fed if recurrence == "input_feeding" else h)
-        return torch.stack(outputs, 1)
-
-    return run
-
-
-def eager(attention, source: Tensor, lengths: Tensor):
-    """Return Bahdanau's attention as people write it."""
-    keys = attention.key_proj(source)
-    seen = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
-
-    def attend(h: Tensor) -> Tensor:
-        scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys) @ attention.weight
-        weights = scores.masked_fill(~seen, -1e9).softmax(-1)
-        return (weights.unsqueeze(1) @ source).squeeze(1)
-
-    return attend
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -140,28 +106,6 @@ def test_bfloat16(benchmark, shape, direction):
 
 
 HISTORIES = {"location-aware": LocationAwareAttention, "coverage": CoverageAttention}
-
-
-def eager_with_history(attention, source: Tensor, lengths: Tensor):
-    """Return location-aware attention or coverage's as people write it."""
-    keys, shape = attention.key_proj(source), source.shape[:2]
-    hidden = (torch.arange(shape[1], device=source.device) >= lengths[:, None]).expand(shape)
-    past = source.new_zeros(shape)
-
-    def attend(h: Tensor) -> Tensor:
-        nonlocal past
-        if isinstance(attention, CoverageAttention):
-            features = past.unsqueeze(-1) * attention.coverage_weight
-        else:
-            kernel = attention.location_conv.weight
-            found = F.conv1d(past.unsqueeze(1), kernel, padding=kernel.shape[-1] // 2)
-            features = attention.location_proj(found.transpose(1, 2))
-        scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys + features)
-        weights = (scores @ attention.weight).masked_fill(hidden, -1e9).softmax(-1)
-        past = past + weights if isinstance(attention, CoverageAttention) else weights
-        return (weights.unsqueeze(1) @ source).squeeze(1)
-
-    return attend
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

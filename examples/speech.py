@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from attnfast import checkpoint, diagnostics
 from attnfast.cli import Parser, run
 from attnfast.data import pad
-from attnfast.errors import InputError
+from attnfast.errors import InputError, optional
 from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.measure import Cost, costs
 from attnfast.models import (
@@ -379,9 +379,10 @@ def spread(values: Sequence[float], form: str) -> str:
 
 def table(trained: dict[str, list[Training]]) -> str:
     """Return the tables of all models that are trained."""
-    shown = [*map(str, LEARNT), "1–5", "6–8"]
+    shown = [*map(str, LEARNT), *(f"{min(x)}–{max(x)}" for x in (LEARNT, LONGER))]
     spans = [[n] for n in LEARNT] + [list(LEARNT), list(LONGER)]
-    lines = [f"| model | seeds | search | {' | '.join(shown)} |", f"|---|--:|---|{'--:|' * 7}"]
+    lines = [f"| model | seeds | search | {' | '.join(shown)} |"]
+    lines.append(f"|---|--:|---|{'--:|' * len(shown)}")
     for name, models in trained.items():
         for search in ROWS[name].searches():
             cells = []
@@ -414,6 +415,10 @@ def table(trained: dict[str, list[Training]]) -> str:
 
 def compare(args: argparse.Namespace) -> None:
     """Train all models, test them, and write the table and the pictures."""
+    for name in ("seeds", "steps", "batch_size", "dim", "test", "beam"):
+        if getattr(args, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
+    optional("matplotlib", "this example")
     checkpoint.make_folder(args.out)
     digits = Digits(args.data)
     trained: dict[str, list[Training]] = {}

@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import re
 import signal
+import wave
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,81 @@ def test_e2e_refuses_in_one_sentence(e2e, tmp_path, monkeypatch):
     assert last() == f"attnfast: cannot read {tmp_path}/devset.csv: No such file or directory"
     (tmp_path / "devset.csv").write_text("a,b\n1,2\n")
     assert "devset.csv: expected a file of the challenge, got another: 'mr'" in last()
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """Return a folder of recordings of one speaker, one of each digit and part."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    for digit in range(10):
+        for index in (0, 5, 10):
+            time = torch.arange(500 + 90 * digit + index) / 8000
+            samples = (2**13 * torch.sin(2 * torch.pi * 150 * (digit + 2) * time)).short()
+            with wave.open(str(folder / f"{digit}_me_{index}.wav"), "wb") as out:
+                out.setparams((1, 2, 8000, 0, "NONE", ""))
+                out.writeframes(samples.numpy().tobytes())
+    return folder
+
+
+def test_speech(digits, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    module = example("speech")
+    monkeypatch.setattr(module, "LEARNT", range(1, 3))
+    monkeypatch.setattr(module, "LONGER", range(3, 4))
+    rows = ["location-aware", "no attention"]
+    sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--test", "1", "--seeds", "1"]
+
+    def call(out, *more):
+        some = rows if out == "whole" else rows[:1]
+        arguments = [str(digits), "--out", str(tmp_path / out), "--rows", *some, *sizes, *more]
+        return module.main(arguments), *capsys.readouterr()
+
+    status, table, said = call("whole")
+    assert status == 0, said
+    assert (tmp_path / "whole" / "table.md").read_text() == table
+    assert [x.name for x in (tmp_path / "whole").glob("*.png")] == ["location-aware-1.png"]
+    first, second = table.split("\n\n")
+    assert first.splitlines()[0].endswith("| 1 | 2 | 1–2 | 3–3 |")
+    assert len(first.splitlines()) == 2 + 2 * len(module.SEARCHES)
+    assert len(second.splitlines()) == 2 + 2
+    original, calls = module.hybrid_loss, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "hybrid_loss", interrupted)
+        status, out, said = call("parts")
+        assert (status, out) == (143, "")
+        assert said.endswith("stopped; the same command goes on from there\n")
+    assert checkpoint.load(tmp_path / "parts" / "location-aware-1.pt")["step"] == 2
+    assert call("parts")[0] == 0
+    whole, parts = (
+        checkpoint.load(tmp_path / name / "location-aware-1.pt") for name in ("whole", "parts")
+    )
+    for part in ("model", "ears"):
+        assert all(x.equal(parts[part][name]) for name, x in whole[part].items())
+    kept = (tmp_path / "whole" / "location-aware-1.pt").stat().st_mtime_ns
+    assert call("whole")[:2] == (0, table)
+    assert (tmp_path / "whole" / "location-aware-1.pt").stat().st_mtime_ns == kept
+    status, _, said = call("whole", "--dim", "9")
+    assert status == 2 and "expected {'row': " in said and said.count("\n") == 1
+
+
+def test_speech_refuses_in_one_sentence(digits, tmp_path, capsys):
+    module = example("speech")
+
+    def said(*options):
+        assert module.main([str(digits), "--out", str(tmp_path / "out"), *options]) == 2
+        return capsys.readouterr().err
+
+    assert said("--steps", "0") == "attnfast: --steps must be at least 1, got 0\n"
+    assert said("--rows", "none").startswith("attnfast: --rows: invalid choice: 'none'")
+    (digits / "3_me_10.wav").rename(digits / "3_me_x.wav")
+    assert "expected names such as 7_jackson_32.wav, got 3_me_x.wav" in said()
+    (digits / "3_me_x.wav").unlink()
+    assert "expected ten digits of every speaker for train, got fewer" in said()
