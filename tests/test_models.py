@@ -137,6 +137,34 @@ def test_beam_of_one_is_greedy(attention, input_feeding):
     assert len({tuple(words) for words in greedy}) > 1
 
 
+def test_a_long_translation_is_waited_for():
+    """However many shorter ones have ended: one that goes on with more than they have may win."""
+    text = [4, 5, 6, 7, 8, 9, 10, EOS]
+
+    class Sure:
+        """Says the text's words in turn, each with a probability of 0.92; its state is the step."""
+
+        def encode(self, source, lengths):
+            return Kept(source), Kept(torch.zeros(len(source), dtype=torch.long))
+
+        def decode(self, words, state, memory):
+            logits = torch.zeros(len(words), 1, VOCAB)
+            logits[..., EOS] = 2
+            sure = torch.tensor(text)[state.x.clamp_max(len(text) - 1)]
+            return logits.scatter(-1, sure.view(-1, 1, 1), 5.8), Kept(state.x + 1), None
+
+    class Kept:
+        def __init__(self, x):
+            self.x = x
+
+        def index_select(self, index):
+            return Kept(self.x[index])
+
+    for length_penalty in (0.0, 1.0):
+        found = beam_search(Sure(), *make_source(2), beam=3, length_penalty=length_penalty)
+        assert found == [text[:-1]] * 2
+
+
 @pytest.mark.parametrize(("attention", "input_feeding"), VARIANTS)
 @pytest.mark.parametrize("seed", range(2))
 def test_beam_search_of_a_batch_is_that_of_each_sentence(attention, input_feeding, seed):

@@ -187,7 +187,7 @@ def beam_search(
               {((5 + n) / 6)^\alpha}
 
     with the normalisation of GNMT (Wu et al., 2016, arXiv:1609.08144) below the line. A sentence is
-    done when ``beam`` of its translations have finished.
+    done when ``beam`` of its translations have finished and none that goes on scores more.
 
     Args:
         model: in evaluation mode; what has ``encode`` and ``decode``, as :class:`Seq2Seq` and
@@ -259,7 +259,12 @@ def beam_search(
             finished[going[i]].append((scores[i, rank].item() / penalty, hypothesis))
 
         alive = ends.int().sort(dim=1, stable=True).indices[:, :beam]  # the best K that go on
-        keep = [i for i, j in enumerate(going) if len(finished[j]) < beam and not last[i]]
+        ahead = (scores.gather(1, alive[:, :1]) / penalty).flatten().tolist()
+        keep = [
+            i
+            for i, j in enumerate(going)
+            if not last[i] and (len(finished[j]) < beam or max(finished[j])[0] < ahead[i])
+        ]
         going = [going[i] for i in keep]
         alive = alive[keep]
         scores, origin, word = (x[keep].gather(1, alive) for x in (scores, origin, word))
