@@ -14,9 +14,10 @@ gaps, levels and a faint noise, spelled in letters. The models:
     no pyramid         location-aware, over all frames
 
 Of all it tells the word error rate on the test by the number of words, also of strings longer than
-any that were learnt from, with the speller alone, with CTC in the search, and with CTC alone. What
-is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. The table and
-pictures of what is listened to go to --out.
+any that were learnt from, with the speller alone, with CTC in the search, and with CTC alone; how
+monotonic alignments are and how far from the diagonal; and what a step takes. What is trained is
+kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and pictures of what is
+listened to go to --out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from attnfast.cli import Parser, run
 from attnfast.data import pad
 from attnfast.errors import InputError, optional
 from attnfast.interrupts import Interrupted, stop_on_signal
-from attnfast.measure import Cost, costs
+from attnfast.measure import costs
 from attnfast.models import (
     BOS,
     EOS,
@@ -296,7 +297,7 @@ class Training:
     # ---- what it has learnt ---------------------------------------------------------------------
 
     def test(self) -> None:
-        """Measure word errors by search and number of words, and what attention does and costs."""
+        """Measure word errors by search and number of words, and what attention does."""
         asked = {"beam": self.args.beam, "strings": self.args.test, "searches": SEARCHES}
         if self.found.get("asked") == asked:
             return
@@ -317,18 +318,8 @@ class Training:
                 if count == max(LEARNT):
                     found |= self.attended(batch)
                 bar()
-        found["cost"] = list(self.cost())
         self.found = found
         self.save()
-
-    def cost(self) -> Cost:
-        """Return seconds and bytes of a step, forward and backward, the same strings for all."""
-        count = max(LEARNT)
-        batch = self.ears(self.digits.strings("valid", count, -(-self.args.batch_size // count)))
-        self.model.train()
-        cost = costs({"step": lambda: self.loss(batch).backward()}, 5)["step"]
-        self.optimizer.zero_grad(set_to_none=True)
-        return cost
 
     def search(self, batch: Batch, **options: float) -> list[str]:
         """Return what is heard."""
@@ -395,8 +386,7 @@ def table(trained: dict[str, list[Training]]) -> str:
                 cells.append(spread(rates, ".1f"))
             lines.append(f"| {name} | {len(models)} | {search} | {' | '.join(cells)} |")
     heads = ["model", "substituted, left out, put in, %", "monotonic, %", "from the diagonal, %"]
-    heads += ["ms a step", "MiB a step"]
-    lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * 5}"]
+    lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * 3}"]
     for name, models in trained.items():
         total = sum(
             (WordErrors(*x.found[f"speller {n}"]) for x in models for n in LEARNT), WordErrors()
@@ -406,10 +396,21 @@ def table(trained: dict[str, list[Training]]) -> str:
             spread([100 * x.found[key] for x in models], ".1f") if key in models[0].found else "–"
             for key in ("monotonic", "from the diagonal")
         ]
-        each = [Cost(*x.found["cost"]) for x in models]
-        time_ = f"{1000 * statistics.median(x.seconds for x in each):.0f}"
-        memory = f"{statistics.fmean(x.memory for x in each) / 2**20:.0f}"
-        lines.append(f"| {name} | {kinds} | {' | '.join([*attended, time_, memory])} |")
+        lines.append(f"| {name} | {' | '.join([kinds, *attended])} |")
+    return "\n".join(lines) + "\n"
+
+
+def cost_table(models: Sequence[Training]) -> str:
+    """Return what a step costs, forward and backward, of the same strings and in turns."""
+    args, count = models[0].args, max(LEARNT)
+    strings = models[0].digits.strings("valid", count, -(-args.batch_size // count))
+    batch = models[0].ears.eval()(strings)
+    for one in models:
+        one.model.train()
+    calls = {one.name: lambda one=one: one.loss(batch).backward() for one in models}
+    lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
+    for name, cost in costs(calls, 5).items():
+        lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -435,6 +436,8 @@ def compare(args: argparse.Namespace) -> None:
                     checkpoint.write_atomically(one.path.with_suffix(".png"), drawn)
     except Interrupted as stop:
         raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    text += "\n" + cost_table([models[0] for models in trained.values()])
+    checkpoint.write_atomically(args.out / "table.md", text.encode())
     print(text, end="")
     say(f"table.md and a picture of each model: {args.out}")
 

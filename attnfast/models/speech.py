@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attnfast.errors import describe, refuse, refuse_type
 from attnfast.models.seq2seq import EOS, PAD, Encoder, check_ids, check_lengths, check_share
-from attnfast.nn import AttentionLSTM, Memory, RecurrentState, SparseSelfAttention
+from attnfast.nn import AttentionLSTM, Memory, RecurrentState
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
 from attnfast.ops.arguments import check_tensor
@@ -43,8 +43,6 @@ class PyramidEncoder(nn.Module):
         layers: L; the paper has 3 above one that joins nothing.
         dropout: on what layers above the first read, and on the output.
         join: how many frames; 1 for a plain encoder.
-        self_attention: lets the last layer's states attend to each other, or None: see
-            :class:`Encoder`.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Chan et al., "Listen, Attend and Spell", ICASSP 2016, arXiv:1508.01211.
@@ -57,7 +55,6 @@ class PyramidEncoder(nn.Module):
         layers: int = 3,
         dropout: float = 0.0,
         join: int = 2,
-        self_attention: SparseSelfAttention | None = None,
         backend: str | None = None,
     ):
         super().__init__()
@@ -67,8 +64,7 @@ class PyramidEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             Encoder(
-                join * (2 * hidden_dim if number else features), hidden_dim, "lstm",
-                self_attention=self_attention if number == layers - 1 else None, backend=backend,
+                join * (2 * hidden_dim if number else features), hidden_dim, "lstm", backend=backend
             )
             for number in range(layers)
         )  # fmt: skip
