@@ -358,7 +358,7 @@ def test_hybrid_loss(frames):
     ("x", "lengths", "said"),
     [
         (torch.zeros(1, 8, 4), [8], r"frames must be \[B, T, 5\]"),
-        (torch.zeros(1, 8, FEATURES), [3], "lengths must be at least 4, what the pyramid makes"),
+        (torch.zeros(2, 8, FEATURES), [8, 3], "lengths must be at least 4, what the pyramid"),
         (torch.zeros(1, 8, FEATURES), [9], "lengths must be between 1 and 8, got 9"),
         (torch.zeros(1, 0, FEATURES), [0], "lengths must be between 1 and 0, got 0"),
     ],
@@ -434,6 +434,16 @@ def test_prefix_scores_of_long_recordings():
         ways = torch.cat([gain[:, 1:EOS], gain[:, EOS:]], 1)  # all but the blank
         assert float(ways.double().logsumexp(-1)) == pytest.approx(0, abs=1e-5)
         word = int(torch.randint(EOS + 1, V, (), generator=draw))
+
+
+def test_prefix_scores_are_taken_in_float64():
+    log_p, gains = (5 * numbers(1, 300, 8)).log_softmax(-1), []
+    for of in (heard(log_p, [300]), heard(log_p.double(), [300])):
+        scorer, state = CTCPrefixScorer(), None
+        for word in (BOS, 4, 5, 5):
+            gain, state = scorer.score(torch.full((1, 1), word), state, of)
+        gains.append(gain)
+    assert gains[0].equal(gains[1])
 
 
 def test_impossible_hypotheses_stay_so():

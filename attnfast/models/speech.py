@@ -295,13 +295,10 @@ class CTCPrefixScorer:
             label = torch.full_like(blank, -torch.inf)
             total, last = blank.new_zeros(len(blank), 1), words
         else:
-            last, of_word = (
-                words,
-                log_p.gather(-1, words.unsqueeze(1).expand(-1, log_p.shape[1], 1)),
-            )
-            before = torch.logaddexp(state.blank, state.label)
-            before = torch.where(words == state.last, state.blank, before)
-            label = _walked(before, of_word.squeeze(-1))
+            last = words
+            entering = torch.logaddexp(state.blank, state.label)
+            entering = torch.where(words == state.last, state.blank, entering)
+            label = _walked(entering, _of_label(log_p, words))
             blank = _walked(label, log_p[..., BLANK])
             total = state.scores.gather(-1, words)
         both = torch.logaddexp(blank, label)
