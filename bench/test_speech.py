@@ -16,7 +16,13 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from attnfast.measure import memory_of
 from attnfast.models import BOS, EOS, ListenAttendSpell, PyramidEncoder, Spelled
 from attnfast.models.speech import join_frames
-from attnfast.nn import BahdanauAttention, LocalAttention, LocationAwareAttention, LuongAttention
+from attnfast.nn import (
+    BahdanauAttention,
+    LocalAttention,
+    LocationAwareAttention,
+    LuongAttention,
+    MonotonicAttention,
+)
 from attnfast.training import hybrid_loss
 
 SHAPES = {  # B, T, features, H, layers, letters
@@ -121,6 +127,7 @@ def test_long_recording(benchmark, seconds):
     calls = {}
     for name, attention, weight in (
         ("within 2 s to each side", LocalAttention(2 * H, 2 * H, 50, slope=STATES), 0.0),
+        ("within 2 s from the last peak on", MonotonicAttention(2 * H, 2 * H, 50), 0.0),
         ("all states", ATTENTIONS["location-aware"](H), 0.0),
         ("all states, and CTC", ATTENTIONS["location-aware"](H), 0.3),
     ):
