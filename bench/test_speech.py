@@ -124,7 +124,7 @@ def test_long_recording(benchmark, seconds):
     frames, letters, H = round(100 * seconds), round(RATE * seconds), 128
     batch = inputs(1, frames, 40, letters)
     batch = batch[0], torch.tensor([frames]), *batch[2:]
-    calls = {}
+    calls, kept = {}, {}
     for name, attention, weight in (
         ("within 2 s to each side", LocalAttention(2 * H, 2 * H, 50, slope=STATES), 0.0),
         ("within 2 s from the last peak on", MonotonicAttention(2 * H, 2 * H, 50), 0.0),
@@ -134,7 +134,9 @@ def test_long_recording(benchmark, seconds):
         torch.manual_seed(0)
         encoder = PyramidEncoder(40, H, 2)
         model = ListenAttendSpell(encoder, attention, VOCAB, 2 * H, H // 2).to(DEVICE)
-        calls[name], _ = step(model, batch, weight)
+        calls[name], loss = step(model, batch, weight)
+        kept[name] = memory_of(loss)[1]
     sizes = (1, frames, 40, H, 2, letters)
     race(benchmark, "long recording", f"{seconds:g} s", sizes, "forward + backward", calls)
     benchmark.extra_info["size_names"] = "B, T, features, H, layers, letters"
+    benchmark.extra_info["kept"] = kept
