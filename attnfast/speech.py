@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import tarfile
 import wave
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def read_recordings(folder: str | Path, rate: int) -> dict[str, Tensor]:
                         if file is not None and inside.suffix == ".wav":
                             name = f"{path}: {inside.name}"
                             found[inside.stem] = read_wav(file.read(), rate, name)
-    except (EOFError, tarfile.TarError) as error:
+    except (EOFError, tarfile.TarError, zlib.error) as error:
         raise InputError(f"{path}: expected an archive, got a broken one ({error})") from error
     except OSError as error:
         raise InputError(f"cannot read {error.filename or folder}: {reason(error)}") from error
@@ -154,7 +155,7 @@ class LogMel(nn.Module):
         if samples.shape[1] < self.samples:
             refuse("samples", f"at least {self.samples} a recording", samples.shape[1])
         check_lengths(lengths, samples)
-        if int(lengths.min()) < self.samples:
+        if len(lengths) and int(lengths.min()) < self.samples:
             refuse("lengths", f"at least {self.samples}, a window", int(lengths.min()))
         spare = self.fft - self.samples  # the window stands in the middle of F samples
         spectrum = torch.stft(

@@ -358,7 +358,11 @@ def test_hybrid_loss(frames):
     ("x", "lengths", "said"),
     [
         (torch.zeros(1, 8, 4), [8], r"frames must be \[B, T, 5\]"),
-        (torch.zeros(2, 8, FEATURES), [8, 3], "lengths must be at least 4, what the pyramid"),
+        (
+            torch.zeros(2, 8, FEATURES),
+            [8, 3],
+            r"lengths must be at least 4, what the pyramid .* got 3",
+        ),
         (torch.zeros(1, 8, FEATURES), [9], "lengths must be between 1 and 8, got 9"),
         (torch.zeros(1, 0, FEATURES), [0], "lengths must be between 1 and 0, got 0"),
     ],

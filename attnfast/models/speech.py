@@ -85,7 +85,8 @@ class PyramidEncoder(nn.Module):
         check_lengths(lengths, frames)
         least = self.join ** len(self.layers)
         if len(lengths) and int(lengths.min()) < least:
-            refuse("lengths", f"at least {least}, what the pyramid makes one of", min(lengths))
+            found = int(lengths.min())
+            refuse("lengths", f"at least {least}, what the pyramid makes one of", found)
         place = torch.arange(frames.shape[1], device=frames.device)
         exists = place < lengths.to(frames.device).unsqueeze(-1)
         states = frames.masked_fill(~exists.unsqueeze(-1), 0)  # the last group reads padding
