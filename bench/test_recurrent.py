@@ -82,6 +82,52 @@ def test_recurrent(benchmark, kind, recurrence, shape, direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", ["small", "translation", "one sentence"])
+def test_stack(benchmark, shape, direction):
+    """Two layers with input feeding, the query the last one's state: OpenNMT's usual decoder."""
+    B, T, Tk, E, H, A = SHAPES[shape]
+    torch.manual_seed(0)
+    attention = BahdanauAttention(H, H, A)
+    options = {"recurrence": "input_feeding", "num_layers": 2, "query_layer": "last"}
+    layer = AttentionLSTM(E, H, H, attention, **options).to(DEVICE)
+    stack = nn.LSTM(E + H, H, 2, batch_first=True).to(DEVICE)
+    for name, _ in list(stack.named_parameters()):
+        setattr(stack, name, getattr(layer, name))
+    x, source = torch.randn(B, T, E, device=DEVICE), torch.randn(B, Tk, H, device=DEVICE)
+    source.requires_grad_()
+    lengths = torch.randint(Tk // 2 + 1, Tk + 1, (B,), device=DEVICE)
+    grad = torch.randn(B, T, H, device=DEVICE)
+
+    def steps(attend) -> Tensor:
+        state, fed, outputs = None, x.new_zeros(B, H), []
+        for word in x.unbind(1):
+            h, state = stack(torch.cat([word, fed], -1).unsqueeze(1), state)
+            h = h[:, 0]
+            fed = torch.tanh(layer.output_proj(torch.cat([attend(h), h], -1)))
+            outputs.append(fed)
+        return torch.stack(outputs, 1)
+
+    def fused() -> Tensor:
+        memory = layer.prepare(source, lengths)
+        return steps(lambda h: attention(h, memory)[0])
+
+    ways = {
+        "attnfast": lambda: layer(x, layer.prepare(source, lengths)).output,
+        "attention alone by attnfast": fused,
+        "eager": lambda: steps(eager(attention, source, lengths)),
+    }
+    leaves = [source, *layer.parameters()] if direction != "forward" else None
+    calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
+    first, *others = (call() for call in calls.values())
+    for other in others:
+        for got, want in zip(first, other):
+            scale = float(want.detach().abs().max())
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+    race(benchmark, "LSTM, two layers, input_feeding", shape, SHAPES[shape], direction, calls)
+    benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", ["small", "translation", "one sentence"])
 def test_bfloat16(benchmark, shape, direction):
     """A layer of bfloat16 beside the same in float32."""
     B, T, Tk, E, H, A = SHAPES[shape]
