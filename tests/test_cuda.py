@@ -304,7 +304,9 @@ def test_recurrent_fuzz(recurrent):
 @pytest.mark.parametrize("recurrence", test_recurrent.RECURRENCES)
 def test_what_the_recurrent_layer_owes(recurrence, recurrent):
     """The properties that test_recurrent.py asks of every backend, by name."""
-    test_recurrent.test_what_no_step_reads_changes_nothing(recurrence, (), recurrent)
+    for terms in ((), ("unread",)):
+        test_recurrent.test_what_no_step_reads_changes_nothing(recurrence, terms, recurrent)
+    test_recurrent.test_a_sequence_that_has_diverged_is_alone(recurrence, recurrent)
     for mode in test_recurrent.GATES:
         test_recurrent.test_without_attention_it_is_pytorchs_layer(mode, recurrent)
 
@@ -339,19 +341,57 @@ def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
     assert reason in why_not("cuda", *asked, term != "past")
 
 
+FEEDS, EVERYTHING = "input_feeding", test_recurrent.EVERYTHING
+#: More keys than a block takes, or a cluster; with enough steps for so many, or not.
+LONG_LAYERS = [
+    test_recurrent.Case(mode, recurrence, score, B, T, 5, 9, Tk, 13, 12, 21, terms, dtype)
+    for mode, recurrence, score, B, T, Tk, terms, dtype in (
+        ("gru", FEEDS, "tanh", 2, 40, 150, (*EVERYTHING, "unread"), torch.float32),
+        ("tanh", FEEDS, "relu", 1, 40, 150, ("projection", "unread"), torch.float64),
+        ("lstm", FEEDS, "dot", 1, 40, 150, ("lengths",), torch.float32),
+        ("lstm", FEEDS, "dot", 2, 4, 150, EVERYTHING, torch.float32),
+        ("gru", FEEDS, "tanh", 1, 3, 530, ("lengths",), torch.float32),
+        ("gru", FEEDS, "tanh", 2, 4, 150, ("projection",), torch.float64),
+        ("gru", "attend_first", "tanh", 2, 4, 150, EVERYTHING, torch.float32),
+    )
+]
+
+
+@pytest.mark.parametrize("case", LONG_LAYERS, ids=str)
+def test_a_recurrent_layer_over_many_keys(case, recurrent, blocks):
+    test_recurrent.judge(case, recurrent)
+    args = test_recurrent.call(case)
+    for x, y in zip(*(test_recurrent.RECURRENT(recurrent, args) for _ in range(2))):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize(
-    ("recurrence", "forward", "backward"),
-    [("attend_first", 4, 4), ("attend_last", 4, 4), ("input_feeding", 6, 6)],
+    ("recurrence", "sizes", "forward", "backward"),
+    [
+        ("attend_first", {}, 4, 4),
+        ("attend_last", {}, 4, 4),
+        ("input_feeding", {}, 4, 5),
+        ("input_feeding", {"F": 21}, 5, 6),  # wider than two contexts
+        ("input_feeding", {"Tk": 40}, 5, 6),  # more keys than four a step
+    ],
 )
-def test_launches_of_a_recurrent_step(recurrence, forward, backward, recurrent, blocks, library):
-    """Products and kernels, each a launch, whatever the terms; keys for one block of a cluster."""
+def test_launches_of_a_recurrent_step(
+    recurrence, sizes, forward, backward, recurrent, blocks, library
+):
+    """Products and kernels, each a launch, whatever the terms; keys for one block of a cluster.
+
+    Nothing reads contexts; a gradient of theirs is a product more where there was one less.
+    """
     counts = []
     for T in (4, 9):
-        case = test_recurrent.Case("gru", recurrence, "tanh", T=T, terms=test_recurrent.EVERYTHING)
+        case = test_recurrent.Case("gru", recurrence, "tanh", T=T, terms=EVERYTHING, **sizes)
         args = test_recurrent.call(case)
         library.take_launches()
         made = test_recurrent.RECURRENT(recurrent, args)
         counts.append([library.take_launches()])
-        test_recurrent.RECURRENT.backward(recurrent, test_recurrent.backward_of(args, made))
-        counts[-1].append(library.take_launches())
-    assert [(b - a) / 5 for a, b in zip(*counts)] == [forward, backward]
+        given = test_recurrent.backward_of(args, made)
+        for grad in (None, given.grad_contexts):
+            test_recurrent.RECURRENT.backward(recurrent, given._replace(grad_contexts=grad))
+            counts[-1].append(library.take_launches())
+    read = max(backward, 6) if recurrence == FEEDS else backward
+    assert [(b - a) / 5 for a, b in zip(*counts)] == [forward, backward, read]

@@ -3,6 +3,8 @@
 The numbers are every test's. tests/test_pretend_gpu.py runs this with what a CPU can pretend.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -83,7 +85,7 @@ def copying(leaves, backend):
     )
 
 
-def recurrent(leaves, backend):
+def recurrent(leaves, backend, reads_contexts=True):
     x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output = leaves
     lengths = torch.arange(B, device="cuda") * 3  # of keys and of targets
     call = Recurrent(
@@ -92,12 +94,12 @@ def recurrent(leaves, backend):
         dropout=torch.ones_like(hidden), attends_first=False, score="tanh",
     )  # fmt: skip
     made = RECURRENT.differentiable(backend, call)
-    return made.states, made.contexts, made.attentional
+    return made.states, made.contexts if reads_contexts else None, made.attentional
 
 
-def recurrent_leaves():
-    x, _, value = memory()
-    shapes = (B, 9), (27, A + 6), (27, 9), (27,), (B, Tk, A), (A,), (A, 9), (6, Dv + 9)
+def recurrent_leaves(keys=Tk):
+    x, _, value = memory(keys=keys)
+    shapes = (B, 9), (27, A + 6), (27, 9), (27,), (B, keys, A), (A,), (A, 9), (6, Dv + 9)
     hidden, weight_ih, weight_hh, bias, key, weight, weight_query, output = (
         (0.3 * leaf(*shape)).detach().requires_grad_() for shape in shapes
     )
@@ -123,6 +125,9 @@ CALLS = {
         "copy_distribution", copying, lambda: [leaf(B, Tq, V), leaf(B, Tq, Tk), leaf(B, Tq)],
     ),
     "recurrent": ("recurrent", recurrent, recurrent_leaves),
+    "recurrent, values projected": (
+        "recurrent", partial(recurrent, reads_contexts=False), lambda: recurrent_leaves(keys=20),
+    ),
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Case:
 EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
 #: Layers above the first; "targets" and the others go with them.
 STACK = ("stack", "dropout above", "dropout of output")
-#: With "past" attention has a history, and no span.
+#: With "past" attention has a history, and no span; with "unread" no gradient comes for contexts.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
 OF_HISTORY = (
     "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "coverage",
@@ -178,7 +178,8 @@ def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
     for name in ("states", "cells", "contexts", "weights", "attentional", "coverage", "loss"):
         x = getattr(made, name)
         noise = torch.randn(x.shape, generator=g, dtype=torch.float64).bfloat16()
-        if x.requires_grad and x.numel():
+        unread = name == "contexts" and "unread" in case.terms
+        if x.requires_grad and x.numel() and not unread:
             outputs.append((x, noise.to(x.device, x.dtype)))
     leaves = {n: x for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
     found = {name: x.detach() for name, x in made._asdict().items() if name != "odds"}
@@ -253,14 +254,27 @@ CASES = [
         for mode in GATES
         for recurrence in RECURRENCES
         for seed, (score, terms) in enumerate(
-            [("dot", ()), ("dot", ("projection", "targets")), ("tanh", EVERYTHING)]
+            [
+                ("dot", ()),
+                ("dot", ("projection", "targets", "unread")),
+                ("tanh", EVERYTHING),
+                ("tanh", (*EVERYTHING, "unread")),
+            ]
         )
     ),
     *(Case(mode, None, terms=("targets", "dropout", "biases"), H=70) for mode in GATES),
     *(Case("gru", x, "relu", B=37, H=33, A=65, Dv=40, F=70, terms=EVERYTHING) for x in RECURRENCES),
     *(Case("lstm", x, "tanh", B=1, T=9, H=100, Tk=150, A=64, Dv=64, F=64) for x in RECURRENCES),
     *(Case("gru", x, "tanh", 2, 40, 1, 1, 1, 1, 1, 1, terms=EVERYTHING) for x in RECURRENCES),
-    *(Case("gru", "attend_last", "tanh", **{size: 0}) for size in ("B", "T", "Tk", "Dv")),
+    *(
+        Case("gru", x, "tanh", **{size: 0})
+        for x in RECURRENCES[1:]
+        for size in ("B", "T", "Tk", "Dv", *["F"] * (x == "input_feeding"))
+    ),
+    *(  # f much wider than a context
+        Case(mode, "input_feeding", score, B=37, T=3, Dv=33, F=70, terms=terms)
+        for mode, score, terms in (("gru", "tanh", EVERYTHING), ("lstm", "dot", ()))
+    ),
     *(
         Case(mode, recurrence, score, terms=(*EVERYTHING, *terms), seed=seed)
         for mode in GATES
@@ -333,7 +347,7 @@ def test_table(case, backend):
 def test_fuzz(seed, backend):
     served(backend, torch.float32)
     draw = random.Random(seed)
-    every = EVERYTHING if backend == "cuda" else (*EVERYTHING, *STACK, *PAST, "narrow")
+    every = (*EVERYTHING, "unread", *([] if backend == "cuda" else [*STACK, *PAST, "narrow"]))
     for _ in range(16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
         case = Case(
@@ -396,16 +410,21 @@ def backward_of(args: Recurrent, made: Recurred) -> RecurrentBackward:
     return RecurrentBackward(**fields)
 
 
-@pytest.mark.parametrize("terms", [(), STACK, PAST, ("past", "penalty")])
+@pytest.mark.parametrize("terms", [(), ("unread",), STACK, PAST, ("past", "penalty")])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_what_no_step_reads_changes_nothing(recurrence, terms, backend):
-    """NaN beyond the keys' lengths and beyond the targets' ends."""
+    """NaN beyond the keys' lengths and the targets' ends; NaN and infinities behind a mask."""
     if backend != "reference":
         served(backend, torch.float32, terms)
-    terms = ("projection", "lengths", "targets", *terms)
+    terms = ("projection", "lengths", "targets", "mask", *terms)
     case = Case("gru", recurrence, "tanh", 4, terms=terms, seed=3)
     clean, poisoned = (call(case, DEVICE[backend]) for _ in range(2))
     with torch.no_grad():
+        for x in (clean, poisoned):
+            x.mask[..., :2] = False
+        for x in (poisoned.key, poisoned.value):
+            x[:, :2] = math.nan
+        poisoned.value[:, 1] = math.inf
         for b in range(case.B):
             for x in (poisoned.key, poisoned.value):
                 x[b, clean.lengths[b] :] = math.nan
@@ -416,6 +435,22 @@ def test_what_no_step_reads_changes_nothing(recurrence, terms, backend):
         if name == "grad of key":  # the gradient of what is not seen is 0
             assert torch.isfinite(y).all()
         assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_a_sequence_that_has_diverged_is_alone(recurrence, backend):
+    if backend != "reference":
+        served(backend, torch.float32)
+    case = Case("gru", recurrence, "tanh", terms=("projection", "lengths"), seed=3)
+    args = call(case, DEVICE[backend])
+    poisoned = args.value.detach().clone()
+    poisoned[1] = math.nan
+    with torch.no_grad():
+        a, b = (operator(backend)(args._replace(value=x)) for x in (args.value, poisoned))
+    assert torch.isnan(b.contexts[1]).all() == (args.lengths[1] > 0)
+    for name in ("states", "contexts", "weights", "attentional"):
+        x, y = getattr(a, name), getattr(b, name)
+        assert not x.numel() or torch.equal(x[::2], y[::2]), name
 
 
 @pytest.mark.parametrize("terms", [(), STACK, PAST, ("past", "penalty")])

@@ -12,25 +12,28 @@ std::string describe(const Problem& a) {
          sizes({a.B, a.H, a.Tk, a.A}) + ", value " + sizes({a.B, a.H, a.Tk, a.Dv});
 }
 
-void run_forward(const Forward& a, const Tensor& query) {
-  launched(
-      query, kThreads, [&] { return describe(a); },
-      [&](const Launch& launch) { launch_forward(a, launch); });
-}
-
-void run_backward(const Backward& a, const Tensor& query) {
-  launched(
-      query, kThreads, [&] { return describe(a); },
-      [&](const Launch& launch) { launch_backward(a, launch); });
-}
-
 }  // namespace
 
 namespace cuda {
-void run_forward(const Forward& a, const Tensor& like) { attnfast::run_forward(a, like); }
-void run_backward(const Backward& a, const Tensor& like) { attnfast::run_backward(a, like); }
+void run_forward(const Forward& a, const View& added, const Tensor& like) {
+  launched(
+      like, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_forward(a, launch, added); });
+}
+
+void run_backward(const Backward& a, const Tensor& like) {
+  launched(
+      like, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_backward(a, launch); });
+}
+
 int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
 }  // namespace cuda
+
+namespace {
+void run_forward(const Forward& a, const Tensor& query) { cuda::run_forward(a, {}, query); }
+void run_backward(const Backward& a, const Tensor& query) { cuda::run_backward(a, query); }
+}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { AttentionOperators::implement(m); }
 

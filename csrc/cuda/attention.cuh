@@ -427,11 +427,12 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
 
 inline int64_t grad_weight_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
 
+// `added` is for a step alone; see put_context.
 template <class Launch>
-void launch_forward(const Forward& a, const Launch& launch) {
+void launch_forward(const Forward& a, const Launch& launch, const View& added = {}) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (a.Tq == 1) return launch_step<T>(a, launch);
+    if (a.Tq == 1) return launch_step<T>(a, launch, added);
     const Factored of = factored<T>(a, launch);
     const auto with = [&](auto columns) {
       constexpr int N = decltype(columns)::value;

@@ -1,8 +1,8 @@
-// A step of a recurrent layer that attends, but its products, which are the library's, and attention: a
+// A step of a recurrent layer that attends, but attention and the products that are the library's: a
 // thread takes a unit of a sequence. recurrent.h has the loop.
 #pragma once
 #include "../recurrent.h"
-#include "tile.cuh"
+#include "score.cuh"
 
 namespace attnfast {
 namespace {
@@ -131,13 +131,28 @@ __global__ void __launch_bounds__(kThreads) reach_first(int64_t H, Reaching reac
 
 // ---- input feeding ------------------------------------------------------------------------------
 
-// The attentional vector: tanh of what stands there, from the context, and what the state gives to it.
+struct Feed {
+  int64_t B, F, Dv;
+  Rows2 contexts, weight;  // [B, Dv], [F, Dv]
+  Rows2 of_state;          // [B, F]
+  Rows2 attentional;       // out, as these
+};
+
+// The attentional vector, tanh of what context and state give, the context's product included: a tile of
+// sequences and features, as if they were a score's queries and keys.
 template <class C>
-__global__ void __launch_bounds__(kThreads) feed(int64_t features, Rows2 attentional, Rows2 of_state) {
-  const Place place(features);
-  if (!place.exists) return;
-  C* const out = at<C>(attentional, place.b, place.i);
-  *out = tanh(*out + *at<C>(of_state, place.b, place.i));
+__global__ void __launch_bounds__(kThreads) feed(const Feed a) {
+  __shared__ Staged<C> staged;
+  const int64_t parts = (a.F + kKeys - 1) / kKeys;
+  const int64_t b = blockIdx.x / parts * kQueries, i = blockIdx.x % parts * kKeys;
+  const Rows<C> contexts = {at<C>(a.contexts, b, 0), a.contexts.stride, up_to(kQueries, a.B - b)};
+  const Rows<C> weight = {at<C>(a.weight, i, 0), a.weight.stride, up_to(kKeys, a.F - i)};
+  const auto none = [](int, int) { return C(0); };
+  score_tile<Score::dot>(contexts, weight, static_cast<const C*>(nullptr), a.Dv, staged, none);
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; lane < weight.count && row < contexts.count; row += kWarps)
+    *at<C>(a.attentional, b + row, i + lane) =
+        tanh(staged.score(row, lane) + *at<C>(a.of_state, b + row, i + lane));
 }
 
 // What reaches its sum, from what reaches it.

@@ -12,7 +12,7 @@
 namespace attnfast {
 
 namespace cuda {  // attention.cu, whose kernels are compiled once
-void run_forward(const Forward&, const Tensor& like);
+void run_forward(const Forward&, const View& added, const Tensor& like);
 void run_backward(const Backward&, const Tensor& like);
 int64_t grad_weight_parts(const Problem&);
 }  // namespace cuda
@@ -134,12 +134,15 @@ struct Loop {
   }
   Optional side_by_side(const Optional& x) const { return x ? Optional(packed(*x)) : x; }
 
-  // A kernel for `units` of every sequence, of the layer's type: kernels.operator()<C>().
+  // A kernel of the layer's type, kernels.operator()<C>(); and one for `units` of every sequence.
   template <class Kernels, class... Args>
-  void run(int64_t units, const Kernels& kernels, const Args&... args) const {
-    const int64_t blocks = fit.B * tiles(units, kThreads);
+  void run_blocks(int64_t blocks, const Kernels& kernels, const Args&... args) const {
     if (size == 8) launch(kernels(double{}), blocks, 1, args...);
     else launch(kernels(float{}), blocks, 1, args...);
+  }
+  template <class Kernels, class... Args>
+  void run(int64_t units, const Kernels& kernels, const Args&... args) const {
+    run_blocks(fit.B * tiles(units, kThreads), kernels, args...);
   }
   void clear(const Layer& a, const Tensor& x) const {  // beyond the targets' ends
     if (!a.target_lengths || x.dim() != 3) return;
@@ -162,6 +165,21 @@ void refuse_unknown(const Arguments& given, const LayerFit& fit) {
   fit.check(!given.dropout_output, "dropout_output");
 }
 
+// W_o's columns for the context, of input feeding.
+Optional context_columns(const Optional& weight_output, const Layer& a) {
+  return weight_output ? Optional(block(packed(*weight_output), 0, a.F, 0, a.Dv)) : Optional();
+}
+
+// Values times these, taken before the loop so that no step has a product with its context. Absent where
+// that would cost more: with too few steps for so many keys, or rows that are so much longer to read.
+template <class Loop>
+Optional project_values(const Loop& loop, const Layer& a, const Optional& value, const Optional& columns) {
+  if (!columns || a.Tk > 4 * a.T || a.F > 2 * a.Dv) return {};
+  const Tensor out = loop.room({a.Tk, a.F});
+  multiply(matrix(out), matrix(packed(*value)), turned(*columns), false);
+  return out;
+}
+
 // ---- forward ------------------------------------------------------------------------------------
 
 template <class Launch>
@@ -176,7 +194,8 @@ Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
   const int64_t H = a.H, gates = gates_of(a.cell) * H;
   const Tensor hidden = packed(given.hidden), weight_ih = packed(given.weight_ih);
   const Optional cell = loop.side_by_side(given.cell), mask = loop.side_by_side(given.dropout),
-                 weight_output = loop.side_by_side(given.weight_output);
+                 of_context = context_columns(given.weight_output, a),
+                 projected = project_values(loop, a, given.value, of_context);
 
   // What the inputs give, of all steps at once, where the gates or states will be.
   const Tensor& sums = kept_of(a.cell) ? made.gates : made.states;
@@ -208,10 +227,26 @@ Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
     if (given.weight_query) now.query = loop.view_at(of_states, from);
     else if (from) now.query = loop.view_at(made.states, from - 1);
     else now.query = view(hidden);
-    now.context = loop.view_at(made.contexts, t);
     now.weights = loop.view_at(made.weights, t);
     now.log_sum_exp = loop.view_at(log_sum_exp, t);
-    cuda::run_forward(now, hidden);
+    if (projected) {
+      now.value = view(*projected);
+      now.Dv = a.F;
+      now.context = loop.view_at(made.attentional, t);
+      return cuda::run_forward(now, loop.view_at(of_states, t + 1, of.output), hidden);
+    }
+    now.context = loop.view_at(made.contexts, t);
+    cuda::run_forward(now, {}, hidden);
+    if (!of_context) return;
+    const Feed call = {.B = a.B,
+                       .F = a.F,
+                       .Dv = a.Dv,
+                       .contexts = loop.at(made.contexts, t),
+                       .weight = loop.at(of_context),
+                       .of_state = loop.at(of_states, t + 1, of.output),
+                       .attentional = loop.at(made.attentional, t)};
+    const auto kernels = [](auto zero) { return feed<decltype(zero)>; };
+    loop.run_blocks(tiles(a.B, kQueries) * tiles(a.F, kKeys), kernels, call);
   };
   const auto move = [&](int64_t t) {
     const Move call = {.B = a.B,
@@ -238,18 +273,25 @@ Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
   if (a.T) give(0);
   for (int64_t t = 0; t < a.T; ++t) {
     if (a.attends && a.attends_first) attend(t, t);
-    const Tensor& all_fed = weight_output ? made.attentional : made.contexts;
+    const Tensor& all_fed = of_context ? made.attentional : made.contexts;
     Optional fed = given.feed;
     if (a.attends && (a.attends_first || t)) fed = step(all_fed, a.attends_first ? t : t - 1, 0, a.F);
     if (fed) multiply(step(sums, t, 0, gates), *fed, of_fed, true);
     move(t);
     if (asks_last || t + 1 < a.T) give(t + 1);
     if (asks_last) attend(t, t + 1);
-    if (!weight_output) continue;
-    multiply(step(made.attentional, t, 0, a.F), step(made.contexts, t, 0, a.Dv),
-             turned(block(*weight_output, 0, a.F, 0, a.Dv)), false);
-    const auto kernels = [](auto zero) { return feed<decltype(zero)>; };
-    loop.run(a.F, kernels, a.F, loop.at(made.attentional, t), loop.at(of_states, t + 1, of.output));
+  }
+  if (projected) {  // contexts are what the queries of a dot score would get, were weights its gradients
+    Backward sum = {attends};
+    sum.score = Score::dot;
+    sum.scale = 1;
+    sum.Tq = a.T;
+    sum.A = a.Dv;
+    sum.key = attends.value;
+    sum.grad_score = view(made.weights);
+    sum.grad_score_given = true;
+    sum.grad_query = view(made.contexts);
+    cuda::run_backward(sum, hidden);
   }
   if (a.queries.data && given.weight_query) {
     copy(steps(of_states, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
@@ -293,7 +335,9 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
   const Optional cell = loop.side_by_side(given.cell), mask = loop.side_by_side(given.dropout),
                  grad_cells = loop.side_by_side(given.grad_cells),
                  grad_weights = loop.side_by_side(given.grad_weights),
-                 weight_output = loop.side_by_side(given.weight_output);
+                 of_context = context_columns(given.weight_output, a);
+  Optional projected;  // then a step reads no gradient of a context
+  if (!given.grad_contexts) projected = project_values(loop, a, given.value, of_context);
 
   const Tensor of_inputs = loop.room({a.T, gates}), of_states = loop.room({a.T + 1, of.all}),
                carried = mask ? loop.room({2 * H}) : grads.grad_hidden, asked = loop.room({1, H});
@@ -308,7 +352,7 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
   };
   const Tensor grad_contexts = returned(given.grad_contexts, a.attends, a.Dv),
                grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
-  const Tensor& grad_fed = weight_output ? grad_attentional : grad_contexts;
+  const Tensor& grad_fed = of_context ? grad_attentional : grad_contexts;
   const Tensor of_fed = block(weight_ih, 0, gates, a.E, a.F);
 
   const Tensor grad_score = loop.room({a.T, a.Tk});
@@ -328,6 +372,11 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     now.query = loop.view_at(queries, t);
     now.weights = loop.view_at(weights, t);
     now.grad_context = loop.view_at(grad_contexts, t);
+    if (projected) {
+      now.value = view(*projected);
+      now.Dv = a.F;
+      now.grad_context = loop.view_at(of_states, t + 1, of.output);
+    }
     now.grad_score = loop.view_at(grad_score, t);
     if (grad_weights) now.grad_weights = loop.view_at(*grad_weights, t);
     now.grad_query = given.weight_query ? loop.view_at(of_states, to) : loop.view_at(asked, 0);
@@ -361,12 +410,13 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
 
   const bool asks_last = a.attends && !a.attends_first;
   for (int64_t t = a.T - 1; t >= 0; --t) {
-    if (weight_output) {
+    if (of_context) {
       const auto kernels = [](auto zero) { return feed_back<decltype(zero)>; };
       loop.run(a.F, kernels, a.F, loop.at(attentional, t), loop.at(grad_attentional, t),
                loop.at(of_states, t + 1, of.output));
-      multiply(step(grad_contexts, t, 0, a.Dv), step(of_states, t + 1, of.output, a.F),
-               block(*weight_output, 0, a.F, 0, a.Dv), true);
+      if (!projected)
+        multiply(step(grad_contexts, t, 0, a.Dv), step(of_states, t + 1, of.output, a.F), *of_context,
+                 true);
     }
     if (asks_last) attend_back(t, t + 1);
     if (asks_last || t + 1 < a.T) take(t + 1);
@@ -385,6 +435,13 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
       Reaching{matrix_rows(carried), loop.at(mask), asks_first ? loop.at(asked, 0) : Rows2{}},
       matrix_rows(grads.grad_hidden));
 
+  Optional of_output;  // what reaches the sums of attentional vectors
+  if (of_context) {
+    of_output = loop.room({a.T, a.F});
+    copy(steps(of_states, 1, a.T, of.output, a.F), *of_output);
+    if (projected && given.need_grad_key)
+      multiply(matrix(grad_contexts), matrix(*of_output), *of_context, false);
+  }
   if (given.need_grad_input)
     multiply(matrix(grads.grad_input), matrix(of_inputs), block(weight_ih, 0, gates, 0, a.E), false);
   if (given.need_grad_parameters) {
@@ -396,7 +453,7 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     }
     multiply(block(grads.grad_weight_ih, 0, gates, 0, a.E), through, matrix(input), false);
     if (a.attends) {
-      const Tensor made = packed(weight_output ? attentional : given.contexts);
+      const Tensor made = packed(of_context ? attentional : given.contexts);
       const Tensor fed = a.attends_first ? made : shifted(loop, made, given.feed);
       multiply(block(grads.grad_weight_ih, 0, gates, a.E, a.F), through, matrix(fed), false);
     }
@@ -415,11 +472,9 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     };
     put(of.gates, of.masked(a), grads.grad_weight_hh, grads.grad_bias_hh);
     if (given.weight_query) put(0, 0, grads.grad_weight_query, grads.grad_bias_query);
-    if (given.weight_output) {
+    if (of_output) {
       put(of.output, 0, block(grads.grad_weight_output, 0, a.F, a.Dv, H), grads.grad_bias_output);
-      const Tensor of_fed = loop.room({a.T, a.F});
-      copy(steps(of_states, 1, a.T, of.output, a.F), of_fed);
-      multiply(block(grads.grad_weight_output, 0, a.F, 0, a.Dv), turned(matrix(of_fed)),
+      multiply(block(grads.grad_weight_output, 0, a.F, 0, a.Dv), turned(matrix(*of_output)),
                matrix(packed(given.contexts)), false);
     }
     if (grads.grad_bias_ih.numel())

@@ -100,9 +100,16 @@ __device__ void put_statistics(const Forward& a, const Tile& tile, const End<C>&
   put_statistics(a, tile, 0, all.top, all.mass, before.row);
 }
 
+// A column of a row's context x; where something is `added`, tanh(x + added) stands in its place.
+template <class T, class C>
+__device__ void put_context(const Forward& a, const View& added, const Tile& tile, int64_t c, C x) {
+  if (added.data) x = tanh(x + widen(at<T>(added, tile, 0)[c]));
+  narrow(x, at<T>(a.context, tile, 0)[c]);
+}
+
 // Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View parts) {
+__global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View added, const View parts) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // scores, then e^{score - top}
   __shared__ End<C> end;
@@ -152,12 +159,13 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads, kThreads * gridDim.y);
   add_up_blocks<C>(
       a.Dv, [&](int64_t c) { return factor * weighted_sum(c); },
-      [&](int64_t c, C total) { narrow(total, at<T>(a.context, tile, 0)[c]); });
+      [&](int64_t c, C total) { put_context<T>(a, added, tile, c, total); });
 }
 
 // What the parts of a row add up to.
 template <class T>
-__global__ void __launch_bounds__(kThreads) combine(const Forward a, const View parts, int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    combine(const Forward a, const View added, const View parts, int64_t count) {
   using C = typename Accumulate<T>::type;
   const Tile tile = locate(a, 1, 1);
   const auto part = [&](int64_t i) {
@@ -167,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Forward a, const View 
   for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
     C sum = 0;
     for (int64_t i = 0; i < count; ++i) sum += at<C>(parts, tile, i)[c] * part(i).faded(all.top);
-    narrow(sum * all.share(), at<T>(a.context, tile, 0)[c]);
+    put_context<T>(a, added, tile, c, sum * all.share());
   }
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x, kThreads);
@@ -245,16 +253,16 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
 inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}); }
 
 template <class T, class Launch>
-void launch_step(const Forward& a, const Launch& launch) {
+void launch_step(const Forward& a, const Launch& launch, const View& added) {
   const int64_t blocks = key_parts(a);
   const auto kernel = by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
   if (blocks == 1 || blocks <= launch.most_together(kernel))
-    return launch.together(kernel, a.B * a.H, blocks, a, View{});
+    return launch.together(kernel, a.B * a.H, blocks, a, added, View{});
   using C = typename Accumulate<T>::type;
   const int64_t row = a.Dv + int64_t{sizeof(End<C>) / sizeof(C)}, head = blocks * row, batch = a.H * head;
   const View parts = {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
-  launch(kernel, a.B * a.H, blocks, a, parts);
-  launch(combine<T>, a.B * a.H, 1, a, parts, blocks);
+  launch(kernel, a.B * a.H, blocks, a, added, parts);
+  launch(combine<T>, a.B * a.H, 1, a, added, parts, blocks);
 }
 
 // Whether it was a step's backward that one launch can do.

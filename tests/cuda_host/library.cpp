@@ -58,7 +58,9 @@ void run_forward(const CoverageForward& a, const Tensor&) { run_forward(a); }
 void run_backward(const CoverageBackward& a, const Tensor&) { run_backward(a); }
 }  // namespace
 namespace cuda {
-void run_forward(const Forward& a, const Tensor&) { attnfast::run_forward(a); }
+void run_forward(const Forward& a, const View& added, const Tensor&) {
+  launch_forward(a, LaunchOnHost<kThreads>{}, added);
+}
 void run_backward(const Backward& a, const Tensor&) { attnfast::run_backward(a); }
 int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
 }  // namespace cuda

@@ -8,6 +8,7 @@
 #include "../../csrc/cuda/attention.cuh"
 #include "../../csrc/cuda/copying.cuh"
 #include "../../csrc/cuda/coverage.cuh"
+#include "../../csrc/cuda/recurrent.cuh"
 
 using namespace attnfast;
 
@@ -78,7 +79,8 @@ void run_attention(const Forward& forward, const Backward& backward) {
   launch_forward(forward, launch);
   launch_backward(backward, launch);
   if (backward.Tq != 1) return;
-  Backward only = backward;  // a step over a prepared memory
+  launch_forward(forward, launch, backward.grad_context);  // a step that adds and takes a tanh
+  Backward only = backward;                                // a step over a prepared memory
   only.grad_key = only.grad_value = only.grad_weight = {};
   launch_backward(only, launch);
 }
@@ -128,6 +130,21 @@ void run_copying(const Problem& p, const Sizes& make, const int64_t* source, dou
   }
 }
 
+// Of Tq sequences and Tk features.
+void run_feed(const Problem& p, const Sizes& make) {
+  const auto rows = [&](int64_t count, int64_t columns) {
+    return Rows2{make.tensor(count, columns).data, columns};
+  };
+  const Feed a = {.B = p.Tq,
+                  .F = p.Tk,
+                  .Dv = p.Dv,
+                  .contexts = rows(p.Tq, p.Dv),
+                  .weight = rows(p.Tk, p.Dv),
+                  .of_state = rows(p.Tq, p.Tk),
+                  .attentional = rows(p.Tq, p.Tk)};
+  launch(feed<float>, tiles(p.Tq, kQueries) * tiles(p.Tk, kKeys), 1, a);
+}
+
 int main(int, char** argv) {
   Problem a = {};
   int64_t* const sizes[] = {&a.B, &a.H, &a.Tq, &a.Tk, &a.A, &a.Dv};
@@ -153,6 +170,7 @@ int main(int, char** argv) {
   std::vector<double> log_sum_exp(a.B * a.Tq);
   for (size_t i = 0; i < source.size(); ++i) source[i] = i * 7 % (a.Dv + 3);
   run_copying(a, make, source.data(), log_sum_exp.data());
+  if (a.B) run_feed(a, make);
   for (const auto& x : memory)
     for (const float v : x)
       if (v != v) return puts("NaN"), 1;
