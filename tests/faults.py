@@ -550,6 +550,13 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("u.gates[of_state(K, gate)];", "u.gates[gate];"),
         ("+ read<C>(asked, b, i);", ";"),
         ("place.i / columns >= target_lengths", "place.i / columns > target_lengths"),
+        ("staged.score(row, lane) + *at<C>(a.of_state, b + row, i + lane)",
+         "staged.score(row, lane)"),
+    ],
+    ("csrc/cuda/step.cuh", CUDA.format("recurrent")): [
+        ("put_context<T>(a, added, tile, c, total);", "put_context<T>(a, {}, tile, c, total);"),
+        ("put_context<T>(a, added, tile, c, sum * all.share());",
+         "put_context<T>(a, {}, tile, c, sum * all.share());"),
     ],
     ("csrc/cuda/recurrent.h", CUDA.format("recurrent")): [
         ("asks_last || t + 1 < a.T) take(t + 1)", "t + 1 < a.T) take(t + 1)"),
@@ -559,6 +566,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
          "0, a.T, 0, a.A), made.queries"),
         ("      loop.clear(a, input);", "      ;"),
+        ("    cuda::run_backward(sum, hidden);\n", ""),
+        ("if (!given.grad_contexts) projected =", "projected ="),
+        ("if (projected && given.need_grad_key)", "if (false)"),
     ],
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): [
         ("all += of_blocks<Add>(plus, turn);", ""),

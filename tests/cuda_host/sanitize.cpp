@@ -79,10 +79,11 @@ void run_attention(const Forward& forward, const Backward& backward) {
   launch_forward(forward, launch);
   launch_backward(backward, launch);
   if (backward.Tq != 1) return;
-  launch_forward(forward, launch, backward.grad_context);  // a step that adds and takes a tanh
-  Backward only = backward;                                // a step over a prepared memory
+  Backward only = backward;  // a step over a prepared memory
   only.grad_key = only.grad_value = only.grad_weight = {};
   launch_backward(only, launch);
+  const View& added = backward.grad_context;  // to a step of input feeding
+  launch_forward(forward, launch, added);
 }
 
 void run_coverage(const Forward& forward, const Backward& backward, const Sizes& make, bool additive) {
