@@ -1,10 +1,21 @@
 """What people write: the loop of a recurrent decoder, and its attention in eager code."""
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast.nn import CoverageAttention
+
+
+def alike(calls: Iterable[Callable[[], Sequence[Tensor]]]) -> None:
+    """Assert that calls give the same tensors, to 1e-4 of the largest number."""
+    first, *others = (call() for call in calls)
+    for other in others:
+        for got, want in zip(first, other):
+            scale = float(want.detach().abs().max())
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
 
 
 def loop(layer, cell, attend, recurrence: str):

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from peers import eager, eager_with_history, loop
+from peers import alike, eager, eager_with_history, loop
 from race import DEVICE, DIRECTIONS, race, timed
 from torch import Tensor, nn
 
@@ -68,11 +68,7 @@ def test_recurrent(benchmark, kind, recurrence, shape, direction):
     leaves = {name: [source, *layer.parameters()] if wanted else None for name in ways}
     leaves[f"nn.{kind} without attention"] = list(plain.parameters()) if wanted else None
     calls = {name: timed(way, leaves[name], grad) for name, way in ways.items()}
-    first, *others = (calls[name]() for name in list(ways)[:3])
-    for other in others:
-        for got, want in zip(first, other):
-            scale = float(want.detach().abs().max())
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+    alike([calls[name] for name in list(ways)[:3]])
     race(benchmark, f"{kind}, {recurrence}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
     if wanted:
@@ -117,11 +113,7 @@ def test_stack(benchmark, shape, direction):
     }
     leaves = [source, *layer.parameters()] if direction != "forward" else None
     calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
-    first, *others = (call() for call in calls.values())
-    for other in others:
-        for got, want in zip(first, other):
-            scale = float(want.detach().abs().max())
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+    alike(calls.values())
     race(benchmark, "LSTM, two layers, input_feeding", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
 
@@ -184,10 +176,6 @@ def test_with_a_history(benchmark, kind, shape, direction):
     ways = {"attnfast": whole, "step by step": steps, "eager": peer}
     leaves = [source, *layer.parameters()] if direction != "forward" else None
     calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
-    first, *others = (call() for call in calls.values())
-    for other in others:
-        for got, want in zip(first, other):
-            scale = float(want.detach().abs().max())
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+    alike(calls.values())
     race(benchmark, f"GRU, {kind}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"

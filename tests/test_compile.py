@@ -204,7 +204,7 @@ def both(run, compiled, number, x):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
-#: All of them in a graph for every size; some as the default goes, which is theirs to know.
+#: Nearly all in a graph for every size; some as the default goes, which is theirs to know.
 SLOW = {"window, heads", "dilated", "self-attention, dot", "strided module", "predictive module"}
 GRAPHS = [
     *((name, True) for name in RUNS if name not in ("window, heads", "dilated")),

@@ -93,10 +93,8 @@ def translate(decoder, draw):
     words, features = decoder.embedding.num_embeddings, decoder.attention.W_k.in_features
     for lengths in draw.sources((5, 2, 4), (3, 1)):
         B, Tk = len(lengths), max(lengths)
-        source, of_state = (
-            draw(Tk, B, features),
-            (decoder.rnn.num_layers, B, decoder.rnn.hidden_size),
-        )
+        source = draw(Tk, B, features)
+        of_state = decoder.rnn.num_layers, B, decoder.rnn.hidden_size
         for seen in (draw.numbers(*lengths), None):
             state = decoder.init_state((source, draw(*of_state)), seen)
             for T in (4, 1, 2):
