@@ -1,6 +1,7 @@
 # make demo, make test: each makes .venv, installs what it needs, builds the libraries and goes.
 PYTHON ?= python3
 TORCH ?= 2.13.0
+ARCHS ?= 8.0 9.0
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
@@ -91,10 +92,11 @@ check-machine:
 	$(PIP) --no-build-isolation -e '.[translate,test,triton,lint]'
 	touch $@
 
-# Tests read its machine code; an install leaves it out where torch is without CUDA.
+# Tests read its machine code; an install leaves it out where torch is without CUDA. All that are
+# supported: make test ARCHS="8.0 9.0 10.0"
 .venv/cuda: .venv/installed
 	if command -v nvcc >/dev/null || test -x "$$CUDA_HOME/bin/nvcc"; then \
-	  ATTNFAST_BUILD_CUDA=1 $(BIN)/python setup.py -q build_ext --inplace; fi
+	  ATTNFAST_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST="$(ARCHS)" $(BIN)/python setup.py -q build_ext --inplace; fi
 	touch $@
 
 .venv/integrations: tests/integrations/requirements.txt | .venv/installed

@@ -93,11 +93,23 @@ def library():
 
 
 @pytest.fixture(scope="module")
-def cubins(library, tmp_path_factory):
-    """The machine code in the library, files by architecture."""
+def folder(library, tmp_path_factory):
+    """The machine code in the library, in files."""
     folder = tmp_path_factory.mktemp("kernels")
     run_tool("cuobjdump", library, "-xelf", "all", cwd=folder)
-    return {arch: sorted(folder.glob(f"*.sm_{arch}.cubin")) for arch in ARCHS}
+    return folder
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request, folder):
+    if request.param not in built(folder):
+        pytest.skip(f'not built for sm_{request.param}: make test ARCHS="8.0 9.0 10.0"')
+    return request.param
+
+
+def built(folder: Path) -> list[str]:
+    """The architectures of which there is machine code."""
+    return [arch for arch in ARCHS if [*folder.glob(f"*.sm_{arch}.cubin")]]
 
 
 def plain(mangled: str) -> str:
@@ -109,15 +121,15 @@ def plain(mangled: str) -> str:
     return re.sub(r"(?m)^([\w<>, ]+)\(.*", r"\1", said.strip())
 
 
-def test_the_newest_architecture_has_ptx(library):
+def test_the_newest_architecture_has_ptx(library, folder):
     listed = run_tool("cuobjdump", library, "-lptx")
-    assert set(re.findall(r"\.sm_(\d+)\.ptx", listed)) == {ARCHS[-1]}
+    assert set(re.findall(r"\.sm_(\d+)\.ptx", listed)) == {built(folder)[-1]}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_registers_and_shared_memory(cubins, arch):
+def test_registers_and_shared_memory(folder, arch):
     seen = set()
-    for mangled, usage in itertools.chain.from_iterable(map(resources, cubins[arch])):
+    cubins = folder.glob(f"*.sm_{arch}.cubin")
+    for mangled, usage in itertools.chain.from_iterable(map(resources, cubins)):
         name = plain(mangled)
         assert usage["LOCAL"] == 0, f"{name} has arrays in memory"
         assert usage["STACK"] == 0, f"{name} spills {usage['STACK']} bytes"
@@ -145,9 +157,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_instructions_of_inner_loops(cubins, arch):
-    found = {plain(k): v for x in cubins[arch] for k, v in functions(x).items()}
+def test_instructions_of_inner_loops(folder, arch):
+    cubins = folder.glob(f"*.sm_{arch}.cubin")
+    found = {plain(k): v for x in cubins for k, v in functions(x).items()}
     for name, most in FACTORED_LOOPS.items():
         _, mix = factored_loop(found[name])
         assert all(a <= b for a, b in zip(mix, most)), f"{name}: {mix}"
