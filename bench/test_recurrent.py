@@ -85,19 +85,22 @@ def test_stack(benchmark, shape, direction):
     attention = BahdanauAttention(H, H, A)
     options = {"recurrence": "input_feeding", "num_layers": 2, "query_layer": "last"}
     layer = AttentionLSTM(E, H, H, attention, **options).to(DEVICE)
-    stack = nn.LSTM(E + H, H, 2, batch_first=True).to(DEVICE)
-    for name, _ in list(stack.named_parameters()):
-        setattr(stack, name, getattr(layer, name))
+    cells = [nn.LSTMCell(size, H, device=DEVICE) for size in (E + H, H)]
+    for number, cell in enumerate(cells):
+        for name, _ in [*cell.named_parameters()]:
+            setattr(cell, name, getattr(layer, f"{name}_l{number}"))
     x, source = torch.randn(B, T, E, device=DEVICE), torch.randn(B, Tk, H, device=DEVICE)
     source.requires_grad_()
     lengths = torch.randint(Tk // 2 + 1, Tk + 1, (B,), device=DEVICE)
     grad = torch.randn(B, T, H, device=DEVICE)
 
     def steps(attend) -> Tensor:
-        state, fed, outputs = None, x.new_zeros(B, H), []
+        states, fed, outputs = [None, None], x.new_zeros(B, H), []
         for word in x.unbind(1):
-            h, state = stack(torch.cat([word, fed], -1).unsqueeze(1), state)
-            h = h[:, 0]
+            h = torch.cat([word, fed], -1)
+            for number, cell in enumerate(cells):
+                states[number] = cell(h, states[number])
+                h = states[number][0]
             fed = torch.tanh(layer.output_proj(torch.cat([attend(h), h], -1)))
             outputs.append(fed)
         return torch.stack(outputs, 1)
