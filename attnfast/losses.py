@@ -1,12 +1,12 @@
-"""Losses on attention weights."""
+"""Losses on attention weights, and on what attention draws."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnfast.errors import check_word, refuse
-from attnfast.ops.arguments import check_tensor
+from attnfast.errors import check_word, describe, refuse
+from attnfast.ops.arguments import check_tensor, is_finite
 from attnfast.ops.operators import accumulation_dtype
 
 KINDS = ("cross_entropy", "squared")
@@ -89,6 +89,96 @@ def alignment_loss(
     inside = aligned.gather(-1, index).masked_fill(keys < 0, 0)
     loss = _of_numbers(weights, inside, kind)
     return loss + _unseen(aligned, inside, kind)
+
+
+def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Ask of attention that every key gets a weight of 1 over all rows.
+
+    .. math:: \sum_j \left(1 - \sum_i \alpha_{ij}\right)^2
+
+    Args:
+        weights: α, ``[B, Tq, Tk]``, 0 in padding.
+        mask: boolean ``[B, Tk]``, True for keys that exist; None means all.
+
+    Returns:
+        ``[B]``, differentiable, float32 for half types.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+
+    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.2.1.
+    """
+    check_tensor("weights", weights)
+    if weights.dim() != 3 or not weights.is_floating_point():
+        refuse("weights", "real numbers [B, Tq, Tk]", describe(weights))
+    left = (1 - weights.to(accumulation_dtype(weights.dtype)).sum(1)).square()
+    if mask is not None:
+        check_tensor("mask", mask)
+        if mask.dtype != torch.bool or mask.shape != left.shape:
+            refuse("mask", f"boolean of shape {list(left.shape)}", describe(mask))
+        left = left.masked_fill(~mask, 0)
+    return left.sum(-1)
+
+
+class Reinforce(nn.Module):
+    r"""What hard attention learns from: REINFORCE with a moving baseline and an entropy term.
+
+    .. math:: L = -\frac{1}{B} \sum_n \left[\log p(y_n \mid \tilde s_n) + \lambda_r
+              (\log p(y_n \mid \tilde s_n) - b) \log p(\tilde s_n) + \lambda_e H[s_n]\right],
+              \quad b \leftarrow 0.9\, b + 0.1\, \frac{1}{B} \sum_n \log p(y_n \mid \tilde s_n)
+
+    The factor before :math:`\log p(\tilde s)` is a number, through which no gradient goes: with
+    :math:`\lambda_r = 1` and :math:`\lambda_e = 0` the gradient's mean over what may be drawn is
+    that of the mean of :math:`-\log p(y \mid s)`. The baseline b is that of the batches before,
+    so that it depends on none of this one's draws, but for the first, which begins it. It moves in
+    training alone, and is a buffer.
+
+    Args:
+        weight: λ_r.
+        entropy_weight: λ_e.
+        decay: of the baseline, 0.9 in the formula.
+
+    Papers: Williams, "Simple statistical gradient-following algorithms for connectionist
+    reinforcement learning", Machine Learning 8, 1992; Xu et al., "Show, Attend and Tell", ICML
+    2015, arXiv:1502.03044, section 4.1.
+    """
+
+    baseline: Tensor
+
+    def __init__(self, weight: float = 1.0, entropy_weight: float = 0.0, decay: float = 0.9):
+        super().__init__()
+        for name, x in (("weight", weight), ("entropy_weight", entropy_weight)):
+            if not is_finite(x) or x < 0:
+                refuse(name, "a number, at least 0", describe(x))
+        if not is_finite(decay) or not 0 <= decay < 1:
+            refuse("decay", "at least 0 and below 1", describe(decay))
+        self.weight, self.entropy_weight, self.decay = weight, entropy_weight, decay
+        self.register_buffer("baseline", torch.tensor(torch.nan, dtype=torch.float64))
+
+    def forward(self, log_likelihood: Tensor, log_prob: Tensor, entropy: Tensor) -> Tensor:
+        r"""Return the loss of a batch, a number.
+
+        Args:
+            log_likelihood: ``[B]``, :math:`\log p(y \mid \tilde s)` of whole targets.
+            log_prob, entropy: ``[B]``, of :class:`attnfast.nn.Drawn`.
+
+        Raises:
+            ValueError, TypeError: they do not fit; the sentence names which.
+        """
+        check_tensor("log_likelihood", log_likelihood)
+        if log_likelihood.dim() != 1 or not len(log_likelihood):
+            refuse("log_likelihood", "[B], of one target at least", describe(log_likelihood))
+        for name, x in (("log_prob", log_prob), ("entropy", entropy)):
+            check_tensor(name, x)
+            if x.shape != log_likelihood.shape:
+                refuse(name, f"{list(log_likelihood.shape)}", describe(x))
+        reward = log_likelihood.detach().double()
+        before = torch.where(self.baseline.isnan(), reward.mean(), self.baseline)
+        if self.training:
+            self.baseline.copy_(self.decay * before + (1 - self.decay) * reward.mean())
+        gain = (reward - before).to(log_prob.dtype)
+        terms = log_likelihood + self.weight * gain * log_prob + self.entropy_weight * entropy
+        return -terms.mean()
 
 
 def check_keys(keys: Tensor, weights: Tensor) -> Tensor:

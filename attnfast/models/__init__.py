@@ -4,9 +4,11 @@
 :class:`Encoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and :class:`Seq2Seq`;
 :func:`greedy_search` and :func:`beam_search` decode with it. :class:`Classifier` reads a
 sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, reads a recording;
-:class:`CTCPrefixScorer` lets the search ask its CTC head too.
+:class:`CTCPrefixScorer` lets the search ask its CTC head too. :class:`ShowAttendTell`, of a
+:class:`GridEncoder`, tells what an image shows.
 """
 
+from attnfast.models.captioning import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
@@ -33,14 +35,19 @@ __all__ = [
     "Config",
     "Encoder",
     "FixedContext",
+    "GridEncoder",
     "Heard",
     "ListenAttendSpell",
     "LuongDecoder",
+    "MeanContext",
     "PyramidEncoder",
     "Scorer",
+    "Seen",
     "Seq2Seq",
+    "ShowAttendTell",
     "Source",
     "Spelled",
+    "Told",
     "beam_search",
     "build",
     "greedy_search",

@@ -12,6 +12,8 @@ Attention with a history also takes that of the rows before, and returns that of
 Attention whose rows see some of the keys only (:class:`LocalAttention` and those beside it) has a
 history too, of how far the rows have come.
 
+:class:`GatedAttention` and :class:`HardAttention` go around another attention.
+
 Recurrent layers that attend (:class:`AttentionGRU` and those beside it) take an attention and run
 over a whole target in one call::
 
@@ -31,6 +33,7 @@ from attnfast.nn.history import (
     LocationAwareAttention,
 )
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
+from attnfast.nn.selection import Drawn, GatedAttention, HardAttention
 from attnfast.nn.sparse import (
     LocalAttention,
     LocalPredictiveAttention,
@@ -45,7 +48,10 @@ __all__ = [
     "AttentionRNN",
     "BahdanauAttention",
     "CoverageAttention",
+    "Drawn",
     "ForwardAttention",
+    "GatedAttention",
+    "HardAttention",
     "History",
     "HistoryAttention",
     "LocalAttention",

@@ -1,0 +1,284 @@
+"""Show, attend and tell: a CNN to a grid of features, an LSTM that attends to it and tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import describe, refuse, refuse_type
+from attnfast.models.decoders import FixedContext
+from attnfast.models.seq2seq import PAD, check_ids, check_share
+from attnfast.nn import AttentionLSTM, Memory, RecurrentState
+from attnfast.nn.attention import check_sizes
+from attnfast.nn.linear import linear
+from attnfast.ops.arguments import check_tensor
+
+#: Of every convolution.
+KERNEL = 3
+
+
+def exists(sizes: Tensor, height: int, width: int) -> Tensor:
+    """Return which cells of grids of ``sizes [B, 2]`` exist, ``[B, height, width]``."""
+    rows, columns = (
+        torch.arange(most, device=sizes.device) < size.unsqueeze(-1)
+        for most, size in zip((height, width), sizes.unbind(-1))
+    )
+    return rows.unsqueeze(-1) & columns.unsqueeze(-2)
+
+
+class GridEncoder(nn.Module):
+    r"""Convolutions that make of an image a grid of features, with the place of every cell.
+
+    .. math:: x^l = \mathrm{relu}(W^l * x^{l-1} + b^l), \quad
+              h_{rc} = \left[x^L_{rc};\; \tfrac{2r + 1}{R} - 1;\; \tfrac{2c + 1}{C} - 1\right]
+
+    All kernels are 3 × 3. An image's own edges are padded with zeros, whatever else is in the
+    batch. Of H × W pixels ⌈H / S⌉ × ⌈W / S⌉ cells remain, with S the product of the strides,
+    ``stride``; a cell knows of ``field`` × ``field`` pixels.
+
+    Args:
+        channels: of an image.
+        features: of each layer.
+        strides: of each layer.
+
+    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
+    network's of 14 × 14 cells.
+    """
+
+    def __init__(self, channels: int, features: Sequence[int], strides: Sequence[int]):
+        super().__init__()
+        if not len(features) == len(strides) > 0:
+            refuse("strides", f"{len(features)}, one a layer, and a layer at least", len(strides))
+        check_sizes(channels=channels)
+        self.channels, self.strides, self.stride, self.field = channels, tuple(strides), 1, 1
+        self.layers = nn.ModuleList()
+        before = channels
+        for size, stride in zip(features, strides):
+            check_sizes(features=size, strides=stride)
+            layer = nn.Conv2d(before, size, KERNEL, stride, KERNEL // 2)
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # PyTorch's own fade away
+            self.layers.append(layer)
+            self.field += (KERNEL - 1) * self.stride
+            self.stride *= stride
+            before = size
+        self.output_dim = before + 2
+
+    def _check(self, images: Any, sizes: Any) -> None:
+        check_tensor("images", images)
+        if images.dim() != 4 or images.shape[1] != self.channels:
+            refuse("images", f"[B, {self.channels}, H, W]", describe(images))
+        like = self.layers[0].weight
+        if images.dtype != like.dtype:
+            refuse("images", f"of the module's dtype {like.dtype}", images.dtype)
+        check_tensor("sizes", sizes)
+        B, _, H, W = images.shape
+        if sizes.dtype not in (torch.int64, torch.int32) or list(sizes.shape) != [B, 2]:
+            refuse("sizes", f"int64 or int32 of shape [{B}, 2]", describe(sizes))
+        for name, size, most in zip(("heights", "widths"), sizes.unbind(-1), (H, W)):
+            for pixels in size.tolist():
+                if not self.stride <= pixels <= most:
+                    expected = f"{name} from {self.stride}, a cell, to {most}"
+                    refuse("sizes", expected, pixels)
+
+    def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return grids ``[B, R, C, output_dim]``, 0 in padding, and which cells exist.
+
+        The latter is ``[B, R, C]``, boolean.
+
+        Args:
+            images: ``[B, channels, H, W]``; pixels beyond ``sizes`` do not count.
+            sizes: ``[B, 2]``, height and width of each image, int64 or int32: a cell at least.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a pixel is not finite.
+        """
+        self._check(images, sizes)
+        sizes = sizes.to(images.device)
+        inside = exists(sizes, *images.shape[2:])
+        x = images.masked_fill(~inside.unsqueeze(1), 0)
+        if not x.isfinite().all():
+            refuse("images", "finite numbers", "NaN or infinity")
+        for layer, stride in zip(self.layers, self.strides):
+            x = layer(x).relu()
+            sizes = -(-sizes // stride)
+            inside = exists(sizes, *x.shape[2:])
+            x = x * inside.unsqueeze(1)
+        places = [
+            ((2 * torch.arange(most, device=x.device) + 1) / size.unsqueeze(-1) - 1).to(x.dtype)
+            for most, size in zip(x.shape[2:], sizes.unbind(-1))
+        ]
+        rows, columns = places[0].unsqueeze(-1), places[1].unsqueeze(-2)
+        place = torch.stack(torch.broadcast_tensors(rows, columns), -1)
+        grid = torch.cat([x.permute(0, 2, 3, 1), place * inside.unsqueeze(-1)], -1)
+        return grid, inside
+
+
+class MeanContext(FixedContext):
+    """No attention: all states of a decoder get the same context, the mean of the source's states.
+
+    It has the two calls of an attention, so that a decoder need not know.
+    """
+
+    def prepare(
+        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Memory:
+        """Keep the mean of ``states [B, Tk, F]`` as the only value ``[B, 1, F]``."""
+        if mask is None:
+            mask = states.new_ones(states.shape[:2], dtype=torch.bool)
+        if lengths is not None:
+            place = torch.arange(states.shape[1], device=states.device)
+            mask = mask & (place < lengths.unsqueeze(-1))
+        value = masked_mean(states, mask).unsqueeze(1)
+        return Memory(value, value)
+
+
+def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean ``[B, F]`` of those ``states [B, Tk, F]`` that ``mask [B, Tk]`` has."""
+    total = states.masked_fill(~mask.unsqueeze(-1), 0).sum(1)
+    return total / mask.sum(-1, keepdim=True).clamp_min(1)
+
+
+class Seen(NamedTuple):
+    """Images that have been looked at: what the teller attends to.
+
+    ``mask [B, R, C]``, the cells that exist.
+    """
+
+    memory: Memory
+    mask: Tensor
+
+    def index_select(self, index: Tensor) -> Seen:
+        """Return the images ``index``."""
+        return Seen(self.memory.index_select(index), self.mask[index])
+
+
+class Told(NamedTuple):
+    """What a model says of a whole caption.
+
+    ``logits [B, T, V]`` of the word after each; ``mask [B, R, C]``, the cells of each grid that
+    exist; ``weights [B, T, R · C]``, row after row of the grid, None unless asked for; ``history``,
+    what attention passes on: :class:`attnfast.nn.Drawn` of hard attention.
+    """
+
+    logits: Tensor
+    mask: Tensor
+    weights: Tensor | None = None
+    history: Any = None
+
+
+class ShowAttendTell(nn.Module):
+    r"""A CNN that makes a grid of features, and an LSTM that attends to it and tells what is there.
+
+    .. math:: a = \mathrm{Show}(x), \quad
+              h_0 = \tanh(W_h \bar a + b_h), \quad c_0 = \tanh(W_c \bar a + b_c)
+
+    .. math:: z_t = \mathrm{attend}(h_{t-1}, a), \quad
+              h_t = \mathrm{LSTM}([E y_{t-1}; z_t], h_{t-1}), \quad
+              P(y_t) = \mathrm{softmax}(W_o (E y_{t-1} + W_s h_t + W_z z_t))
+
+    with ā the mean of an image's features. The teller is one :class:`attnfast.nn.AttentionLSTM`,
+    a whole caption in one operator where its attention has one. It has the calls ``encode`` and
+    ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and :func:`beam_search` take it,
+    with images for the source and their sizes for lengths.
+
+    Args:
+        encoder: images and sizes to grids.
+        attention: of the teller, a module of :mod:`attnfast.nn` with queries of ``hidden_dim`` and
+            keys of the encoder's features: soft as it is, :class:`attnfast.nn.GatedAttention` or
+            :class:`attnfast.nn.HardAttention` around one, or :class:`MeanContext`.
+        vocab_size: V, words and the four special ids.
+        hidden_dim, embed_dim: features of the teller's states, and of a word.
+        dropout: on words and on what the output layer reads.
+        longest: most words of a caption that a search finds, the end included.
+
+    Paper: Xu et al., "Show, Attend and Tell: Neural Image Caption Generation with Visual
+    Attention", ICML 2015, arXiv:1502.03044.
+    """
+
+    def __init__(
+        self,
+        encoder: GridEncoder,
+        attention: nn.Module,
+        vocab_size: int,
+        hidden_dim: int,
+        embed_dim: int,
+        dropout: float = 0.0,
+        longest: int = 50,
+    ):
+        super().__init__()
+        if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
+            refuse_type("encoder", "a GridEncoder", describe(encoder))
+        check_sizes(
+            vocab_size=vocab_size, hidden_dim=hidden_dim, embed_dim=embed_dim, longest=longest
+        )
+        check_share("dropout", dropout)
+        context_dim = encoder.output_dim
+        self.encoder, self.longest = encoder, longest
+        self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
+        self.teller = AttentionLSTM(embed_dim, hidden_dim, context_dim, attention)
+        self.first_hidden = nn.Linear(context_dim, hidden_dim)
+        self.first_cell = nn.Linear(context_dim, hidden_dim)
+        self.readout = nn.Linear(hidden_dim + context_dim, embed_dim)
+        self.output = nn.Linear(embed_dim, vocab_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def output_limit(self, sizes: Tensor) -> Tensor:
+        """Return how many words, the end included, captions of images of ``sizes [B, 2]`` have."""
+        return torch.full((len(sizes),), self.longest)
+
+    def encode(self, images: Tensor, sizes: Tensor) -> tuple[Seen, RecurrentState]:
+        """Look at images, and project their keys, once.
+
+        Args:
+            images: ``[B, channels, H, W]``.
+            sizes: ``[B, 2]``.
+
+        Returns:
+            What the teller attends to, and its state before the first word.
+        """
+        grid, mask = self.encoder(images, sizes)
+        states, seen = grid.flatten(1, 2), mask.flatten(1)
+        memory = self.teller.attention.prepare(states, mask=seen)
+        mean = masked_mean(states, seen)
+        h, c = (layer(mean).tanh().unsqueeze(0) for layer in (self.first_hidden, self.first_cell))
+        return Seen(memory, mask), RecurrentState(h, c)
+
+    def decode(
+        self, words: Tensor, state: RecurrentState, seen: Seen, need_weights: bool = False
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
+        """Read the words ``words [B, T]`` from ``state`` on.
+
+        Returns:
+            ``logits [B, T, V]`` of the word after each, the state after the last, and
+            ``weights [B, T, R · C]`` if asked for.
+        """
+        check_ids("words", words)
+        if not isinstance(seen, Seen):
+            refuse_type("seen", "what encode(...) returns", describe(seen))
+        return self._tell(words, state, seen, need_weights, None)
+
+    def _tell(
+        self, words: Tensor, state: Any, seen: Seen, need_weights: bool, lengths: Tensor | None
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
+        embedded = self.dropout(self.embedding(words))
+        result = self.teller(
+            embedded, seen.memory, state, target_lengths=lengths, need_weights=need_weights
+        )
+        backend = getattr(self.teller.attention, "backend", None)
+        read = self.dropout(torch.cat([result.states, result.contexts], -1))
+        read = embedded + linear(read, self.readout.weight, self.readout.bias, backend)
+        logits = linear(self.dropout(read), self.output.weight, self.output.bias, backend)
+        return logits, result.state, result.weights
+
+    def forward(
+        self, images: Tensor, sizes: Tensor, target_in: Tensor, need_weights: bool = False
+    ) -> Told:
+        """Read the true words before each, ``target_in [B, T]``, padded with 0."""
+        check_ids("target_in", target_in)
+        seen, state = self.encode(images, sizes)
+        counts = (target_in != PAD).sum(-1)
+        logits, state, weights = self._tell(target_in, state, seen, need_weights, counts)
+        return Told(logits, seen.mask, weights, state.history)

@@ -1,0 +1,189 @@
+"""Attention around attention: a gate on its context, and one key drawn in place of the average."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.decoding import Memory
+from attnfast.errors import describe, refuse, refuse_type
+from attnfast.nn.attention import check_sizes, check_target_mask
+from attnfast.ops.arguments import check_tensor, is_finite
+
+
+def _check_attention(attention: object, histories: bool) -> None:
+    """Refuse what is no attention that can be asked step by step."""
+    if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
+        got = type(attention).__name__ if isinstance(attention, nn.Module) else describe(attention)
+        refuse_type("attention", "a module of attnfast.nn", got)
+    if not histories and getattr(attention, "has_history", False):
+        refuse_type("attention", "one without a history", type(attention).__name__)
+
+
+class GatedAttention(nn.Module):
+    r"""Attention whose context a gate lets through, more or less, as the state says.
+
+    .. math:: \beta_t = \sigma(f^\top s_t + b), \quad c_t = \beta_t \sum_j \alpha_{tj} h_j
+
+    Words that need no source, such as "of", may close it. The weights are α, before the gate. It is
+    called as the attention that it is around, with a history or without. Recurrent layers run it
+    step by step.
+
+    Args:
+        attention: a module of :mod:`attnfast.nn`.
+        query_dim: features of the decoder states.
+
+    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.2.1.
+    """
+
+    def __init__(self, attention: nn.Module, query_dim: int):
+        super().__init__()
+        _check_attention(attention, histories=True)
+        check_sizes(query_dim=query_dim)
+        self.attention: Any = attention
+        self.gate = nn.Linear(query_dim, 1)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether calls take and return one."""
+        return getattr(self.attention, "has_history", False)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that the attention was asked to use."""
+        return getattr(self.attention, "backend", None)
+
+    def prepare(
+        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Memory:
+        """Make the memory, as the attention does."""
+        return self.attention.prepare(states, lengths, mask)
+
+    def forward(self, state: Tensor, memory: Memory, *args: Any, **options: Any) -> Any:
+        """Return what the attention does, its context ``[B, Dv]`` or ``[B, Tq, Dv]`` gated."""
+        context, *rest = self.attention(state, memory, *args, **options)
+        return self.gate(state).sigmoid() * context, *rest
+
+
+class Drawn(NamedTuple):
+    """What :class:`HardAttention` has drawn so far: passed on, reordered by a search.
+
+    ``log_prob [B]``, the sum over the rows of ln α of the key that was drawn; ``entropy [B]``, that
+    of their entropies, in nats; ``averaged [B]``, whether a sequence takes averages in place of
+    what is drawn: its sums are 0.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor
+    averaged: Tensor
+
+    def index_select(self, index: Tensor) -> Drawn:
+        """Return what was drawn for the sequences ``index``."""
+        return Drawn(*(x.index_select(0, index) for x in self))
+
+
+class HardAttention(nn.Module):
+    r"""Attention to one key, which is drawn by the weights.
+
+    .. math:: j_t \sim \mathrm{Multinoulli}(\alpha_{t1}, …, \alpha_{tn}), \quad c_t = h_{j_t}
+
+    In training a sequence takes the average :math:`\sum_j \alpha_{tj} h_j` at all its rows in place
+    of what is drawn, with the probability ``average``. In evaluation nothing is drawn: the key is
+    that of the largest weight. No gradient goes through the draw; the history, :class:`Drawn`,
+    has the log-probabilities that :class:`attnfast.losses.Reinforce` learns from. Recurrent layers
+    run it step by step. A row that may see no key has context 0 and adds nothing to the sums.
+
+    Args:
+        attention: a module of :mod:`attnfast.nn`, without a history or heads.
+        average: the probability.
+
+    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.1; with its
+    average of 0.5.
+    """
+
+    has_history = True
+
+    def __init__(self, attention: nn.Module, average: float = 0.5):
+        super().__init__()
+        _check_attention(attention, histories=False)
+        if not is_finite(average) or not 0 <= average <= 1:
+            refuse("average", "a probability", describe(average))
+        self.attention: Any = attention
+        self.average = average
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that the attention was asked to use."""
+        return getattr(self.attention, "backend", None)
+
+    def prepare(
+        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Memory:
+        """Make the memory, as the attention does."""
+        return self.attention.prepare(states, lengths, mask)
+
+    def start(self, memory: Memory) -> Drawn:
+        """Return the history before the first row; in training it draws which take averages."""
+        zeros = memory.value.new_zeros(memory.value.shape[0])
+        zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
+        share = self.average if self.training else 0.0
+        return Drawn(zeros, zeros, torch.rand_like(zeros) < share)
+
+    def forward(
+        self,
+        state: Tensor,
+        memory: Memory,
+        history: Drawn | None = None,
+        need_weights: bool | str = False,
+        target_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Drawn]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            history: what the last call returned, or :meth:`start`; None for that.
+            need_weights: return the weights too, α and not what was drawn.
+            target_mask: ``[B]`` or ``[B, Tq]``, False for padding, which adds nothing to the sums.
+
+        Returns:
+            ``context [B, Dv]`` or ``[B, Tq, Dv]``, ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or None,
+            and the history after the last of the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        check_tensor("state", state)
+        if not isinstance(history, (Drawn, type(None))):
+            refuse_type("history", "a Drawn or None", describe(history))
+        check_target_mask(target_mask, list(state.shape[:-1]))
+        step = state.dim() == 2
+        rows = state.unsqueeze(1) if step else state
+        mean, weights = self.attention(rows, memory, "dense")
+        history = self.start(memory) if history is None else history
+        counts = weights.detach().sum(-1) > 0  # [B, Tq]: a row that sees a key
+        if self.training:
+            chances = weights.detach().float().masked_fill(~counts.unsqueeze(-1), 1)
+            index = torch.multinomial(chances.flatten(0, 1), 1).view(counts.shape)
+        else:
+            index = weights.argmax(-1)
+        one = memory.value.gather(1, index.unsqueeze(-1).expand(-1, -1, memory.value.shape[-1]))
+        one = one.masked_fill(~counts.unsqueeze(-1), 0)
+        context = torch.where(history.averaged.view(-1, 1, 1), mean, one)
+        if target_mask is not None:
+            counts = counts & target_mask.reshape(counts.shape)
+        alpha = weights.to(history.log_prob.dtype)
+        safe = alpha.masked_fill(alpha == 0, 1)  # 0 · ln 0 is 0, and so is its gradient
+        left_out = ~counts | history.averaged.unsqueeze(-1)
+        log_prob = safe.gather(-1, index.unsqueeze(-1)).squeeze(-1).log()
+        entropy = -(safe * safe.log()).sum(-1)
+        history = history._replace(
+            log_prob=history.log_prob + log_prob.masked_fill(left_out, 0).sum(-1),
+            entropy=history.entropy + entropy.masked_fill(left_out, 0).sum(-1),
+        )
+        shown = weights if need_weights else None
+        if step:
+            return context.squeeze(1), None if shown is None else shown.squeeze(1), history
+        return context, shown, history

@@ -1,0 +1,305 @@
+"""Scenes of handwritten digits, captions that say what is where, and what a caption has right.
+
+A scene is a noisy canvas with digits that do not touch. A caption names them one after the other,
+each with its place beside the next: "a seven above a small two , left of a four" says that the two
+is left of the four. It is true whatever the order, so that a scene has many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnfast.errors import check_whole, describe, refuse
+
+NUMBERS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
+#: How a caption may say that a digit is there, as seen from the next one: of each two ways.
+RELATIONS = {
+    "left": ("left of", "to the left of"),
+    "right": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under"),
+}
+OPENERS, JOINERS = ("", "there is"), (",", ", which is")
+ORDERS = "from the left", "from the top"
+#: All words of captions.
+WORDS = tuple(
+    sorted({*NUMBERS, "a", "an", "small", *" ".join(
+        [*OPENERS, *JOINERS, *itertools.chain(*RELATIONS.values())]
+    ).split()})
+)  # fmt: skip
+
+CANVAS = 36, 48  # pixels of a side, least and most
+SMALL, LARGE = (8, 10), (13, 16)  # pixels of a digit's height
+GAP = 2  # pixels between two digits, at least
+INK, NOISE = (0.7, 1.0), (0.05, 0.15)  # the darkest of a digit; the noise's deviation
+SLACK = 3  # pixels by which a relation may miss the diagonal and still hold
+
+
+class Placed(NamedTuple):
+    """A digit of a scene: its value, whether it is small, and the box of its ink in pixels.
+
+    The box is top, left, bottom and right, the last two beyond it.
+    """
+
+    value: int
+    small: bool
+    box: tuple[int, int, int, int]
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        """Row and column of its middle."""
+        top, left, bottom, right = self.box
+        return (top + bottom) / 2, (left + right) / 2
+
+
+class Scene(NamedTuple):
+    """An image ``[1, H, W]``, float32, 0 for paper and 1 for ink, and the digits on it."""
+
+    image: Tensor
+    digits: tuple[Placed, ...]
+
+
+def draw_scene(glyphs: Sequence[Sequence[Tensor]], count: int, seed: str) -> Scene:
+    """Make a scene of ``count`` digits, a function of the arguments alone.
+
+    Args:
+        glyphs: of each of the ten digits its pictures, ``[h, w]`` from 0 to 1.
+        count: how many; more than fit are refused.
+        seed: any text.
+
+    Raises:
+        ValueError: an argument does not fit; the sentence names it.
+    """
+    check_whole("count", count)
+    if len(glyphs) != len(NUMBERS) or not all(len(x) for x in glyphs):
+        refuse("glyphs", "pictures of each of ten digits", [len(x) for x in glyphs])
+    draw = random.Random(seed)
+    for _ in range(100):
+        height, width = draw.randint(*CANVAS), draw.randint(*CANVAS)
+        image, digits = torch.zeros(height, width), list[Placed]()
+        for _ in range(20 * count):
+            value, small = draw.randrange(len(NUMBERS)), draw.random() < 0.5
+            rows = draw.randint(*(SMALL if small else LARGE))
+            columns = round(rows * draw.uniform(0.85, 1.15))
+            glyph = _scaled(draw.choice(glyphs[value]), rows, columns)
+            top, left = draw.randint(0, height - rows), draw.randint(0, width - columns)
+            ink = (glyph > 0.25).nonzero()
+            (t, x), (b, y) = ink.amin(0).tolist(), ink.amax(0).tolist()
+            one = Placed(value, small, (top + t, left + x, top + b + 1, left + y + 1))
+            if any(_touch(one, other) for other in digits):
+                continue
+            digits.append(one)
+            image[top : top + rows, left : left + columns] += draw.uniform(*INK) * glyph
+            if len(digits) == count:
+                noise = torch.Generator().manual_seed(draw.getrandbits(63))
+                image += draw.uniform(*NOISE) * torch.randn(height, width, generator=noise)
+                return Scene(image.unsqueeze(0), tuple(digits))
+    refuse("count", "no more digits than a canvas has room for", count)
+    raise AssertionError  # not reached
+
+
+def _scaled(glyph: Tensor, rows: int, columns: int) -> Tensor:
+    size = rows, columns
+    return F.interpolate(glyph[None, None], size, mode="bilinear", align_corners=False)[0, 0]
+
+
+def _touch(a: Placed, b: Placed) -> bool:
+    """Whether boxes overlap, or have less than the gap between them."""
+    return all(
+        a.box[i] < b.box[i + 2] + GAP and b.box[i] < a.box[i + 2] + GAP for i in range(2)
+    )  # fmt: skip
+
+
+# ---- captions -----------------------------------------------------------------------------------
+
+
+def relation(a: Placed, b: Placed) -> str:
+    """Return where a is, as seen from b, by the axis on which they are farther apart."""
+    down, across = (x - y for x, y in zip(a.centre, b.centre))
+    if abs(across) >= abs(down):
+        return "left" if across < 0 else "right"
+    return "above" if down < 0 else "below"
+
+
+def holds(name: str, a: Placed, b: Placed) -> bool:
+    """Whether a may be said to be there; near the diagonal two relations may."""
+    down, across = (x - y for x, y in zip(a.centre, b.centre))
+    ahead, aside = {
+        "left": (-across, down), "right": (across, down),
+        "above": (-down, across), "below": (down, across),
+    }[name]  # fmt: skip
+    return ahead > 0 and ahead >= abs(aside) - SLACK
+
+
+def caption(scene: Scene, order: str, opener: str, way: int, joiner: str) -> str:
+    """Say what a scene shows, words apart by blanks.
+
+    Args:
+        order: one of :data:`ORDERS`, in which digits are named.
+        opener, joiner: one of :data:`OPENERS` and :data:`JOINERS`.
+        way: 0 or 1, of saying relations.
+    """
+    axis = 1 if order == ORDERS[0] else 0
+    digits = sorted(scene.digits, key=lambda x: x.centre[axis])
+    words = [opener, _named(digits[0])]
+    for number, (a, b) in enumerate(itertools.pairwise(digits)):
+        if number:
+            words.append(joiner)
+        words += [RELATIONS[relation(a, b)][way], _named(b)]
+    return " ".join(" ".join(words).split())
+
+
+def _named(digit: Placed) -> str:
+    word = NUMBERS[digit.value]
+    if digit.small:
+        return f"a small {word}"
+    return f"{'an' if word == 'eight' else 'a'} {word}"
+
+
+def captions(scene: Scene) -> list[str]:
+    """Return what a scene's captions are learnt from: all orders and phrasings, 16 texts."""
+    ways = itertools.product(ORDERS, OPENERS, (0, 1), JOINERS)
+    return [caption(scene, *way) for way in ways]
+
+
+class Named(NamedTuple):
+    """A digit in a caption: its value, whether it is called small, and the place of its word."""
+
+    value: int
+    small: bool
+    place: int
+
+
+class Parsed(NamedTuple):
+    """What a caption says: its digits, and the relation of each to the next."""
+
+    digits: tuple[Named, ...]
+    relations: tuple[str, ...]
+
+
+def parse(text: str) -> Parsed | None:
+    """Return what a caption says, or None if it is none of this grammar."""
+    words, at = text.split(), 0
+
+    def take(*phrases: str) -> str | None:
+        """Go on behind the longest of phrases that comes next."""
+        nonlocal at
+        for phrase in sorted(phrases, key=len, reverse=True):
+            expected = phrase.split()
+            if words[at : at + len(expected)] == expected:
+                at += len(expected)
+                return phrase
+        return None
+
+    phrases = {phrase: name for name, ways in RELATIONS.items() for phrase in ways}
+    digits, relations = list[Named](), list[str]()
+    take(*OPENERS)
+    while True:
+        article = take("a", "an")
+        small = take("small") is not None
+        number = take(*NUMBERS)
+        if article is None or number is None:
+            return None
+        if (article == "an") != (not small and number == "eight"):
+            return None
+        digits.append(Named(NUMBERS.index(number), small, at - 1))
+        if at == len(words):
+            return Parsed(tuple(digits), tuple(relations))
+        if relations and take(*JOINERS) is None:
+            return None
+        phrase = take(*phrases)
+        if phrase is None:
+            return None
+        relations.append(phrases[phrase])
+
+
+# ---- what a caption has right -------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """What a caption has right of a scene.
+
+    ``exact``: it names every digit once, with its value and size, and all its relations hold.
+    ``digits`` of ``most`` are named by their values, ``relations`` of ``told`` hold. ``meant``: of
+    each digit that is named, which of the scene's it stands for, or None for one too many.
+    """
+
+    exact: bool
+    digits: int
+    most: int
+    relations: int
+    told: int
+    meant: tuple[int | None, ...] = ()
+
+
+def judge(scene: Scene, text: str) -> Judged:
+    """Compare a caption with a scene.
+
+    The digits that words stand for are those that make the most of the caption right: values
+    first, then sizes and relations. Of digits that are too many all but the first stand for none.
+    What no one can parse has nothing right.
+    """
+    count, said = len(scene.digits), parse(text)
+    if said is None:
+        return Judged(False, 0, count, 0, 0)
+    first = min(len(said.digits), count + 1)
+    rest = (None,) * (len(said.digits) - first)
+    places: list[int | None] = [*range(count), *[None] * (first - count)]
+
+    def right(meant: tuple[int | None, ...]) -> tuple[int, int, int]:
+        """Count values, sizes and relations."""
+        of = [None if i is None else scene.digits[i] for i in meant]
+        values = sum(a is not None and a.value == b.value for a, b in zip(of, said.digits))
+        sizes = sum(a is not None and a.small == b.small for a, b in zip(of, said.digits))
+        pairs = zip(said.relations, of, of[1:])
+        related = sum(
+            a is not None and b is not None and holds(name, a, b) for name, a, b in pairs
+        )  # fmt: skip
+        return values, sizes, related
+
+    several = (x + rest for x in itertools.permutations(places, first))
+    meant = max(several, key=lambda x: (right(x)[0], sum(right(x)[1:])))
+    values, sizes, related = right(meant)
+    told = len(said.relations)
+    exact = len(said.digits) == count == values == sizes and related == told
+    return Judged(exact, values, max(count, len(said.digits)), related, told, meant)
+
+
+# ---- where attention looks ----------------------------------------------------------------------
+
+
+def points_at(row: Tensor, columns: int, stride: int, box: Sequence[int]) -> bool:
+    """Whether the middle of the cell of the largest weight lies in a box.
+
+    Args:
+        row: ``[R · C]``, weights row after row of a grid.
+        columns: C.
+        stride: pixels of a cell's side.
+        box: top, left, bottom and right.
+    """
+    if row.dim() != 1 or len(row) % columns:
+        refuse("row", f"[R · {columns}]", describe(row))
+    r, c = divmod(int(row.argmax()), columns)
+    y, x = stride * r + stride / 2, stride * c + stride / 2
+    return box[0] <= y < box[2] and box[1] <= x < box[3]
+
+
+def overlap(weights: Tensor, box: Sequence[int]) -> float:
+    """Return the intersection over union of a box and of where a map is above half its largest.
+
+    Args:
+        weights: ``[H, W]``, a map that was brought to an image's size.
+        box: top, left, bottom and right.
+    """
+    top, left, bottom, right = box
+    bright = weights > 0.5 * weights.max()
+    inside = torch.zeros_like(bright)
+    inside[top:bottom, left:right] = True
+    return float((bright & inside).sum() / (bright | inside).sum())

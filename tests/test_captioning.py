@@ -1,0 +1,380 @@
+"""Captioning: grids of images, gates, drawn keys and their losses, by loops and enumeration."""
+
+import importlib.util
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attnfast.losses import Reinforce, doubly_stochastic_loss
+from attnfast.models import GridEncoder, MeanContext, ShowAttendTell, beam_search, greedy_search
+from attnfast.models.seq2seq import BOS, EOS
+from attnfast.nn import (
+    AttentionLSTM,
+    BahdanauAttention,
+    CoverageAttention,
+    Drawn,
+    GatedAttention,
+    HardAttention,
+    LuongAttention,
+)
+
+B, T, V, H, E = 3, 5, 11, 6, 4
+SIZES = torch.tensor([[9, 12], [7, 5], [4, 10]])
+
+
+def encoder():
+    return GridEncoder(2, (4, 5), (1, 2)).double()
+
+
+def images():
+    return torch.randn(B, 2, 9, 12, dtype=torch.float64)
+
+
+def model(kind, **options):
+    torch.manual_seed(0)
+    grid = encoder()
+    F_ = grid.output_dim
+    attention = {
+        "additive": lambda: BahdanauAttention(H, F_, 8),
+        "general": lambda: LuongAttention(H, F_, "general"),
+        "gated": lambda: GatedAttention(BahdanauAttention(H, F_, 8), H),
+        "hard": lambda: HardAttention(BahdanauAttention(H, F_, 8), **options),
+        "mean": lambda: MeanContext(),
+    }[kind]()
+    return ShowAttendTell(grid, attention, V, H, E, longest=7).double().eval()
+
+
+def words():
+    return torch.tensor([[BOS, 5, 6, 7, 8], [BOS, 9, 0, 0, 0], [BOS, 5, 5, 0, 0]])
+
+
+def weights_by_hand(attention, state, cells):
+    """The additive or general score of one state [Q] and the cells [n, F] that exist."""
+    if isinstance(attention, LuongAttention):
+        return (cells @ attention.key_proj.weight.T @ state).softmax(-1)
+    q, k = attention.query_proj(state), attention.key_proj(cells)
+    return ((q + k).tanh() @ attention.weight).softmax(-1)
+
+
+def test_a_grid_is_that_of_each_image_alone():
+    grid, x = encoder(), images()
+    states, inside = grid(x, SIZES)
+    assert grid.stride == 2 and grid.field == 5 and states.shape == (B, 5, 6, 7)
+    for i, (height, width) in enumerate(SIZES.tolist()):
+        want = x[i : i + 1, :, :height, :width]
+        for layer in grid.layers:
+            want = F.conv2d(want, layer.weight, layer.bias, layer.stride, 1).relu()
+        rows, columns = want.shape[2:]
+        assert [rows, columns] == [-(-height // 2), -(-width // 2)]
+        got = states[i, :rows, :columns]
+        torch.testing.assert_close(got[..., :5], want[0].permute(1, 2, 0))
+        for r in range(rows):
+            for c in range(columns):
+                place = [(2 * r + 1) / rows - 1, (2 * c + 1) / columns - 1]
+                assert got[r, c, 5:].tolist() == pytest.approx(place)
+        assert inside[i, :rows, :columns].all() and inside[i].sum() == rows * columns
+        assert not states[i][~inside[i]].any()
+
+
+@pytest.mark.parametrize("kind", ["additive", "general", "gated", "hard", "mean"])
+def test_padding_changes_nothing(kind):
+    told, x = model(kind), images()
+    want = told(x, SIZES, words(), need_weights=kind != "mean")
+    for i, (height, width) in enumerate(SIZES.tolist()):
+        x[i, :, height:] = torch.nan
+        x[i, :, :, width:] = torch.nan
+    x.requires_grad_()
+    got = told(x, SIZES, words(), need_weights=kind != "mean")
+    assert torch.equal(got.logits, want.logits)
+    got.logits[words() != 0].sum().backward()
+    for i, (height, width) in enumerate(SIZES.tolist()):
+        assert x.grad[i, :, :height, :width].any()
+        assert not x.grad[i, :, height:].any() and not x.grad[i, :, :, width:].any()
+    if kind != "mean":
+        hidden = ~got.mask.flatten(1).unsqueeze(1).expand_as(got.weights)
+        assert not got.weights[hidden].any()
+        torch.testing.assert_close(got.weights.sum(-1), (words() != 0).double())
+
+
+@pytest.mark.parametrize("kind", ["additive", "general", "gated", "hard", "mean"])
+def test_a_caption_by_hand(kind):
+    told, x = model(kind), images()
+    got = told(x, SIZES, words()).logits
+    grid, inside = told.encoder(x, SIZES)
+    teller, attention = told.teller, told.teller.attention
+    for i in range(B):
+        cells = grid[i][inside[i]]
+        mean = cells.mean(0)
+        h, c = told.first_hidden(mean).tanh(), told.first_cell(mean).tanh()
+        for t in range(int((words()[i] != 0).sum())):
+            if kind == "mean":
+                context = mean
+            else:
+                alpha = weights_by_hand(getattr(attention, "attention", attention), h, cells)
+                context = cells[alpha.argmax()] if kind == "hard" else alpha @ cells
+            if kind == "gated":
+                context = torch.sigmoid(attention.gate.weight @ h + attention.gate.bias) * context
+            word = told.embedding(words()[i, t])
+            gates = teller.weight_ih_l0 @ torch.cat([word, context]) + teller.bias_ih_l0
+            gates = gates + teller.weight_hh_l0 @ h + teller.bias_hh_l0
+            a, f, g, o = gates.chunk(4)
+            c = f.sigmoid() * c + a.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            want = told.output(word + told.readout(torch.cat([h, context])))
+            torch.testing.assert_close(got[i, t], want)
+
+
+@pytest.mark.parametrize("kind", ["additive", "gated", "hard", "mean"])
+def test_a_search_says_what_the_teacher_would(kind):
+    told, x = model(kind), images()
+    found = greedy_search(told, x, SIZES)
+    assert beam_search(told, x, SIZES, beam=1, length_penalty=0.0) == found
+    longest = max(map(len, found))
+    said = torch.tensor([[BOS, *y, *[0] * (longest - len(y))] for y in found])
+    logits = told(x, SIZES, said).logits
+    logits[..., :EOS] = -torch.inf  # padding, unknown words and the start are never said
+    for got, y in zip(logits.argmax(-1), found):
+        assert got[: len(y)].tolist() == y and len(y) < told.longest
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_a_gate_scales_the_context(history):
+    torch.manual_seed(0)
+    inner = (CoverageAttention if history else BahdanauAttention)(H, 7, 8)
+    gated = GatedAttention(inner, H)
+    state, source = torch.randn(B, 4, H, requires_grad=True), torch.randn(B, 9, 7)
+    memory = gated.prepare(source, torch.tensor([9, 4, 1]))
+    context, weights, *_ = gated(state, memory, need_weights=True)
+    plain, same, *_ = inner(state, memory, need_weights=True)
+    want = gated.gate(state).sigmoid() * plain
+    torch.testing.assert_close(context, want)
+    assert torch.equal(weights, same) and gated.has_history == history
+    step = gated(state[:, 0], memory)[0]
+    torch.testing.assert_close(step, want[:, 0])
+    got, want = (torch.autograd.grad(y.square().sum(), state)[0] for y in (context, want))
+    torch.testing.assert_close(got, want)
+
+
+def test_what_is_drawn_and_its_chances():
+    torch.manual_seed(0)
+    hard = HardAttention(BahdanauAttention(H, 7, 8), average=0.25)
+    state, source = torch.randn(1, 1, H).expand(4000, 2, H), torch.randn(1, 5, 7)
+    memory = hard.prepare(source.expand(4000, 5, 7), torch.full((4000,), 4))
+    context, weights, drawn = hard(state, memory, need_weights=True)
+    alpha = weights[0, 0, :4]
+    averaged = drawn.averaged
+    assert averaged.float().mean().item() == pytest.approx(0.25, abs=0.03)
+    torch.testing.assert_close(context[averaged], (weights @ source)[averaged])
+    which = (context[~averaged].unsqueeze(-2) == source[0]).all(-1)  # [n, 2, 5]
+    assert (which.sum(-1) == 1).all() and not which[..., 4].any()
+    torch.testing.assert_close(which[..., :4].float().mean((0, 1)), alpha, atol=0.03, rtol=0)
+    want = (which[..., :4] * alpha.log()).sum((1, 2))
+    torch.testing.assert_close(drawn.log_prob[~averaged], want)
+    entropy = -2 * (alpha * alpha.log()).sum()
+    torch.testing.assert_close(drawn.entropy[~averaged], entropy.expand(len(want)))
+    assert not drawn.log_prob[averaged].any() and not drawn.entropy[averaged].any()
+    again = drawn.index_select(torch.tensor([3, 3]))
+    assert all(torch.equal(x, y[[3, 3]]) for x, y in zip(again, drawn))
+
+
+def test_padding_and_rows_without_keys_add_nothing():
+    torch.manual_seed(0)
+    hard = HardAttention(BahdanauAttention(H, 7, 8), average=0.0)
+    state, source = torch.randn(B, 4, H, requires_grad=True), torch.randn(B, 5, 7)
+    memory = hard.prepare(source, torch.tensor([5, 3, 0]))
+    counts = torch.tensor([[True] * 4, [True, True, False, False], [True] * 4])
+    context, _, drawn = hard(state, memory, target_mask=counts)
+    short = hard(state[:, :2], memory, target_mask=counts[:, :2])[2]
+    assert not context[2].any() and drawn.log_prob[2] == 0 == drawn.entropy[2]
+    torch.testing.assert_close(drawn.entropy[1], short.entropy[1])
+    (drawn.log_prob + drawn.entropy).sum().backward()
+    assert state.grad.isfinite().all() and not state.grad[2].any() and not state.grad[1, 2:].any()
+
+
+def test_reinforce_is_the_gradient_of_the_expected_likelihood():
+    """All draws of two steps, each by its probability: no other way to say what the mean is."""
+    torch.manual_seed(0)
+    layer = AttentionLSTM(E, H, 7, HardAttention(BahdanauAttention(H, 7, 8), 0.0)).double()
+    x, source = torch.randn(1, 2, E).double(), torch.randn(1, 3, 7).double()
+    target = torch.randn(H).double()
+    parameters = [*layer.parameters()]
+
+    def draw(*keys: int):
+        drawn = [torch.tensor([[key]]) for key in keys]
+        with mock.patch("torch.multinomial", side_effect=drawn):
+            result = layer(x, layer.prepare(source))
+        return -(result.output - target).square().sum((1, 2)), result.state.history
+
+    loss = Reinforce().double()
+    loss.baseline.fill_(0.7)
+    loss.eval()
+    expected, got = 0.0, [torch.zeros_like(p) for p in parameters]
+    for keys in ((i, j) for i in range(3) for j in range(3)):
+        likelihood, drawn = draw(*keys)
+        expected = expected - (drawn.log_prob.exp() * likelihood).sum()
+        chance = float(drawn.log_prob.detach().exp())
+        one = loss(likelihood, drawn.log_prob, drawn.entropy)
+        grads = torch.autograd.grad(one, parameters, retain_graph=True)
+        got = [a + chance * g for a, g in zip(got, grads)]
+    for a, b in zip(got, torch.autograd.grad(expected, parameters)):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_baseline_moves_in_training_alone():
+    loss, zeros = Reinforce(weight=2.0, entropy_weight=0.5), torch.zeros(2)
+    first, second = torch.tensor([-4.0, -2.0]), torch.tensor([-1.0, -1.0])
+    log_prob, entropy = torch.tensor([-0.5, -1.5]), torch.tensor([0.25, 0.75])
+    got = loss(first, log_prob, entropy)  # the first batch begins it: less its own mean, -3
+    gain = torch.tensor([-1.0, 1.0])
+    torch.testing.assert_close(got, -(first + 2 * gain * log_prob + 0.5 * entropy).mean())
+    assert loss.baseline.item() == pytest.approx(-3)
+    assert loss(second, log_prob, zeros).item() == pytest.approx(1 - 2 * 2 * -1)
+    assert loss.baseline.item() == pytest.approx(0.9 * -3 + 0.1 * -1)
+    loss.eval()(first, log_prob, zeros)
+    assert loss.baseline.item() == pytest.approx(-2.8)
+    assert loss.state_dict()["baseline"] == loss.baseline
+
+
+def test_doubly_stochastic():
+    weights = torch.rand(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    got = doubly_stochastic_loss(weights, mask)
+    for i in range(2):
+        want = sum((1 - weights[i, :, j].sum()) ** 2 for j in range(4) if mask[i, j])
+        torch.testing.assert_close(got[i], want)
+    torch.testing.assert_close(doubly_stochastic_loss(weights)[0], got[0])
+    assert doubly_stochastic_loss(weights.half()).dtype == torch.float32
+    torch.autograd.gradcheck(lambda x: doubly_stochastic_loss(x, mask), weights)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, x: m(x[:, :1], SIZES, words()), "images must be [B, 2, H, W], got"),
+        (lambda m, x: m(x[0], SIZES, words()), "images must be [B, 2, H, W], got"),
+        (lambda m, x: m(x.float(), SIZES, words()), "images must be of the module's dtype"),
+        (lambda m, x: m(x * torch.nan, SIZES, words()), "images must be finite numbers, got NaN"),
+        (lambda m, x: m(x, SIZES[:2], words()), "sizes must be int64 or int32 of shape [3, 2]"),
+        (lambda m, x: m(x, SIZES * 0, words()), "heights from 2, a cell, to 9, got 0"),
+        (lambda m, x: m(x, SIZES.clamp_max(1), words()), "from 2, a cell, to 9, got 1"),
+        (lambda m, x: m(x, SIZES * 2, words()), "heights from 2, a cell, to 9, got 18"),
+        (lambda m, x: m.decode(words(), None, x), "seen must be what encode(...) returns, got"),
+        (lambda m, x: GridEncoder(1, (4,), (1, 2)), "strides must be 1, one a layer"),
+        (lambda m, x: GatedAttention(nn.Linear(2, 2), H), "attention must be a module of attnfast"),
+        (lambda m, x: HardAttention(CoverageAttention(2, 2, 2)), "must be one without a history"),
+        (lambda m, x: HardAttention(BahdanauAttention(2, 2, 2), 1.5), "average must be a probab"),
+        (lambda m, x: Reinforce(-1.0), "weight must be a number, at least 0, got"),
+        (lambda m, x: Reinforce(decay=1.0), "decay must be at least 0 and below 1, got"),
+        (lambda m, x: Reinforce()(x[:, 0, 0, 0], x, x), "log_prob must be [3], got"),
+        (lambda m, x: doubly_stochastic_loss(x), "weights must be real numbers [B, Tq, Tk], got"),
+        (lambda m, x: doubly_stochastic_loss(x[0], SIZES), "mask must be boolean of shape [2, 12]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_sentence(call, words):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call(model("additive"), images())
+    assert words in str(raised.value) and str(raised.value).count("\n") == 0
+
+
+def test_drawn_is_what_a_search_keeps():
+    history = Drawn(torch.arange(3.0), torch.arange(3.0), torch.tensor([True, False, True]))
+    assert history.index_select(torch.tensor([1])).averaged.tolist() == [False]
+
+
+# ---- scenes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    path = Path(__file__).parent.parent / "examples" / "scenes.py"
+    spec = importlib.util.spec_from_file_location("scenes", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def drawn_scenes(module, count):
+    """Scenes of digits that are full squares, so that boxes are theirs."""
+    glyphs = [[torch.ones(8, 8)] for _ in range(10)]
+    return [module.draw_scene(glyphs, count, f"{count} {i}") for i in range(20)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_a_scene_has_what_its_captions_say(scenes, count):
+    for scene in drawn_scenes(scenes, count):
+        again = drawn_scenes(scenes, count)[0]
+        assert again.digits == drawn_scenes(scenes, count)[0].digits
+        assert scene.image.min() > -1 and len(scene.digits) == count
+        for digit in scene.digits:
+            top, left, bottom, right = digit.box
+            ink = scene.image[0, top:bottom, left:right].mean()
+            assert ink > 0.6 and bottom <= scene.image.shape[1] and right <= scene.image.shape[2]
+        texts = scenes.captions(scene)
+        assert len(texts) == 16 and {w for x in texts for w in x.split()} <= {*scenes.WORDS}
+        for text in texts:
+            judged = scenes.judge(scene, text)
+            assert judged.exact and judged.digits == judged.most == count
+            assert judged.relations == judged.told == count - 1
+            named = scenes.parse(text).digits
+            for word, place in zip(named, judged.meant):
+                assert scene.digits[place].value == word.value
+                assert text.split()[word.place] == scenes.NUMBERS[word.value]
+
+
+def placed(scenes, *digits):
+    boxes = {"left": (10, 2, 18, 10), "right": (10, 30, 18, 38), "below": (28, 2, 36, 10)}
+    found = tuple(scenes.Placed(value, small, boxes[place]) for value, small, place in digits)
+    return scenes.Scene(torch.zeros(1, 40, 40), found)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("a seven left of a small two", (True, 2, 2, 1, 1)),
+        ("there is a small two to the right of a seven", (True, 2, 2, 1, 1)),
+        ("a seven right of a small two", (False, 2, 2, 0, 1)),
+        ("a seven left of a two", (False, 2, 2, 1, 1)),
+        ("a seven left of a small three", (False, 1, 2, 1, 1)),
+        ("a seven", (False, 1, 2, 0, 0)),
+        ("a seven left of a small two , left of a two", (False, 2, 3, 1, 2)),
+        ("a seven left of", (False, 0, 2, 0, 0)),
+        ("an seven left of a small two", (False, 0, 2, 0, 0)),
+        ("", (False, 0, 2, 0, 0)),
+    ],
+)
+def test_a_caption_is_judged(scenes, text, want):
+    scene = placed(scenes, (7, False, "left"), (2, True, "right"))
+    assert scenes.judge(scene, text)[:5] == want
+
+
+def test_captions_name_digits_in_order(scenes):
+    scene = placed(scenes, (7, False, "left"), (2, True, "right"), (8, False, "below"))
+    across, down = (
+        scenes.caption(scene, order, "there is", 1, ", which is") for order in scenes.ORDERS
+    )
+    assert across == (
+        "there is a seven over an eight , which is to the left of a small two"
+    ) and down.startswith("there is a seven to the left of a small two , which is ")
+
+
+def test_where_attention_looks(scenes):
+    row = torch.zeros(12).index_fill(0, torch.tensor(6), 1)  # row 1, column 2 of 3 × 4
+    assert scenes.points_at(row, 4, 4, (6, 10, 7, 11))  # the middle is at 6, 10
+    assert not scenes.points_at(row, 4, 4, (7, 10, 12, 12))
+    weights = torch.zeros(6, 6)
+    weights[1:3, 1:3] = 1
+    weights[5, 5] = 0.4
+    assert scenes.overlap(weights, (1, 1, 3, 3)) == 1
+    assert scenes.overlap(weights, (1, 2, 3, 4)) == pytest.approx(2 / 6)
+
+
+def test_what_no_canvas_has_room_for(scenes):
+    glyphs = [[torch.ones(8, 8)] for _ in range(10)]
+    with pytest.raises(ValueError, match="count must be no more digits than a canvas has room"):
+        scenes.draw_scene(glyphs, 60, "x")
+    with pytest.raises(ValueError, match="glyphs must be pictures of each of ten digits, got"):
+        scenes.draw_scene(glyphs[:9], 2, "x")
