@@ -131,6 +131,36 @@ def hybrid_loss(
     return loss
 
 
+def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tensor:
+    r"""Return ``target_in`` with a share of its words replaced by what a model would have said.
+
+    .. math:: \tilde y_t \sim \mathrm{softmax}(z_{t-1}) \text{ with probability } p,
+              \text{ else } y_t
+
+    The model first reads the true words, for ``logits``, and then learns from what this returns:
+    two passes over whole targets, where Bengio's is a loop over single steps. The start, padding
+    and the four special ids are never replaced, nor drawn.
+
+    Args:
+        target_in: ``[B, T]``, ids that begin with the start.
+        logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
+        share: p, from 0 to 1.
+
+    Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
+    Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
+    student workshop, arXiv:1906.07651.
+    """
+    if not 0 <= share <= 1:
+        raise InputError(f"share must be a number from 0 to 1, got {share}")
+    if not share or target_in.shape[1] < 2:
+        return target_in
+    before = logits.detach()[:, :-1].float()
+    words = before[..., EOS + 1 :].softmax(-1).flatten(0, 1).multinomial(1) + EOS + 1
+    given = target_in[:, 1:]
+    drawn = (torch.rand(given.shape, device=given.device) < share) & (given > EOS)
+    return torch.cat([target_in[:, :1], torch.where(drawn, words.view_as(given), given)], 1)
+
+
 def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:
     """Make AdamW over all parameters, in its fused form; those of attention may be a group."""
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]

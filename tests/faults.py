@@ -201,6 +201,13 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(entering - product)[:, :-1]", "(entering - product)[:, 1:]"),
         ("heard.frame_log_probs.double()", "heard.frame_log_probs"),
     ],
+    ("attnfast/training.py", "tests/test_speech.py -k 'scheduled'"): [
+        ("logits.detach()[:, :-1]", "logits.detach()[:, 1:]"),
+        ("< share) & (given > EOS)", "< share)"),
+        ("before[..., EOS + 1 :].softmax(-1)", "before[..., EOS + 1 :].sigmoid()"),
+        (".multinomial(1) + EOS + 1", ".multinomial(1) + EOS"),
+        ("device=given.device) < share", "device=given.device) > share"),
+    ],
     ("attnfast/training.py", "tests/test_speech.py -k 'hybrid'"): [
         ("loss + (1 - ctc_weight) * own", "loss + own"),
         ("counts = (target_out > EOS).sum(-1)", "counts = (target_out > PAD).sum(-1)"),

@@ -197,7 +197,7 @@ def test_speech(digits, tmp_path, capsys, monkeypatch):
     module = example("speech")
     monkeypatch.setattr(module, "LEARNT", range(1, 3))
     monkeypatch.setattr(module, "LONGER", range(3, 4))
-    rows = ["location-aware", "no attention"]
+    rows = ["location-aware, own letters", "no attention"]
     sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--test", "1", "--seeds", "1"]
 
     def call(out, *more):
@@ -208,7 +208,9 @@ def test_speech(digits, tmp_path, capsys, monkeypatch):
     status, table, said = call("whole")
     assert status == 0, said
     assert (tmp_path / "whole" / "table.md").read_text() == table
-    assert [x.name for x in (tmp_path / "whole").glob("*.png")] == ["location-aware-1.png"]
+    assert [x.name for x in (tmp_path / "whole").glob("*.png")] == [
+        "location-aware-own-letters-1.png"
+    ]
     first, second, third = table.split("\n\n")
     assert first.splitlines()[0].endswith("| 1 | 2 | 1–2 | 3–3 |")
     assert len(first.splitlines()) == 2 + 2 * len(module.SEARCHES)
@@ -226,16 +228,17 @@ def test_speech(digits, tmp_path, capsys, monkeypatch):
         status, out, said = call("parts")
         assert (status, out) == (143, "")
         assert said.endswith("stopped; the same command goes on from there\n")
-    assert checkpoint.load(tmp_path / "parts" / "location-aware-1.pt")["step"] == 2
+    assert checkpoint.load(tmp_path / "parts" / "location-aware-own-letters-1.pt")["step"] == 2
     assert call("parts")[0] == 0
     whole, parts = (
-        checkpoint.load(tmp_path / name / "location-aware-1.pt") for name in ("whole", "parts")
+        checkpoint.load(tmp_path / name / "location-aware-own-letters-1.pt")
+        for name in ("whole", "parts")
     )
     for part in ("model", "ears"):
         assert all(x.equal(parts[part][name]) for name, x in whole[part].items())
-    kept = (tmp_path / "whole" / "location-aware-1.pt").stat().st_mtime_ns
+    kept = (tmp_path / "whole" / "location-aware-own-letters-1.pt").stat().st_mtime_ns
     assert call("whole")[1].startswith(f"{first}\n\n{second}\n\n")  # but for times
-    assert (tmp_path / "whole" / "location-aware-1.pt").stat().st_mtime_ns == kept
+    assert (tmp_path / "whole" / "location-aware-own-letters-1.pt").stat().st_mtime_ns == kept
     status, _, said = call("whole", "--dim", "9")
     assert status == 2 and "expected {'row': " in said and said.count("\n") == 1
 

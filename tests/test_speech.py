@@ -32,7 +32,7 @@ from attnfast.nn import (
     LocationAwareAttention,
     LuongAttention,
 )
-from attnfast.training import hybrid_loss, sequence_loss
+from attnfast.training import hybrid_loss, scheduled_sampling, sequence_loss
 
 RATE = 8000
 
@@ -335,6 +335,24 @@ def test_every_parameter_learns(frames, attention):
 
 
 @torch.no_grad()
+def test_scheduled_sampling():
+    torch.manual_seed(0)
+    words = torch.tensor([[BOS, 5, 6, 7], [BOS, 8, 0, 0]]).repeat(3000, 1)
+    logits = torch.randn(2, 4, 9).repeat(3000, 1, 1).requires_grad_()
+    assert scheduled_sampling(words, logits, 0.0) is words
+    mixed = scheduled_sampling(words, logits, 0.4)
+    assert torch.equal(mixed[:, 0], words[:, 0]) and torch.equal(mixed == 0, words == 0)
+    assert mixed[:, 1:][words[:, 1:] > 0].min() > EOS and not mixed.requires_grad
+    for row, place in ((0, 1), (0, 3), (1, 1)):
+        chances = torch.zeros(9)
+        chances[4:] = 0.4 * logits[row, place - 1, 4:].detach().softmax(-1)
+        chances[words[row, place]] += 0.6
+        found = torch.bincount(mixed[row::2, place], minlength=9) / 3000
+        torch.testing.assert_close(found, chances, atol=0.03, rtol=0)
+    with pytest.raises(InputError, match="share must be a number from 0 to 1, got 2"):
+        scheduled_sampling(words, logits, 2)
+
+
 def test_hybrid_loss(frames):
     """Between the speller's loss and that of all paths of CTC, both a letter."""
     model = make()
@@ -342,14 +360,14 @@ def test_hybrid_loss(frames):
     spelled = model(frames, LENGTHS, torch.cat([torch.full((3, 1), BOS), words[:, :-1]], 1))
     own = sequence_loss(spelled.logits, words, 0.1)
     paths = sum(
-        float(text_probability(p[:n].double(), [x for x in row if x > EOS]).log())
+        float(text_probability(p[:n].double(), [x for x in row if x > EOS]).log().detach())
         for p, n, row in zip(spelled.frame_log_probs, spelled.lengths, words.tolist())
     )
     for weight in (0.0, 0.3, 1.0):
         wanted = (1 - weight) * own - weight * paths / 6
         torch.testing.assert_close(hybrid_loss(spelled, words, weight, 0.1), wanted.float())
     long = torch.tensor([[4] * 9 + [EOS]] * 3)  # more letters than states
-    assert float(hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0)) == 0
+    assert hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0).detach() == 0
     with pytest.raises(InputError, match="ctc_weight must be a number from 0 to 1, got 2"):
         hybrid_loss(spelled, words, 2)
 
