@@ -134,6 +134,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/nn/history.py", "tests/test_history.py"): [
         ("result.loss if history.loss is None else history.loss + result.loss", "result.loss"),
         ("first[:, :1] = 1", "first[:, -1:] = 1"),
+        ("history.previous, counts)", "history.previous, None)"),
+        ("torch.where((lengths > 0)", "torch.where((lengths >= 0)"),
         ("self.activation = activation", "pass"),
         ("fertility=self.fertility * asked", "fertility=asked"),
         ("seen if mask is None else seen & mask", "seen"),
@@ -309,7 +311,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): [
         ("history.loss is None else history.loss + done.loss", "True else None"),
-        ("done.weights[:, -1] if done.weights.shape[1]", "history.previous if False"),
+        ("history.previous, lengths), loss)", "history.previous, None), loss)"),
         ("mask = seen if mask is None else seen & mask", "pass"),
         ("history.coverage, history.previous, None,", "history.coverage, history.coverage, None,"),
         ("\"cell\": -2, \"feed\": 0}", "\"cell\": -2}"),
@@ -343,6 +345,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/integrations/onmt.py", "tests/integrations/test_decoders.py"): [
         ("*hidden, feed=feed[0])", "*hidden)"),
+        ("(place < src_len.view(-1, 1)).sum(1).expand(B)", "src_len.long()"),
         ("not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)", "False"),
     ],
     ("attnfast/integrations/probe.py", "tests/integrations/test_decoders.py -k copies"): [

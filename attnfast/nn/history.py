@@ -39,6 +39,20 @@ class History(NamedTuple):
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
 
+def last_of(steps: Tensor, first: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return every sequence's last row that is no padding, ``first`` if it has none.
+
+    They are ``[B, H]`` of ``steps [B, T, H]``, of a stack ``[L, B, H]``.
+    """
+    if steps.shape[-2] == 0:
+        return first
+    if lengths is None:
+        return steps[..., -1, :]
+    index = (lengths - 1).clamp(min=0).view(-1, 1, 1)
+    last = steps.gather(-2, index.expand(*steps.shape[:-2], 1, steps.shape[-1])).squeeze(-2)
+    return torch.where((lengths > 0).unsqueeze(-1), last, first)
+
+
 class HistoryAttention(_Attention):
     r"""Additive attention that knows what it attended to before: what its kinds share.
 
@@ -87,7 +101,7 @@ class HistoryAttention(_Attention):
             history: what the last call returned, or :meth:`start`; None for that.
             need_weights: return the weights too.
             target_mask: ``[B]`` or ``[B, Tq]``, False for the padding at a target's end, which
-                counts in neither coverage nor loss and leaves no last weights.
+                leaves the history as it was.
 
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or None,
@@ -121,8 +135,9 @@ class HistoryAttention(_Attention):
         context, weights, coverage = result
         assert weights is not None
         loss = result.loss if history.loss is None else history.loss + result.loss
-        previous = weights[:, -1] if weights.shape[1] else history.previous
-        history = History(coverage, previous.to(coverage.dtype), loss)
+        counts = None if target_mask is None else target_mask.reshape(query.shape[:2]).sum(-1)
+        previous = last_of(weights.to(coverage.dtype), history.previous, counts)
+        history = History(coverage, previous, loss)
         shown = weights if need_weights else None
         if step:
             return context.squeeze(1), None if shown is None else shown.squeeze(1), history

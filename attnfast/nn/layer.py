@@ -21,6 +21,7 @@ from attnfast.nn.history import (
     History,
     HistoryAttention,
     LocationAwareAttention,
+    last_of,
 )
 from attnfast.nn.linear import is_plain
 from attnfast.nn.sparse import LocalAttention, Progress
@@ -271,7 +272,8 @@ def run_layer(
         RECURRENT.check(call)  # says in one sentence what does not fit
         raise
     if isinstance(history, History):
-        history = _history_after(history, done)
+        lengths = target_lengths if target_mask is None else target_mask.sum(-1)
+        history = _history_after(history, done, lengths)
     if _is_half(input):  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
@@ -354,11 +356,10 @@ def _remembered(
     return {x: getattr(call, x) for x in names}
 
 
-def _history_after(history: History, done: Recurred) -> History:
-    """Return the history after the steps of a call."""
+def _history_after(history: History, done: Recurred, lengths: Tensor | None) -> History:
+    """Return the history after the steps of a call, ``lengths`` of which are no padding."""
     loss = done.loss if history.loss is None else history.loss + done.loss
-    previous = done.weights[:, -1] if done.weights.shape[1] else history.previous
-    return History(done.coverage, previous, loss)
+    return History(done.coverage, last_of(done.weights, history.previous, lengths), loss)
 
 
 def _within(
@@ -551,17 +552,3 @@ def run_rnn(
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
     last = torch.stack(hidden)
     return x, (last, torch.stack(cells)) if lstm else last
-
-
-def last_of(steps: Tensor, first: Tensor, target_lengths: Tensor | None) -> Tensor:
-    """Return every sequence's last row that is no padding, ``first`` if it has none.
-
-    They are ``[B, H]`` of ``steps [B, T, H]``, of a stack ``[L, B, H]``.
-    """
-    if steps.shape[-2] == 0:
-        return first
-    if target_lengths is None:
-        return steps[..., -1, :]
-    index = (target_lengths - 1).clamp(min=0).view(-1, 1, 1)
-    last = steps.gather(-2, index.expand(*steps.shape[:-2], 1, steps.shape[-1])).squeeze(-2)
-    return torch.where((target_lengths > 0).unsqueeze(-1), last, first)
