@@ -10,6 +10,7 @@ from torch import nn
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.decoders import (
     LOOP,
     is_one_operator,
@@ -20,6 +21,19 @@ from attnfast.integrations.decoders import (
 )
 from attnfast.integrations.serve import attend, is_plain, project, project_joined
 from attnfast.nn.layer import NAMES, Layer
+
+
+def lengths_of(self, source, src_len):
+    """Return how many states of each source the project's mask leaves, whatever the lengths are."""
+    if src_len is None:
+        return None
+    B, Tk = source.shape[:2]
+
+    def count():
+        place = torch.arange(Tk, device=src_len.device)
+        return (place < src_len.view(-1, 1)).sum(1).expand(B)
+
+    return cached_per_source(self, "lengths", count, src_len, B, Tk)
 
 
 def attended(self, src, source, **seen):
@@ -42,7 +56,7 @@ class OpenNMT:
         if coverage is not None:  # the project changes its argument
             enc_out += self.linear_cover(coverage.view(-1, 1)).view_as(enc_out)
             enc_out = torch.tanh(enc_out)
-        return attended(self, src, enc_out, lengths=src_len)
+        return attended(self, src, enc_out, lengths=lengths_of(self, enc_out, src_len))
 
 
 class InputFeed:
@@ -68,7 +82,7 @@ class InputFeed:
             )
         ):
             return super()._run_forward_pass(tgt, enc_out, src_len)
-        memory = Memory(enc_out, enc_out, None if src_len is None else src_len.long())
+        memory = Memory(enc_out, enc_out, lengths_of(self, enc_out, src_len))
         words, state = self.embeddings(tgt), state_of(*hidden, feed=feed[0])
         of_layers, of_output = masks_of(T, feed[0], dropouts)
         of_output = None if of_output is None else of_output[0]

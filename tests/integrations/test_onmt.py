@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -28,13 +29,20 @@ def use(attention, draw, seen):
             yield attention(draw(B, attention.dim), source * 1, mask, draw(B, Tk))
 
 
+def use_lengths(attention, draw):
+    """The project's mask takes what is longer than a source, one for all, and fractions."""
+
+    def numbers(change, draw, lengths, Tk):
+        return change(draw.numbers(*lengths))
+
+    for change in (lambda x: x, lambda x: x + 2, lambda x: x[:1] / 2):
+        yield from use(attention, draw, partial(numbers, change))
+
+
 @pytest.mark.parametrize("coverage", [False, True])
 @pytest.mark.parametrize("kind", ["dot", "general", "mlp"])
 def test_global_attention(kind, coverage):
-    compare(
-        onmt.GlobalAttention(9, coverage, kind),
-        lambda m, draw: use(m, draw, lambda draw, lengths, _: draw.numbers(*lengths)),
-    )
+    compare(onmt.GlobalAttention(9, coverage, kind), use_lengths)
     compare(
         eole.GlobalAttention(9, coverage, kind),
         lambda m, draw: use(m, draw, lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
