@@ -279,13 +279,13 @@ def run(
     sources = [source for source, _ in test]
     outputs = {name: translate(x.model, tokenizer, sources, 1) for name, x in learners.items()}
     result = evaluate(learners, groups, options, test, outputs)
+    print(table(result), flush=True)
     pictures = {
         "alignment.png": draw_sentence(learners["fused"].model, tokenizer, test, outputs["fused"]),
         "speed.png": draw_charts(learners, tokenizer.vocab_size, options, settings),
     }
     for name, content in pictures.items():
         write_atomically(directory / name, content)
-    print(table(result))
     files = " and ".join(str(directory / name) for name in pictures)
     say(f"{files} written, {time.perf_counter() - start:.0f} s in all")
     return result
