@@ -29,6 +29,11 @@ def describe(x: object) -> str:
     return f"{article} {type(x).__name__} of {dtype} {list(shape)}"
 
 
+def shape_of(*of: object) -> str:
+    """Return a shape as it is written, some of its sizes by their names: ``[2, Tk, 8]``."""
+    return f"[{', '.join(map(str, of))}]"
+
+
 def sentence(argument: str, expected: str, got: object) -> str:
     """Return one sentence in one line: the argument, what was expected and what came."""
     text = f"{argument} must be {expected}, got {got}"

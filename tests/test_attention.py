@@ -761,7 +761,7 @@ GOOD = Case("tanh", 2, 3, 5, 8, 7)
         ),
         ({"query": [1.0]}, "query must be a torch.Tensor, got list"),
         ({"query": torch.zeros(2, 3, 8, dtype=torch.int64)}, "key must be of the query's dtype"),
-        ({"key": torch.zeros(2, 5, 9)}, r"key must be \[2, 'Tk', 8\].*got \[2, 5, 9\]"),
+        ({"key": torch.zeros(2, 5, 9)}, r"key must be \[2, Tk, 8\].*got \[2, 5, 9\]"),
         ({"key": torch.zeros(3, 5, 8)}, "key must be"),
         ({"key": torch.zeros(2, 5, 8).double()}, "key must be of the query's dtype torch.float32"),
         ({"value": torch.zeros(2, 6, 7)}, r"value must be \[2, 5, 'Dv'\].*got \[2, 6, 7\]"),

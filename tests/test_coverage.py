@@ -741,7 +741,7 @@ X = torch.ones(2, 3, 4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": torch.ones(2, 3, 5)}, r"key must be \[2, 'Tk', 4\]"),
+        ({"key": torch.ones(2, 3, 5)}, r"key must be \[2, Tk, 4\]"),
         ({"penalty": math.nan}, "penalty must be a finite number or a tensor, got nan"),
         ({"penalty": torch.ones(3)}, r"penalty must be \[1\].*got \[3\]"),
         ({"coverage_weight": torch.ones(5)}, r"coverage_weight must be \[4\] to fit the query"),

@@ -51,12 +51,15 @@ def layer_and_inputs(kind, attention: str, **options):
     return layer, x, source, torch.tensor([9, 4, 6])
 
 
+def past(state) -> list[Tensor]:
+    """Return all tensors of a state."""
+    history = state.history if isinstance(state.history, attn.History) else ()
+    return [x for x in (*state, *history) if isinstance(x, Tensor)]
+
+
 def tensors(result) -> list[Tensor]:
     """Return all that a layer gives."""
-    state = [x for x in result.state if isinstance(x, Tensor)]
-    past = result.state.history
-    past = past if isinstance(past, attn.History) else ()
-    return [result.output, result.states, result.contexts, result.weights, *state, *past]
+    return [result.output, result.states, result.contexts, result.weights, *past(result.state)]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -94,9 +97,14 @@ def in_one_call_in_parts_and_in_steps(kind, attention, monkeypatch, **options):
         targets = torch.tensor([7, 0, 3])
         with torch.no_grad():
             x[1], x[2, 3:] = math.nan, math.nan  # padding
-        found = tensors(
-            layer(x, layer.prepare(source, lengths), target_lengths=targets, need_weights=True)
-        )
+        memory = layer.prepare(source, lengths)
+        result = layer(x, memory, target_lengths=targets, need_weights=True)
+        for i, count in enumerate(targets):
+            this = torch.tensor([i])
+            alone = layer(x[this, :count], memory.index_select(this)).state
+            for got, want in zip(past(result.state.index_select(this)), past(alone)):
+                torch.testing.assert_close(got, want)
+        found = tensors(result)
         total = sum((y * torch.linspace(0, 1, y.numel()).double().view_as(y)).sum() for y in found)
         found += torch.autograd.grad(total, [x, source, *layer.parameters()])
         assert all(y.isfinite().all() for y in found)
@@ -467,6 +475,10 @@ def test_a_layer_that_cannot_be(options, words):
         attn.AttentionGRU(**{**sizes, **attention, **options})
 
 
+def state(a, **more):
+    return attn.RecurrentState(a["input"].new_zeros(1, 3, 12), **more)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -475,7 +487,11 @@ def test_a_layer_that_cannot_be(options, words):
         (lambda a: {**a, "input": a["input"][:2]}, "memory must be of 2 sources"),
         (lambda a: {**a, "memory": a["input"]}, "memory must be what prepare"),
         (lambda a: {**a, "hx": torch.zeros(3, 12)}, r"hx.hidden must be \[1, 3, 12\]"),
+        (lambda a: {**a, "input": a["input"].to("meta")}, "input must be on the module's device"),
         (lambda a: {**a, "hx": "none"}, "hx must be a tensor"),
+        (lambda a: {**a, "hx": (None, None)}, "hx.hidden must be a torch.Tensor, got None"),
+        (lambda a: {**a, "hx": state(a, feed=a["input"])}, "hx.feed must be None where attention"),
+        (lambda a: {**a, "hx": state(a, history=1)}, "hx.history must be None for attention"),
         (lambda a: {**a, "hx": torch.zeros(1, 3, 12)}, "hx.hidden must be torch.float64 on cpu"),
         (lambda a: {**a, "hx": (a["input"].new_zeros(1, 3, 12),) * 2}, "hx.cell must be None"),
         (lambda a: {**a, "target_lengths": torch.tensor([8, 1, 1])}, "target_lengths must be betw"),
@@ -488,6 +504,21 @@ def test_a_call_that_cannot_be(change, words):
     arguments = {"input": x, "memory": layer.prepare(source, lengths)}
     with pytest.raises((ValueError, TypeError), match=words):
         layer(**change(arguments))
+
+
+@pytest.mark.parametrize("attention", ["location", "heads"])
+def test_what_no_attention_takes(attention):
+    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, attention)
+    with pytest.raises(TypeError, match="memory must be what prepare"):
+        layer(x, source)
+    wide = attn.AttentionGRU(6, 12, 20, ATTENTIONS[attention]()).double()
+    with pytest.raises(ValueError, match="memory must be of values of 20 features, got 10"):
+        wide(x, layer.prepare(source, lengths))
+
+
+def test_dropout_between_layers_wants_several():
+    with pytest.warns(UserWarning, match="dropout is between layers: one layer has none"):
+        attn.AttentionGRU(6, 12, 10, ATTENTIONS["general"](), dropout=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -56,7 +56,9 @@ class _Attention(nn.Module):
         """Project the keys of a source once.
 
         Args:
-            states: encoder states ``[B, Tk, key_dim]``, the source of keys and values.
+            states: encoder states ``[B, Tk, key_dim]``, the source of keys and values. What padding
+                holds does not count if it is finite; NaN there reaches the gradient of the
+                projection's weight, as it does that of any ``nn.Linear``.
             lengths: ``[B]``, the number of states that are not padding.
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
         """

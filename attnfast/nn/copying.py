@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._torch import is_autocast_on
-from attnfast.errors import check_whole, describe, refuse
+from attnfast.errors import check_whole, describe, refuse, shape_of
 from attnfast.functional import copy_distribution
 from attnfast.ops.arguments import check_tensor
 
@@ -57,11 +57,11 @@ class PointerGenerator(nn.Module):
         check_tensor("weights", weights)
         step, rows = logits.dim() == 2, logits.shape[:-1]
         if weights.dim() != logits.dim():
-            refuse("weights", f"{[*rows, 'Tk']} to fit the logits", describe(weights))
+            refuse("weights", f"{shape_of(*rows, 'Tk')} to fit the logits", describe(weights))
         for x in features:
             check_tensor("features", x)
             if x.shape[:-1] != rows or x.device != logits.device:
-                expected = f"{[*rows, '·']} on {logits.device} to fit the logits"
+                expected = f"{shape_of(*rows, '·')} on {logits.device} to fit the logits"
                 refuse("features", expected, f"{describe(x)} on {x.device}")
             wanted = self.gate.weight.dtype
             if x.dtype != wanted and not is_autocast_on():

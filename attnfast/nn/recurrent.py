@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch.nn import functional as F
 from attnfast._torch import is_autocast_on, is_intercepted
 from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
-from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
-from attnfast.nn.layer import NAMES, Layer, RecurrentState, last_of, run_layer
+from attnfast.nn.attention import _Attention, check_sizes
+from attnfast.nn.history import last_of
+from attnfast.nn.layer import NAMES, Layer, RecurrentState, run_layer
 from attnfast.ops.arguments import check_tensor, is_finite
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import GATES
@@ -103,6 +106,8 @@ class AttentionRNN(nn.Module):
         for name, p in (("dropout", dropout), ("recurrent_dropout", recurrent_dropout)):
             if not is_finite(p) or not 0 <= p < 1:
                 refuse(name, "a probability below 1", describe(p))
+        if dropout and num_layers == 1:
+            warnings.warn("dropout is between layers: one layer has none", stacklevel=2)
         self.input_size, self.hidden_size, self.context_size = input_size, hidden_size, context_size
         self.num_layers, self.bias, self.recurrence = num_layers, bool(bias), recurrence
         self.dropout, self.recurrent_dropout = dropout, recurrent_dropout
@@ -169,6 +174,11 @@ class AttentionRNN(nn.Module):
             hx = RecurrentState(*hx)
         if not isinstance(hx, RecurrentState):
             refuse_type("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
+        check_tensor("hx.hidden", hx.hidden)
+        if hx.feed is not None and self.recurrence == "attend_first":
+            refuse("hx.feed", "None where attention comes first", describe(hx.feed))
+        if hx.history is not None and not getattr(self.attention, "has_history", False):
+            refuse("hx.history", "None for attention without one", type(hx.history).__name__)
         if self.mode == "lstm" and hx.cell is None:
             hx = hx._replace(cell=torch.zeros_like(hx.hidden))
         if self.mode != "lstm" and hx.cell is not None:
@@ -195,14 +205,17 @@ class AttentionRNN(nn.Module):
             refuse("input", f"[B, T, {self.input_size}]", list(input.shape))
         if input.dtype != self.weight_ih_l0.dtype and not is_autocast_on():
             refuse("input", f"of the module's dtype {self.weight_ih_l0.dtype}", input.dtype)
+        if input.device != self.weight_ih_l0.device:
+            refuse("input", f"on the module's device {self.weight_ih_l0.device}", input.device)
         B, T = input.shape[:2]
-        if isinstance(memory, Memory) and memory.key.shape[0] != B:
-            refuse("memory", f"of {B} sources, as many as inputs", memory.key.shape[0])
-        features = memory.value.shape[-1] if isinstance(memory, Memory) else self.context_size
-        if features != self.context_size and memory.value.dim() == 3:
-            refuse("memory", f"of values of {self.context_size} features", features)
-        if isinstance(self.attention, (BahdanauAttention, LuongAttention)):
+        if isinstance(self.attention, _Attention):
             check_memory(memory)
+        if isinstance(memory, Memory):
+            if memory.key.shape[0] != B:
+                refuse("memory", f"of {B} sources, as many as inputs", memory.key.shape[0])
+            features = memory.value.shape[-1] * math.prod(memory.value.shape[1:-2])  # of all heads
+            if features != self.context_size:
+                refuse("memory", f"of values of {self.context_size} features", features)
         if target_lengths is None:
             return
         check_tensor("target_lengths", target_lengths)
@@ -234,7 +247,8 @@ class AttentionRNN(nn.Module):
             hx: the state before the first step: ``[num_layers, B, H]``, a pair of them for an LSTM,
                 or what the last call returned; None means zeros.
             target_lengths: ``[B]``: results at these steps and beyond are 0, and the state that is
-                returned is that of the last step before.
+                returned is that of the last step before. Between 0 and T, which nobody checks in a
+                graph or on a GPU.
             need_weights: return the weights too.
 
         Returns:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from attnfast._torch import has_tangents, is_autocast_on, is_surely
 from attnfast.backends import FLOATS, HALF
-from attnfast.errors import check_word, describe, refuse, refuse_type
+from attnfast.errors import check_word, describe, refuse, refuse_type, shape_of
 from attnfast.ops.operators import accumulation_dtype
 
 #: q·k, and Σ_a w_a f(q_a + k_a) by the name of f.
@@ -56,9 +56,9 @@ def check_inputs(call: Any) -> None:
     if len(q) not in (3, 4):
         refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(q))
     if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != q[-1]:
-        refuse("key", f"{[*q[:-2], 'Tk', q[-1]]} to fit the query", list(k))
+        refuse("key", f"{shape_of(*q[:-2], 'Tk', q[-1])} to fit the query", list(k))
     if v[:-1] != k[:-1]:
-        refuse("value", f"{[*k[:-1], 'Dv']} to fit the key", list(v))
+        refuse("value", f"{shape_of(*k[:-1], 'Dv')} to fit the key", list(v))
     if call.score not in SCORES or (call.score == "dot") != (call.weight is None):
         scores = "dot" if call.weight is None else " or ".join(SCORES[1:])
         more = "out" if call.weight is None else ""
