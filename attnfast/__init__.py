@@ -1,12 +1,14 @@
 """Fused attention for recurrent sequence-to-sequence models.
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
-:func:`copy_distribution`; which keys a row may see: :class:`Span`; given alignments:
+:func:`copy_distribution`; keys and values that are asked many times: :func:`prepare` and
+:func:`attend`; which keys a row may see: :class:`Span`; given alignments:
 :func:`alignment_loss`; a wish for keys near a position: :func:`gaussian_bump`. Modules:
 :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
 """
 
 from attnfast import nn
+from attnfast.decoding import attend, prepare
 from attnfast.functional import (
     additive_attention,
     copy_distribution,
@@ -27,11 +29,13 @@ __all__ = [
     "__version__",
     "additive_attention",
     "alignment_loss",
+    "attend",
     "copy_distribution",
     "coverage_attention",
     "dot_attention",
     "gaussian_bump",
     "nn",
+    "prepare",
     "register_adapter",
     "replace",
 ]

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from attnfast.nn import BahdanauAttention, LuongAttention, Memory, MultiHeadAttention
+import attnfast
+from attnfast.nn import (
+    AttentionGRU,
+    BahdanauAttention,
+    CoverageAttention,
+    LocationAwareAttention,
+    LuongAttention,
+    Memory,
+    MultiHeadAttention,
+)
 
 B, TQ, TK, Q, K, A, H = 3, 4, 7, 10, 12, 8, 2
 LENGTHS = torch.tensor([7, 4, 1])
@@ -43,8 +52,9 @@ def states(module):
     return torch.randn(B, TQ, query_dim), torch.randn(B, TK, K)
 
 
-def by_hand(module, query, source):
+def by_hand(module, query, source, values=None):
     """Weights ``[B, (H,) Tq, Tk]`` and context from the parameters alone."""
+    values = source if values is None else values
     visible = torch.arange(TK) < LENGTHS[:, None, None]
     if isinstance(module, MultiHeadAttention):
         q, k, v = (
@@ -52,12 +62,12 @@ def by_hand(module, query, source):
             for p, x in (
                 (module.query_proj, query),
                 (module.key_proj, source),
-                (module.value_proj, source),
+                (module.value_proj, values),
             )
         )
         visible = visible.unsqueeze(1)
     else:
-        q, k, v = module.query_proj(query), module.key_proj(source), source
+        q, k, v = module.query_proj(query), module.key_proj(source), values
     if module.weight is not None:
         w = module.weight if module.weight.dim() == 1 else module.weight[:, None, None]
         activation = getattr(torch, module.activation)
@@ -102,6 +112,61 @@ def test_formula(module):
     torch.testing.assert_close(context, expected[0])
     torch.testing.assert_close(weights, expected[1])
     assert module(query, memory)[1] is None
+
+
+def test_values_apart_from_keys(module):
+    query, source = states(module)
+    wide = 5 if not isinstance(module, MultiHeadAttention) else K
+    values = torch.randn(B, TK, wide, requires_grad=True)
+    memory = module.prepare(source, LENGTHS, values=values)
+    context, weights = module(query, memory, need_weights=True)
+    want = by_hand(module, query, source, values)
+    torch.testing.assert_close((context, weights), want)
+    got = torch.autograd.grad(context.square().sum(), values)
+    torch.testing.assert_close(got, torch.autograd.grad(want[0].square().sum(), values))
+    if wide == 5:
+        layer = AttentionGRU(4, query.shape[-1], 5, module)
+        memory = layer.prepare(source, LENGTHS, values=values)
+        result = layer(torch.randn(B, TQ, 4), memory, need_weights=True)
+        torch.testing.assert_close(result.contexts, result.weights @ values)
+    with pytest.raises(ValueError, match=r"values must be \[3, 7, (Dv|12)\] to fit the states"):
+        module.prepare(source, values=values[:, 1:])
+    with pytest.raises(TypeError, match=r"values must be a torch.Tensor, got str"):
+        module.prepare(source, values="none")
+
+
+def test_values_of_other_features_for_heads():
+    attention, source = MultiHeadAttention(Q, K, A, H, value_dim=5), torch.randn(B, TK, K)
+    memory = attention.prepare(source, values=torch.randn(B, TK, 5))
+    assert attention(torch.randn(B, Q), memory)[0].shape == (B, A)
+    with pytest.raises(ValueError, match=r"values must be \[3, 7, 5\] to fit the states"):
+        attention.prepare(source, values=source)
+
+
+@pytest.mark.parametrize("kind", [CoverageAttention, LocationAwareAttention])
+def test_values_apart_from_keys_with_a_history(kind):
+    attention = kind(Q, K, A)
+    source, values = torch.randn(B, TK, K), torch.randn(B, TK, 5)
+    memory = attention.prepare(source, LENGTHS, values=values)
+    context, weights, _ = attention(torch.randn(B, TQ, Q), memory, need_weights=True)
+    torch.testing.assert_close(context, weights @ values)
+
+
+def test_keys_and_values_of_ones_own():
+    """Without a module: what is prepared once is what a function takes every time."""
+    query, key, value = (torch.randn(B, n, A) for n in (TQ, TK, TK))
+    for weight in (None, torch.randn(A)):
+        memory = attnfast.prepare(key, value, weight, lengths=LENGTHS)
+        got = attnfast.attend(query, memory, need_weights=True)
+        if weight is None:
+            want = attnfast.dot_attention(
+                query, key, value, scale=1.0, lengths=LENGTHS, need_weights=True
+            )
+        else:
+            want = attnfast.additive_attention(
+                query, key, value, weight, lengths=LENGTHS, need_weights=True
+            )
+        torch.testing.assert_close(got[:2], want[:2])
 
 
 def test_gradients_reach_every_parameter(module):

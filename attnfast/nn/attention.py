@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnfast._torch import is_autocast_on
 from attnfast.decoding import Memory, attend, check_memory, prepare
-from attnfast.errors import check_flag, check_whole, check_word, refuse
+from attnfast.errors import check_flag, check_whole, check_word, refuse, shape_of
 from attnfast.nn.linear import project
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
 from attnfast.ops.span import check_form
@@ -51,7 +51,11 @@ class _Attention(nn.Module):
             self.weight = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
 
     def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
         """Project the keys of a source once.
 
@@ -61,22 +65,31 @@ class _Attention(nn.Module):
                 projection's weight, as it does that of any ``nn.Linear``.
             lengths: ``[B]``, the number of states that are not padding.
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
+            values: ``[B, Tk, Dv]``, what contexts are averages of, apart from the keys (Miller et
+                al., EMNLP 2016, arXiv:1606.03126); None for the states.
         """
         try:
-            return self._remember(
-                project(self.key_proj, states, self.backend), states, lengths, mask
-            )
+            key = project(self.key_proj, states, self.backend)
+            return self._remember(key, states if values is None else values, lengths, mask)
         except Exception:
-            self._check_states(states)
+            self._check_states(states, values)
             raise
 
-    def _check_states(self, states: Any) -> None:
-        """Say in one sentence what of a source's states does not fit the module, if so."""
+    def _check_states(self, states: Any, values: Any = None) -> None:
+        """Say in one sentence what of a source does not fit the module, if so."""
         check_tensor("states", states)
         features = getattr(self.key_proj, "in_features", None)
         if states.dim() != 3 or features not in (None, states.shape[-1]):
             refuse("states", f"[B, Tk, {features or 'key_dim'}]", list(states.shape))
         self._check_dtype("states", states)
+        if values is None:
+            return
+        check_tensor("values", values)
+        features = getattr(getattr(self, "value_proj", None), "in_features", "Dv")
+        shape, wanted = list(values.shape), [*states.shape[:2], features]
+        if shape[:2] != wanted[:2] or len(shape) != 3 or features not in ("Dv", shape[-1]):
+            refuse("values", f"{shape_of(*wanted)} to fit the states", shape)
+        self._check_dtype("values", values)
 
     def _check_dtype(self, name: str, x: Tensor) -> None:
         like = next(self.parameters(), x)
@@ -252,6 +265,7 @@ class MultiHeadAttention(_Attention):
         num_heads: H, a divisor of ``attn_dim``.
         score: ``"dot"`` (scaled by the root of a head's features) or ``"additive"``.
         backend: as in :func:`attnfast.dot_attention`.
+        value_dim: features of values that are apart from the keys; None for ``key_dim``.
 
     The weights are ``[B, H, Tq, Tk]``.
 
@@ -270,9 +284,14 @@ class MultiHeadAttention(_Attention):
         num_heads: int,
         score: str = "dot",
         backend: str | None = None,
+        value_dim: int | None = None,
     ):
+        value_dim = key_dim if value_dim is None else value_dim
         check_word("score", score, ("dot", "additive"))
-        check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim, num_heads=num_heads)
+        check_sizes(
+            query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim, num_heads=num_heads,
+            value_dim=value_dim,
+        )  # fmt: skip
         if attn_dim % num_heads:
             raise ValueError(f"num_heads must divide attn_dim {attn_dim}, got {num_heads}")
         head_dim = attn_dim // num_heads
@@ -281,7 +300,7 @@ class MultiHeadAttention(_Attention):
         self.num_heads = num_heads
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
-        self.value_proj = nn.Linear(key_dim, attn_dim, bias=False)
+        self.value_proj = nn.Linear(value_dim, attn_dim, bias=False)
         self.out_proj = nn.Linear(attn_dim, attn_dim, bias=False)
 
     def _split(self, x: Tensor) -> Tensor:
@@ -289,16 +308,21 @@ class MultiHeadAttention(_Attention):
         return x.view(*x.shape[:-1], heads, features).transpose(1, 2)  # [B, H, T, A/H]
 
     def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
         try:
+            values = states if values is None else values
             key, value = (
-                self._split(project(layer, states, self.backend))
-                for layer in (self.key_proj, self.value_proj)
+                self._split(project(layer, x, self.backend))
+                for layer, x in ((self.key_proj, states), (self.value_proj, values))
             )
             return self._remember(key, value, lengths, mask)
         except Exception:
-            self._check_states(states)
+            self._check_states(states, values)
             raise
 
     def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionResult:

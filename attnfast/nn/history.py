@@ -194,9 +194,13 @@ class CoverageAttention(HistoryAttention):
         self.fertility_proj = None if fertility is None else nn.Linear(key_dim, 1, bias=False)
 
     def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
-        memory = super().prepare(states, lengths, mask)
+        memory = super().prepare(states, lengths, mask, values)
         if self.fertility_proj is None or self.fertility is None:
             return memory
         asked = self.fertility_proj(states).squeeze(-1).sigmoid()

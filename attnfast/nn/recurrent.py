@@ -148,10 +148,14 @@ class AttentionRNN(nn.Module):
         )
 
     def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
         """Make the memory, as the attention does."""
-        return self.attention.prepare(states, lengths, mask)
+        return self.attention.prepare(states, lengths, mask, values)
 
     @property
     def _is_stack(self) -> bool:

@@ -56,10 +56,14 @@ class GatedAttention(nn.Module):
         return getattr(self.attention, "backend", None)
 
     def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
         """Make the memory, as the attention does."""
-        return self.attention.prepare(states, lengths, mask)
+        return self.attention.prepare(states, lengths, mask, values)
 
     def forward(self, state: Tensor, memory: Memory, *args: Any, **options: Any) -> Any:
         """Return what the attention does, its context ``[B, Dv]`` or ``[B, Tq, Dv]`` gated."""
@@ -119,10 +123,14 @@ class HardAttention(nn.Module):
         return getattr(self.attention, "backend", None)
 
     def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
         """Make the memory, as the attention does."""
-        return self.attention.prepare(states, lengths, mask)
+        return self.attention.prepare(states, lengths, mask, values)
 
     def start(self, memory: Memory) -> Drawn:
         """Return the history before the first row; in training it draws which take averages."""
