@@ -5,13 +5,15 @@
 :func:`greedy_search` and :func:`beam_search` decode with it. :class:`Classifier` reads a
 sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, reads a recording;
 :class:`CTCPrefixScorer` lets the search ask its CTC head too. :class:`ShowAttendTell`, of a
-:class:`GridEncoder`, tells what an image shows.
+:class:`GridEncoder`, tells what an image shows. :class:`MemoryNetwork` answers questions about a
+story.
 """
 
 from attnfast.models.captioning import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
+from attnfast.models.memory import Answer, MemoryNetwork, position_encoding
 from attnfast.models.search import Scorer, beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
 from attnfast.models.speech import (
@@ -29,6 +31,7 @@ __all__ = [
     "PAD",
     "POOLINGS",
     "UNK",
+    "Answer",
     "BahdanauDecoder",
     "CTCPrefixScorer",
     "Classifier",
@@ -40,6 +43,7 @@ __all__ = [
     "ListenAttendSpell",
     "LuongDecoder",
     "MeanContext",
+    "MemoryNetwork",
     "PyramidEncoder",
     "Scorer",
     "Seen",
@@ -51,4 +55,5 @@ __all__ = [
     "beam_search",
     "build",
     "greedy_search",
+    "position_encoding",
 ]

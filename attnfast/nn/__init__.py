@@ -12,7 +12,8 @@ Attention with a history also takes that of the rows before, and returns that of
 Attention whose rows see some of the keys only (:class:`LocalAttention` and those beside it) has a
 history too, of how far the rows have come.
 
-:class:`GatedAttention` and :class:`HardAttention` go around another attention.
+:class:`GatedAttention`, :class:`HardAttention` and :class:`TopKAttention` go around another
+attention; :class:`MultiHopAttention` asks a memory several times.
 
 Recurrent layers that attend (:class:`AttentionGRU` and those beside it) take an attention and run
 over a whole target in one call::
@@ -32,6 +33,7 @@ from attnfast.nn.history import (
     HistoryAttention,
     LocationAwareAttention,
 )
+from attnfast.nn.hops import MultiHopAttention, TopKAttention
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
 from attnfast.nn.selection import Drawn, GatedAttention, HardAttention
 from attnfast.nn.sparse import (
@@ -61,8 +63,10 @@ __all__ = [
     "Memory",
     "MonotonicAttention",
     "MultiHeadAttention",
+    "MultiHopAttention",
     "PointerGenerator",
     "RecurrentState",
     "SparseSelfAttention",
     "StridedAttention",
+    "TopKAttention",
 ]

@@ -202,9 +202,9 @@ SERVED = (
 LARGE = 1 << 20
 
 
-def _is_large(layer: Layer, memory: Memory | None) -> bool:
+def _is_large(layer: Layer, memory: Any) -> bool:
     read = [layer.weight_ih, layer.weight_hh]
-    read += [] if memory is None else [memory.key, memory.value]
+    read += [memory.key, memory.value] if isinstance(memory, Memory) else []
     return sum([x.numel() for x in read if x is not None]) >= LARGE
 
 

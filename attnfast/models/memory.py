@@ -1,0 +1,129 @@
+"""End-to-end memory networks: a story of sentences, a question, and hops between the two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import describe, refuse
+from attnfast.models.seq2seq import PAD, check_ids
+from attnfast.nn import MultiHopAttention
+from attnfast.nn.attention import check_sizes
+
+
+class Answer(NamedTuple):
+    """``logits [B, V]`` of the answer, and the weights ``[B, K, S]`` of sentences, or None."""
+
+    logits: Tensor
+    weights: Tensor | None = None
+
+
+def position_encoding(words: Tensor, features: int) -> Tensor:
+    r"""Return what each word's embedding is multiplied by before words are added up.
+
+    .. math:: l_{kj} = (1 - j / J) - (k / d) (1 - 2 j / J)
+
+    for the j-th of J words and the k-th of d features, from 1 on. So a sum knows their order.
+
+    Args:
+        words: ``[.., L]``, padded with 0 at the end.
+        features: d.
+
+    Returns:
+        ``[.., L, d]``, float32.
+    """
+    j = torch.arange(1, words.shape[-1] + 1, device=words.device)
+    share = (j / (words != PAD).sum(-1, keepdim=True).clamp_min(1)).unsqueeze(-1)
+    k = torch.arange(1, features + 1, device=words.device) / features
+    return (1 - share) - k * (1 - 2 * share)
+
+
+class MemoryNetwork(nn.Module):
+    r"""Read a story, sentence by sentence, and answer a question about it in one word.
+
+    .. math:: m_i = \sum_j l_j \circ A x_{ij} + T^A_i, \quad
+              c_i = \sum_j l_j \circ C x_{ij} + T^C_i, \quad
+              u^1 = \sum_j l_j \circ B q_j, \quad
+              P(a) = \mathrm{softmax}(W u^{K+1})
+
+    with l the :func:`position_encoding`, T a learned vector for the place of a sentence, counted
+    from the last, and :math:`u^{K+1}` what :class:`attnfast.nn.MultiHopAttention` finds. With
+    adjacent tying there are K + 1 embeddings, the values of a hop the keys of the next; B is the
+    first, and W the last. Layer-wise, A, B, C and W are apart.
+
+    Args:
+        vocab_size: V; 0 is padding.
+        dim: features d.
+        hops: K.
+        tying: ``"adjacent"`` or ``"layer-wise"``.
+        longest: most sentences of a story.
+        backend: as in :func:`attnfast.dot_attention`.
+
+    Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int = 32,
+        hops: int = 3,
+        tying: str = "adjacent",
+        longest: int = 50,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, longest=longest)
+        self.attention = MultiHopAttention(dim, hops, tying, backend)
+        many = hops + 1 if tying == "adjacent" else 2
+        self.dim, self.longest = dim, longest
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(vocab_size, dim, padding_idx=PAD) for _ in range(many)
+        )
+        self.places = nn.Parameter(torch.empty(many, longest, dim).normal_(std=0.1))
+        self.question = self.embeddings[0]
+        if tying == "layer-wise":
+            self.question = nn.Embedding(vocab_size, dim, padding_idx=PAD)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+        for layer in self.modules():
+            if isinstance(layer, nn.Embedding):
+                nn.init.normal_(layer.weight, std=0.1)
+                with torch.no_grad():
+                    layer.weight[PAD] = 0
+        nn.init.normal_(self.output.weight, std=0.1)
+        if tying == "adjacent":
+            self.output.weight = self.embeddings[-1].weight
+
+    def forward(self, stories: Tensor, questions: Tensor, need_weights: bool = False) -> Answer:
+        """Answer questions.
+
+        Args:
+            stories: ``[B, S, L]``, int64, word ids; sentences and their words padded with 0 at the
+                end.
+            questions: ``[B, L']``, padded with 0.
+            need_weights: return the weights of sentences too.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        for name, words, axes in (("stories", stories, 3), ("questions", questions, 2)):
+            if not isinstance(words, Tensor) or words.dim() != axes:
+                refuse(name, f"of {axes} axes", describe(words))
+            check_ids(name, words.flatten(1))
+        if len(stories) != len(questions):
+            refuse("questions", f"{len(stories)}, one a story", len(questions))
+        lengths = (stories != PAD).any(-1).sum(-1)
+        if stories.shape[1] > self.longest:
+            refuse("stories", f"of {self.longest} sentences at most", stories.shape[1])
+        place = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)
+        order = position_encoding(stories, self.dim).to(self.places.dtype)
+        sources = [
+            (embedding(stories) * order).sum(-2) + at[place.clamp_min(0)]
+            for embedding, at in zip(self.embeddings, self.places)
+        ]
+        memory = self.attention.prepare(sources, lengths)
+        asked = position_encoding(questions, self.dim).to(self.places.dtype)
+        query = (self.question(questions) * asked).sum(-2)
+        found, weights = self.attention(query, memory, need_weights)
+        return Answer(self.output(found), weights)

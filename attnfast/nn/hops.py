@@ -1,0 +1,269 @@
+"""Attention that asks a memory several times, and attention to the few best of many keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.decoding import Memory, attend, prepare
+from attnfast.errors import (
+    check_flag,
+    check_whole,
+    check_word,
+    describe,
+    refuse,
+    refuse_type,
+    shape_of,
+)
+from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
+from attnfast.nn.linear import is_plain
+from attnfast.ops.arguments import check_tensor
+
+TYINGS = ("adjacent", "layer-wise")
+
+
+class Hops(NamedTuple):
+    """What :class:`MultiHopAttention` asks: a memory for each hop, or one for all."""
+
+    memories: tuple[Memory, ...]
+
+    def index_select(self, index: Tensor) -> Hops:
+        """Return the memories of the sequences ``index``."""
+        return Hops(tuple(x.index_select(index) for x in self.memories))
+
+
+class MultiHopAttention(nn.Module):
+    r"""Attention that asks a memory K times, each time with what it has found so far.
+
+    .. math:: u^1 = q, \quad
+              \alpha^k = \mathrm{softmax}_j\left(u^k \cdot m^k_j\right), \quad
+              u^{k+1} = H u^k + \sum_j \alpha^k_j c^k_j
+
+    ==============  ============================================================  =============
+    ``tying``       keys m and values c                                           H
+    ==============  ============================================================  =============
+    ``adjacent``    K + 1 tensors: :math:`m^{k+1} = c^k`                          the identity
+    ``layer-wise``  two: the same m and c, prepared once, at every hop            learned
+    ==============  ============================================================  =============
+
+    Args:
+        dim: features of queries, keys and values.
+        hops: K.
+        tying: one of the table.
+        backend: as in :func:`attnfast.dot_attention`.
+
+    The attribute ``linear``, False unless set, leaves the softmax out: a training may start so, and
+    go on with it ("linear start").
+
+    Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
+    """
+
+    def __init__(
+        self, dim: int, hops: int = 3, tying: str = "adjacent", backend: str | None = None
+    ):
+        super().__init__()
+        check_sizes(dim=dim, hops=hops)
+        check_word("tying", tying, TYINGS)
+        self.dim, self.hops, self.tying, self.backend = dim, hops, tying, backend
+        self.linear = False
+        self.between = nn.Linear(dim, dim, bias=False) if tying == "layer-wise" else nn.Identity()
+
+    def prepare(
+        self, sources: Sequence[Tensor], lengths: Tensor | None = None, mask: Tensor | None = None
+    ) -> Hops:
+        """Keep a source's keys and values for all hops.
+
+        Args:
+            sources: tensors ``[B, Tk, dim]``: keys and values, or with adjacent tying ``hops + 1``,
+                of which each hop's values are the next one's keys.
+            lengths, mask: as in :func:`attnfast.prepare`.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        wanted = self.hops + 1 if self.tying == "adjacent" else 2
+        if not isinstance(sources, (list, tuple)) or len(sources) != wanted:
+            got = len(sources) if isinstance(sources, (list, tuple)) else describe(sources)
+            refuse("sources", f"{wanted} tensors with {self.tying} tying", got)
+        for x in sources:
+            check_tensor("sources", x)
+            if x.dim() != 3 or x.shape[-1] != self.dim or x.shape != sources[0].shape:
+                refuse("sources", f"all of the same {shape_of('B', 'Tk', self.dim)}", describe(x))
+        options: dict[str, Any] = {"lengths": lengths, "mask": mask, "backend": self.backend}
+        return Hops(tuple(prepare(key, c, **options) for key, c in pairwise(sources)))
+
+    def forward(
+        self, query: Tensor, memory: Hops, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Ask K times.
+
+        Args:
+            query: q, ``[B, dim]`` or ``[B, Tq, dim]``.
+            memory: from :meth:`prepare`.
+            need_weights: return the weights of all hops too, or the scores if ``linear``.
+
+        Returns:
+            :math:`u^{K+1}`, ``[B, dim]`` or ``[B, Tq, dim]``, and ``[B, K, Tk]`` or ``[B, K, Tq,
+            Tk]`` or None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        check_tensor("query", query)
+        check_flag("need_weights", need_weights)
+        if not isinstance(memory, Hops):
+            refuse_type("memory", "what prepare(...) returns", describe(memory))
+        B = len(memory.memories[0].key)
+        if query.dim() not in (2, 3) or (len(query), query.shape[-1]) != (B, self.dim):
+            expected = f"[{B}, {self.dim}] or [{B}, Tq, {self.dim}] to fit the memory"
+            refuse("query", expected, list(query.shape))
+        step = query.dim() == 2
+        u = query.unsqueeze(1) if step else query
+        found = []
+        for k in range(self.hops):
+            at = memory.memories[k if self.tying == "adjacent" else 0]
+            if self.linear:
+                weights: Any = _scores(u, at, 0)
+                context = weights @ at.value
+            else:
+                context, weights = attend(u, at, need_weights=need_weights)
+            u = self.between(u) + context
+            found.append(weights)
+        shown = torch.stack(found, 1) if need_weights else None
+        if step:
+            return u.squeeze(1), None if shown is None else shown.squeeze(2)
+        return u, shown
+
+
+def _scores(query: Tensor, memory: Memory, unseen: float) -> Tensor:
+    """Return products ``[B, Tq, Tk]`` of queries and keys, ``unseen`` for keys that are not."""
+    scores = query @ memory.key.transpose(1, 2)
+    if memory.lengths is not None:
+        place = torch.arange(scores.shape[-1], device=scores.device)
+        scores = scores.masked_fill((place >= memory.lengths.view(-1, 1, 1)), unseen)
+    return scores if memory.mask is None else scores.masked_fill(~memory.mask, unseen)
+
+
+class Shelf(NamedTuple):
+    """What :class:`TopKAttention` attends to: the attention's memory of keys, and all values."""
+
+    memory: Memory
+    value: Tensor
+
+    def index_select(self, index: Tensor) -> Shelf:
+        """Return those of the sequences ``index``."""
+        return Shelf(self.memory.index_select(index), self.value.index_select(0, index))
+
+
+class TopKAttention(nn.Module):
+    r"""Attention to the k keys of largest score alone.
+
+    .. math:: S_t = \mathrm{top}_k\, e_t, \quad
+              c_t = \sum_{j \in S_t} \mathrm{softmax}_{j \in S_t}(e_{tj})\, v_j
+
+    The choice is exact: all scores are computed, without a gradient. Of the other keys no value is
+    read, and nothing is kept for a backward. Of keys with equal scores any may be chosen. A row
+    that sees fewer than k keys attends to those.
+
+    Args:
+        attention: a :class:`BahdanauAttention` or :class:`LuongAttention`.
+        k: how many keys a row attends to.
+
+    Papers: Miller et al., "Key-Value Memory Networks for Directly Reading Documents", EMNLP 2016,
+    arXiv:1606.03126, for memories too large to average; Gupta et al., "Memory-efficient
+    Transformers via Top-k Attention", 2021, arXiv:2106.06899.
+    """
+
+    def __init__(self, attention: nn.Module, k: int):
+        super().__init__()
+        if not is_plain(attention, BahdanauAttention, LuongAttention):
+            refuse_type(
+                "attention", "a BahdanauAttention or LuongAttention", type(attention).__name__
+            )
+        check_whole("k", k)
+        self.attention: Any = attention
+        self.k = k
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that the attention was asked to use."""
+        return self.attention.backend
+
+    def prepare(
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Shelf:
+        """Make the memory, as the attention does."""
+        memory = self.attention.prepare(states, lengths, mask, values)
+        if memory.score == "dot":
+            return Shelf(memory, memory.value)
+        few = memory.value[..., :1].detach().contiguous()  # only the scores are wanted of it
+        short = self.attention._remember(memory.key, few, lengths, mask)
+        return Shelf(short, memory.value)
+
+    def choose(self, state: Tensor, memory: Shelf) -> Tensor:
+        """Return the k keys of the largest scores, ``[B, k]`` or ``[B, Tq, k]``, largest first.
+
+        Where there are fewer keys k is their number. What a row may not see comes last.
+        """
+        if not isinstance(memory, Shelf):
+            refuse_type("memory", "what prepare(...) returns", describe(memory))
+        keys, attention = memory.memory, self.attention
+        attention._check_call(state, keys)
+        with torch.no_grad():
+            if keys.score == "dot":  # their order is that of the weights
+                rows = attention.query_proj(state.unsqueeze(1) if state.dim() == 2 else state)
+                order = _scores(rows, keys, -torch.inf).view(*state.shape[:-1], -1)
+            else:
+                order = attention(state, keys, True)[1]
+        return order.topk(min(self.k, order.shape[-1])).indices
+
+    def forward(
+        self, state: Tensor, memory: Shelf, need_weights: bool | str = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            need_weights: return the weights too, 0 for keys that were not chosen.
+
+        Returns:
+            ``context [B, Dv]`` or ``[B, Tq, Dv]``, and ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or
+            None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        index = self.choose(state, memory)
+        keys, Tk = memory.memory, memory.value.shape[1]
+        rows, k = index.shape[:-1], index.shape[-1]
+        flat = index.reshape(len(index), -1, 1)
+
+        def chosen(x: Tensor) -> Tensor:
+            """Return the k rows of x for every state, ``[B · Tq, k, ·]``."""
+            return x.gather(1, flat.expand(-1, -1, x.shape[-1])).view(-1, k, x.shape[-1])
+
+        seen = torch.ones_like(index, dtype=torch.bool)
+        if keys.lengths is not None:
+            seen = index < keys.lengths.view(-1, *[1] * len(rows[1:]), 1)
+        if keys.mask is not None:
+            of = keys.mask.expand(len(index), 1, Tk).expand(-1, rows[1] if rows[1:] else 1, -1)
+            seen = seen & of.reshape(*rows, Tk).gather(-1, index)
+        few = Memory(
+            chosen(keys.key), chosen(memory.value), None, seen.view(-1, 1, k), keys.weight,
+            keys.backend, score=keys.score,
+        )  # fmt: skip
+        context, weights = self.attention(state.reshape(-1, state.shape[-1]), few, need_weights)
+        context = context.view(*rows, -1)
+        if not need_weights:
+            return context, None
+        dense = weights.new_zeros(*rows, Tk)
+        return context, dense.scatter(-1, index, weights.view(*rows, k))
