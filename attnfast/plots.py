@@ -183,6 +183,29 @@ def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], ho
     return _png(figure)
 
 
+def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes:
+    """Draw what a memory network attends to: a row for each sentence, a column for each hop.
+
+    Args:
+        weights: ``[K, S]``.
+        sentences: S.
+        question: what was asked, above the columns.
+    """
+    if weights.dim() != 2 or weights.shape[1] != len(sentences):
+        refuse("weights", f"[K, {len(sentences)}], a column a sentence", list(weights.shape))
+    hops, longest = len(weights), max(map(len, [*sentences, question]))
+    figure = _figure(1.5 + 0.08 * longest + 0.5 * hops, 0.9 + 0.24 * len(sentences))
+    axes = figure.subplots()
+    axes.imshow(weights.T.detach().float().cpu().numpy(), cmap="GnBu", vmin=0, aspect="auto")
+    axes.set_xticks(range(hops), [str(i + 1) for i in range(hops)])
+    axes.set_yticks(range(len(sentences)), sentences, fontsize=9)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("hop")
+    figure.suptitle(question, fontsize=10)
+    return _png(figure)
+
+
 def draw_speed(
     rows: Mapping[str, Mapping[str, Sequence[Cost]]],
     sizes: Sequence[int],

@@ -1,8 +1,13 @@
 """Several hops over a memory, the k best keys, and memory networks: by loops over stories."""
 
+import importlib
+import signal
+from pathlib import Path
+
 import pytest
 import torch
 
+from attnfast.models import MemoryNetwork
 from attnfast.nn import (
     AttentionGRU,
     BahdanauAttention,
@@ -149,3 +154,179 @@ def test_attention_that_has_no_k_best():
         module(torch.randn(B, D), torch.randn(B, TK, D))
     with pytest.raises(ValueError, match=r"state must be \[3, 6\] or \[3, Tq, 6\]"):
         module(torch.randn(B, 5), module.prepare(torch.randn(B, TK, D)))
+
+
+# ---- memory networks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tying", ["adjacent", "layer-wise"])
+def test_a_memory_network(tying):
+    """One story, one sentence, one word after the other."""
+    torch.manual_seed(0)
+    model = MemoryNetwork(12, D, 2, tying, longest=5).double()
+    with torch.no_grad():
+        model.embeddings[-1].weight[0] = 3  # as the output layer, if tied, may make it
+    stories = torch.tensor([[[3, 4, 5], [6, 7, 0], [3, 3, 9]], [[8, 1, 0], [0, 0, 0], [0, 0, 0]]])
+    questions = torch.tensor([[2, 9, 10, 11], [4, 5, 0, 0]])
+    answer = model(stories, questions, need_weights=True)
+    assert model(stories, questions).weights is None
+
+    def summed(embedding, words):
+        words = [x for x in words if x]
+        J = len(words)
+        order = torch.tensor(
+            [[(1 - j / J) - k / D * (1 - 2 * j / J) for k in range(1, D + 1)]
+             for j in range(1, J + 1)], dtype=torch.float64
+        )  # fmt: skip
+        return sum(row * embedding.weight[x] for row, x in zip(order, words))
+
+    logits = []
+    for i, (story, question) in enumerate(zip(stories.tolist(), questions.tolist())):
+        story = [x for x in story if any(x)]
+        sources = [
+            torch.stack([summed(e, x) + at[len(story) - 1 - n] for n, x in enumerate(story)])
+            for e, at in zip(model.embeddings, model.places)
+        ]
+        seen = torch.ones(len(story), dtype=torch.bool)
+        found, weights = hops_by_hand(
+            model.attention, summed(model.question, question), sources, seen
+        )
+        logits.append(model.output.weight @ found)
+        torch.testing.assert_close(
+            answer.weights[i, :, : len(story)], weights, atol=1e-6, rtol=1e-6
+        )
+    torch.testing.assert_close(answer.logits, torch.stack(logits), atol=1e-6, rtol=1e-6)
+    assert (model.output.weight is model.embeddings[-1].weight) == (tying == "adjacent")
+    answer.logits.sum().backward()
+    for name, x in model.named_parameters():
+        assert x.grad.abs().sum() > 0, name
+        if "embeddings" in name and tying == "layer-wise":
+            assert not x.grad[0].any()
+
+
+def test_stories_that_cannot_be():
+    model = MemoryNetwork(12, D, 2, longest=2)
+    stories, questions = torch.ones(2, 3, 4, dtype=torch.int64), torch.ones(2, 3).long()
+    with pytest.raises(ValueError, match="stories must be of 2 sentences at most, got 3"):
+        model(stories, questions)
+    with pytest.raises(ValueError, match="stories must be of 3 axes, got a Tensor"):
+        model(questions, questions)
+    with pytest.raises(ValueError, match="questions must be 2, one a story, got 1"):
+        model(stories[:, :2], questions[:1])
+    with pytest.raises(ValueError, match="questions must be word ids"):
+        model(stories[:, :2], questions.float())
+
+
+# ---- the example --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stories(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    return importlib.import_module("stories")
+
+
+def moves(sentences):
+    """Return what a reader of stories about people and things knows at their end."""
+    at, carried, been = {}, {}, {}
+    for sentence in sentences:
+        who, verb, *_, what = sentence.split()
+        if verb == "went":
+            at[who] = what
+            for thing in (x for x, holder in carried.items() if holder == who):
+                been.setdefault(thing, []).append(what)
+        elif verb == "took":
+            carried[what] = who
+            if not been.get(what):
+                been[what] = [at[who]]
+            assert been[what][-1] == at[who], "nobody takes what is elsewhere"
+        else:
+            assert carried.pop(what) == who
+    return at, carried, been
+
+
+def answered(story):
+    """Answer a question by reading."""
+    words, sentences = story.question.split(), story.sentences
+    if words[:2] == ["what", "is"]:
+        facts = dict(x.split(" are afraid of ") for x in sentences if "afraid" in x)
+        kinds = dict(x.split(" is a ") for x in sentences if " is a " in x)
+        plural = {"cat": "cats", "mouse": "mice", "sheep": "sheep", "wolf": "wolves"}
+        feared = facts[plural[kinds[words[2]]]]
+        return next(x for x, y in plural.items() if y == feared)
+    if words[0] == "how" and words[1] == "do":
+        step = {"north": 1j, "south": -1j, "east": 1, "west": -1}
+        links = {}
+        for x in sentences:
+            _, a, _, way, *_, b = x.split()
+            links[b, a], links[a, b] = way, {v: k for k, v in step.items()}[-step[way]]
+        first, last = words[6], words[-1]
+        [middle] = [b for a, b in links if a == first and (b, last) in links]
+        return f"{links[first, middle]}-{links[middle, last]}"
+    at, carried, been = moves(sentences)
+    if words[0] == "how":
+        return ["none", "one", "two", "three"][[*carried.values()].count(words[4])]
+    if words[1] == "was":
+        place = [x for i, x in enumerate(been[words[3]]) if not i or x != been[words[3]][i - 1]]
+        assert place[-1] == words[-1]
+        return place[-2]
+    return been[words[3]][-1] if words[2] == "the" else at[words[2]]
+
+
+def test_answers_follow_from_stories(stories):
+    for task in stories.TASKS:
+        drawn = [stories.draw_story(task, f"{task} {i}") for i in range(200)]
+        assert drawn[0] == stories.draw_story(task, f"{task} 0") != drawn[1]
+        for story in drawn:
+            assert story.answer == answered(story), story
+            assert 2 <= len(story.sentences) <= stories.LONGEST
+            assert story.facts == sorted({*story.facts}) or len(story.facts) == 2
+        if task in ("one fact", "deduction", "paths"):
+            facts = [[story.sentences[i] for i in story.facts] for story in drawn]
+            assert all(answered(s._replace(sentences=f)) == s.answer for s, f in zip(drawn, facts))
+
+
+SIZES_OF_A_RUN = ["--dim", "6", "--steps", "6", "--batch-size", "4", "--stories", "9", "--test",
+                  "5"]  # fmt: skip
+
+
+def test_the_example_stops_and_goes_on(stories, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def call(out, *rows):
+        arguments = ["--out", str(tmp_path / out), "--tasks", "one fact", *SIZES_OF_A_RUN]
+        return stories.main([*arguments, "--rows", *rows]), *capsys.readouterr()
+
+    status, table, said = call("whole", *stories.ROWS)
+    assert status == 0, said
+    assert (tmp_path / "whole" / "table.md").read_text() == table
+    wrong, weight = table.split("\n\n")
+    assert wrong.splitlines()[0] == f"| wrong, % | {' | '.join(stories.ROWS)} |"
+    assert len(weight.splitlines()[2].split("|")) == 2 + 1 + len(stories.ROWS)
+    assert (tmp_path / "whole" / "one-fact.png").stat().st_size > 10_000
+    original, calls = stories.Training.loss, []
+
+    def interrupted(self, step):
+        calls.append(step)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stories.Training, "loss", interrupted)
+        assert call("parts", "2 hops")[0] == 130
+    assert call("parts", "2 hops")[0] == 0
+    whole, parts = (
+        torch.load(tmp_path / x / "one-fact-2-hops-1.pt", weights_only=True)
+        for x in ("whole", "parts")
+    )
+    for name, x in whole["model"].items():
+        assert torch.equal(x, parts["model"][name]), name
+    assert call("parts", "2 hops")[0] == 0
+
+
+def test_an_example_that_cannot_be(stories, tmp_path, capsys):
+    assert stories.main(["--out", str(tmp_path), "--steps", "0"]) == 2
+    assert "steps must be at least 1, got 0" in capsys.readouterr().err
+    assert stories.main(["--out", str(tmp_path), "--linear-start", "1.5"]) == 2
+    assert "--linear-start must be a share below 1, got 1.5" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,13 @@ def position_encoding(words: Tensor, features: int) -> Tensor:
         features: d.
 
     Returns:
-        ``[.., L, d]``, float32.
+        ``[.., L, d]``, float32; 0 for padding, whose embedding may be anything.
     """
     j = torch.arange(1, words.shape[-1] + 1, device=words.device)
-    share = (j / (words != PAD).sum(-1, keepdim=True).clamp_min(1)).unsqueeze(-1)
+    there = words != PAD
+    share = (j / there.sum(-1, keepdim=True).clamp_min(1)).unsqueeze(-1)
     k = torch.arange(1, features + 1, device=words.device) / features
-    return (1 - share) - k * (1 - 2 * share)
+    return ((1 - share) - k * (1 - 2 * share)) * there.unsqueeze(-1)
 
 
 class MemoryNetwork(nn.Module):
@@ -82,7 +83,7 @@ class MemoryNetwork(nn.Module):
             nn.Embedding(vocab_size, dim, padding_idx=PAD) for _ in range(many)
         )
         self.places = nn.Parameter(torch.empty(many, longest, dim).normal_(std=0.1))
-        self.question = self.embeddings[0]
+        self.question: Any = self.embeddings[0]
         if tying == "layer-wise":
             self.question = nn.Embedding(vocab_size, dim, padding_idx=PAD)
         self.output = nn.Linear(dim, vocab_size, bias=False)
@@ -92,8 +93,9 @@ class MemoryNetwork(nn.Module):
                 with torch.no_grad():
                     layer.weight[PAD] = 0
         nn.init.normal_(self.output.weight, std=0.1)
+        last: Any = self.embeddings[-1]
         if tying == "adjacent":
-            self.output.weight = self.embeddings[-1].weight
+            self.output.weight = last.weight
 
     def forward(self, stories: Tensor, questions: Tensor, need_weights: bool = False) -> Answer:
         """Answer questions.

@@ -1,0 +1,451 @@
+"""Memory networks: questions about short stories, answered in one hop, two or three.
+
+    python examples/stories.py --out runs/stories
+
+Stories are made in the manner of the bAbI tasks (Weston et al., 2015), by a generator of our own:
+
+    one fact     where is mary
+    two facts    where is the apple: who took it, and where they went
+    three facts  where was the apple before the kitchen
+    counting     how many things is john carrying
+    deduction    what is gertrude afraid of: a sheep, and what sheep are afraid of
+    paths        how do you go from the kitchen to the garden, in two steps
+
+Each task is learnt by itself: by memory networks of 1, 2 and 3 hops, and by an LSTM that reads the
+story and the question. The table has the share of wrong answers, and of the memory networks the
+share of the weights that the sentences have which an answer follows from. What is trained is kept,
+so that the same command goes on after Ctrl-C, bit for bit. Tables and a picture of the hops of a
+story go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trials import Trial, spread
+
+from attnfast import checkpoint
+from attnfast.cli import Parser, run
+from attnfast.data import pad
+from attnfast.errors import InputError, optional
+from attnfast.interrupts import Interrupted
+from attnfast.models import PAD, MemoryNetwork
+from attnfast.plots import draw_hops
+from attnfast.progress import say
+from attnfast.training import Options
+
+PEOPLE = "daniel", "john", "mary", "sandra"
+PLACES = "bathroom", "bedroom", "garden", "hallway", "kitchen", "office"
+THINGS = "apple", "football", "milk"
+NUMBERS = "none", "one", "two", "three"
+ANIMALS = {"cat": "cats", "mouse": "mice", "sheep": "sheep", "wolf": "wolves"}
+NAMES = "emily", "gertrude", "jessica", "winona"
+WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
+OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
+LONGEST = 20  # sentences of a story
+
+
+# ---- stories ------------------------------------------------------------------------------------
+
+
+class Story(NamedTuple):
+    """Sentences, a question, its answer in one word, and the sentences that it follows from."""
+
+    sentences: list[str]
+    question: str
+    answer: str
+    facts: list[int]
+
+
+class Event(NamedTuple):
+    """Somebody goes to a place, takes a thing or drops it, in the sentence ``at``."""
+
+    kind: str
+    who: str
+    what: str
+    at: int
+
+
+def happen(draw: random.Random, many: int, things: Sequence[str]) -> list[Event]:
+    """Make so many events: who goes where, and takes or drops what is there."""
+    lies = {x: draw.choice(PLACES) for x in things}
+    where, holds, events = dict[str, str](), dict[str, str](), list[Event]()
+    while len(events) < many:
+        who = draw.choice(PEOPLE)
+        may = [("goes", x) for x in draw.sample(PLACES, 2) if x != where.get(who)]
+        may += [("takes", x) for x in things if x not in holds and lies[x] == where.get(who)] * 4
+        may += [("drops", x) for x in things if holds.get(x) == who and draw.random() < 0.5]
+        kind, what = draw.choice(may)
+        events.append(Event(kind, who, what, len(events)))
+        if kind == "goes":
+            where[who] = what
+            lies.update({x: what for x in things if holds.get(x) == who})
+        elif kind == "takes":
+            holds[what] = who
+        else:
+            del holds[what]
+    return events
+
+
+def told(events: Sequence[Event]) -> list[str]:
+    """Say what happened."""
+    forms = {"goes": "{} went to the {}", "takes": "{} took the {}", "drops": "{} dropped the {}"}
+    return [forms[x.kind].format(x.who, x.what) for x in events]
+
+
+def stays(events: Sequence[Event], thing: str) -> list[tuple[str, list[int]]]:
+    """Return where a thing was, one place after the other, and the facts that say so of each."""
+    place, found, held = dict[str, Event](), list[tuple[str, list[int]]](), None
+    for x in events:
+        if x.kind == "goes":
+            place[x.who] = x
+            if held is not None and held.who == x.who:
+                found.append((x.what, [held.at, x.at]))
+        elif x.what == thing and x.kind == "takes":
+            held = x
+            if not found:
+                found.append((place[x.who].what, [x.at, place[x.who].at]))
+        elif x.what == thing:
+            place_of = place[x.who]
+            found[-1] = (place_of.what, [x.at, place_of.at])
+            held = None
+    return found
+
+
+def one_fact(draw: random.Random) -> Story | None:
+    events = happen(draw, draw.randint(2, 10), ())
+    last = {x.who: x for x in events}
+    one = last[draw.choice(sorted(last))]
+    return Story(told(events), f"where is {one.who}", one.what, [one.at])
+
+
+def two_facts(draw: random.Random) -> Story | None:
+    events = happen(draw, draw.randint(4, 16), THINGS)
+    taken = sorted({x.what for x in events if x.kind == "takes"})
+    if not taken:
+        return None
+    thing = draw.choice(taken)
+    place, facts = stays(events, thing)[-1]
+    return Story(told(events), f"where is the {thing}", place, facts)
+
+
+def three_facts(draw: random.Random) -> Story | None:
+    events = happen(draw, draw.randint(6, LONGEST), THINGS)
+    thing = draw.choice(THINGS)
+    been = stays(events, thing)
+    if len(been) < 2 or been[-1][0] in [place for place, _ in been[:-1]]:
+        return None
+    (before, facts), (place, more) = been[-2:]
+    question = f"where was the {thing} before the {place}"
+    return Story(told(events), question, before, sorted({*facts, *more}))
+
+
+def counting(draw: random.Random) -> Story | None:
+    events = happen(draw, draw.randint(4, 16), THINGS)
+    who, held = draw.choice(PEOPLE), set[str]()
+    own = [x for x in events if x.who == who and x.kind != "goes"]
+    for x in own:
+        held ^= {x.what}
+    if not held and draw.random() < 0.8:  # else most answers are none
+        return None
+    question = f"how many things is {who} carrying"
+    return Story(told(events), question, NUMBERS[len(held)], [x.at for x in own])
+
+
+def deduction(draw: random.Random) -> Story | None:
+    kinds = list(ANIMALS)
+    feared = {x: draw.choice([y for y in kinds if y != x]) for x in kinds}
+    of = {name: draw.choice(kinds) for name in NAMES}
+    facts = {x: f"{ANIMALS[x]} are afraid of {ANIMALS[feared[x]]}" for x in kinds}
+    facts |= {name: f"{name} is a {kind}" for name, kind in of.items()}
+    order = draw.sample(sorted(facts), len(facts))
+    name = draw.choice(NAMES)
+    support = sorted(order.index(x) for x in (name, of[name]))
+    return Story([facts[x] for x in order], f"what is {name} afraid of", feared[of[name]], support)
+
+
+def paths(draw: random.Random) -> Story | None:
+    rooms = draw.sample(PLACES, len(PLACES))
+    at, links = {rooms[0]: (0, 0)}, list[tuple[str, str, str]]()
+    for room in rooms[1:]:
+        near, way = draw.choice(list(at)), draw.choice(list(WAYS))
+        x, y = (a + b for a, b in zip(at[near], WAYS[way]))
+        if (x, y) in at.values():
+            return None
+        at[room] = x, y
+        links.append((near, way, room))  # from near, that way, there is room
+    draw.shuffle(links)
+    steps = {(a, b): (way, i) for i, (a, way, b) in enumerate(links)}
+    steps |= {(b, a): (OPPOSITE[way], i) for (a, b), (way, i) in list(steps.items())}
+    ways = [(p, q) for p in steps for q in steps if p[1] == q[0] and p[0] != q[1]]
+    first, second = draw.choice(ways)
+    (go, i), (then, j) = steps[first], steps[second]
+    sentences = []
+    for near, way, room in links:
+        turned = draw.random() < 0.5
+        a, b = (near, room) if turned else (room, near)
+        sentences.append(f"the {a} is {OPPOSITE[way] if turned else way} of the {b}")
+    question = f"how do you go from the {first[0]} to the {second[1]}"
+    return Story(sentences, question, f"{go}-{then}", [i, j])
+
+
+TASKS: dict[str, Callable[[random.Random], Story | None]] = {
+    "one fact": one_fact,
+    "two facts": two_facts,
+    "three facts": three_facts,
+    "counting": counting,
+    "deduction": deduction,
+    "paths": paths,
+}
+
+
+def draw_story(task: str, seed: str) -> Story:
+    """Make a story, a function of the arguments alone."""
+    draw = random.Random(seed)
+    while (story := TASKS[task](draw)) is None:
+        pass
+    return story
+
+
+_SAID = (
+    "is went to the took dropped where was before how many things carrying are afraid of what a do "
+    "you go from"
+)
+_NAMED = (PEOPLE, PLACES, THINGS, NUMBERS, ANIMALS, ANIMALS.values(), NAMES, WAYS)
+#: All words; their ids begin at 1.
+WORDS = tuple(sorted({*_SAID.split(), *chain(*_NAMED), *(f"{a}-{b}" for a in WAYS for b in WAYS)}))
+
+
+def encode(text: str) -> list[int]:
+    return [1 + WORDS.index(x) for x in text.split()]
+
+
+class Batch(NamedTuple):
+    """Stories ``[B, S, L]``, questions ``[B, Q]``, answers ``[B]``, facts ``[B, S]``."""
+
+    stories: Tensor
+    questions: Tensor
+    answers: Tensor
+    facts: Tensor
+
+    def at(self, index: Tensor) -> Batch:
+        """Return those of ``index``, without the sentences that none of them has."""
+        stories, questions, answers, facts = (x[index] for x in self)
+        most = int((stories != PAD).any(-1).sum(-1).max())
+        return Batch(stories[:, :most], questions, answers, facts[:, :most])
+
+
+def gather(stories: Sequence[Story]) -> Batch:
+    """Put stories into a batch."""
+    most = max(len(x.sentences) for x in stories)
+    rows = [[*map(encode, x.sentences), *[[]] * (most - len(x.sentences))] for x in stories]
+    facts = torch.zeros(len(stories), most, dtype=torch.bool)
+    for row, story in zip(facts, stories):
+        row[story.facts] = True
+    return Batch(
+        pad([sentence for row in rows for sentence in row]).view(len(stories), most, -1),
+        pad([encode(x.question) for x in stories]),
+        torch.tensor([encode(x.answer)[0] for x in stories]),
+        facts,
+    )
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """The baseline: an LSTM reads the story, then the question, and its last state answers."""
+
+    def __init__(self, vocab_size: int, dim: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim, padding_idx=PAD)
+        self.lstm = nn.LSTM(dim, 2 * dim, batch_first=True)
+        self.output = nn.Linear(2 * dim, vocab_size)
+
+    def forward(self, stories: Tensor, questions: Tensor) -> tuple[Tensor, None]:
+        words = torch.cat([stories.flatten(1), questions], 1)
+        order = (words == PAD).int().argsort(dim=1, descending=True, stable=True)  # padding first
+        longest = int((words != PAD).sum(1).max())
+        words = words.gather(1, order)[:, -longest:]
+        return self.output(self.lstm(self.embedding(words))[0][:, -1]), None
+
+
+class Row(NamedTuple):
+    """A model of the table; no hops are the LSTM's."""
+
+    hops: int
+    tying: str = "adjacent"
+
+
+ROWS = {
+    "LSTM": Row(0),
+    "1 hop": Row(1),
+    "2 hops": Row(2),
+    "3 hops": Row(3),
+    "3 hops, layer-wise": Row(3, "layer-wise"),
+}
+
+
+class Training(Trial):
+    """One model of one task: a step's stories depend on the seed and its number."""
+
+    def __init__(self, task: str, name: str, seed: int, parts: dict[str, Batch], args: Any):
+        self.task, self.name, self.row, self.parts = task, name, ROWS[name], parts
+        self.linear = args.linear_start
+        torch.manual_seed(seed)
+        vocab = 1 + len(WORDS)
+        self.model: Any = Reader(vocab, args.dim)
+        if self.row.hops:
+            self.model = MemoryNetwork(vocab, args.dim, *self.row, longest=LONGEST)
+        sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size", "linear_start")}
+        sizes |= {"stories": len(parts["train"].answers)}
+        file = f"{task}-{name}-{seed}.pt".replace(", ", "-").replace(" ", "-")
+        super().__init__(
+            f"{task}, {name}, seed {seed}",
+            args.out / file,
+            {"task": task, "row": self.row._asdict(), **sizes},
+            {"model": self.model},
+            args.steps,
+            Options(batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed),
+        )
+
+    def loss(self, step: int) -> Tensor:
+        draw = torch.Generator().manual_seed(1_000_003 * self.options.seed + step)
+        count = len(self.parts["train"].answers)
+        index = torch.randint(count, (self.options.batch_size,), generator=draw)
+        batch = self.parts["train"].at(index)
+        if self.row.hops:
+            self.model.attention.linear = step < self.linear * self.steps
+        return F.cross_entropy(self.model(*batch[:2])[0], batch.answers)
+
+    @torch.no_grad()
+    def test(self) -> None:
+        """Count wrong answers, and weigh the facts at every hop."""
+        asked = {"test": len(self.parts["test"].answers)}
+        if self.found.get("asked") == asked:
+            return
+        self.train(False)
+        wrong, weight, chance = 0, list[Tensor](), list[Tensor]()
+        everything = torch.arange(asked["test"])
+        for index in everything.split(100):
+            batch = self.parts["test"].at(index)
+            logits, weights = self.answers(batch)
+            wrong += int((logits.argmax(-1) != batch.answers).sum())
+            some = batch.facts.any(-1)
+            exist = (batch.stories != PAD).any(-1)
+            chance.append((batch.facts.sum(-1) / exist.sum(-1))[some])
+            if weights is not None:
+                weight.append((weights * batch.facts.unsqueeze(1)).sum(-1)[some])
+        self.found = {"asked": asked, "wrong": wrong / asked["test"]}
+        self.found["chance"] = float(torch.cat(chance).mean())
+        self.found["weight"] = torch.cat(weight).mean(0).tolist() if weight else []
+        self.save()
+
+    def answers(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return logits ``[B, V]`` and weights ``[B, K, S]``, None of the LSTM."""
+        if not self.row.hops:
+            return self.model(*batch[:2])
+        self.model.attention.linear = False
+        return self.model(*batch[:2], need_weights=True)
+
+    @torch.no_grad()
+    def picture(self, story: Story) -> bytes:
+        """Draw what is attended to at every hop of a story."""
+        self.train(False)
+        logits, weights = self.answers(gather([story]))
+        assert weights is not None
+        asked = f"{story.question}? {WORDS[int(logits.argmax()) - 1]}"
+        rows = [f"{x} •" if i in story.facts else x for i, x in enumerate(story.sentences)]
+        return draw_hops(weights[0], rows, asked)
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def table(trained: dict[str, dict[str, list[Training]]]) -> str:
+    """Return the tables of all models that are trained, by task."""
+    names = list(dict.fromkeys(name for models in trained.values() for name in models))
+    lines = [f"| wrong, % | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
+    for task, models in trained.items():
+        cells = [
+            spread([100 * x.found["wrong"] for x in models[name]], ".1f") if name in models else ""
+            for name in names
+        ]
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    hops = [name for name in names if ROWS[name].hops]
+    heads = ["weight of the facts at each hop, %", "evenly", *hops]
+    lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+    for task, models in trained.items():
+        cells = [f"{100 * next(iter(models.values()))[0].found['chance']:.0f}"]
+        for name in hops:
+            each = [x.found["weight"] for x in models.get(name, ())]
+            cells.append(", ".join(f"{100 * sum(x) / len(x):.0f}" for x in zip(*each)))
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train all models on all tasks, test them, and write the table and the picture."""
+    for name in ("seeds", "steps", "batch_size", "dim", "stories", "test"):
+        if getattr(args, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
+    if not 0 <= args.linear_start < 1:
+        raise InputError(f"linear_start must be a share below 1, got {args.linear_start}")
+    optional("matplotlib", "this example")
+    checkpoint.make_folder(args.out)
+    trained: dict[str, dict[str, list[Training]]] = {}
+    text = ""
+    try:
+        for task in args.tasks:
+            many = {"train": args.stories, "test": args.test}
+            parts = {
+                part: gather([draw_story(task, f"{task} {part} {i}") for i in range(n)])
+                for part, n in many.items()
+            }
+            for seed in range(1, args.seeds + 1):
+                for name in args.rows:
+                    one = Training(task, name, seed, parts, args)
+                    one.learn()
+                    one.test()
+                    trained.setdefault(task, {}).setdefault(name, []).append(one)
+                    text = table(trained)
+                    checkpoint.write_atomically(args.out / "table.md", text.encode())
+            best = [x for x in args.rows if ROWS[x].hops]
+            if best:
+                drawn = trained[task][best[-1]][0].picture(draw_story(task, f"{task} picture"))
+                file = args.out / f"{task.replace(' ', '-')}.png"
+                checkpoint.write_atomically(file, drawn)
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    print(text, end="")
+    say(f"table.md and a picture of each task: {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/stories"), help="folder of results")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
+    parser.add_argument("--steps", type=int, default=3000, help="of each training")
+    parser.add_argument("--batch-size", type=int, default=64, help="stories in a step")
+    parser.add_argument("--learning-rate", type=float, default=5e-3, help="the largest")
+    parser.add_argument("--linear-start", type=float, default=0.2, help="share without a softmax")
+    parser.add_argument("--dim", type=int, default=32, help="features of a sentence")
+    parser.add_argument("--stories", type=int, default=10000, help="to learn a task from")
+    parser.add_argument("--test", type=int, default=1000, help="stories of each task to test on")
+    parser.set_defaults(function=compare)
+    return run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
