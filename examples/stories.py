@@ -436,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, default=3000, help="of each training")
+    parser.add_argument("--steps", type=int, default=2000, help="of each training")
     parser.add_argument("--batch-size", type=int, default=64, help="stories in a step")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="the largest")
     parser.add_argument("--linear-start", type=float, default=0.2, help="share without a softmax")
