@@ -6,7 +6,7 @@
 sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, reads a recording;
 :class:`CTCPrefixScorer` lets the search ask its CTC head too. :class:`ShowAttendTell`, of a
 :class:`GridEncoder`, tells what an image shows. :class:`MemoryNetwork` answers questions about a
-story.
+story, and :class:`BiDAF` finds where in a text an answer stands.
 """
 
 from attnfast.models.captioning import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
@@ -14,6 +14,7 @@ from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.memory import Answer, MemoryNetwork, position_encoding
+from attnfast.models.reading import BiDAF, Located, best_spans
 from attnfast.models.search import Scorer, beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
 from attnfast.models.speech import (
@@ -33,6 +34,7 @@ __all__ = [
     "UNK",
     "Answer",
     "BahdanauDecoder",
+    "BiDAF",
     "CTCPrefixScorer",
     "Classifier",
     "Config",
@@ -41,6 +43,7 @@ __all__ = [
     "GridEncoder",
     "Heard",
     "ListenAttendSpell",
+    "Located",
     "LuongDecoder",
     "MeanContext",
     "MemoryNetwork",
@@ -53,6 +56,7 @@ __all__ = [
     "Spelled",
     "Told",
     "beam_search",
+    "best_spans",
     "build",
     "greedy_search",
     "position_encoding",

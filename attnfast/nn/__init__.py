@@ -13,7 +13,8 @@ Attention whose rows see some of the keys only (:class:`LocalAttention` and thos
 history too, of how far the rows have come.
 
 :class:`GatedAttention`, :class:`HardAttention` and :class:`TopKAttention` go around another
-attention; :class:`MultiHopAttention` asks a memory several times.
+attention; :class:`MultiHopAttention` asks a memory several times,
+and :class:`BidirectionalAttention` lets a text and a question attend to each other.
 
 Recurrent layers that attend (:class:`AttentionGRU` and those beside it) take an attention and run
 over a whole target in one call::
@@ -25,6 +26,7 @@ The attribute ``temperature``, 1 unless set, divides every module's scores.
 
 from attnfast.decoding import Memory
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, MultiHeadAttention
+from attnfast.nn.bidirectional import BidirectionalAttention
 from attnfast.nn.copying import PointerGenerator
 from attnfast.nn.history import (
     CoverageAttention,
@@ -49,6 +51,7 @@ __all__ = [
     "AttentionLSTM",
     "AttentionRNN",
     "BahdanauAttention",
+    "BidirectionalAttention",
     "CoverageAttention",
     "Drawn",
     "ForwardAttention",

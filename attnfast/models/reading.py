@@ -1,0 +1,135 @@
+"""Bidirectional attention flow: a text, a question, and where in the text its answer stands."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import check_whole, describe, refuse, refuse_type
+from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_lengths, check_share
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_tensor
+
+
+class Located(NamedTuple):
+    """Where an answer begins and where it ends: ``start`` and ``end [B, T]``, log-probabilities.
+
+    ``weights``, what the attention returned besides, or None.
+    """
+
+    start: Tensor
+    end: Tensor
+    weights: Any = None
+
+
+class BiDAF(nn.Module):
+    r"""Read a text and a question, and point at the answer's first word and its last.
+
+    .. math:: h = \mathrm{BiRNN}(E x), \quad u = \mathrm{BiRNN}(E q), \quad
+              g = \mathrm{attend}(h, u), \quad m = \mathrm{BiRNN}(g)
+
+    .. math:: P(s) = \mathrm{softmax}_t(w_s \cdot [g_t; m_t]), \quad
+              P(e) = \mathrm{softmax}_t(w_e \cdot [g_t; m^2_t]), \quad m^2 = \mathrm{BiRNN}(m)
+
+    Text and question have one embedding and one BiRNN. The paper's highway layers and its words
+    made of letters are not there.
+
+    Args:
+        attention: called as :class:`attnfast.nn.BidirectionalAttention` of 2H features.
+        features: of each g.
+        vocab_size, embed_dim, hidden_dim: V, of words, and H of each direction.
+        dropout: on words, and on what the output layers read.
+        backend: of the recurrent layers.
+
+    Paper: Seo et al., "Bidirectional Attention Flow for Machine Comprehension", ICLR 2017,
+    arXiv:1611.01603.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        features: int,
+        vocab_size: int,
+        embed_dim: int,
+        hidden_dim: int,
+        dropout: float = 0.0,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        if not isinstance(attention, nn.Module):
+            refuse_type("attention", "a module", describe(attention))
+        check_sizes(features=features, vocab_size=vocab_size, embed_dim=embed_dim)
+        check_share("dropout", dropout)
+        self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
+        self.encoder = Encoder(embed_dim, hidden_dim, backend=backend)
+        self.attention: Any = attention
+        self.modeling = Encoder(features, hidden_dim, backend=backend)
+        self.ending = Encoder(2 * hidden_dim, hidden_dim, backend=backend)
+        self.start = nn.Linear(features + 2 * hidden_dim, 1, bias=False)
+        self.end = nn.Linear(features + 2 * hidden_dim, 1, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        text: Tensor,
+        text_lengths: Tensor,
+        question: Tensor,
+        question_lengths: Tensor,
+        need_weights: bool = False,
+    ) -> Located:
+        """Find an answer.
+
+        Args:
+            text, question: ``[B, T]`` and ``[B, J]``, word ids.
+            text_lengths, question_lengths: ``[B]``, how many words are no padding.
+            need_weights: return the attention's weights too.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        read = []
+        for name, words in (("text", text), ("question", question)):
+            check_ids(name, words)
+            lengths = text_lengths if name == "text" else question_lengths
+            check_lengths(lengths, words)
+            read.append(self.encoder(self.dropout(self.embedding(words)), lengths))
+        both = (x.to(text.device) for x in (text_lengths, question_lengths))
+        g, weights = self.attention(*read, *both, need_weights)
+        m = self.modeling(self.dropout(g), text_lengths)
+        last = self.ending(self.dropout(m), text_lengths)
+        place = torch.arange(text.shape[1], device=text.device)
+        beyond = place >= text_lengths.to(text.device).unsqueeze(-1)
+        start, end = (
+            layer(self.dropout(torch.cat([g, states], -1)))
+            .squeeze(-1)
+            .masked_fill(beyond, -torch.inf)
+            .log_softmax(-1)
+            for layer, states in ((self.start, m), (self.end, last))
+        )
+        return Located(start, end, weights)
+
+
+def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor:
+    r"""Return the most probable first and last word, :math:`s \le e < s + \mathrm{longest}`.
+
+    Args:
+        start, end: ``[B, T]``, log-probabilities.
+        longest: most words of an answer; None for no limit.
+
+    Returns:
+        ``[B, 2]``, int64.
+    """
+    check_tensor("start", start)
+    check_tensor("end", end)
+    if start.dim() != 2 or start.shape != end.shape or not start.shape[1]:
+        refuse("start and end", "of the same [B, T]", f"{describe(start)} and {describe(end)}")
+    T = start.shape[1]
+    if longest is not None:
+        check_whole("longest", longest)
+    both = start.unsqueeze(-1) + end.unsqueeze(1)
+    allowed = torch.ones(T, T, dtype=torch.bool, device=start.device).triu()
+    allowed = allowed.tril(T if longest is None else longest - 1)
+    best = both.masked_fill(~allowed, -torch.inf).flatten(1).argmax(-1)
+    return torch.stack([best // T, best % T], -1)

@@ -1,0 +1,104 @@
+"""Attention of a text to a question and of the question to the text, from one score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast._torch import is_autocast_on
+from attnfast.errors import check_flag, refuse
+from attnfast.functional import dot_attention
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_tensor
+
+
+def check_lengths(name: str, lengths: Any, many: int) -> None:
+    """Refuse what does not say of so many sequences how long they are."""
+    check_tensor(name, lengths)
+    if list(lengths.shape) != [many] or lengths.dtype not in (torch.int64, torch.int32):
+        found = f"{lengths.dtype} {list(lengths.shape)}"
+        refuse(name, f"int64 or int32 of shape [{many}]", found)
+
+
+class BidirectionalAttention(nn.Module):
+    r"""What every word of a text finds in a question, and what the question finds in the text.
+
+    .. math:: e_{tj} = w_h \cdot h_t + w_u \cdot u_j + w \cdot (h_t \circ u_j)
+
+    .. math:: \tilde u_t = \sum_j \mathrm{softmax}_j(e_{tj})\, u_j, \quad
+              \tilde h = \sum_t \mathrm{softmax}_t(\max_j e_{tj})\, h_t, \quad
+              g_t = [h_t;\, \tilde u_t;\, h_t \circ \tilde u_t;\, h_t \circ \tilde h]
+
+    The score is a dot product of :math:`w \circ h_t` and :math:`u_j` with a bias for each word.
+    Each row's largest score is its log-sum-exp and the logarithm of its largest weight, so that no
+    tensor of text × question × features is made, nor one of text × question unless weights are
+    asked for.
+
+    Args:
+        dim: features d of the states of text and question.
+        backend: as in :func:`attnfast.dot_attention`.
+
+    Paper: Seo et al., "Bidirectional Attention Flow for Machine Comprehension", ICLR 2017,
+    arXiv:1611.01603.
+    """
+
+    def __init__(self, dim: int, backend: str | None = None):
+        super().__init__()
+        check_sizes(dim=dim)
+        self.dim, self.backend = dim, backend
+        bound = dim**-0.5
+        self.weight = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
+        self.text_proj = nn.Linear(dim, 1, bias=False)
+        self.question_proj = nn.Linear(dim, 1, bias=False)
+
+    def forward(
+        self,
+        text: Tensor,
+        question: Tensor,
+        text_lengths: Tensor | None = None,
+        question_lengths: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Attend both ways.
+
+        Args:
+            text: h, ``[B, T, dim]``.
+            question: u, ``[B, J, dim]``.
+            text_lengths, question_lengths: ``[B]``, how many of each are no padding, at least 1.
+            need_weights: return the weights too.
+
+        Returns:
+            g ``[B, T, 4 · dim]``, and None or the weights of both ways, ``[B, T, J]`` of the
+            question's words for each of the text's, and ``[B, T]`` of the text's words.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        check_flag("need_weights", need_weights)
+        lengths = {"text": text_lengths, "question": question_lengths}
+        for name, x in (("text", text), ("question", question)):
+            check_tensor(name, x)
+            if x.dim() != 3 or x.shape[-1] != self.dim or len(x) != len(text):
+                refuse(name, f"[B, T, {self.dim}], as many as texts", list(x.shape))
+            if x.dtype != self.weight.dtype and not is_autocast_on():
+                refuse(name, f"of the module's dtype {self.weight.dtype}", x.dtype)
+            if lengths[name] is not None:
+                check_lengths(f"{name}_lengths", lengths[name], len(text))
+        result = dot_attention(
+            self.weight * text, question, question, scale=1.0, lengths=question_lengths,
+            bias=self.question_proj(question).mT, need_weights=bool(need_weights),
+            need_statistics=True, backend=self.backend,
+        )  # fmt: skip
+        statistics: Any = result.statistics
+        found: Tensor = result.context
+        largest = result.log_sum_exp + statistics.largest.log()
+        largest = largest.to(found.dtype) + self.text_proj(text).squeeze(-1)
+        if text_lengths is not None:
+            place = torch.arange(text.shape[1], device=text.device)
+            largest = largest.masked_fill(place >= text_lengths.unsqueeze(-1), -torch.inf)
+        share = largest.softmax(-1)
+        pooled = share.unsqueeze(1) @ text
+        both = torch.cat([text, found, text * found, text * pooled], -1)
+        return both, (result.weights, share) if need_weights else None

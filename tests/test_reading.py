@@ -1,0 +1,233 @@
+"""Bidirectional attention, the reader made of it, and the example: by loops over single texts."""
+
+import csv
+import importlib
+import itertools
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnfast.models import BiDAF, best_spans
+from attnfast.nn import BidirectionalAttention
+
+B, T, J, D = 3, 6, 4, 5
+TEXTS, QUESTIONS = torch.tensor([6, 1, 4]), torch.tensor([2, 4, 1])
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def by_hand(module, text, question):
+    """What one text [T, D] and one question [J, D] without padding give."""
+    scores = torch.stack([
+        torch.stack([
+            module.text_proj.weight[0] @ h + module.question_proj.weight[0] @ u
+            + (module.weight * h * u).sum()
+            for u in question
+        ])
+        for h in text
+    ])  # fmt: skip
+    found = scores.softmax(1) @ question
+    share = scores.amax(1).softmax(0)
+    pooled = (share.unsqueeze(1) * text).sum(0)
+    return torch.cat([text, found, text * found, text * pooled], 1), scores.softmax(1), share
+
+
+def test_both_ways():
+    torch.manual_seed(0)
+    module = BidirectionalAttention(D).double()
+    text, question = double(B, T, D), double(B, J, D)
+    g, (to_question, to_text) = module(text, question, TEXTS, QUESTIONS, need_weights=True)
+    assert module(text, question, TEXTS, QUESTIONS)[1] is None
+    noise, total = torch.randn(B, T, 4 * D).double(), 0
+    for i, (n, m) in enumerate(zip(TEXTS, QUESTIONS)):
+        want, forth, back = by_hand(module, text[i, :n], question[i, :m])
+        torch.testing.assert_close(g[i, :n], want)
+        torch.testing.assert_close(to_question[i, :n, :m], forth)
+        torch.testing.assert_close(to_text[i, :n], back)
+        assert not to_question[i, :, m:].any() and not to_text[i, n:].any()
+        total = total + (want * noise[i, :n]).sum()
+    there = (torch.arange(T) < TEXTS[:, None]).unsqueeze(-1)
+    leaves = [text, question, *module.parameters()]
+    got = torch.autograd.grad((g * noise * there).sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(total, leaves))
+    whole, _ = module(text, question)
+    for i in range(B):
+        torch.testing.assert_close(whole[i], by_hand(module, text[i], question[i])[0])
+
+
+def test_scores_that_are_large():
+    """The largest score of a row comes from its weights, which must not lose it."""
+    torch.manual_seed(0)
+    module = BidirectionalAttention(D)
+    text, question = 30 * torch.randn(B, T, D), 30 * torch.randn(B, J, D)
+    g, _ = module(text, question)
+    for i in range(B):
+        torch.testing.assert_close(
+            g[i], by_hand(module, text[i], question[i])[0], rtol=1e-4, atol=0.1
+        )
+
+
+def test_what_does_not_fit():
+    module = BidirectionalAttention(D)
+    text, question = torch.randn(B, T, D), torch.randn(B, J, D)
+    with pytest.raises(ValueError, match=r"question must be \[B, T, 5\], as many as texts, got"):
+        module(text, question[:2])
+    with pytest.raises(ValueError, match=r"text must be \[B, T, 5\]"):
+        module(text[..., :3], question)
+    with pytest.raises(ValueError, match=r"text must be of the module's dtype torch.float32"):
+        module(text.double(), question)
+    with pytest.raises(ValueError, match=r"text_lengths must be int64 or int32 of shape \[3\]"):
+        module(text, question, TEXTS[:2])
+    with pytest.raises(ValueError, match=r"question_lengths must be int64 or int32 of shape \[3\]"):
+        module(text, question, TEXTS, QUESTIONS[:2])
+
+
+def test_a_reader():
+    """One text without padding after the other, by PyTorch's own layers."""
+    torch.manual_seed(0)
+    model = BiDAF(BidirectionalAttention(2 * D), 8 * D, 12, 3, D).double()
+    text, question = torch.randint(1, 12, (B, T)), torch.randint(1, 12, (B, J))
+    found = model(text, TEXTS, question, QUESTIONS, need_weights=True)
+    assert found.weights[0].shape == (B, T, J)
+    assert model(text, TEXTS, question, QUESTIONS).weights is None
+    for i, (n, m) in enumerate(zip(TEXTS, QUESTIONS)):
+        h, u = (
+            model.encoder.rnn(model.embedding(x).unsqueeze(0))[0][0]
+            for x in (text[i, :n], question[i, :m])
+        )
+        g = by_hand(model.attention, h, u)[0]
+        states = model.modeling.rnn(g.unsqueeze(0))[0]
+        last = model.ending.rnn(states)[0][0]
+        for got, layer, x in zip(found, (model.start, model.end), (states[0], last)):
+            want = layer(torch.cat([g, x], -1)).squeeze(-1).log_softmax(-1)
+            torch.testing.assert_close(got[i, :n], want)
+            assert (got[i, n:] == -torch.inf).all()
+    total = sum(x.gather(1, torch.zeros(B, 1).long()).sum() for x in found[:2])
+    total.backward()
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in model.parameters())
+    with pytest.raises(ValueError, match="lengths must be between 1 and 6, got 0"):
+        model(text, TEXTS - 1, question, QUESTIONS)
+    with pytest.raises(TypeError, match="attention must be a module, got 'flow'"):
+        BiDAF("flow", 8, 12, 3, D)
+
+
+@pytest.mark.parametrize("longest", [None, 1, 2, 9])
+def test_the_best_span(longest):
+    torch.manual_seed(0)
+    for _ in range(30):
+        start, end = torch.randn(B, T).log_softmax(-1), torch.randn(B, T).log_softmax(-1)
+        start[1, 1:] = end[1, 1:] = -torch.inf
+        for row, s, e in zip(best_spans(start, end, longest).tolist(), start, end):
+            allowed = [
+                (i, j)
+                for i, j in itertools.combinations_with_replacement(range(T), 2)
+                if longest is None or j - i < longest
+            ]
+            assert tuple(row) == max(allowed, key=lambda x: s[x[0]] + e[x[1]])
+    with pytest.raises(ValueError, match=r"start and end must be of the same \[B, T\]"):
+        best_spans(start, end[:, 1:])
+
+
+# ---- the example --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    return importlib.import_module("reading")
+
+
+NAMES, FOODS, AREAS = (
+    ("Alpha", "Beta Bar", "Gamma"),
+    ("French", "Thai"),
+    ("city centre", "riverside"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files of the challenge's form; in the test there is a name that the training lacks."""
+    for file, names in (("devset.csv", NAMES), ("testset_w_refs.csv", (*NAMES[:2], "Delta"))):
+        with (tmp_path / file).open("w", newline="") as out:
+            rows = csv.writer(out)
+            rows.writerow(["mr", "ref"])
+            for name, food, area in itertools.product(names, FOODS, AREAS):
+                attributes = f"name[{name}], food[{food}], area[{area}], near[{name}]"
+                rows.writerow([attributes, f"{name} serves {food} food in the {area}."])
+    return tmp_path
+
+
+def test_answers_stand_where_they_are_said_to(reading, folder):
+    asked = reading.ask(folder / "devset.csv")
+    assert asked == reading.ask(folder / "devset.csv") and len(asked) > 12
+    assert {x.attribute for x in asked} == {"food", "area", "near"}
+    for x in asked:
+        first, last = x.span
+        answer = " ".join(x.text[first : last + 1])
+        kinds = {"food": FOODS, "area": AREAS, "near": NAMES}
+        assert answer in [y.lower() for y in kinds[x.attribute]]
+        ends = [0, x.text.index(".") + 1, len(x.text)]
+        own = next(x.text[a:b] for a, b in itertools.pairwise(ends) if a <= first < b)
+        assert x.name in " ".join(own) and x.name in " ".join(x.question)
+        assert x.text.count(".") == 2 and " ".join(x.text).count(x.name) == 1
+
+
+def test_the_example_stops_and_goes_on(reading, folder, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def call(out, *rows):
+        sizes = ["--dim", "4", "--steps", "4", "--batch-size", "3", "--seeds", "1", "--test", "9"]
+        arguments = [str(folder), "--out", str(folder / out), *sizes, "--rows", *rows]
+        return reading.main(arguments), *capsys.readouterr()
+
+    status, table, said = call("whole", *reading.ROWS)
+    assert status == 0, said
+    assert (folder / "whole" / "table.md").read_text() == table
+    first, second = table.split("\n\n")
+    assert [x.split(" | ")[0] for x in first.splitlines()[2:]] == [f"| {x}" for x in reading.ROWS]
+    assert "| new names |" in second and (folder / "whole" / "question.png").exists()
+    original, calls = reading.Training.loss, []
+
+    def interrupted(self, step):
+        calls.append(step)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading.Training, "loss", interrupted)
+        assert call("parts", "both ways")[0] == 130
+    assert call("parts", "both ways")[0] == 0
+    whole, parts = (
+        torch.load(folder / x / "both-ways-1.pt", weights_only=True)["model"]
+        for x in ("whole", "parts")
+    )
+    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+
+
+def test_an_example_that_cannot_be(reading, folder, capsys):
+    assert reading.main([str(folder / "none")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    assert reading.main([str(folder), "--dim", "0"]) == 2
+    assert "dim must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_ways_that_are_left_out(reading):
+    torch.manual_seed(0)
+    text, question = torch.randn(B, T, D), torch.randn(B, J, D)
+    for i, m in enumerate(QUESTIONS):
+        question[i, m:] = 0
+    g = {}
+    for name, row in reading.ROWS.items():
+        torch.manual_seed(1)
+        g[name], _ = reading.OneWay(D, row)(text, question, TEXTS, QUESTIONS)
+    mean = torch.stack([x[:m].mean(0) for x, m in zip(question, QUESTIONS)]).unsqueeze(1)
+    both = g["both ways"]
+    torch.testing.assert_close(g["no question to text"], both[..., : 3 * D])
+    parts = text, mean.expand_as(text), text * mean, both[..., 3 * D :]
+    torch.testing.assert_close(g["no text to question"], torch.cat(parts, -1))
+    torch.testing.assert_close(g["neither"], torch.cat(parts[:3], -1))
