@@ -329,7 +329,10 @@ def _parser() -> Parser:
     sub.add_argument(
         "--window", type=_whole, default=Config.window, help="keys to a side, if local"
     )
+    sub.add_argument("--sigma", type=float, help="of a Gaussian around the position, if local")
+    sub.add_argument("--height", type=float, help="of that Gaussian as a bump")
     sub.add_argument("--stride", type=_whole, default=Config.stride, help="of strided attention")
+    sub.add_argument("--fixed-stride", action="store_true", help="count from the first key on")
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
     sub.add_argument("--vocab-size", type=_whole, default=4000, help="of both languages together")

@@ -478,7 +478,7 @@ def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
 
 def test_bad_arguments():
     x = torch.zeros(2, 3, 4)
-    with pytest.raises(ValueError, match=r"value must be \[2, 3, 'Dv'\] to fit the key"):
+    with pytest.raises(ValueError, match=r"value must be \[2, 3, Dv\] to fit the key"):
         prepare(x, x[:1])
     with pytest.raises(ValueError, match=r"mask must be \[2, 1, 3\]"):
         prepare(x, x, mask=torch.ones(2, 3, 3, dtype=torch.bool))

@@ -262,11 +262,26 @@ def test_search_of_no_sentence():
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ({"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),
+        ({"fixed_stride": True}, "fixed_stride must be False for attention 'bahdanau', got True"),
+        ({"sigma": 2.0}, "sigma must be None for attention 'bahdanau', got 2.0"),
+        ({"attention": "local", "height": 2.0}, "height must be None without a sigma, got 2.0"),
+        ({"attention": "local", "sigma": 0.0}, "sigma must be a number, sigma above 0, or None"),
     ],
 )
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         Config(VOCAB, **options)
+
+
+def test_a_config_reaches_its_attention():
+    def attention(kind, **options):
+        return build(Config(VOCAB, kind, hidden_dim=8, **options)).decoder.attention
+
+    assert attention("strided", stride=3, fixed_stride=True).span.fixed
+    assert not attention("strided", stride=3).span.fixed
+    found = attention("local", sigma=2.0, height=3.0)
+    assert (found.sigma, found.height) == (2.0, 3.0)
+    assert attention("local").sigma is None
 
 
 def test_importing_attnfast_is_cheap():

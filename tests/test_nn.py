@@ -29,6 +29,7 @@ def modules():
         "bahdanau, relu": BahdanauAttention(Q, K, A, activation="relu"),
         "dot": LuongAttention(K, K, "dot"),
         "scaled_dot": LuongAttention(K, K, "scaled_dot"),
+        "cosine": LuongAttention(K, K, "cosine"),
         "general": LuongAttention(Q, K, "general"),
         "concat": LuongAttention(Q, K, "concat", A),
         "heads, dot": MultiHeadAttention(Q, K, A, H),
@@ -73,6 +74,8 @@ def by_hand(module, query, source, values=None):
         activation = getattr(torch, module.activation)
         score = (activation(q.unsqueeze(-2) + k.unsqueeze(-3)) * w).sum(-1)
     else:
+        if type(module.key_proj).__name__ == "_Unit":
+            q, k = (x / x.norm(dim=-1, keepdim=True) for x in (query, source))
         score = q @ k.transpose(-1, -2) * (module.scale or q.shape[-1] ** -0.5)
     weights = score.masked_fill(~visible, -torch.inf).softmax(-1)
     context = weights @ v
@@ -249,8 +252,8 @@ def test_autocast(module):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"score must be 'dot', .*got 'cosine'"):
-        LuongAttention(4, 4, "cosine")
+    with pytest.raises(ValueError, match=r"score must be 'dot', .*got 'sine'"):
+        LuongAttention(4, 4, "sine")
     with pytest.raises(
         ValueError, match="query_dim must equal key_dim for score 'dot', got 4 and 5"
     ):

@@ -41,13 +41,14 @@ def softmax(e, seen):
 
 
 def local(attention, state, source):
-    t, j = torch.arange(TQ).view(-1, 1), torch.arange(TK)
+    t, j = torch.arange(TQ).view(-1, 1).double(), torch.arange(TK)
     e = scores(attention, state, source)
-    if attention.slope is None:
-        seen = ((t * LENGTHS.view(-1, 1, 1) / TQ) - j).abs() <= 2
-    else:
-        seen = (attention.slope * t - j).abs() <= 2
-    weights = softmax(e, seen)
+    slope = LENGTHS.view(-1, 1, 1) / TQ if attention.slope is None else attention.slope
+    apart = slope * t - j
+    if attention.sigma is not None:
+        prior = -(apart**2) / (2 * attention.sigma**2)
+        e = e + (prior if attention.height is None else attention.height * prior.exp())
+    weights = softmax(e, apart.abs() <= (2 if attention.span.sides[0] == 2 else TK))
     return weights @ source, weights
 
 
@@ -82,12 +83,26 @@ KINDS = [
     (lambda **k: LocalAttention(D, D, window=2, **k), local),
     (lambda **k: LocalAttention(D, D, window=2, slope=1.5, **k), local),
     (lambda **k: LocalAttention(D, D, window=2, slope=None, **k), local),
+    (lambda **k: LocalAttention(D, D, window=2, sigma=0.8, **k), local),
+    (lambda **k: LocalAttention(D, D, None, sigma=1.5, height=3.0, **k), local),
+    (lambda **k: LocalAttention(D, D, None, slope=None, sigma=2.0, height=-1.0, **k), local),
     (lambda **k: StridedAttention(D, D, stride=3, **k), strided),
     (lambda **k: StridedAttention(D, D, stride=3, fixed=True, **k), strided),
     (lambda **k: LocalPredictiveAttention(D, D, window=3, **k), predictive),
     (lambda **k: MonotonicAttention(D, D, ahead=4, **k), monotonic),
 ]
-IDS = ("m", "m-slope", "m-diagonal", "strided", "fixed", "p", "monotonic")
+IDS = (
+    "m",
+    "m-slope",
+    "m-diagonal",
+    "m-prior",
+    "m-bump",
+    "m-diagonal-bump",
+    "strided",
+    "fixed",
+    "p",
+    "monotonic",
+)
 
 
 def grads(outputs, attention, *leaves):
@@ -195,6 +210,8 @@ def test_progress_is_reordered():
         (lambda: LocalAttention(D, D, window=-1), "window must be a number.*got -1"),
         (lambda: LocalAttention(D, D, slope=-1), "slope must be a number of at least 0.*got -1"),
         (lambda: StridedAttention(D, D, stride=0), "stride must be a whole number.*got 0"),
+        (lambda: LocalAttention(D, D, sigma=0.0), "sigma must be a positive number or None, got 0"),
+        (lambda: LocalAttention(D, D, height=1.0), "height must be a number beside a sigma, or"),
         (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
         (lambda: MonotonicAttention(D, D, ahead=-1), "ahead must be .*at least 0, or None, got -1"),
         (lambda: SparseSelfAttention(D, []), r"heads must be a Span for each head.*got \[\]"),

@@ -80,10 +80,11 @@ class Memory(NamedTuple):
         need_weights: bool = False,
         need_statistics: bool = False,
         kept: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Attention:
         """Return the call of a query; ``kept`` is what steps keep of the keys."""
         return Attention(
-            query, self.key, self.value, self.weight, None, self.mask, self.lengths, None, 0, kept,
+            query, self.key, self.value, self.weight, bias, self.mask, self.lengths, None, 0, kept,
             scale, self.score, need_statistics, need_weights,
         )  # fmt: skip
 
@@ -131,12 +132,13 @@ def _attend_once(
     place: Place | None,
     need_weights: bool | str,
     need_statistics: bool,
+    bias: Tensor | None,
 ) -> AttentionResult:
     """Attend with one query that the memory's steps serve, within a span if one is given."""
     steps: Any = memory.steps
     defers, lowered = steps.defers(), None
     weights_too = defers or bool(need_weights)
-    call = memory._call(query, scale, weights_too, need_statistics, steps.prepared())
+    call = memory._call(query, scale, weights_too, need_statistics, steps.prepared(), bias)
     if place is not None:
         lowered = lower(call, place, need_weights)
         call = lowered.call
@@ -210,6 +212,7 @@ def attend(
     memory: Memory,
     *,
     scale: float = 1.0,
+    bias: Tensor | None = None,
     span: Spans = None,
     position: Position = None,
     sigma: float | Tensor | None = None,
@@ -221,6 +224,7 @@ def attend(
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``, with the memory's dtype and device.
         scale: multiplies the score.
+        bias: added to it, with gradient: ``[B, (H,) Tq, Tk]``, or 1 in place of a size.
         span, position, sigma: as in :func:`attnfast.additive_attention`.
         need_weights, need_statistics: return weights, statistics too; as there.
 
@@ -240,12 +244,12 @@ def attend(
     steps = _usable(memory.steps)
     try:
         if place is not None:
-            check(memory._call(query, scale))
+            check(memory._call(query, scale, bias=bias))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
         if steady and steps is not None and steps.serve(query, memory._common()):
-            return _attend_once(query, memory, scale, place, need_weights, need_statistics)
-        call = memory._call(query, scale, bool(need_weights), need_statistics)
+            return _attend_once(query, memory, scale, place, need_weights, need_statistics, bias)
+        call = memory._call(query, scale, bool(need_weights), need_statistics, bias=bias)
         call = autocast_call(call)
         backend = choose(memory.backend, query.device, query.dtype, step=True)
         if backend != "reference":
@@ -260,7 +264,7 @@ def attend(
             shape = list(query.shape)
             if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
                 refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
-        check(memory._call(query, scale))
+        check(memory._call(query, scale, bias=bias))
         raise
 
 

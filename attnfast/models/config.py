@@ -30,6 +30,7 @@ from attnfast.nn import (
     SparseSelfAttention,
     StridedAttention,
 )
+from attnfast.ops.arguments import is_finite
 from attnfast.ops.span import Span
 
 HISTORIES = {
@@ -53,7 +54,10 @@ class Config:
             and ``"local"``, ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general
             score within a span.
         window: how many keys to each side local and predictive attention see.
-        stride: strided attention sees every stride-th key.
+        sigma, height: of the Gaussian around local attention's position, in keys: see
+            :class:`attnfast.nn.LocalAttention`.
+        stride: strided attention sees every stride-th key, from a word's own on, or with
+            ``fixed_stride`` from the first.
         self_attention: let the encoder's states attend to each other with four heads, two within
             the window and two with the stride.
         input_feeding: of the Luong decoder.
@@ -78,6 +82,9 @@ class Config:
     copying: bool = False
     window: int = 10
     stride: int = 4
+    fixed_stride: bool = False
+    sigma: float | None = None
+    height: float | None = None
     self_attention: bool = False
 
     def __post_init__(self):
@@ -88,11 +95,24 @@ class Config:
                 check_whole(name, getattr(self, name))
             if self.hidden_dim >= 2**30:  # an encoder has two of them side by side
                 refuse("hidden_dim", "below 2**30", self.hidden_dim)
-            for name in ("input_feeding", "copying", "self_attention"):
+            for name in ("input_feeding", "copying", "self_attention", "fixed_stride"):
                 check_flag(name, getattr(self, name))
             check_share("dropout", self.dropout)
+            for name in ("sigma", "height"):
+                x = getattr(self, name)
+                if x is not None and not (is_finite(x) and (x > 0 or name == "height")):
+                    refuse(name, "a number, sigma above 0, or None", describe(x))
         except ValueError as error:
             raise InputError(str(error)) from None
+        for name, kind in (("fixed_stride", "strided"), ("sigma", "local"), ("height", "local")):
+            if getattr(self, name) not in (None, False) and self.attention != kind:
+                default = getattr(Config, name)
+                raise InputError(
+                    f"{name} must be {default} for attention {self.attention!r}, "
+                    f"got {getattr(self, name)}"
+                )
+        if self.height is not None and self.sigma is None:
+            raise InputError(f"height must be None without a sigma, got {self.height}")
         if self.copying and self.attention == "none":
             raise InputError("copying must be False for attention 'none', got True")
         if self.input_feeding and self.attention in ("none", "bahdanau"):
@@ -119,11 +139,16 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
             kind = HISTORIES[config.attention]
             attention = kind(state_dim, key_dim, config.hidden_dim, backend=backend)
         elif config.attention == "local":
-            attention = LocalAttention(state_dim, key_dim, config.window, backend=backend)
+            attention = LocalAttention(
+                state_dim, key_dim, config.window,
+                sigma=config.sigma, height=config.height, backend=backend,
+            )  # fmt: skip
         elif config.attention == "predictive":
             attention = LocalPredictiveAttention(state_dim, key_dim, config.window, backend=backend)
         elif config.attention == "strided":
-            attention = StridedAttention(state_dim, key_dim, config.stride, backend=backend)
+            attention = StridedAttention(
+                state_dim, key_dim, config.stride, fixed=config.fixed_stride, backend=backend
+            )
         elif config.attention == "monotonic":
             attention = MonotonicAttention(state_dim, key_dim, backend=backend)
         else:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnfast._torch import is_autocast_on
 from attnfast.decoding import Memory, attend, check_memory, prepare
@@ -194,6 +195,13 @@ class BahdanauAttention(_Attention):
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
 
+class _Unit(nn.Module):
+    """Vectors of length 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
 class LuongAttention(_Attention):
     r"""Luong's scores.
 
@@ -204,10 +212,12 @@ class LuongAttention(_Attention):
     ``scaled_dot``  :math:`s_i^\top h_j / \sqrt{d}`           ``query_dim == key_dim``
     ``general``     :math:`s_i^\top W h_j`
     ``concat``      :math:`w^\top \tanh(W [s_i; h_j])`        ``attn_dim``
+    ``cosine``      :math:`s_i^\top h_j / (|s_i| |h_j|)`      ``query_dim == key_dim``
     ==============  ========================================  ===========================
 
-    The matrix W of concat is kept in two parts, one for the states and one for the keys, so that
-    the keys are projected once.
+    Cosines are from −1 to 1, so that no weight is more than e² times another; a ``temperature`` of
+    0.1, say, makes them sharper. The matrix W of concat is kept in two parts, one for the states
+    and one for the keys, so that the keys are projected once.
 
     Args:
         query_dim, key_dim: features of the decoder states and of the encoder states.
@@ -218,10 +228,11 @@ class LuongAttention(_Attention):
     Raises:
         ValueError: an unknown score, or dimensions that it cannot compare.
 
-    Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+    Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025; the cosine, Graves, Wayne and
+    Danihelka, "Neural Turing Machines", 2014, arXiv:1410.5401.
     """
 
-    SCORES = ("dot", "scaled_dot", "general", "concat")
+    SCORES = ("dot", "scaled_dot", "general", "concat", "cosine")
 
     def __init__(
         self,
@@ -233,7 +244,7 @@ class LuongAttention(_Attention):
     ):
         check_word("score", score, self.SCORES)
         check_sizes(query_dim=query_dim, key_dim=key_dim)
-        if score in ("dot", "scaled_dot") and query_dim != key_dim:
+        if score in ("dot", "scaled_dot", "cosine") and query_dim != key_dim:
             raise ValueError(
                 f"query_dim must equal key_dim for score {score!r}, got {query_dim} and {key_dim}"
             )
@@ -244,8 +255,8 @@ class LuongAttention(_Attention):
             None if score == "scaled_dot" else 1.0,
             backend,
         )
-        self.query_proj = nn.Identity()
-        self.key_proj = nn.Identity()
+        self.query_proj = _Unit() if score == "cosine" else nn.Identity()
+        self.key_proj = _Unit() if score == "cosine" else nn.Identity()
         if score == "general":
             self.key_proj = nn.Linear(key_dim, query_dim, bias=False)
         if score == "concat":

@@ -166,7 +166,7 @@ def backend_of(
         ):
             return None
         is_local = isinstance(attention, LocalAttention)
-        if is_local and (attention.slope is None or attention.span.stride != 1):
+        if is_local and (attention.slope is None or attention.sigma or attention.span.stride != 1):
             return None  # without a slope it wants all rows at once, and says so
         if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
             return None

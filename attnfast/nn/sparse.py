@@ -12,9 +12,9 @@ from attnfast.decoding import Memory
 from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.functional import additive_attention, dot_attention
 from attnfast.nn.attention import LuongAttention, MultiHeadAttention, check_sizes
-from attnfast.ops.arguments import check_tensor, is_one
+from attnfast.ops.arguments import check_tensor, is_finite, is_one
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.span import Span, check_form, log_prior, to_form
+from attnfast.ops.span import Span, check_form, gaussian_bump, log_prior, to_form
 
 
 class Progress(NamedTuple):
@@ -81,11 +81,16 @@ class _SpanAttention(LuongAttention):
             return context.squeeze(1), None if weights is None else _first_row(weights), history
         return context, weights, history
 
+    def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
+        """Return what is added to the scores of rows at positions, as :func:`attend` takes it."""
+        return {}
+
     def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
         Tq = query.shape[1]
+        position = self.positions(history.rows, Tq, query.device)
         context, weights = self._attend(
             query, memory, need_weights,
-            span=self.span, position=self.positions(history.rows, Tq, query.device),
+            span=self.span, position=position, **self.terms(query, memory, position),
         )  # fmt: skip
         return context, weights, history._replace(rows=history.rows + Tq)
 
@@ -99,15 +104,21 @@ class LocalAttention(_SpanAttention):
 
     .. math:: |j - a t| \le D
 
+    With ``sigma`` near keys are preferred: :math:`-(j - a t)^2 / 2 \sigma^2` is added to their
+    scores. With ``height`` it is the plain bump :math:`h \exp(-(j - a t)^2 / 2 \sigma^2)`, and the
+    scores of far keys stay as they are.
+
     Args:
         query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
-        window: D, or (left, right).
+        window: D, or (left, right); None for no limit.
         causal: see no key after the row's own.
         slope: a, keys to a row: 1 in the paper; None for the sequence's length over the number of
             rows, which takes all rows at once.
+        sigma: σ, in keys; None for neither.
+        height: h.
 
     Raises:
-        ValueError: a negative window, an unknown score.
+        ValueError: a negative window, an unknown score, a height without a σ.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
     """
@@ -116,19 +127,25 @@ class LocalAttention(_SpanAttention):
         self,
         query_dim: int,
         key_dim: int,
-        window: int | tuple[int, int] = 10,
+        window: int | tuple[int, int] | None = 10,
         score: str = "general",
         attn_dim: int | None = None,
         *,
         causal: bool = False,
         slope: float | None = 1.0,
+        sigma: float | None = None,
+        height: float | None = None,
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
+        if sigma is not None and not (is_finite(sigma) and sigma > 0):
+            refuse("sigma", "a positive number or None", describe(sigma))
+        if height is not None and (sigma is None or not is_finite(height)):
+            refuse("height", "a number beside a sigma, or None", describe(height))
         if slope is not None and not (isinstance(slope, (int, float)) and 0 <= slope < 1e9):
             refuse("slope", "a number of at least 0, or None", describe(slope))
         self.span = Span(window=window, causal=causal)
-        self.slope = slope
+        self.slope, self.sigma, self.height = slope, sigma, height
 
     def positions(self, rows: int, Tq: int, device: torch.device) -> Any:
         if self.slope is None:
@@ -138,6 +155,16 @@ class LocalAttention(_SpanAttention):
         if is_one(self.slope):
             return rows
         return self.slope * torch.arange(rows, rows + Tq, device=device, dtype=torch.float64)
+
+    def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
+        if self.height is None or self.sigma is None:
+            return {"sigma": self.sigma}
+        bump = gaussian_bump(
+            query.shape[1], memory.key.shape[1], self.sigma, height=self.height,
+            position=position, lengths=memory.lengths, device=query.device,
+            dtype=accumulation_dtype(query.dtype),
+        )  # fmt: skip
+        return {"bias": bump if bump.dim() == 3 else bump.unsqueeze(0)}
 
 
 class StridedAttention(_SpanAttention):
