@@ -279,7 +279,8 @@ class Parser(argparse.ArgumentParser):
     """Say in one sentence what does not fit; the usage is for those who ask with --help."""
 
     def error(self, message: str) -> NoReturn:
-        option = message.removeprefix("argument ")
+        what, among, choices = message.removeprefix("argument ").partition(" (choose from ")
+        option = what + among + choices.replace("'", "")
         more = f": {self.prog} --help says more" if option == message else ""
         raise InputError(option + more)
 
