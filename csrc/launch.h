@@ -320,10 +320,7 @@ void put_problem(const Arguments& given, const AttentionFit& fit, Problem& a, Ke
       keep.push_back(side_by_side ? *span : torch::stable::contiguous(*span));
       a.span = broadcast_view(keep.back());
     }
-    if (given.prepared) {
-      keep.push_back(packed(*given.prepared));
-      a.exponentials = view(keep.back());
-    }
+    if (given.prepared) a.exponentials = view_of_rows(*given.prepared, keep);
   }
   if constexpr (requires { given.bias; }) {
     if (const Optional& bias = given.bias) {

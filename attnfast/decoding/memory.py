@@ -6,16 +6,19 @@ one query; :mod:`attnfast.decoding.steps` tells how their gradients are taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnfast import dispatch, lowering
-from attnfast._torch import saves_elsewhere
+from attnfast._torch import is_autocast_on, is_intercepted, saves_elsewhere
 from attnfast.backends import FLOATS, choose
+from attnfast.decoding.growing import Room, append_rows, select_rows
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
-from attnfast.errors import check_flag, describe, refuse, refuse_type
+from attnfast.errors import check_flag, describe, refuse, refuse_type, shape_of
 from attnfast.functional import cover, coverage_call, filters_of
 from attnfast.lowering import Place, lower
 from attnfast.ops.arguments import (
@@ -23,6 +26,7 @@ from attnfast.ops.arguments import (
     autocast,
     autocast_call,
     check_activation,
+    check_dense,
     check_scale,
     check_tensor,
     fold_scale,
@@ -48,7 +52,8 @@ class Memory(NamedTuple):
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
     the dot score; ``backend``, the one asked for, or None; ``fertility [B, Tk]``, of coverage, or
-    None; ``score``, ``"dot"`` or the additive score's activation. To attend to a memory raises if
+    None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, where key and value of
+    a memory lie that grows. To attend to a memory raises if
     key, value, lengths, weight or mask have been changed in place, as far as PyTorch counts
     changes: not those through ``.data``.
 
@@ -64,14 +69,77 @@ class Memory(NamedTuple):
     steps: Steps | None = None
     fertility: Tensor | None = None
     score: str = "dot"
+    rooms: tuple[Room | None, Room | None] = (None, None)
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
-        names = ("key", "value", "lengths", "mask", "fertility")
+        names = ("lengths", "mask", "fertility")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
-        memory = self._replace(**chosen, steps=None)
+        memory = self._with_rows(select_rows, index, index)._replace(**chosen)
         return memory if self.steps is None else memory._with_steps(self.steps.backend)
+
+    def append(self, key: Tensor, value: Tensor) -> Memory:
+        """Return the memory with more keys and values behind the last; this one stays as it was.
+
+        The newest of a chain of memories grows in place, in storage that doubles; who appends to an
+        older one copies it. All sequences see what is appended: ``lengths`` become a mask.
+
+        Args:
+            key: ``[B, (H,) A]`` for one key, ``[B, (H,) n, A]`` for several.
+            value: ``[B, (H,) Dv]`` or ``[B, (H,) n, Dv]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        new = self._new_rows(key, value)
+        _usable(self.steps)
+        mask = self._whole_mask()
+        if mask is not None:
+            mask = pad(mask, (0, new[0].shape[-2]), value=True)
+        if is_recorded() or is_intercepted():
+            both = [torch.cat(x, -2) for x in zip((self.key, self.value), new)]
+            grown = self._replace(key=both[0], value=both[1], steps=None, rooms=(None, None))
+        else:
+            grown = self._with_rows(append_rows, *new)
+        grown = grown._replace(lengths=None, mask=mask)
+        return grown if is_recorded() else grown._with_steps(grown._chosen())
+
+    def _new_rows(self, key: Any, value: Any) -> list[Tensor]:
+        """Return key and value as ``[B, (H,) n, ·]``; refuse what cannot be appended."""
+        if self.fertility is not None:
+            refuse("memory", "one without fertility, to grow", describe(self.fertility))
+        new: list[Tensor] = []
+        for name, x, like in (("key", key, self.key), ("value", value, self.value)):
+            check_dense(name, x)
+            *lead, _, features = like.shape
+            shape, one = list(x.shape), [*lead, features]
+            several = [*lead, new[0].shape[-2] if new else "n", features]
+            x = x.unsqueeze(-2) if shape == one else x
+            if x.dim() != like.dim() or any(a != b for a, b in zip(x.shape, several) if b != "n"):
+                refuse(name, f"{one} or {shape_of(*several)} to fit the memory", shape)
+            if x.device != like.device:
+                refuse(name, f"on the memory's device {like.device}", x.device)
+            if x.dtype != like.dtype and not is_autocast_on():
+                refuse(name, f"of the memory's dtype {like.dtype}", x.dtype)
+            new.append(x.to(like.dtype))
+        return new
+
+    def _whole_mask(self) -> Tensor | None:
+        """Return the mask of all keys, those beyond lengths hidden, or None."""
+        mask, keys = self.mask, self.key.shape[-2]
+        if self.lengths is not None:
+            seen = torch.arange(keys, device=self.key.device) < self.lengths.unsqueeze(-1)
+            seen = seen.view(-1, *[1] * (self.key.dim() - 2), keys)
+            mask = seen if mask is None else seen & mask
+        return None if mask is None else mask.expand(*mask.shape[:-1], keys)
+
+    def _with_rows(self, how: Callable[..., Any], *of: Tensor) -> Memory:
+        """Return the memory with rows appended to those of key and value, or some selected."""
+        (key, of_key), (value, of_value) = (
+            how(room, x, y) for room, x, y in zip(self.rooms, (self.key, self.value), of)
+        )
+        return self._replace(key=key, value=value, steps=None, rooms=(of_key, of_value))
 
     def _call(
         self,
@@ -93,10 +161,14 @@ class Memory(NamedTuple):
         return choose(self.backend, self.key.device, self.key.dtype, step=True)
 
     def _with_steps(self, backend: str, deferred: bool = False) -> Memory:
-        return self._replace(steps=Steps(self._common(), backend, deferred, self.mask))
+        steps = Steps(self._common(), backend, deferred, self.mask, self.rooms[0])
+        return self._replace(steps=steps)
 
     def __reduce__(self):
-        return _restored, (self.steps is not None, *self._replace(steps=None))
+        alone = self._replace(steps=None, rooms=(None, None))
+        if self.rooms[0] is not None:  # not all the room
+            alone = alone._replace(key=self.key.clone(), value=self.value.clone())
+        return _restored, (self.steps is not None, *alone)
 
     def _common(self) -> Source:
         """Return what all steps have in common."""

@@ -30,6 +30,7 @@ from torch.autograd import Function
 
 from attnfast._torch import is_intercepted, number_of_backward, saves_elsewhere
 from attnfast.backends import BACKENDS
+from attnfast.decoding.growing import Room
 from attnfast.decoding.waiting import Waiting, no_double_backward
 from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
 from attnfast.ops.coverage import COVERAGE, backward_into
@@ -93,7 +94,12 @@ class Steps:
     """The steps over one memory: what their backend prepared of its keys, gradients that wait."""
 
     def __init__(
-        self, source: Source, backend: str, deferred: bool = False, mask: Tensor | None = None
+        self,
+        source: Source,
+        backend: str,
+        deferred: bool = False,
+        mask: Tensor | None = None,
+        room: Room | None = None,
     ):
         self.source = source
         key, value, _, weight, _, _ = source
@@ -109,6 +115,7 @@ class Steps:
         self.token = None  # not deferred
         if deferred:
             self.token = Prepared.apply(key, value, weight, None, None, None, self._shared())
+        self._room = room  # that the keys lie in, if they grow
         self._is_prepared = False
         self._prepared: Tensor | None = None
         self._features: Features | None = None
@@ -169,7 +176,10 @@ class Steps:
         if not self._is_prepared:
             key, _, lengths, _, score, _ = self.source
             with torch.inference_mode(False):  # or no backward could save it
-                self._prepared = BACKENDS[self.backend].prepare(key, lengths, score)
+                if self._room is None:
+                    self._prepared = BACKENDS[self.backend].prepare(key, lengths, score)
+                else:
+                    self._prepared = self._room.prepared(key.shape[-2], self.backend, score)
             self._is_prepared = True
         return self._prepared
 

@@ -70,11 +70,37 @@ class _Attention(nn.Module):
                 al., EMNLP 2016, arXiv:1606.03126); None for the states.
         """
         try:
-            key = project(self.key_proj, states, self.backend)
-            return self._remember(key, states if values is None else values, lengths, mask)
+            return self._remember(*self._keys(states, values), lengths, mask)
         except Exception:
             self._check_states(states, values)
             raise
+
+    def append(self, memory: Memory, states: Tensor, values: Tensor | None = None) -> Memory:
+        """Project the keys of more states, and return the memory with them behind the last.
+
+        Args:
+            memory: from :meth:`prepare` or from here; it stays as it was.
+            states: ``[B, key_dim]``, or ``[B, n, key_dim]`` for several.
+            values: ``[B, (n,) Dv]``, apart from the keys as in :meth:`prepare`; None for the
+                states.
+        """
+        check_memory(memory)
+        one = isinstance(states, Tensor) and states.dim() == 2
+        if one:
+            states = states.unsqueeze(1)
+            values = values.unsqueeze(1) if isinstance(values, Tensor) else values
+        try:
+            return memory.append(*self._keys(states, values))
+        except Exception:
+            self._check_states(states, values)
+            if len(states) != len(memory.key):
+                refuse("states", f"of {len(memory.key)} sequences, as the memory", len(states))
+            raise
+
+    def _keys(self, states: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return projected keys, and values."""
+        key = project(self.key_proj, states, self.backend)
+        return key, states if values is None else values
 
     def _check_states(self, states: Any, values: Any = None) -> None:
         """Say in one sentence what of a source does not fit the module, if so."""
@@ -318,23 +344,13 @@ class MultiHeadAttention(_Attention):
         heads, features = self.num_heads, x.shape[-1] // self.num_heads
         return x.view(*x.shape[:-1], heads, features).transpose(1, 2)  # [B, H, T, A/H]
 
-    def prepare(
-        self,
-        states: Tensor,
-        lengths: Tensor | None = None,
-        mask: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> Memory:
-        try:
-            values = states if values is None else values
-            key, value = (
-                self._split(project(layer, x, self.backend))
-                for layer, x in ((self.key_proj, states), (self.value_proj, values))
-            )
-            return self._remember(key, value, lengths, mask)
-        except Exception:
-            self._check_states(states, values)
-            raise
+    def _keys(self, states: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        values = states if values is None else values
+        key, value = (
+            self._split(project(layer, x, self.backend))
+            for layer, x in ((self.key_proj, states), (self.value_proj, values))
+        )
+        return key, value
 
     def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionResult:
         result = super()._attend(self._split(query), *arguments, **span)

@@ -108,7 +108,7 @@ class Scores {
   }
 
   void take_kept() {
-    take(Path::factored, {at<C>(a.exponentials, item, first), round_up(depth, kPadding)});
+    take(Path::factored, {at<C>(a.exponentials, item, first), a.exponentials.row});
   }
 
   const Problem& a;

@@ -1,0 +1,117 @@
+"""Keys and values that come step by step: storage with room for more of them behind the last.
+
+What is written lies beyond every tensor that was handed out, so none of them changes: not what an
+older memory sees, nor what autograd has saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from attnfast.backends import BACKENDS
+
+__all__ = ["Room", "append_rows", "select_rows"]
+
+SOME = 16  # rows; a search selects again before it needs more
+
+
+class Room:
+    """Storage ``[.., capacity, ·]``; its first rows are a tensor that grows.
+
+    ``newest`` gives the last such tensor, which alone may grow in place.
+    """
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+        self.newest: Any = lambda: None
+        self._kept: Room | None = None  # what a backend prepared of the rows
+        self._kept_of = 0  # how many of them it was asked to prepare
+        self._kept_for: Any = None  # the backend, and the score
+
+    @staticmethod
+    def like(x: Tensor, capacity: int, sequences: int) -> Room:
+        """Return room for rows like these."""
+        shape = (sequences, *x.shape[1:-2], capacity, x.shape[-1])
+        with torch.inference_mode(False):  # or it could be written to in no other mode
+            return Room(torch.empty(shape, dtype=x.dtype, device=x.device))
+
+    def fits(self, old: Tensor, rows: int) -> bool:
+        """Whether a tensor can grow in place to so many rows."""
+        return self.newest() is old and rows <= self.rows.shape[-2]
+
+    def write(self, start: int, x: Tensor) -> Tensor:
+        """Write rows from ``start`` on; return all up to their end."""
+        rows = x.shape[-2]
+        of_new = self.rows.data.narrow(
+            -2, start, rows
+        )  # .data: what was handed out has not changed
+        of_new.copy_(x)
+        return self.rows.narrow(-2, 0, start + rows)
+
+    def select(self, index: Tensor, rows: int) -> Room:
+        """Return the first ``rows`` of the sequences ``index``, with room for some more."""
+        room = Room.like(self.rows, rows + SOME, len(index))
+        torch.index_select(
+            self.rows.narrow(-2, 0, rows), 0, index, out=room.rows.narrow(-2, 0, rows)
+        )
+        room._kept_of, room._kept_for = min(rows, self._kept_of), self._kept_for
+        if self._kept is not None:
+            room._kept = self._kept.select(index, room._kept_of)
+        return room
+
+    def prepared(self, rows: int, backend: str, score: str) -> Tensor | None:
+        """Return what a backend keeps of the first ``rows`` keys; each is prepared once."""
+        if self._kept_for != (backend, score):
+            self._kept, self._kept_of, self._kept_for = None, 0, (backend, score)
+        start = self._kept_of
+        if start < rows and (start == 0 or self._kept is not None):
+            x = BACKENDS[backend].prepare(self.rows.narrow(-2, start, rows - start), None, score)
+            if x is None:
+                self._kept = None
+            else:
+                self._kept = self._kept or Room.like(x, self.rows.shape[-2], len(x))
+                self._kept.write(start, x)
+            self._kept_of = rows
+        return None if self._kept is None else self._kept.rows.narrow(-2, 0, rows)
+
+
+class _Appended(Function):
+    """``torch.cat([old, new], -2)`` in a room that holds ``old`` already."""
+
+    @staticmethod
+    def forward(ctx: Any, old: Tensor, new: Tensor, room: Room):
+        ctx.rows = old.shape[-2]
+        return room.write(ctx.rows, new)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any):
+        new = grad[..., ctx.rows :, :].clone()  # a view would keep the gradients of all rows
+        return grad[..., : ctx.rows, :], new, None
+
+
+def append_rows(room: Room | None, old: Tensor, new: Tensor) -> tuple[Tensor, Room]:
+    """Return ``torch.cat([old, new], -2)`` and the room that it lies in."""
+    rows = old.shape[-2] + new.shape[-2]
+    if room is None or not room.fits(old, rows):
+        room = Room.like(old, 2 * rows, len(old))
+        room.write(0, old)
+    recorded = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
+    x = _Appended.apply(old, new, room) if recorded else room.write(old.shape[-2], new)
+    room.newest = weakref.ref(x)
+    return x, room
+
+
+def select_rows(room: Room | None, x: Tensor, index: Tensor) -> tuple[Tensor, Room | None]:
+    """Return the sequences ``index`` of a tensor, and the room that they lie in, if any."""
+    takes_gradients = x.requires_grad and torch.is_grad_enabled()
+    if room is None or takes_gradients or room.newest() is not x:
+        return x.index_select(0, index), None
+    room = room.select(index, x.shape[-2])
+    x = room.rows.narrow(-2, 0, x.shape[-2])
+    room.newest = weakref.ref(x)
+    return x, room
