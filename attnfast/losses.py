@@ -240,3 +240,30 @@ def _of_entries(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: s
     else:
         each, base = -2 * number * _log(seen), weights.new_zeros(weights.shape[:-1])
     return 0.5 * base.index_put(tuple(where), each, accumulate=True)
+
+
+def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
+    r"""Return how little probable pointers are, in nats a pointer, ends among them.
+
+    .. math:: -\frac{1}{\sum_b T_b} \sum_b \sum_{t \le T_b} \ln P(y_{bt}), \quad
+              T_b \text{ the place of the first end}
+
+    Args:
+        log_probs: ``[B, T, 1 + N]``, of :class:`attnfast.nn.PointerNetwork`.
+        pointers: ``[B, T]``, int64: 0 for the end, i for the i-th item; what follows a row's first
+            end does not count.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+    """
+    check_tensor("log_probs", log_probs)
+    check_tensor("pointers", pointers)
+    if log_probs.dim() != 3:
+        refuse("log_probs", "[B, T, 1 + N]", describe(log_probs))
+    if pointers.dtype != torch.int64 or pointers.shape != log_probs.shape[:-1]:
+        refuse("pointers", f"int64 {list(log_probs.shape[:-1])}", describe(pointers))
+    pointers = pointers.to(log_probs.device)
+    ends = pointers == 0
+    counts = ends.cumsum(-1) - ends.long() == 0
+    chosen = log_probs.gather(-1, pointers.unsqueeze(-1)).squeeze(-1)
+    return -chosen.masked_fill(~counts, 0).sum() / counts.sum().clamp_min(1)

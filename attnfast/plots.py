@@ -206,6 +206,49 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
     return _png(figure)
 
 
+def draw_pointing(
+    points: Tensor, wanted: Sequence[int], answer: Sequence[int], weights: Tensor
+) -> bytes:
+    """Draw a polygon that is pointed at over the true one, and where each step points.
+
+    Args:
+        points: ``[N, 2]``.
+        wanted, answer: the corners of both, each a number of a point, from 0 on.
+        weights: ``[T, 1 + N]``, a row a step: of the end, and of the points.
+    """
+    if points.dim() != 2 or points.shape[-1] != 2:
+        refuse("points", "[N, 2]", describe(points))
+    if weights.dim() != 2 or weights.shape[-1] != 1 + len(points):
+        refuse("weights", f"[T, {1 + len(points)}] to fit the points", describe(weights))
+    figure = _figure(9, 4.2)
+    left, right = figure.subplots(1, 2)
+    for corners, style in (
+        (wanted, dict(color=COLOURS["none"], linestyle="--", linewidth=2, label="hull")),
+        (answer, dict(color=COLOURS["fused"], linewidth=1.5, label="pointed at")),
+    ):
+        x, y = points[[*corners, *corners[:1]]].detach().float().cpu().unbind(-1)
+        left.plot(x.tolist(), y.tolist(), **style)
+    for number, (x, y) in enumerate(points.tolist()):
+        left.plot(x, y, "o", color="black", markersize=4)
+        left.annotate(str(number + 1), (x, y), (4, 4), textcoords="offset points", fontsize=9)
+    left.set_aspect("equal")
+    left.margins(0.08)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    image = right.imshow(
+        weights.detach().float().cpu().numpy(), cmap="GnBu", vmin=0, vmax=1, aspect="auto",
+        interpolation="nearest",
+    )  # fmt: skip
+    right.set_xticks(range(1 + len(points)), ["end", *map(str, range(1, 1 + len(points)))])
+    right.set_yticks(range(len(weights)), list(map(str, range(1, 1 + len(weights)))))
+    right.tick_params(length=0)
+    right.set_xlabel("point")
+    right.set_ylabel("step")
+    bar = figure.colorbar(image, ax=right, label="attention weight")
+    for drawn in (left, right, bar.ax):
+        drawn.spines[:].set_visible(False)
+    return _png(figure)
+
+
 def draw_speed(
     rows: Mapping[str, Mapping[str, Sequence[Cost]]],
     sizes: Sequence[int],

@@ -21,6 +21,8 @@ over a whole target in one call::
 
     output, state = layer(embedded, layer.prepare(encoder_states, lengths))
 
+:class:`PointerNetwork` reads a set of items and answers by pointing at them.
+
 The attribute ``temperature``, 1 unless set, divides every module's scores.
 """
 
@@ -36,6 +38,7 @@ from attnfast.nn.history import (
     LocationAwareAttention,
 )
 from attnfast.nn.hops import MultiHopAttention, TopKAttention
+from attnfast.nn.pointer import PointerNetwork
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
 from attnfast.nn.selection import Drawn, GatedAttention, HardAttention
 from attnfast.nn.sparse import (
@@ -68,6 +71,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHopAttention",
     "PointerGenerator",
+    "PointerNetwork",
     "RecurrentState",
     "SparseSelfAttention",
     "StridedAttention",

@@ -1,0 +1,184 @@
+"""Pointer networks: the weights of attention over a set's items are the answer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from attnfast._torch import is_autocast_on
+from attnfast.decoding import Memory
+from attnfast.errors import check_flag, describe, refuse
+from attnfast.nn.attention import BahdanauAttention, check_sizes
+from attnfast.nn.layer import run_rnn
+from attnfast.ops.arguments import check_tensor
+from attnfast.reference import score
+
+
+class PointerNetwork(nn.Module):
+    r"""An LSTM that reads items, and one that answers by pointing at them, one after the other.
+
+    .. math:: h_1 \dots h_N = \mathrm{LSTM}(x_1 \dots x_N), \quad
+              s_t = \mathrm{LSTM}(x_{y_{t-1}}, s_{t-1}), \quad s_0 = h_N
+
+    .. math:: e_{tj} = w^\top \tanh(W_q s_t + W_k h_j), \quad
+              P(y_t = j) = \mathrm{softmax}_j(e_{tj}), \quad j = 0 \dots N
+
+    An answer is as long as the decoder will: it ends by pointing at :math:`h_0`, a learned state
+    before the items, and begins by reading :math:`x_0`, a learned item. A pointer is 0 for the
+    end and i for the i-th item, counted from 1. Attention to all steps of a given answer is one
+    call. The logarithm of a very small weight is taken from its score: that of a weight which is 0
+    in its dtype is exact, and so is its gradient.
+
+    Args:
+        item_dim: features F of an item.
+        hidden_dim: features of both LSTMs' states.
+        attn_dim: features of the space that states are compared in.
+        backend: as in :func:`attnfast.additive_attention`.
+
+    Paper: Vinyals, Fortunato and Jaitly, "Pointer Networks", NeurIPS 2015, arXiv:1506.03134.
+    """
+
+    def __init__(self, item_dim: int, hidden_dim: int, attn_dim: int, backend: str | None = None):
+        super().__init__()
+        check_sizes(item_dim=item_dim, hidden_dim=hidden_dim, attn_dim=attn_dim)
+        self.encoder = nn.LSTM(item_dim, hidden_dim, batch_first=True)
+        self.decoder = nn.LSTM(item_dim, hidden_dim, batch_first=True)
+        self.attention = BahdanauAttention(hidden_dim, hidden_dim, attn_dim, backend=backend)
+        self.start = nn.Parameter(torch.empty(item_dim))
+        self.end = nn.Parameter(torch.empty(hidden_dim))
+        for x in (self.start, self.end):
+            nn.init.uniform_(x, -1, 1)
+
+    def _check(self, items: Any, lengths: Any) -> None:
+        check_tensor("items", items)
+        F, like = self.encoder.input_size, self.start
+        if items.dim() != 3 or items.shape[-1] != F or not items.numel():
+            refuse("items", f"[B, N, {F}] with an item at least", list(items.shape))
+        if items.dtype != like.dtype and not is_autocast_on():
+            refuse("items", f"of the module's dtype {like.dtype}", items.dtype)
+        if items.device != like.device:
+            refuse("items", f"on the module's device {like.device}", items.device)
+        check_tensor("lengths", lengths)
+        B, N, _ = items.shape
+        if lengths.dtype not in (torch.int64, torch.int32) or list(lengths.shape) != [B]:
+            refuse("lengths", f"int64 or int32 of shape [{B}]", describe(lengths))
+        for length in lengths.tolist():
+            if not 1 <= length <= N:
+                refuse("lengths", f"between 1 and {N}, the items", length)
+
+    def encode(self, items: Tensor, lengths: Tensor) -> tuple[Memory, tuple[Tensor, Tensor]]:
+        """Read items; return what is pointed at, and the decoder's first state.
+
+        Args:
+            items: ``[B, N, F]``; padding does not count, whatever finite numbers it holds.
+            lengths: ``[B]``, int64 or int32, from 1 to N.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        self._check(items, lengths)
+        there = lengths.to(items.device).long()
+        read = run_rnn(self.encoder, items, None, there, self.attention.backend)
+        if read is None:
+            packed = pack_padded_sequence(items, lengths.cpu(), True, False)
+            packed, last = self.encoder(packed)
+            states, _ = pad_packed_sequence(packed, True, total_length=items.shape[1])
+        else:
+            states, last = read
+        states = torch.cat([self.end.to(states).expand(len(items), 1, -1), states], 1)
+        return self.attention.prepare(states, there + 1), last
+
+    def point(self, states: Tensor, memory: Memory) -> Tensor:
+        """Return the log-probabilities of pointers ``[B, T, 1 + N]``, −inf for padding.
+
+        Args:
+            states: ``[B, T, hidden_dim]``, of the decoder.
+            memory: from :meth:`encode`.
+        """
+        attended = self.attention(states, memory, need_weights=True)
+        weights, total = attended.weights, attended.log_sum_exp
+        faint = torch.finfo(weights.dtype).tiny ** 0.5
+        weights = weights.to(total.dtype)
+        assert memory.lengths is not None
+        place = torch.arange(weights.shape[-1], device=weights.device)
+        visible = place < memory.lengths.view(-1, 1, 1)
+        b, t, j = (visible & (weights < faint)).nonzero(as_tuple=True)
+        query, key = self.attention.query_proj(states[b, t]), memory.key[b, j]
+        e = score(query.unsqueeze(1), key.unsqueeze(1), memory.weight, memory.score).flatten()
+        log_probs = weights.clamp_min(faint).log()  # whose gradient is 0 where it is faint
+        log_probs = log_probs.index_put((b, t, j), e.to(total.dtype) - total[b, t])
+        return log_probs.masked_fill(~visible, -math.inf)
+
+    def _read(self, items: Tensor, pointers: Tensor) -> Tensor:
+        """Return what the decoder reads after ``pointers [B, T]``: the start after 0, or items."""
+        rows = torch.arange(len(items), device=items.device).unsqueeze(-1)
+        chosen = items[rows, (pointers - 1).clamp_min(0)]
+        return torch.where(pointers.unsqueeze(-1) > 0, chosen, self.start.to(items))
+
+    def forward(self, items: Tensor, lengths: Tensor, pointers: Tensor) -> Tensor:
+        """Return the log-probability of every pointer at every step of given answers.
+
+        Args:
+            items: ``[B, N, F]``; padding does not count, whatever finite numbers it holds.
+            lengths: ``[B]``, int64 or int32, from 1 to N.
+            pointers: ``[B, T]``, int64: 0 for the end, i for the i-th item, padded with 0.
+
+        Returns:
+            ``[B, T, 1 + N]``, float32 for half types; −inf for padding. Row t has read the pointers
+            before the t-th; rows after an end mean nothing.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        self._check(items, lengths)
+        check_tensor("pointers", pointers)
+        B = len(items)
+        if pointers.dtype != torch.int64 or pointers.dim() != 2 or len(pointers) != B:
+            refuse("pointers", f"int64 of shape [{B}, T]", describe(pointers))
+        beyond = (pointers < 0) | (pointers > lengths.to(pointers.device).unsqueeze(-1))
+        if beyond.any():
+            got = int(pointers[beyond][0])
+            refuse("pointers", "from 0, the end, to the number of a row's items", got)
+        memory, state = self.encode(items, lengths)
+        before = nn.functional.pad(pointers.to(items.device), (1, -1))
+        states, _ = self.decoder(self._read(items, before), state)
+        return self.point(states, memory)
+
+    @torch.no_grad()
+    def decode(self, items: Tensor, lengths: Tensor, distinct: bool = False) -> Tensor:
+        """Answer, each pointer the most probable after those before.
+
+        Args:
+            items: ``[B, N, F]``; padding does not count, whatever finite numbers it holds.
+            lengths: ``[B]``, int64 or int32, from 1 to N.
+            distinct: point at no item twice.
+
+        Returns:
+            Pointers ``[B, T]``, int64: 0 for the end, i for the i-th item, padded with 0. An answer
+            has at most as many pointers as there are items.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        check_flag("distinct", distinct)
+        memory, state = self.encode(items, lengths)
+        lengths, answer = lengths.to(items.device), []
+        last = lengths.new_zeros(len(items), dtype=torch.int64)
+        ended = last > 0
+        barred = ended.new_zeros(len(items), 1 + items.shape[1])
+        for step in range(int(lengths.max())):
+            states, state = self.decoder(self._read(items, last.unsqueeze(1)), state)
+            log_probs = self.point(states, memory).squeeze(1).masked_fill(barred, -math.inf)
+            ended = ended | (step >= lengths)
+            last = log_probs.argmax(-1).masked_fill(ended, 0)
+            ended = ended | (last == 0)
+            answer.append(last)
+            if ended.all():
+                break
+            if distinct:
+                barred.scatter_(1, last.unsqueeze(1), (last > 0).unsqueeze(1))
+        return torch.stack(answer, 1)

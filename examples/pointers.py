@@ -1,0 +1,338 @@
+"""Pointer networks: sorting numbers, and the convex hull of points in the plane.
+
+    python examples/pointers.py --out runs/pointers
+
+Sets are drawn at random, n numbers or n points of the unit square; models learn from sets of 5 to
+10 and are tested on these and on larger ones. Numbers are to be pointed at from the smallest to the
+largest; the hull's corners counter-clockwise, from the one that comes first among the points. The
+models:
+
+    pointing              attnfast.nn.PointerNetwork: the weights of its attention are the answer
+    naming                the same, but an output layer names a place from 1 to 10
+    naming, no attention  the same, of the decoder's state alone
+
+Of all it tells by n how many answers are right: all of a sorted list, or a polygon with the hull's
+corners. Of numbers it tells also how many places of the list are right; of hulls, how much of the
+area valid polygons cover and how many polygons are not valid, for their edges cross or there are
+none. What is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. Tables
+and pictures of hulls go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnfast import checkpoint
+from attnfast.cli import Parser, run
+from attnfast.errors import InputError, optional
+from attnfast.interrupts import Interrupted, stop_on_signal
+from attnfast.losses import pointer_loss
+from attnfast.nn import Memory, PointerNetwork
+from attnfast.plots import draw_pointing
+from attnfast.progress import Progress, say
+from attnfast.training import Options
+
+LEARNT, TESTED = range(5, 11), (5, 7, 10, 15, 20)
+SAVE_EVERY = 60.0  # seconds
+
+
+# ---- tasks --------------------------------------------------------------------------------------
+
+
+def sort(items: Tensor) -> Tensor:
+    """Return pointers at ``items [B, N, 1]`` from the smallest on, and the end."""
+    return nn.functional.pad(items.squeeze(-1).argsort(-1) + 1, (0, 1))
+
+
+def turn(a: Any, b: Any) -> Any:
+    """Return above 0 where the vector b points to the left of a, below 0 where to its right."""
+    return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
+
+
+def hull(points: Tensor) -> Tensor:
+    """Return pointers at the corners of the hulls of ``points [B, N, 2]``, and the end.
+
+    From i to j is an edge if all other points are to the left.
+    """
+    B, N, _ = points.shape
+    points = points.double()
+    apart = points.unsqueeze(1) - points.unsqueeze(2)  # [B, i, j, 2]
+    one = torch.eye(N, dtype=torch.bool)
+    left = turn(apart.unsqueeze(3), apart.unsqueeze(2)) > 0  # of k
+    edge = (left | one | one.unsqueeze(1)).all(-1) & ~one
+    after, first = edge.int().argmax(-1), edge.any(-1).int().argmax(-1)
+    place, ended, answer = first, torch.zeros(B, dtype=torch.bool), []
+    for _ in range(N + 1):
+        answer.append((place + 1).masked_fill(ended, 0))
+        place = after.gather(1, place.unsqueeze(1)).squeeze(1)
+        ended = ended | (place == first)
+    return torch.stack(answer, 1)
+
+
+def area(polygon: Tensor) -> float:
+    """Return the area of ``polygon [K, 2]``, below 0 if it is clockwise."""
+    return float(turn(polygon, polygon.roll(-1, 0)).sum() / 2)
+
+
+def is_simple(polygon: Tensor) -> bool:
+    """Whether ``polygon [K, 2]``, of different points, has corners enough and no edges cross."""
+    K = len(polygon)
+    edges = list(zip(polygon, polygon.roll(-1, 0)))
+
+    def cross(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> bool:
+        return bool(
+            turn(b - a, c - a) * turn(b - a, d - a) < 0
+            and turn(d - c, a - c) * turn(d - c, b - c) < 0
+        )
+
+    pairs = itertools.combinations(range(K), 2)
+    return K > 2 and not any(cross(*edges[i], *edges[j]) for i, j in pairs)
+
+
+def chosen(pointers: Tensor) -> list[int]:
+    """Return which items pointers up to the end are at, from 0 on."""
+    return [i - 1 for i in itertools.takewhile(bool, pointers.tolist())]
+
+
+def judge_list(items: Tensor, wanted: list[int], got: list[int]) -> dict[str, float]:
+    right = [i == j for i, j in itertools.zip_longest(wanted, got)]
+    return {"right, %": all(right), "right places, %": statistics.fmean(right)}
+
+
+def judge_hull(points: Tensor, wanted: list[int], got: list[int]) -> dict[str, float]:
+    points = points.double()
+    if not is_simple(points[got]):
+        return {"right, %": False, "not valid, %": True}
+    covered = abs(area(points[got])) / area(points[wanted])
+    return {"right, %": set(got) == set(wanted), "not valid, %": False, "area covered, %": covered}
+
+
+class Task(NamedTuple):
+    """What is asked: features of an item, the true answers, measures of one that is given."""
+
+    features: int
+    answer: Any
+    judge: Any
+    steps: int  # of a training
+
+    def draw(self, count: int, n: int, seed: str) -> tuple[Tensor, Tensor]:
+        """Return ``count`` sets of n items and their answers, a function of the arguments alone."""
+        draw = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
+        items = torch.rand(count, n, self.features, generator=draw)
+        return items, self.answer(items)
+
+
+TASKS = {"sorting": Task(1, sort, judge_list, 1500), "hull": Task(2, hull, judge_hull, 4000)}
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+class Naming(PointerNetwork):
+    """A model that does not point: an output layer names the end or a place up to the largest."""
+
+    def __init__(self, item_dim: int, dim: int, attends: bool):
+        super().__init__(item_dim, dim, dim)
+        self.attends = attends
+        self.output = nn.Linear(2 * dim if attends else dim, 1 + max(LEARNT))
+
+    def point(self, states: Tensor, memory: Memory) -> Tensor:
+        if self.attends:
+            states = torch.cat([states, self.attention(states, memory).context], -1)
+        return self.output(states)[..., : memory.key.shape[1]].log_softmax(-1)
+
+
+class Row(NamedTuple):
+    """A model of the table: how it is made, with how many seeds, the largest set that it takes."""
+
+    build: Any
+    seeds: int
+    largest: float = float("inf")
+
+
+ROWS = {
+    "pointing": Row(lambda features, dim: PointerNetwork(features, dim, dim), 3),
+    "naming": Row(lambda features, dim: Naming(features, dim, True), 3, max(LEARNT)),
+    "naming, no attention": Row(
+        lambda features, dim: Naming(features, dim, False), 1, max(LEARNT)
+    ),
+}  # fmt: skip
+
+
+class Training:
+    """One model in training, or trained: a step's sets depend on the seed and its number."""
+
+    def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
+        self.title, self.seed, self.args = f"{task}, {name}, seed {seed}", seed, args
+        self.task, self.row = TASKS[task], ROWS[name]
+        self.steps = args.steps or self.task.steps
+        self.options = Options(
+            batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed
+        )
+        stem = f"{task}-{name}".replace(", ", "-").replace(" ", "-")
+        self.path = args.out / f"{stem}-{seed}.pt"
+        torch.manual_seed(seed)
+        self.model = self.row.build(self.task.features, args.dim)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=1e-4, fused=True)
+        self.step, self.found = 0, dict[str, Any]()
+        sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
+        self.like = {"steps": self.steps, **sizes}
+        if not self.path.exists():
+            return
+        kept = checkpoint.load(self.path)
+        if kept.get("like") != self.like:
+            raise InputError(f"{self.path}: expected {self.like}, got {kept.get('like')}")
+        self.model.load_state_dict(kept["model"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        self.step, self.found = kept["step"], kept["found"]
+
+    def save(self) -> None:
+        parts = {x: getattr(self, x).state_dict() for x in ("model", "optimizer")}
+        rest = {x: getattr(self, x) for x in ("like", "step", "found")}
+        checkpoint.write(self.path, {"format": checkpoint.FORMAT, **parts, **rest})
+
+    def loss(self) -> Tensor:
+        """Return the loss of a step's sets, all of as many items."""
+        n = random.Random(f"{self.seed} {self.step}").choice(LEARNT)
+        items, answers = self.task.draw(self.args.batch_size, n, f"{self.seed} {self.step}")
+        log_probs = self.model(items, torch.full((len(items),), n), answers)
+        return pointer_loss(log_probs, answers)
+
+    def learn(self) -> None:
+        """Train until the last step, from the step that was reached."""
+        saved = time.monotonic()
+        with stop_on_signal() as check, Progress(self.title, self.steps, "step", self.step) as bar:
+            while self.step < self.steps:
+                try:
+                    check()
+                except Interrupted:
+                    self.save()
+                    raise
+                self.optimizer.param_groups[0]["lr"] = self.options.rate(self.step, self.steps)
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = self.loss()
+                if not loss.isfinite():
+                    raise InputError(f"the loss of step {self.step + 1} must be finite, got {loss}")
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+                self.optimizer.step()
+                self.step += 1
+                bar(1, f"loss {loss.item():.3f}")
+                if time.monotonic() - saved >= SAVE_EVERY:
+                    self.save()
+                    saved = time.monotonic()
+
+    def test(self) -> None:
+        """Judge answers to the sets of each n that models are compared on."""
+        asked = {"sets": self.args.test, "tested": list(TESTED)}
+        if self.found.get("asked") == asked:
+            return
+        self.found = {"asked": asked}
+        for n in [n for n in TESTED if n <= self.row.largest]:
+            items, answers = self.task.draw(self.args.test, n, f"test {n}")
+            pointers = self.model.decode(items, torch.full((len(items),), n), distinct=True)
+            judged = [
+                self.task.judge(x, chosen(wanted), chosen(got))
+                for x, wanted, got in zip(items, answers, pointers)
+            ]
+            for measure in dict.fromkeys(itertools.chain(*judged)):
+                values = [x[measure] for x in judged if measure in x]
+                self.found[f"{measure} {n}"] = 100 * statistics.fmean(values)
+        self.save()
+
+    @torch.no_grad()
+    def picture(self) -> bytes:
+        """Draw a hull, the polygon that is pointed at, and the weights."""
+        items, answers = self.task.draw(1, max(LEARNT), "picture")
+        lengths = torch.tensor([items.shape[1]])
+        pointers = self.model.decode(items, lengths, distinct=True)
+        weights = self.model(items, lengths, pointers).exp()
+        return draw_pointing(items[0], chosen(answers[0]), chosen(pointers[0]), weights[0])
+
+
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean over seeds, and the least and the most where there are several."""
+    mean = f"{statistics.fmean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.1f}–{max(values):.1f})"
+
+
+def table(trained: dict[str, dict[str, list[Training]]]) -> str:
+    """Return a table of each task, of all models that are trained."""
+    texts = []
+    for task, rows in trained.items():
+        measures = dict.fromkeys(
+            key.rpartition(" ")[0] for models in rows.values() for key in models[0].found
+        )
+        measures.pop("", None)
+        lines = [f"| {task} | seeds | model | {' | '.join(map(str, TESTED))} |"]
+        lines.append(f"|---|--:|---|{'--:|' * len(TESTED)}")
+        for measure in measures:
+            for name, models in rows.items():
+                keys = [f"{measure} {n}" for n in TESTED]
+                cells = [
+                    spread([x.found[key] for x in models]) if key in models[0].found else "–"
+                    for key in keys
+                ]
+                lines.append(f"| {measure} | {len(models)} | {name} | {' | '.join(cells)} |")
+        texts.append("\n".join(lines) + "\n")
+    return "\n".join(texts)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train all models, test them, and write the tables and the pictures."""
+    for name in ("seeds", "batch_size", "dim", "test"):
+        if getattr(args, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
+    if args.steps < 0:
+        raise InputError(f"steps must be at least 0, got {args.steps}")
+    optional("matplotlib", "this example")
+    checkpoint.make_folder(args.out)
+    trained: dict[str, dict[str, list[Training]]] = {task: {} for task in args.tasks}
+    try:
+        for seed, task in itertools.product(range(1, args.seeds + 1), args.tasks):
+            for name in [x for x in args.rows if seed <= ROWS[x].seeds]:
+                one = Training(task, name, seed, args)
+                one.learn()
+                one.test()
+                trained[task].setdefault(name, []).append(one)
+                text = table(trained)
+                checkpoint.write_atomically(args.out / "table.md", text.encode())
+                if seed == 1 and one.task.answer is hull:
+                    checkpoint.write_atomically(one.path.with_suffix(".png"), one.picture())
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    print(text, end="")
+    say(f"table.md and pictures of hulls: {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/pointers"), help="folder of results")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
+    parser.add_argument("--steps", type=int, default=0, help="of each training; 0: as the task has")
+    parser.add_argument("--batch-size", type=int, default=64, help="sets in a step")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="the highest")
+    parser.add_argument("--dim", type=int, default=96, help="features of states")
+    parser.add_argument("--test", type=int, default=500, help="sets of each size to test on")
+    parser.set_defaults(function=compare)
+    return run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

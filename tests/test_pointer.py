@@ -1,0 +1,332 @@
+"""Pointer networks by a plain loop over single sets in float64, and the example."""
+
+import copy
+import importlib.util
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from attnfast import checkpoint, plots
+from attnfast.losses import pointer_loss
+from attnfast.nn import PointerNetwork
+
+B, N, F, H, A = 4, 6, 3, 7, 5
+LENGTHS = torch.tensor([6, 1, 4, 6])
+POINTERS = torch.tensor([[3, 1, 6, 0, 0], [1, 0, 0, 0, 0], [2, 2, 1, 4, 0], [6, 5, 4, 3, 2]])
+
+
+def model(seed=0, spread=1.0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    made = PointerNetwork(F, H, A).to(dtype)
+    with torch.no_grad():
+        made.attention.weight.mul_(spread)
+        made.attention.key_proj.weight.mul_(spread**0.5)
+    return made
+
+
+@pytest.fixture
+def items():
+    torch.manual_seed(1)
+    return torch.randn(B, N, F, dtype=torch.float64)
+
+
+def step(lstm, x, state):
+    """One step of an LSTM of one input, by its formula."""
+    h, c = state
+    gates = x @ lstm.weight_ih_l0.T + lstm.bias_ih_l0 + h @ lstm.weight_hh_l0.T + lstm.bias_hh_l0
+    i, f, g, o = gates.chunk(4)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def by_hand(model, items, pick):
+    """Log-probabilities of one set's pointers, step by step; ``pick`` tells what is pointed at."""
+    state, keys = (items.new_zeros(H), items.new_zeros(H)), [model.end]
+    for x in items:
+        state = step(model.encoder, x, state)
+        keys.append(state[0])
+    x, rows, attention = model.start, [], model.attention
+    while True:
+        state = step(model.decoder, x, state)
+        query, key = attention.query_proj(state[0]), attention.key_proj(torch.stack(keys))
+        rows.append(((query + key).tanh() @ attention.weight).log_softmax(-1))
+        pointer = pick(rows)
+        if pointer is None:
+            return torch.stack(rows)
+        x = items[pointer - 1] if pointer else model.start
+
+
+def given(row):
+    """Return the pointers of an answer, one after the other."""
+    return lambda rows: None if len(rows) == len(row) else int(row[len(rows) - 1])
+
+
+def given_by_hand(model, items, pointers=POINTERS):
+    rows = [by_hand(model, x[:n], given(row)) for x, n, row in zip(items, LENGTHS, pointers)]
+    return torch.stack(
+        [nn.functional.pad(x, (0, N + 1 - x.shape[1]), value=-math.inf) for x in rows]
+    )
+
+
+def loss_by_hand(log_probs, pointers=POINTERS):
+    kept = []
+    for row, of in zip(pointers.tolist(), log_probs):
+        for t, pointer in enumerate(row):
+            kept.append(-of[t, pointer])
+            if pointer == 0:
+                break
+    return sum(kept) / len(kept)
+
+
+def gradients(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("spread", [1.0, 3000.0])
+def test_given_answers(items, spread):
+    """Forward and gradients; with large weights most logarithms are taken from the score."""
+    network = model(spread=spread)
+    got, wanted = network(items, LENGTHS, POINTERS), given_by_hand(network, items)
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+    assert (got[got > -math.inf] < -500).any() == (spread > 1)
+    loss, by_loop = pointer_loss(got, POINTERS), loss_by_hand(wanted)
+    torch.testing.assert_close(loss, by_loop)
+    for x, y in zip(gradients(loss, network), gradients(by_loop, network)):
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-10)
+
+
+def test_weights_that_are_0(items):
+    """The logarithm of a weight that is 0 in float32 is exact, and the true pointer's is learnt."""
+    network = model(spread=300.0)
+    small = copy.deepcopy(network).float()
+    got, wanted = small(items.float(), LENGTHS, POINTERS), given_by_hand(network, items)
+    chosen = wanted.gather(-1, POINTERS.unsqueeze(-1))
+    assert chosen.min() < -120  # of which float32 has no exponential
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-3)
+    losses = pointer_loss(got, POINTERS), loss_by_hand(wanted)
+    for x, y in zip(gradients(losses[0], small), gradients(losses[1], network)):
+        torch.testing.assert_close(x.double(), y, rtol=1e-2, atol=1e-3 * float(y.abs().max()))
+
+
+def test_probabilities(items):
+    got = model()(items, LENGTHS, POINTERS)
+    torch.testing.assert_close(got.exp().sum(-1), got.new_ones(B, 5))
+    for row, n in zip(got, LENGTHS):
+        assert row[:, n + 1 :].eq(-math.inf).all() and row[:, : n + 1].isfinite().all()
+
+
+def test_padding_does_not_count(items):
+    network, other = model(), items.clone()
+    for x, n in zip(other, LENGTHS):
+        x[n:] = 1e30
+    results = []
+    for x in (items, other):
+        log_probs = network(x, LENGTHS, POINTERS)
+        gained = gradients(pointer_loss(log_probs, POINTERS), network)
+        results.append([log_probs, network.decode(x, LENGTHS), *gained])
+    assert all(x.equal(y) for x, y in zip(*results))
+    longer = network(nn.functional.pad(items, (0, 0, 0, 3)), LENGTHS.int(), POINTERS)
+    torch.testing.assert_close(longer[..., : N + 1], network(items, LENGTHS, POINTERS))
+
+
+def answered(network, items, distinct):
+    """Return the greedy answer to one set, its end among it."""
+    answer = []
+
+    def pick(rows):
+        best = rows[-1].clone()
+        if distinct:
+            best[[i for i in answer if i]] = -math.inf
+        answer.append(int(best.argmax()))
+        return None if answer[-1] == 0 or len(answer) == len(items) else answer[-1]
+
+    by_hand(network, items, pick)
+    return answer
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_answers_are_the_most_probable_pointers(items, distinct):
+    found = set()
+    for seed in range(12):
+        network = model(seed, spread=20.0)
+        got = network.decode(items, LENGTHS, distinct)
+        for x, n, row in zip(items, LENGTHS.tolist(), got):
+            answer = answered(network, x[:n], distinct)
+            assert row.tolist() == (answer + [0] * N)[: len(row)]
+            alone = network.decode(x[None, :n], torch.tensor([n]), distinct)[0]
+            assert row.tolist() == (alone.tolist() + [0] * N)[: len(row)]
+            found.add((0 in answer, len(set(answer)) == len(answer), len(answer) == n))
+    assert {ends for ends, _, _ in found} == {True, False}
+    assert {once for _, once, _ in found} == ({True} if distinct else {True, False})
+
+
+def test_answers_are_those_of_forward(items):
+    for seed in range(5):
+        network = model(seed, spread=20.0)
+        got = network.decode(items, LENGTHS)
+        log_probs = network(items, LENGTHS, got)
+        before = nn.functional.pad(got, (1, -1), value=1) > 0
+        step = torch.arange(got.shape[1]) < LENGTHS.unsqueeze(-1)
+        counts = before & step
+        assert log_probs.argmax(-1)[counts].equal(got[counts]) and got[~counts].eq(0).all()
+
+
+def test_half_types(items):
+    network = model().to(torch.bfloat16)
+    got = network(items.bfloat16(), LENGTHS, POINTERS)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, given_by_hand(model(), items).float(), rtol=0.1, atol=0.1)
+
+
+def test_what_the_loss_counts():
+    torch.manual_seed(0)
+    log_probs = torch.randn(B, 5, N + 1, dtype=torch.float64).log_softmax(-1)
+    log_probs[1, 3:] = -math.inf
+    assert float(pointer_loss(log_probs, POINTERS)) == pytest.approx(float(loss_by_hand(log_probs)))
+    for bad, said in (
+        ((log_probs[0], POINTERS), r"log_probs must be \[B, T, 1 \+ N\], got a Tensor of"),
+        ((log_probs, POINTERS[:, 1:]), r"pointers must be int64 \[4, 5\], got a Tensor of"),
+        (
+            (log_probs, POINTERS.int()),
+            r"pointers must be int64 \[4, 5\], got a Tensor of torch.int",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pointer_loss(*bad)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, x: m(x[0], LENGTHS, POINTERS), r"items must be \[B, N, 3\] with an item"),
+        (lambda m, x: m(x[..., 1:], LENGTHS, POINTERS), r"items must be \[B, N, 3\] with"),
+        (lambda m, x: m.decode(x[:0], LENGTHS[:0]), r"an item at least, got \[0, 6, 3\]"),
+        (lambda m, x: m(x.float(), LENGTHS, POINTERS), "items must be of the module's dtype"),
+        (lambda m, x: m(x.tolist(), LENGTHS, POINTERS), "items must be a torch.Tensor, got list"),
+        (lambda m, x: m(x, LENGTHS + 1, POINTERS), "lengths must be between 1 and 6, .*, got 7"),
+        (lambda m, x: m.decode(x, LENGTHS * 0), "lengths must be between 1 and 6, .*, got 0"),
+        (lambda m, x: m(x, LENGTHS[1:], POINTERS), r"lengths must be int64 or int32 of shape \[4"),
+        (lambda m, x: m.decode(x, LENGTHS.double()), r"lengths must be int64 or int32 of shape"),
+        (lambda m, x: m(x, LENGTHS, POINTERS[0]), r"pointers must be int64 of shape \[4, T\]"),
+        (lambda m, x: m(x, LENGTHS, POINTERS.int()), r"pointers must be int64 of shape \[4, T\]"),
+        (lambda m, x: m(x, LENGTHS, POINTERS + 1), "pointers must be from 0, .* items, got 7"),
+        (lambda m, x: m(x, LENGTHS, -POINTERS), "pointers must be from 0, .* items, got -3"),
+        (lambda m, x: m.decode(x, LENGTHS, "no"), "distinct must be True or False, got 'no'"),
+        (lambda m, x: PointerNetwork(0, 3, 3), "item_dim must be at least 1, got 0"),
+        (lambda m, x: PointerNetwork(3, 3, 2.5), "attn_dim must be a whole number of at least 1"),
+    ],
+)
+def test_refusals(items, call, said):
+    with pytest.raises((ValueError, TypeError), match=said) as error:
+        call(model(), items)
+    assert "\n" not in str(error.value)
+
+
+def test_picture():
+    pytest.importorskip("matplotlib")
+    points, weights = torch.rand(5, 2), torch.rand(3, 6)
+    assert plots.draw_pointing(points, [0, 1, 2], [0, 1], weights).startswith(b"\x89PNG")
+    assert plots.draw_pointing(points, [0, 1, 2], [], weights).startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"points must be \[N, 2\]"):
+        plots.draw_pointing(points[0], [0], [0], weights)
+    with pytest.raises(ValueError, match=r"weights must be \[T, 6\] to fit the points"):
+        plots.draw_pointing(points, [0], [0], weights[:, 1:])
+
+
+# ---- the example --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example():
+    path = Path(__file__).parent.parent / "examples" / "pointers.py"
+    spec = importlib.util.spec_from_file_location("pointers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("n", [3, 5, 12])
+def test_hulls(example, n):
+    spatial = pytest.importorskip("scipy.spatial")
+    torch.manual_seed(n)
+    points = torch.rand(30, n, 2)
+    for x, row in zip(points, example.hull(points)):
+        corners = spatial.ConvexHull(x.double().numpy()).vertices.tolist()  # counter-clockwise
+        first = corners.index(min(corners))
+        got = example.chosen(row)
+        assert got == corners[first:] + corners[:first]
+        assert example.is_simple(x[got]) and example.area(x[got]) > 0
+        assert example.judge_hull(x, got, got)["area covered, %"] == 1
+        assert example.judge_hull(x, got, got[1:] + got[:1])["right, %"]
+
+
+def test_polygons(example):
+    square = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    assert example.area(square) == 1 and example.area(square.flip(0)) == -1
+    judge = lambda got: example.judge_hull(square, [0, 1, 2, 3], got)  # noqa: E731
+    assert judge([0, 1, 2]) == {"right, %": False, "not valid, %": False, "area covered, %": 0.5}
+    assert judge([3, 2, 1, 0])["right, %"]
+    for crossed in ([0, 2, 1, 3], [0, 1], [], [2, 0, 1, 3]):
+        assert judge(crossed) == {"right, %": False, "not valid, %": True}
+    assert example.judge_list(square, [0, 1, 2], [0, 1]) == {
+        "right, %": False, "right places, %": pytest.approx(2 / 3)
+    }  # fmt: skip
+
+
+def test_example(example, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--test", "3", "--seeds", "1"]
+
+    def call(out, *more):
+        rows = ["pointing", "naming"] if out == "whole" else ["pointing"]
+        arguments = ["--out", str(tmp_path / out), "--rows", *rows, *sizes, *more]
+        return example.main(arguments), *capsys.readouterr()
+
+    status, table, said = call("whole")
+    assert status == 0, said
+    assert (tmp_path / "whole" / "table.md").read_text() == table
+    assert sorted(x.name for x in (tmp_path / "whole").glob("*.png")) == [
+        "hull-naming-1.png", "hull-pointing-1.png"
+    ]  # fmt: skip
+    sorting, hull = (x.splitlines() for x in table.split("\n\n"))
+    assert sorting[0] == "| sorting | seeds | model | 5 | 7 | 10 | 15 | 20 |"
+    assert len(sorting) == 2 + 2 * 2 and 2 + 2 * 2 <= len(hull) <= 2 + 3 * 2
+    assert sorting[3].endswith("| – | – |") and "–" not in sorting[2]
+    original, calls = example.pointer_loss, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 6:  # in the second model
+            signal.raise_signal(signal.SIGTERM)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example, "pointer_loss", interrupted)
+        status, out, said = call("parts")
+        assert (status, out) == (143, "")
+        assert said.endswith("stopped; the same command goes on from there\n")
+    assert checkpoint.load(tmp_path / "parts" / "hull-pointing-1.pt")["step"] == 2
+    assert call("parts")[0] == 0
+    for name in ("sorting-pointing-1.pt", "hull-pointing-1.pt"):
+        whole, parts = (checkpoint.load(tmp_path / x / name) for x in ("whole", "parts"))
+        assert all(x.equal(parts["model"][key]) for key, x in whole["model"].items())
+        assert whole["found"] == parts["found"]
+    kept = (tmp_path / "whole" / "hull-pointing-1.pt").stat().st_mtime_ns
+    assert call("whole")[1] == table
+    assert (tmp_path / "whole" / "hull-pointing-1.pt").stat().st_mtime_ns == kept
+    status, _, said = call("whole", "--dim", "9")
+    assert status == 2 and "expected {'steps': 4, 'dim': 9" in said and said.count("\n") == 1
+
+
+def test_example_refuses_in_one_sentence(example, tmp_path, capsys):
+    def said(*options):
+        assert example.main(["--out", str(tmp_path / "out"), *options]) == 2
+        return capsys.readouterr().err
+
+    assert said("--steps", "-1") == "attnfast: --steps must be at least 0, got -1\n"
+    assert said("--dim", "0") == "attnfast: --dim must be at least 1, got 0\n"
+    assert said("--tasks", "none").startswith("attnfast: --tasks: invalid choice: 'none'")
