@@ -133,7 +133,7 @@ class Task(NamedTuple):
         return items, self.answer(items)
 
 
-TASKS = {"sorting": Task(1, sort, judge_list, 1500), "hull": Task(2, hull, judge_hull, 4000)}
+TASKS = {"sorting": Task(1, sort, judge_list, 3000), "hull": Task(2, hull, judge_hull, 5000)}
 
 
 # ---- models -------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "pointing": Row(lambda features, dim: PointerNetwork(features, dim, dim), 3),
-    "naming": Row(lambda features, dim: Naming(features, dim, True), 3, max(LEARNT)),
+    "naming": Row(lambda features, dim: Naming(features, dim, True), 1, max(LEARNT)),
     "naming, no attention": Row(
         lambda features, dim: Naming(features, dim, False), 1, max(LEARNT)
     ),
