@@ -266,7 +266,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/nn/pointer.py", "tests/test_pointer.py -k 'not example and not hulls'"): [
         ("weights < faint", "weights < 0"),
-        ("e.to(total.dtype) - total[b, t]", "e.to(total.dtype)"),
+        ("e - total[b, t])", "e)"),
         ("weights.clamp_min(faint).log()", "weights.log()"),
         ("masked_fill(~visible, -math.inf)", "masked_fill(~visible, 0)"),
         ("torch.cat([self.end.to(states).expand(len(items), 1, -1), states], 1)",

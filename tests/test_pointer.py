@@ -213,6 +213,7 @@ def test_what_the_loss_counts():
         (lambda m, x: m.decode(x, LENGTHS.double()), r"lengths must be int64 or int32 of shape"),
         (lambda m, x: m(x, LENGTHS, POINTERS[0]), r"pointers must be int64 of shape \[4, T\]"),
         (lambda m, x: m(x, LENGTHS, POINTERS.int()), r"pointers must be int64 of shape \[4, T\]"),
+        (lambda m, x: m(x, LENGTHS, POINTERS[:, :0]), "T at least 1, got a Tensor of torch.int64"),
         (lambda m, x: m(x, LENGTHS, POINTERS + 1), "pointers must be from 0, .* items, got 7"),
         (lambda m, x: m(x, LENGTHS, -POINTERS), "pointers must be from 0, .* items, got -3"),
         (lambda m, x: m.decode(x, LENGTHS, "no"), "distinct must be True or False, got 'no'"),

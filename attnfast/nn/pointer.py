@@ -107,10 +107,11 @@ class PointerNetwork(nn.Module):
         place = torch.arange(weights.shape[-1], device=weights.device)
         visible = place < memory.lengths.view(-1, 1, 1)
         b, t, j = (visible & (weights < faint)).nonzero(as_tuple=True)
-        query, key = self.attention.query_proj(states[b, t]), memory.key[b, j]
-        e = score(query.unsqueeze(1), key.unsqueeze(1), memory.weight, memory.score).flatten()
+        asked = self.attention.query_proj(states[b, t]), memory.key[b, j]
+        query, key = (x.unsqueeze(1).to(total.dtype) for x in asked)
+        e = score(query, key, memory.weight, memory.score).flatten()
         log_probs = weights.clamp_min(faint).log()  # whose gradient is 0 where it is faint
-        log_probs = log_probs.index_put((b, t, j), e.to(total.dtype) - total[b, t])
+        log_probs = log_probs.index_put((b, t, j), e - total[b, t])
         return log_probs.masked_fill(~visible, -math.inf)
 
     def _read(self, items: Tensor, pointers: Tensor) -> Tensor:
@@ -134,16 +135,16 @@ class PointerNetwork(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
-        self._check(items, lengths)
+        memory, state = self.encode(items, lengths)
         check_tensor("pointers", pointers)
         B = len(items)
-        if pointers.dtype != torch.int64 or pointers.dim() != 2 or len(pointers) != B:
-            refuse("pointers", f"int64 of shape [{B}, T]", describe(pointers))
+        fits = pointers.dim() == 2 and len(pointers) == B and pointers.numel()
+        if pointers.dtype != torch.int64 or not fits:
+            refuse("pointers", f"int64 of shape [{B}, T], T at least 1", describe(pointers))
         beyond = (pointers < 0) | (pointers > lengths.to(pointers.device).unsqueeze(-1))
         if beyond.any():
             got = int(pointers[beyond][0])
             refuse("pointers", "from 0, the end, to the number of a row's items", got)
-        memory, state = self.encode(items, lengths)
         before = nn.functional.pad(pointers.to(items.device), (1, -1))
         states, _ = self.decoder(self._read(items, before), state)
         return self.point(states, memory)
