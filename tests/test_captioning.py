@@ -27,7 +27,13 @@ SIZES = torch.tensor([[9, 12], [7, 5], [4, 10]])
 
 
 def encoder():
-    return GridEncoder(2, (4, 5), (1, 2)).double()
+    """A grid's encoder whose norms are not those that it begins with."""
+    grid = GridEncoder(2, (4, 5), (1, 2)).double()
+    for norm in grid.norms:
+        for x in (norm.weight.data, norm.running_mean, norm.running_var):
+            x.uniform_(0.5, 1.5)
+        norm.bias.data.normal_()
+    return grid
 
 
 def images():
@@ -61,13 +67,15 @@ def weights_by_hand(attention, state, cells):
 
 
 def test_a_grid_is_that_of_each_image_alone():
-    grid, x = encoder(), images()
+    grid, x = encoder().eval(), images()
     states, inside = grid(x, SIZES)
     assert grid.stride == 2 and grid.field == 5 and states.shape == (B, 5, 6, 7)
     for i, (height, width) in enumerate(SIZES.tolist()):
         want = x[i : i + 1, :, :height, :width]
-        for layer in grid.layers:
-            want = F.conv2d(want, layer.weight, layer.bias, layer.stride, 1).relu()
+        for layer, norm in zip(grid.layers, grid.norms):
+            want = F.conv2d(want, layer.weight, None, layer.stride, 1)
+            given = norm.running_mean, norm.running_var, norm.weight, norm.bias
+            want = F.batch_norm(want, *given, eps=norm.eps).relu()
         rows, columns = want.shape[2:]
         assert [rows, columns] == [-(-height // 2), -(-width // 2)]
         got = states[i, :rows, :columns]
@@ -78,6 +86,33 @@ def test_a_grid_is_that_of_each_image_alone():
                 assert got[r, c, 5:].tolist() == pytest.approx(place)
         assert inside[i, :rows, :columns].all() and inside[i].sum() == rows * columns
         assert not states[i][~inside[i]].any()
+
+
+def test_norms_are_of_the_cells_that_exist():
+    torch.manual_seed(0)
+    grid = GridEncoder(2, (4,), (2,)).double()
+    x = torch.randn(B, 2, 9, 12, dtype=torch.float64)
+    states, inside = grid(x, SIZES)
+    alone = [x[i : i + 1, :, :h, :w] for i, (h, w) in enumerate(SIZES.tolist())]
+    cells = [grid.layers[0](one)[0].flatten(1).T for one in alone]
+    all_cells = torch.cat(cells)
+    mean, var = all_cells.mean(0), all_cells.var(0, correction=0)
+    want = ((all_cells - mean) / (var + grid.norms[0].eps).sqrt()).relu()
+    torch.testing.assert_close(states[inside][:, :4], want)
+    torch.testing.assert_close(grid.norms[0].running_mean, 0.1 * mean)
+    longer = F.pad(x, (0, 4, 0, 3), value=torch.nan)
+    torch.testing.assert_close(grid(longer, SIZES)[0][:, :5, :6], states)
+
+
+@pytest.mark.parametrize("kind", ["additive", "hard", "mean"])
+def test_captions_of_an_image_look_once(kind):
+    told, x = model(kind), images()
+    given = words()[[0, 1, 2, 1, 0, 2]]  # two captions of each
+    got = told(x, SIZES, given, need_weights=True)
+    each = torch.arange(B).repeat_interleave(2)
+    want = told(x[each], SIZES[each], given, need_weights=True)
+    for name in ("logits", "mask") if kind == "mean" else ("logits", "mask", "weights"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name))
 
 
 @pytest.mark.parametrize("kind", ["additive", "general", "gated", "hard", "mean"])
@@ -262,6 +297,7 @@ def test_doubly_stochastic():
         (lambda m, x: m(x, SIZES * 0, words()), "heights from 2, a cell, to 9, got 0"),
         (lambda m, x: m(x, SIZES.clamp_max(1), words()), "from 2, a cell, to 9, got 1"),
         (lambda m, x: m(x, SIZES * 2, words()), "heights from 2, a cell, to 9, got 18"),
+        (lambda m, x: m(x, SIZES, words()[:2]), "as many captions of each of 3 images, got 2"),
         (lambda m, x: m.decode(words(), None, x), "seen must be what encode(...) returns, got"),
         (lambda m, x: GridEncoder(1, (4,), (1, 2)), "strides must be 1, one a layer"),
         (lambda m, x: GatedAttention(nn.Linear(2, 2), H), "attention must be a module of attnfast"),

@@ -32,20 +32,22 @@ def exists(sizes: Tensor, height: int, width: int) -> Tensor:
 class GridEncoder(nn.Module):
     r"""Convolutions that make of an image a grid of features, with the place of every cell.
 
-    .. math:: x^l = \mathrm{relu}(W^l * x^{l-1} + b^l), \quad
+    .. math:: x^l = \mathrm{relu}(\mathrm{norm}(W^l * x^{l-1})), \quad
               h_{rc} = \left[x^L_{rc};\; \tfrac{2r + 1}{R} - 1;\; \tfrac{2c + 1}{C} - 1\right]
 
     All kernels are 3 × 3. An image's own edges are padded with zeros, whatever else is in the
-    batch. Of H × W pixels ⌈H / S⌉ × ⌈W / S⌉ cells remain, with S the product of the strides,
-    ``stride``; a cell knows of ``field`` × ``field`` pixels.
+    batch. The norm is that of a batch, over the cells that exist: in training their mean and
+    deviation, later those of training. Of H × W pixels ⌈H / S⌉ × ⌈W / S⌉ cells remain, with S the
+    product of the strides, ``stride``; a cell knows of ``field`` × ``field`` pixels.
 
     Args:
         channels: of an image.
         features: of each layer.
         strides: of each layer.
 
-    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
-    network's of 14 × 14 cells.
+    Papers: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
+    network's of 14 × 14 cells; Ioffe and Szegedy, "Batch Normalization", ICML 2015,
+    arXiv:1502.03167.
     """
 
     def __init__(self, channels: int, features: Sequence[int], strides: Sequence[int]):
@@ -54,13 +56,14 @@ class GridEncoder(nn.Module):
             refuse("strides", f"{len(features)}, one a layer, and a layer at least", len(strides))
         check_sizes(channels=channels)
         self.channels, self.strides, self.stride, self.field = channels, tuple(strides), 1, 1
-        self.layers = nn.ModuleList()
+        self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
         before = channels
         for size, stride in zip(features, strides):
             check_sizes(features=size, strides=stride)
-            layer = nn.Conv2d(before, size, KERNEL, stride, KERNEL // 2)
+            layer = nn.Conv2d(before, size, KERNEL, stride, KERNEL // 2, bias=False)
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # PyTorch's own fade away
             self.layers.append(layer)
+            self.norms.append(nn.BatchNorm1d(size))
             self.field += (KERNEL - 1) * self.stride
             self.stride *= stride
             before = size
@@ -101,19 +104,20 @@ class GridEncoder(nn.Module):
         x = images.masked_fill(~inside.unsqueeze(1), 0)
         if not x.isfinite().all():
             refuse("images", "finite numbers", "NaN or infinity")
-        for layer, stride in zip(self.layers, self.strides):
-            x = layer(x).relu()
+        for layer, norm, stride in zip(self.layers, self.norms, self.strides):
+            x = layer(x)
             sizes = -(-sizes // stride)
             inside = exists(sizes, *x.shape[2:])
-            x = x * inside.unsqueeze(1)
+            cells = norm(x.permute(0, 2, 3, 1)[inside]).relu()
+            grid = cells.new_zeros(*inside.shape, cells.shape[-1]).index_put((inside,), cells)
+            x = grid.permute(0, 3, 1, 2)
         places = [
             ((2 * torch.arange(most, device=x.device) + 1) / size.unsqueeze(-1) - 1).to(x.dtype)
             for most, size in zip(x.shape[2:], sizes.unbind(-1))
         ]
         rows, columns = places[0].unsqueeze(-1), places[1].unsqueeze(-2)
         place = torch.stack(torch.broadcast_tensors(rows, columns), -1)
-        grid = torch.cat([x.permute(0, 2, 3, 1), place * inside.unsqueeze(-1)], -1)
-        return grid, inside
+        return torch.cat([grid, place * inside.unsqueeze(-1)], -1), inside
 
 
 class MeanContext(FixedContext):
@@ -276,9 +280,20 @@ class ShowAttendTell(nn.Module):
     def forward(
         self, images: Tensor, sizes: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> Told:
-        """Read the true words before each, ``target_in [B, T]``, padded with 0."""
+        """Read the true words before each, ``target_in [B · N, T]``, padded with 0.
+
+        An image has N captions, one after the other, and is looked at once. What is returned has
+        as many rows as captions.
+        """
         check_ids("target_in", target_in)
         seen, state = self.encode(images, sizes)
+        B = len(images)
+        count = max(len(target_in) // max(B, 1), 1)
+        if len(target_in) != B * count:
+            refuse("target_in", f"as many captions of each of {B} images", len(target_in))
+        if count != 1:
+            index = torch.arange(B, device=images.device).repeat_interleave(count)
+            seen, state = seen.index_select(index), state.index_select(index)
         counts = (target_in != PAD).sum(-1)
         logits, state, weights = self._tell(target_in, state, seen, need_weights, counts)
         return Told(logits, seen.mask, weights, state.history)
