@@ -91,15 +91,20 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or re.search(sizes, str(error)) is not None
 
 
-def optional(name: str, purpose: str) -> ModuleType:
-    """Import a package of the extra ``translate``, or say which is missing and what it is for."""
+#: What pip calls packages whose modules have another name.
+PACKAGES = {"sklearn": "scikit-learn"}
+
+
+def optional(name: str, purpose: str, extra: str = "translate") -> ModuleType:
+    """Import a package of an extra, or say which is missing and what it is for."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # one of the wrong version may fail with anything
         package = name.partition(".")[0]
         missing = (getattr(error, "name", None) or package).partition(".")[0]
+        package, missing = (PACKAGES.get(x, x) for x in (package, missing))
         detail = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
-            f"{purpose} needs the package {package} of the extra attnfast[translate], which cannot "
+            f"{purpose} needs the package {package} of the extra attnfast[{extra}], which cannot "
             f"be imported ({detail[:60]}): pip install {missing}"
         ) from error

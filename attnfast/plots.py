@@ -249,6 +249,32 @@ def draw_pointing(
     return _png(figure)
 
 
+def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
+    """Draw where a teller looks: an image, and once more for every word, as bright as its weights.
+
+    Args:
+        image: ``[H, W]``, 0 for paper and 1 for ink.
+        maps: ``[T, H, W]``, the weights brought to the image's size.
+        words: T.
+    """
+    if image.dim() != 2 or list(maps.shape[1:]) != list(image.shape):
+        refuse("maps", f"[T, {', '.join(map(str, image.shape))}], as the image", describe(maps))
+    if len(words) != len(maps):
+        refuse("words", f"{len(maps)}, one a map", len(words))
+    across = 8
+    down = -(-(len(words) + 1) // across)
+    figure = _figure(1.5 * across, 1.7 * down)
+    for axes in (panels := figure.subplots(down, across, squeeze=False).flat):
+        axes.set_axis_off()
+    ink, light = image.detach().float().cpu().numpy(), maps.detach().float().cpu().numpy()
+    for number, (axes, title) in enumerate(zip(panels, ["", *words])):
+        axes.imshow(ink, cmap="gray_r", vmin=0, vmax=1)
+        axes.set_title(title, fontsize=10)
+        if number:
+            axes.imshow(light[number - 1], cmap="magma", vmin=0, alpha=0.65)
+    return _png(figure)
+
+
 def draw_speed(
     rows: Mapping[str, Mapping[str, Sequence[Cost]]],
     sizes: Sequence[int],

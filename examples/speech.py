@@ -25,15 +25,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from trials import Trial, spread
 
 from attnfast import checkpoint, diagnostics
 from attnfast.cli import Parser, run
@@ -77,7 +76,6 @@ PARTS = {"test": 5, "valid": 10, "train": 1 << 30}
 GAP = 0.0, 0.3  # seconds before, between and after the words
 LEVEL = -10.0, 5.0  # of a word, decibels
 NOISE = -70.0, -50.0  # of a string, decibels of full scale
-SAVE_EVERY = 60.0  # seconds
 
 
 class Row(NamedTuple):
@@ -223,41 +221,27 @@ def build(row: Row, dim: int) -> ListenAttendSpell:
     return ListenAttendSpell(encoder, attention, EOS + 1 + len(LETTERS), 2 * dim, dim // 2, 0.2)
 
 
-class Training:
+class Training(Trial):
     """One model in training, or trained: a step's strings depend on the seed and its number."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
         self.name, self.seed, self.digits, self.args = name, seed, digits, args
         self.row = ROWS[name]
-        self.options = Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed)
-        self.path = args.out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt"
         torch.manual_seed(seed)
         self.model, self.ears = build(self.row, args.dim), Ears()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=1e-4, fused=True)
-        self.step, self.found = 0, dict[str, Any]()
         size = {"dim": args.dim, "steps": args.steps, "batch_size": args.batch_size}
-        self.like = {"row": self.row._replace(seeds=1)._asdict(), **size}
+        super().__init__(
+            f"{name}, seed {seed}",
+            args.out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt",
+            {"row": self.row._replace(seeds=1)._asdict(), **size},
+            {"model": self.model, "ears": self.ears},
+            args.steps,
+            Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
+        )
         if not self.path.exists():
             speakers = digits.parts["train"].values()
             alone = [String(x, "") for speaker in speakers for takes in speaker for x in takes]
             self.ears.norm.fit(self.ears.listen([x])[0][0] for x in alone)
-            return
-        kept = checkpoint.load(self.path)
-        if kept.get("like") != self.like:
-            raise InputError(f"{self.path}: expected {self.like}, got {kept.get('like')}")
-        self.model.load_state_dict(kept["model"])
-        self.ears.load_state_dict(kept["ears"])
-        self.optimizer.load_state_dict(kept["optimizer"])
-        self.step, self.found = kept["step"], kept["found"]
-        torch.set_rng_state(kept["random"])
-
-    def save(self) -> None:
-        parts = {x: getattr(self, x).state_dict() for x in ("model", "ears", "optimizer")}
-        rest = {x: getattr(self, x) for x in ("like", "step", "found")}
-        checkpoint.write(
-            self.path,
-            {"format": checkpoint.FORMAT, "random": torch.get_rng_state(), **parts, **rest},
-        )
 
     def batch(self, step: int) -> Batch:
         """Return the strings of a step, all of as many words."""
@@ -266,7 +250,10 @@ class Training:
         seeds = (f"{self.seed} {step} {i}" for i in range(many))
         return self.ears([self.digits.draw("train", count, x) for x in seeds])
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, step: int) -> Tensor:
+        return self.loss_of(self.batch(step))
+
+    def loss_of(self, batch: Batch) -> Tensor:
         if self.row.own:
             with torch.no_grad():
                 said = self.model(*batch[:3]).logits
@@ -276,33 +263,6 @@ class Training:
         spelled = self.model(*batch[:3])
         return hybrid_loss(spelled, batch.target_out, self.row.ctc_weight, 0.1)
 
-    def learn(self) -> None:
-        """Train until the last step, from the step that was reached."""
-        self.model.train()
-        self.ears.train()
-        steps, saved = self.args.steps, time.monotonic()
-        title = f"{self.name}, seed {self.seed}"
-        with stop_on_signal() as check, Progress(title, steps, "step", self.step) as progress:
-            while self.step < steps:
-                try:
-                    check()
-                except Interrupted:
-                    self.save()
-                    raise
-                self.optimizer.param_groups[0]["lr"] = self.options.rate(self.step, steps)
-                self.optimizer.zero_grad(set_to_none=True)
-                loss = self.loss(self.batch(self.step))
-                if not loss.isfinite():
-                    raise InputError(f"the loss of step {self.step + 1} must be finite, got {loss}")
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-                self.optimizer.step()
-                self.step += 1
-                progress(1, f"loss {loss.item():.3f}")
-                if time.monotonic() - saved >= SAVE_EVERY:
-                    self.save()
-                    saved = time.monotonic()
-
     # ---- what it has learnt ---------------------------------------------------------------------
 
     def test(self) -> None:
@@ -310,10 +270,9 @@ class Training:
         asked = {"beam": self.args.beam, "strings": self.args.test, "searches": SEARCHES}
         if self.found.get("asked") == asked:
             return
-        self.model.eval()
-        self.ears.eval()
+        self.train(False)
         found: dict[str, Any] = {"asked": asked}
-        title = f"{self.name}, seed {self.seed}, testing"
+        title = f"{self.title}, testing"
         with stop_on_signal() as check, Progress(title, len(LEARNT) + len(LONGER), "length") as bar:
             for count in (*LEARNT, *LONGER):
                 strings = self.digits.strings("test", count, self.args.test)
@@ -355,8 +314,7 @@ class Training:
     @torch.no_grad()
     def picture(self) -> bytes | None:
         """Draw what is listened to while a string is spelled."""
-        self.model.eval()
-        self.ears.eval()
+        self.train(False)
         strings = self.digits.strings("test", 4, 1)
         batch = self.ears(strings)
         weights = self.model(*batch[:3], need_weights=True).weights
@@ -367,14 +325,6 @@ class Training:
 
 
 # ---- the table ----------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Return the mean over seeds, and the least and the most where there are several."""
-    mean = f"{statistics.fmean(values):{form}}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({min(values):{form}}–{max(values):{form}})"
 
 
 def table(trained: dict[str, list[Training]]) -> str:
@@ -415,8 +365,8 @@ def cost_table(models: Sequence[Training]) -> str:
     strings = models[0].digits.strings("valid", count, -(-args.batch_size // count))
     batch = models[0].ears.eval()(strings)
     for one in models:
-        one.model.train()
-    calls = {one.name: lambda one=one: one.loss(batch).backward() for one in models}
+        one.train()
+    calls = {one.name: lambda one=one: one.loss_of(batch).backward() for one in models}
     lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
     for name, cost in costs(calls, 5).items():
         lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")

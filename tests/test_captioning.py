@@ -1,6 +1,8 @@
 """Captioning: grids of images, gates, drawn keys and their losses, by loops and enumeration."""
 
 import importlib.util
+import signal
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attnfast import checkpoint
 from attnfast.losses import Reinforce, doubly_stochastic_loss
 from attnfast.models import GridEncoder, MeanContext, ShowAttendTell, beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS
@@ -414,3 +417,116 @@ def test_what_no_canvas_has_room_for(scenes):
         scenes.draw_scene(glyphs, 60, "x")
     with pytest.raises(ValueError, match="glyphs must be pictures of each of ten digits, got"):
         scenes.draw_scene(glyphs[:9], 2, "x")
+
+
+# ---- the example --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captioning(monkeypatch):
+    for package in ("sklearn", "matplotlib", "sacrebleu"):
+        pytest.importorskip(package)
+    module = importlib.import_module("captioning")
+    monkeypatch.setattr(module, "FEATURES", (4, 4))
+    monkeypatch.setattr(module, "STRIDES", (4, 2))
+    return module
+
+
+SIZES_OF_A_RUN = [
+    "--dim", "8", "--steps", "5", "--batch-size", "2", "--captions", "2", "--scenes", "3",
+    "--test", "1", "--seeds", "1",
+]  # fmt: skip
+
+
+def test_the_example_stops_and_goes_on(captioning, tmp_path, capsys, monkeypatch):
+    def call(out, *more):
+        rows = list(captioning.ROWS) if out == "whole" else ["hard"]
+        arguments = ["--out", str(tmp_path / out), "--rows", *rows, *SIZES_OF_A_RUN, *more]
+        return captioning.main(arguments), *capsys.readouterr()
+
+    status, table, said = call("whole")
+    assert status == 0, said
+    assert (tmp_path / "whole" / "table.md").read_text() == table
+    first, second, third = table.split("\n\n")
+    names = [line.split(" | ")[0] for line in first.splitlines()[2:]]
+    assert names == [f"| {name}" for name in (*captioning.ROWS, "soft, shuffled")]
+    assert first.splitlines()[0].endswith("exact, % | digits, % | relations, % | pointing, % | "
+                                          "IoU, % | BLEU |")  # fmt: skip
+    assert len(second.splitlines()) == 2 + 5 and len(third.splitlines()) == 2 + 4
+    pictures = {x.name for x in (tmp_path / "whole").glob("*.png")}
+    assert pictures == {f"{x}-1-wrong.png" for x in ("soft", "soft-doubly-stochastic", "hard")}
+    original, calls = captioning.Training.loss_of, []
+
+    def interrupted(self, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(captioning.Training, "loss_of", interrupted)
+        status, out, said = call("parts")
+        assert (status, out) == (143, "")
+        assert said.endswith("stopped; the same command goes on from there\n")
+    assert checkpoint.load(tmp_path / "parts" / "hard-1.pt")["step"] == 2
+    assert call("parts")[0] == 0
+    whole, parts = (checkpoint.load(tmp_path / x / "hard-1.pt") for x in ("whole", "parts"))
+    for part in ("model", "reinforce"):
+        assert all(x.equal(parts[part][name]) for name, x in whole[part].items())
+    assert parts["found"] == whole["found"]
+    kept = (tmp_path / "whole" / "hard-1.pt").stat().st_mtime_ns
+    assert call("whole")[1].startswith(f"{first}\n\n{second}\n\n")  # but for times
+    assert (tmp_path / "whole" / "hard-1.pt").stat().st_mtime_ns == kept
+    status, _, said = call("whole", "--dim", "9")
+    assert status == 2 and "expected {'row': " in said and said.count("\n") == 1
+
+
+def test_the_example_refuses_in_one_sentence(captioning, tmp_path, capsys, monkeypatch):
+    def said(*options):
+        assert captioning.main(["--out", str(tmp_path / "out"), *options]) == 2
+        return capsys.readouterr().err
+
+    assert said("--batch-size", "0") == "attnfast: --batch-size must be at least 1, got 0\n"
+    assert said("--captions", "17") == "attnfast: --captions must be at most 16, got 17\n"
+    assert said("--rows", "none").startswith("attnfast: --rows: invalid choice: 'none'")
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert "needs the package scikit-learn of the extra attnfast[test]" in said()
+
+
+def test_scenes_of_parts_share_no_digit(captioning):
+    digits = captioning.Digits()
+    sizes = {part: sum(map(len, x)) for part, x in digits.glyphs.items()}
+    assert sizes == {"train": 1437, "test": 360}
+    drawn, batch = digits.scenes("test", 3, 4)
+    assert digits.scenes("test", 3, 4)[1] is batch
+    for scene, image, (height, width), texts in zip(drawn, *batch[:2], batch.target_out):
+        assert torch.equal(image[:, :height, :width], scene.image)
+        assert not image[:, height:].any() and not image[:, :, width:].any()
+        said = [captioning.decode([i for i in x.tolist() if i > EOS]) for x in texts]
+        assert said == captioning.captions(scene)
+
+
+def test_shuffled_weights_stay_in_the_image(captioning):
+    torch.manual_seed(0)
+    inner = BahdanauAttention(H, 7, 8)
+    attention = captioning.Shuffled(inner)
+    mask = torch.tensor([[True, False, True, True, False], [True] * 5])
+    memory = attention.prepare(torch.randn(2, 5, 7), mask=mask)
+    state = torch.randn(2, H)
+    want = inner(state, memory, need_weights=True)[1]
+    draws = [attention(state, memory, need_weights=True) for _ in range(20)]
+    for context, got in draws:
+        assert not got[~mask].any()
+        torch.testing.assert_close(got.sort(-1).values, want.sort(-1).values)
+        torch.testing.assert_close(context, (got.unsqueeze(1) @ memory.value).squeeze(1))
+    assert len({tuple(got[0].tolist()) for _, got in draws}) == 6  # all orders of three
+
+
+def test_a_picture_of_what_is_looked_at(captioning):
+    image, maps = torch.rand(12, 16), torch.rand(9, 12, 16)
+    drawn = captioning.draw_looking(image, maps, list("abcdefghi"))
+    assert drawn.startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"maps must be \[T, 12, 16\], as the image, got"):
+        captioning.draw_looking(image, maps[..., :5], list("abcdefghi"))
+    with pytest.raises(ValueError, match="words must be 9, one a map, got 1"):
+        captioning.draw_looking(image, maps, ["a"])

@@ -1,0 +1,454 @@
+"""Show, attend and tell: pictures of handwritten digits, by several kinds of attention.
+
+    python examples/captioning.py --out runs/captioning
+
+Scenes are those of ``scenes.py``, of scikit-learn's handwritten digits: every fifth is for the
+test. Models learn from scenes of 2 to 4 digits, after easier ones of 1 and 2. The models:
+
+    soft                     additive attention
+    no attention             the teller knows the mean of the features alone
+    soft, doubly stochastic  learnt with a loss that asks it to look at all of a scene
+    hard                     one cell, drawn; learnt by REINFORCE
+    soft, shuffled           the first, its weights dealt out anew among the cells at the test
+
+Of all it tells how many captions are exact, BLEU, the share of digits and relations that are
+right, and where the weights are while a digit is named: how often the largest is inside its box,
+and how much of the box the map covers; also for scenes of more digits than any that were learnt
+from; and what a step takes. What is trained is kept, so that the same command goes on after Ctrl-C,
+bit for bit. Tables and pictures of what is looked at go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from scenes import (
+    CANVAS,
+    NUMBERS,
+    WORDS,
+    Scene,
+    captions,
+    draw_scene,
+    judge,
+    overlap,
+    parse,
+    points_at,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trials import Trial, spread
+
+from attnfast import checkpoint
+from attnfast.cli import Parser, run
+from attnfast.data import pad
+from attnfast.errors import InputError, optional
+from attnfast.interrupts import Interrupted, stop_on_signal
+from attnfast.losses import Reinforce, doubly_stochastic_loss
+from attnfast.measure import costs
+from attnfast.models import BOS, EOS, GridEncoder, MeanContext, ShowAttendTell, greedy_search
+from attnfast.nn import BahdanauAttention, HardAttention, Memory
+from attnfast.plots import draw_looking
+from attnfast.progress import Progress, say
+from attnfast.training import Options, sequence_loss
+
+LEARNT, MORE = (2, 3, 4), (5,)
+#: By the share of the steps until which scenes have so many digits.
+COURSE = {0.2: (1,), 0.4: (1, 2), 1.0: LEARNT}
+FEATURES, STRIDES = (32, 64, 64, 128), (2, 2, 1, 1)
+
+
+class Row(NamedTuple):
+    """A model of the table, and how many seeds it is trained with."""
+
+    attention: str
+    seeds: int = 1
+    stochastic: float = 0.0  # weight of the doubly stochastic loss, of its mean over cells
+    shuffled: bool = False  # whether it is tested with its weights shuffled too
+
+
+ROWS = {
+    "soft": Row("soft", 3, shuffled=True),
+    "no attention": Row("no attention", 3),
+    "soft, doubly stochastic": Row("soft", stochastic=1.0),
+    "hard": Row("hard"),
+}
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Images ``[B, 1, S, S]``, their sizes ``[B, 2]``, words before and after ``[B, N, T]``."""
+
+    images: Tensor
+    sizes: Tensor
+    target_in: Tensor
+    target_out: Tensor
+
+
+class Digits:
+    """Handwritten digits by part, and scenes of them, made when they are asked for."""
+
+    def __init__(self):
+        found = optional("sklearn.datasets", "this example", "test").load_digits()
+        pictures = torch.tensor(found.images / 16, dtype=torch.float32)
+        self.glyphs: dict[str, list[list[Tensor]]] = {
+            part: [[] for _ in NUMBERS] for part in ("train", "test")
+        }
+        for i, (picture, value) in enumerate(zip(pictures, found.target.tolist())):
+            self.glyphs["train" if i % 5 else "test"][value].append(picture)
+        self.made: dict[tuple[str, int, int], tuple[list[Scene], Batch]] = {}
+
+    def scenes(self, part: str, count: int, many: int) -> tuple[list[Scene], Batch]:
+        """Return so many scenes of ``count`` digits, a function of the arguments, and as a batch.
+
+        The batch has all 16 captions of each.
+        """
+        if (part, count, many) not in self.made:
+            drawn, title = list[Scene](), f"drawing scenes of {count}"
+            with stop_on_signal() as check, Progress(title, many, "scene") as progress:
+                for i in range(many):
+                    check()
+                    drawn.append(draw_scene(self.glyphs[part], count, f"{part} {count} {i}"))
+                    progress()
+            self.made[part, count, many] = drawn, gather(drawn)
+        return self.made[part, count, many]
+
+
+def gather(drawn: Sequence[Scene]) -> Batch:
+    """Put scenes and all their captions into a batch."""
+    images = torch.zeros(len(drawn), 1, max(CANVAS), max(CANVAS))
+    for image, scene in zip(images, drawn):
+        height, width = scene.image.shape[1:]
+        image[:, :height, :width] = scene.image
+    sizes = torch.tensor([scene.image.shape[1:] for scene in drawn])
+    ids = [encode(text) for scene in drawn for text in captions(scene)]
+    before, after = pad([[BOS, *x] for x in ids]), pad([[*x, EOS] for x in ids])
+    return Batch(images, sizes, *(x.view(len(drawn), -1, x.shape[-1]) for x in (before, after)))
+
+
+def encode(text: str) -> list[int]:
+    return [EOS + 1 + WORDS.index(x) for x in text.split()]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return " ".join(WORDS[i - EOS - 1] for i in ids)
+
+
+# ---- a model ------------------------------------------------------------------------------------
+
+
+class Shuffled(nn.Module):
+    """Attention whose weights are dealt out anew among the cells of an image, row by row."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.attention: Any = attention
+
+    def prepare(self, states: Tensor, lengths: Any = None, mask: Any = None) -> Memory:
+        return self.attention.prepare(states, lengths, mask)
+
+    def forward(self, state: Tensor, memory: Memory, need_weights: Any = False) -> Any:
+        """Attend from states ``[B, D]``."""
+        weights = self.attention(state, memory, need_weights=True)[1]  # [B, Tk]
+        hidden = ~memory.mask.flatten(1)
+        order = torch.rand(weights.shape).masked_fill(hidden, 2).argsort(-1)  # of those that exist
+        places = hidden.int().argsort(dim=-1, stable=True)
+        weights = torch.zeros_like(weights).scatter(-1, places, weights.gather(-1, order))
+        context = (weights.unsqueeze(1) @ memory.value).squeeze(1)
+        return context, weights if need_weights else None
+
+
+def build(row: Row, dim: int) -> ShowAttendTell:
+    """Make a model with ``dim`` features of the teller's states."""
+    encoder = GridEncoder(1, FEATURES, STRIDES)
+    attention: nn.Module = MeanContext()
+    if row.attention != "no attention":
+        attention = BahdanauAttention(dim, encoder.output_dim, dim)
+    if row.attention == "hard":
+        attention = HardAttention(attention)
+    return ShowAttendTell(encoder, attention, EOS + 1 + len(WORDS), dim, dim // 2)
+
+
+class Tally(NamedTuple):
+    """Sums over captions: see :class:`scenes.Judged`.
+
+    Of the ``named`` digits, those that are there, the largest weight was inside the box of
+    ``pointed``; ``covered`` is the sum of the intersections over unions.
+    """
+
+    scenes: int = 0
+    exact: int = 0
+    digits: int = 0
+    most: int = 0
+    relations: int = 0
+    told: int = 0
+    named: int = 0
+    pointed: int = 0
+    covered: float = 0.0
+
+    def plus(self, other: Sequence[float]) -> Tally:
+        return Tally(*(a + b for a, b in zip(self, other)))
+
+    def shares(self) -> dict[str, float]:
+        """Return percentages."""
+        pairs = {
+            "exact": (self.exact, self.scenes),
+            "digits": (self.digits, self.most),
+            "relations": (self.relations, self.told),
+            "pointing": (self.pointed, self.named),
+            "IoU": (self.covered, self.named),
+        }
+        return {name: 100 * a / max(b, 1) for name, (a, b) in pairs.items()}
+
+
+class Training(Trial):
+    """One model in training, or trained: a step's scenes depend on the seed and its number."""
+
+    def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
+        self.name, self.seed, self.digits, self.args = name, seed, digits, args
+        self.row = ROWS[name]
+        sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size", "captions", "scenes")}
+        torch.manual_seed(seed)
+        self.model, self.reinforce = build(self.row, args.dim), Reinforce(entropy_weight=0.01)
+        super().__init__(
+            f"{name}, seed {seed}",
+            args.out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt",
+            {"row": self.row._replace(seeds=1)._asdict(), **sizes},
+            {"model": self.model, "reinforce": self.reinforce},
+            args.steps,
+            Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
+        )
+
+    def batch(self, step: int) -> Batch:
+        """Return the scenes of a step, all of as many digits, with some captions of each."""
+        draw = random.Random(f"{self.seed} {step}")
+        counts = next(x for end, x in COURSE.items() if step < end * self.steps)
+        drawn, pool = self.digits.scenes("train", draw.choice(counts), self.args.scenes)
+        index = torch.tensor(draw.choices(range(len(drawn)), k=self.options.batch_size))
+        ways = range(pool.target_in.shape[1])
+        which = torch.tensor([draw.sample(ways, self.args.captions) for _ in index])
+        before, after = (x[index.unsqueeze(-1), which] for x in (pool.target_in, pool.target_out))
+        longest = int((before != 0).sum(-1).max())
+        words = (x[..., :longest] for x in (before, after))
+        return Batch(pool.images[index], pool.sizes[index], *words)
+
+    def loss(self, step: int) -> Tensor:
+        return self.loss_of(self.batch(step))
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the loss in nats a word."""
+        before, after = batch.target_in.flatten(0, 1), batch.target_out.flatten(0, 1)
+        stochastic = self.row.stochastic
+        told = self.model(batch.images, batch.sizes, before, need_weights=stochastic > 0)
+        if self.row.attention == "hard":
+            lost = F.cross_entropy(told.logits.mT, after, ignore_index=0, reduction="none").sum(-1)
+            drawn = told.history
+            each = self.reinforce(-lost, drawn.log_prob, drawn.entropy)
+            return each * len(after) / (after != 0).sum()
+        loss = sequence_loss(told.logits, after)
+        if stochastic:
+            cells = told.mask.flatten(1)
+            uneven = doubly_stochastic_loss(told.weights, cells) / cells.sum(-1)
+            loss = loss + stochastic * uneven.mean()
+        return loss
+
+    # ---- what it has learnt ---------------------------------------------------------------------
+
+    def test(self) -> None:
+        """Judge captions of scenes that were not learnt from, by the number of digits."""
+        asked = {"test": self.args.test, "counts": [*LEARNT, *MORE]}
+        if self.found.get("asked") == asked:
+            return
+        ways = ["own", *["shuffled"] * self.row.shuffled]
+        found: dict[str, Any] = {"asked": asked}
+        title, many = f"{self.title}, testing", len(ways) * len((*LEARNT, *MORE))
+        with stop_on_signal() as check, Progress(title, many, "number") as bar:
+            for way in ways:
+                said, references = list[str](), list[list[str]]()
+                for count in (*LEARNT, *MORE):
+                    check()
+                    drawn, batch = self.digits.scenes("test", count, self.args.test)
+                    texts, weights = self.tell(batch, way == "shuffled")
+                    found[f"{way} {count}"] = list(self.judged(drawn, texts, weights))
+                    if count in LEARNT:
+                        said += texts
+                        references += map(captions, drawn)
+                    bar()
+                bleu = optional("sacrebleu", "this example").BLEU()
+                found[f"{way} BLEU"] = bleu.corpus_score(said, [*zip(*references)]).score
+        self.found = found
+        self.save()
+
+    @torch.no_grad()
+    def tell(self, batch: Batch, shuffled: bool = False) -> tuple[list[str], Tensor | None]:
+        """Return captions, and the weights ``[B, T, R, C]`` of their words if there are any."""
+        self.train(False)
+        teller, own = self.model.teller, self.model.teller.attention
+        try:
+            if shuffled:
+                teller.attention = Shuffled(own)
+                torch.manual_seed(0)  # all is learnt
+            ids = greedy_search(self.model, batch.images, batch.sizes)
+            told = self.model(
+                batch.images, batch.sizes, pad([[BOS, *x] for x in ids]),
+                need_weights=self.row.attention != "no attention",
+            )  # fmt: skip
+        finally:
+            teller.attention = own
+        weights = told.weights
+        if weights is not None:
+            weights = weights.unflatten(-1, told.mask.shape[1:])
+        return [decode(x) for x in ids], weights
+
+    def judged(self, drawn: Sequence[Scene], texts: list[str], weights: Tensor | None) -> Tally:
+        """Return what captions have right, and where weights are while digits are named."""
+        total, stride = Tally(), self.model.encoder.stride
+        for i, (scene, text) in enumerate(zip(drawn, texts)):
+            right, said = judge(scene, text), parse(text)
+            total = total.plus((1, *right[:5], 0, 0, 0))
+            for word, place in zip(said.digits if said else (), right.meant):
+                if weights is None or place is None or word.value != scene.digits[place].value:
+                    continue
+                box, row = scene.digits[place].box, weights[i, word.place]
+                points = points_at(row.flatten(), row.shape[-1], stride, box)
+                over = overlap(self.maps(row.unsqueeze(0), scene)[0], box)
+                total = total.plus((0,) * 6 + (1, points, over))
+        return total
+
+    def maps(self, weights: Tensor, scene: Scene) -> Tensor:
+        """Bring weights ``[T, R, C]`` to a scene's size."""
+        scale = self.model.encoder.stride
+        height, width = scene.image.shape[1:]
+        large = F.interpolate(weights.unsqueeze(0), scale_factor=scale, mode="bilinear")
+        return large[0, :, :height, :width]
+
+    def pictures(self) -> dict[str, bytes]:
+        """Draw what is looked at in the first caption that is exact, and the first that is not."""
+        drawn, batch = self.digits.scenes("test", max(LEARNT), self.args.test)
+        texts, weights = self.tell(batch)
+        shown = dict[str, bytes]()
+        if weights is None:
+            return shown
+        for scene, text, row in zip(drawn, texts, weights):
+            name = "right" if judge(scene, text).exact else "wrong"
+            if name not in shown:
+                words = [*text.split(), "end"]
+                shown[name] = draw_looking(
+                    scene.image[0], self.maps(row[: len(words)], scene), words
+                )
+        return shown
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def tallies(trained: dict[str, list[Training]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Return, by the table's names, how a model was tested and what was found for each seed."""
+    rows = {name: ("own", [x.found for x in models]) for name, models in trained.items()}
+    for name, models in trained.items():
+        if ROWS[name].shuffled:
+            rows[f"{name}, shuffled"] = "shuffled", [x.found for x in models]
+    return rows
+
+
+def table(trained: dict[str, list[Training]]) -> str:
+    """Return the tables of all models that are trained."""
+    names = ["exact", "digits", "relations", "pointing", "IoU"]
+    first = f"{min(LEARNT)} to {max(LEARNT)} digits"
+    lines = [f"| {first} | seeds | {', % | '.join(names)}, % | BLEU |", f"|---|{'--:|' * 7}"]
+    heads = [f"{n}: exact, digits, pointing, %" for n in (*LEARNT, *MORE)]
+    more = [f"| by digits | {' | '.join(heads)} |"]
+    more.append(f"|---|{'--:|' * len((*LEARNT, *MORE))}")
+    for name, (way, found) in tallies(trained).items():
+        sums = [Tally() for _ in found]
+        for count in LEARNT:
+            sums = [x.plus(y[f"{way} {count}"]) for x, y in zip(sums, found)]
+        cells = [shown(sums, x) for x in names] + [spread([x[f"{way} BLEU"] for x in found], ".1f")]
+        lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+        cells = []
+        for count in (*LEARNT, *MORE):
+            each = [Tally(*x[f"{way} {count}"]) for x in found]
+            cells.append(", ".join(shown(each, x, False) for x in ("exact", "digits", "pointing")))
+        more.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *more]) + "\n"
+
+
+def shown(sums: Sequence[Tally], name: str, span: bool = True) -> str:
+    """Return the mean of a percentage, and its span; a dash if nothing was looked at."""
+    if name in ("pointing", "IoU") and not any(x.named for x in sums):
+        return "–"
+    values = [x.shares()[name] for x in sums]
+    return spread(values, ".1f") if span else f"{sum(values) / len(values):.1f}"
+
+
+def cost_table(models: Sequence[Training]) -> str:
+    """Return what a step costs, forward and backward, of the same scenes and in turns."""
+    batch = models[0].batch(models[0].steps - 1)
+    for one in models:
+        one.train()
+    calls = {one.name: lambda one=one: one.loss_of(batch).backward() for one in models}
+    lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
+    for name, cost in costs(calls, 5).items():
+        lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train all models, test them, and write the table and the pictures."""
+    for name in ("seeds", "steps", "batch_size", "captions", "scenes", "dim", "test"):
+        if getattr(args, name) < 1:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} must be at least 1, got {getattr(args, name)}")
+    if args.captions > 16:
+        raise InputError(f"--captions must be at most 16, got {args.captions}")
+    for package in ("matplotlib", "sacrebleu"):
+        optional(package, "this example")
+    digits = Digits()
+    checkpoint.make_folder(args.out)
+    trained: dict[str, list[Training]] = {}
+    try:
+        for seed in range(1, args.seeds + 1):
+            for name in [x for x in args.rows if seed <= ROWS[x].seeds]:
+                one = Training(name, seed, digits, args)
+                one.learn()
+                one.test()
+                trained.setdefault(name, []).append(one)
+                text = table(trained)
+                checkpoint.write_atomically(args.out / "table.md", text.encode())
+                for kind, drawn in one.pictures().items() if seed == 1 else ():
+                    path = one.path.with_name(f"{one.path.stem}-{kind}.png")
+                    checkpoint.write_atomically(path, drawn)
+        text += "\n" + cost_table([models[0] for models in trained.values()])
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    checkpoint.write_atomically(args.out / "table.md", text.encode())
+    print(text, end="")
+    say(f"table.md and pictures of each model: {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/captioning"), help="folder of results"
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
+    parser.add_argument("--steps", type=int, default=2400, help="of each training")
+    parser.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
+    parser.add_argument("--captions", type=int, default=4, help="of each scene of a step")
+    parser.add_argument("--scenes", type=int, default=4000, help="of each number to learn from")
+    parser.add_argument("--dim", type=int, default=128, help="features of the teller's states")
+    parser.add_argument("--test", type=int, default=200, help="scenes of each number to test on")
+    parser.set_defaults(function=compare)
+    return run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
