@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from scenes import (
-    CANVAS,
     NUMBERS,
     WORDS,
     Scene,
@@ -83,8 +82,15 @@ ROWS = {
 # ---- data ---------------------------------------------------------------------------------------
 
 
+class Example(NamedTuple):
+    """A scene, and the ids of the words of all its captions."""
+
+    scene: Scene
+    captions: list[list[int]]
+
+
 class Batch(NamedTuple):
-    """Images ``[B, 1, S, S]``, their sizes ``[B, 2]``, words before and after ``[B, N, T]``."""
+    """Images ``[B, 1, H, W]``, their sizes ``[B, 2]``, words before and after ``[B · N, T]``."""
 
     images: Tensor
     sizes: Tensor
@@ -103,34 +109,31 @@ class Digits:
         }
         for i, (picture, value) in enumerate(zip(pictures, found.target.tolist())):
             self.glyphs["train" if i % 5 else "test"][value].append(picture)
-        self.made: dict[tuple[str, int, int], tuple[list[Scene], Batch]] = {}
+        self.made: dict[tuple[str, int, int], list[Example]] = {}
 
-    def scenes(self, part: str, count: int, many: int) -> tuple[list[Scene], Batch]:
-        """Return so many scenes of ``count`` digits, a function of the arguments, and as a batch.
-
-        The batch has all 16 captions of each.
-        """
-        if (part, count, many) not in self.made:
-            drawn, title = list[Scene](), f"drawing scenes of {count}"
+    def examples(self, part: str, count: int, many: int) -> list[Example]:
+        """Return so many scenes of ``count`` digits, a function of the arguments alone."""
+        key = part, count, many
+        if key not in self.made:
+            made, title = list[Example](), f"drawing scenes of {count}"
             with stop_on_signal() as check, Progress(title, many, "scene") as progress:
                 for i in range(many):
                     check()
-                    drawn.append(draw_scene(self.glyphs[part], count, f"{part} {count} {i}"))
+                    scene = draw_scene(self.glyphs[part], count, f"{part} {count} {i}")
+                    made.append(Example(scene, [encode(text) for text in captions(scene)]))
                     progress()
-            self.made[part, count, many] = drawn, gather(drawn)
-        return self.made[part, count, many]
+            self.made[key] = made
+        return self.made[key]
 
 
-def gather(drawn: Sequence[Scene]) -> Batch:
-    """Put scenes and all their captions into a batch."""
-    images = torch.zeros(len(drawn), 1, max(CANVAS), max(CANVAS))
-    for image, scene in zip(images, drawn):
-        height, width = scene.image.shape[1:]
-        image[:, :height, :width] = scene.image
-    sizes = torch.tensor([scene.image.shape[1:] for scene in drawn])
-    ids = [encode(text) for scene in drawn for text in captions(scene)]
-    before, after = pad([[BOS, *x] for x in ids]), pad([[*x, EOS] for x in ids])
-    return Batch(images, sizes, *(x.view(len(drawn), -1, x.shape[-1]) for x in (before, after)))
+def gather(examples: Sequence[Example], chosen: Sequence[Sequence[list[int]]]) -> Batch:
+    """Put scenes, and the captions that are chosen of each, into a batch."""
+    sizes = torch.tensor([x.scene.image.shape[1:] for x in examples])
+    images = torch.zeros(len(examples), 1, *sizes.amax(0).tolist())
+    for image, example, (height, width) in zip(images, examples, sizes.tolist()):
+        image[:, :height, :width] = example.scene.image
+    ids = [x for each in chosen for x in each]
+    return Batch(images, sizes, pad([[BOS, *x] for x in ids]), pad([[*x, EOS] for x in ids]))
 
 
 def encode(text: str) -> list[int]:
@@ -170,7 +173,7 @@ def build(row: Row, dim: int) -> ShowAttendTell:
     encoder = GridEncoder(1, FEATURES, STRIDES)
     attention: nn.Module = MeanContext()
     if row.attention != "no attention":
-        attention = BahdanauAttention(dim, encoder.output_dim, dim)
+        attention = BahdanauAttention(dim, encoder.output_dim, dim // 2)
     if row.attention == "hard":
         attention = HardAttention(attention)
     return ShowAttendTell(encoder, attention, EOS + 1 + len(WORDS), dim, dim // 2)
@@ -227,26 +230,20 @@ class Training(Trial):
         )
 
     def batch(self, step: int) -> Batch:
-        """Return the scenes of a step, all of as many digits, with some captions of each."""
+        """Return the scenes of a step, with some captions of each."""
         draw = random.Random(f"{self.seed} {step}")
         counts = next(x for end, x in COURSE.items() if step < end * self.steps)
-        drawn, pool = self.digits.scenes("train", draw.choice(counts), self.args.scenes)
-        index = torch.tensor(draw.choices(range(len(drawn)), k=self.options.batch_size))
-        ways = range(pool.target_in.shape[1])
-        which = torch.tensor([draw.sample(ways, self.args.captions) for _ in index])
-        before, after = (x[index.unsqueeze(-1), which] for x in (pool.target_in, pool.target_out))
-        longest = int((before != 0).sum(-1).max())
-        words = (x[..., :longest] for x in (before, after))
-        return Batch(pool.images[index], pool.sizes[index], *words)
+        pools = [self.digits.examples("train", x, self.args.scenes) for x in counts]
+        drawn = [draw.choice(draw.choice(pools)) for _ in range(self.options.batch_size)]
+        return gather(drawn, [draw.sample(x.captions, self.args.captions) for x in drawn])
 
     def loss(self, step: int) -> Tensor:
         return self.loss_of(self.batch(step))
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the loss in nats a word."""
-        before, after = batch.target_in.flatten(0, 1), batch.target_out.flatten(0, 1)
-        stochastic = self.row.stochastic
-        told = self.model(batch.images, batch.sizes, before, need_weights=stochastic > 0)
+        stochastic, after = self.row.stochastic, batch.target_out
+        told = self.model(*batch[:3], need_weights=stochastic > 0)
         if self.row.attention == "hard":
             lost = F.cross_entropy(told.logits.mT, after, ignore_index=0, reduction="none").sum(-1)
             drawn = told.history
@@ -274,12 +271,12 @@ class Training(Trial):
                 said, references = list[str](), list[list[str]]()
                 for count in (*LEARNT, *MORE):
                     check()
-                    drawn, batch = self.digits.scenes("test", count, self.args.test)
-                    texts, weights = self.tell(batch, way == "shuffled")
+                    drawn = self.digits.examples("test", count, self.args.test)
+                    texts, weights = self.tell(drawn, way == "shuffled")
                     found[f"{way} {count}"] = list(self.judged(drawn, texts, weights))
                     if count in LEARNT:
                         said += texts
-                        references += map(captions, drawn)
+                        references += [[*map(decode, x.captions)] for x in drawn]
                     bar()
                 bleu = optional("sacrebleu", "this example").BLEU()
                 found[f"{way} BLEU"] = bleu.corpus_score(said, [*zip(*references)]).score
@@ -287,19 +284,20 @@ class Training(Trial):
         self.save()
 
     @torch.no_grad()
-    def tell(self, batch: Batch, shuffled: bool = False) -> tuple[list[str], Tensor | None]:
+    def tell(
+        self, drawn: Sequence[Example], shuffled: bool = False
+    ) -> tuple[list[str], Tensor | None]:
         """Return captions, and the weights ``[B, T, R, C]`` of their words if there are any."""
         self.train(False)
+        images, sizes, *_ = gather(drawn, [x.captions[:1] for x in drawn])
         teller, own = self.model.teller, self.model.teller.attention
         try:
             if shuffled:
                 teller.attention = Shuffled(own)
                 torch.manual_seed(0)  # all is learnt
-            ids = greedy_search(self.model, batch.images, batch.sizes)
-            told = self.model(
-                batch.images, batch.sizes, pad([[BOS, *x] for x in ids]),
-                need_weights=self.row.attention != "no attention",
-            )  # fmt: skip
+            ids = greedy_search(self.model, images, sizes)
+            needs = self.row.attention != "no attention"
+            told = self.model(images, sizes, pad([[BOS, *x] for x in ids]), need_weights=needs)
         finally:
             teller.attention = own
         weights = told.weights
@@ -307,10 +305,10 @@ class Training(Trial):
             weights = weights.unflatten(-1, told.mask.shape[1:])
         return [decode(x) for x in ids], weights
 
-    def judged(self, drawn: Sequence[Scene], texts: list[str], weights: Tensor | None) -> Tally:
+    def judged(self, drawn: Sequence[Example], texts: list[str], weights: Tensor | None) -> Tally:
         """Return what captions have right, and where weights are while digits are named."""
         total, stride = Tally(), self.model.encoder.stride
-        for i, (scene, text) in enumerate(zip(drawn, texts)):
+        for i, ((scene, _), text) in enumerate(zip(drawn, texts)):
             right, said = judge(scene, text), parse(text)
             total = total.plus((1, *right[:5], 0, 0, 0))
             for word, place in zip(said.digits if said else (), right.meant):
@@ -324,19 +322,22 @@ class Training(Trial):
 
     def maps(self, weights: Tensor, scene: Scene) -> Tensor:
         """Bring weights ``[T, R, C]`` to a scene's size."""
-        scale = self.model.encoder.stride
-        height, width = scene.image.shape[1:]
-        large = F.interpolate(weights.unsqueeze(0), scale_factor=scale, mode="bilinear")
-        return large[0, :, :height, :width]
+        (height, width), stride = scene.image.shape[1:], self.model.encoder.stride
+        rows, columns = -(-height // stride), -(-width // stride)
+        of_cells = weights[None, :, :rows, :columns]
+        size = stride * (rows - 1) + 1, stride * (columns - 1) + 1  # from the first to the last
+        large = F.interpolate(of_cells, size, mode="bilinear", align_corners=True)
+        edge = 0, width - size[1], 0, height - size[0]
+        return F.pad(large, edge, mode="replicate")[0]
 
     def pictures(self) -> dict[str, bytes]:
         """Draw what is looked at in the first caption that is exact, and the first that is not."""
-        drawn, batch = self.digits.scenes("test", max(LEARNT), self.args.test)
-        texts, weights = self.tell(batch)
+        drawn = self.digits.examples("test", max(LEARNT), self.args.test)
+        texts, weights = self.tell(drawn)
         shown = dict[str, bytes]()
         if weights is None:
             return shown
-        for scene, text, row in zip(drawn, texts, weights):
+        for (scene, _), text, row in zip(drawn, texts, weights):
             name = "right" if judge(scene, text).exact else "wrong"
             if name not in shown:
                 words = [*text.split(), "end"]
@@ -442,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
     parser.add_argument("--steps", type=int, default=2400, help="of each training")
     parser.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
-    parser.add_argument("--captions", type=int, default=4, help="of each scene of a step")
+    parser.add_argument("--captions", type=int, default=2, help="of each scene of a step")
     parser.add_argument("--scenes", type=int, default=4000, help="of each number to learn from")
     parser.add_argument("--dim", type=int, default=128, help="features of the teller's states")
     parser.add_argument("--test", type=int, default=200, help="scenes of each number to test on")

@@ -276,18 +276,17 @@ def judge(scene: Scene, text: str) -> Judged:
 
 
 def points_at(row: Tensor, columns: int, stride: int, box: Sequence[int]) -> bool:
-    """Whether the middle of the cell of the largest weight lies in a box.
+    """Whether the pixel in the middle of what the cell of the largest weight knows is in a box.
 
     Args:
         row: ``[R · C]``, weights row after row of a grid.
         columns: C.
-        stride: pixels of a cell's side.
+        stride: pixels from a cell to the next, the first at 0, as a GridEncoder has them.
         box: top, left, bottom and right.
     """
     if row.dim() != 1 or len(row) % columns:
         refuse("row", f"[R · {columns}]", describe(row))
-    r, c = divmod(int(row.argmax()), columns)
-    y, x = stride * r + stride / 2, stride * c + stride / 2
+    y, x = (stride * i for i in divmod(int(row.argmax()), columns))
     return box[0] <= y < box[2] and box[1] <= x < box[3]
 
 

@@ -91,6 +91,16 @@ def test_a_grid_is_that_of_each_image_alone():
         assert not states[i][~inside[i]].any()
 
 
+def test_a_cell_knows_of_its_field():
+    grid = GridEncoder(1, (4, 4, 4), (1, 2, 2)).double().eval()
+    x = torch.randn(1, 1, 40, 40, dtype=torch.float64, requires_grad=True)
+    states, _ = grid(x, torch.tensor([[40, 40]]))
+    assert (grid.stride, grid.field) == (4, 9)
+    seen = torch.autograd.grad(states[0, 5, 4].sum(), x)[0][0, 0].nonzero()
+    for place, middle in zip(seen.T, (20, 16)):  # the pixel at the stride times the cell's place
+        assert middle - 4 <= place.min() < middle < place.max() <= middle + 4
+
+
 def test_norms_are_of_the_cells_that_exist():
     torch.manual_seed(0)
     grid = GridEncoder(2, (4,), (2,)).double()
@@ -402,8 +412,8 @@ def test_captions_name_digits_in_order(scenes):
 
 def test_where_attention_looks(scenes):
     row = torch.zeros(12).index_fill(0, torch.tensor(6), 1)  # row 1, column 2 of 3 × 4
-    assert scenes.points_at(row, 4, 4, (6, 10, 7, 11))  # the middle is at 6, 10
-    assert not scenes.points_at(row, 4, 4, (7, 10, 12, 12))
+    assert scenes.points_at(row, 4, 4, (4, 8, 5, 9))
+    assert not scenes.points_at(row, 4, 4, (5, 8, 12, 12))
     weights = torch.zeros(6, 6)
     weights[1:3, 1:3] = 1
     weights[5, 5] = 0.4
@@ -497,13 +507,18 @@ def test_scenes_of_parts_share_no_digit(captioning):
     digits = captioning.Digits()
     sizes = {part: sum(map(len, x)) for part, x in digits.glyphs.items()}
     assert sizes == {"train": 1437, "test": 360}
-    drawn, batch = digits.scenes("test", 3, 4)
-    assert digits.scenes("test", 3, 4)[1] is batch
-    for scene, image, (height, width), texts in zip(drawn, *batch[:2], batch.target_out):
-        assert torch.equal(image[:, :height, :width], scene.image)
-        assert not image[:, height:].any() and not image[:, :, width:].any()
-        said = [captioning.decode([i for i in x.tolist() if i > EOS]) for x in texts]
-        assert said == captioning.captions(scene)
+    drawn = digits.examples("test", 3, 4)
+    assert digits.examples("test", 3, 4) is drawn
+    batch = captioning.gather(drawn, [x.captions[3:5] for x in drawn])
+    for i, (example, (height, width)) in enumerate(zip(drawn, batch.sizes)):
+        assert torch.equal(batch.images[i, :, :height, :width], example.scene.image)
+        assert not batch.images[i, :, height:].any() and not batch.images[i, :, :, width:].any()
+        texts = [captioning.decode(x) for x in example.captions]
+        assert texts == captioning.captions(example.scene)
+        for j, ids in enumerate(example.captions[3:5]):
+            before, after = (x[2 * i + j] for x in batch[2:])
+            assert before[before != 0].tolist() == [BOS, *ids]
+            assert after[after != 0].tolist() == [*ids, EOS]
 
 
 def test_shuffled_weights_stay_in_the_image(captioning):

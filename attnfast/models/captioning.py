@@ -38,7 +38,8 @@ class GridEncoder(nn.Module):
     All kernels are 3 × 3. An image's own edges are padded with zeros, whatever else is in the
     batch. The norm is that of a batch, over the cells that exist: in training their mean and
     deviation, later those of training. Of H × W pixels ⌈H / S⌉ × ⌈W / S⌉ cells remain, with S the
-    product of the strides, ``stride``; a cell knows of ``field`` × ``field`` pixels.
+    product of the strides, ``stride``; the cell r, c knows of ``field`` × ``field`` pixels around
+    the one at S r, S c.
 
     Args:
         channels: of an image.
