@@ -58,8 +58,8 @@ from attnfast.training import Options, sequence_loss
 
 LEARNT, MORE = (2, 3, 4), (5,)
 #: By the share of the steps until which scenes have so many digits.
-COURSE = {0.2: (1,), 0.4: (1, 2), 1.0: LEARNT}
-FEATURES, STRIDES = (32, 64, 64, 128), (2, 2, 1, 1)
+COURSE = {0.1: (1,), 0.4: (1, 2), 1.0: LEARNT}
+FEATURES, STRIDES = (16, 32, 64, 128), (1, 2, 2, 1)
 
 
 class Row(NamedTuple):
@@ -170,7 +170,7 @@ class Shuffled(nn.Module):
 
 def build(row: Row, dim: int) -> ShowAttendTell:
     """Make a model with ``dim`` features of the teller's states."""
-    encoder = GridEncoder(1, FEATURES, STRIDES)
+    encoder = GridEncoder(1, FEATURES, STRIDES, place_scale=5.0)
     attention: nn.Module = MeanContext()
     if row.attention != "no attention":
         attention = BahdanauAttention(dim, encoder.output_dim, dim // 2)

@@ -31,7 +31,7 @@ SIZES = torch.tensor([[9, 12], [7, 5], [4, 10]])
 
 def encoder():
     """A grid's encoder whose norms are not those that it begins with."""
-    grid = GridEncoder(2, (4, 5), (1, 2)).double()
+    grid = GridEncoder(2, (4, 5), (1, 2), place_scale=3.0).double()
     for norm in grid.norms:
         for x in (norm.weight.data, norm.running_mean, norm.running_var):
             x.uniform_(0.5, 1.5)
@@ -85,7 +85,7 @@ def test_a_grid_is_that_of_each_image_alone():
         torch.testing.assert_close(got[..., :5], want[0].permute(1, 2, 0))
         for r in range(rows):
             for c in range(columns):
-                place = [(2 * r + 1) / rows - 1, (2 * c + 1) / columns - 1]
+                place = [3 * ((2 * r + 1) / rows - 1), 3 * ((2 * c + 1) / columns - 1)]
                 assert got[r, c, 5:].tolist() == pytest.approx(place)
         assert inside[i, :rows, :columns].all() and inside[i].sum() == rows * columns
         assert not states[i][~inside[i]].any()
@@ -313,6 +313,7 @@ def test_doubly_stochastic():
         (lambda m, x: m(x, SIZES, words()[:2]), "as many captions of each of 3 images, got 2"),
         (lambda m, x: m.decode(words(), None, x), "seen must be what encode(...) returns, got"),
         (lambda m, x: GridEncoder(1, (4,), (1, 2)), "strides must be 1, one a layer"),
+        (lambda m, x: GridEncoder(1, (4,), (1,), torch.inf), "place_scale must be a finite number"),
         (lambda m, x: GatedAttention(nn.Linear(2, 2), H), "attention must be a module of attnfast"),
         (lambda m, x: HardAttention(CoverageAttention(2, 2, 2)), "must be one without a history"),
         (lambda m, x: HardAttention(BahdanauAttention(2, 2, 2), 1.5), "average must be a probab"),
@@ -465,6 +466,7 @@ def test_the_example_stops_and_goes_on(captioning, tmp_path, capsys, monkeypatch
     assert len(second.splitlines()) == 2 + 5 and len(third.splitlines()) == 2 + 4
     pictures = {x.name for x in (tmp_path / "whole").glob("*.png")}
     assert pictures == {f"{x}-1-wrong.png" for x in ("soft", "soft-doubly-stochastic", "hard")}
+    monkeypatch.setattr(captioning, "draw_looking", lambda *given: b"")  # enough of them
     original, calls = captioning.Training.loss_of, []
 
     def interrupted(self, batch):

@@ -14,7 +14,7 @@ from attnfast.models.seq2seq import PAD, check_ids, check_share
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_tensor, is_finite
 
 #: Of every convolution.
 KERNEL = 3
@@ -33,7 +33,8 @@ class GridEncoder(nn.Module):
     r"""Convolutions that make of an image a grid of features, with the place of every cell.
 
     .. math:: x^l = \mathrm{relu}(\mathrm{norm}(W^l * x^{l-1})), \quad
-              h_{rc} = \left[x^L_{rc};\; \tfrac{2r + 1}{R} - 1;\; \tfrac{2c + 1}{C} - 1\right]
+              h_{rc} = \left[x^L_{rc};\; s \left(\tfrac{2r + 1}{R} - 1\right);\;
+              s \left(\tfrac{2c + 1}{C} - 1\right)\right]
 
     All kernels are 3 × 3. An image's own edges are padded with zeros, whatever else is in the
     batch. The norm is that of a batch, over the cells that exist: in training their mean and
@@ -45,17 +46,27 @@ class GridEncoder(nn.Module):
         channels: of an image.
         features: of each layer.
         strides: of each layer.
+        place_scale: s; many features drown a place that is not larger than they are.
 
     Papers: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
     network's of 14 × 14 cells; Ioffe and Szegedy, "Batch Normalization", ICML 2015,
     arXiv:1502.03167.
     """
 
-    def __init__(self, channels: int, features: Sequence[int], strides: Sequence[int]):
+    def __init__(
+        self,
+        channels: int,
+        features: Sequence[int],
+        strides: Sequence[int],
+        place_scale: float = 1.0,
+    ):
         super().__init__()
         if not len(features) == len(strides) > 0:
             refuse("strides", f"{len(features)}, one a layer, and a layer at least", len(strides))
         check_sizes(channels=channels)
+        if not is_finite(place_scale):
+            refuse("place_scale", "a finite number", describe(place_scale))
+        self.place_scale = place_scale
         self.channels, self.strides, self.stride, self.field = channels, tuple(strides), 1, 1
         self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
         before = channels
@@ -118,7 +129,8 @@ class GridEncoder(nn.Module):
         ]
         rows, columns = places[0].unsqueeze(-1), places[1].unsqueeze(-2)
         place = torch.stack(torch.broadcast_tensors(rows, columns), -1)
-        return torch.cat([grid, place * inside.unsqueeze(-1)], -1), inside
+        place = self.place_scale * place * inside.unsqueeze(-1)
+        return torch.cat([grid, place], -1), inside
 
 
 class MeanContext(FixedContext):
