@@ -233,7 +233,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("row = row, [(i, 0, i, 0)]", "row = row, [(i, 0, 0, i)]"),
     ],
     ("attnfast/models/captioning.py", "tests/test_captioning.py"): [
-        ("x = x * inside.unsqueeze(1)", "x = x * 1"),
+        ("norm(x.permute(0, 2, 3, 1)[inside])",
+         "norm(x.permute(0, 2, 3, 1).flatten(0, 2)).view(*inside.shape, -1)[inside]"),
+        ("self.place_scale * place * inside.unsqueeze(-1)", "self.place_scale * place"),
+        ("self.place_scale * place", "place"),
+        (".repeat_interleave(count)", ".repeat(count)"),
         ("images.masked_fill(~inside.unsqueeze(1), 0)", "images.nan_to_num()"),
         ("(most, device=x.device) + 1) /", "(most, device=x.device)) /"),
         ("sizes = -(-sizes // stride)\n            inside", "inside"),
