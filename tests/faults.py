@@ -131,6 +131,57 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)",
          "self.query_proj = nn.Linear(query_dim, attn_dim, bias=True)"),
     ],
+    ("attnfast/nn/hops.py", "tests/test_hops.py"): [
+        ("memory.memories[k if self.tying", "memory.memories[0 if self.tying"),
+        ("u = self.between(u) + context", "u = u + context"),
+        ("place >= memory.lengths.view(-1, 1, 1)", "place >= memory.lengths.amax()"),
+        ("scores.masked_fill(~memory.mask, unseen)", "scores"),
+        ("seen = index < keys.lengths", "seen = index < 1 + keys.lengths"),
+        ("seen = seen & of.reshape", "seen = seen | of.reshape"),
+        ("-torch.inf).view(*state", "0).view(*state"),
+        ("flat = index.reshape(len(index), -1, 1)", "flat = 0 * index.reshape(len(index), -1, 1)"),
+        ("dense.scatter(-1, index,", "dense.scatter(-1, index.flip(-1),"),
+    ],
+    ("attnfast/models/memory.py", "tests/test_hops.py -k network"): [
+        (" * there.unsqueeze(-1)", ""),
+        ("- k * (1 - 2 * share)", "- k * (1 - share)"),
+        ("lengths.unsqueeze(-1) - 1 - torch", "lengths.unsqueeze(-1) - torch"),
+        ("self.output.weight = last.weight", "pass"),
+    ],
+    ("attnfast/nn/bidirectional.py", "tests/test_reading.py"): [
+        (" + statistics.largest.log()", ""),
+        (" + self.text_proj(text).squeeze(-1)", ""),
+        ("bias=self.question_proj(question).mT,", ""),
+        ("lengths=question_lengths,", ""),
+        ("largest.masked_fill(place >= text_lengths.unsqueeze(-1), -torch.inf)", "largest"),
+    ],
+    ("attnfast/models/reading.py", "tests/test_reading.py"): [
+        ("self.ending(self.dropout(m), text_lengths)", "m"),
+        ("else longest - 1)", "else longest)"),
+        ("dtype=torch.bool, device=start.device).triu()", "dtype=torch.bool, device=start.device)"),
+        (".masked_fill(beyond, -torch.inf)", ""),
+    ],
+    ("attnfast/nn/sparse.py", "tests/test_sparse.py -k m-"): [
+        ("position=position, lengths=memory.lengths, device", "position=position, device"),
+        ("self.sigma, height=self.height", "self.sigma, height=1.0"),
+        ('return {"sigma": self.sigma}', "return {}"),
+    ],
+    ("attnfast/nn/attention.py", "tests/test_nn.py"): [
+        ("return F.normalize(x, dim=-1)", "return x"),
+        ("(self.value_proj, values))", "(self.value_proj, states))"),
+        ("return key, states if values is None else values", "return key, states"),
+    ],
+    ("attnfast/decoding/memory.py", "tests/test_sparse.py -k m-"): [
+        ("steps.prepared(), bias)", "steps.prepared())"),
+    ],
+    ("examples/stories.py", "tests/test_hops.py -k answers"): [
+        ("found[-1] = (place_of.what, [x.at, place_of.at])", "pass"),
+        ("held ^= {x.what}", "held |= {x.what}"),
+        ("OPPOSITE[way] if turned else way", "way"),
+    ],
+    ("examples/reading.py", "tests/test_reading.py -k answers"): [
+        ("at[0] + before * len(other)", "at[0]"),
+    ],
     ("attnfast/nn/history.py", "tests/test_history.py"): [
         ("result.loss if history.loss is None else history.loss + result.loss", "result.loss"),
         ("first[:, :1] = 1", "first[:, -1:] = 1"),
