@@ -264,7 +264,8 @@ def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
     across = 8
     down = -(-(len(words) + 1) // across)
     figure = _figure(1.5 * across, 1.7 * down)
-    for axes in (panels := figure.subplots(down, across, squeeze=False).flat):
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for axes in panels:
         axes.set_axis_off()
     ink, light = image.detach().float().cpu().numpy(), maps.detach().float().cpu().numpy()
     for number, (axes, title) in enumerate(zip(panels, ["", *words])):
