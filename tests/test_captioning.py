@@ -456,6 +456,11 @@ def test_the_example_stops_and_goes_on(captioning, tmp_path, capsys, monkeypatch
         arguments = ["--out", str(tmp_path / out), "--rows", *rows, *SIZES_OF_A_RUN, *more]
         return captioning.main(arguments), *capsys.readouterr()
 
+    def drawn(image, maps, words):
+        assert maps.shape == (len(words), *image.shape)
+        return b"a picture"
+
+    monkeypatch.setattr(captioning, "draw_looking", drawn)
     status, table, said = call("whole")
     assert status == 0, said
     assert (tmp_path / "whole" / "table.md").read_text() == table
@@ -467,7 +472,6 @@ def test_the_example_stops_and_goes_on(captioning, tmp_path, capsys, monkeypatch
     assert len(second.splitlines()) == 2 + 5 and len(third.splitlines()) == 2 + 4
     pictures = {x.name for x in (tmp_path / "whole").glob("*.png")}
     assert pictures == {f"{x}-1-wrong.png" for x in ("soft", "soft-doubly-stochastic", "hard")}
-    monkeypatch.setattr(captioning, "draw_looking", lambda *given: b"")  # enough of them
     original, calls = captioning.Training.loss_of, []
 
     def interrupted(self, batch):
