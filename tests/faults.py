@@ -8,6 +8,7 @@ OURS = "not (triton or cuda or reference or fuzz or compile or opcheck or gradch
 CPU = f"tests/test_attention.py -k '{OURS}'"
 ORACLE = "tests/test_attention.py -k '(reference or scale) and not (check or compile or fuzz)'"
 STEPS = f"tests/test_memory.py -k '{OURS}'"
+GROWING = f"tests/test_growing.py -k '{OURS}'"
 HISTORY = f"tests/test_coverage.py -k '{OURS}'"
 SPANS = f"tests/test_span.py -k '{OURS}'"
 TRITON = "tests/test_attention.py -k 'triton and not fuzz and not check and not compile'"
@@ -50,6 +51,30 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/decoding/memory.py", f"tests/test_sparse.py {STEPS}"): [
         ("is sigma is None and not isinstance(need_weights, str)", "is sigma is None"),
         ("isinstance(place.span, Span) and place.span.stride == 1", "isinstance(place.span, Span)"),
+    ],
+    ("attnfast/decoding/growing.py", GROWING): [
+        ("return self.newest() is old and rows", "return rows"),
+        ("and rows <= self.rows.shape[-2]", ""),
+        ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
+        ("with torch.inference_mode(False):  # or", "if True:  # or"),
+        ("min(rows, self._kept_of)", "self._kept_of"),
+        ("if self._kept_for != (backend, score):", "if self._kept_for is None:"),
+        ("start == 0 or self._kept is not None", "True"),
+        ("= Room.like(old, 2 * rows)", "= Room.like(old, rows)"),
+        ("return grad[..., : ctx.rows, :], new, None", "return None, new, None"),
+        (" or room.newest() is not x", ""),
+    ],
+    ("attnfast/decoding/memory.py", GROWING): [
+        ("value=True)", "value=False)"),
+        ("lengths=None, mask=mask)", "mask=mask)"),
+        ("else seen & mask", "else seen"),
+        ("is_recorded() or is_intercepted()", "is_recorded()"),
+        ("        _usable(self.steps)\n", ""),
+        ("self.mask, self.rooms[0])", "self.mask)"),
+    ],
+    ("attnfast/nn/attention.py", GROWING): [
+        ("key, states if values is None else values", "key, states"),
+        ("values = states if values is None else values\n        key, value", "values = states\n        key, value"),
     ],
     ("attnfast/reference.py", ORACLE): [
         ("visible = visible & (call.bias != -math.inf)", "pass"),

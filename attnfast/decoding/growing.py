@@ -17,8 +17,6 @@ from attnfast.backends import BACKENDS
 
 __all__ = ["Room", "append_rows", "select_rows"]
 
-SOME = 16  # rows; a search selects again before it needs more
-
 
 class Room:
     """Storage ``[.., capacity, ·]``; its first rows are a tensor that grows.
@@ -34,9 +32,9 @@ class Room:
         self._kept_for: Any = None  # the backend, and the score
 
     @staticmethod
-    def like(x: Tensor, capacity: int, sequences: int) -> Room:
+    def like(x: Tensor, capacity: int) -> Room:
         """Return room for rows like these."""
-        shape = (sequences, *x.shape[1:-2], capacity, x.shape[-1])
+        shape = (*x.shape[:-2], capacity, x.shape[-1])
         with torch.inference_mode(False):  # or it could be written to in no other mode
             return Room(torch.empty(shape, dtype=x.dtype, device=x.device))
 
@@ -47,18 +45,14 @@ class Room:
     def write(self, start: int, x: Tensor) -> Tensor:
         """Write rows from ``start`` on; return all up to their end."""
         rows = x.shape[-2]
-        of_new = self.rows.data.narrow(
-            -2, start, rows
-        )  # .data: what was handed out has not changed
-        of_new.copy_(x)
+        # Not a change to what was handed out, so by .data, which leaves its version as it is.
+        self.rows.data.narrow(-2, start, rows).copy_(x)
         return self.rows.narrow(-2, 0, start + rows)
 
     def select(self, index: Tensor, rows: int) -> Room:
-        """Return the first ``rows`` of the sequences ``index``, with room for some more."""
-        room = Room.like(self.rows, rows + SOME, len(index))
-        torch.index_select(
-            self.rows.narrow(-2, 0, rows), 0, index, out=room.rows.narrow(-2, 0, rows)
-        )
+        """Return the room of the sequences ``index``, whose first ``rows`` count."""
+        with torch.inference_mode(False):
+            room = Room(self.rows.index_select(0, index))
         room._kept_of, room._kept_for = min(rows, self._kept_of), self._kept_for
         if self._kept is not None:
             room._kept = self._kept.select(index, room._kept_of)
@@ -74,7 +68,7 @@ class Room:
             if x is None:
                 self._kept = None
             else:
-                self._kept = self._kept or Room.like(x, self.rows.shape[-2], len(x))
+                self._kept = self._kept or Room.like(x, self.rows.shape[-2])
                 self._kept.write(start, x)
             self._kept_of = rows
         return None if self._kept is None else self._kept.rows.narrow(-2, 0, rows)
@@ -98,7 +92,7 @@ def append_rows(room: Room | None, old: Tensor, new: Tensor) -> tuple[Tensor, Ro
     """Return ``torch.cat([old, new], -2)`` and the room that it lies in."""
     rows = old.shape[-2] + new.shape[-2]
     if room is None or not room.fits(old, rows):
-        room = Room.like(old, 2 * rows, len(old))
+        room = Room.like(old, 2 * rows)
         room.write(0, old)
     recorded = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
     x = _Appended.apply(old, new, room) if recorded else room.write(old.shape[-2], new)

@@ -53,9 +53,8 @@ class Memory(NamedTuple):
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
     the dot score; ``backend``, the one asked for, or None; ``fertility [B, Tk]``, of coverage, or
     None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, where key and value of
-    a memory lie that grows. To attend to a memory raises if
-    key, value, lengths, weight or mask have been changed in place, as far as PyTorch counts
-    changes: not those through ``.data``.
+    a memory lie that grows. To attend to a memory raises if key, value, lengths, weight or mask
+    have been changed in place, as far as PyTorch counts changes: not those through ``.data``.
 
     A memory pickles as its tensors do: keys lose the graph that they came from.
     """
