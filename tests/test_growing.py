@@ -274,7 +274,7 @@ def test_autocast_takes_the_memory_s_type(parts):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_and_mapped(parts):
+def test_in_graphs_and_mapped(parts):
     query, key, value, weight = parts
     torch._dynamo.reset()
 
