@@ -70,7 +70,7 @@ def hull(points: Tensor) -> Tensor:
     apart = points.unsqueeze(1) - points.unsqueeze(2)  # [B, i, j, 2]
     one = torch.eye(N, dtype=torch.bool)
     left = turn(apart.unsqueeze(3), apart.unsqueeze(2)) > 0  # of k
-    edge = (left | one | one.unsqueeze(1)).all(-1) & ~one
+    edge = (left | one | one.unsqueeze(1)).all(-1)
     after, first = edge.int().argmax(-1), edge.any(-1).int().argmax(-1)
     place, ended, answer = first, torch.zeros(B, dtype=torch.bool), []
     for _ in range(N + 1):

@@ -19,9 +19,9 @@ LENGTHS = torch.tensor([6, 1, 4, 6])
 POINTERS = torch.tensor([[3, 1, 6, 0, 0], [1, 0, 0, 0, 0], [2, 2, 1, 4, 0], [6, 5, 4, 3, 2]])
 
 
-def model(seed=0, spread=1.0, dtype=torch.float64):
+def model(seed=0, spread=1.0, backend=None):
     torch.manual_seed(seed)
-    made = PointerNetwork(F, H, A).to(dtype)
+    made = PointerNetwork(F, H, A, backend).double()
     with torch.no_grad():
         made.attention.weight.mul_(spread)
         made.attention.key_proj.weight.mul_(spread**0.5)
@@ -86,10 +86,11 @@ def gradients(loss, model):
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("spread", [1.0, 3000.0])
-def test_given_answers(items, spread):
+def test_given_answers(items, spread, backend):
     """Forward and gradients; with large weights most logarithms are taken from the score."""
-    network = model(spread=spread)
+    network = model(spread=spread, backend=backend)
     got, wanted = network(items, LENGTHS, POINTERS), given_by_hand(network, items)
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
     assert (got[got > -math.inf] < -500).any() == (spread > 1)
@@ -271,6 +272,9 @@ def test_polygons(example):
     judge = lambda got: example.judge_hull(square, [0, 1, 2, 3], got)  # noqa: E731
     assert judge([0, 1, 2]) == {"right, %": False, "not valid, %": False, "area covered, %": 0.5}
     assert judge([3, 2, 1, 0])["right, %"]
+    hollow = torch.cat([square, torch.tensor([[0.5, 0.75]])])  # whose edges' lines cross
+    got = example.judge_hull(hollow, [0, 1, 2, 3], [0, 1, 2, 4, 3])
+    assert got == {"right, %": False, "not valid, %": False, "area covered, %": 0.875}
     for crossed in ([0, 2, 1, 3], [0, 1], [], [2, 0, 1, 3]):
         assert judge(crossed) == {"right, %": False, "not valid, %": True}
     assert example.judge_list(square, [0, 1, 2], [0, 1]) == {

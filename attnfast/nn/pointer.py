@@ -176,10 +176,10 @@ class PointerNetwork(nn.Module):
             log_probs = self.point(states, memory).squeeze(1).masked_fill(barred, -math.inf)
             ended = ended | (step >= lengths)
             last = log_probs.argmax(-1).masked_fill(ended, 0)
-            ended = ended | (last == 0)
+            ended = last == 0
             answer.append(last)
             if ended.all():
                 break
             if distinct:
-                barred.scatter_(1, last.unsqueeze(1), (last > 0).unsqueeze(1))
+                barred.scatter_(1, last.unsqueeze(1), True)
         return torch.stack(answer, 1)
