@@ -133,7 +133,7 @@ class Task(NamedTuple):
         return items, self.answer(items)
 
 
-TASKS = {"sorting": Task(1, sort, judge_list, 3000), "hull": Task(2, hull, judge_hull, 5000)}
+TASKS = {"sorting": Task(1, sort, judge_list, 3000), "hull": Task(2, hull, judge_hull, 4000)}
 
 
 # ---- models -------------------------------------------------------------------------------------
