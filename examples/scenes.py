@@ -1,8 +1,8 @@
 """Scenes of handwritten digits, captions that say what is where, and what a caption has right.
 
-A scene is a noisy canvas with digits that do not touch. A caption names them one after the other,
-each with its place beside the next: "a seven above a small two , left of a four" says that the two
-is left of the four. It is true whatever the order, so that a scene has many.
+A scene is a noisy canvas with digits that do not touch. A caption says where it begins and names
+them one after the other, each with its place beside the next: "at the top a seven above a small two
+, left of a four" says that the two is left of the four.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ RELATIONS = {
     "below": ("below", "under"),
 }
 OPENERS, JOINERS = ("", "there is"), (",", ", which is")
-ORDERS = "from the left", "from the top"
+#: Where a caption may begin; it goes on from there to the right, or down.
+ORDERS = "on the left", "at the top"
 #: All words of captions.
 WORDS = tuple(
     sorted({*NUMBERS, "a", "an", "small", *" ".join(
-        [*OPENERS, *JOINERS, *itertools.chain(*RELATIONS.values())]
+        [*ORDERS, *OPENERS, *JOINERS, *itertools.chain(*RELATIONS.values())]
     ).split()})
 )  # fmt: skip
 
@@ -142,18 +143,22 @@ def caption(scene: Scene, order: str, opener: str, way: int, joiner: str) -> str
     """Say what a scene shows, words apart by blanks.
 
     Args:
-        order: one of :data:`ORDERS`, in which digits are named.
+        order: one of :data:`ORDERS`.
         opener, joiner: one of :data:`OPENERS` and :data:`JOINERS`.
         way: 0 or 1, of saying relations.
     """
-    axis = 1 if order == ORDERS[0] else 0
-    digits = sorted(scene.digits, key=lambda x: x.centre[axis])
-    words = [opener, _named(digits[0])]
+    digits = sorted(scene.digits, key=lambda x: x.centre[_axis(order)])
+    words = [order, opener, _named(digits[0])]
     for number, (a, b) in enumerate(itertools.pairwise(digits)):
         if number:
             words.append(joiner)
         words += [RELATIONS[relation(a, b)][way], _named(b)]
     return " ".join(" ".join(words).split())
+
+
+def _axis(order: str) -> int:
+    """Return along which axis a caption goes."""
+    return 1 if order == ORDERS[0] else 0
 
 
 def _named(digit: Placed) -> str:
@@ -178,10 +183,11 @@ class Named(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a caption says: its digits, and the relation of each to the next."""
+    """What a caption says: its digits, the relation of each to the next, and where it begins."""
 
     digits: tuple[Named, ...]
     relations: tuple[str, ...]
+    order: str | None = None
 
 
 def parse(text: str) -> Parsed | None:
@@ -200,6 +206,7 @@ def parse(text: str) -> Parsed | None:
 
     phrases = {phrase: name for name, ways in RELATIONS.items() for phrase in ways}
     digits, relations = list[Named](), list[str]()
+    order = take(*ORDERS)
     take(*OPENERS)
     while True:
         article = take("a", "an")
@@ -211,7 +218,7 @@ def parse(text: str) -> Parsed | None:
             return None
         digits.append(Named(NUMBERS.index(number), small, at - 1))
         if at == len(words):
-            return Parsed(tuple(digits), tuple(relations))
+            return Parsed(tuple(digits), tuple(relations), order)
         if relations and take(*JOINERS) is None:
             return None
         phrase = take(*phrases)
@@ -226,7 +233,8 @@ def parse(text: str) -> Parsed | None:
 class Judged(NamedTuple):
     """What a caption has right of a scene.
 
-    ``exact``: it names every digit once, with its value and size, and all its relations hold.
+    ``exact``: it names every digit once, with its value and size, it begins where it says, and all
+    its relations hold.
     ``digits`` of ``most`` are named by their values, ``relations`` of ``told`` hold. ``meant``: of
     each digit that is named, which of the scene's it stands for, or None for one too many.
     """
@@ -253,8 +261,8 @@ def judge(scene: Scene, text: str) -> Judged:
     rest = (None,) * (len(said.digits) - first)
     places: list[int | None] = [*range(count), *[None] * (first - count)]
 
-    def right(meant: tuple[int | None, ...]) -> tuple[int, int, int]:
-        """Count values, sizes and relations."""
+    def right(meant: tuple[int | None, ...]) -> tuple[int, int, int, bool]:
+        """Count values, sizes and relations, and say whether it begins where it says."""
         of = [None if i is None else scene.digits[i] for i in meant]
         values = sum(a is not None and a.value == b.value for a, b in zip(of, said.digits))
         sizes = sum(a is not None and a.small == b.small for a, b in zip(of, said.digits))
@@ -262,13 +270,17 @@ def judge(scene: Scene, text: str) -> Judged:
         related = sum(
             a is not None and b is not None and holds(name, a, b) for name, a, b in pairs
         )  # fmt: skip
-        return values, sizes, related
+        begins = said.order is None
+        if said.order is not None and of[0] is not None:
+            axis = _axis(said.order)
+            begins = of[0].centre[axis] <= min(x.centre[axis] for x in scene.digits) + SLACK
+        return values, sizes, related, begins
 
     several = (x + rest for x in itertools.permutations(places, first))
     meant = max(several, key=lambda x: (right(x)[0], sum(right(x)[1:])))
-    values, sizes, related = right(meant)
+    values, sizes, related, begins = right(meant)
     told = len(said.relations)
-    exact = len(said.digits) == count == values == sizes and related == told
+    exact = len(said.digits) == count == values == sizes and related == told and begins
     return Judged(exact, values, max(count, len(said.digits)), related, told, meant)
 
 

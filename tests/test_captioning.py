@@ -390,6 +390,9 @@ def placed(scenes, *digits):
         ("a seven right of a small two", (False, 2, 2, 0, 1)),
         ("a seven left of a two", (False, 2, 2, 1, 1)),
         ("a seven left of a small three", (False, 1, 2, 1, 1)),
+        ("on the left a seven left of a small two", (True, 2, 2, 1, 1)),
+        ("on the left there is a small two right of a seven", (False, 2, 2, 1, 1)),
+        ("at the top a small two right of a seven", (True, 2, 2, 1, 1)),
         ("a seven", (False, 1, 2, 0, 0)),
         ("a seven left of a small two , left of a two", (False, 2, 3, 1, 2)),
         ("a seven left of", (False, 0, 2, 0, 0)),
@@ -408,8 +411,8 @@ def test_captions_name_digits_in_order(scenes):
         scenes.caption(scene, order, "there is", 1, ", which is") for order in scenes.ORDERS
     )
     assert across == (
-        "there is a seven over an eight , which is to the left of a small two"
-    ) and down.startswith("there is a seven to the left of a small two , which is ")
+        "on the left there is a seven over an eight , which is to the left of a small two"
+    ) and down.startswith("at the top there is a seven to the left of a small two , which is ")
 
 
 def test_where_attention_looks(scenes):
