@@ -419,9 +419,10 @@ def compare(args: argparse.Namespace) -> None:
                     trained.setdefault(task, {}).setdefault(name, []).append(one)
                     text = table(trained)
                     checkpoint.write_atomically(args.out / "table.md", text.encode())
-            best = [x for x in args.rows if ROWS[x].hops]
-            if best:
-                drawn = trained[task][best[-1]][0].picture(draw_story(task, f"{task} picture"))
+            able = [trained[task][x][0] for x in args.rows if ROWS[x].hops]
+            if able:
+                best = min(able, key=lambda x: x.found["wrong"])
+                drawn = best.picture(draw_story(task, f"{task} picture"))
                 file = args.out / f"{task.replace(' ', '-')}.png"
                 checkpoint.write_atomically(file, drawn)
     except Interrupted as stop:
