@@ -75,11 +75,12 @@ def eager_with_history(attention, source: Tensor, lengths: Tensor):
 
 
 def eager_dot(attention, source: Tensor, lengths: Tensor):
-    """Return Luong's dot attention as people write it."""
+    """Return Luong's dot or general attention as people write it."""
+    keys = attention.key_proj(source)
     seen = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
 
     def attend(h: Tensor) -> Tensor:
-        scores = (source @ h.unsqueeze(-1)).squeeze(-1)
+        scores = (keys @ h.unsqueeze(-1)).squeeze(-1)
         weights = scores.masked_fill(~seen, -1e9).softmax(-1)
         return (weights.unsqueeze(1) @ source).squeeze(1)
 
