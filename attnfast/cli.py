@@ -297,7 +297,7 @@ def _whole(text: str) -> int:
 
 
 def _parser() -> Parser:
-    from attnfast.models import ATTENTIONS, Config
+    from attnfast.models import ATTENTIONS, ENCODERS, Config
     from attnfast.training import Options
 
     formatter = argparse.ArgumentDefaultsHelpFormatter
@@ -334,6 +334,7 @@ def _parser() -> Parser:
     sub.add_argument("--height", type=float, help="of that Gaussian as a bump")
     sub.add_argument("--stride", type=_whole, default=Config.stride, help="of strided attention")
     sub.add_argument("--fixed-stride", action="store_true", help="count from the first key on")
+    sub.add_argument("--encoder", choices=ENCODERS, default=Config.encoder, help="of the source")
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
     sub.add_argument("--vocab-size", type=_whole, default=4000, help="of both languages together")

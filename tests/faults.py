@@ -207,6 +207,21 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("examples/reading.py", "tests/test_reading.py -k answers"): [
         ("at[0] + before * len(other)", "at[0]"),
     ],
+    ("attnfast/nn/positions.py", "tests/test_positions.py"): [
+        ("stack([angle.sin(), angle.cos()], -1)", "stack([angle.cos(), angle.sin()], -1)"),
+        ("self.weight[first : first + x.shape[1]]", "self.weight[: x.shape[1]]"),
+        ("(keys - (first + rows).unsqueeze(-1))", "((first + rows).unsqueeze(-1) - keys)"),
+        ("first + x.shape[1] > longest", "x.shape[1] > longest"),
+    ],
+    ("attnfast/nn/transformer.py", "tests/test_positions.py"): [
+        ("self.norms[0](states), lengths=lengths", "states, lengths=lengths"),
+        ("states = states + self.dropout(found)", "states = self.dropout(found)"),
+        ("lengths=lengths, need_weights", "need_weights"),
+    ],
+    ("attnfast/models/transformer.py", "tests/test_positions.py -k translator"): [
+        (" * exists.unsqueeze(-1)", ""),
+        ("heads = [Span()] * 4 if heads is None else heads", "heads = [Span()] * 4"),
+    ],
     ("attnfast/nn/history.py", "tests/test_history.py"): [
         ("result.loss if history.loss is None else history.loss + result.loss", "result.loss"),
         ("first[:, :1] = 1", "first[:, -1:] = 1"),

@@ -193,7 +193,7 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
             {"vocab_size": V, "attention": "local", "input_feeding": True, "cell": "gru",
              "embed_dim": A, "hidden_dim": A, "layers": 1, "dropout": 0.1, "copying": True,
              "window": 2, "sigma": 1.0, "height": 2.0, "stride": 2, "fixed_stride": False,
-             "self_attention": True},
+             "self_attention": True, "encoder": "rnn"},
         ),
         "build": (models.build, {"config": models.Config(V, embed_dim=A, hidden_dim=A)}),
         "Encoder, made": (

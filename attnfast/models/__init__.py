@@ -1,7 +1,8 @@
 """Reference sequence-to-sequence models: written once, the attention passed in.
 
 ``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
-:class:`Encoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and :class:`Seq2Seq`;
+:class:`Encoder`, :class:`TransformerEncoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and
+:class:`Seq2Seq`;
 :func:`greedy_search` and :func:`beam_search` decode with it. :class:`Classifier` reads a
 sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, reads a recording;
 :class:`CTCPrefixScorer` lets the search ask its CTC head too. :class:`ShowAttendTell`, of a
@@ -11,7 +12,7 @@ story, and :class:`BiDAF` finds where in a text an answer stands.
 
 from attnfast.models.captioning import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
 from attnfast.models.classifier import POOLINGS, Classifier
-from attnfast.models.config import ATTENTIONS, Config, build
+from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.memory import Answer, MemoryNetwork, position_encoding
 from attnfast.models.reading import BiDAF, Located, best_spans
@@ -24,10 +25,12 @@ from attnfast.models.speech import (
     PyramidEncoder,
     Spelled,
 )
+from attnfast.models.transformer import TransformerEncoder
 
 __all__ = [
     "ATTENTIONS",
     "BOS",
+    "ENCODERS",
     "EOS",
     "PAD",
     "POOLINGS",
@@ -55,6 +58,7 @@ __all__ = [
     "Source",
     "Spelled",
     "Told",
+    "TransformerEncoder",
     "beam_search",
     "best_spans",
     "build",

@@ -50,7 +50,7 @@ class Classifier(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        if not isinstance(encoder, nn.Module) or not hasattr(encoder, "rnn"):
+        if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
             refuse_type("encoder", "a module, as encoders of this package", describe(encoder))
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, classes=classes)
         check_word("pooling", pooling, POOLINGS)
@@ -58,7 +58,7 @@ class Classifier(nn.Module):
         self.encoder, self.pooling = encoder, pooling
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
         self.dropout = nn.Dropout(dropout)
-        features = 2 * encoder.rnn.hidden_size
+        features = encoder.output_dim
         self.output = nn.Linear(features, classes)
         if pooling == "attention":
             self.attention = BahdanauAttention(features, features, features, backend=backend)

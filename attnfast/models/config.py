@@ -17,6 +17,7 @@ from attnfast.errors import (
 )
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.seq2seq import Encoder, Seq2Seq, check_share
+from attnfast.models.transformer import TransformerEncoder
 from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,
@@ -38,6 +39,7 @@ HISTORIES = {
     "location": LocationAwareAttention,
     "forward": ForwardAttention,
 }
+ENCODERS = ("rnn", "transformer")
 SPANS = ("local", "predictive", "strided", "monotonic")
 ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SPANS)
 
@@ -59,9 +61,10 @@ class Config:
         stride: strided attention sees every stride-th key, from a word's own on, or with
             ``fixed_stride`` from the first.
         self_attention: let the encoder's states attend to each other with four heads, two within
-            the window and two with the stride.
+            the window and two with the stride; the heads of a transformer are then these.
         input_feeding: of the Luong decoder.
-        cell: ``"gru"`` or ``"lstm"``.
+        encoder: ``"rnn"``, or ``"transformer"`` with four heads in each layer.
+        cell: ``"gru"`` or ``"lstm"``, of the RNNs.
         embed_dim: E, features of a word.
         hidden_dim: H, features of each encoder direction and of the attention; the decoder's
             states have 2H.
@@ -86,11 +89,13 @@ class Config:
     sigma: float | None = None
     height: float | None = None
     self_attention: bool = False
+    encoder: str = "rnn"
 
     def __post_init__(self):
         try:
             check_word("attention", self.attention, ATTENTIONS)
             check_word("cell", self.cell, CELLS)
+            check_word("encoder", self.encoder, ENCODERS)
             for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
                 check_whole(name, getattr(self, name))
             if self.hidden_dim >= 2**30:  # an encoder has two of them side by side
@@ -156,12 +161,19 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
                 state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
             )
         decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding)
-    sparse = None
-    if config.self_attention:
-        heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
-        sparse = SparseSelfAttention(key_dim, heads, backend=backend)
-    encoder = Encoder(
-        config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse
-    )
+    encoder: Encoder | TransformerEncoder
+    heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
+    if config.encoder == "transformer":
+        encoder = TransformerEncoder(
+            config.embed_dim, config.hidden_dim, heads if config.self_attention else None,
+            config.layers, config.dropout, backend,
+        )  # fmt: skip
+    else:
+        sparse = None
+        if config.self_attention:
+            sparse = SparseSelfAttention(key_dim, heads, backend=backend)
+        encoder = Encoder(
+            config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse
+        )
     pointer = PointerGenerator(config.embed_dim, backend=backend) if config.copying else None
     return Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,11 @@ class Encoder(nn.Module):
             dropout=dropout if layers > 1 else 0.0,
         )
 
+    @property
+    def output_dim(self) -> int:
+        """Features 2H of the states."""
+        return 2 * self.rnn.hidden_size
+
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
         check_tensor("embedded", embedded)
@@ -150,7 +155,8 @@ class Seq2Seq(nn.Module):
     """Encoder, decoder, and one embedding for source words, target words and the output layer.
 
     Args:
-        encoder: words ``[B, Tk, E]`` and lengths to states ``[B, Tk, 2H]``.
+        encoder: words ``[B, Tk, E]`` and lengths to states ``[B, Tk, 2H]``, an :class:`Encoder` or
+            :class:`TransformerEncoder`.
         decoder: :class:`BahdanauDecoder` or :class:`LuongDecoder`; its outputs are ``[B, T, E]``.
         vocab_size, embed_dim: V and E.
         dropout: on words, on encoder states and on decoder outputs.
@@ -162,7 +168,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Any,
         decoder: BahdanauDecoder | LuongDecoder,
         vocab_size: int,
         embed_dim: int,
@@ -172,8 +178,8 @@ class Seq2Seq(nn.Module):
         super().__init__()
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim)
         check_share("dropout", dropout)
-        for name, module in (("encoder", encoder), ("decoder", decoder)):
-            if not isinstance(module, nn.Module) or not hasattr(module, "rnn"):
+        for name, module, has in (("encoder", encoder, "output_dim"), ("decoder", decoder, "rnn")):
+            if not isinstance(module, nn.Module) or not hasattr(module, has):
                 refuse_type(name, f"a module, as {name}s of this package", describe(module))
         if not isinstance(pointer, (nn.Module, type(None))):
             refuse_type("pointer", "a module or None", describe(pointer))
@@ -184,7 +190,7 @@ class Seq2Seq(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.pointer = pointer
         hidden_dim = decoder.rnn.hidden_size
-        self.bridge = nn.Linear(encoder.rnn.hidden_size * 2, hidden_dim)
+        self.bridge = nn.Linear(encoder.output_dim, hidden_dim)
         nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)
         with torch.no_grad():
             self.embedding.weight[PAD] = 0

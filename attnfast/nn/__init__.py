@@ -16,6 +16,9 @@ history too, of how far the rows have come.
 attention; :class:`MultiHopAttention` asks a memory several times,
 and :class:`BidirectionalAttention` lets a text and a question attend to each other.
 
+Self-attention does not know where a state stands: :class:`SinusoidalPositions`,
+:class:`LearnedPositions` and :class:`RelativePositions` tell it.
+
 Recurrent layers that attend (:class:`AttentionGRU` and those beside it) take an attention and run
 over a whole target in one call::
 
@@ -39,6 +42,7 @@ from attnfast.nn.history import (
 )
 from attnfast.nn.hops import MultiHopAttention, TopKAttention
 from attnfast.nn.pointer import PointerNetwork
+from attnfast.nn.positions import LearnedPositions, RelativePositions, SinusoidalPositions
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
 from attnfast.nn.selection import Drawn, GatedAttention, HardAttention
 from attnfast.nn.sparse import (
@@ -48,6 +52,7 @@ from attnfast.nn.sparse import (
     SparseSelfAttention,
     StridedAttention,
 )
+from attnfast.nn.transformer import TransformerEncoderLayer
 
 __all__ = [
     "AttentionGRU",
@@ -62,6 +67,7 @@ __all__ = [
     "HardAttention",
     "History",
     "HistoryAttention",
+    "LearnedPositions",
     "LocalAttention",
     "LocalPredictiveAttention",
     "LocationAwareAttention",
@@ -73,7 +79,10 @@ __all__ = [
     "PointerGenerator",
     "PointerNetwork",
     "RecurrentState",
+    "RelativePositions",
+    "SinusoidalPositions",
     "SparseSelfAttention",
     "StridedAttention",
     "TopKAttention",
+    "TransformerEncoderLayer",
 ]

@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from attnfast._torch import is_autocast_on
 from attnfast.decoding import Memory, attend, check_memory, prepare
-from attnfast.errors import check_flag, check_whole, check_word, refuse, shape_of
+from attnfast.errors import (
+    check_flag,
+    check_whole,
+    check_word,
+    describe,
+    refuse,
+    refuse_type,
+    shape_of,
+)
 from attnfast.nn.linear import project
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
 from attnfast.ops.span import check_form
@@ -168,6 +176,7 @@ class _Attention(nn.Module):
         memory: Memory,
         need_weights: bool | str = False,
         need_statistics: bool = False,
+        **terms: Any,
     ) -> AttentionResult:
         """Attend from decoder states to a prepared memory.
 
@@ -184,7 +193,7 @@ class _Attention(nn.Module):
         try:
             step = state.dim() == 2
             query = self.query_proj(state.unsqueeze(1) if step else state)
-            result = self._attend(query, memory, need_weights, need_statistics)
+            result = self._attend(query, memory, need_weights, need_statistics, **terms)
         except Exception:
             self._check_call(state, memory)
             raise
@@ -303,6 +312,7 @@ class MultiHeadAttention(_Attention):
         score: ``"dot"`` (scaled by the root of a head's features) or ``"additive"``.
         backend: as in :func:`attnfast.dot_attention`.
         value_dim: features of values that are apart from the keys; None for ``key_dim``.
+        positions: :class:`RelativePositions` of as many heads, added to the scores, or None.
 
     The weights are ``[B, H, Tq, Tk]``.
 
@@ -322,6 +332,7 @@ class MultiHeadAttention(_Attention):
         score: str = "dot",
         backend: str | None = None,
         value_dim: int | None = None,
+        positions: nn.Module | None = None,
     ):
         value_dim = key_dim if value_dim is None else value_dim
         check_word("score", score, ("dot", "additive"))
@@ -334,7 +345,9 @@ class MultiHeadAttention(_Attention):
         head_dim = attn_dim // num_heads
         weight_shape, scale = ((num_heads, head_dim), 1.0) if score == "additive" else (None, None)
         super().__init__(weight_shape, scale, backend)
-        self.num_heads = num_heads
+        if positions is not None and len(getattr(positions, "weight", ())) != num_heads:
+            refuse_type("positions", f"RelativePositions of {num_heads} heads", describe(positions))
+        self.num_heads, self.positions = num_heads, positions
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
         self.value_proj = nn.Linear(value_dim, attn_dim, bias=False)
@@ -351,6 +364,22 @@ class MultiHeadAttention(_Attention):
             for layer, x in ((self.key_proj, states), (self.value_proj, values))
         )
         return key, value
+
+    def forward(  # type: ignore[override]
+        self,
+        state: Tensor,
+        memory: Memory,
+        need_weights: bool | str = False,
+        need_statistics: bool = False,
+        first: int = 0,
+    ) -> AttentionResult:
+        """Do what the other modules do; ``first`` is the first state's position, for positions."""
+        terms: dict[str, Any] = {}
+        if self.positions is not None:
+            self._check_call(state, memory)
+            rows = state.shape[1] if state.dim() == 3 else 1
+            terms["bias"] = self.positions(rows, memory.key.shape[-2], first)
+        return super().forward(state, memory, need_weights, need_statistics, **terms)
 
     def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionResult:
         result = super()._attend(self._split(query), *arguments, **span)

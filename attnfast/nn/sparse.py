@@ -340,6 +340,7 @@ class SparseSelfAttention(MultiHeadAttention):
         heads: a :class:`attnfast.Span` for each head; their number divides ``dim``.
         score: ``"dot"`` or ``"additive"``.
         backend: as in :func:`attnfast.dot_attention`.
+        positions: :class:`RelativePositions` of as many heads, added to the scores, or None.
 
     Raises:
         ValueError: an unknown score, or heads that do not divide the features.
@@ -348,14 +349,19 @@ class SparseSelfAttention(MultiHeadAttention):
     """
 
     def __init__(
-        self, dim: int, heads: Sequence[Span], score: str = "dot", backend: str | None = None
+        self,
+        dim: int,
+        heads: Sequence[Span],
+        score: str = "dot",
+        backend: str | None = None,
+        positions: nn.Module | None = None,
     ):
         if isinstance(heads, Iterable) and not isinstance(heads, Tensor):
             heads = list(heads)
         if not isinstance(heads, list) or not all(isinstance(x, Span) for x in heads or [None]):
             refuse("heads", "a Span for each head, one or more", describe(heads))
         check_sizes(dim=dim)
-        super().__init__(dim, dim, dim, len(heads), score, backend)
+        super().__init__(dim, dim, dim, len(heads), score, backend, positions=positions)
         self.heads = heads
 
     def forward(  # type: ignore[override]
@@ -390,6 +396,8 @@ class SparseSelfAttention(MultiHeadAttention):
                 "need_weights": need_weights,
                 "backend": self.backend,
             }
+            if self.positions is not None:
+                terms["bias"] = self.positions(*states.shape[1:2] * 2)
             if self.weight is None:
                 result = dot_attention(query, key, value, **terms)
             else:

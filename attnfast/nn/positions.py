@@ -1,0 +1,97 @@
+"""Where in a sequence a state stands: what self-attention does not know by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnfast.errors import check_whole, describe, refuse
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_tensor
+
+
+def _check(x: Any, dim: int | None = None) -> None:
+    check_tensor("x", x)
+    if x.dim() != 3 or dim not in (None, x.shape[-1]):
+        refuse("x", f"[B, T, {dim or 'D'}]", describe(x))
+
+
+class SinusoidalPositions(nn.Module):
+    r"""Add sines and cosines of a position to a state, without parameters and of any length.
+
+    .. math:: p_{t,2i} = \sin\left(t / 10000^{2i/D}\right), \quad
+              p_{t,2i+1} = \cos\left(t / 10000^{2i/D}\right)
+
+    Paper: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762.
+    """
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """Return ``x [B, T, D]`` with the positions from ``first`` on added."""
+        _check(x)
+        check_whole("first", first, 0)
+        T, D = x.shape[1:]
+        t = torch.arange(first, first + T, device=x.device, dtype=torch.float64).unsqueeze(-1)
+        rate = torch.arange(0, D, 2, device=x.device, dtype=torch.float64) / max(D, 1)
+        angle = t * torch.exp(-math.log(10000.0) * rate)
+        both = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :D]
+        return x + both.to(x.dtype)
+
+
+class LearnedPositions(nn.Module):
+    r"""Add a learned vector for its position to a state, :math:`x_t + p_t`.
+
+    Args:
+        longest: how many positions there are.
+        dim: features of a state.
+
+    Paper: Gehring et al., "Convolutional Sequence to Sequence Learning", ICML 2017,
+    arXiv:1705.03122.
+    """
+
+    def __init__(self, longest: int, dim: int):
+        super().__init__()
+        check_sizes(longest=longest, dim=dim)
+        self.weight = nn.Parameter(torch.empty(longest, dim).normal_(std=0.02))
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """Return ``x [B, T, dim]`` with the positions from ``first`` on added."""
+        longest, dim = self.weight.shape
+        _check(x, dim)
+        check_whole("first", first, 0)
+        if first + x.shape[1] > longest:
+            refuse("x", f"of {longest} positions at most", first + x.shape[1])
+        return x + self.weight[first : first + x.shape[1]]
+
+
+class RelativePositions(nn.Module):
+    r"""A number for how far a key is from a row, of each head, to add to the scores.
+
+    .. math:: b_{htj} = w_{h,\, \mathrm{clip}(j - t,\, -k,\, k)}
+
+    The distances are Shaw's, clipped at k; he has a vector for each, whose product with the query
+    is added. The numbers are 0 at first.
+
+    Args:
+        num_heads: H.
+        farthest: k.
+
+    Papers: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
+    NAACL 2018, arXiv:1803.02155; as numbers, Raffel et al., JMLR 2020, arXiv:1910.10683.
+    """
+
+    def __init__(self, num_heads: int, farthest: int):
+        super().__init__()
+        check_sizes(num_heads=num_heads, farthest=farthest)
+        self.farthest = farthest
+        self.weight = nn.Parameter(torch.zeros(num_heads, 2 * farthest + 1))
+
+    def forward(self, Tq: int, Tk: int, first: int = 0) -> Tensor:
+        """Return what is added, ``[1, H, Tq, Tk]``, for rows from ``first`` on and keys from 0."""
+        for name, x in (("Tq", Tq), ("Tk", Tk), ("first", first)):
+            check_whole(name, x, 0)
+        rows, keys = (torch.arange(n, device=self.weight.device) for n in (Tq, Tk))
+        apart = (keys - (first + rows).unsqueeze(-1)).clamp(-self.farthest, self.farthest)
+        return self.weight[:, apart + self.farthest].unsqueeze(0)

@@ -1,0 +1,66 @@
+"""A layer of a transformer's encoder, around self-attention with or without spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnfast.errors import describe, refuse, refuse_type
+from attnfast.nn.attention import check_sizes
+from attnfast.nn.sparse import SparseSelfAttention
+from attnfast.ops.arguments import check_tensor, is_finite
+
+
+class TransformerEncoderLayer(nn.Module):
+    r"""Self-attention and a network for each state, both added to what they read.
+
+    .. math:: y = x + \mathrm{attend}(\mathrm{norm}(x)), \quad
+              z = y + W_2\, \mathrm{relu}(W_1\, \mathrm{norm}(y) + b_1) + b_2
+
+    The norms come first, as in most transformers since the first.
+
+    Args:
+        attention: a :class:`SparseSelfAttention`; its heads may see all, ``[Span()] * H``.
+        feedforward_dim: features between W_1 and W_2.
+        dropout: on what is added, in training.
+
+    Papers: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; Xiong et
+    al., "On Layer Normalization in the Transformer Architecture", ICML 2020, arXiv:2002.04745.
+    """
+
+    def __init__(self, attention: SparseSelfAttention, feedforward_dim: int, dropout: float = 0.0):
+        super().__init__()
+        if not isinstance(attention, SparseSelfAttention):
+            refuse_type("attention", "a SparseSelfAttention", type(attention).__name__)
+        check_sizes(feedforward_dim=feedforward_dim)
+        if not is_finite(dropout) or not 0 <= dropout < 1:
+            refuse("dropout", "a probability below 1", describe(dropout))
+        self.attention = attention
+        self.dim = attention.out_proj.out_features
+        self.norms = nn.ModuleList(nn.LayerNorm(self.dim) for _ in range(2))
+        self.feedforward = nn.Sequential(
+            nn.Linear(self.dim, feedforward_dim), nn.ReLU(), nn.Linear(feedforward_dim, self.dim)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, states: Tensor, lengths: Tensor | None = None, need_weights: bool | str = False
+    ) -> tuple[Tensor, Any]:
+        """Return z, ``[B, T, dim]``, of ``states [B, T, dim]``, and the weights or None.
+
+        Args:
+            states: of each sequence ``lengths [B]`` exist; those beyond are seen by none.
+            need_weights: as in :class:`SparseSelfAttention`.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        check_tensor("states", states)
+        if states.dim() != 3 or states.shape[-1] != self.dim:
+            refuse("states", f"[B, T, {self.dim}]", list(states.shape))
+        found, weights = self.attention(
+            self.norms[0](states), lengths=lengths, need_weights=need_weights
+        )
+        states = states + self.dropout(found)
+        return states + self.dropout(self.feedforward(self.norms[1](states))), weights
