@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from attnfast.data import Tokenizer, load_tokenizer
-from attnfast.errors import InputError, reason
+from attnfast.errors import InputError, first_line, reason
 from attnfast.models import Config, Seq2Seq, build
 
 #: Of what is written.
@@ -169,9 +169,9 @@ def restore(
         model.load_state_dict(state["model"])
         kind, content = state["tokenizer"]["kind"], bytes(state["tokenizer"]["content"].tolist())
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        detail = next(iter(str(error).splitlines()), type(error).__name__)[:60]
         raise InputError(
-            f"{name}: expected a checkpoint of this version, got parts that do not fit: {detail}"
+            f"{name}: expected a checkpoint of this version, got parts that do not fit: "
+            f"{first_line(error)[:60]}"
         ) from error
     _refuse_numbers_that_are_not_finite(model, name)
     return config, model.eval(), load_tokenizer(kind, content)

@@ -85,6 +85,11 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or what kind it is."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(":")
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether this is what Python, or PyTorch on a CPU or a GPU, says where memory is short."""
     sizes = "out of memory|can't allocate memory|Storage size calculation overflowed"
@@ -103,8 +108,7 @@ def optional(name: str, purpose: str, extra: str = "translate") -> ModuleType:
         package = name.partition(".")[0]
         missing = (getattr(error, "name", None) or package).partition(".")[0]
         package, missing = (PACKAGES.get(x, x) for x in (package, missing))
-        detail = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"{purpose} needs the package {package} of the extra attnfast[{extra}], which cannot "
-            f"be imported ({detail[:60]}): pip install {missing}"
+            f"be imported ({first_line(error)[:60]}): pip install {missing}"
         ) from error

@@ -7,23 +7,27 @@ frequencies in hertz.
 from __future__ import annotations
 
 import io
+import lzma
 import tarfile
 import wave
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import InputError, check_whole, describe, reason, refuse
-from attnfast.models.seq2seq import check_lengths
+from attnfast.backends import HALF
+from attnfast.errors import InputError, check_whole, describe, first_line, reason, refuse
+from attnfast.models.seq2seq import check_lengths, check_numbers
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_tensor, is_finite
 
 #: Of an energy below it the logarithm is taken as if it were this.
 SMALLEST = 1e-10
+#: What a header may say of a recording whose length was not known when it was written, or more.
+STREAMED = 2**31 - 2**16
 
 
 def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
@@ -40,8 +44,11 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
     try:
         with wave.open(io.BytesIO(content)) as file:
             kind = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
+            size = file.getnframes() * file.getnchannels() * file.getsampwidth()
             frames = file.readframes(file.getnframes())
-    except (EOFError, wave.Error) as error:
+            if len(frames) < size < STREAMED or len(frames) % file.getsampwidth():
+                raise EOFError
+    except (EOFError, RuntimeError, wave.Error) as error:
         detail = str(error) or "it ends too early"
         raise InputError(f"{name}: expected a WAV file, got another: {detail}") from error
     if kind != (1, 16, rate):
@@ -53,31 +60,51 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
     return samples.float() / 2**15
 
 
+def _is_recording(name: str) -> bool:
+    """Whether a file's name is that of a recording; ``._x.wav`` is what macOS keeps beside one."""
+    return name.endswith((".wav", ".WAV")) and not name.startswith("._")
+
+
+def _contents(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Yield place, name and content of every WAV file that a file is or, as an archive, holds."""
+    try:
+        if _is_recording(path.name):
+            yield str(path), path.stem, path.read_bytes()
+        elif path.name.endswith(".tar.gz"):
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    inside = Path(member.name)
+                    if member.isfile() and _is_recording(inside.name):
+                        content = archive.extractfile(member).read()  # type: ignore[union-attr]
+                        yield f"{path}: {member.name}", inside.stem, content
+                while archive.fileobj.read(2**20):  # type: ignore[union-attr]
+                    pass  # at its end is the sum that tells whether it is whole
+    except (EOFError, OSError, ValueError, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"cannot read {path}: {reason(error)}") from error
+        detail = first_line(error)
+        raise InputError(f"{path}: expected an archive, got a broken one ({detail})") from error
+
+
 def read_recordings(folder: str | Path, rate: int) -> dict[str, Tensor]:
     """Return the samples of every WAV file of a folder, and of the archives ``*.tar.gz`` in it.
 
     Names are those of the files, without folder and ``.wav``, in alphabetical order.
 
     Raises:
-        InputError: as :func:`read_wav`; or the folder cannot be read, or has no recordings.
+        InputError: as :func:`read_wav`; or the folder or an archive cannot be read, it has no
+            recordings, or two of one name.
     """
-    folder, found = Path(folder), {}
+    folder, found, places = Path(folder), dict[str, Tensor](), dict[str, str]()
     try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix == ".wav":
-                found[path.stem] = read_wav(path.read_bytes(), rate, str(path))
-            elif path.name.endswith(".tar.gz"):
-                with tarfile.open(path) as archive:
-                    for member in archive:
-                        file = archive.extractfile(member)
-                        inside = Path(member.name)
-                        if file is not None and inside.suffix == ".wav":
-                            name = f"{path}: {inside.name}"
-                            found[inside.stem] = read_wav(file.read(), rate, name)
-    except (EOFError, tarfile.TarError, zlib.error) as error:
-        raise InputError(f"{path}: expected an archive, got a broken one ({error})") from error
+        paths = sorted(folder.iterdir())
     except OSError as error:
-        raise InputError(f"cannot read {error.filename or folder}: {reason(error)}") from error
+        raise InputError(f"cannot read {folder}: {reason(error)}") from error
+    for path in paths:
+        for place, name, content in _contents(path):
+            if name in found:
+                raise InputError(f"{place}: expected a name of its own, got that of {places[name]}")
+            found[name], places[name] = read_wav(content, rate, place), place
     if not found:
         raise InputError(f"{folder}: expected recordings, *.wav or in a *.tar.gz, got none")
     return dict(sorted(found.items()))
@@ -157,6 +184,12 @@ class LogMel(nn.Module):
         check_lengths(lengths, samples)
         if len(lengths) and int(lengths.min()) < self.samples:
             refuse("lengths", f"at least {self.samples}, a window", int(lengths.min()))
+        if self.filters.dtype in HALF:
+            refuse("the module's dtype", "float32 or float64", self.filters.dtype)
+        counts = 1 + (lengths - self.samples) // self.hop
+        if not len(lengths):
+            frames = 1 + (samples.shape[1] - self.samples) // self.hop
+            return samples.new_zeros(0, frames, len(self.filters)), counts
         spare = self.fft - self.samples  # the window stands in the middle of F samples
         spectrum = torch.stft(
             nn.functional.pad(samples, (spare // 2, spare - spare // 2)), self.fft, self.hop,
@@ -164,7 +197,6 @@ class LogMel(nn.Module):
         )  # fmt: skip
         energy = spectrum.abs().square().transpose(1, 2)
         features = (energy @ self.filters.to(energy.dtype).T).clamp_min(SMALLEST).log()
-        counts = 1 + (lengths - self.samples) // self.hop
         return _cut(features, counts), counts
 
 
@@ -210,8 +242,11 @@ class Normalisation(nn.Module):
         if len(numbers) != len(recordings):
             refuse("speakers", f"{len(recordings)}, one a recording", len(numbers))
         for x, speaker in zip(recordings, numbers):
+            check_tensor("recordings", x)
             if x.dim() != 2 or x.shape[1] != M:
                 refuse("recordings", f"[T, {M}] each", describe(x))
+            if not x.isfinite().all():
+                refuse("recordings", "finite numbers", "NaN or infinity")
             check_whole("speakers", speaker, 0)
             if speaker >= S:
                 refuse("speakers", f"below {S}", speaker)
@@ -229,8 +264,9 @@ class Normalisation(nn.Module):
         check_tensor("features", features)
         if features.dim() != 3 or features.shape[-1] != self.mean.shape[-1]:
             refuse("features", f"[B, T, {self.mean.shape[-1]}]", describe(features))
-        check_lengths(lengths, features)
+        check_lengths(lengths, features, 0)
         number = torch.zeros_like(lengths) if speaker is None else speaker
+        check_numbers("speaker", number, len(lengths), 0, len(self.mean) - 1)
         number = number.to(self.mean.device)
         mean, deviation = self.mean[number].unsqueeze(1), self.deviation[number].unsqueeze(1)
         return _cut((features - mean) / deviation, lengths)
@@ -276,6 +312,7 @@ class SpecAugment(nn.Module):
         check_tensor("features", features)
         if features.dim() != 3:
             refuse("features", "[B, T, M]", describe(features))
+        check_lengths(lengths, features, 0)
         if not self.training:
             return features
         B, T, M = features.shape

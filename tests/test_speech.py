@@ -4,6 +4,8 @@ search against all paths."""
 import io
 import itertools
 import math
+import struct
+import tarfile
 import wave
 
 import pytest
@@ -77,6 +79,79 @@ def test_what_is_no_recording(content, said):
     assert "\n" not in str(error.value)
 
 
+def chunks(*parts, size=None):
+    """A WAV file of chunks, by name, content and a length that may be wrong."""
+    body = b"".join(name + struct.pack("<I", n) + content for name, content, n in parts)
+    form = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, RATE, 2 * RATE, 2, 16)
+    size = 12 + len(body) if size is None else size
+    return b"RIFF" + struct.pack("<I", size) + b"WAVE" + form + body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        wav(range(100))[:-1],
+        wav(range(100))[:-50],
+        chunks((b"LIST", b"abcd", 4000), (b"data", bytes(40), 40)),
+        chunks((b"data", bytes(41), 2**32 - 1), size=2**32 - 1),
+    ],
+    ids=["in a sample", "samples", "a chunk", "a stream"],
+)
+def test_recordings_that_end_too_early(content):
+    with pytest.raises(InputError, match=r"^x: expected a WAV file, got .*: it ends too early$"):
+        speech.read_wav(content, RATE, "x")
+
+
+@pytest.mark.parametrize("size", [2**32 - 1, 2**31 - 1, 2**31 - 2**12])
+def test_recordings_of_unknown_length(size):
+    content = chunks((b"LIST", b"abcd", 4), (b"data", bytes(40), size), size=2**32 - 1)
+    assert speech.read_wav(content, RATE).tolist() == [0] * 20
+
+
+def archive(path, members, mode="w:gz"):
+    with tarfile.open(path, mode) as file:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                member.size = len(content)
+                file.addfile(member, io.BytesIO(content))
+            else:
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                file.addfile(member)
+
+
+def test_recordings_of_an_archive(tmp_path):
+    """Files that are recordings by their names; no links, nor what macOS puts beside them."""
+    members = [("s/a.wav", wav([1])), ("s/._a.wav", b"of macOS"), ("b.WAV", wav([2]))]
+    members += [("l.wav", "l.wav"), ("README", "gone"), ("gone.wav", "nothing")]
+    archive(tmp_path / "x.tar.gz", members)
+    (tmp_path / "._c.wav").write_bytes(b"of macOS")
+    (tmp_path / "C.WAV").write_bytes(wav([3]))
+    found = speech.read_recordings(tmp_path, RATE)
+    assert {name: int(x * 2**15) for name, x in found.items()} == {"C": 3, "a": 1, "b": 2}
+    (tmp_path / "y.tar.gz").write_bytes((tmp_path / "x.tar.gz").read_bytes())
+    said = r"y\.tar\.gz: s/a\.wav: expected a name of its own, got that of .*x\.tar\.gz: s/a\.wav"
+    with pytest.raises(InputError, match=said):
+        speech.read_recordings(tmp_path, RATE)
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "bz2"])
+def test_damaged_archives(tmp_path, kind):
+    path = tmp_path / "x.tar.gz"
+    archive(path, [(f"{i}.wav", wav(range(900))) for i in range(3)], f"w:{kind}")
+    whole = path.read_bytes()
+    assert list(speech.read_recordings(tmp_path, RATE)) == ["0", "1", "2"]
+    middle, last = len(whole) // 2, len(whole) - 6
+    damaged = [whole[:middle], whole[:last], b"", whole[:20]]
+    for place in (middle, last):
+        damaged.append(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"x\.tar\.gz: expected an archive, got") as error:
+            speech.read_recordings(tmp_path, RATE)
+        assert "\n" not in str(error.value)
+
+
 def test_a_folder_without_recordings(tmp_path):
     with pytest.raises(InputError, match=r"expected recordings, .* got none"):
         speech.read_recordings(tmp_path, RATE)
@@ -143,6 +218,38 @@ def test_silence_and_padding():
 def test_samples_that_do_not_fit(samples, lengths, said):
     with pytest.raises(ValueError, match=said):
         speech.LogMel(RATE, 40)(samples, torch.tensor(lengths))
+
+
+def test_features_are_of_full_types():
+    with pytest.raises(ValueError, match=r"dtype must be float32 or float64, got torch\.bfloat16"):
+        speech.LogMel(RATE, 40).bfloat16()(torch.zeros(1, 400), torch.tensor([400]))
+
+
+def test_what_features_do_not_fit():
+    norm, augment, x = speech.Normalisation(4, 2), speech.SpecAugment(), torch.zeros(2, 5, 4)
+    lengths = torch.tensor([5, 0])
+    assert norm(x, lengths, torch.tensor([1, 0])).eq(0).all() and augment(x, lengths).eq(0).all()
+    for speaker, said in (
+        (torch.tensor([0, 2]), "speaker must be between 0 and 1, got 2"),
+        (torch.tensor([-1, 0]), "speaker must be between 0 and 1, got -1"),
+        (torch.tensor([0]), r"speaker must be int64 or int32 of shape \[2\]"),
+        (torch.zeros(2), r"speaker must be int64 or int32 of shape \[2\]"),
+        ([0, 0], r"speaker must be a torch\.Tensor, got list"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            norm(x, lengths, speaker)
+    for of, said in (
+        (torch.tensor([5]), r"lengths must be int64 or int32 of shape \[2\]"),
+        (torch.tensor([6, 5]), "lengths must be between 0 and 5, got 6"),
+        (torch.tensor([5, -1]), "lengths must be between 0 and 5, got -1"),
+    ):
+        for module in (norm, augment, augment.eval()):
+            with pytest.raises(ValueError, match=said):
+                module(x, of)
+    with pytest.raises(ValueError, match="recordings must be finite numbers, got NaN"):
+        norm.fit([torch.full((3, 4), math.nan)])
+    with pytest.raises(TypeError, match=r"recordings must be a torch\.Tensor, got list"):
+        norm.fit([[1.0, 2.0, 3.0, 4.0]])
 
 
 def test_more_triangles_than_frequencies():
@@ -372,6 +479,20 @@ def test_hybrid_loss(frames):
         hybrid_loss(spelled, words, 2)
 
 
+def test_no_recordings():
+    none = torch.zeros(0, dtype=torch.long)
+    frames, lengths = speech.LogMel(RATE, FEATURES)(torch.zeros(0, 900), none)
+    assert frames.shape == (0, 9, FEATURES) and lengths.shape == (0,)
+    joined, lengths = join_frames(frames, lengths)
+    assert joined.shape == (0, 5, 2 * FEATURES) and lengths.shape == (0,)
+
+
+def test_frames_that_exist_are_finite(frames):
+    frames[2, 13, 1] = math.inf
+    with pytest.raises(ValueError, match="frames must be finite numbers, got NaN or infinity"):
+        make().encode(frames, LENGTHS)
+
+
 @pytest.mark.parametrize(
     ("x", "lengths", "said"),
     [
@@ -441,6 +562,34 @@ def test_prefix_scores_by_all_paths(text):
         assert float(total[0] + gain[0, label]) == pytest.approx(wanted, abs=1e-5)
     wanted = float(text_probability(p, text).log())
     assert float(total[0] + gain[0, EOS]) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("mask", [-math.inf, -1e18, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("masked", [[(0, 4)], [(1, 0), (3, 0)], [(1, 4), (1, 5), (2, 0)], "all 5"])
+def test_prefix_scores_with_masks_by_all_paths(mask, masked):
+    """States that cannot say a label, or not a blank, beside one that says all."""
+    V, T = 6, 5
+    log_p = 2 * numbers(2, T, V, seed=3, dtype=torch.float64)
+    for t, label in [(t, 5) for t in range(T)] if masked == "all 5" else masked:
+        log_p[0, t, label] = mask
+    log_p = log_p.log_softmax(-1)
+    paths = list(itertools.product(range(V), repeat=T))
+    sums = log_p[:, torch.arange(T), torch.tensor(paths)].sum(-1)  # [2, paths]
+    texts = [collapsed(path) for path in paths]
+
+    def probability(text, prefix):
+        of = [(x[: len(text)] if prefix else x) == text for x in texts]
+        return sums[:, torch.tensor(of)].logsumexp(-1).tolist()
+
+    for text in ([], [4], [4, 4], [5, 4], [4, 5, 4]):
+        scorer, state = CTCPrefixScorer(), None
+        for word in [BOS, *text]:
+            gain, state = scorer.score(torch.full((2, 1), word), state, heard(log_p, [T, T]))
+        assert not gain.isnan().any()
+        for label in (4, 5):
+            wanted = probability([*text, label], True)
+            assert state.scores[:, label].tolist() == pytest.approx(wanted, rel=1e-9)
+        assert state.scores[:, EOS].tolist() == pytest.approx(probability(text, False), rel=1e-9)
 
 
 def test_prefix_scores_of_long_recordings():

@@ -40,17 +40,23 @@ def check_ids(name: str, words: object) -> None:
         refuse(name, "word ids [B, T], int64 or int32", describe(words))
 
 
-def check_lengths(lengths: object, of: Tensor) -> None:
-    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least 1."""
-    check_tensor("lengths", lengths)
-    assert isinstance(lengths, Tensor)
+def check_lengths(lengths: object, of: Tensor, least: int = 1) -> None:
+    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``."""
     B, Tk = of.shape[:2]
-    if lengths.dtype not in (torch.int64, torch.int32) or list(lengths.shape) != [B]:
-        refuse("lengths", f"int64 or int32 of shape [{B}]", describe(lengths))
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        for length in lengths.tolist():
-            if not 1 <= length <= Tk:
-                refuse("lengths", f"between 1 and {Tk}", length)
+    check_numbers("lengths", lengths, B, least, Tk)
+
+
+def check_numbers(name: str, x: object, count: int, least: int, most: int) -> None:
+    """Refuse what are not so many whole numbers ``[count]``, each in bounds, which are read on a
+    CPU alone."""
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    if x.dtype not in (torch.int64, torch.int32) or list(x.shape) != [count]:
+        refuse(name, f"int64 or int32 of shape [{count}]", describe(x))
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        for number in x.tolist():
+            if not least <= number <= most:
+                refuse(name, f"between {least} and {most}", number)
 
 
 class Encoder(nn.Module):

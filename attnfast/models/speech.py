@@ -8,15 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.errors import describe, refuse, refuse_type
+from attnfast.backends import BACKENDS
+from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.models.seq2seq import EOS, PAD, Encoder, check_ids, check_lengths, check_share
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
 from attnfast.ops.arguments import check_tensor
+from attnfast.ops.operators import accumulation_dtype
 
 #: CTC's blank: the id of padding, which is no label.
 BLANK = PAD
+#: Below it the logarithm of a product of probabilities has too few digits to divide by it.
+LEAST = -1e6
 
 
 def join_frames(frames: Tensor, lengths: Tensor, size: int = 2) -> tuple[Tensor, Tensor]:
@@ -26,7 +30,7 @@ def join_frames(frames: Tensor, lengths: Tensor, size: int = 2) -> tuple[Tensor,
     """
     B, T, features = frames.shape
     frames = F.pad(frames, (0, 0, 0, -T % size))
-    return frames.reshape(B, -1, size * features), (lengths + size - 1) // size
+    return frames.reshape(B, -(-T // size), size * features), (lengths + size - 1) // size
 
 
 class PyramidEncoder(nn.Module):
@@ -60,6 +64,8 @@ class PyramidEncoder(nn.Module):
         super().__init__()
         check_sizes(features=features, hidden_dim=hidden_dim, layers=layers, join=join)
         check_share("dropout", dropout)
+        if backend is not None:
+            check_word("backend", backend, BACKENDS)
         self.features, self.output_dim, self.join = features, 2 * hidden_dim, join
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
@@ -73,11 +79,11 @@ class PyramidEncoder(nn.Module):
         """Return states ``[B, ⌈T / 2ᴸ⌉, 2H]``, 0 in padding, and their lengths.
 
         Args:
-            frames: ``[B, T, features]``, at least 2ᴸ of them in the longest recording.
-            lengths: ``[B]``, each at least 1; frames beyond do not count.
+            frames: ``[B, T, features]``.
+            lengths: ``[B]``, each at least ``join ** layers``; frames beyond do not count.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
         check_tensor("frames", frames)
         if frames.dim() != 3 or frames.shape[-1] != self.features:
@@ -90,6 +96,8 @@ class PyramidEncoder(nn.Module):
         place = torch.arange(frames.shape[1], device=frames.device)
         exists = place < lengths.to(frames.device).unsqueeze(-1)
         states = frames.masked_fill(~exists.unsqueeze(-1), 0)  # the last group reads padding
+        if not torch.compiler.is_compiling() and not states.isfinite().all():
+            refuse("frames", "finite numbers", "NaN or infinity")
         for number, layer in enumerate(self.layers):
             states = self.dropout(states) if number else states
             states, lengths = join_frames(states, lengths, self.join)
@@ -100,7 +108,8 @@ class PyramidEncoder(nn.Module):
 class Heard(NamedTuple):
     """A recording that has been read: what the speller attends to, and what CTC makes of it.
 
-    ``frame_log_probs [B, Tk, V]``, of the label of each state; ``lengths [B]`` of the states.
+    ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half types;
+    ``lengths [B]`` of the states.
     """
 
     memory: Memory
@@ -198,7 +207,8 @@ class ListenAttendSpell(nn.Module):
         lengths = lengths.to(states.device)
         memory = self.speller.attention.prepare(states, lengths)
         backend = getattr(self.speller.attention, "backend", None)
-        labels = linear(states, self.ctc.weight, self.ctc.bias, backend).log_softmax(-1)
+        labels = linear(states, self.ctc.weight, self.ctc.bias, backend)
+        labels = labels.log_softmax(-1, dtype=accumulation_dtype(labels.dtype))
         zeros = states.new_zeros(1, len(states), self.speller.hidden_size)
         return Heard(memory, labels, lengths), RecurrentState(zeros, zeros)
 
@@ -290,6 +300,9 @@ class CTCPrefixScorer:
         Returns:
             :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, float32; and the state.
         """
+        if not hasattr(heard, "frame_log_probs"):
+            got = type(heard).__name__
+            refuse_type("heard", "of a model with frame_log_probs, as ListenAttendSpell's", got)
         log_p = heard.frame_log_probs.double()
         if state is None:
             blank = _summed(log_p[..., BLANK])
@@ -327,8 +340,17 @@ def _walked(entering: Tensor, log_p: Tensor) -> Tensor:
     """Return ln y of y_t = (y_{t−1} + a_{t−1}) p_t from y_0 = 0 on, ``[R, T + 1]``.
 
     ``entering [R, T + 1]`` is ln a, ``log_p [R, T]`` ln p. With P_t = Π_{s ≤ t} p_s it is
-    y_t = P_t Σ_{s < t} a_s / P_s.
+    y_t = P_t Σ_{s < t} a_s / P_s. Where P is too small to divide by, the sums of 1, 2, 4, … states
+    are put together.
     """
     product = _summed(log_p)
+    if not (product > LEAST).all():
+        y, product, size = entering[:, :-1] + log_p, log_p, 1
+        while size < log_p.shape[1]:
+            more = torch.logaddexp(y[:, size:], y[:, :-size] + product[:, size:])
+            y = torch.cat([y[:, :size], more], 1)
+            longer = product[:, size:] + product[:, :-size]
+            product, size = torch.cat([product[:, :size], longer], 1), 2 * size
+        return F.pad(y, (1, 0), value=-torch.inf)
     sums = (entering - product)[:, :-1].logcumsumexp(-1)
     return torch.cat([torch.full_like(sums[:, :1], -torch.inf), product[:, 1:] + sums], -1)
