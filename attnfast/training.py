@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from attnfast import checkpoint, diagnostics
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.errors import InputError
+from attnfast.errors import InputError, describe, refuse, sentence
 from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.losses import alignment_loss
 from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled
+from attnfast.models.seq2seq import check_ids, check_numbers
+from attnfast.ops.arguments import is_finite
+from attnfast.ops.operators import accumulation_dtype
 from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate
 
@@ -96,6 +99,11 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
     )
 
 
+def _check_share(name: str, x: object) -> None:
+    if not is_finite(x) or not 0 <= x <= 1:  # type: ignore[operator]
+        raise InputError(sentence(name, "a number from 0 to 1", describe(x)))
+
+
 def hybrid_loss(
     spelled: Spelled, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -104,28 +112,39 @@ def hybrid_loss(
     .. math:: \frac{1}{N} \sum_b -(1 - \lambda) \ln P(y_b \,\mathrm{end}) -
               \lambda \ln P_\mathrm{ctc}(y_b)
 
-    The first part is :func:`sequence_loss`, whose mean counts the ends too. A text that has more
-    labels than its recording has states counts 0 in the second.
+    The first part is :func:`sequence_loss`, whose mean counts the ends too. The second is of the
+    labels alone, the ids from 4 on, in float32 at least. A text that has more labels than its
+    recording has states, or as many but repeats that need blanks between them, counts 0 in it.
 
     Args:
         spelled: what :class:`attnfast.models.ListenAttendSpell` returns.
-        target_out: ``[B, T]``, labels and the end.
+        target_out: ``[B, T]``, labels and the end, int64 or int32.
         ctc_weight: λ, from 0 to 1.
         label_smoothing: of the speller's loss.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+
     Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
     """
-    if not 0 <= ctc_weight <= 1:
-        raise InputError(f"ctc_weight must be a number from 0 to 1, got {ctc_weight}")
+    _check_share("ctc_weight", ctc_weight)
+    check_ids("target_out", target_out)
+    *shape, V = spelled.logits.shape
+    if list(target_out.shape) != shape:
+        refuse("target_out", f"word ids {shape}, as the logits", describe(target_out))
+    check_numbers("target_out", target_out.flatten(), target_out.numel(), 0, V - 1)
+    target_out = target_out.long()
     loss = spelled.logits.new_zeros(())
     if ctc_weight < 1:
         own = sequence_loss(spelled.logits, target_out, label_smoothing)
         loss = loss + (1 - ctc_weight) * own
     if ctc_weight:
         counts = (target_out > EOS).sum(-1)
+        first = (target_out <= EOS).int().sort(stable=True).indices  # labels before all else
+        log_probs = spelled.frame_log_probs.transpose(0, 1)
         paths = nn.functional.ctc_loss(
-            spelled.frame_log_probs.transpose(0, 1), target_out, spelled.lengths, counts,
-            blank=PAD, reduction="sum", zero_infinity=True,
+            log_probs.to(accumulation_dtype(log_probs.dtype)), target_out.gather(1, first),
+            spelled.lengths, counts, blank=PAD, reduction="sum", zero_infinity=True,
         )  # fmt: skip
         loss = loss + ctc_weight * paths / counts.sum().clamp_min(1)
     return loss
@@ -150,8 +169,7 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
     student workshop, arXiv:1906.07651.
     """
-    if not 0 <= share <= 1:
-        raise InputError(f"share must be a number from 0 to 1, got {share}")
+    _check_share("share", share)
     if not share or target_in.shape[1] < 2:
         return target_in
     before = logits.detach()[:, :-1].float()

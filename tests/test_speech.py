@@ -18,12 +18,14 @@ from attnfast.errors import InputError
 from attnfast.models import (
     BOS,
     EOS,
+    Config,
     CTCPrefixScorer,
     FixedContext,
     Heard,
     ListenAttendSpell,
     PyramidEncoder,
     beam_search,
+    build,
     greedy_search,
 )
 from attnfast.models.speech import BLANK, join_frames
@@ -458,6 +460,8 @@ def test_scheduled_sampling():
         torch.testing.assert_close(found, chances, atol=0.03, rtol=0)
     with pytest.raises(InputError, match="share must be a number from 0 to 1, got 2"):
         scheduled_sampling(words, logits, 2)
+    with pytest.raises(InputError, match="share must be a number from 0 to 1, got 'a'"):
+        scheduled_sampling(words, logits, "a")
 
 
 def test_hybrid_loss(frames):
@@ -475,8 +479,58 @@ def test_hybrid_loss(frames):
         torch.testing.assert_close(hybrid_loss(spelled, words, weight, 0.1), wanted.float())
     long = torch.tensor([[4] * 9 + [EOS]] * 3)  # more letters than states
     assert hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0).detach() == 0
-    with pytest.raises(InputError, match="ctc_weight must be a number from 0 to 1, got 2"):
-        hybrid_loss(spelled, words, 2)
+    for weight, got in ((2, "2"), ("a", "'a'"), (math.nan, "nan")):
+        with pytest.raises(InputError, match=f"ctc_weight must be .* from 0 to 1, got {got}"):
+            hybrid_loss(spelled, words, weight)
+
+
+def test_hybrid_loss_of_labels_alone(frames):
+    """Other ids and padding between labels are none of CTC's; nor does int32 change it."""
+    spelled = make()(frames, LENGTHS, torch.full((3, 6), BOS))
+    words = torch.tensor([[4, 5, 6, EOS, 0, 0]] * 3)
+    wanted = hybrid_loss(spelled, words, 1.0)
+    for row in ([4, 0, 5, 1, 6, EOS], [2, 4, 5, EOS, 6, 0]):
+        assert hybrid_loss(spelled, torch.tensor([row] * 3), 1.0) == wanted
+    assert hybrid_loss(spelled, words.int(), 0.3) == hybrid_loss(spelled, words, 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hybrid_loss_of_half_types(frames, dtype):
+    """CTC's part is taken in float32, and so are the logarithms that it is of."""
+    model, words = make().to(dtype), torch.tensor([[4, 5, EOS]] * 3)
+    spelled = model(frames.to(dtype), LENGTHS, torch.tensor([[BOS, 4, 5]] * 3))
+    assert spelled.frame_log_probs.dtype == torch.float32
+    half = spelled._replace(frame_log_probs=spelled.frame_log_probs.to(dtype))
+    wide = half._replace(frame_log_probs=half.frame_log_probs.float())
+    assert hybrid_loss(half, words, 1.0) == hybrid_loss(wide, words, 1.0)
+    assert hybrid_loss(half, words, 0.3).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (torch.full((3, 2), VOCAB), f"target_out must be between 0 and {VOCAB - 1}, got {VOCAB}"),
+        (torch.full((3, 2), -1), f"target_out must be between 0 and {VOCAB - 1}, got -1"),
+        (
+            torch.full((3, 4), 4),
+            r"target_out must be word ids \[3, 2\], as the logits, got",
+        ),
+        (
+            torch.full((2, 2), 4),
+            r"target_out must be word ids \[3, 2\], as the logits, got",
+        ),
+        (torch.zeros(3, 2), r"target_out must be word ids \[B, T\], int64 or int32, got a Tensor"),
+    ],
+)
+def test_targets_that_do_not_fit(frames, words, said):
+    spelled = make()(frames, LENGTHS, torch.full((3, 2), BOS))
+    with pytest.raises(ValueError, match=said):
+        hybrid_loss(spelled, words)
+
+
+def test_a_backend_that_is_none():
+    with pytest.raises(ValueError, match=r"backend must be .*, got 'x'"):
+        PyramidEncoder(FEATURES, DIM, backend="x")
 
 
 def test_no_recordings():
@@ -691,12 +745,23 @@ def test_searches_of_a_batch_are_those_of_each_recording(frames, attention):
     [
         ({"scorer_weight": 1.5}, "scorer_weight must be a number from 0 to 1, got 1.5"),
         ({"length_bonus": math.nan}, "length_bonus must be a finite number, got nan"),
+        ({"length_bonus": 1e5}, "length_bonus must be between -64 and 64, got 100000.0"),
+        ({"length_penalty": -1e5}, "length_penalty must be between -64 and 64, got -100000.0"),
+        ({"length_penalty": 1e5}, "length_penalty must be between -64 and 64, got 100000.0"),
+        ({"scorer": CTCPrefixScorer}, r"scorer must be an object with score\(...\), or None, got"),
         ({"scorer": "ctc"}, r"scorer must be an object with score\(...\), or None, got 'ctc'"),
     ],
 )
 def test_options_of_a_search(frames, options, said):
     with pytest.raises((ValueError, TypeError), match=said):
         beam_search(make(), frames, LENGTHS, **options)
+
+
+def test_a_scorer_of_speech_with_a_translator():
+    model = build(Config(12, embed_dim=4, hidden_dim=4)).eval()
+    said = "heard must be of a model with frame_log_probs, as ListenAttendSpell's, got Source"
+    with pytest.raises(TypeError, match=said):
+        beam_search(model, torch.tensor([[4, 5]]), torch.tensor([2]), scorer=CTCPrefixScorer())
 
 
 def test_numbers_that_are_not(frames):

@@ -19,6 +19,9 @@ from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST
 from attnfast.ops.search import SEARCH, Search
 
+#: No more is asked of lengths: a power of more would not fit in a number.
+MOST = 64
+
 
 def output_limit(lengths: Tensor) -> Tensor:
     """Return how many words, the end included, a translation of ``lengths [B]`` words may have."""
@@ -217,9 +220,13 @@ def beam_search(
     for name, x in (("length_penalty", length_penalty), ("length_bonus", length_bonus)):
         if not is_finite(x):
             refuse(name, "a finite number", describe(x))
+        if abs(x) > MOST:
+            refuse(name, f"between -{MOST} and {MOST}", describe(x))
     if not is_finite(scorer_weight) or not 0 <= scorer_weight <= 1:
         refuse("scorer_weight", "a number from 0 to 1", describe(scorer_weight))
-    if scorer is not None and not callable(getattr(scorer, "score", None)):
+    if scorer is not None and (
+        isinstance(scorer, type) or not callable(getattr(scorer, "score", None))
+    ):
         refuse_type("scorer", "an object with score(...), or None", describe(scorer))
     memory, state = model.encode(source, lengths)
     batch, device = source.shape[0], source.device
