@@ -41,7 +41,7 @@ from scenes import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import Trial, spread
+from trials import Once, Trial, spread
 
 from attnfast import checkpoint
 from attnfast.cli import Parser, run
@@ -439,7 +439,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/captioning"), help="folder of results"
     )
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
     parser.add_argument("--steps", type=int, default=2400, help="of each training")
     parser.add_argument("--batch-size", type=int, default=64, help="scenes in a step")

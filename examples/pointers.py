@@ -25,26 +25,25 @@ import itertools
 import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from trials import Once, Trial, spread
 
 from attnfast import checkpoint
 from attnfast.cli import Parser, run
 from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted, stop_on_signal
+from attnfast.interrupts import Interrupted
 from attnfast.losses import pointer_loss
 from attnfast.nn import Memory, PointerNetwork
 from attnfast.plots import draw_pointing
-from attnfast.progress import Progress, say
+from attnfast.progress import say
 from attnfast.training import Options
 
 LEARNT, TESTED = range(5, 11), (5, 7, 10, 15, 20)
-SAVE_EVERY = 60.0  # seconds
 
 
 # ---- tasks --------------------------------------------------------------------------------------
@@ -170,68 +169,32 @@ ROWS = {
 }  # fmt: skip
 
 
-class Training:
+class Training(Trial):
     """One model in training, or trained: a step's sets depend on the seed and its number."""
 
     def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
-        self.title, self.seed, self.args = f"{task}, {name}, seed {seed}", seed, args
+        self.seed, self.args = seed, args
         self.task, self.row = TASKS[task], ROWS[name]
-        self.steps = args.steps or self.task.steps
-        self.options = Options(
-            batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed
-        )
-        stem = f"{task}-{name}".replace(", ", "-").replace(" ", "-")
-        self.path = args.out / f"{stem}-{seed}.pt"
         torch.manual_seed(seed)
         self.model = self.row.build(self.task.features, args.dim)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=1e-4, fused=True)
-        self.step, self.found = 0, dict[str, Any]()
+        steps = args.steps or self.task.steps
         sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
-        self.like = {"steps": self.steps, **sizes}
-        if not self.path.exists():
-            return
-        kept = checkpoint.load(self.path)
-        if kept.get("like") != self.like:
-            raise InputError(f"{self.path}: expected {self.like}, got {kept.get('like')}")
-        self.model.load_state_dict(kept["model"])
-        self.optimizer.load_state_dict(kept["optimizer"])
-        self.step, self.found = kept["step"], kept["found"]
+        stem = f"{task}-{name}".replace(", ", "-").replace(" ", "-")
+        super().__init__(
+            f"{task}, {name}, seed {seed}",
+            args.out / f"{stem}-{seed}.pt",
+            {"steps": steps, **sizes},
+            {"model": self.model},
+            steps,
+            Options(batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed),
+        )
 
-    def save(self) -> None:
-        parts = {x: getattr(self, x).state_dict() for x in ("model", "optimizer")}
-        rest = {x: getattr(self, x) for x in ("like", "step", "found")}
-        checkpoint.write(self.path, {"format": checkpoint.FORMAT, **parts, **rest})
-
-    def loss(self) -> Tensor:
+    def loss(self, step: int) -> Tensor:
         """Return the loss of a step's sets, all of as many items."""
-        n = random.Random(f"{self.seed} {self.step}").choice(LEARNT)
-        items, answers = self.task.draw(self.args.batch_size, n, f"{self.seed} {self.step}")
+        n = random.Random(f"{self.seed} {step}").choice(LEARNT)
+        items, answers = self.task.draw(self.args.batch_size, n, f"{self.seed} {step}")
         log_probs = self.model(items, torch.full((len(items),), n), answers)
         return pointer_loss(log_probs, answers)
-
-    def learn(self) -> None:
-        """Train until the last step, from the step that was reached."""
-        saved = time.monotonic()
-        with stop_on_signal() as check, Progress(self.title, self.steps, "step", self.step) as bar:
-            while self.step < self.steps:
-                try:
-                    check()
-                except Interrupted:
-                    self.save()
-                    raise
-                self.optimizer.param_groups[0]["lr"] = self.options.rate(self.step, self.steps)
-                self.optimizer.zero_grad(set_to_none=True)
-                loss = self.loss()
-                if not loss.isfinite():
-                    raise InputError(f"the loss of step {self.step + 1} must be finite, got {loss}")
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-                self.optimizer.step()
-                self.step += 1
-                bar(1, f"loss {loss.item():.3f}")
-                if time.monotonic() - saved >= SAVE_EVERY:
-                    self.save()
-                    saved = time.monotonic()
 
     def test(self) -> None:
         """Judge answers to the sets of each n that models are compared on."""
@@ -264,12 +227,6 @@ class Training:
 # ---- the tables ---------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return the mean over seeds, and the least and the most where there are several."""
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.1f}–{max(values):.1f})"
-
-
 def table(trained: dict[str, dict[str, list[Training]]]) -> str:
     """Return a table of each task, of all models that are trained."""
     texts = []
@@ -284,7 +241,7 @@ def table(trained: dict[str, dict[str, list[Training]]]) -> str:
             for name, models in rows.items():
                 keys = [f"{measure} {n}" for n in TESTED]
                 cells = [
-                    spread([x.found[key] for x in models]) if key in models[0].found else "–"
+                    spread([x.found[key] for x in models], ".1f") if key in models[0].found else "–"
                     for key in keys
                 ]
                 lines.append(f"| {measure} | {len(models)} | {name} | {' | '.join(cells)} |")
@@ -322,8 +279,12 @@ def compare(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/pointers"), help="folder of results")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, action=Once, default=list(TASKS), help="tasks"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
     parser.add_argument("--steps", type=int, default=0, help="of each training; 0: as the task has")
     parser.add_argument("--batch-size", type=int, default=64, help="sets in a step")

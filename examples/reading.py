@@ -24,6 +24,7 @@ import argparse
 import random
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from e2e import read
 from torch import Tensor
-from trials import Trial, spread
+from trials import Once, Trial, spread
 
 from attnfast import checkpoint
 from attnfast.cli import Parser, run
@@ -107,6 +108,10 @@ class Batch(NamedTuple):
     question: Tensor
     question_lengths: Tensor
     spans: Tensor
+
+
+def fingerprint(asked: Sequence[Asked]) -> int:
+    return zlib.crc32(repr(asked).encode())
 
 
 class Questions:
@@ -185,7 +190,7 @@ class Training(Trial):
         super().__init__(
             f"{name}, seed {seed}",
             args.out / f"{name.replace(' ', '-')}-{seed}.pt",
-            {"row": self.row._asdict(), "questions": len(questions.train), **sizes},
+            {"row": self.row._asdict(), "questions": fingerprint(questions.train), **sizes},
             {"model": self.model},
             args.steps,
             Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
@@ -201,7 +206,7 @@ class Training(Trial):
     @torch.no_grad()
     def test(self) -> None:
         """Compare answers with the true ones, word for word."""
-        asked = {"test": len(self.questions.test)}
+        asked = {"test": len(self.questions.test), "questions": fingerprint(self.questions.test)}
         if self.found.get("asked") == asked:
             return
         self.train(False)
@@ -291,7 +296,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of the two files")
     parser.add_argument("--out", type=Path, default=Path("runs/reading"), help="folder of results")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
     parser.add_argument("--steps", type=int, default=600, help="of each training")
     parser.add_argument("--batch-size", type=int, default=64, help="questions in a step")

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import Trial, spread
+from trials import Once, Trial, spread
 
 from attnfast import checkpoint
 from attnfast.cli import Parser, run
@@ -434,8 +434,12 @@ def compare(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/stories"), help="folder of results")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, action=Once, default=list(TASKS), help="tasks"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
     parser.add_argument("--steps", type=int, default=2000, help="of each training")
     parser.add_argument("--batch-size", type=int, default=64, help="stories in a step")

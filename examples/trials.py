@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,12 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from attnfast import checkpoint
-from attnfast.errors import InputError
+from attnfast.errors import InputError, describe, first_line
 from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.progress import Progress
 from attnfast.training import Options
 
 SAVE_EVERY = 60.0  # seconds
+
+
+class Once(argparse.Action):
+    """Take each of several values once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, list(dict.fromkeys(values)))
 
 
 class Trial:
@@ -53,12 +61,24 @@ class Trial:
         if not path.exists():
             return
         kept = checkpoint.load(path)
-        if kept.get("like") != like:
-            raise InputError(f"{path}: expected {like}, got {kept.get('like')}")
-        for name, part in self.kept.items():
-            part.load_state_dict(kept[name])
-        self.step, self.found = kept["step"], kept["found"]
-        torch.set_rng_state(kept["random"])
+        try:
+            began = dict(kept["like"])
+            differ = [x for x in like | began if like.get(x) != began.get(x)]
+            if not differ:
+                for name, part in self.kept.items():
+                    part.load_state_dict(kept[name])
+                self.step, self.found = int(kept["step"]), dict(kept["found"])
+                torch.set_rng_state(kept["random"])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            detail = first_line(error)[:60]
+            raise InputError(f"{path}: expected what this example keeps, got: {detail}") from error
+        if differ:
+            wanted, got = (
+                ", ".join(f"{x} {describe(of.get(x))}" for x in differ) for of in (like, began)
+            )
+            raise InputError(
+                f"{path}: expected {wanted}, got {got}: another --out keeps both trainings"
+            )
 
     def save(self) -> None:
         parts = {name: part.state_dict() for name, part in self.kept.items()}
@@ -101,7 +121,7 @@ class Trial:
                 self.optimizer.step()
                 self.step += 1
                 progress(1, f"loss {loss.item():.3f}")
-                if time.monotonic() - saved >= SAVE_EVERY:
+                if self.step == self.steps or time.monotonic() - saved >= SAVE_EVERY:
                     self.save()
                     saved = time.monotonic()
 

@@ -207,6 +207,10 @@ def test_the_example_stops_and_goes_on(reading, folder, capsys, monkeypatch):
         for x in ("whole", "parts")
     )
     assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+    file = folder / "devset.csv"
+    file.write_text(file.read_text().replace("Thai", "Czech"))
+    status, _, said = call("whole", "both ways")
+    assert status == 2 and "expected questions " in said and said.count("\n") == 1
 
 
 def test_an_example_that_cannot_be(reading, folder, capsys):
