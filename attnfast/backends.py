@@ -140,7 +140,10 @@ class Backend:
         raise NotImplementedError
 
     def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
-        """Return what steps over the same keys keep of them, which no other backend looks into."""
+        """Return what steps over the same keys keep of them, which no other backend looks into.
+
+        Its last axis but one is that of the keys, each of which is prepared by itself.
+        """
         return None
 
     def pack(self, *parameters: Any) -> Tensor | None:

@@ -57,12 +57,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("and rows <= self.rows.shape[-2]", ""),
         ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
         ("with torch.inference_mode(False):  # or", "if True:  # or"),
-        ("min(rows, self._kept_of)", "self._kept_of"),
         ("if self._kept_for != (backend, score):", "if self._kept_for is None:"),
         ("start == 0 or self._kept is not None", "True"),
         ("= Room.like(old, 2 * rows)", "= Room.like(old, rows)"),
         ("return grad[..., : ctx.rows, :], new, None", "return None, new, None"),
-        (" or room.newest() is not x", ""),
+        ("            room.write(0, old)\n", ""),
     ],
     ("attnfast/decoding/memory.py", GROWING): [
         ("value=True)", "value=False)"),

@@ -72,6 +72,15 @@ def parts(request):
     return [args[x] for x in ("query", "key", "value", "weight")]
 
 
+def test_derivatives_of_the_reference(parts):
+    def contexts(*args):
+        return steps(*args, *([None] if parts[3] is None else []), backend="reference")[0]
+
+    few = [x[:1, :3, :2].detach().requires_grad_() for x in parts[:3]]
+    few += [] if parts[3] is None else [parts[3][:2].detach().requires_grad_()]
+    assert torch.autograd.gradgradcheck(contexts, few)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_old_memories_stay_as_they_were(parts, trains):
     query, key, value, weight = parts
@@ -110,7 +119,8 @@ def test_what_autograd_saved_is_not_touched(parts):
 def test_a_memory_changed_in_place(parts):
     _, key, value, weight = parts
     with torch.no_grad():
-        memory = start(key, value, weight, 2).append(key[:, 2], value[:, 2])
+        memory = start(key, value, weight, 2).append(key[:, 1], value[:, 1])
+        memory = memory.append(key[:, 2], value[:, 2])
         more = memory.append(key[:, 3], value[:, 3])
         memory.key.mul_(2)
         for use in (lambda: attend(key[:, :1], more), lambda: more.append(key[:, 4], value[:, 4])):
@@ -160,6 +170,22 @@ def test_an_older_memory_is_selected(backend):
             )
             want = whole(query, keys, values, weight, backend="reference")[0]
             torch.testing.assert_close(attend(query, got)[0], want)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_nothing_is_appended(parts, trains):
+    query, key, value, weight = parts
+    with torch.set_grad_enabled(trains):
+        memory = start(key, value, weight, 4)
+        for _ in range(3):
+            memory = memory.append(key[:, :0], value[:, :0])
+            torch.testing.assert_close(memory.key, key[:, :4])
+        got = attend(query[:, :1], memory)[0]
+        want = whole(query[:, :1], key[:, :4], value[:, :4], weight)[0]
+    same([got], [want])
+    if trains:
+        leaves = [x for x in parts if x is not None]
+        same(gradients(leaves, got), gradients(leaves, want))
 
 
 def test_changed_fields_are_taken(parts):
@@ -225,8 +251,10 @@ def test_keys_are_prepared_once(monkeypatch):
     memory = memory.index_select(torch.tensor([1, 1]))
     attend(query, memory)
     attend(query, older)
-    assert rows == [4, 1, 1, 1]
+    assert rows == [4, 5, 1, 7]  # where they have moved all of them
+    rows.clear()
     kept = memory.steps.prepared()[:, 0]
+    assert not rows
     torch.testing.assert_close(kept, torch.exp(2 * key[[1, 1], :7]), atol=0, rtol=2e-6)
     far = memory.append(key[:, 7] + 20, value[:, 7])
     attend(query, far)
@@ -242,7 +270,7 @@ def test_modes(parts):
         memory = start(key * 1.0, value * 1.0, weight, 2).append(key[:, 2] * 1.0, value[:, 2] * 1.0)
         attend(query[:, -1:], memory)
         kept = [key[:, 3] * 1.0, value[:, 3] * 1.0]
-    memory = memory.append(*kept)
+    memory = memory.append(key[:, :0], value[:, :0]).append(*kept)
     attend(query[:, -1:], memory)
     with torch.inference_mode():
         memory = memory.index_select(torch.tensor([0, 1, 2])).append(key[:, 4], value[:, 4])

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from attnfast.backends import BACKENDS
 
-__all__ = ["Room", "append_rows", "select_rows"]
+__all__ = ["Room", "append_rows"]
 
 
 class Room:
@@ -49,15 +49,6 @@ class Room:
         self.rows.data.narrow(-2, start, rows).copy_(x)
         return self.rows.narrow(-2, 0, start + rows)
 
-    def select(self, index: Tensor, rows: int) -> Room:
-        """Return the room of the sequences ``index``, whose first ``rows`` count."""
-        with torch.inference_mode(False):
-            room = Room(self.rows.index_select(0, index))
-        room._kept_of, room._kept_for = min(rows, self._kept_of), self._kept_for
-        if self._kept is not None:
-            room._kept = self._kept.select(index, room._kept_of)
-        return room
-
     def prepared(self, rows: int, backend: str, score: str) -> Tensor | None:
         """Return what a backend keeps of the first ``rows`` keys; each is prepared once."""
         if self._kept_for != (backend, score):
@@ -65,8 +56,8 @@ class Room:
         start = self._kept_of
         if start < rows and (start == 0 or self._kept is not None):
             x = BACKENDS[backend].prepare(self.rows.narrow(-2, start, rows - start), None, score)
-            if x is None:
-                self._kept = None
+            if x is None or rows == x.shape[-2] == self.rows.shape[-2]:
+                self._kept = None if x is None else Room(x)
             else:
                 self._kept = self._kept or Room.like(x, self.rows.shape[-2])
                 self._kept.write(start, x)
@@ -89,23 +80,18 @@ class _Appended(Function):
 
 
 def append_rows(room: Room | None, old: Tensor, new: Tensor) -> tuple[Tensor, Room]:
-    """Return ``torch.cat([old, new], -2)`` and the room that it lies in."""
+    """Return ``torch.cat([old, new], -2)`` and the room that it lies in.
+
+    There is more room from the second time on: a search may reorder, and so copy, at every step.
+    """
+    if room is None:
+        x = torch.cat([old, new], -2)
+        return x, Room(x)
     rows = old.shape[-2] + new.shape[-2]
-    if room is None or not room.fits(old, rows):
+    if not room.fits(old, rows):
         room = Room.like(old, 2 * rows)
         room.write(0, old)
     recorded = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
     x = _Appended.apply(old, new, room) if recorded else room.write(old.shape[-2], new)
-    room.newest = weakref.ref(x)
-    return x, room
-
-
-def select_rows(room: Room | None, x: Tensor, index: Tensor) -> tuple[Tensor, Room | None]:
-    """Return the sequences ``index`` of a tensor, and the room that they lie in, if any."""
-    takes_gradients = x.requires_grad and torch.is_grad_enabled()
-    if room is None or takes_gradients or room.newest() is not x:
-        return x.index_select(0, index), None
-    room = room.select(index, x.shape[-2])
-    x = room.rows.narrow(-2, 0, x.shape[-2])
     room.newest = weakref.ref(x)
     return x, room

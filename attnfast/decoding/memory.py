@@ -6,7 +6,6 @@ one query; :mod:`attnfast.decoding.steps` tells how their gradients are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.functional import pad
 from attnfast import dispatch, lowering
 from attnfast._torch import is_autocast_on, is_intercepted, saves_elsewhere
 from attnfast.backends import FLOATS, choose
-from attnfast.decoding.growing import Room, append_rows, select_rows
+from attnfast.decoding.growing import Room, append_rows
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
 from attnfast.errors import check_flag, describe, refuse, refuse_type, shape_of
 from attnfast.functional import cover, coverage_call, filters_of
@@ -56,7 +55,8 @@ class Memory(NamedTuple):
     a memory lie that grows. To attend to a memory raises if key, value, lengths, weight or mask
     have been changed in place, as far as PyTorch counts changes: not those through ``.data``.
 
-    A memory pickles as its tensors do: keys lose the graph that they came from.
+    A memory pickles as its tensors do: keys lose the graph that they came from. From two threads
+    the same memory may be read, not appended to.
     """
 
     key: Tensor
@@ -72,17 +72,18 @@ class Memory(NamedTuple):
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
-        names = ("lengths", "mask", "fertility")
+        names = ("key", "value", "lengths", "mask", "fertility")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
-        memory = self._with_rows(select_rows, index, index)._replace(**chosen)
+        memory = self._replace(**chosen, steps=None, rooms=(None, None))
         return memory if self.steps is None else memory._with_steps(self.steps.backend)
 
     def append(self, key: Tensor, value: Tensor) -> Memory:
         """Return the memory with more keys and values behind the last; this one stays as it was.
 
-        The newest of a chain of memories grows in place, in storage that doubles; who appends to an
-        older one copies it. All sequences see what is appended: ``lengths`` become a mask.
+        The newest of a chain of memories grows in place, in storage that doubles; to append to an
+        older one copies it. All sequences see what is appended: ``lengths`` become a mask. Steps
+        over a memory that grew take the gradients of keys and values one by one, not at the end.
 
         Args:
             key: ``[B, (H,) A]`` for one key, ``[B, (H,) n, A]`` for several.
@@ -96,12 +97,16 @@ class Memory(NamedTuple):
         mask = self._whole_mask()
         if mask is not None:
             mask = pad(mask, (0, new[0].shape[-2]), value=True)
+        both = zip((self.key, self.value), new)
+        rows: list[tuple[Tensor, Room | None]]
         if is_recorded() or is_intercepted():
-            both = [torch.cat(x, -2) for x in zip((self.key, self.value), new)]
-            grown = self._replace(key=both[0], value=both[1], steps=None, rooms=(None, None))
+            rows = [(torch.cat(x, -2), None) for x in both]
         else:
-            grown = self._with_rows(append_rows, *new)
-        grown = grown._replace(lengths=None, mask=mask)
+            rows = [append_rows(room, *x) for room, x in zip(self.rooms, both)]
+        (key, of_key), (value, of_value) = rows
+        grown = self._replace(
+            key=key, value=value, lengths=None, mask=mask, steps=None, rooms=(of_key, of_value)
+        )
         return grown if is_recorded() else grown._with_steps(grown._chosen())
 
     def _new_rows(self, key: Any, value: Any) -> list[Tensor]:
@@ -132,13 +137,6 @@ class Memory(NamedTuple):
             seen = seen.view(-1, *[1] * (self.key.dim() - 2), keys)
             mask = seen if mask is None else seen & mask
         return None if mask is None else mask.expand(*mask.shape[:-1], keys)
-
-    def _with_rows(self, how: Callable[..., Any], *of: Tensor) -> Memory:
-        """Return the memory with rows appended to those of key and value, or some selected."""
-        (key, of_key), (value, of_value) = (
-            how(room, x, y) for room, x, y in zip(self.rooms, (self.key, self.value), of)
-        )
-        return self._replace(key=key, value=value, steps=None, rooms=(of_key, of_value))
 
     def _call(
         self,
