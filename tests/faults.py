@@ -61,11 +61,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("start == 0 or self._kept is not None", "True"),
         ("= Room.like(old, 2 * rows)", "= Room.like(old, rows)"),
         ("return grad[..., : ctx.rows, :], new, None", "return None, new, None"),
-        ("            room.write(0, old)\n", ""),
+        ("        room.write(0, old)\n", ""),
     ],
     ("attnfast/decoding/memory.py", GROWING): [
         ("value=True)", "value=False)"),
-        ("lengths=None, mask=mask)", "mask=mask)"),
+        ("lengths=None, mask=mask, steps", "mask=mask, steps"),
         ("else seen & mask", "else seen"),
         ("is_recorded() or is_intercepted()", "is_recorded()"),
         ("        _usable(self.steps)\n", ""),
