@@ -339,7 +339,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("KeyError, RuntimeError, TypeError", "KeyError, TypeError"),
     ],
     ("examples/speech.py", "tests/test_examples.py -k speech"): [
-        ('"([0-9])_', '"(-?[0-9])_'),
         ("if len(samples) < window:", "if False:"),
         ("for content in (name.encode(), samples.numpy().tobytes()):",
          "for content in (name.encode(),):"),
