@@ -206,9 +206,12 @@ def both(run, compiled, number, x):
 
 #: Nearly all in a graph for every size; some as the default goes, which is theirs to know.
 SLOW = {"window, heads", "dilated", "self-attention, dot", "strided module", "predictive module"}
+#: Their graphs are those of others but for a projection or an activation.
+ALIKE = {f"{x} module" for x in ("relu", "scaled_dot", "general", "concat", "cosine")}
+ALIKE |= {"heads, additive module", "self-attention, additive"}
 GRAPHS = [
-    *((name, True) for name in RUNS if name not in ("window, heads", "dilated")),
-    *((name, None) for name in [*RUNS][::3] if name not in SLOW),
+    *((name, True) for name in RUNS if name not in {"window, heads", "dilated"} | ALIKE),
+    *((name, None) for name in [*RUNS][::3] if name not in SLOW | ALIKE),
 ]
 
 
