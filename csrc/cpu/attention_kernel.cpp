@@ -107,9 +107,7 @@ class Scores {
     keys = prepared;
   }
 
-  void take_kept() {
-    take(Path::factored, {at<C>(a.exponentials, item, first), a.exponentials.row});
-  }
+  void take_kept() { take(Path::factored, {at<C>(a.exponentials, item, first), a.exponentials.row}); }
 
   const Problem& a;
   const Item& item;
