@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test integrations lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test compile integrations lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -20,10 +20,16 @@ demo: .venv/installed
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
 # the oldest GPUs, and exponentials and quotients as rough as a GPU's.
+test: ELSEWHERE := sm_80 or sm_100 or gfx942
 test: .venv/installed .venv/cuda .venv/oldest-triton integrations
-	$(BIN)/pytest -q $(TWO) -k "not (triton_compile and sm_80) and not (sanitizers and thread)"
+	$(BIN)/pytest -q $(TWO) -k "not (triton_compile and ($(ELSEWHERE))) and not sanitizers"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests \
 	  -k "triton and (table or vanish or large or sm_80) and not test_span"
+
+# Triton's kernels for every target, in three minutes; CUDA's on the host under sanitizers are
+# part of `make sanitize`.
+compile: .venv/installed
+	$(BIN)/pytest -q tests/test_triton_compile.py
 
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
 integrations: .venv/integrations

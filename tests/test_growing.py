@@ -52,6 +52,8 @@ def steps(query, key, value, weight, rows=0, **options):
 def test_a_causal_span(case, rows, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
+    if backend == "triton" and case not in CASES[::4]:
+        pytest.skip("slow in an interpreter, and the operators are tested")
     args = {k: v for k, v in inputs(case, DEVICE[backend]).items() if k not in ("mask", "lengths")}
     args.pop("bias")
     leaves = [x for x in args.values() if isinstance(x, torch.Tensor)]
