@@ -249,6 +249,38 @@ def draw_pointing(
     return _png(figure)
 
 
+def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) -> bytes:
+    """Draw where the heads of a :class:`attnfast.nn.NeuralTuringMachine` are, step by step.
+
+    Args:
+        x, output: ``[T, ·]``, what comes in and what goes out, from 0 to 1.
+        read, written: ``[T, heads, N]``, the weights of heads that read and of those that write.
+    """
+    parts = {"input": x, "output": output}
+    for name, weights in (("written at", written), ("read at", read)):
+        if weights.dim() != 3:
+            refuse("read and written", "[T, heads, N]", describe(weights))
+        for h in range(weights.shape[1]):
+            parts[f"{name}, head {h + 1}" if weights.shape[1] > 1 else name] = weights[:, h]
+    if len({len(part) for part in parts.values()}) > 1:
+        refuse("output, read and written", f"{len(x)} steps, as x", list(map(len, parts.values())))
+    figure = _figure(1 + min(0.12 * len(x), 14), 1 + 0.07 * sum(p.shape[1] for p in parts.values()))
+    ratios = [part.shape[1] for part in parts.values()]
+    rows = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for axes, (name, part) in zip(rows, parts.items()):
+        image = axes.imshow(
+            part.T.detach().float().cpu().numpy(), cmap="GnBu", vmin=0, vmax=1, aspect="auto",
+            interpolation="nearest",
+        )  # fmt: skip
+        axes.set_ylabel(name)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    rows[-1].set_xlabel("step")
+    bar = figure.colorbar(image, ax=list(rows), label="weight")
+    bar.outline.set_visible(False)
+    return _png(figure)
+
+
 def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
     """Draw where a teller looks: an image, and once more for every word, as bright as its weights.
 

@@ -24,7 +24,8 @@ over a whole target in one call::
 
     output, state = layer(embedded, layer.prepare(encoder_states, lengths))
 
-:class:`PointerNetwork` reads a set of items and answers by pointing at them.
+:class:`PointerNetwork` reads a set of items and answers by pointing at them;
+:class:`NeuralTuringMachine` has a memory of its own, which it writes too.
 
 The attribute ``temperature``, 1 unless set, divides every module's scores.
 """
@@ -53,6 +54,7 @@ from attnfast.nn.sparse import (
     StridedAttention,
 )
 from attnfast.nn.transformer import TransformerEncoderLayer
+from attnfast.nn.turing import NeuralTuringMachine, TuringState
 
 __all__ = [
     "AttentionGRU",
@@ -76,6 +78,7 @@ __all__ = [
     "MonotonicAttention",
     "MultiHeadAttention",
     "MultiHopAttention",
+    "NeuralTuringMachine",
     "PointerGenerator",
     "PointerNetwork",
     "RecurrentState",
@@ -85,4 +88,5 @@ __all__ = [
     "StridedAttention",
     "TopKAttention",
     "TransformerEncoderLayer",
+    "TuringState",
 ]

@@ -1,0 +1,212 @@
+"""A recurrent layer with a memory of its own that it reads, writes and shifts over."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnfast._torch import is_autocast_on
+from attnfast.errors import check_flag, describe, refuse, refuse_type
+from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_tensor
+
+#: Directions of vectors that are shorter count for less, down to nothing at 0.
+SHORT = 1e-3
+
+
+class TuringState(NamedTuple):
+    """What a :class:`NeuralTuringMachine` carries from step to step.
+
+    ``hidden [B, H]`` and ``cell [B, H]`` of the controller; ``memory [B, N, M]``; ``weights
+    [B, R + W, N]`` of the heads, those that read first; ``read [B, R, M]``.
+    """
+
+    hidden: Tensor
+    cell: Tensor
+    memory: Tensor
+    weights: Tensor
+    read: Tensor
+
+    def index_select(self, index: Tensor) -> TuringState:
+        """Return the states of the sequences ``index``."""
+        return TuringState(*(x.index_select(0, index) for x in self))
+
+
+class TuringResult(NamedTuple):
+    """What a :class:`NeuralTuringMachine` returns: weights ``[B, T, R + W, N]`` or None."""
+
+    output: Tensor
+    state: TuringState
+    weights: Tensor | None
+
+
+class NeuralTuringMachine(nn.Module):
+    r"""An LSTM beside a memory of N slots, which heads read and write at every step.
+
+    The LSTM, the controller, reads the input and what was read from the memory the step before.
+    From its state each head has a key k, a strength :math:`\beta \ge 0`, a gate g from 0 to 1, a
+    distribution s over shifts from −S to S, and a sharpness :math:`\gamma \ge 1`:
+
+    .. math::
+        w^c_i &= \mathrm{softmax}_i\left(\beta \cos(k, m_i)\right) \\
+        w^g &= g\, w^c + (1 - g)\, w_{t-1} \\
+        \tilde w_i &= \textstyle\sum_d s_d\, w^g_{i - d} \quad \text{(the last slot is followed by
+        the first)} \\
+        w_i &= \tilde w_i^\gamma / \textstyle\sum_j \tilde w_j^\gamma
+
+    Heads that read return :math:`r = \sum_i w_i m_i`. Then those that write change all slots, with
+    e from 0 to 1 and a from −1 to 1:
+
+    .. math:: m_i \leftarrow m_i \textstyle\prod_h (1 - w^h_i e^h) + \sum_h w^h_i a^h
+
+    In the first step all heads come from slot 0, and all slots hold the same learned vector. So
+    the number of slots is no size of a parameter: ``num_slots`` may be set anew at any time.
+
+    Args:
+        input_size: features of the inputs.
+        hidden_size: H, features of the controller's state.
+        num_slots: N.
+        slot_size: M, features of a slot.
+        num_reads, num_writes: R and W, how many heads of each kind.
+        shift: S, how far a head shifts at most in a step.
+
+    Paper: Graves, Wayne and Danihelka, "Neural Turing Machines", 2014, arXiv:1410.5401.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_slots: int = 128,
+        slot_size: int = 20,
+        num_reads: int = 1,
+        num_writes: int = 1,
+        shift: int = 1,
+    ):
+        super().__init__()
+        check_sizes(
+            input_size=input_size, hidden_size=hidden_size, num_slots=num_slots,
+            slot_size=slot_size, num_reads=num_reads, num_writes=num_writes, shift=shift,
+        )  # fmt: skip
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.num_slots, self.slot_size, self.shift = num_slots, slot_size, shift
+        self.num_reads, self.num_writes = num_reads, num_writes
+        self._check_shift()
+        self.output_size = hidden_size + num_reads * slot_size
+        heads = num_reads + num_writes
+        #: Of each head, one after the other: k, β, g, γ, s.
+        self.parts = (slot_size, 1, 1, 1, 2 * shift + 1)
+        self.controller = nn.LSTMCell(input_size + num_reads * slot_size, hidden_size)
+        self.heads = nn.Linear(hidden_size, heads * sum(self.parts))
+        self.writes = nn.Linear(hidden_size, num_writes * 2 * slot_size)  # of each, e and a
+        self.slot = nn.Parameter(torch.empty(slot_size))
+        nn.init.uniform_(self.slot, -(slot_size**-0.5), slot_size**-0.5)
+
+    def _check_shift(self) -> None:
+        if self.num_slots < self.shift:
+            refuse("num_slots", f"at least shift, {self.shift}", self.num_slots)
+
+    def start(self, batch: int) -> TuringState:
+        """Return the state before the first step of ``batch`` sequences."""
+        check_sizes(batch=batch, num_slots=self.num_slots)
+        self._check_shift()
+        slot, heads = self.slot, self.num_reads + self.num_writes
+        hidden = slot.new_zeros(batch, self.hidden_size)
+        weights = slot.new_zeros(batch, heads, self.num_slots)
+        weights[..., 0] = 1
+        read = slot.new_zeros(batch, self.num_reads, self.slot_size)
+        return TuringState(hidden, hidden, slot.expand(batch, self.num_slots, -1), weights, read)
+
+    def address(self, parameters: Tensor, memory: Tensor, before: Tensor) -> Tensor:
+        """Return the weights ``[B, heads, N]`` of heads whose last weights are ``before``."""
+        key, strength, gate, sharpness, shift = parameters.split(self.parts, -1)
+        query = F.softplus(strength) * F.normalize(key, dim=-1, eps=SHORT)
+        length = torch.linalg.vector_norm(memory, dim=-1).clamp_min(SHORT)
+        content = (query @ memory.transpose(1, 2) / length.unsqueeze(1)).softmax(-1)
+        mixed = before + gate.sigmoid() * (content - before)
+        S = self.shift
+        around = torch.cat([mixed[..., -S:], mixed, mixed[..., :S]], -1).unfold(-1, 2 * S + 1, 1)
+        shifted = (around @ shift.softmax(-1).flip(-1).unsqueeze(-1)).squeeze(-1)
+        # γ log w: the power of a small weight would be 0 in float32, and so would be the sum
+        log = shifted.clamp_min(torch.finfo(shifted.dtype).tiny).log()
+        return ((1 + F.softplus(sharpness)) * log).softmax(-1)
+
+    def step(self, x: Tensor, state: TuringState) -> tuple[Tensor, TuringState]:
+        """Take one step: ``x [B, input_size]``; return ``[B, output_size]`` and the next state."""
+        hidden, cell, memory, before, read = state
+        B, R = len(x), self.num_reads
+        hidden, cell = self.controller(torch.cat([x, read.flatten(1)], -1), (hidden, cell))
+        weights = self.address(self.heads(hidden).view(B, -1, sum(self.parts)), memory, before)
+        read = weights[:, :R] @ memory
+        erase, add = self.writes(hidden).view(B, -1, 2 * self.slot_size).chunk(2, -1)
+        erase, writing = erase.sigmoid(), weights[:, R:].transpose(1, 2)  # [B, N, W]
+        for h in range(self.num_writes):
+            erased = writing[..., h, None] * erase[:, None, h]
+            memory = torch.addcmul(memory, erased, memory, value=-1)
+        memory = torch.baddbmm(memory, writing, add.tanh())
+        output = torch.cat([hidden, read.flatten(1)], -1)
+        return output, TuringState(hidden, cell, memory, weights, read)
+
+    def forward(
+        self, x: Tensor, state: TuringState | None = None, need_weights: bool = False
+    ) -> TuringResult:
+        """Run over a sequence.
+
+        Args:
+            x: ``[B, T, input_size]``, T at least 1.
+            state: of an earlier call, to go on from; None: :meth:`start`.
+            need_weights: return the weights of all heads too.
+
+        Returns:
+            A :class:`TuringResult`: ``output [B, T, H + R · M]``, the controller's state and what
+            was read, the state after the last step, and weights ``[B, T, R + W, N]`` or None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the sentence names it.
+        """
+        self._check(x, state)
+        check_flag("need_weights", need_weights)
+        state = self.start(len(x)) if state is None else state
+        outputs, weights = [], []
+        for t in range(x.shape[1]):
+            output, state = self.step(x[:, t], state)
+            outputs.append(output)
+            weights.append(state.weights)
+        shown = torch.stack(weights, 1) if need_weights else None
+        return TuringResult(torch.stack(outputs, 1), state, shown)
+
+    def _check(self, x: object, state: object) -> None:
+        """Refuse what does not fit."""
+        check_tensor("x", x)
+        assert isinstance(x, Tensor)
+        if x.dim() != 3 or x.shape[-1] != self.input_size or not x.numel():
+            refuse("x", f"[B, T, {self.input_size}] with a step at least", list(x.shape))
+        self._check_kind("x", x)
+        if state is None:
+            return
+        if not isinstance(state, TuringState):
+            refuse_type("state", "a TuringState or None", describe(state))
+        for name, part in zip(TuringState._fields, state):
+            check_tensor(f"state.{name}", part)
+        B, heads = len(x), self.num_reads + self.num_writes
+        slots = state.memory.shape[1] if state.memory.dim() == 3 else self.num_slots
+        shapes = {
+            "hidden": [B, self.hidden_size],
+            "cell": [B, self.hidden_size],
+            "memory": [B, slots, self.slot_size],
+            "weights": [B, heads, slots],
+            "read": [B, self.num_reads, self.slot_size],
+        }
+        for (name, shape), part in zip(shapes.items(), state):
+            if list(part.shape) != shape:
+                refuse(f"state.{name}", shape, list(part.shape))
+            self._check_kind(f"state.{name}", part)
+
+    def _check_kind(self, name: str, x: Tensor) -> None:
+        if x.device != self.slot.device:
+            refuse(name, f"on the module's device {self.slot.device}", x.device)
+        if x.dtype != self.slot.dtype and not is_autocast_on():
+            refuse(name, f"of the module's dtype {self.slot.dtype}", x.dtype)

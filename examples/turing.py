@@ -1,0 +1,275 @@
+"""Neural Turing machines: copying, copying several times, and finding what followed.
+
+    python examples/turing.py --out runs/turing
+
+Sequences of random bits, a step for each vector of them, are drawn anew for every step of a
+training:
+
+    copy     1 to 10 vectors of 8 bits and a sign that they end; wanted: the same vectors
+    repeat   1 to 5 vectors and how often, 1 to 5 times; wanted: them as often, and then an end
+    recall   2 to 6 items of 3 vectors of 6 bits, and one of them again; wanted: the item after it
+
+The models are attnfast.nn.NeuralTuringMachine and an LSTM with as many parameters. Both are tested
+on the largest that they have learnt from and on larger ones, the machine with more slots. The table
+tells how many bits are wrong, of which 50 % are for a model that guesses, and in how many sequences
+any is. What is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. The
+tables and pictures of where the heads are go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from trials import Once, Trial, spread
+
+from attnfast import checkpoint
+from attnfast.cli import Parser, run
+from attnfast.errors import InputError, optional
+from attnfast.interrupts import Interrupted
+from attnfast.nn import NeuralTuringMachine
+from attnfast.plots import draw_addressing
+from attnfast.progress import say
+from attnfast.training import Options
+
+#: Slots in training and in tests, features of a slot.
+LEARNT_SLOTS, TESTED_SLOTS, SLOT = 32, 128, 20
+
+
+# ---- tasks --------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """How much of a task: vectors or items, and times."""
+
+    n: int
+    times: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.n} × {self.times}" if self.times > 1 else str(self.n)
+
+
+def draw_bits(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(2, shape, generator=draw).float()
+
+
+def copy(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
+    """Show vectors and a sign; want the vectors."""
+    bits = draw_bits(draw, count, size.n, 8)
+    x = bits.new_zeros(count, 2 * size.n + 1, 9)
+    x[:, : size.n, :8] = bits
+    x[:, size.n, 8] = 1
+    return x, bits
+
+
+def repeat(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
+    """Show vectors, a sign and how often, over 10; want them as often, and a sign."""
+    n, times = size
+    bits = draw_bits(draw, count, n, 8)
+    wanted = bits.new_zeros(count, n * times + 1, 9)
+    wanted[:, :-1, :8] = bits.repeat(1, times, 1)
+    wanted[:, -1, 8] = 1
+    x = bits.new_zeros(count, n + 1 + wanted.shape[1], 10)
+    x[:, :n, :8] = bits
+    x[:, n, 8] = 1
+    x[:, n, 9] = times / 10
+    return x, wanted
+
+
+def recall(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
+    """Show a sign and an item, for each of them; a sign, an item, a sign; want what followed it."""
+    bits = draw_bits(draw, count, size.n, 3, 6)
+    rows, asked = torch.arange(count), torch.randint(size.n - 1, (count,), generator=draw)
+    x = bits.new_zeros(count, size.n + 2, 4, 8)
+    x[:, : size.n, 1:, :6] = bits
+    x[:, : size.n, 0, 6] = 1
+    x[:, size.n, 1:, :6] = bits[rows, asked]
+    x[:, size.n :, 0, 7] = 1
+    return x.flatten(1, 2), bits[rows, asked + 1]
+
+
+class Task(NamedTuple):
+    """How a task is drawn, the sizes of a training and of tests, and steps of a training."""
+
+    draw: Any
+    learnt: Sequence[Size]
+    tested: Sequence[Size]
+    steps: int
+
+    def batch(self, count: int, size: Size, seed: str) -> tuple[Tensor, Tensor]:
+        """Return inputs ``[count, T, F]`` and what is wanted at the last steps, of a seed."""
+        draw = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
+        return self.draw(draw, count, size)
+
+
+TASKS = {
+    "copy": Task(copy, [Size(n) for n in range(1, 11)], [Size(n) for n in (10, 20, 40, 80)], 2000),
+    "repeat": Task(
+        repeat,
+        [Size(*x) for x in itertools.product(range(1, 6), repeat=2)],
+        [Size(5, 5), Size(10, 5), Size(5, 10), Size(10, 10)],
+        3000,
+    ),
+    "recall": Task(recall, [Size(n) for n in range(2, 7)], [Size(n) for n in (6, 10, 15)], 4000),
+}
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+def count_parameters(*parts: nn.Module) -> int:
+    return sum(p.numel() for part in parts for p in part.parameters())
+
+
+class Teller(nn.Module):
+    """A recurrent layer and an output layer, which reads its last steps."""
+
+    def __init__(self, name: str, features: int, wanted: int, dim: int):
+        super().__init__()
+        machine = NeuralTuringMachine(features, dim, LEARNT_SLOTS, SLOT)
+        self.layer: Any = machine
+        size = machine.output_size
+        if name == "LSTM":  # of as many parameters, or a few more
+            most = count_parameters(machine) + wanted * (size + 1)
+            for size in itertools.count(1):
+                self.layer = nn.LSTM(features, size, batch_first=True)
+                if count_parameters(self.layer) + wanted * (size + 1) >= most:
+                    break
+        self.output = nn.Linear(size, wanted)
+
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        """Return logits of the bits of the last steps."""
+        return self.output(self.layer(x)[0][:, -steps:])
+
+
+ROWS = ("NTM", "LSTM")
+
+
+class Training(Trial):
+    """One model in training, or trained: a step's sequences depend on seed and step alone."""
+
+    def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
+        self.task, self.seed, self.args = TASKS[task], seed, args
+        x, wanted = self.task.batch(1, self.task.learnt[0], "")
+        torch.manual_seed(seed)
+        self.model = Teller(name, x.shape[-1], wanted.shape[-1], args.dim)
+        steps = args.steps or self.task.steps
+        sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
+        super().__init__(
+            f"{task}, {name}, seed {seed}",
+            args.out / f"{task}-{name}-{seed}.pt",
+            {"steps": steps, **sizes},
+            {"model": self.model},
+            steps,
+            Options(
+                batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed, clip=10.0
+            ),
+        )
+
+    def loss(self, step: int) -> Tensor:
+        """Return the loss of a step's sequences, all of one size."""
+        size = random.Random(f"{self.seed} {step}").choice(self.task.learnt)
+        x, wanted = self.task.batch(self.args.batch_size, size, f"{self.seed} {step}")
+        logits = self.model(x, wanted.shape[1])
+        return nn.functional.binary_cross_entropy_with_logits(logits, wanted)
+
+    @torch.no_grad()
+    def test(self) -> None:
+        """Count wrong bits, and sequences that have any, of each size that is tested."""
+        asked = {"sequences": self.args.test, "slots": TESTED_SLOTS}
+        if self.found.get("asked") == asked:
+            return
+        self.model.layer.num_slots = TESTED_SLOTS
+        self.found = {"asked": asked}
+        for size in self.task.tested:
+            x, wanted = self.task.batch(self.args.test, size, f"test {size}")
+            wrong = (self.model(x, wanted.shape[1]) > 0) != wanted.bool()
+            self.found[str(size)] = [
+                100 * wrong.double().mean().item(),
+                100 * wrong.flatten(1).any(1).double().mean().item(),
+            ]
+        self.save()
+
+    @torch.no_grad()
+    def picture(self) -> bytes:
+        """Draw where the heads are, in a sequence of the second size that is tested."""
+        self.model.layer.num_slots = LEARNT_SLOTS
+        x, wanted = self.task.batch(1, self.task.tested[1], "picture")
+        weights = self.model.layer(x, need_weights=True).weights[0]
+        told = self.model(x, wanted.shape[1])[0].sigmoid()
+        told = nn.functional.pad(told, (0, 0, len(x[0]) - len(told), 0))
+        return draw_addressing(x[0], told, weights[:, :1], weights[:, 1:])
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def table(trained: dict[str, dict[str, list[Training]]]) -> str:
+    """Return a table of each task, of all models that are trained."""
+    texts = []
+    for task, rows in trained.items():
+        sizes = [str(x) for x in TASKS[task].tested]
+        lines = [f"| {task} | seeds | model | {' | '.join(sizes)} |"]
+        lines.append(f"|---|--:|---|{'--:|' * len(sizes)}")
+        for i, measure in enumerate(("bits wrong, %", "sequences wrong, %")):
+            for name, models in rows.items():
+                cells = [spread([x.found[size][i] for x in models], ".1f") for size in sizes]
+                lines.append(f"| {measure} | {len(models)} | {name} | {' | '.join(cells)} |")
+        texts.append("\n".join(lines) + "\n")
+    return "\n".join(texts)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train all models, test them, and write the tables and the pictures."""
+    for name in ("seeds", "batch_size", "dim", "test"):
+        if getattr(args, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
+    if args.steps < 0:
+        raise InputError(f"steps must be at least 0, got {args.steps}")
+    optional("matplotlib", "this example")
+    checkpoint.make_folder(args.out)
+    trained: dict[str, dict[str, list[Training]]] = {task: {} for task in args.tasks}
+    try:
+        for seed, task, name in itertools.product(range(1, args.seeds + 1), args.tasks, args.rows):
+            one = Training(task, name, seed, args)
+            one.learn()
+            one.test()
+            trained[task].setdefault(name, []).append(one)
+            text = table(trained)
+            checkpoint.write_atomically(args.out / "table.md", text.encode())
+            if seed == 1 and name == "NTM":
+                checkpoint.write_atomically(args.out / f"{task}.png", one.picture())
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    print(text, end="")
+    say(f"table.md and pictures of the heads: {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/turing"), help="folder of results")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, action=Once, default=list(TASKS), help="tasks"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
+    parser.add_argument("--steps", type=int, default=0, help="of each training; 0: as the task has")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences in a step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest")
+    parser.add_argument("--dim", type=int, default=100, help="features of the controller")
+    parser.add_argument("--test", type=int, default=200, help="sequences of each size to test on")
+    parser.set_defaults(function=compare)
+    return run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

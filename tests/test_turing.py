@@ -1,0 +1,309 @@
+"""Neural Turing machines by the paper's formulas, slot by slot in float64, and the example."""
+
+import copy
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from attnfast import checkpoint, plots
+from attnfast.nn import NeuralTuringMachine, TuringState
+
+B, T, F, H, N, M = 3, 6, 4, 7, 5, 3
+
+
+def machine(num_reads=1, num_writes=1, shift=1, num_slots=N, spread=20.0, seed=0):
+    torch.manual_seed(seed)
+    made = NeuralTuringMachine(F, H, num_slots, M, num_reads, num_writes, shift).double()
+    with torch.no_grad():
+        made.heads.weight.mul_(spread)
+        made.writes.weight.mul_(spread)
+    return made
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(B, T, F, dtype=torch.float64)
+
+
+def softplus(x):
+    return (1 + x.exp()).log()
+
+
+def length(x):
+    return (x * x).sum().sqrt()
+
+
+def by_hand(made, x):
+    """Outputs and weights of one sequence, and its last memory: loops over heads and slots."""
+    h = c = x.new_zeros(H)
+    N, S, R = made.num_slots, made.shift, made.num_reads
+    heads = R + made.num_writes
+    memory = [made.slot for _ in range(N)]
+    weights = [[x.new_tensor(float(i == 0)) for i in range(N)] for _ in range(heads)]
+    read, outputs, shown = [x.new_zeros(M)] * R, [], []
+    cell = made.controller
+    for row in x:
+        inputs = torch.cat([row, *read])
+        gates = inputs @ cell.weight_ih.T + cell.bias_ih + h @ cell.weight_hh.T + cell.bias_hh
+        i, f, g, o = gates.chunk(4)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        p = (made.heads.weight @ h + made.heads.bias).view(heads, -1)
+        for n in range(heads):
+            k, beta, gate, gamma, s = p[n].split([M, 1, 1, 1, 2 * S + 1])
+            scores = [softplus(beta) * (k @ m) / (length(k) * length(m)) for m in memory]
+            content = torch.cat(scores).softmax(0)
+            mixed = [
+                gate.sigmoid() * content[j] + (1 - gate.sigmoid()) * weights[n][j] for j in range(N)
+            ]
+            s = s.softmax(0)
+            shifted = [
+                sum(s[d + S] * mixed[(j - d) % N] for d in range(-S, S + 1)) for j in range(N)
+            ]
+            powers = [w ** (1 + softplus(gamma)) for w in shifted]
+            weights[n] = [w / sum(powers) for w in powers]
+        read = [sum(weights[n][j] * memory[j] for j in range(N)) for n in range(R)]
+        e, a = (made.writes.weight @ h + made.writes.bias).view(-1, 2, M).unbind(1)
+        for j in range(N):
+            m = memory[j]
+            for n in range(made.num_writes):
+                m = m * (1 - weights[R + n][j] * e[n].sigmoid())
+            memory[j] = m + sum(weights[R + n][j] * a[n].tanh() for n in range(made.num_writes))
+        outputs.append(torch.cat([h, *read]))
+        shown.append(torch.stack([torch.cat(w) for w in weights]))
+    return torch.stack(outputs), torch.stack(shown), torch.stack(memory)
+
+
+@pytest.mark.parametrize(("reads", "writes", "shift"), [(1, 1, 1), (2, 1, 2), (1, 3, 1), (3, 2, 5)])
+def test_the_formulas(x, reads, writes, shift):
+    """Forward and gradients; a shift may go around all slots."""
+    made = machine(reads, writes, shift)
+    got = made(x, need_weights=True)
+    wanted = [torch.stack(each) for each in zip(*(by_hand(made, row) for row in x))]
+    for a, b in zip((got.output, got.weights, got.state.memory), wanted):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    assert got.weights.amax(-1).max() > 0.5 and got.weights.shape == (B, T, reads + writes, N)
+    assert got.output.shape[-1] == made.output_size == H + reads * M
+    torch.manual_seed(2)
+    mixing = [torch.randn_like(b) for b in wanted]
+    losses = (
+        sum((a * w).sum() for a, w in zip(part, mixing))
+        for part in ((got.output, got.weights, got.state.memory), wanted)
+    )
+    for a, b in zip(*(torch.autograd.grad(loss, list(made.parameters())) for loss in losses)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_gradcheck(x):
+    made = machine(2, 1)
+    torch.autograd.gradcheck(
+        lambda x: made(x, need_weights=True)[::2], x[:1, :3].clone().requires_grad_()
+    )
+
+
+def test_weights_are_returned_on_request(x):
+    got = machine()(x)
+    assert got.weights is None
+    torch.testing.assert_close(got.state.weights.sum(-1), x.new_ones(B, 2))
+
+
+def test_going_on(x):
+    """Two calls are one, and states are reordered."""
+    made = machine(2, 2)
+    whole = made(x, need_weights=True)
+    first = made(x[:, :2])
+    rest = made(x[:, 2:], first.state, need_weights=True)
+    torch.testing.assert_close(rest.output, whole.output[:, 2:])
+    torch.testing.assert_close(rest.weights, whole.weights[:, 2:])
+    for a, b in zip(rest.state, whole.state):
+        torch.testing.assert_close(a, b)
+    index = torch.tensor([2, 0, 0])
+    chosen = made(x[index, 2:], first.state.index_select(index))
+    torch.testing.assert_close(chosen.output, whole.output[index, 2:])
+    output, state = made.step(x[:, 2], first.state)
+    torch.testing.assert_close(output, whole.output[:, 2])
+    assert isinstance(state, TuringState)
+
+
+def test_other_slots(x):
+    """The number of slots is no size of a parameter; a state keeps its own."""
+    made, larger = machine(), machine(num_slots=9)
+    assert all(a.shape == b.shape for a, b in zip(made.parameters(), larger.parameters()))
+    made.num_slots = 9
+    torch.testing.assert_close(made(x).output, larger(x).output)
+    state = made(x).state
+    made.num_slots = 3  # as many as a slot has features
+    assert made(x, state).state.memory.shape[1] == 9
+
+
+def test_sharp_and_empty(x):
+    """Powers that float32 has no numbers for, and slots that hold nothing, give no NaN."""
+    made = machine(spread=1.0).float()
+    with torch.no_grad():
+        p = made.heads.bias.view(2, -1)
+        p[:, M + 2] = 400.0  # γ
+        made.slot.zero_()
+    got = made(x.float(), need_weights=True)
+    assert got.weights.isfinite().all()
+    torch.testing.assert_close(got.weights.sum(-1), torch.ones(B, T, 2))
+    gained = torch.autograd.grad(got.output.sum(), list(made.parameters()))
+    assert all(g.isfinite().all() and g.abs().max() < 1e6 for g in gained)
+
+
+def test_half_types(x):
+    made = machine(2, 2, spread=1.0)
+    wanted = made(x).output
+    half = copy.deepcopy(made).bfloat16()(x.bfloat16())
+    assert half.output.dtype == half.state.memory.dtype == torch.bfloat16
+    torch.testing.assert_close(half.output.double(), wanted, rtol=0.1, atol=0.1)
+    made.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = made(x.float(), need_weights=True)
+    torch.testing.assert_close(mixed.output.double(), wanted, rtol=0.1, atol=0.1)
+    mixed.output.sum().backward()
+    assert all(p.grad.isfinite().all() for p in made.parameters())
+
+
+def states(made, **changed):
+    return made.start(B)._replace(**changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, x: m(x[0]), r"x must be \[B, T, 4\] with a step at least, got \[6, 4\]"),
+        (lambda m, x: m(x[:, :0]), r"a step at least, got \[3, 0, 4\]"),
+        (lambda m, x: m(x[..., :2]), r"x must be \[B, T, 4\]"),
+        (lambda m, x: m(x.float()), "x must be of the module's dtype torch.float64, got"),
+        (lambda m, x: m(x.to("meta")), "x must be on the module's device cpu, got meta"),
+        (lambda m, x: m([1]), "x must be a torch.Tensor, got list"),
+        (lambda m, x: m(x, x), "state must be a TuringState or None, got a Tensor"),
+        (lambda m, x: m(x, m.start(2)), r"state.hidden must be \[3, 7\], got \[2, 7\]"),
+        (
+            lambda m, x: m(x, states(m, memory=x)),
+            r"state.memory must be \[3, 6, 3\], got \[3, 6, 4\]",
+        ),
+        (
+            lambda m, x: m(x, states(m, memory=x[..., :3])),
+            r"state.weights must be \[3, 2, 6\], got \[3, 2, 5\]",
+        ),
+        (lambda m, x: m(x, states(m, read=None)), "state.read must be a torch.Tensor, got None"),
+        (lambda m, x: m(x, states(m, cell=x[:, 0, :1].expand(B, H).float())), "state.cell must be"),
+        (lambda m, x: m(x, None, "yes"), "need_weights must be True or False, got 'yes'"),
+        (lambda m, x: m.start(0), "batch must be at least 1, got 0"),
+        (lambda m, x: NeuralTuringMachine(4, 0), "hidden_size must be at least 1, got 0"),
+        (lambda m, x: NeuralTuringMachine(4, 5, shift=0), "shift must be at least 1, got 0"),
+        (
+            lambda m, x: NeuralTuringMachine(4, 5, 2, 3, shift=3),
+            "num_slots must be at least shift, 3, got 2",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(x, call, said):
+    with pytest.raises((ValueError, TypeError), match=said) as error:
+        call(machine(), x)
+    assert "\n" not in str(error.value)
+
+
+def test_picture():
+    pytest.importorskip("matplotlib")
+    x, output, weights = torch.rand(6, 3), torch.rand(6, 2), torch.rand(6, 2, 5)
+    drawn = plots.draw_addressing(x, output, weights[:, :1], weights)
+    assert drawn.startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"read and written must be \[T, heads, N\]"):
+        plots.draw_addressing(x, output, weights[:, 0], weights)
+    with pytest.raises(ValueError, match="output, read and written must be 6 steps, as x, got"):
+        plots.draw_addressing(x, output[1:], weights, weights)
+
+
+# ---- the example --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example():
+    path = Path(__file__).parent.parent / "examples" / "turing.py"
+    spec = importlib.util.spec_from_file_location("turing", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tasks(example):
+    Size = example.Size
+    x, wanted = example.TASKS["copy"].batch(2, Size(3), "seed")
+    assert x.shape == (2, 7, 9) and wanted.equal(x[:, :3, :8])
+    assert x[:, :, 8].tolist() == [[0, 0, 0, 1, 0, 0, 0]] * 2 and not x[:, 4:].any()
+    x, wanted = example.TASKS["repeat"].batch(2, Size(3, 2), "seed")
+    assert x.shape == (2, 3 + 1 + 7, 10) and wanted.shape == (2, 7, 9)
+    assert wanted[:, :3].equal(x[:, :3, :9]) and wanted[:, 3:6].equal(x[:, :3, :9])
+    assert wanted[:, 6].tolist() == [[0] * 8 + [1]] * 2 and not x[:, 4:].any()
+    assert x[0, 3].tolist() == pytest.approx([0] * 8 + [1, 0.2])
+    x, wanted = example.TASKS["recall"].batch(40, Size(4), "seed")
+    assert x.shape == (40, 4 * 4 + 8, 8) and wanted.shape == (40, 3, 6)
+    places = set()
+    for row, answer in zip(x.view(40, 6, 4, 8), wanted):
+        items, [question] = row[:4, 1:, :6], row[4:5, 1:, :6]
+        at = [i for i in range(3) if items[i].equal(question)]
+        assert any(items[i + 1].equal(answer) for i in at)
+        places.update(at)
+        assert row[:4, 0, 6].all() and row[4:, 0, 7].all()
+        assert row[..., 6:].sum() == 6 and not row[5, 1:].any() and not row[:, 0, :6].any()
+    assert places == {0, 1, 2}
+    assert 0.45 < x[:, :16, :6].sum() / (40 * 4 * 18) < 0.55
+    assert not x.equal(example.TASKS["recall"].batch(40, Size(4), "other")[0])
+
+
+def test_models_of_a_size(example):
+    both = [example.Teller(name, 9, 8, 20) for name in example.ROWS]
+    counts = [example.count_parameters(x) for x in both]
+    assert isinstance(both[1].layer, nn.LSTM) and 1 <= counts[1] / counts[0] < 1.1
+
+
+def test_example(example, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for task in ("copy", "recall"):
+        few = example.TASKS[task]._replace(tested=example.TASKS[task].tested[:2])
+        monkeypatch.setitem(example.TASKS, task, few)
+    sizes = ["--dim", "8", "--steps", "3", "--batch-size", "2", "--test", "2", "--seeds", "1"]
+
+    def call(out, *more):
+        arguments = ["--out", str(tmp_path / out), "--tasks", "copy", "recall", *sizes, *more]
+        return example.main(arguments), *capsys.readouterr()
+
+    status, table, said = call("whole")
+    assert status == 0, said
+    assert (tmp_path / "whole" / "table.md").read_text() == table
+    assert {x.name for x in (tmp_path / "whole").glob("*.png")} == {"copy.png", "recall.png"}
+    first, second = (x.splitlines() for x in table.split("\n\n"))
+    assert first[0] == "| copy | seeds | model | 10 | 20 |"
+    assert len(first) == len(second) == 2 + 2 * 2
+    original, calls = nn.functional.binary_cross_entropy_with_logits, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 8:  # in the third model
+            signal.raise_signal(signal.SIGTERM)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "binary_cross_entropy_with_logits", interrupted)
+        status, out, said = call("parts")
+        assert (status, out) == (143, "")
+        assert said.endswith("stopped; the same command goes on from there\n")
+    assert checkpoint.load(tmp_path / "parts" / "recall-NTM-1.pt")["step"] == 2
+    assert call("parts")[0] == 0
+    for name in ("copy-LSTM-1.pt", "recall-NTM-1.pt"):
+        whole, parts = (checkpoint.load(tmp_path / x / name) for x in ("whole", "parts"))
+        assert all(x.equal(parts["model"][key]) for key, x in whole["model"].items())
+        assert whole["found"] == parts["found"]
+    kept = (tmp_path / "whole" / "copy-NTM-1.pt").stat().st_mtime_ns
+    assert call("whole")[1] == table
+    assert (tmp_path / "whole" / "copy-NTM-1.pt").stat().st_mtime_ns == kept
+    for option, said in (("--steps", "steps must be at least 0"), ("--dim", "dim must be at lea")):
+        status, _, error = call("whole", option, "-1")
+        assert status == 2 and said in error and error.count("\n") == 1
