@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -178,10 +178,9 @@ class NeuralTuringMachine(nn.Module):
         shown = torch.stack(weights, 1) if need_weights else None
         return TuringResult(torch.stack(outputs, 1), state, shown)
 
-    def _check(self, x: object, state: object) -> None:
+    def _check(self, x: Any, state: Any) -> None:
         """Refuse what does not fit."""
         check_tensor("x", x)
-        assert isinstance(x, Tensor)
         if x.dim() != 3 or x.shape[-1] != self.input_size or not x.numel():
             refuse("x", f"[B, T, {self.input_size}] with a step at least", list(x.shape))
         self._check_kind("x", x)
@@ -189,7 +188,7 @@ class NeuralTuringMachine(nn.Module):
             return
         if not isinstance(state, TuringState):
             refuse_type("state", "a TuringState or None", describe(state))
-        for name, part in zip(TuringState._fields, state):
+        for name, part in state._asdict().items():
             check_tensor(f"state.{name}", part)
         B, heads = len(x), self.num_reads + self.num_writes
         slots = state.memory.shape[1] if state.memory.dim() == 3 else self.num_slots
@@ -200,9 +199,10 @@ class NeuralTuringMachine(nn.Module):
             "weights": [B, heads, slots],
             "read": [B, self.num_reads, self.slot_size],
         }
-        for (name, shape), part in zip(shapes.items(), state):
+        for name, shape in shapes.items():
+            part = getattr(state, name)
             if list(part.shape) != shape:
-                refuse(f"state.{name}", shape, list(part.shape))
+                refuse(f"state.{name}", str(shape), list(part.shape))
             self._check_kind(f"state.{name}", part)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
