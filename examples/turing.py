@@ -117,7 +117,9 @@ TASKS = {
         [Size(5, 5), Size(10, 5), Size(5, 10), Size(10, 10)],
         3000,
     ),
-    "recall": Task(recall, [Size(n) for n in range(2, 7)], [Size(n) for n in (6, 10, 15, 20)], 2000),
+    "recall": Task(
+        recall, [Size(n) for n in range(2, 7)], [Size(n) for n in (6, 10, 15, 20)], 2000
+    ),
 }
 
 

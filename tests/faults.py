@@ -162,8 +162,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("scores.masked_fill(~memory.mask, unseen)", "scores"),
         ("seen = index < keys.lengths", "seen = index < 1 + keys.lengths"),
         ("seen = seen & of.reshape", "seen = seen | of.reshape"),
-        ("-torch.inf).view(*state", "0).view(*state"),
-        ("flat = index.reshape(len(index), -1, 1)", "flat = 0 * index.reshape(len(index), -1, 1)"),
+        ("_scores(rows, keys, -torch.inf)", "_scores(rows, keys, 0)"),
+        ("flat = index.reshape(len(index), Tq", "flat = 0 * index.reshape(len(index), Tq"),
         ("dense.scatter(-1, index,", "dense.scatter(-1, index.flip(-1),"),
     ],
     ("attnfast/models/memory.py", "tests/test_hops.py -k network"): [
@@ -427,6 +427,17 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("last.unsqueeze(1), True)", "last.unsqueeze(1), step > 0)"),
         ("            if distinct:\n", "            if True:\n"),
         ("if not 1 <= length <= N", "if not 0 <= length <= N"),
+    ],
+    ("attnfast/nn/hops.py", "tests/test_hops.py -k best"): [
+        ("weight * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
+        ("shown = key if seen is None else key.masked_fill(~seen.transpose(1, 2), 0)",
+         "shown = key"),
+        ("for x in (query, shown))", "for x in (query,))"),
+        ("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype"),
+    ],
+    ("attnfast/decoding/memory.py", "tests/test_growing.py -k 'empty or one_mask'"): [
+        ("seen.view(len(seen), *[1]", "seen.view(-1, *[1]"),
+        ("len(self.mask) != len(self.key)", "False"),
     ],
     ("attnfast/nn/turing.py", "tests/test_turing.py -k 'not example and not tasks'"): [
         ("weights[..., 0] = 1", "weights[..., -1] = 1"),

@@ -226,6 +226,20 @@ def test_lengths_and_masks(heads, backend):
         torch.testing.assert_close(got.weights, want.weights[..., row, :])
 
 
+def test_an_empty_memory_with_lengths_grows():
+    memory = prepare(torch.randn(3, 0, 4), torch.randn(3, 0, 5), lengths=torch.zeros(3).long())
+    value = torch.randn(3, 5)
+    context = attend(torch.randn(3, 1, 4), memory.append(torch.randn(3, 4), value)).context
+    torch.testing.assert_close(context, value.unsqueeze(1))
+
+
+def test_one_mask_for_all_sequences_is_selected():
+    mask, key = torch.tensor([[[True, False]]]), torch.randn(3, 2, 4)
+    memory = prepare(key, key, mask=mask).index_select(torch.tensor([2, 0]))
+    context = attend(torch.randn(2, 1, 4), memory).context
+    torch.testing.assert_close(context, key[[2, 0], :1])
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_copies_are_amortised(parts, trains):
     """The rows move some log₂ T times; what a backend keeps of a key is made once between them."""

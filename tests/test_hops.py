@@ -16,6 +16,7 @@ from attnfast.nn import (
     MultiHopAttention,
     TopKAttention,
 )
+from attnfast.reference import score
 
 B, TQ, TK, D = 3, 4, 9, 6
 LENGTHS = torch.tensor([9, 1, 4])
@@ -132,6 +133,45 @@ def test_the_k_best_keys(name, k):
         order = torch.tensor([2, 0, 0])
         again = module(query[order], memory.index_select(order))[0]
         torch.testing.assert_close(again, context[order])
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_best_of_weights_that_are_0(activation):
+    """Keys whose weights are too small for float32 are told apart, and from hidden ones."""
+    plain = BahdanauAttention(1, 1, 1, activation=activation)
+    with torch.no_grad():
+        plain.weight.fill_(300.0)
+        plain.query_proj.weight.fill_(0)
+        plain.key_proj.weight.fill_(1)
+    module, query = TopKAttention(plain, 2), torch.zeros(1, 1)
+    keys = torch.tensor([[[3.0], [0.1], [0.2], [0.3], [1e30]]])
+    hidden = torch.tensor([[True, False, False, True, False]])
+    for options in ({"lengths": torch.tensor([4])}, {"mask": hidden}):
+        assert module.choose(query, module.prepare(keys, **options)).tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["additive", "dot"])
+def test_the_best_of_half_types(name, dtype):
+    torch.manual_seed(0)
+    plain = ATTENTIONS[name]().to(dtype)
+    module = TopKAttention(plain, 8)
+    query, keys = torch.randn(1, 20, D).to(dtype), torch.randn(1, 500, D).to(dtype)
+    memory, rows = module.prepare(keys), plain.query_proj(query).double()
+    e = score(rows, memory.memory.key.double(), None if name == "dot" else plain.weight.double(),
+              memory.memory.score)  # fmt: skip
+    assert module.choose(query, memory).equal(e.topk(8).indices)
+
+
+@pytest.mark.parametrize("name", ["additive", "dot"])
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_the_best_of_nothing(name, sizes):
+    B, Tq, Tk, Dv = sizes
+    module = TopKAttention(ATTENTIONS[name](), 2)
+    memory = module.prepare(torch.randn(B, Tk, D), values=torch.randn(B, Tk, Dv))
+    context, weights = module(torch.randn(B, Tq, D), memory, need_weights=True)
+    assert context.shape == (B, Tq, Dv) and weights.shape == (B, Tq, Tk)
+    assert module(torch.randn(B, D), memory)[0].shape == (B, Dv)
 
 
 def test_a_recurrent_layer_runs_it():

@@ -74,6 +74,8 @@ class Memory(NamedTuple):
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
         names = ("key", "value", "lengths", "mask", "fertility")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.mask is not None and len(self.mask) != len(self.key):
+            del kept["mask"]  # one for all sequences
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
         memory = self._replace(**chosen, steps=None, rooms=(None, None))
         return memory if self.steps is None else memory._with_steps(self.steps.backend)
@@ -134,7 +136,7 @@ class Memory(NamedTuple):
         mask, keys = self.mask, self.key.shape[-2]
         if self.lengths is not None:
             seen = torch.arange(keys, device=self.key.device) < self.lengths.unsqueeze(-1)
-            seen = seen.view(-1, *[1] * (self.key.dim() - 2), keys)
+            seen = seen.view(len(seen), *[1] * (self.key.dim() - 2), keys)
             mask = seen if mask is None else seen & mask
         return None if mask is None else mask.expand(*mask.shape[:-1], keys)
 

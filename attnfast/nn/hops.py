@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnfast.decoding import Memory, attend, prepare
 from attnfast.errors import (
@@ -19,9 +20,11 @@ from attnfast.errors import (
     refuse_type,
     shape_of,
 )
+from attnfast.functional import additive_attention
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import check_tensor
+from attnfast.ops.operators import accumulation_dtype
 
 TYINGS = ("adjacent", "layer-wise")
 
@@ -148,6 +151,33 @@ def _scores(query: Tensor, memory: Memory, unseen: float) -> Tensor:
     return scores if memory.mask is None else scores.masked_fill(~memory.mask, unseen)
 
 
+#: Logarithm of the most that two weights may differ by, for both to be numbers of float32.
+WIDEST = 60.0
+
+
+def _order(query: Tensor, memory: Memory) -> Tensor:
+    """Return numbers ``[B, Tq, Tk]`` in the order of additive scores, 0 for keys that are not seen.
+
+    They are the weights of scores that are so scaled that no weight is too small for its dtype.
+    """
+    key, weight = memory.key, memory.weight
+    assert weight is not None
+    weight = weight.to(key.dtype)
+    largest: Tensor | float = 1.0  # of what the activation gives
+    if memory.score != "tanh":
+        seen = memory._whole_mask()
+        shown = key if seen is None else key.masked_fill(~seen.transpose(1, 2), 0)
+        largest = sum(F.pad(x.abs().flatten(0, 1), (0, 0, 0, 1)).amax(0) for x in (query, shown))
+    most = 2 * (weight.abs() * largest).sum()
+    weight = weight * (WIDEST / most.clamp_min(WIDEST))
+    weights = additive_attention(
+        query, key, memory.value.to(key.dtype), weight, activation=memory.score,
+        lengths=memory.lengths, mask=memory.mask, need_weights=True, backend=memory.backend,
+    ).weights  # fmt: skip
+    assert weights is not None
+    return weights
+
+
 class Shelf(NamedTuple):
     """What :class:`TopKAttention` attends to: the attention's memory of keys, and all values."""
 
@@ -165,9 +195,9 @@ class TopKAttention(nn.Module):
     .. math:: S_t = \mathrm{top}_k\, e_t, \quad
               c_t = \sum_{j \in S_t} \mathrm{softmax}_{j \in S_t}(e_{tj})\, v_j
 
-    The choice is exact: all scores are computed, without a gradient. Of the other keys no value is
-    read, and nothing is kept for a backward. Of keys with equal scores any may be chosen. A row
-    that sees fewer than k keys attends to those.
+    The choice is exact: all scores are computed, without a gradient, in float32 for half types. Of
+    the other keys no value is read, and nothing is kept for a backward. Of keys with equal scores
+    any may be chosen. A row that sees fewer than k keys attends to those.
 
     Args:
         attention: a :class:`BahdanauAttention` or :class:`LuongAttention`.
@@ -218,11 +248,11 @@ class TopKAttention(nn.Module):
         keys, attention = memory.memory, self.attention
         attention._check_call(state, keys)
         with torch.no_grad():
-            if keys.score == "dot":  # their order is that of the weights
-                rows = attention.query_proj(state.unsqueeze(1) if state.dim() == 2 else state)
-                order = _scores(rows, keys, -torch.inf).view(*state.shape[:-1], -1)
-            else:
-                order = attention(state, keys, True)[1]
+            rows = attention.query_proj(state.unsqueeze(1) if state.dim() == 2 else state)
+            wide = accumulation_dtype(rows.dtype)
+            rows, keys = rows.to(wide), keys._replace(key=keys.key.to(wide), steps=None)
+            order = _scores(rows, keys, -torch.inf) if keys.score == "dot" else _order(rows, keys)
+            order = order.view(*state.shape[:-1], order.shape[-1])
         return order.topk(min(self.k, order.shape[-1])).indices
 
     def forward(
@@ -245,24 +275,26 @@ class TopKAttention(nn.Module):
         index = self.choose(state, memory)
         keys, Tk = memory.memory, memory.value.shape[1]
         rows, k = index.shape[:-1], index.shape[-1]
-        flat = index.reshape(len(index), -1, 1)
+        Tq = rows[1] if rows[1:] else 1
+        flat = index.reshape(len(index), Tq * k, 1)
 
         def chosen(x: Tensor) -> Tensor:
             """Return the k rows of x for every state, ``[B · Tq, k, ·]``."""
-            return x.gather(1, flat.expand(-1, -1, x.shape[-1])).view(-1, k, x.shape[-1])
+            picked = x.gather(1, flat.expand(-1, -1, x.shape[-1]))
+            return picked.view(len(x) * Tq, k, x.shape[-1])
 
         seen = torch.ones_like(index, dtype=torch.bool)
         if keys.lengths is not None:
             seen = index < keys.lengths.view(-1, *[1] * len(rows[1:]), 1)
         if keys.mask is not None:
-            of = keys.mask.expand(len(index), 1, Tk).expand(-1, rows[1] if rows[1:] else 1, -1)
+            of = keys.mask.expand(len(index), 1, Tk).expand(-1, Tq, -1)
             seen = seen & of.reshape(*rows, Tk).gather(-1, index)
         few = Memory(
-            chosen(keys.key), chosen(memory.value), None, seen.view(-1, 1, k), keys.weight,
-            keys.backend, score=keys.score,
+            chosen(keys.key), chosen(memory.value), None, seen.view(len(index) * Tq, 1, k),
+            keys.weight, keys.backend, score=keys.score,
         )  # fmt: skip
-        context, weights = self.attention(state.reshape(-1, state.shape[-1]), few, need_weights)
-        context = context.view(*rows, -1)
+        context, weights = self.attention(state.flatten(0, -2), few, need_weights)
+        context = context.view(*rows, context.shape[-1])
         if not need_weights:
             return context, None
         dense = weights.new_zeros(*rows, Tk)
