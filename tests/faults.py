@@ -400,7 +400,12 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("entropy = -(safe * safe.log())", "entropy = (safe * safe.log())"),
         ("torch.rand_like(zeros) < share", "torch.rand_like(zeros) > share"),
         ("one.masked_fill(~counts.unsqueeze(-1), 0)", "one"),
+        ("one.masked_fill(damaged.unsqueeze(-1), torch.nan)", "one"),
+        ("(~counts | damaged)", "(~counts)"),
+        ("< share if share else", "< share if True else"),
+        ("if not weights.shape[-1]:", "if False:"),
         ("weights.detach().float().masked_fill", "weights.new_ones(weights.shape).masked_fill"),
+        ("if isinstance(attention, GatedAttention):", "if False:"),
     ],
     ("attnfast/losses.py", "tests/test_captioning.py"): [
         ("(1 - weights.to(accumulation_dtype(weights.dtype)).sum(1))",

@@ -24,6 +24,7 @@ from attnfast.nn import (
     GatedAttention,
     HardAttention,
     LuongAttention,
+    MultiHeadAttention,
 )
 
 B, T, V, H, E = 3, 5, 11, 6, 4
@@ -247,6 +248,51 @@ def test_padding_and_rows_without_keys_add_nothing():
     assert state.grad.isfinite().all() and not state.grad[2].any() and not state.grad[1, 2:].any()
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_hard_attention_shows_nan(training):
+    torch.manual_seed(0)
+    hard = HardAttention(BahdanauAttention(H, 7, 8), average=0.0).train(training)
+    state, source = torch.randn(B, 4, H), torch.randn(B, 5, 7)
+    memory = hard.prepare(source, torch.tensor([5, 5, 0]))
+    memory = memory._replace(key=memory.key.index_fill(0, torch.tensor(1), torch.nan), steps=None)
+    context, _, drawn = hard(state, memory)
+    assert context[1].isnan().all() and context[0].isfinite().all() and not context[2].any()
+    assert drawn.log_prob.isnan().tolist() == [False, True, False]
+
+
+def test_a_search_shows_nan_of_hard_attention():
+    told = model("hard")
+    with torch.no_grad():
+        told.teller.attention.attention.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the model's scores must be finite numbers, got NaN"):
+        greedy_search(told, images(), SIZES)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_hard_attention_to_no_keys(training):
+    hard = HardAttention(BahdanauAttention(H, 7, 8)).train(training)
+    memory = hard.prepare(torch.randn(B, 0, 7))
+    context, weights, drawn = hard(torch.randn(B, 4, H), memory, need_weights=True)
+    assert context.shape == (B, 4, 7) and weights.shape == (B, 4, 0)
+    assert not context.any() and not drawn.log_prob.any() and not drawn.entropy.any()
+
+
+def test_evaluation_draws_nothing():
+    hard = HardAttention(BahdanauAttention(H, 7, 8)).eval()
+    memory, before = hard.prepare(torch.randn(B, 5, 7)), torch.get_rng_state()
+    assert not hard(torch.ones(B, 4, H), memory)[2].averaged.any()
+    hard.train().average = 0.0
+    assert not hard.start(memory).averaged.any()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_mean_of_values():
+    states, values = torch.randn(B, 5, 7), torch.randn(B, 5, 7)
+    for attention in (MeanContext(), GatedAttention(MeanContext(), H)):
+        memory = attention.prepare(states, torch.tensor([5, 3, 1]), values=values)
+        torch.testing.assert_close(memory.value[1, 0], values[1, :3].mean(0))
+
+
 def test_reinforce_is_the_gradient_of_the_expected_likelihood():
     """All draws of two steps, each by its probability: no other way to say what the mean is."""
     torch.manual_seed(0)
@@ -321,6 +367,10 @@ def test_doubly_stochastic():
         (lambda m, x: GatedAttention(nn.Linear(2, 2), H), "attention must be a module of attnfast"),
         (lambda m, x: HardAttention(CoverageAttention(2, 2, 2)), "must be one without a history"),
         (lambda m, x: HardAttention(BahdanauAttention(2, 2, 2), 1.5), "average must be a probab"),
+        (lambda m, x: HardAttention(GatedAttention(BahdanauAttention(2, 2, 2), 2)),
+         "one without a gate, GatedAttention(HardAttention(..), ..) the order of both, got"),
+        (lambda m, x: HardAttention(MultiHeadAttention(2, 2, 2, 1)), "must be one without heads"),
+        (lambda m, x: HardAttention(MeanContext()), "must be one with weights to draw by, got Mea"),
         (lambda m, x: Reinforce(-1.0), "weight must be a number, at least 0, got"),
         (lambda m, x: Reinforce(decay=1.0), "decay must be at least 0 and below 1, got"),
         (lambda m, x: Reinforce()(x[:, 0, 0, 0], x, x), "log_prob must be [3], got"),

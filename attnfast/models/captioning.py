@@ -139,10 +139,17 @@ class MeanContext(FixedContext):
     It has the two calls of an attention, so that a decoder need not know.
     """
 
-    def prepare(
-        self, states: Tensor, lengths: Tensor | None = None, mask: Tensor | None = None
+    has_weights = False
+
+    def prepare(  # type: ignore[override]
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Memory:
-        """Keep the mean of ``states [B, Tk, F]`` as the only value ``[B, 1, F]``."""
+        """Keep the mean of ``states [B, Tk, F]``, or of values, as the only value ``[B, 1, F]``."""
+        states = states if values is None else values
         if mask is None:
             mask = states.new_ones(states.shape[:2], dtype=torch.bool)
         if lengths is not None:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnfast.decoding import Memory
 from attnfast.errors import describe, refuse, refuse_type
-from attnfast.nn.attention import check_sizes, check_target_mask
+from attnfast.nn.attention import MultiHeadAttention, check_sizes, check_target_mask
 from attnfast.ops.arguments import check_tensor, is_finite
 
 
@@ -97,10 +98,12 @@ class HardAttention(nn.Module):
     of what is drawn, with the probability ``average``. In evaluation nothing is drawn: the key is
     that of the largest weight. No gradient goes through the draw; the history, :class:`Drawn`,
     has the log-probabilities that :class:`attnfast.losses.Reinforce` learns from. Recurrent layers
-    run it step by step. A row that may see no key has context 0 and adds nothing to the sums.
+    run it step by step. A row that may see no key has context 0 and adds nothing to the sums; one
+    whose weights are NaN has a context of NaN.
 
     Args:
-        attention: a module of :mod:`attnfast.nn`, without a history or heads.
+        attention: a module of :mod:`attnfast.nn`, without a history, heads or a gate:
+            :class:`GatedAttention` goes around this one.
         average: the probability.
 
     Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.1; with its
@@ -111,6 +114,13 @@ class HardAttention(nn.Module):
 
     def __init__(self, attention: nn.Module, average: float = 0.5):
         super().__init__()
+        if isinstance(attention, GatedAttention):
+            expected = "one without a gate, GatedAttention(HardAttention(..), ..) the order of both"
+            refuse_type("attention", expected, "GatedAttention")
+        if isinstance(attention, MultiHeadAttention):
+            refuse_type("attention", "one without heads", type(attention).__name__)
+        if not getattr(attention, "has_weights", True):
+            refuse_type("attention", "one with weights to draw by", type(attention).__name__)
         _check_attention(attention, histories=False)
         if not is_finite(average) or not 0 <= average <= 1:
             refuse("average", "a probability", describe(average))
@@ -137,7 +147,8 @@ class HardAttention(nn.Module):
         zeros = memory.value.new_zeros(memory.value.shape[0])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
         share = self.average if self.training else 0.0
-        return Drawn(zeros, zeros, torch.rand_like(zeros) < share)
+        averaged = torch.rand_like(zeros) < share if share else zeros.bool()
+        return Drawn(zeros, zeros, averaged)
 
     def forward(
         self,
@@ -171,14 +182,19 @@ class HardAttention(nn.Module):
         rows = state.unsqueeze(1) if step else state
         mean, weights = self.attention(rows, memory, "dense")
         history = self.start(memory) if history is None else history
-        counts = weights.detach().sum(-1) > 0  # [B, Tq]: a row that sees a key
+        shown, value = weights if need_weights else None, memory.value
+        if not weights.shape[-1]:  # a key that no row sees
+            weights, value = F.pad(weights, (0, 1)), F.pad(value, (0, 0, 0, 1))
+        mass = weights.detach().sum(-1)
+        counts, damaged = mass != 0, mass.isnan()  # [B, Tq]: a row that sees a key
         if self.training:
-            chances = weights.detach().float().masked_fill(~counts.unsqueeze(-1), 1)
+            chances = weights.detach().float().masked_fill((~counts | damaged).unsqueeze(-1), 1)
             index = torch.multinomial(chances.flatten(0, 1), 1).view(counts.shape)
         else:
             index = weights.argmax(-1)
-        one = memory.value.gather(1, index.unsqueeze(-1).expand(-1, -1, memory.value.shape[-1]))
+        one = value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))
         one = one.masked_fill(~counts.unsqueeze(-1), 0)
+        one = one.masked_fill(damaged.unsqueeze(-1), torch.nan)
         context = torch.where(history.averaged.view(-1, 1, 1), mean, one)
         if target_mask is not None:
             counts = counts & target_mask.reshape(counts.shape)
@@ -191,7 +207,6 @@ class HardAttention(nn.Module):
             log_prob=history.log_prob + log_prob.masked_fill(left_out, 0).sum(-1),
             entropy=history.entropy + entropy.masked_fill(left_out, 0).sum(-1),
         )
-        shown = weights if need_weights else None
         if step:
             return context.squeeze(1), None if shown is None else shown.squeeze(1), history
         return context, shown, history
