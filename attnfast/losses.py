@@ -131,7 +131,7 @@ class Reinforce(nn.Module):
     :math:`\lambda_r = 1` and :math:`\lambda_e = 0` the gradient's mean over what may be drawn is
     that of the mean of :math:`-\log p(y \mid s)`. The baseline b is that of the batches before,
     so that it depends on none of this one's draws, but for the first, which begins it. It moves in
-    training alone, and is a buffer.
+    training alone, not by a batch whose mean is infinite or NaN, and is a buffer.
 
     Args:
         weight: λ_r.
@@ -175,7 +175,9 @@ class Reinforce(nn.Module):
         reward = log_likelihood.detach().double()
         before = torch.where(self.baseline.isnan(), reward.mean(), self.baseline)
         if self.training:
-            self.baseline.copy_(self.decay * before + (1 - self.decay) * reward.mean())
+            mean = reward.mean()
+            moved = self.decay * before + (1 - self.decay) * mean
+            self.baseline.copy_(torch.where(mean.isfinite(), moved, self.baseline))
         gain = (reward - before).to(log_prob.dtype)
         terms = log_likelihood + self.weight * gain * log_prob + self.entropy_weight * entropy
         return -terms.mean()

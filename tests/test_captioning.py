@@ -21,13 +21,21 @@ from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,
     Drawn,
+    ForwardAttention,
     GatedAttention,
     HardAttention,
+    LocalAttention,
+    LocalPredictiveAttention,
+    LocationAwareAttention,
     LuongAttention,
+    MonotonicAttention,
     MultiHeadAttention,
+    StridedAttention,
+    TopKAttention,
 )
 
 B, T, V, H, E = 3, 5, 11, 6, 4
+KINDS = ["additive", "general", "gated", "hard", "mean", "few", "coverage"]
 SIZES = torch.tensor([[9, 12], [7, 5], [4, 10]])
 
 
@@ -55,6 +63,8 @@ def model(kind, **options):
         "gated": lambda: GatedAttention(BahdanauAttention(H, F_, 8), H),
         "hard": lambda: HardAttention(BahdanauAttention(H, F_, 8), **options),
         "mean": lambda: MeanContext(),
+        "few": lambda: TopKAttention(LuongAttention(H, F_), 3),
+        "coverage": lambda: GatedAttention(CoverageAttention(H, F_, 8), H),
     }[kind]()
     return ShowAttendTell(grid, attention, V, H, E, longest=7).double().eval()
 
@@ -133,7 +143,7 @@ def test_captions_of_an_image_look_once(kind):
         torch.testing.assert_close(getattr(got, name), getattr(want, name))
 
 
-@pytest.mark.parametrize("kind", ["additive", "general", "gated", "hard", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_padding_changes_nothing(kind):
     told, x = model(kind), images()
     want = told(x, SIZES, words(), need_weights=kind != "mean")
@@ -147,6 +157,8 @@ def test_padding_changes_nothing(kind):
     for i, (height, width) in enumerate(SIZES.tolist()):
         assert x.grad[i, :, :height, :width].any()
         assert not x.grad[i, :, height:].any() and not x.grad[i, :, :, width:].any()
+    wider = told(F.pad(x, (0, 5, 0, 4)), SIZES, words()).logits
+    torch.testing.assert_close(wider, want.logits)
     if kind != "mean":
         hidden = ~got.mask.flatten(1).unsqueeze(1).expand_as(got.weights)
         assert not got.weights[hidden].any()
@@ -361,6 +373,16 @@ def test_doubly_stochastic():
         (lambda m, x: m(x, SIZES.clamp_max(1), words()), "from 2, a cell, to 9, got 1"),
         (lambda m, x: m(x, SIZES * 2, words()), "heights from 2, a cell, to 9, got 18"),
         (lambda m, x: m(x, SIZES, words()[:2]), "as many captions of each of 3 images, got 2"),
+        (lambda m, x: m(x, SIZES, words() + 3), "target_in must be ids between 0 and 10, got 12"),
+        (lambda m, x: m(x, SIZES, words() - 1), "target_in must be ids between 0 and 10, got -1"),
+        (lambda m, x: m.decode(words() + 3, None, x), "words must be ids between 0 and 10, got 12"),
+        (lambda m, x: m(x, SIZES, words(), "yes"), "need_weights must be True or False, got"),
+        (lambda m, x: m.train()(x[:1, :, :2, :2], SIZES[:1] * 0 + 2, words()[:1]),
+         "sizes must be of two cells of 2 × 2 pixels at least in training, got 1"),
+        (lambda m, x: ShowAttendTell(m.encoder, MeanContext(), 4, H, E), "vocab_size must be at "),
+        (lambda m, x: GridEncoder(1, 4, (1,)), "features must be whole numbers, one a layer, got"),
+        (lambda m, x: GridEncoder(1, (4,), 2), "strides must be whole numbers, one a layer, got"),
+        (lambda m, x: GridEncoder(1, (4,), None), "strides must be whole numbers, one a layer, "),
         (lambda m, x: m.decode(words(), None, x), "seen must be what encode(...) returns, got"),
         (lambda m, x: GridEncoder(1, (4,), (1, 2)), "strides must be 1, one a layer"),
         (lambda m, x: GridEncoder(1, (4,), (1,), torch.inf), "place_scale must be a finite number"),
@@ -382,6 +404,67 @@ def test_what_does_not_fit_is_one_sentence(call, words):
     with pytest.raises((ValueError, TypeError)) as raised:
         call(model("additive"), images())
     assert words in str(raised.value) and str(raised.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        LocalAttention,
+        StridedAttention,
+        MonotonicAttention,
+        LocalPredictiveAttention,
+        LocationAwareAttention,
+        ForwardAttention,
+        MultiHeadAttention,
+    ],
+)
+def test_attention_that_knows_an_order_is_refused(make):
+    grid = encoder()
+    more = {
+        LocalAttention: {"window": 2},
+        StridedAttention: {"stride": 2},
+        LocalPredictiveAttention: {"window": 2},
+        LocationAwareAttention: {"attn_dim": 8},
+        ForwardAttention: {"attn_dim": 8},
+        MultiHeadAttention: {"attn_dim": grid.output_dim, "num_heads": 1},
+    }
+    attention = make(H, grid.output_dim, **more.get(make, {}))
+    words = f"attention must be one that knows no order of keys and .*, got {make.__name__}$"
+    for one in (attention, GatedAttention(attention, H)):
+        with pytest.raises(TypeError, match=words):
+            ShowAttendTell(grid, one, V, H, E)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x: m(x, SIZES, words()[:2]),
+        lambda m, x: m(x, SIZES, words() + 3),
+        lambda m, x: m(x, SIZES, words(), "yes"),
+        lambda m, x: m(x[:1, :, :2, :2], SIZES[:1] * 0 + 2, words()[:1]),
+    ],
+)
+def test_what_is_refused_moves_no_norm(call):
+    told = model("additive").train()
+    before = {name: x.clone() for name, x in told.state_dict().items()}
+    with pytest.raises(ValueError, match=r"must be .*, got"):
+        call(told, images())
+    assert all(torch.equal(x, before[name]) for name, x in told.state_dict().items())
+
+
+def test_the_mean_of_half_types_does_not_overflow():
+    states = torch.full((1, 500, 2), 300.0, dtype=torch.float16)
+    memory = MeanContext().prepare(states)
+    assert memory.value.dtype == torch.float16 and memory.value.tolist() == [[[300.0, 300.0]]]
+
+
+def test_a_batch_that_is_infinite_leaves_the_baseline():
+    loss, zeros = Reinforce(), torch.zeros(2)
+    loss(torch.tensor([-torch.inf, -1.0]), zeros, zeros)
+    loss(torch.tensor([-4.0, -2.0]), zeros, zeros)
+    for bad in (-torch.inf, torch.nan):
+        loss(torch.tensor([bad, -1.0]), zeros, zeros)
+    assert loss.baseline.item() == pytest.approx(-3)
 
 
 def test_drawn_is_what_a_search_keeps():

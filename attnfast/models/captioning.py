@@ -8,16 +8,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import describe, refuse, refuse_type
+from attnfast.errors import check_flag, check_whole, describe, refuse, refuse_type
 from attnfast.models.decoders import FixedContext
-from attnfast.models.seq2seq import PAD, check_ids, check_share
-from attnfast.nn import AttentionLSTM, Memory, RecurrentState
+from attnfast.models.seq2seq import EOS, PAD, check_ids, check_share
+from attnfast.nn import (
+    AttentionLSTM,
+    GatedAttention,
+    HardAttention,
+    LocalAttention,
+    LocalPredictiveAttention,
+    LocationAwareAttention,
+    Memory,
+    MonotonicAttention,
+    MultiHeadAttention,
+    RecurrentState,
+    StridedAttention,
+)
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
 from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.operators import accumulation_dtype
 
 #: Of every convolution.
 KERNEL = 3
+#: Attention that knows where a key stands in a row of keys, which the width of a batch decides.
+ORDERED = (
+    LocalAttention,
+    LocalPredictiveAttention,
+    LocationAwareAttention,
+    MonotonicAttention,
+    StridedAttention,
+)
 
 
 def exists(sizes: Tensor, height: int, width: int) -> Tensor:
@@ -61,6 +82,9 @@ class GridEncoder(nn.Module):
         place_scale: float = 1.0,
     ):
         super().__init__()
+        for name, x in (("features", features), ("strides", strides)):
+            if not isinstance(x, Sequence):
+                refuse_type(name, "whole numbers, one a layer", describe(x))
         if not len(features) == len(strides) > 0:
             refuse("strides", f"{len(features)}, one a layer, and a layer at least", len(strides))
         check_sizes(channels=channels)
@@ -97,6 +121,13 @@ class GridEncoder(nn.Module):
                 if not self.stride <= pixels <= most:
                     expected = f"{name} from {self.stride}, a cell, to {most}"
                     refuse("sizes", expected, pixels)
+        stride = 1
+        for norm, step in zip(self.norms, self.strides):
+            stride *= step
+            cells = int((-(-sizes // stride)).prod(-1).sum())
+            if norm.training and cells < 2:
+                expected = f"of two cells of {stride} × {stride} pixels at least in training"
+                refuse("sizes", expected, cells)
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return grids ``[B, R, C, output_dim]``, 0 in padding, and which cells exist.
@@ -105,7 +136,8 @@ class GridEncoder(nn.Module):
 
         Args:
             images: ``[B, channels, H, W]``; pixels beyond ``sizes`` do not count.
-            sizes: ``[B, 2]``, height and width of each image, int64 or int32: a cell at least.
+            sizes: ``[B, 2]``, height and width of each image, int64 or int32: a cell at least, in
+                training two of all images.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or a pixel is not finite.
@@ -161,8 +193,9 @@ class MeanContext(FixedContext):
 
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
     """Return the mean ``[B, F]`` of those ``states [B, Tk, F]`` that ``mask [B, Tk]`` has."""
-    total = states.masked_fill(~mask.unsqueeze(-1), 0).sum(1)
-    return total / mask.sum(-1, keepdim=True).clamp_min(1)
+    dtype = accumulation_dtype(states.dtype)
+    total = states.masked_fill(~mask.unsqueeze(-1), 0).sum(1, dtype=dtype)
+    return (total / mask.sum(-1, keepdim=True).clamp_min(1)).to(states.dtype)
 
 
 class Seen(NamedTuple):
@@ -210,10 +243,12 @@ class ShowAttendTell(nn.Module):
 
     Args:
         encoder: images and sizes to grids.
-        attention: of the teller, a module of :mod:`attnfast.nn` with queries of ``hidden_dim`` and
-            keys of the encoder's features: soft as it is, :class:`attnfast.nn.GatedAttention` or
-            :class:`attnfast.nn.HardAttention` around one, or :class:`MeanContext`.
-        vocab_size: V, words and the four special ids.
+        attention: of the teller, with queries of ``hidden_dim`` and keys of the encoder's features:
+            of :mod:`attnfast.nn` a ``BahdanauAttention``, ``LuongAttention``, ``TopKAttention`` or
+            ``CoverageAttention``, soft as it is, or :class:`attnfast.nn.GatedAttention` or
+            :class:`attnfast.nn.HardAttention` around one; or :class:`MeanContext`. What knows the
+            order of keys does not serve, as padding would change it, nor what has heads.
+        vocab_size: V, the four special ids and a word at least.
         hidden_dim, embed_dim: features of the teller's states, and of a word.
         dropout: on words and on what the output layer reads.
         longest: most words of a caption that a search finds, the end included.
@@ -235,10 +270,15 @@ class ShowAttendTell(nn.Module):
         super().__init__()
         if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
             refuse_type("encoder", "a GridEncoder", describe(encoder))
-        check_sizes(
-            vocab_size=vocab_size, hidden_dim=hidden_dim, embed_dim=embed_dim, longest=longest
-        )
+        check_whole("vocab_size", vocab_size, EOS + 2)
+        check_sizes(hidden_dim=hidden_dim, embed_dim=embed_dim, longest=longest)
         check_share("dropout", dropout)
+        inner = attention
+        while isinstance(inner, (GatedAttention, HardAttention)):
+            inner = inner.attention
+        if isinstance(inner, (*ORDERED, MultiHeadAttention)):
+            expected = "one that knows no order of keys and has no heads, as BahdanauAttention"
+            refuse_type("attention", expected, type(inner).__name__)
         context_dim = encoder.output_dim
         self.encoder, self.longest = encoder, longest
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
@@ -279,10 +319,19 @@ class ShowAttendTell(nn.Module):
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if asked for.
         """
-        check_ids("words", words)
+        self._check_words("words", words)
         if not isinstance(seen, Seen):
             refuse_type("seen", "what encode(...) returns", describe(seen))
         return self._tell(words, state, seen, need_weights, None)
+
+    def _check_words(self, name: str, words: Any) -> None:
+        """Refuse what are no ids of the vocabulary, which are read on a CPU alone."""
+        check_ids(name, words)
+        if words.numel() and words.device.type == "cpu" and not torch.compiler.is_compiling():
+            most = self.embedding.num_embeddings - 1
+            for word in map(int, words.aminmax()):
+                if not 0 <= word <= most:
+                    refuse(name, f"ids between 0 and {most}", word)
 
     def _tell(
         self, words: Tensor, state: Any, seen: Seen, need_weights: bool, lengths: Tensor | None
@@ -305,12 +354,15 @@ class ShowAttendTell(nn.Module):
         An image has N captions, one after the other, and is looked at once. What is returned has
         as many rows as captions.
         """
-        check_ids("target_in", target_in)
-        seen, state = self.encode(images, sizes)
+        self._check_words("target_in", target_in)
+        check_flag("need_weights", need_weights)
+        if isinstance(self.encoder, GridEncoder):  # in training to look at images moves its norms
+            self.encoder._check(images, sizes)
         B = len(images)
         count = max(len(target_in) // max(B, 1), 1)
         if len(target_in) != B * count:
             refuse("target_in", f"as many captions of each of {B} images", len(target_in))
+        seen, state = self.encode(images, sizes)
         if count != 1:
             index = torch.arange(B, device=images.device).repeat_interleave(count)
             seen, state = seen.index_select(index), state.index_select(index)
