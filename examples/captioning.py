@@ -261,9 +261,10 @@ class Training(Trial):
     def test(self) -> None:
         """Judge captions of scenes that were not learnt from, by the number of digits."""
         asked = {"test": self.args.test, "counts": [*LEARNT, *MORE]}
-        if self.found.get("asked") == asked:
-            return
         ways = ["own", *["shuffled"] * self.row.shuffled]
+        wanted = {"asked", *(f"{way} {x}" for way in ways for x in (*LEARNT, *MORE, "BLEU"))}
+        if self.found.get("asked") == asked and self.found.keys() == wanted:
+            return
         found: dict[str, Any] = {"asked": asked}
         title, many = f"{self.title}, testing", len(ways) * len((*LEARNT, *MORE))
         with stop_on_signal() as check, Progress(title, many, "number") as bar:
@@ -404,9 +405,10 @@ def cost_table(models: Sequence[Training]) -> str:
 def compare(args: argparse.Namespace) -> None:
     """Train all models, test them, and write the table and the pictures."""
     for name in ("seeds", "steps", "batch_size", "captions", "scenes", "dim", "test"):
-        if getattr(args, name) < 1:
+        least = 2 if name == "dim" else 1  # half of it are features of words
+        if getattr(args, name) < least:
             option = name.replace("_", "-")
-            raise InputError(f"--{option} must be at least 1, got {getattr(args, name)}")
+            raise InputError(f"--{option} must be at least {least}, got {getattr(args, name)}")
     if args.captions > 16:
         raise InputError(f"--captions must be at most 16, got {args.captions}")
     for package in ("matplotlib", "sacrebleu"):

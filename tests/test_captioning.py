@@ -630,6 +630,10 @@ def test_the_example_stops_and_goes_on(captioning, tmp_path, capsys, monkeypatch
     for part in ("model", "reinforce"):
         assert all(x.equal(parts[part][name]) for name, x in whole[part].items())
     assert parts["found"] == whole["found"]
+    other = {"asked": whole["found"]["asked"], "own": 1}
+    checkpoint.write(tmp_path / "parts" / "hard-1.pt", {**parts, "found": other})
+    assert call("parts")[0] == 0  # tested again
+    assert checkpoint.load(tmp_path / "parts" / "hard-1.pt")["found"] == whole["found"]
     kept = (tmp_path / "whole" / "hard-1.pt").stat().st_mtime_ns
     assert call("whole")[1].startswith(f"{first}\n\n{second}\n\n")  # but for times
     assert (tmp_path / "whole" / "hard-1.pt").stat().st_mtime_ns == kept
@@ -644,6 +648,7 @@ def test_the_example_refuses_in_one_sentence(captioning, tmp_path, capsys, monke
         return capsys.readouterr().err
 
     assert said("--batch-size", "0") == "attnfast: --batch-size must be at least 1, got 0\n"
+    assert said("--dim", "1") == "attnfast: --dim must be at least 2, got 1\n"
     assert said("--captions", "17") == "attnfast: --captions must be at most 16, got 17\n"
     assert said("--rows", "none").startswith("attnfast: --rows: invalid choice: 'none'")
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
