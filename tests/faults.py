@@ -422,7 +422,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
          "(1 - weights.to(accumulation_dtype(weights.dtype)).sum(2))"),
         ("left = left.masked_fill(~mask, 0)", "left = left"),
         ("self.decay * before + (1 - self.decay)", "(1 - self.decay) * before + self.decay"),
-        ("if self.training:\n            self.baseline", "if True:\n            self.baseline"),
+        ("if self.training:\n            mean", "if True:\n            mean"),
         ("torch.where(mean.isfinite(), moved, self.baseline)", "moved"),
         ("gain = (reward - before)", "gain = (before - reward)"),
         ("reward = log_likelihood.detach().double()", "reward = log_likelihood.double()"),
