@@ -35,7 +35,7 @@ from attnfast.nn import (
 )
 
 B, T, V, H, E = 3, 5, 11, 6, 4
-KINDS = ["additive", "general", "gated", "hard", "mean", "few", "coverage"]
+KINDS = ["additive", "general", "gated", "hard", "mean", "few", "coverage", "both", "one of few"]
 SIZES = torch.tensor([[9, 12], [7, 5], [4, 10]])
 
 
@@ -62,6 +62,8 @@ def model(kind, **options):
         "general": lambda: LuongAttention(H, F_, "general"),
         "gated": lambda: GatedAttention(BahdanauAttention(H, F_, 8), H),
         "hard": lambda: HardAttention(BahdanauAttention(H, F_, 8), **options),
+        "both": lambda: GatedAttention(HardAttention(BahdanauAttention(H, F_, 8)), H),
+        "one of few": lambda: HardAttention(TopKAttention(LuongAttention(H, F_), 3)),
         "mean": lambda: MeanContext(),
         "few": lambda: TopKAttention(LuongAttention(H, F_), 3),
         "coverage": lambda: GatedAttention(CoverageAttention(H, F_, 8), H),
@@ -193,7 +195,7 @@ def test_a_caption_by_hand(kind):
             torch.testing.assert_close(got[i, t], want)
 
 
-@pytest.mark.parametrize("kind", ["additive", "gated", "hard", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_search_says_what_the_teacher_would(kind):
     told, x = model(kind), images()
     found = greedy_search(told, x, SIZES)

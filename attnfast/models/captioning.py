@@ -246,8 +246,9 @@ class ShowAttendTell(nn.Module):
         attention: of the teller, with queries of ``hidden_dim`` and keys of the encoder's features:
             of :mod:`attnfast.nn` a ``BahdanauAttention``, ``LuongAttention``, ``TopKAttention`` or
             ``CoverageAttention``, soft as it is, or :class:`attnfast.nn.GatedAttention` or
-            :class:`attnfast.nn.HardAttention` around one; or :class:`MeanContext`. What knows the
-            order of keys does not serve, as padding would change it, nor what has heads.
+            :class:`attnfast.nn.HardAttention` around one, the latter around one without a
+            history; or :class:`MeanContext`. What knows the order of keys does not serve, as
+            padding would change it, nor what has heads.
         vocab_size: V, the four special ids and a word at least.
         hidden_dim, embed_dim: features of the teller's states, and of a word.
         dropout: on words and on what the output layer reads.
