@@ -149,7 +149,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.float64 if dtype == torch.float64 else torch.float32", "torch.float32"),
     ],
     ("attnfast/nn/attention.py", "tests/test_nn.py -k 'not compile and not parallel'"): [
-        ("scale = scale / self.temperature", "scale = scale * self.temperature"),
+        ("scale = scale / temperature", "scale = scale * temperature"),
         ('None if score == "scaled_dot" else 1.0', "1.0"),
         ("bound = weight_shape[-1] ** -0.5", "bound = weight_shape[-1] ** 0.5"),
         ("self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)",
@@ -189,6 +189,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("position=position, lengths=memory.lengths, device", "position=position, device"),
         ("self.sigma, height=self.height", "self.sigma, height=1.0"),
         ('return {"sigma": self.sigma}', "return {}"),
+    ],
+    ("attnfast/nn/attention.py", "tests/test_sparse.py -k formula"): [
+        ('span["bias"] = span["bias"] / temperature', "pass"),
+        ('span["sigma"] * temperature**0.5', 'span["sigma"]'),
     ],
     ("attnfast/nn/attention.py", "tests/test_nn.py"): [
         ("return F.normalize(x, dim=-1)", "return x"),
@@ -237,6 +241,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("key = key + best if self.span.compact else best", "key = best"),
         ("memory.lengths.unsqueeze(-1) * share", "memory.key.shape[-2] * share"),
         ("sigma = (left or 0) / 2", "sigma = left or 0"),
+        ("wide = sigma / self.temperature**0.5", "wide = sigma"),
         ("context = context * scale", "pass"),
     ],
     ("attnfast/nn/copying.py", "tests/test_history.py -k pointer"): [

@@ -78,7 +78,7 @@ def scores_of(m, x, positions):
         proj(x).view(B, T, H, -1).transpose(1, 2)
         for proj in (m.query_proj, m.key_proj, m.value_proj)
     )
-    return q @ k.mT / (D // H) ** 0.5 + positions(T, T), v
+    return (q @ k.mT / (D // H) ** 0.5 + positions(T, T)) / m.temperature, v
 
 
 @pytest.mark.parametrize("heads", SPANS)
@@ -105,9 +105,11 @@ def test_relative_positions_in_self_attention(heads):
     )
 
 
-def test_relative_positions_in_many_heads():
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_relative_positions_in_many_heads(temperature):
     positions, x = relative(), states()
     m = MultiHeadAttention(D, D, D, H, positions=positions).double()
+    m.temperature = temperature
     memory = m.prepare(x, LENGTHS)
     context, weights = m(x, memory, need_weights=True)
     hidden = torch.arange(T) >= LENGTHS.view(-1, 1, 1, 1)

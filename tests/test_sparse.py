@@ -35,9 +35,9 @@ def scores(attention, state, source):
     return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ attention.weight
 
 
-def softmax(e, seen):
+def softmax(attention, e, seen):
     seen = seen & (torch.arange(TK) < LENGTHS.view(-1, 1, 1))
-    return e.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
+    return (e / attention.temperature).masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
 
 
 def local(attention, state, source):
@@ -48,14 +48,14 @@ def local(attention, state, source):
     if attention.sigma is not None:
         prior = -(apart**2) / (2 * attention.sigma**2)
         e = e + (prior if attention.height is None else attention.height * prior.exp())
-    weights = softmax(e, apart.abs() <= (2 if attention.span.sides[0] == 2 else TK))
+    weights = softmax(attention, e, apart.abs() <= (2 if attention.span.sides[0] == 2 else TK))
     return weights @ source, weights
 
 
 def strided(attention, state, source):
     t, j = torch.arange(TQ).view(-1, 1), torch.arange(TK)
     seen = (j if attention.span.fixed else j - t) % 3 == 0
-    weights = softmax(scores(attention, state, source), seen.expand(TQ, TK))
+    weights = softmax(attention, scores(attention, state, source), seen.expand(TQ, TK))
     return weights @ source, weights
 
 
@@ -65,7 +65,7 @@ def predictive(attention, state, source):
     )
     p, j = LENGTHS.view(-1, 1, 1) * share, torch.arange(TK)
     gauss = torch.exp(-((j - p) ** 2) / (2 * (3 / 2) ** 2))
-    weights = softmax(scores(attention, state, source), (j - p).abs() <= 3) * gauss
+    weights = softmax(attention, scores(attention, state, source), (j - p).abs() <= 3) * gauss
     return weights @ source, weights
 
 
@@ -73,7 +73,7 @@ def monotonic(attention, state, source):
     e, j, last, rows = scores(attention, state, source), torch.arange(TK), torch.zeros(B), []
     for t in range(TQ):
         seen = (j >= last.view(-1, 1, 1)) & (j <= last.view(-1, 1, 1) + attention.span.sides[1])
-        rows.append(softmax(e[:, t : t + 1], seen))
+        rows.append(softmax(attention, e[:, t : t + 1], seen))
         last = rows[-1].argmax(-1).view(-1)
     weights = torch.cat(rows, 1)
     return weights @ source, weights
@@ -111,11 +111,13 @@ def grads(outputs, attention, *leaves):
     return torch.autograd.grad(loss, [*leaves, *parameters])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("score", ["general", "concat"])
 @pytest.mark.parametrize(("make", "formula"), KINDS, ids=IDS)
-def test_formula(make, formula, score):
+def test_formula(make, formula, score, temperature):
     torch.manual_seed(0)
     attention = make(score=score).double()
+    attention.temperature = temperature
     state, source = states()
     memory = attention.prepare(source, LENGTHS)
     context, weights = attention(state, memory, need_weights="dense")[:2]

@@ -27,7 +27,8 @@ over a whole target in one call::
 :class:`PointerNetwork` reads a set of items and answers by pointing at them;
 :class:`NeuralTuringMachine` has a memory of its own, which it writes too.
 
-The attribute ``temperature``, 1 unless set, divides every module's scores.
+The attribute ``temperature``, 1 unless set, divides every module's scores, with what is added to
+them.
 """
 
 from attnfast.decoding import Memory

@@ -20,7 +20,7 @@ from attnfast.errors import (
     shape_of,
 )
 from attnfast.nn.linear import project
-from attnfast.ops.arguments import check_activation, check_temperature, check_tensor
+from attnfast.ops.arguments import check_activation, check_temperature, check_tensor, is_one
 from attnfast.ops.span import check_form
 from attnfast.results import AttentionResult
 
@@ -160,9 +160,18 @@ class _Attention(nn.Module):
         need_statistics: bool = False,
         **span: Any,
     ) -> AttentionResult:
-        """Run the op on a projected query, within a span, position and sigma if given."""
+        """Run the op on a projected query, within a span, position and sigma if given.
+
+        The temperature divides the score, the bias and the prior.
+        """
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
-        scale = scale / self.temperature
+        temperature = self.temperature
+        if not is_one(temperature):
+            scale = scale / temperature
+            if span.get("bias") is not None:
+                span["bias"] = span["bias"] / temperature
+            if span.get("sigma") is not None:
+                span["sigma"] = span["sigma"] * temperature**0.5
         check_form(need_weights)
         need_weights = need_weights if span else bool(need_weights)
         return attend(

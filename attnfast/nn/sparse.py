@@ -307,8 +307,9 @@ class LocalPredictiveAttention(LuongAttention):
             sigma = (left or 0) / 2
             # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
             # normaliser over the paper's, brings the paper's weights back; in the window g ≥ e⁻².
+            wide = sigma / self.temperature**0.5  # the Gaussian is none of the scores
             context, weights = self._attend(
-                self.query_proj(rows), memory, True, span=self.span, position=p, sigma=sigma
+                self.query_proj(rows), memory, True, span=self.span, position=p, sigma=wide
             )
         except Exception:
             self._check_call(state, memory)
