@@ -224,6 +224,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/models/transformer.py", "tests/test_positions.py -k translator"): [
         (" * exists.unsqueeze(-1)", ""),
         ("heads = [Span()] * 4 if heads is None else heads", "heads = [Span()] * 4"),
+        ("heads is None and self.output_dim % 4", "False"),
+    ],
+    ("attnfast/models/config.py", "tests/test_positions.py -k translator"): [
+        ("self.hidden_dim % 2 and (self.self_attention or", "self.hidden_dim % 2 and (False or"),
     ],
     ("attnfast/nn/history.py", "tests/test_history.py"): [
         ("result.loss if history.loss is None else history.loss + result.loss", "result.loss"),

@@ -102,6 +102,8 @@ class Config:
                 refuse("hidden_dim", "below 2**30", self.hidden_dim)
             for name in ("input_feeding", "copying", "self_attention", "fixed_stride"):
                 check_flag(name, getattr(self, name))
+            if self.hidden_dim % 2 and (self.self_attention or self.encoder == "transformer"):
+                refuse("hidden_dim", "even for an encoder of four heads", self.hidden_dim)
             check_share("dropout", self.dropout)
             for name in ("sigma", "height"):
                 x = getattr(self, name)

@@ -50,7 +50,11 @@ class TransformerEncoder(nn.Module):
         self.embed_dim, self.output_dim, self.backend = embed_dim, 2 * hidden_dim, backend
         self.proj = nn.Linear(embed_dim, self.output_dim)
         self.positions = SinusoidalPositions()
+        if heads is None and self.output_dim % 4:
+            refuse("hidden_dim", "even for an encoder of four heads", hidden_dim)
         heads = [Span()] * 4 if heads is None else heads
+        if isinstance(heads, (list, tuple)) and heads and self.output_dim % len(heads):
+            refuse("heads", f"as many as divide 2 · hidden_dim, {self.output_dim}", len(heads))
         self.layers = nn.ModuleList(
             TransformerEncoderLayer(
                 SparseSelfAttention(self.output_dim, heads, backend=backend),
