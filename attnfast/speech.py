@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from attnfast.backends import HALF
 from attnfast.errors import InputError, check_whole, describe, first_line, reason, refuse
-from attnfast.models.seq2seq import check_lengths, check_numbers
+from attnfast.models.seq2seq import check_lengths
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
 
 #: Of an energy below it the logarithm is taken as if it were this.
 SMALLEST = 1e-10

@@ -19,8 +19,8 @@ from attnfast.errors import InputError, describe, refuse, sentence
 from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.losses import alignment_loss
 from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled
-from attnfast.models.seq2seq import check_ids, check_numbers
-from attnfast.ops.arguments import is_finite
+from attnfast.models.seq2seq import check_ids
+from attnfast.ops.arguments import check_numbers, is_finite
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate

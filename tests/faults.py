@@ -177,7 +177,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (" + self.text_proj(text).squeeze(-1)", ""),
         ("bias=self.question_proj(question).mT,", ""),
         ("lengths=question_lengths,", ""),
-        ("largest.masked_fill(place >= text_lengths.unsqueeze(-1), -torch.inf)", "largest"),
+        ("largest.masked_fill(beyond, -torch.inf)", "largest"),
+        ("text = text.masked_fill(beyond.unsqueeze(-1), 0)", "text = text"),
+        ("len(text), 1, x.shape[1])", "len(text), 0, x.shape[1])"),
     ],
     ("attnfast/models/reading.py", "tests/test_reading.py"): [
         ("self.ending(self.dropout(m), text_lengths)", "m"),
@@ -335,10 +337,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if abs(x) > MOST:", "if x > MOST:"),
         ("isinstance(scorer, type) or ", ""),
     ],
-    ("attnfast/models/seq2seq.py", "tests/test_speech.py -k 'fit'"): [
+    ("attnfast/ops/arguments.py", "tests/test_speech.py -k 'fit'"): [
         ("if not least <= number <= most:", "if not least <= number:"),
         ("if not least <= number <= most:", "if not number <= most:"),
-        ("list(x.shape) != [count]", "False"),
+        ("torch.int32) or list(x.shape) != [count]", "torch.int32) or False"),
     ],
     ("examples/trials.py", "tests/test_examples.py -k 'once or kept or speech'"): [
         ("self.step == self.steps or time", "time"),

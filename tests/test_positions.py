@@ -201,11 +201,13 @@ def test_an_encoder_of_a_translator(sparse):
         Config(30, encoder="cnn")
     for options in ({"encoder": "transformer"}, {"self_attention": True}):
         with pytest.raises(
-            ValueError, match="^hidden_dim must be even for .* of four heads, got 3"
+            ValueError, match=r"^hidden_dim must be even for .* of four heads, got 3"
         ):
             Config(30, hidden_dim=3, **options)
-    with pytest.raises(ValueError, match="^hidden_dim must be even for .* of four heads, got 3"):
+    with pytest.raises(ValueError, match=r"^hidden_dim must be even for .* of four heads, got 3"):
         TransformerEncoder(6, 3)
-    with pytest.raises(ValueError, match="^heads must be as many as divide 2 · hidden_dim, 6, got"):
+    with pytest.raises(
+        ValueError, match=r"^heads must be as many as divide 2 · hidden_dim, 6, got"
+    ):
         TransformerEncoder(6, 3, [Span()] * 4)
     assert TransformerEncoder(6, 3, [Span()] * 3).output_dim == 6

@@ -84,6 +84,27 @@ def test_what_does_not_fit():
         module(text, question, TEXTS[:2])
     with pytest.raises(ValueError, match=r"question_lengths must be int64 or int32 of shape \[3\]"):
         module(text, question, TEXTS, QUESTIONS[:2])
+    for name, lengths, most in (("text", TEXTS, T), ("question", QUESTIONS, J)):
+        for wrong in (0, -1, 9):
+            given = {f"{name}_lengths": lengths.clone().fill_(wrong)}
+            message = f"^{name}_lengths must be between 1 and {most}, got {wrong}$"
+            with pytest.raises(ValueError, match=message):
+                module(text, question, **given)
+    with pytest.raises(ValueError, match="question must be of at least one word, got"):
+        module(text, question[:, :0])
+
+
+def test_padding_may_hold_anything():
+    torch.manual_seed(0)
+    module = BidirectionalAttention(D)
+    text, question = torch.randn(B, T, D), torch.randn(B, J, D)
+    there = torch.arange(T) < TEXTS[:, None]
+    want, _ = module(text, question, TEXTS, QUESTIONS)
+    text[~there] = torch.inf
+    got, _ = module(text, question, TEXTS, QUESTIONS)
+    torch.testing.assert_close(got[there], want[there])
+    got[there].sum().backward()
+    assert all(x.grad.isfinite().all() for x in module.parameters())
 
 
 def test_a_reader():
@@ -109,8 +130,10 @@ def test_a_reader():
     total = sum(x.gather(1, torch.zeros(B, 1).long()).sum() for x in found[:2])
     total.backward()
     assert all(x.grad.isfinite().all() and x.grad.any() for x in model.parameters())
-    with pytest.raises(ValueError, match="lengths must be between 1 and 6, got 0"):
+    with pytest.raises(ValueError, match=r"^text_lengths must be between 1 and 6, got 0"):
         model(text, TEXTS - 1, question, QUESTIONS)
+    with pytest.raises(ValueError, match=r"^question_lengths must be between 1 and 4, got 5"):
+        model(text, TEXTS, question, QUESTIONS + 1)
     with pytest.raises(TypeError, match="attention must be a module, got 'flow'"):
         BiDAF("flow", 8, 12, 3, D)
 

@@ -93,7 +93,7 @@ class BiDAF(nn.Module):
         for name, words in (("text", text), ("question", question)):
             check_ids(name, words)
             lengths = text_lengths if name == "text" else question_lengths
-            check_lengths(lengths, words)
+            check_lengths(lengths, words, name=f"{name}_lengths")
             read.append(self.encoder(self.dropout(self.embedding(words)), lengths))
         both = (x.to(text.device) for x in (text_lengths, question_lengths))
         g, weights = self.attention(*read, *both, need_weights)

@@ -20,7 +20,7 @@ from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfA
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.layer import RecurrentState, run_rnn
 from attnfast.nn.linear import linear
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
@@ -40,23 +40,10 @@ def check_ids(name: str, words: object) -> None:
         refuse(name, "word ids [B, T], int64 or int32", describe(words))
 
 
-def check_lengths(lengths: object, of: Tensor, least: int = 1) -> None:
+def check_lengths(lengths: object, of: Tensor, least: int = 1, name: str = "lengths") -> None:
     """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``."""
     B, Tk = of.shape[:2]
-    check_numbers("lengths", lengths, B, least, Tk)
-
-
-def check_numbers(name: str, x: object, count: int, least: int, most: int) -> None:
-    """Refuse what are not so many whole numbers ``[count]``, each in bounds, which are read on a
-    CPU alone."""
-    check_tensor(name, x)
-    assert isinstance(x, Tensor)
-    if x.dtype not in (torch.int64, torch.int32) or list(x.shape) != [count]:
-        refuse(name, f"int64 or int32 of shape [{count}]", describe(x))
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        for number in x.tolist():
-            if not least <= number <= most:
-                refuse(name, f"between {least} and {most}", number)
+    check_numbers(name, lengths, B, least, Tk)
 
 
 class Encoder(nn.Module):

@@ -11,15 +11,7 @@ from attnfast._torch import is_autocast_on
 from attnfast.errors import check_flag, refuse
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_tensor
-
-
-def check_lengths(name: str, lengths: Any, many: int) -> None:
-    """Refuse what does not say of so many sequences how long they are."""
-    check_tensor(name, lengths)
-    if list(lengths.shape) != [many] or lengths.dtype not in (torch.int64, torch.int32):
-        found = f"{lengths.dtype} {list(lengths.shape)}"
-        refuse(name, f"int64 or int32 of shape [{many}]", found)
+from attnfast.ops.arguments import check_numbers, check_tensor
 
 
 class BidirectionalAttention(nn.Module):
@@ -64,7 +56,7 @@ class BidirectionalAttention(nn.Module):
         """Attend both ways.
 
         Args:
-            text: h, ``[B, T, dim]``.
+            text: h, ``[B, T, dim]``; padding counts as 0, whatever it holds.
             question: u, ``[B, J, dim]``.
             text_lengths, question_lengths: ``[B]``, how many of each are no padding, at least 1.
             need_weights: return the weights too.
@@ -85,7 +77,13 @@ class BidirectionalAttention(nn.Module):
             if x.dtype != self.weight.dtype and not is_autocast_on():
                 refuse(name, f"of the module's dtype {self.weight.dtype}", x.dtype)
             if lengths[name] is not None:
-                check_lengths(f"{name}_lengths", lengths[name], len(text))
+                check_numbers(f"{name}_lengths", lengths[name], len(text), 1, x.shape[1])
+        if not question.shape[1]:
+            refuse("question", "of at least one word", list(question.shape))
+        if text_lengths is not None:
+            place = torch.arange(text.shape[1], device=text.device)
+            beyond = place >= text_lengths.unsqueeze(-1)
+            text = text.masked_fill(beyond.unsqueeze(-1), 0)  # it may hold anything
         result = dot_attention(
             self.weight * text, question, question, scale=1.0, lengths=question_lengths,
             bias=self.question_proj(question).mT, need_weights=bool(need_weights),
@@ -96,8 +94,7 @@ class BidirectionalAttention(nn.Module):
         largest = result.log_sum_exp + statistics.largest.log()
         largest = largest.to(found.dtype) + self.text_proj(text).squeeze(-1)
         if text_lengths is not None:
-            place = torch.arange(text.shape[1], device=text.device)
-            largest = largest.masked_fill(place >= text_lengths.unsqueeze(-1), -torch.inf)
+            largest = largest.masked_fill(beyond, -torch.inf)
         share = largest.softmax(-1)
         pooled = share.unsqueeze(1) @ text
         both = torch.cat([text, found, text * found, text * pooled], -1)

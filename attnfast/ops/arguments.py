@@ -24,6 +24,19 @@ def check_tensor(name: str, x: object) -> None:
         refuse_type(name, "a torch.Tensor", type(x).__name__)
 
 
+def check_numbers(name: str, x: object, count: int, least: int, most: int) -> None:
+    """Refuse what are not so many whole numbers ``[count]``, each in bounds, which are read on a
+    CPU alone."""
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    if x.dtype not in (torch.int64, torch.int32) or list(x.shape) != [count]:
+        refuse(name, f"int64 or int32 of shape [{count}]", describe(x))
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        for number in x.tolist():
+            if not least <= number <= most:
+                refuse(name, f"between {least} and {most}", number)
+
+
 def check_dense(name: str, x: Any) -> None:
     """Refuse what is no tensor, or one that does not hold all its numbers."""
     check_tensor(name, x)
