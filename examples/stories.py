@@ -306,7 +306,8 @@ class Training(Trial):
         self.model: Any = Reader(vocab, args.dim)
         if self.row.hops:
             self.model = MemoryNetwork(vocab, args.dim, *self.row, longest=LONGEST)
-        sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size", "linear_start")}
+        names = "dim", "steps", "batch_size", "linear_start", "learning_rate"
+        sizes = {x: getattr(args, x) for x in names}
         sizes |= {"stories": len(parts["train"].answers)}
         file = f"{task}-{name}-{seed}.pt".replace(", ", "-").replace(" ", "-")
         super().__init__(
@@ -346,8 +347,9 @@ class Training(Trial):
             if weights is not None:
                 weight.append((weights * batch.facts.unsqueeze(1)).sum(-1)[some])
         self.found = {"asked": asked, "wrong": wrong / asked["test"]}
-        self.found["chance"] = float(torch.cat(chance).mean())
-        self.found["weight"] = torch.cat(weight).mean(0).tolist() if weight else []
+        each = torch.cat(chance)  # of the stories that have facts, if any
+        self.found["chance"] = float(each.mean()) if len(each) else None
+        self.found["weight"] = torch.cat(weight).mean(0).tolist() if weight and len(each) else []
         self.save()
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -385,7 +387,8 @@ def table(trained: dict[str, dict[str, list[Training]]]) -> str:
     heads = ["weight of the facts at each hop, %", "evenly", *hops]
     lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
     for task, models in trained.items():
-        cells = [f"{100 * next(iter(models.values()))[0].found['chance']:.0f}"]
+        chance = next(iter(models.values()))[0].found["chance"]
+        cells = ["" if chance is None else f"{100 * chance:.0f}"]
         for name in hops:
             each = [x.found["weight"] for x in models.get(name, ())]
             cells.append(", ".join(f"{100 * sum(x) / len(x):.0f}" for x in zip(*each)))

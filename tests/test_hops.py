@@ -363,6 +363,17 @@ def test_the_example_stops_and_goes_on(stories, tmp_path, capsys, monkeypatch):
     for name, x in whole["model"].items():
         assert torch.equal(x, parts["model"][name]), name
     assert call("parts", "2 hops")[0] == 0
+    status, _, said = call("parts", "2 hops", "--learning-rate", "0.1")
+    assert status == 2 and "expected learning_rate 0.1, got learning_rate 0.005" in said
+
+
+def test_stories_without_facts(stories, tmp_path, capsys):
+    """A number of none has no sentences that it follows from, and so no share of them."""
+    pytest.importorskip("matplotlib")
+    assert not stories.draw_story("counting", "counting test 0").facts
+    arguments = ["--out", str(tmp_path), "--tasks", "counting", *SIZES_OF_A_RUN, "--test", "1"]
+    assert stories.main([*arguments, "--rows", "LSTM", "1 hop"]) == 0
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_an_example_that_cannot_be(stories, tmp_path, capsys):
