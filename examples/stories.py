@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -216,6 +217,19 @@ def draw_story(task: str, seed: str) -> Story:
     return story
 
 
+def draw_parts(task: str, train: int, test: int) -> dict[str, list[Story]]:
+    """Make stories to learn from and others to test on, none of which is among the former."""
+    parts = {"train": [draw_story(task, f"{task} train {i}") for i in range(train)], "test": []}
+    known = {(*x.sentences, x.question) for x in parts["train"]}
+    for i in range(test):
+        story, again = draw_story(task, f"{task} test {i}"), 0
+        while (*story.sentences, story.question) in known:
+            again += 1
+            story = draw_story(task, f"{task} test {i} {again}")
+        parts["test"].append(story)
+    return parts
+
+
 _SAID = (
     "is went to the took dropped where was before how many things carrying are afraid of what a do "
     "you go from"
@@ -331,7 +345,8 @@ class Training(Trial):
     @torch.no_grad()
     def test(self) -> None:
         """Count wrong answers, and weigh the facts at every hop."""
-        asked = {"test": len(self.parts["test"].answers)}
+        part = self.parts["test"]
+        asked = {"test": len(part.answers), "stories": zlib.crc32(part.stories.numpy().tobytes())}
         if self.found.get("asked") == asked:
             return
         self.train(False)
@@ -409,11 +424,8 @@ def compare(args: argparse.Namespace) -> None:
     text = ""
     try:
         for task in args.tasks:
-            many = {"train": args.stories, "test": args.test}
-            parts = {
-                part: gather([draw_story(task, f"{task} {part} {i}") for i in range(n)])
-                for part, n in many.items()
-            }
+            drawn_parts = draw_parts(task, args.stories, args.test)
+            parts = {part: gather(drawn) for part, drawn in drawn_parts.items()}
             for seed in range(1, args.seeds + 1):
                 for name in args.rows:
                     one = Training(task, name, seed, parts, args)

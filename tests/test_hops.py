@@ -326,6 +326,17 @@ def test_answers_follow_from_stories(stories):
             assert all(answered(s._replace(sentences=f)) == s.answer for s, f in zip(drawn, facts))
 
 
+def test_no_story_to_test_on_is_one_to_learn_from(stories):
+    parts = stories.draw_parts("one fact", 3000, 300)
+    assert list(map(len, parts.values())) == [3000, 300]
+    assert parts == stories.draw_parts("one fact", 3000, 300)
+    train, test = ({(*x.sentences, x.question) for x in parts[name]} for name in ("train", "test"))
+    assert not train & test
+    drawn = [stories.draw_story("one fact", f"one fact test {i}") for i in range(300)]
+    again = [i for i, x in enumerate(drawn) if x != parts["test"][i]]
+    assert again == [i for i, x in enumerate(drawn) if (*x.sentences, x.question) in train] != []
+
+
 SIZES_OF_A_RUN = ["--dim", "6", "--steps", "6", "--batch-size", "4", "--stories", "9", "--test",
                   "5"]  # fmt: skip
 
