@@ -91,6 +91,29 @@ def test_hops_that_cannot_be():
         module(torch.randn(B, D), torch.randn(B, TK, D))
 
 
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_memory_of_hops_that_does_not_fit(linear):
+    sources = [torch.randn(B, TK, D) for _ in range(4)]
+    adjacent, alike = MultiHopAttention(D, 3), MultiHopAttention(D, 3, "layer-wise")
+    adjacent.linear = alike.linear = linear
+    query, several, one = torch.randn(B, D), adjacent.prepare(sources), alike.prepare(sources[:2])
+    with pytest.raises(ValueError, match=r"memory must be of 3 pairs of keys and values, .* got 1"):
+        adjacent(query, one)
+    with pytest.raises(ValueError, match=r"memory must be of 1 pairs of keys and values, .* got 3"):
+        alike(query, several)
+    with pytest.raises(ValueError, match="memory must be of 5 features, got 6"):
+        MultiHopAttention(D - 1, 3)(query[:, 1:], several)
+    with pytest.raises(ValueError, match=r"query must be of the memory's dtype torch.float32, got"):
+        adjacent(query.double(), several)
+    with pytest.raises(ValueError, match=r"query must be of the module's dtype torch.float32, got"):
+        alike(query.double(), one)
+    with pytest.raises(ValueError, match=r"memory must be of the module's dtype torch.float64"):
+        alike.double()(query, one)
+    sources[1].zero_()
+    with pytest.raises(RuntimeError, match=r"memory must be prepared again: its (key|value) was"):
+        adjacent(query, several)
+
+
 # ---- the k best keys ----------------------------------------------------------------------------
 
 

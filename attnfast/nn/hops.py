@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnfast._torch import is_autocast_on
 from attnfast.decoding import Memory, attend, prepare
 from attnfast.errors import (
     check_flag,
@@ -24,7 +25,7 @@ from attnfast.functional import additive_attention
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import check_tensor
-from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.operators import accumulation_dtype, is_recorded
 
 TYINGS = ("adjacent", "layer-wise")
 
@@ -120,16 +121,30 @@ class MultiHopAttention(nn.Module):
         check_flag("need_weights", need_weights)
         if not isinstance(memory, Hops):
             refuse_type("memory", "what prepare(...) returns", describe(memory))
-        B = len(memory.memories[0].key)
+        wanted = self.hops if self.tying == "adjacent" else 1
+        if len(memory.memories) != wanted:
+            got = len(memory.memories)
+            refuse("memory", f"of {wanted} pairs of keys and values, one a hop or one for all", got)
+        key = memory.memories[0].key
+        if key.shape[-1] != self.dim:
+            refuse("memory", f"of {self.dim} features", key.shape[-1])
+        B = len(key)
         if query.dim() not in (2, 3) or (len(query), query.shape[-1]) != (B, self.dim):
             expected = f"[{B}, {self.dim}] or [{B}, Tq, {self.dim}] to fit the memory"
             refuse("query", expected, list(query.shape))
+        dtype = next(self.parameters(), key).dtype
+        for name, x in (("memory", key), ("query", query)):
+            if x.dtype != dtype and not is_autocast_on():
+                whose = "memory" if self.tying == "adjacent" else "module"
+                refuse(name, f"of the {whose}'s dtype {dtype}", x.dtype)
         step = query.dim() == 2
         u = query.unsqueeze(1) if step else query
         found = []
         for k in range(self.hops):
             at = memory.memories[k if self.tying == "adjacent" else 0]
             if self.linear:
+                if at.steps is not None and not is_recorded():
+                    at.steps.check_unchanged()
                 weights: Any = _scores(u, at, 0)
                 context = weights @ at.value
             else:
