@@ -200,7 +200,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('span["sigma"] * temperature**0.5', 'span["sigma"]'),
     ],
     ("attnfast/nn/attention.py", "tests/test_nn.py"): [
-        ("return F.normalize(x, dim=-1)", "return x"),
+        ("F.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1)", "x"),
+        ("x.to(accumulation_dtype(x.dtype))", "x"),
         ("(self.value_proj, values))", "(self.value_proj, states))"),
         ("return key, states if values is None else values", "return key, states"),
     ],

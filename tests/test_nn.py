@@ -117,6 +117,19 @@ def test_formula(module):
     assert module(query, memory)[1] is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cosine_of_long_vectors(dtype):
+    """Their norms are beyond the largest number of float16."""
+    torch.manual_seed(0)
+    query, source = 3e4 * torch.randn(1, 2, 64).sign(), 3e4 * torch.randn(1, 3, 64).sign()
+    attention = LuongAttention(64, 64, "cosine")
+    want = attention(query, attention.prepare(source), need_weights=True)[1]
+    query, source = query.to(dtype), source.to(dtype)
+    got = attention(query, attention.prepare(source), need_weights=True)[1]
+    torch.testing.assert_close(got.float(), want, atol=4e-3, rtol=0)
+    assert want.std() > 0.008
+
+
 def test_values_apart_from_keys(module):
     query, source = states(module)
     wide = 5 if not isinstance(module, MultiHeadAttention) else K

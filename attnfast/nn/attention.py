@@ -21,6 +21,7 @@ from attnfast.errors import (
 )
 from attnfast.nn.linear import project
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor, is_one
+from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
 from attnfast.results import AttentionResult
 
@@ -240,10 +241,10 @@ class BahdanauAttention(_Attention):
 
 
 class _Unit(nn.Module):
-    """Vectors of length 1."""
+    """Vectors of length 1; half types are squared in float32, where their squares have room."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1)
+        return F.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1).to(x.dtype)
 
 
 class LuongAttention(_Attention):
