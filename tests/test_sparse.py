@@ -213,6 +213,12 @@ def test_progress_is_reordered():
         (lambda: LocalAttention(D, D, slope=-1), "slope must be a number of at least 0.*got -1"),
         (lambda: StridedAttention(D, D, stride=0), "stride must be a whole number.*got 0"),
         (lambda: LocalAttention(D, D, sigma=0.0), "sigma must be a positive number or None, got 0"),
+        (
+            lambda: LocalAttention(D, D, sigma=True),
+            "sigma must be a positive number or None, got T",
+        ),
+        (lambda: LocalAttention(D, D, slope=True), "slope must be a number.*got True"),
+        (lambda: LocalAttention(D, D, sigma=1, height=True), "height must be a number.*got True"),
         (lambda: LocalAttention(D, D, height=1.0), "height must be a number beside a sigma, or"),
         (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
         (lambda: MonotonicAttention(D, D, ahead=-1), "ahead must be .*at least 0, or None, got -1"),

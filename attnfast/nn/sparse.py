@@ -31,6 +31,11 @@ class Progress(NamedTuple):
         return self if self.key is None else self._replace(key=self.key.index_select(0, index))
 
 
+def is_number(x: object) -> bool:
+    """Whether this is a finite number, and neither True nor False."""
+    return is_finite(x) and not isinstance(x, bool)
+
+
 class _SpanAttention(LuongAttention):
     """Luong's scores within a span; the row's number, which it depends on, is carried along."""
 
@@ -138,11 +143,11 @@ class LocalAttention(_SpanAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
-        if sigma is not None and not (is_finite(sigma) and sigma > 0):
+        if sigma is not None and not (is_number(sigma) and sigma > 0):
             refuse("sigma", "a positive number or None", describe(sigma))
-        if height is not None and (sigma is None or not is_finite(height)):
+        if height is not None and (sigma is None or not is_number(height)):
             refuse("height", "a number beside a sigma, or None", describe(height))
-        if slope is not None and not (isinstance(slope, (int, float)) and 0 <= slope < 1e9):
+        if slope is not None and not (is_number(slope) and 0 <= slope < 1e9):
             refuse("slope", "a number of at least 0, or None", describe(slope))
         self.span = Span(window=window, causal=causal)
         self.slope, self.sigma, self.height = slope, sigma, height
