@@ -120,6 +120,8 @@ def test_relative_positions_in_many_heads(temperature):
         torch.testing.assert_close(step, context[:, t])
     with pytest.raises(TypeError, match="positions must be RelativePositions of 4 heads"):
         MultiHeadAttention(D, D, D, 4, positions=positions)
+    with pytest.raises(TypeError, match="positions must be RelativePositions of 2 heads, got Lin"):
+        MultiHeadAttention(D, D, D, 2, positions=nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"memory must be what prepare\(...\) returns"):
         m(x, x)
 

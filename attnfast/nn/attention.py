@@ -20,6 +20,7 @@ from attnfast.errors import (
     shape_of,
 )
 from attnfast.nn.linear import project
+from attnfast.nn.positions import RelativePositions
 from attnfast.ops.arguments import check_activation, check_temperature, check_tensor, is_one
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
@@ -355,7 +356,8 @@ class MultiHeadAttention(_Attention):
         head_dim = attn_dim // num_heads
         weight_shape, scale = ((num_heads, head_dim), 1.0) if score == "additive" else (None, None)
         super().__init__(weight_shape, scale, backend)
-        if positions is not None and len(getattr(positions, "weight", ())) != num_heads:
+        fits = isinstance(positions, RelativePositions) and len(positions.weight) == num_heads
+        if positions is not None and not fits:
             refuse_type("positions", f"RelativePositions of {num_heads} heads", describe(positions))
         self.num_heads, self.positions = num_heads, positions
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.errors import check_whole, describe, refuse
-from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_tensor
 
 
@@ -53,7 +52,8 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, longest: int, dim: int):
         super().__init__()
-        check_sizes(longest=longest, dim=dim)
+        check_whole("longest", longest)
+        check_whole("dim", dim)
         self.weight = nn.Parameter(torch.empty(longest, dim).normal_(std=0.02))
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
@@ -84,7 +84,8 @@ class RelativePositions(nn.Module):
 
     def __init__(self, num_heads: int, farthest: int):
         super().__init__()
-        check_sizes(num_heads=num_heads, farthest=farthest)
+        check_whole("num_heads", num_heads)
+        check_whole("farthest", farthest)
         self.farthest = farthest
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * farthest + 1))
 
