@@ -199,6 +199,12 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('span["bias"] = span["bias"] / temperature', "pass"),
         ('span["sigma"] * temperature**0.5', 'span["sigma"]'),
     ],
+    ("attnfast/nn/attention.py", "tests/test_nn.py -k missing"): [
+        ("(features or memory.value.shape[-1])", "(features or states.shape[-1])"),
+    ],
+    ("attnfast/nn/attention.py", "tests/test_positions.py -k many_heads"): [
+        ("isinstance(positions, RelativePositions) and len", "positions is not None and len"),
+    ],
     ("attnfast/nn/attention.py", "tests/test_nn.py"): [
         ("F.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1)", "x"),
         ("x.to(accumulation_dtype(x.dtype))", "x"),

@@ -151,6 +151,17 @@ def test_values_apart_from_keys(module):
         module.prepare(source, values="none")
 
 
+@pytest.mark.parametrize("heads", [False, True])
+def test_values_that_are_missing(heads):
+    attention = BahdanauAttention(5, 5, 4)
+    if heads:
+        attention = MultiHeadAttention(5, 5, 4, 2, value_dim=6)
+    memory = attention.prepare(torch.randn(B, TK, 5), values=torch.randn(B, TK, 6))
+    for states in (torch.randn(B, 5), torch.randn(B, 2, 5)):
+        with pytest.raises(ValueError, match="values must be given, for the memory's are apart"):
+            attention.append(memory, states)
+
+
 def test_values_of_other_features_for_heads():
     attention, source = MultiHeadAttention(Q, K, A, H, value_dim=5), torch.randn(B, TK, K)
     memory = attention.prepare(source, values=torch.randn(B, TK, 5))

@@ -103,9 +103,16 @@ class _Attention(nn.Module):
             return memory.append(*self._keys(states, values))
         except Exception:
             self._check_states(states, values)
+            if values is None and self._wants_values(memory, states):
+                refuse("values", "given, for the memory's are apart from its states", None)
             if len(states) != len(memory.key):
                 refuse("states", f"of {len(memory.key)} sequences, as the memory", len(states))
             raise
+
+    def _wants_values(self, memory: Memory, states: Tensor) -> bool:
+        """Whether states do not do as the values of a memory."""
+        features = getattr(getattr(self, "value_proj", None), "in_features", None)
+        return states.shape[-1] != (features or memory.value.shape[-1])
 
     def _keys(self, states: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return projected keys, and values."""
