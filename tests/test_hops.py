@@ -278,6 +278,10 @@ def test_stories_that_cannot_be():
         model(stories[:, :2], questions[:1])
     with pytest.raises(ValueError, match="questions must be word ids"):
         model(stories[:, :2], questions.float())
+    with pytest.raises(ValueError, match="stories must be word ids between 0 and 11, got 12"):
+        model(12 * stories[:, :2], questions)
+    with pytest.raises(ValueError, match="questions must be word ids between 0 and 11, got -1"):
+        model(stories[:, :2], -questions)
 
 
 # ---- the example --------------------------------------------------------------------------------

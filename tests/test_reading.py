@@ -134,6 +134,11 @@ def test_a_reader():
         model(text, TEXTS - 1, question, QUESTIONS)
     with pytest.raises(ValueError, match=r"^question_lengths must be between 1 and 4, got 5"):
         model(text, TEXTS, question, QUESTIONS + 1)
+    for word in (-1, 12):
+        with pytest.raises(
+            ValueError, match=f"^text must be word ids between 0 and 11, got {word}"
+        ):
+            model(text.masked_fill(text == text[0, 0], word), TEXTS, question, QUESTIONS)
     with pytest.raises(TypeError, match="attention must be a module, got 'flow'"):
         BiDAF("flow", 8, 12, 3, D)
 
@@ -153,6 +158,9 @@ def test_the_best_span(longest):
             assert tuple(row) == max(allowed, key=lambda x: s[x[0]] + e[x[1]])
     with pytest.raises(ValueError, match=r"start and end must be of the same \[B, T\]"):
         best_spans(start, end[:, 1:])
+    for dtype in (torch.int64, torch.bool):
+        with pytest.raises(ValueError, match=r"^end must be log-probabilities, got a Tensor of"):
+            best_spans(start, end.to(dtype))
 
 
 # ---- the example --------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class MemoryNetwork(nn.Module):
         for name, words, axes in (("stories", stories, 3), ("questions", questions, 2)):
             if not isinstance(words, Tensor) or words.dim() != axes:
                 refuse(name, f"of {axes} axes", describe(words))
-            check_ids(name, words.flatten(1))
+            check_ids(name, words.flatten(1), self.question.num_embeddings)
         if len(stories) != len(questions):
             refuse("questions", f"{len(stories)}, one a story", len(questions))
         lengths = (stories != PAD).any(-1).sum(-1)

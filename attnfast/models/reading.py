@@ -91,7 +91,7 @@ class BiDAF(nn.Module):
         """
         read = []
         for name, words in (("text", text), ("question", question)):
-            check_ids(name, words)
+            check_ids(name, words, self.embedding.num_embeddings)
             lengths = text_lengths if name == "text" else question_lengths
             check_lengths(lengths, words, name=f"{name}_lengths")
             read.append(self.encoder(self.dropout(self.embedding(words)), lengths))
@@ -123,6 +123,9 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
     """
     check_tensor("start", start)
     check_tensor("end", end)
+    for name, x in (("start", start), ("end", end)):
+        if not x.is_floating_point():
+            refuse(name, "log-probabilities", describe(x))
     if start.dim() != 2 or start.shape != end.shape or not start.shape[1]:
         refuse("start and end", "of the same [B, T]", f"{describe(start)} and {describe(end)}")
     T = start.shape[1]

@@ -32,12 +32,17 @@ def check_share(name: str, x: object) -> None:
         refuse(name, "at least 0 and below 1", describe(x))
 
 
-def check_ids(name: str, words: object) -> None:
-    """Refuse what are no word ids ``[B, T]``."""
+def check_ids(name: str, words: object, count: int | None = None) -> None:
+    """Refuse what are no word ids ``[B, T]``, below ``count`` if given, which a CPU alone reads."""
     check_tensor(name, words)
     assert isinstance(words, Tensor)
     if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
         refuse(name, "word ids [B, T], int64 or int32", describe(words))
+    read = words.device.type == "cpu" and words.numel() and not torch.compiler.is_compiling()
+    if count is not None and read:
+        for word in map(int, words.aminmax()):
+            if not 0 <= word < count:
+                refuse(name, f"word ids between 0 and {count - 1}", word)
 
 
 def check_lengths(lengths: object, of: Tensor, least: int = 1, name: str = "lengths") -> None:
