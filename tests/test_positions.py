@@ -178,6 +178,15 @@ def test_a_layer_is_pytorchs():
         TransformerEncoderLayer(BahdanauAttention(D, D, D), 12)
     with pytest.raises(ValueError, match=r"states must be \[B, T, 8\], got \[2, 7, 5\]"):
         layer(x[..., :5])
+    with pytest.raises(
+        ValueError, match=r"states must be of the module's dtype torch.float64, got"
+    ):
+        layer(x.float())
+    encoder = TransformerEncoder(D, D)
+    with pytest.raises(ValueError, match=r"embedded must be of the module's dtype torch.float32"):
+        encoder(x, LENGTHS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert encoder(x.bfloat16(), LENGTHS).isfinite().all()
 
 
 @pytest.mark.parametrize("sparse", [False, True])

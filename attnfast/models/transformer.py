@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from attnfast._torch import is_autocast_on
 from attnfast.errors import describe, refuse
 from attnfast.models.seq2seq import check_lengths, check_share
 from attnfast.nn import SinusoidalPositions, SparseSelfAttention, TransformerEncoderLayer
@@ -70,6 +71,9 @@ class TransformerEncoder(nn.Module):
         check_tensor("embedded", embedded)
         if embedded.dim() != 3 or embedded.shape[-1] != self.embed_dim:
             refuse("embedded", f"[B, Tk, {self.embed_dim}]", describe(embedded))
+        dtype = self.proj.weight.dtype
+        if embedded.dtype != dtype and not is_autocast_on():
+            refuse("embedded", f"of the module's dtype {dtype}", embedded.dtype)
         check_lengths(lengths, embedded)
         lengths = lengths.to(embedded.device)
         states = self.dropout(self.positions(self.proj(embedded)))

@@ -59,6 +59,7 @@ class TransformerEncoderLayer(nn.Module):
         check_tensor("states", states)
         if states.dim() != 3 or states.shape[-1] != self.dim:
             refuse("states", f"[B, T, {self.dim}]", list(states.shape))
+        self.attention._check_dtype("states", states)
         found, weights = self.attention(
             self.norms[0](states), lengths=lengths, need_weights=need_weights
         )
