@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
     parser.add_argument("--steps", type=int, default=600, help="of each training")
     parser.add_argument("--batch-size", type=int, default=64, help="questions in a step")
     parser.add_argument("--dim", type=int, default=64, help="features of each direction")

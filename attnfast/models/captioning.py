@@ -320,19 +320,10 @@ class ShowAttendTell(nn.Module):
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if asked for.
         """
-        self._check_words("words", words)
+        check_ids("words", words, self.embedding.num_embeddings)
         if not isinstance(seen, Seen):
             refuse_type("seen", "what encode(...) returns", describe(seen))
         return self._tell(words, state, seen, need_weights, None)
-
-    def _check_words(self, name: str, words: Any) -> None:
-        """Refuse what are no ids of the vocabulary, which are read on a CPU alone."""
-        check_ids(name, words)
-        if words.numel() and words.device.type == "cpu" and not torch.compiler.is_compiling():
-            most = self.embedding.num_embeddings - 1
-            for word in map(int, words.aminmax()):
-                if not 0 <= word <= most:
-                    refuse(name, f"ids between 0 and {most}", word)
 
     def _tell(
         self, words: Tensor, state: Any, seen: Seen, need_weights: bool, lengths: Tensor | None
@@ -355,7 +346,7 @@ class ShowAttendTell(nn.Module):
         An image has N captions, one after the other, and is looked at once. What is returned has
         as many rows as captions.
         """
-        self._check_words("target_in", target_in)
+        check_ids("target_in", target_in, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
         if isinstance(self.encoder, GridEncoder):  # in training to look at images moves its norms
             self.encoder._check(images, sizes)
