@@ -147,6 +147,7 @@ def test_sharp_and_empty(x):
     with torch.no_grad():
         p = made.heads.bias.view(2, -1)
         p[:, M + 2] = 400.0  # γ
+        p[0, M + 1] = -200.0  # the gate: no content, and weights of 0
         made.slot.zero_()
     got = made(x.float(), need_weights=True)
     assert got.weights.isfinite().all()
