@@ -96,12 +96,13 @@ def recall(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tenso
 
 
 class Task(NamedTuple):
-    """How a task is drawn, the sizes of a training and of tests, and steps of a training."""
+    """How a task is drawn, sizes of a training and of tests, steps, the most of a gradient."""
 
     draw: Any
     learnt: Sequence[Size]
     tested: Sequence[Size]
     steps: int
+    clip: float
 
     def batch(self, count: int, size: Size, seed: str) -> tuple[Tensor, Tensor]:
         """Return inputs ``[count, T, F]`` and what is wanted at the last steps, of a seed."""
@@ -110,15 +111,18 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "copy": Task(copy, [Size(n) for n in range(1, 11)], [Size(n) for n in (10, 20, 40, 80)], 4000),
+    "copy": Task(
+        copy, [Size(n) for n in range(1, 11)], [Size(n) for n in (10, 20, 40, 80)], 4000, 1.0
+    ),
     "repeat": Task(
         repeat,
         [Size(*x) for x in itertools.product(range(1, 6), repeat=2)],
         [Size(5, 5), Size(10, 5), Size(5, 10), Size(10, 10)],
         6000,
+        1.0,
     ),
     "recall": Task(
-        recall, [Size(n) for n in range(2, 7)], [Size(n) for n in (6, 10, 15, 20)], 2000
+        recall, [Size(n) for n in range(2, 7)], [Size(n) for n in (6, 10, 15, 20)], 2000, 10.0
     ),
 }
 
@@ -170,7 +174,12 @@ class Training(Trial):
             {"steps": steps, **sizes},
             {"model": self.model},
             steps,
-            Options(batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed),
+            Options(
+                batch_size=args.batch_size,
+                learning_rate=args.learning_rate,
+                seed=seed,
+                clip=self.task.clip,
+            ),
         )
 
     def loss(self, step: int) -> Tensor:
