@@ -171,7 +171,7 @@ class Training(Trial):
         super().__init__(
             f"{task}, {name}, seed {seed}",
             args.out / f"{task}-{name}-{seed}.pt",
-            {"steps": steps, **sizes},
+            {"steps": steps, "clip": self.task.clip, **sizes},
             {"model": self.model},
             steps,
             Options(
