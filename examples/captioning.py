@@ -448,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=ROWS,
         action=Once,
         default=["soft", "no attention"],
-        help="models",
+        help="models; soft and no attention unless given",
     )
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
     parser.add_argument("--steps", type=int, default=2400, help="of each training")
