@@ -285,7 +285,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(option + more)
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
     """Read a whole number that every part of PyTorch can count to."""
     try:
         number = int(text)
@@ -327,29 +327,25 @@ def _parser() -> Parser:
     sub.add_argument("--attention", choices=ATTENTIONS, default=Config.attention, help="mechanism")
     sub.add_argument("--input-feeding", action="store_true", help="Luong: feed the output back")
     sub.add_argument("--copying", action="store_true", help="copy words of the source too")
-    sub.add_argument(
-        "--window", type=_whole, default=Config.window, help="keys to a side, if local"
-    )
+    sub.add_argument("--window", type=whole, default=Config.window, help="keys to a side, if local")
     sub.add_argument("--sigma", type=float, help="of a Gaussian around the position, if local")
     sub.add_argument("--height", type=float, help="of that Gaussian as a bump")
-    sub.add_argument("--stride", type=_whole, default=Config.stride, help="of strided attention")
+    sub.add_argument("--stride", type=whole, default=Config.stride, help="of strided attention")
     sub.add_argument("--fixed-stride", action="store_true", help="count from the first key on")
     sub.add_argument("--encoder", choices=ENCODERS, default=Config.encoder, help="of the source")
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
-    sub.add_argument("--vocab-size", type=_whole, default=4000, help="of both languages together")
-    sub.add_argument(
-        "--max-length", type=_whole, default=100, help="leave out longer pairs, tokens"
-    )
+    sub.add_argument("--vocab-size", type=whole, default=4000, help="of both languages together")
+    sub.add_argument("--max-length", type=whole, default=100, help="leave out longer pairs, tokens")
     kind: Callable[[str], float]
-    for name, kind in (("embed_dim", _whole), ("hidden_dim", _whole), ("dropout", float)):
+    for name, kind in (("embed_dim", whole), ("hidden_dim", whole), ("dropout", float)):
         default = getattr(Config, name)
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help="of the model"
         )
     for name, kind in (
-        ("epochs", _whole),
-        ("batch_size", _whole),
+        ("epochs", whole),
+        ("batch_size", whole),
         ("learning_rate", float),
         ("coverage_loss", float),
         ("alignment_loss", float),
@@ -382,14 +378,14 @@ def _parser() -> Parser:
     sub.add_argument("checkpoint")
     sub.add_argument("--input", metavar="FILE", help="None reads the standard input")
     sub.add_argument("--output", metavar="FILE", help="None writes the standard output")
-    sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
+    sub.add_argument("--beam", type=whole, default=5, help="width of the search, 1 is greedy")
     placement(sub)
 
     sub = command(score)
     sub.add_argument("checkpoint")
     sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     sub.add_argument("--target", required=True, metavar="FILE", help="its reference translation")
-    sub.add_argument("--beam", type=_whole, default=5, help="width of the search, 1 is greedy")
+    sub.add_argument("--beam", type=whole, default=5, help="width of the search, 1 is greedy")
     placement(sub)
 
     sub = command(inspect)
@@ -398,7 +394,7 @@ def _parser() -> Parser:
     sub.add_argument("--target", metavar="FILE", help="None takes the model's own translations")
     sub.add_argument("--alignments", metavar="FILE", help="the true ones, such as 0-0 1-2")
     sub.add_argument("--page", default="attention.html", metavar="FILE", help="where to write it")
-    sub.add_argument("--most", type=_whole, default=200, help="sentences on the page")
+    sub.add_argument("--most", type=whole, default=200, help="sentences on the page")
     placement(sub)
 
     sub = command(demo)
@@ -438,7 +434,9 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            say("too little memory: a smaller --batch-size, --hidden-dim or --beam may fit")
+            sizes = ("batch_size", "hidden_dim", "dim", "beam")
+            some = [f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x)]
+            say(f"too little memory: a smaller {' or '.join(some)} may fit")
             return 2
         except OSError as error:  # files are refused where they are opened: this is a pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,10 +23,10 @@ By default the first two are trained, with one seed; --rows and --seeds ask for 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,19 +43,17 @@ from scenes import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import Once, Trial, spread
+from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 
-from attnfast import checkpoint
-from attnfast.cli import Parser, run
+from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted, stop_on_signal
+from attnfast.interrupts import stop_on_signal
 from attnfast.losses import Reinforce, doubly_stochastic_loss
-from attnfast.measure import costs
 from attnfast.models import BOS, EOS, GridEncoder, MeanContext, ShowAttendTell, greedy_search
 from attnfast.nn import BahdanauAttention, HardAttention, Memory
 from attnfast.plots import draw_looking
-from attnfast.progress import Progress, say
+from attnfast.progress import Progress
 from attnfast.training import Options, sequence_loss
 
 LEARNT, MORE = (2, 3, 4), (5,)
@@ -216,15 +214,17 @@ class Training(Trial):
     """One model in training, or trained: a step's scenes depend on the seed and its number."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
-        self.name, self.seed, self.digits, self.args = name, seed, digits, args
+        self.seed, self.digits, self.args = seed, digits, args
         self.row = ROWS[name]
         sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size", "captions", "scenes")}
+        ways = ["own", *["shuffled"] * self.row.shuffled]
         torch.manual_seed(seed)
         self.model, self.reinforce = build(self.row, args.dim), Reinforce(entropy_weight=0.01)
         super().__init__(
-            f"{name}, seed {seed}",
-            args.out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt",
+            args.out,
+            [name],
             {"row": self.row._asdict(), **sizes},
+            {"test": args.test, "counts": [*LEARNT, *MORE], "ways": ways},
             {"model": self.model, "reinforce": self.reinforce},
             args.steps,
             Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
@@ -259,14 +259,10 @@ class Training(Trial):
 
     # ---- what it has learnt ---------------------------------------------------------------------
 
-    def test(self) -> None:
+    def judge(self) -> dict[str, Any]:
         """Judge captions of scenes that were not learnt from, by the number of digits."""
-        asked = {"test": self.args.test, "counts": [*LEARNT, *MORE]}
-        ways = ["own", *["shuffled"] * self.row.shuffled]
-        wanted = {"asked", *(f"{way} {x}" for way in ways for x in (*LEARNT, *MORE, "BLEU"))}
-        if self.found.get("asked") == asked and self.found.keys() == wanted:
-            return
-        found: dict[str, Any] = {"asked": asked}
+        found: dict[str, Any] = {}
+        ways = self.asked["ways"]
         title, many = f"{self.title}, testing", len(ways) * len((*LEARNT, *MORE))
         with stop_on_signal() as check, Progress(title, many, "number") as bar:
             for way in ways:
@@ -282,15 +278,13 @@ class Training(Trial):
                     bar()
                 bleu = optional("sacrebleu", "this example").BLEU()
                 found[f"{way} BLEU"] = bleu.corpus_score(said, [*zip(*references)]).score
-        self.found = found
-        self.save()
+        return found
 
     @torch.no_grad()
     def tell(
         self, drawn: Sequence[Example], shuffled: bool = False
     ) -> tuple[list[str], Tensor | None]:
         """Return captions, and the weights ``[B, T, R, C]`` of their words if there are any."""
-        self.train(False)
         images, sizes, *_ = gather(drawn, [x.captions[:1] for x in drawn])
         teller, own = self.model.teller, self.model.teller.attention
         try:
@@ -340,7 +334,7 @@ class Training(Trial):
         if weights is None:
             return shown
         for (scene, _), text, row in zip(drawn, texts, weights):
-            name = "right" if judge(scene, text).exact else "wrong"
+            name = "-right" if judge(scene, text).exact else "-wrong"
             if name not in shown:
                 words = [*text.split(), "end"]
                 shown[name] = draw_looking(
@@ -352,16 +346,17 @@ class Training(Trial):
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def tallies(trained: dict[str, list[Training]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+def tallies(trained: Sequence[Training]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
     """Return, by the table's names, how a model was tested and what was found for each seed."""
-    rows = {name: ("own", [x.found for x in models]) for name, models in trained.items()}
-    for name, models in trained.items():
+    each = by_name(trained)
+    rows = {name: ("own", [x.found for x in models]) for name, models in each.items()}
+    for name, models in each.items():
         if ROWS[name].shuffled:
             rows[f"{name}, shuffled"] = "shuffled", [x.found for x in models]
     return rows
 
 
-def table(trained: dict[str, list[Training]]) -> str:
+def table(trained: Sequence[Training]) -> str:
     """Return the tables of all models that are trained."""
     names = ["exact", "digits", "relations", "pointing", "IoU"]
     first = f"{min(LEARNT)} to {max(LEARNT)} digits"
@@ -391,73 +386,36 @@ def shown(sums: Sequence[Tally], name: str, span: bool = True) -> str:
     return spread(values, ".1f") if span else f"{sum(values) / len(values):.1f}"
 
 
-def cost_table(models: Sequence[Training]) -> str:
-    """Return what a step costs, forward and backward, of the same scenes and in turns."""
-    batch = models[0].batch(models[0].steps - 1)
-    for one in models:
-        one.train()
-    calls = {one.name: lambda one=one: one.loss_of(batch).backward() for one in models}
-    lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
-    for name, cost in costs(calls, 5).items():
-        lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
-    return "\n".join(lines) + "\n"
-
-
 def compare(args: argparse.Namespace) -> None:
     """Train all models, test them, and write the table and the pictures."""
-    for name in ("seeds", "steps", "batch_size", "captions", "scenes", "dim", "test"):
-        least = 2 if name == "dim" else 1  # half of it are features of words
-        if getattr(args, name) < least:
-            option = name.replace("_", "-")
-            raise InputError(f"--{option} must be at least {least}, got {getattr(args, name)}")
     if args.captions > 16:
         raise InputError(f"--captions must be at most 16, got {args.captions}")
     for package in ("matplotlib", "sacrebleu"):
         optional(package, "this example")
     digits = Digits()
-    checkpoint.make_folder(args.out)
-    trained: dict[str, list[Training]] = {}
-    try:
-        for seed in range(1, args.seeds + 1):
-            for name in args.rows:
-                one = Training(name, seed, digits, args)
-                one.learn()
-                one.test()
-                trained.setdefault(name, []).append(one)
-                text = table(trained)
-                checkpoint.write_atomically(args.out / "table.md", text.encode())
-                for kind, drawn in one.pictures().items() if seed == 1 else ():
-                    path = one.path.with_name(f"{one.path.stem}-{kind}.png")
-                    checkpoint.write_atomically(path, drawn)
-        text += "\n" + cost_table([models[0] for models in trained.values()])
-    except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
-    checkpoint.write_atomically(args.out / "table.md", text.encode())
-    print(text, end="")
-    say(f"table.md and pictures of each model: {args.out}")
+    pairs = itertools.product(range(1, args.seeds + 1), args.rows)
+    learn_all(args.out, (Training(name, seed, digits, args) for seed, name in pairs), table, cost)
+
+
+def cost(trained: Sequence[Training]) -> str:
+    """Return what a step costs, of the same scenes."""
+    batch = trained[0].batch(trained[0].steps - 1)
+    first = [x for x in trained if x.options.seed == 1]
+    return cost_table(first, lambda one: one.loss_of(batch))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+    chosen = ["soft", "no attention"]
+    parser = make_parser("captioning", __doc__, compare, ROWS, seeds=1, chosen=chosen)
+    count = at_least(1)
+    parser.add_argument("--steps", type=count, default=2400, help="of each training")
+    parser.add_argument("--batch-size", type=count, default=64, help="scenes in a step")
+    parser.add_argument("--captions", type=count, default=2, help="of each scene of a step")
+    parser.add_argument("--scenes", type=count, default=4000, help="of each number to learn from")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/captioning"), help="folder of results"
+        "--dim", type=at_least(2), default=128, help="features of the teller's states"
     )
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=ROWS,
-        action=Once,
-        default=["soft", "no attention"],
-        help="models; soft and no attention unless given",
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, default=2400, help="of each training")
-    parser.add_argument("--batch-size", type=int, default=64, help="scenes in a step")
-    parser.add_argument("--captions", type=int, default=2, help="of each scene of a step")
-    parser.add_argument("--scenes", type=int, default=4000, help="of each number to learn from")
-    parser.add_argument("--dim", type=int, default=128, help="features of the teller's states")
-    parser.add_argument("--test", type=int, default=200, help="scenes of each number to test on")
-    parser.set_defaults(function=compare)
+    parser.add_argument("--test", type=count, default=200, help="scenes of each number to test on")
     return run(parser, argv)
 
 

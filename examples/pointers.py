@@ -26,21 +26,17 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from trials import Once, Trial, spread
+from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
-from attnfast import checkpoint
-from attnfast.cli import Parser, run
-from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted
+from attnfast.cli import run
+from attnfast.errors import optional
 from attnfast.losses import pointer_loss
 from attnfast.nn import Memory, PointerNetwork
 from attnfast.plots import draw_pointing
-from attnfast.progress import say
 from attnfast.training import Options
 
 LEARNT, TESTED = range(5, 11), (5, 7, 10, 15, 20)
@@ -179,11 +175,11 @@ class Training(Trial):
         self.model = self.row.build(self.task.features, args.dim)
         steps = args.steps or self.task.steps
         sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
-        stem = f"{task}-{name}".replace(", ", "-").replace(" ", "-")
         super().__init__(
-            f"{task}, {name}, seed {seed}",
-            args.out / f"{stem}-{seed}.pt",
+            args.out,
+            [task, name],
             {"steps": steps, **sizes},
+            {"sets": args.test, "tested": list(TESTED)},
             {"model": self.model},
             steps,
             Options(batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed),
@@ -196,12 +192,9 @@ class Training(Trial):
         log_probs = self.model(items, torch.full((len(items),), n), answers)
         return pointer_loss(log_probs, answers)
 
-    def test(self) -> None:
+    def judge(self) -> dict[str, Any]:
         """Judge answers to the sets of each n that models are compared on."""
-        asked = {"sets": self.args.test, "tested": list(TESTED)}
-        if self.found.get("asked") == asked:
-            return
-        self.found = {"asked": asked}
+        found = {}
         for n in [n for n in TESTED if n <= self.row.largest]:
             items, answers = self.task.draw(self.args.test, n, f"test {n}")
             pointers = self.model.decode(items, torch.full((len(items),), n), distinct=True)
@@ -211,34 +204,35 @@ class Training(Trial):
             ]
             for measure in dict.fromkeys(itertools.chain(*judged)):
                 values = [x[measure] for x in judged if measure in x]
-                self.found[f"{measure} {n}"] = 100 * statistics.fmean(values)
-        self.save()
+                found[f"{measure} {n}"] = 100 * statistics.fmean(values)
+        return found
 
     @torch.no_grad()
-    def picture(self) -> bytes:
+    def pictures(self) -> dict[str, bytes]:
         """Draw a hull, the polygon that is pointed at, and the weights."""
+        if self.task.answer is not hull:
+            return {}
         items, answers = self.task.draw(1, max(LEARNT), "picture")
         lengths = torch.tensor([items.shape[1]])
         pointers = self.model.decode(items, lengths, distinct=True)
         weights = self.model(items, lengths, pointers).exp()
-        return draw_pointing(items[0], chosen(answers[0]), chosen(pointers[0]), weights[0])
+        drawn = draw_pointing(items[0], chosen(answers[0]), chosen(pointers[0]), weights[0])
+        return {"": drawn}
 
 
 # ---- the tables ---------------------------------------------------------------------------------
 
 
-def table(trained: dict[str, dict[str, list[Training]]]) -> str:
+def table(trained: Sequence[Training]) -> str:
     """Return a table of each task, of all models that are trained."""
     texts = []
-    for task, rows in trained.items():
-        measures = dict.fromkeys(
-            key.rpartition(" ")[0] for models in rows.values() for key in models[0].found
-        )
+    for task, of_task in by_name(trained).items():
+        measures = dict.fromkeys(key.rpartition(" ")[0] for one in of_task for key in one.found)
         measures.pop("", None)
         lines = [f"| {task} | seeds | model | {' | '.join(map(str, TESTED))} |"]
         lines.append(f"|---|--:|---|{'--:|' * len(TESTED)}")
         for measure in measures:
-            for name, models in rows.items():
+            for name, models in by_name(of_task, 1).items():
                 keys = [f"{measure} {n}" for n in TESTED]
                 cells = [
                     spread([x.found[key] for x in models], ".1f") if key in models[0].found else "–"
@@ -251,47 +245,24 @@ def table(trained: dict[str, dict[str, list[Training]]]) -> str:
 
 def compare(args: argparse.Namespace) -> None:
     """Train all models, test them, and write the tables and the pictures."""
-    for name in ("seeds", "batch_size", "dim", "test"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
-    if args.steps < 0:
-        raise InputError(f"steps must be at least 0, got {args.steps}")
     optional("matplotlib", "this example")
-    checkpoint.make_folder(args.out)
-    trained: dict[str, dict[str, list[Training]]] = {task: {} for task in args.tasks}
-    try:
-        for seed, task in itertools.product(range(1, args.seeds + 1), args.tasks):
-            for name in [x for x in args.rows if seed <= ROWS[x].seeds]:
-                one = Training(task, name, seed, args)
-                one.learn()
-                one.test()
-                trained[task].setdefault(name, []).append(one)
-                text = table(trained)
-                checkpoint.write_atomically(args.out / "table.md", text.encode())
-                if seed == 1 and one.task.answer is hull:
-                    checkpoint.write_atomically(one.path.with_suffix(".png"), one.picture())
-    except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
-    print(text, end="")
-    say(f"table.md and pictures of hulls: {args.out}")
+    each = itertools.product(range(1, args.seeds + 1), args.tasks, args.rows)
+    trainings = (
+        Training(task, name, seed, args) for seed, task, name in each if seed <= ROWS[name].seeds
+    )
+    learn_all(args.out, trainings, table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/pointers"), help="folder of results")
+    parser = make_parser("pointers", __doc__, compare, ROWS, seeds=3, tasks=TASKS)
+    count = at_least(1)
     parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, action=Once, default=list(TASKS), help="tasks"
+        "--steps", type=count, help="of each training; as the task has if not given"
     )
-    parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
-    parser.add_argument("--steps", type=int, default=0, help="of each training; 0: as the task has")
-    parser.add_argument("--batch-size", type=int, default=64, help="sets in a step")
+    parser.add_argument("--batch-size", type=count, default=64, help="sets in a step")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="the highest")
-    parser.add_argument("--dim", type=int, default=96, help="features of states")
-    parser.add_argument("--test", type=int, default=500, help="sets of each size to test on")
-    parser.set_defaults(function=compare)
+    parser.add_argument("--dim", type=count, default=96, help="features of states")
+    parser.add_argument("--test", type=count, default=500, help="sets of each size to test on")
     return run(parser, argv)
 
 

@@ -1,12 +1,14 @@
-"""Bidirectional attention flow: where in descriptions of restaurants an answer is.
+"""Bidirectional attention flow: what was left out of a description stands in another.
 
     python examples/reading.py FOLDER --out runs/reading
 
 FOLDER holds devset.csv and testset_w_refs.csv of the E2E challenge (Novikova et al., 2017,
-https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0). A text is the descriptions of two places,
-one after the other. A question names one of them and asks for an attribute, in one of two
-phrasings; its answer is the attribute's value where it stands in that place's description. All
-descriptions of a fifth of the attribute lists of both files are for the test. The models:
+https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0), where several people described each place.
+A text is the descriptions of two places. A question is what two other people wrote of the same
+places, in any order, with one value left out: the name of a place, say, or its area. The other
+place has another value of the same kind, so that a model must find out of which place the value is
+missing, and where the text has it. All descriptions of a fifth of the attribute lists of both files
+are for the test. The models:
 
     both ways            text to question and question to text
     no text to question  every word of the text finds the mean of the question
@@ -14,13 +16,14 @@ descriptions of a fifth of the attribute lists of both files are for the test. T
     neither              both are
 
 The table has the share of exact answers and F1, the overlap in words, in all and by attribute. What
-is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and a picture
+is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and pictures
 of what words of a question look at go to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 import sys
@@ -33,38 +36,28 @@ from typing import Any, NamedTuple
 import torch
 from e2e import read
 from torch import Tensor
-from trials import Once, Trial, spread
+from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
-from attnfast import checkpoint
-from attnfast.cli import Parser, run
+from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted
 from attnfast.models import BiDAF, best_spans
 from attnfast.nn import BidirectionalAttention
 from attnfast.plots import draw_alignment
-from attnfast.progress import say
 from attnfast.training import Options
 
-#: By attribute, two ways to ask a place for it.
-QUESTIONS = {
-    "near": ("what is {} close to", "which place is next to {}"),
-    "area": ("where is {}", "in which part of the city is {}"),
-    "food": ("what do they serve at {}", "what kind of food is there at {}"),
-    "priceRange": ("how expensive is {}", "what are the prices like at {}"),
-    "customer rating": ("how is {} rated", "what do customers think of {}"),
-    "eatType": ("what kind of place is {}", "what sort of venue is {}"),
-}
-UNK = 1
+#: What may be left out of a description.
+ATTRIBUTES = ("name", "near", "area", "food", "pricerange", "customer rating", "eattype")
+UNK, BLANK = 1, "_"
+LONGEST = 40  # words of a description
 
 
 class Asked(NamedTuple):
-    """Descriptions of two places, a question about one, and the answer's first and last word."""
+    """A text, a question with a blank, what kind of value is left out, its first and last word."""
 
     text: list[str]
     question: list[str]
     attribute: str
-    name: str
     span: tuple[int, int]
 
 
@@ -73,39 +66,62 @@ def find(words: Sequence[str], text: Sequence[str]) -> list[int]:
     return [i for i in range(len(text)) if [*text[i : i + len(words)]] == [*words]]
 
 
-Place = tuple[list[str], dict[str, str]]
+class Place(NamedTuple):
+    """A place's attributes, each the words of its value, and what people wrote of it."""
+
+    values: dict[str, list[str]]
+    texts: list[list[str]]
 
 
 def split(pairs: Sequence[tuple[str, str]]) -> tuple[list[Place], list[Place]]:
-    """Return what to learn from and to test on: descriptions that name their place once."""
-    train, test = list[Place](), list[Place]()
+    """Return what to learn from and to test on: places that several people described."""
+    found: dict[str, list[list[str]]] = {}
     for attributes, description in pairs:
-        values = dict(re.findall(r"(\w[\w ]*?) \[ (.*?) \]", attributes.lower()))
-        text = description.lower().split()
-        if len(find(values.get("name", "").split(), text)) == 1:
-            (train if zlib.crc32(attributes.encode()) % 5 else test).append((text, values))
-    return train, test
+        texts = found.setdefault(attributes.lower(), [])
+        words = description.lower().split()
+        if len(words) <= LONGEST and words not in texts:
+            texts.append(words)
+    parts = list[Place](), list[Place]()
+    for attributes, texts in sorted(found.items()):
+        values = re.findall(r"(\w[\w ]*?) \[ (.*?) \]", attributes)
+        place = Place({name: value.split() for name, value in values}, texts)
+        if len(texts) > 1:
+            parts[zlib.crc32(attributes.encode()) % 5 == 0].append(place)
+    return parts
 
 
-def ask(places: Sequence[Place]) -> list[Asked]:
-    """Make the questions: each description beside that of another place, in any order."""
+def ask(places: Sequence[Place], count: int) -> list[Asked]:
+    """Make some questions of every description, each of it and of another place's."""
     draw, found = random.Random(0), []
-    for text, values in places:
-        other, its = draw.choice(places)
-        names = [x["name"].split() for x in (values, its)]
-        if find(names[0], other) or find(names[1], text):
-            continue
-        before = draw.random() < 0.5
-        both = [*other, *text] if before else [*text, *other]
-        for attribute, forms in QUESTIONS.items():
-            words = values.get(attribute.lower(), "").split()
-            at = find(words, text) if words else []
-            if len(at) == 1:
-                first = at[0] + before * len(other)
-                question = draw.choice(forms).format(values["name"]).split()
-                span = first, first + len(words) - 1
-                found.append(Asked(both, question, attribute, values["name"], span))
+    for one, i in ((place, i) for place in places for i in range(len(place.texts))):
+        for other in draw.choices(places, k=count):
+            if one.values.get("name") == other.values.get("name"):
+                continue
+            its, others = draw.sample(other.texts, 2)
+            text, again = one.texts[i], draw.choice(one.texts[:i] + one.texts[i + 1 :])
+            kinds = [x for x in ATTRIBUTES if left_out(x, one, other, text, again, its)]
+            if not kinds:
+                continue
+            kind = draw.choice(kinds)
+            value = one.values[kind]
+            [at], [blank] = find(value, text), find(value, again)
+            again = [*again[:blank], BLANK, *again[blank + len(value) :]]
+            question = [*again, *others] if draw.random() < 0.5 else [*others, *again]
+            before = draw.random() < 0.5
+            first = at + before * len(its)
+            both = [*its, *text] if before else [*text, *its]
+            found.append(Asked(both, question, kind, (first, first + len(value) - 1)))
     return found
+
+
+def left_out(
+    kind: str, one: Place, other: Place, text: list[str], again: list[str], its: list[str]
+) -> bool:
+    """Return whether a value can be left out: said once in both texts, and another of the other."""
+    value, another = one.values.get(kind), other.values.get(kind)
+    if not value or not another or value == another or find(value, its) or not find(another, its):
+        return False
+    return len(find(value, text)) == len(find(value, again)) == 1
 
 
 class Batch(NamedTuple):
@@ -127,7 +143,8 @@ class Questions:
 
     def __init__(self, folder: Path, most: int):
         files = (folder / name for name in ("devset.csv", "testset_w_refs.csv"))
-        self.train, test = map(ask, split([pair for file in files for pair in read(file)]))
+        train, tested = split([pair for file in files for pair in read(file)])
+        self.train, test = ask(train, 2), ask(tested, 1)
         self.test = random.Random(0).sample(test, min(most, len(test)))
         if not self.train or not self.test:
             raise InputError(f"{folder}: expected descriptions with their attributes, got none")
@@ -185,7 +202,7 @@ class Training(Trial):
     """One model in training, or trained: a step's questions depend on the seed and its number."""
 
     def __init__(self, name: str, seed: int, questions: Questions, args: argparse.Namespace):
-        self.name, self.row, self.questions = name, ROWS[name], questions
+        self.row, self.questions = ROWS[name], questions
         torch.manual_seed(seed)
         size = 2 * args.dim
         features = size * (4 if self.row.to_text else 3)
@@ -194,9 +211,10 @@ class Training(Trial):
         )
         sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size")}
         super().__init__(
-            f"{name}, seed {seed}",
-            args.out / f"{name.replace(' ', '-')}-{seed}.pt",
+            args.out,
+            [name],
             {"row": self.row._asdict(), "questions": fingerprint(questions.train), **sizes},
+            {"test": len(questions.test), "questions": fingerprint(questions.test)},
             {"model": self.model},
             args.steps,
             Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
@@ -210,14 +228,10 @@ class Training(Trial):
         return -sum(x.mean() for x in right)  # type: ignore[return-value]
 
     @torch.no_grad()
-    def test(self) -> None:
+    def judge(self) -> dict[str, Any]:
         """Compare answers with the true ones, word for word."""
-        asked = {"test": len(self.questions.test), "questions": fingerprint(self.questions.test)}
-        if self.found.get("asked") == asked:
-            return
-        self.train(False)
         each: dict[str, list[tuple[float, float]]] = {}
-        for first in range(0, asked["test"], 200):
+        for first in range(0, len(self.questions.test), 200):
             rows = self.questions.test[first : first + 200]
             batch = self.questions.gather(rows)
             spans = best_spans(*self.model(*batch[:4])[:2]).tolist()
@@ -225,26 +239,23 @@ class Training(Trial):
                 result = float(tuple(span) == x.span), overlap(span, x.span)
                 for name in ("all", x.attribute):
                     each.setdefault(name, []).append(result)
-        means = {
+        return {
             name: [100 * sum(column) / len(rows) for column in zip(*rows)]
             for name, rows in each.items()
         }
-        self.found = {"asked": asked, **means}
-        self.save()
 
     @torch.no_grad()
-    def picture(self) -> bytes:
+    def pictures(self) -> dict[str, bytes]:
         """Draw what the words of a question look at, the answer between brackets."""
-        self.train(False)
-        one = next(
-            (x for x in self.questions.test if x.attribute == "near"), self.questions.test[0]
-        )
+        if not self.row.to_question:
+            return {}
+        one = min(self.questions.test, key=lambda x: len(x.text) + len(x.question))
         found = self.model(*self.questions.gather([one])[:4], need_weights=True)
         [(first, last)] = best_spans(*found[:2]).tolist()
         text = [
             "[" * (i == first) + word + "]" * (i == last) for i, word in enumerate(one.text)
         ]  # fmt: skip
-        return draw_alignment(found.weights[0][0].T, text, one.question)
+        return {"": draw_alignment(found.weights[0][0].T, text, one.question)}
 
 
 def overlap(a: Sequence[int], b: Sequence[int]) -> float:
@@ -256,61 +267,38 @@ def overlap(a: Sequence[int], b: Sequence[int]) -> float:
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def table(trained: dict[str, list[Training]]) -> str:
+def table(models: Sequence[Training]) -> str:
     """Return the tables of all models that are trained."""
+    trained = by_name(models)
     names = list(trained)
-    every = next(iter(trained.values()))[0].found
     lines = ["| | seeds | exact, % | F1, % |", "|---|--:|--:|--:|"]
-    for name, models in trained.items():
-        cells = [spread([x.found["all"][i] for x in models], ".1f") for i in (0, 1)]
-        lines.append(f"| {name} | {len(models)} | {' | '.join(cells)} |")
+    for name, each in trained.items():
+        cells = [spread([x.found["all"][i] for x in each], ".1f") for i in (0, 1)]
+        lines.append(f"| {name} | {len(each)} | {' | '.join(cells)} |")
     lines += ["", f"| exact, % | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
-    for kind in QUESTIONS:
-        if kind in every:
+    for kind in ATTRIBUTES:
+        if kind in models[0].found:
             cells = [spread([x.found[kind][0] for x in trained[name]], ".1f") for name in names]
             lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train all models, test them, and write the table and the picture."""
-    for name in ("seeds", "steps", "batch_size", "dim", "test"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
+    """Train all models, test them, and write the table and the pictures."""
     optional("matplotlib", "this example")
-    checkpoint.make_folder(args.out)
     questions = Questions(args.data, args.test)
-    trained: dict[str, list[Training]] = {}
-    try:
-        for seed in range(1, args.seeds + 1):
-            for name in args.rows:
-                one = Training(name, seed, questions, args)
-                one.learn()
-                one.test()
-                trained.setdefault(name, []).append(one)
-                text = table(trained)
-                checkpoint.write_atomically(args.out / "table.md", text.encode())
-    except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
-    drawn = trained[args.rows[0]][0].picture()
-    checkpoint.write_atomically(args.out / "question.png", drawn)
-    print(text, end="")
-    say(f"table.md and question.png: {args.out}")
+    pairs = itertools.product(range(1, args.seeds + 1), args.rows)
+    learn_all(args.out, (Training(name, seed, questions, args) for seed, name in pairs), table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+    parser = make_parser("reading", __doc__, compare, ROWS, seeds=1)
+    count = at_least(1)
     parser.add_argument("data", type=Path, help="folder of the two files")
-    parser.add_argument("--out", type=Path, default=Path("runs/reading"), help="folder of results")
-    parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, default=600, help="of each training")
-    parser.add_argument("--batch-size", type=int, default=64, help="questions in a step")
-    parser.add_argument("--dim", type=int, default=64, help="features of each direction")
-    parser.add_argument("--test", type=int, default=4000, help="questions to test on, at most")
-    parser.set_defaults(function=compare)
+    parser.add_argument("--steps", type=count, default=600, help="of each training")
+    parser.add_argument("--batch-size", type=count, default=64, help="questions in a step")
+    parser.add_argument("--dim", type=count, default=64, help="features of each direction")
+    parser.add_argument("--test", type=count, default=4000, help="questions to test on, at most")
     return run(parser, argv)
 
 

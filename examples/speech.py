@@ -24,6 +24,7 @@ listened to go to --out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 import sys
@@ -34,14 +35,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from trials import Once, Trial, spread
+from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 
-from attnfast import checkpoint, diagnostics
-from attnfast.cli import Parser, run
+from attnfast import diagnostics
+from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted, stop_on_signal
-from attnfast.measure import costs
+from attnfast.interrupts import stop_on_signal
 from attnfast.models import (
     BOS,
     EOS,
@@ -58,7 +58,7 @@ from attnfast.nn import (
     LuongAttention,
 )
 from attnfast.plots import draw_listening
-from attnfast.progress import Progress, say
+from attnfast.progress import Progress
 from attnfast.speech import (
     LogMel,
     Normalisation,
@@ -236,16 +236,22 @@ class Training(Trial):
     """One model in training, or trained: a step's strings depend on the seed and its number."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
-        self.name, self.seed, self.digits, self.args = name, seed, digits, args
+        self.seed, self.digits, self.args = seed, digits, args
         self.row = ROWS[name]
         torch.manual_seed(seed)
         self.model, self.ears = build(self.row, args.dim), Ears()
         size = {"dim": args.dim, "steps": args.steps, "batch_size": args.batch_size}
         size["recordings"] = digits.fingerprint
         super().__init__(
-            f"{name}, seed {seed}",
-            args.out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt",
+            args.out,
+            [name],
             {"row": self.row._replace(seeds=1)._asdict(), **size},
+            {
+                "beam": args.beam,
+                "strings": args.test,
+                "searches": SEARCHES,
+                "recordings": digits.fingerprint,
+            },
             {"model": self.model, "ears": self.ears},
             args.steps,
             Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
@@ -277,14 +283,9 @@ class Training(Trial):
 
     # ---- what it has learnt ---------------------------------------------------------------------
 
-    def test(self) -> None:
+    def judge(self) -> dict[str, Any]:
         """Measure word errors by search and number of words, and what attention does."""
-        asked = {"beam": self.args.beam, "strings": self.args.test, "searches": SEARCHES}
-        asked["recordings"] = self.digits.fingerprint
-        if self.found.get("asked") == asked:
-            return
-        self.train(False)
-        found: dict[str, Any] = {"asked": asked}
+        found: dict[str, Any] = {}
         title = f"{self.title}, testing"
         with stop_on_signal() as check, Progress(title, len(LEARNT) + len(LONGER), "length") as bar:
             for count in (*LEARNT, *LONGER):
@@ -299,8 +300,7 @@ class Training(Trial):
                 if count == max(LEARNT):
                     found |= self.attended(batch)
                 bar()
-        self.found = found
-        self.save()
+        return found
 
     def search(self, batch: Batch, **options: float) -> list[str]:
         """Return what is heard."""
@@ -325,28 +325,28 @@ class Training(Trial):
         }
 
     @torch.no_grad()
-    def picture(self) -> bytes | None:
+    def pictures(self) -> dict[str, bytes]:
         """Draw what is listened to while a string is spelled."""
-        self.train(False)
         strings = self.digits.strings("test", 4, 1)
         batch = self.ears(strings)
         weights = self.model(*batch[:3], need_weights=True).weights
         if weights is None:
-            return None
+            return {}
         letters = [*strings[0].text, "end"]
-        return draw_listening(self.ears.listen(strings)[0][0], weights[0], letters, HOP)
+        return {"": draw_listening(self.ears.listen(strings)[0][0], weights[0], letters, HOP)}
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def table(trained: dict[str, list[Training]]) -> str:
+def table(trained: Sequence[Training]) -> str:
     """Return the tables of all models that are trained."""
+    each = by_name(trained)
     shown = [*map(str, LEARNT), *(f"{min(x)}–{max(x)}" for x in (LEARNT, LONGER))]
     spans = [[n] for n in LEARNT] + [list(LEARNT), list(LONGER)]
     lines = [f"| model | seeds | search | {' | '.join(shown)} |"]
     lines.append(f"|---|--:|---|{'--:|' * len(shown)}")
-    for name, models in trained.items():
+    for name, models in each.items():
         for search in ROWS[name].searches():
             cells = []
             for span in spans:
@@ -359,7 +359,7 @@ def table(trained: dict[str, list[Training]]) -> str:
             lines.append(f"| {name} | {len(models)} | {search} | {' | '.join(cells)} |")
     heads = ["model", "substituted, left out, put in, %", "monotonic, %", "from the diagonal, %"]
     lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * 3}"]
-    for name, models in trained.items():
+    for name, models in each.items():
         total = sum(
             (WordErrors(*x.found[f"speller {n}"]) for x in models for n in LEARNT), WordErrors()
         )
@@ -372,63 +372,35 @@ def table(trained: dict[str, list[Training]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cost_table(models: Sequence[Training]) -> str:
-    """Return what a step costs, forward and backward, of the same strings and in turns."""
-    args, count = models[0].args, max(LEARNT)
-    strings = models[0].digits.strings("valid", count, -(-args.batch_size // count))
-    batch = models[0].ears.eval()(strings)
-    for one in models:
-        one.train()
-    calls = {one.name: lambda one=one: one.loss_of(batch).backward() for one in models}
-    lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
-    for name, cost in costs(calls, 5).items():
-        lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
-    return "\n".join(lines) + "\n"
+def cost(trained: Sequence[Training]) -> str:
+    """Return what a step costs, of the same strings."""
+    args, count = trained[0].args, max(LEARNT)
+    strings = trained[0].digits.strings("valid", count, -(-args.batch_size // count))
+    batch = trained[0].ears.eval()(strings)
+    first = [x for x in trained if x.options.seed == 1]
+    return cost_table(first, lambda one: one.loss_of(batch))
 
 
 def compare(args: argparse.Namespace) -> None:
     """Train all models, test them, and write the table and the pictures."""
-    for name in ("seeds", "steps", "batch_size", "dim", "test", "beam"):
-        least = 2 if name == "dim" else 1  # a letter has half as many features
-        if getattr(args, name) < least:
-            raise InputError(f"{name} must be at least {least}, got {getattr(args, name)}")
     optional("matplotlib", "this example")
-    checkpoint.make_folder(args.out)
     digits = Digits(args.data)
-    trained: dict[str, list[Training]] = {}
-    try:
-        for seed in range(1, args.seeds + 1):
-            for name in [x for x in args.rows if seed <= ROWS[x].seeds]:
-                one = Training(name, seed, digits, args)
-                one.learn()
-                one.test()
-                trained.setdefault(name, []).append(one)
-                text = table(trained)
-                checkpoint.write_atomically(args.out / "table.md", text.encode())
-                if seed == 1 and (drawn := one.picture()) is not None:
-                    checkpoint.write_atomically(one.path.with_suffix(".png"), drawn)
-    except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
-    text += "\n" + cost_table([models[0] for models in trained.values()])
-    checkpoint.write_atomically(args.out / "table.md", text.encode())
-    print(text, end="")
-    say(f"table.md and a picture of each model: {args.out}")
+    pairs = itertools.product(range(1, args.seeds + 1), args.rows)
+    trainings = (
+        Training(name, seed, digits, args) for seed, name in pairs if seed <= ROWS[name].seeds
+    )
+    learn_all(args.out, trainings, table, cost)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
+    parser = make_parser("speech", __doc__, compare, ROWS, seeds=3)
+    count = at_least(1)
     parser.add_argument("data", type=Path, help="folder of the recordings")
-    parser.add_argument("--out", type=Path, default=Path("runs/speech"), help="folder of results")
-    parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="most for each model, from 1 on")
-    parser.add_argument("--steps", type=int, default=1200, help="of each training")
-    parser.add_argument("--batch-size", type=int, default=96, help="words in a step")
-    parser.add_argument("--dim", type=int, default=128, help="features of each direction")
-    parser.add_argument("--test", type=int, default=100, help="strings of each length to test on")
-    parser.add_argument("--beam", type=int, default=5, help="width of the search")
-    parser.set_defaults(function=compare)
+    parser.add_argument("--steps", type=count, default=1200, help="of each training")
+    parser.add_argument("--batch-size", type=count, default=96, help="words in a step")
+    parser.add_argument("--dim", type=at_least(2), default=128, help="features of each direction")
+    parser.add_argument("--test", type=count, default=100, help="strings of each length to test on")
+    parser.add_argument("--beam", type=count, default=5, help="width of the search")
     return run(parser, argv)
 
 

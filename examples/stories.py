@@ -21,27 +21,24 @@ story go to --out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import Once, Trial, spread
+from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
-from attnfast import checkpoint
-from attnfast.cli import Parser, run
+from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted
 from attnfast.models import PAD, MemoryNetwork
 from attnfast.plots import draw_hops
-from attnfast.progress import say
 from attnfast.training import Options
 
 PEOPLE = "daniel", "john", "mary", "sandra"
@@ -313,7 +310,7 @@ class Training(Trial):
     """One model of one task: a step's stories depend on the seed and its number."""
 
     def __init__(self, task: str, name: str, seed: int, parts: dict[str, Batch], args: Any):
-        self.task, self.name, self.row, self.parts = task, name, ROWS[name], parts
+        self.task, self.row, self.parts = task, ROWS[name], parts
         self.linear = args.linear_start
         torch.manual_seed(seed)
         vocab = 1 + len(WORDS)
@@ -323,11 +320,13 @@ class Training(Trial):
         names = "dim", "steps", "batch_size", "linear_start", "learning_rate"
         sizes = {x: getattr(args, x) for x in names}
         sizes |= {"stories": len(parts["train"].answers)}
-        file = f"{task}-{name}-{seed}.pt".replace(", ", "-").replace(" ", "-")
+        tested = parts["test"]
+        fingerprint = zlib.crc32(tested.stories.numpy().tobytes())
         super().__init__(
-            f"{task}, {name}, seed {seed}",
-            args.out / file,
-            {"task": task, "row": self.row._asdict(), **sizes},
+            args.out,
+            [task, name],
+            {"row": self.row._asdict(), **sizes},
+            {"test": len(tested.answers), "stories": fingerprint},
             {"model": self.model},
             args.steps,
             Options(batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed),
@@ -343,15 +342,10 @@ class Training(Trial):
         return F.cross_entropy(self.model(*batch[:2])[0], batch.answers)
 
     @torch.no_grad()
-    def test(self) -> None:
+    def judge(self) -> dict[str, Any]:
         """Count wrong answers, and weigh the facts at every hop."""
-        part = self.parts["test"]
-        asked = {"test": len(part.answers), "stories": zlib.crc32(part.stories.numpy().tobytes())}
-        if self.found.get("asked") == asked:
-            return
-        self.train(False)
         wrong, weight, chance = 0, list[Tensor](), list[Tensor]()
-        everything = torch.arange(asked["test"])
+        everything = torch.arange(len(self.parts["test"].answers))
         for index in everything.split(100):
             batch = self.parts["test"].at(index)
             logits, weights = self.answers(batch)
@@ -361,11 +355,12 @@ class Training(Trial):
             chance.append((batch.facts.sum(-1) / exist.sum(-1))[some])
             if weights is not None:
                 weight.append((weights * batch.facts.unsqueeze(1)).sum(-1)[some])
-        self.found = {"asked": asked, "wrong": wrong / asked["test"]}
         each = torch.cat(chance)  # of the stories that have facts, if any
-        self.found["chance"] = float(each.mean()) if len(each) else None
-        self.found["weight"] = torch.cat(weight).mean(0).tolist() if weight and len(each) else []
-        self.save()
+        return {
+            "wrong": wrong / len(everything),
+            "chance": float(each.mean()) if len(each) else None,
+            "weight": torch.cat(weight).mean(0).tolist() if weight and len(each) else [],
+        }
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return logits ``[B, V]`` and weights ``[B, K, S]``, None of the LSTM."""
@@ -375,24 +370,27 @@ class Training(Trial):
         return self.model(*batch[:2], need_weights=True)
 
     @torch.no_grad()
-    def picture(self, story: Story) -> bytes:
+    def pictures(self) -> dict[str, bytes]:
         """Draw what is attended to at every hop of a story."""
-        self.train(False)
+        if not self.row.hops:
+            return {}
+        story = draw_story(self.task, f"{self.task} picture")
         logits, weights = self.answers(gather([story]))
         assert weights is not None
         asked = f"{story.question}? {WORDS[int(logits.argmax()) - 1]}"
         rows = [f"{x} •" if i in story.facts else x for i, x in enumerate(story.sentences)]
-        return draw_hops(weights[0], rows, asked)
+        return {"": draw_hops(weights[0], rows, asked)}
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def table(trained: dict[str, dict[str, list[Training]]]) -> str:
+def table(trained: Sequence[Training]) -> str:
     """Return the tables of all models that are trained, by task."""
-    names = list(dict.fromkeys(name for models in trained.values() for name in models))
+    tasks = {task: by_name(models, 1) for task, models in by_name(trained).items()}
+    names = list(by_name(trained, 1))
     lines = [f"| wrong, % | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
-    for task, models in trained.items():
+    for task, models in tasks.items():
         cells = [
             spread([100 * x.found["wrong"] for x in models[name]], ".1f") if name in models else ""
             for name in names
@@ -401,7 +399,7 @@ def table(trained: dict[str, dict[str, list[Training]]]) -> str:
     hops = [name for name in names if ROWS[name].hops]
     heads = ["weight of the facts at each hop, %", "evenly", *hops]
     lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
-    for task, models in trained.items():
+    for task, models in tasks.items():
         chance = next(iter(models.values()))[0].found["chance"]
         cells = ["" if chance is None else f"{100 * chance:.0f}"]
         for name in hops:
@@ -411,59 +409,33 @@ def table(trained: dict[str, dict[str, list[Training]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def trainings(args: argparse.Namespace) -> Iterator[Training]:
+    """Draw each task's stories and make its models."""
+    for task in args.tasks:
+        drawn = draw_parts(task, args.stories, args.test)
+        parts = {part: gather(stories) for part, stories in drawn.items()}
+        for seed, name in itertools.product(range(1, args.seeds + 1), args.rows):
+            yield Training(task, name, seed, parts, args)
+
+
 def compare(args: argparse.Namespace) -> None:
-    """Train all models on all tasks, test them, and write the table and the picture."""
-    for name in ("seeds", "steps", "batch_size", "dim", "stories", "test"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
+    """Train all models on all tasks, test them, and write the tables and the pictures."""
     if not 0 <= args.linear_start < 1:
         raise InputError(f"linear_start must be a share below 1, got {args.linear_start}")
     optional("matplotlib", "this example")
-    checkpoint.make_folder(args.out)
-    trained: dict[str, dict[str, list[Training]]] = {}
-    text = ""
-    try:
-        for task in args.tasks:
-            drawn_parts = draw_parts(task, args.stories, args.test)
-            parts = {part: gather(drawn) for part, drawn in drawn_parts.items()}
-            for seed in range(1, args.seeds + 1):
-                for name in args.rows:
-                    one = Training(task, name, seed, parts, args)
-                    one.learn()
-                    one.test()
-                    trained.setdefault(task, {}).setdefault(name, []).append(one)
-                    text = table(trained)
-                    checkpoint.write_atomically(args.out / "table.md", text.encode())
-            able = [trained[task][x][0] for x in args.rows if ROWS[x].hops]
-            if able:
-                best = min(able, key=lambda x: x.found["wrong"])
-                drawn = best.picture(draw_story(task, f"{task} picture"))
-                file = args.out / f"{task.replace(' ', '-')}.png"
-                checkpoint.write_atomically(file, drawn)
-    except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
-    print(text, end="")
-    say(f"table.md and a picture of each task: {args.out}")
+    learn_all(args.out, trainings(args), table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/stories"), help="folder of results")
-    parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, action=Once, default=list(TASKS), help="tasks"
-    )
-    parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, default=2000, help="of each training")
-    parser.add_argument("--batch-size", type=int, default=64, help="stories in a step")
+    parser = make_parser("stories", __doc__, compare, ROWS, seeds=1, tasks=TASKS)
+    count = at_least(1)
+    parser.add_argument("--steps", type=count, default=2000, help="of each training")
+    parser.add_argument("--batch-size", type=count, default=64, help="stories in a step")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="the largest")
     parser.add_argument("--linear-start", type=float, default=0.2, help="share without a softmax")
-    parser.add_argument("--dim", type=int, default=32, help="features of a sentence")
-    parser.add_argument("--stories", type=int, default=10000, help="to learn a task from")
-    parser.add_argument("--test", type=int, default=1000, help="stories of each task to test on")
-    parser.set_defaults(function=compare)
+    parser.add_argument("--dim", type=count, default=32, help="features of a sentence")
+    parser.add_argument("--stories", type=count, default=10000, help="to learn a task from")
+    parser.add_argument("--test", type=count, default=1000, help="stories of each task to test on")
     return run(parser, argv)
 
 

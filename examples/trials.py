@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attnfast import checkpoint
+from attnfast.cli import Parser, whole
 from attnfast.errors import InputError, describe, first_line
 from attnfast.interrupts import Interrupted, stop_on_signal
-from attnfast.progress import Progress
+from attnfast.measure import costs
+from attnfast.progress import Progress, say
 from attnfast.training import Options
 
 SAVE_EVERY = 60.0  # seconds
@@ -28,31 +30,82 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, list(dict.fromkeys(values)))
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return how an option is read that is a whole number of some size."""
+
+    def read(text: str) -> int:
+        number = whole(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {number}")
+        return number
+
+    return read
+
+
+def make_parser(
+    name: str,
+    doc: str,
+    function: Callable[[argparse.Namespace], None],
+    rows: Iterable[str],
+    seeds: int,
+    *,
+    chosen: Sequence[str] = (),
+    tasks: Iterable[str] = (),
+) -> Parser:
+    """Return the parser of an example: what it is, what runs it, its models, tasks and seeds.
+
+    Args:
+        name: of the example and of its folder.
+        doc: the module's, of which the first line is told.
+        function: called with the options.
+        rows: the models; ``chosen`` of them unless told otherwise, or all.
+        seeds: how many.
+        tasks: if there are several.
+    """
+    parser = Parser(description=doc.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs", name), help="folder of results")
+    for option, values, some in (("tasks", [*tasks], ()), ("rows", [*rows], chosen)):
+        if values:
+            said = {"tasks": "tasks", "rows": "models"}[option]
+            parser.add_argument(
+                f"--{option}", nargs="+", choices=values, action=Once, default=[*some] or values,
+                help=said + (f"; {' and '.join(some)} unless given" if some else ""),
+            )  # fmt: skip
+    parser.add_argument("--seeds", type=at_least(1), default=seeds, help="how many, from 1 on")
+    parser.set_defaults(function=function)
+    return parser
+
+
 class Trial:
-    """One model in training, or trained, and kept in a file.
+    """One model in training, or trained, and kept in a file of ``out``.
 
     A step's batch must depend on the seed and the step's number alone.
 
     Args:
-        title: of the progress.
-        path: the file.
+        out: the folder.
+        names: of the task if there are several, and of the model.
         like: what must be the same for a kept training to go on.
+        asked: what must be the same for the kept results of a test to hold.
         parts: modules with parameters to train, or with state alone, by name.
         steps: how many.
-        options: of the optimizer.
+        options: of the optimizer, and the seed.
     """
 
     def __init__(
         self,
-        title: str,
-        path: Path,
+        out: Path,
+        names: Sequence[str],
         like: dict[str, Any],
+        asked: dict[str, Any],
         parts: dict[str, nn.Module],
         steps: int,
         options: Options,
     ):
-        self.title, self.path, self.like, self.steps = title, path, like, steps
+        self.names, self.like, self.asked, self.steps = names, like, asked, steps
         self.modules, self.options = parts, options
+        self.title = ", ".join([*names, f"seed {options.seed}"])
+        stem = "-".join([*names, str(options.seed)]).replace(", ", "-").replace(" ", "-")
+        self.path = path = out / f"{stem}.pt"
         self.parameters = [p for x in parts.values() for p in x.parameters()]
         decay = options.weight_decay
         self.optimizer = torch.optim.AdamW(self.parameters, weight_decay=decay, fused=True)
@@ -124,6 +177,75 @@ class Trial:
                 if self.step == self.steps or time.monotonic() - saved >= SAVE_EVERY:
                     self.save()
                     saved = time.monotonic()
+
+    def test(self) -> None:
+        """Judge what is trained, unless that is kept."""
+        if self.found.get("asked") != self.asked:
+            self.train(False)
+            self.found = {"asked": self.asked, **self.judge()}
+            self.save()
+
+    def judge(self) -> dict[str, Any]:
+        """Return what the tables tell of the model."""
+        raise NotImplementedError
+
+    def pictures(self) -> dict[str, bytes]:
+        """Return pictures of the model in evaluation mode, by what their files' names end with."""
+        return {}
+
+
+T = TypeVar("T", bound=Trial)
+
+
+def learn_all(
+    out: Path,
+    trials: Iterable[T],
+    table: Callable[[Sequence[T]], str],
+    last: Callable[[Sequence[T]], str] = lambda _: "",
+) -> None:
+    """Train and test models one after the other, and print a table of them.
+
+    ``table.md`` is written after each, with pictures of the first seed; ``last`` returns what is
+    told below the table of all.
+    """
+    checkpoint.make_folder(out)
+    done, text = list[T](), ""
+    try:
+        for one in trials:
+            one.learn()
+            one.test()
+            done.append(one)
+            text = table(done)
+            checkpoint.write_atomically(out / "table.md", text.encode())
+            if one.options.seed == 1:
+                one.train(False)
+                for end, drawn in one.pictures().items():
+                    checkpoint.write_atomically(out / f"{one.path.stem}{end}.png", drawn)
+        text += last(done)
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+    checkpoint.write_atomically(out / "table.md", text.encode())
+    print(text, end="")
+    say(f"table.md and pictures: {out}")
+
+
+def cost_table(models: Sequence[T], loss: Callable[[T], Tensor]) -> str:
+    """Return what a step of each model costs, forward and backward, in turns."""
+    for one in models:
+        one.train()
+    calls = {one.names[-1]: lambda one=one: loss(one).backward() for one in models}
+    lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
+    for name, cost in costs(calls, 5).items():
+        lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def by_name(trials: Sequence[T], place: int = 0) -> dict[str, list[T]]:
+    """Return models by one of their names, in the order in which they came."""
+    found: dict[str, list[T]] = {}
+    for one in trials:
+        found.setdefault(one.names[place], []).append(one)
+    return found
 
 
 def spread(values: Sequence[float], form: str) -> str:

@@ -23,20 +23,16 @@ import itertools
 import random
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from trials import Once, Trial, spread
+from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
-from attnfast import checkpoint
-from attnfast.cli import Parser, run
-from attnfast.errors import InputError, optional
-from attnfast.interrupts import Interrupted
+from attnfast.cli import run
+from attnfast.errors import optional
 from attnfast.nn import NeuralTuringMachine
 from attnfast.plots import draw_addressing
-from attnfast.progress import say
 from attnfast.training import Options
 
 #: Slots in training and in tests, features of a slot.
@@ -166,12 +162,14 @@ class Training(Trial):
         x, wanted = self.task.batch(1, self.task.learnt[0], "")
         torch.manual_seed(seed)
         self.model = Teller(name, x.shape[-1], wanted.shape[-1], args.dim)
+        self.machine = self.model.layer if name == "NTM" else None
         steps = args.steps or self.task.steps
         sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
         super().__init__(
-            f"{task}, {name}, seed {seed}",
-            args.out / f"{task}-{name}-{seed}.pt",
+            args.out,
+            [task, name],
             {"steps": steps, "clip": self.task.clip, **sizes},
+            {"sequences": args.test, "slots": TESTED_SLOTS},
             {"model": self.model},
             steps,
             Options(
@@ -190,45 +188,45 @@ class Training(Trial):
         return nn.functional.binary_cross_entropy_with_logits(logits, wanted)
 
     @torch.no_grad()
-    def test(self) -> None:
+    def judge(self) -> dict[str, Any]:
         """Count wrong bits, and sequences that have any, of each size that is tested."""
-        asked = {"sequences": self.args.test, "slots": TESTED_SLOTS}
-        if self.found.get("asked") == asked:
-            return
-        self.model.layer.num_slots = TESTED_SLOTS
-        self.found = {"asked": asked}
+        if self.machine:
+            self.machine.num_slots = TESTED_SLOTS
+        found = {}
         for size in self.task.tested:
             x, wanted = self.task.batch(self.args.test, size, f"test {size}")
             wrong = (self.model(x, wanted.shape[1]) > 0) != wanted.bool()
-            self.found[str(size)] = [
+            found[str(size)] = [
                 100 * wrong.double().mean().item(),
                 100 * wrong.flatten(1).any(1).double().mean().item(),
             ]
-        self.save()
+        return found
 
     @torch.no_grad()
-    def picture(self) -> bytes:
+    def pictures(self) -> dict[str, bytes]:
         """Draw where the heads are, in a sequence of the second size that is tested."""
-        self.model.layer.num_slots = LEARNT_SLOTS
+        if not self.machine:
+            return {}
+        self.machine.num_slots = LEARNT_SLOTS
         x, wanted = self.task.batch(1, self.task.tested[1], "picture")
-        weights = self.model.layer(x, need_weights=True).weights[0]
+        weights = self.machine(x, need_weights=True).weights[0]
         told = self.model(x, wanted.shape[1])[0].sigmoid()
         told = nn.functional.pad(told, (0, 0, len(x[0]) - len(told), 0))
-        return draw_addressing(x[0], told, weights[:, :1], weights[:, 1:])
+        return {"": draw_addressing(x[0], told, weights[:, :1], weights[:, 1:])}
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def table(trained: dict[str, dict[str, list[Training]]]) -> str:
+def table(trained: Sequence[Training]) -> str:
     """Return a table of each task, of all models that are trained."""
     texts = []
-    for task, rows in trained.items():
+    for task, of_task in by_name(trained).items():
         sizes = [str(x) for x in TASKS[task].tested]
         lines = [f"| {task} | seeds | model | {' | '.join(sizes)} |"]
         lines.append(f"|---|--:|---|{'--:|' * len(sizes)}")
         for i, measure in enumerate(("bits wrong, %", "sequences wrong, %")):
-            for name, models in rows.items():
+            for name, models in by_name(of_task, 1).items():
                 cells = [spread([x.found[size][i] for x in models], ".1f") for size in sizes]
                 lines.append(f"| {measure} | {len(models)} | {name} | {' | '.join(cells)} |")
         texts.append("\n".join(lines) + "\n")
@@ -237,46 +235,21 @@ def table(trained: dict[str, dict[str, list[Training]]]) -> str:
 
 def compare(args: argparse.Namespace) -> None:
     """Train all models, test them, and write the tables and the pictures."""
-    for name in ("seeds", "batch_size", "dim", "test"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(args, name)}")
-    if args.steps < 0:
-        raise InputError(f"steps must be at least 0, got {args.steps}")
     optional("matplotlib", "this example")
-    checkpoint.make_folder(args.out)
-    trained: dict[str, dict[str, list[Training]]] = {task: {} for task in args.tasks}
-    try:
-        for seed, task, name in itertools.product(range(1, args.seeds + 1), args.tasks, args.rows):
-            one = Training(task, name, seed, args)
-            one.learn()
-            one.test()
-            trained[task].setdefault(name, []).append(one)
-            text = table(trained)
-            checkpoint.write_atomically(args.out / "table.md", text.encode())
-            if seed == 1 and name == "NTM":
-                checkpoint.write_atomically(args.out / f"{task}.png", one.picture())
-    except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
-    print(text, end="")
-    say(f"table.md and pictures of the heads: {args.out}")
+    each = itertools.product(range(1, args.seeds + 1), args.tasks, args.rows)
+    learn_all(args.out, (Training(task, name, seed, args) for seed, task, name in each), table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/turing"), help="folder of results")
+    parser = make_parser("turing", __doc__, compare, ROWS, seeds=1, tasks=TASKS)
+    count = at_least(1)
     parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, action=Once, default=list(TASKS), help="tasks"
+        "--steps", type=count, help="of each training; as the task has if not given"
     )
-    parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, action=Once, default=list(ROWS), help="models"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, default=0, help="of each training; 0: as the task has")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences in a step")
+    parser.add_argument("--batch-size", type=count, default=32, help="sequences in a step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest")
-    parser.add_argument("--dim", type=int, default=100, help="features of the controller")
-    parser.add_argument("--test", type=int, default=200, help="sequences of each size to test on")
-    parser.set_defaults(function=compare)
+    parser.add_argument("--dim", type=count, default=100, help="features of the controller")
+    parser.add_argument("--test", type=count, default=200, help="sequences of each size to test on")
     return run(parser, argv)
 
 

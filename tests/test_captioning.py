@@ -2,8 +2,6 @@
 
 import importlib.util
 import io
-import signal
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attnfast import checkpoint
 from attnfast.losses import Reinforce, doubly_stochastic_loss
 from attnfast.models import GridEncoder, MeanContext, ShowAttendTell, beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS
@@ -583,78 +580,6 @@ def captioning(monkeypatch):
     monkeypatch.setattr(module, "FEATURES", (4, 4))
     monkeypatch.setattr(module, "STRIDES", (4, 2))
     return module
-
-
-SIZES_OF_A_RUN = [
-    "--dim", "8", "--steps", "5", "--batch-size", "2", "--captions", "2", "--scenes", "3",
-    "--test", "1", "--seeds", "1",
-]  # fmt: skip
-
-
-def test_the_example_stops_and_goes_on(captioning, tmp_path, capsys, monkeypatch):
-    def call(out, *more):
-        rows = list(captioning.ROWS) if out == "whole" else ["hard"]
-        arguments = ["--out", str(tmp_path / out), "--rows", *rows, *SIZES_OF_A_RUN, *more]
-        return captioning.main(arguments), *capsys.readouterr()
-
-    def drawn(image, maps, words):
-        assert maps.shape == (len(words), *image.shape)
-        return b"a picture"
-
-    monkeypatch.setattr(captioning, "draw_looking", drawn)
-    status, table, said = call("whole")
-    assert status == 0, said
-    assert (tmp_path / "whole" / "table.md").read_text() == table
-    first, second, third = table.split("\n\n")
-    names = [line.split(" | ")[0] for line in first.splitlines()[2:]]
-    assert names == [f"| {name}" for name in (*captioning.ROWS, "soft, shuffled")]
-    assert first.splitlines()[0].endswith("exact, % | digits, % | relations, % | pointing, % | "
-                                          "IoU, % | BLEU |")  # fmt: skip
-    assert len(second.splitlines()) == 2 + 5 and len(third.splitlines()) == 2 + 4
-    pictures = {x.name for x in (tmp_path / "whole").glob("*.png")}
-    assert pictures == {f"{x}-1-wrong.png" for x in ("soft", "soft-doubly-stochastic", "hard")}
-    original, calls = captioning.Training.loss_of, []
-
-    def interrupted(self, batch):
-        calls.append(1)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return original(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(captioning.Training, "loss_of", interrupted)
-        status, out, said = call("parts")
-        assert (status, out) == (143, "")
-        assert said.endswith("stopped; the same command goes on from there\n")
-    assert checkpoint.load(tmp_path / "parts" / "hard-1.pt")["step"] == 2
-    assert call("parts")[0] == 0
-    whole, parts = (checkpoint.load(tmp_path / x / "hard-1.pt") for x in ("whole", "parts"))
-    for part in ("model", "reinforce"):
-        assert all(x.equal(parts[part][name]) for name, x in whole[part].items())
-    assert parts["found"] == whole["found"]
-    other = {"asked": whole["found"]["asked"], "own": 1}
-    checkpoint.write(tmp_path / "parts" / "hard-1.pt", {**parts, "found": other})
-    assert call("parts")[0] == 0  # tested again
-    assert checkpoint.load(tmp_path / "parts" / "hard-1.pt")["found"] == whole["found"]
-    kept = (tmp_path / "whole" / "hard-1.pt").stat().st_mtime_ns
-    assert call("whole")[1].startswith(f"{first}\n\n{second}\n\n")  # but for times
-    assert (tmp_path / "whole" / "hard-1.pt").stat().st_mtime_ns == kept
-    status, _, said = call("whole", "--dim", "9")
-    assert status == 2 and said.count("\n") == 1
-    assert "-1.pt: expected dim 9, got dim 8: another --out keeps both trainings" in said
-
-
-def test_the_example_refuses_in_one_sentence(captioning, tmp_path, capsys, monkeypatch):
-    def said(*options):
-        assert captioning.main(["--out", str(tmp_path / "out"), *options]) == 2
-        return capsys.readouterr().err
-
-    assert said("--batch-size", "0") == "attnfast: --batch-size must be at least 1, got 0\n"
-    assert said("--dim", "1") == "attnfast: --dim must be at least 2, got 1\n"
-    assert said("--captions", "17") == "attnfast: --captions must be at most 16, got 17\n"
-    assert said("--rows", "none").startswith("attnfast: --rows: invalid choice: 'none'")
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "needs the package scikit-learn of the extra attnfast[test]" in said()
 
 
 def test_scenes_of_parts_share_no_digit(captioning):

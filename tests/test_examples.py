@@ -5,16 +5,13 @@ import gzip
 import importlib.util
 import re
 import signal
-import wave
 from pathlib import Path
 
 import pytest
 import torch
-import trials
 
 from attnfast import checkpoint, training
 from attnfast.data import WordTokenizer
-from attnfast.errors import InputError
 from attnfast.grammar import aligned_corpus
 from attnfast.models import Config, build
 
@@ -29,44 +26,6 @@ def example(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("name", ["captioning", "pointers", "reading", "speech", "stories"])
-def test_models_and_tasks_are_taken_once(name, monkeypatch):
-    module, given = example(name), []
-    monkeypatch.setattr(module, "compare", given.append)
-    folder = ["folder"] if name in ("reading", "speech") else []
-    for option in ("rows", *["tasks"] * hasattr(module, "TASKS")):
-        first, second, *_ = getattr(module, option.upper())
-        module.main([*folder, f"--{option}", second, first, second])
-        assert getattr(given[-1], option) == [second, first]
-
-
-def test_a_trial_that_another_has_kept(tmp_path):
-    file = tmp_path / "x.pt"
-
-    def trial(size=2, **like):
-        part = {"part": torch.nn.Linear(size, 2)}
-        return trials.Trial("", file, like, part, 1, training.Options())
-
-    one = trial(dim=2, steps=3, seed=1)
-    one.save()
-    kept = checkpoint.load(file)
-    assert trial(dim=2, steps=3, seed=1).step == 0
-    said = r"x\.pt: expected dim 1, steps 4, got dim 2, steps 3: another --out keeps both trainings"
-    with pytest.raises(InputError, match=said):
-        trial(dim=1, steps=4, seed=1)
-    with pytest.raises(InputError, match=r"x\.pt: expected more 1, got more None: another --out"):
-        trial(dim=2, steps=3, seed=1, more=1)
-    with pytest.raises(InputError, match=r"x\.pt: expected seed None, got seed 1: another --out"):
-        trial(dim=2, steps=3)
-    damaged = [{x: y for x, y in kept.items() if x != lost} for lost in kept if lost != "format"]
-    damaged += [{**kept, "like": 1}, {**kept, "part": {}}, {**kept, "random": torch.zeros(3)}]
-    for content in damaged:
-        checkpoint.write(file, content)
-        with pytest.raises(InputError, match=r"x\.pt: expected what this example keeps") as error:
-            trial(dim=2, steps=3, seed=1)
-        assert "\n" not in str(error.value)
 
 
 def test_alignments(tmp_path, capsys, monkeypatch):
@@ -215,105 +174,3 @@ def test_e2e_refuses_in_one_sentence(e2e, tmp_path, monkeypatch):
     assert last() == f"attnfast: cannot read {tmp_path}/devset.csv: No such file or directory"
     (tmp_path / "devset.csv").write_text("a,b\n1,2\n")
     assert "devset.csv: expected a file of the challenge, got another: 'mr'" in last()
-
-
-@pytest.fixture
-def digits(tmp_path):
-    """Return a folder of recordings of one speaker, one of each digit and part."""
-    folder = tmp_path / "digits"
-    folder.mkdir()
-    for digit in range(10):
-        for index in (0, 5, 10):
-            time = torch.arange(500 + 90 * digit + index) / 8000
-            samples = (2**13 * torch.sin(2 * torch.pi * 150 * (digit + 2) * time)).short()
-            with wave.open(str(folder / f"{digit}_me_{index}.wav"), "wb") as out:
-                out.setparams((1, 2, 8000, 0, "NONE", ""))
-                out.writeframes(samples.numpy().tobytes())
-    return folder
-
-
-def test_speech(digits, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    module = example("speech")
-    monkeypatch.setattr(module, "LEARNT", range(1, 3))
-    monkeypatch.setattr(module, "LONGER", range(3, 4))
-    rows = ["location-aware, own letters", "no attention"]
-    sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--test", "1", "--seeds", "1"]
-
-    def call(out, *more):
-        some = rows if out == "whole" else rows[:1]
-        arguments = [str(digits), "--out", str(tmp_path / out), "--rows", *some, *sizes, *more]
-        return module.main(arguments), *capsys.readouterr()
-
-    status, table, said = call("whole")
-    assert status == 0, said
-    assert (tmp_path / "whole" / "table.md").read_text() == table
-    assert [x.name for x in (tmp_path / "whole").glob("*.png")] == [
-        "location-aware-own-letters-1.png"
-    ]
-    first, second, third = table.split("\n\n")
-    assert first.splitlines()[0].endswith("| 1 | 2 | 1–2 | 3–3 |")
-    assert len(first.splitlines()) == 2 + 2 * len(module.SEARCHES)
-    assert len(second.splitlines()) == len(third.splitlines()) == 2 + 2
-    original, calls = module.hybrid_loss, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "hybrid_loss", interrupted)
-        status, out, said = call("parts")
-        assert (status, out) == (143, "")
-        assert said.endswith("stopped; the same command goes on from there\n")
-    assert checkpoint.load(tmp_path / "parts" / "location-aware-own-letters-1.pt")["step"] == 2
-    assert call("parts")[0] == 0
-    whole, parts = (
-        checkpoint.load(tmp_path / name / "location-aware-own-letters-1.pt")
-        for name in ("whole", "parts")
-    )
-    for part in ("model", "ears"):
-        assert all(x.equal(parts[part][name]) for name, x in whole[part].items())
-    kept = (tmp_path / "whole" / "location-aware-own-letters-1.pt").stat().st_mtime_ns
-    assert call("whole")[1].startswith(f"{first}\n\n{second}\n\n")  # but for times
-    assert (tmp_path / "whole" / "location-aware-own-letters-1.pt").stat().st_mtime_ns == kept
-    status, _, said = call("whole", "--dim", "9")
-    assert status == 2 and said.count("\n") == 1
-    assert "-1.pt: expected dim 9, got dim 8: another --out keeps both trainings" in said
-    with monkeypatch.context() as patch:
-        patch.setattr(module.Training, "search", lambda *_, **__: signal.raise_signal(2) or [""])
-        assert call("tested")[0] == 130
-    file = tmp_path / "tested" / "location-aware-own-letters-1.pt"
-    assert checkpoint.load(file)["step"] == 4  # what is trained is kept before it is tested
-    louder = digits / "0_me_10.wav"
-    louder.write_bytes(louder.read_bytes()[:-2] + b"\0\1")
-    status, _, said = call("whole")
-    assert status == 2 and re.search("expected recordings [0-9]+, got recordings [0-9]+: an", said)
-    assert "recordings" in whole["found"]["asked"]
-
-
-def test_speech_refuses_in_one_sentence(digits, tmp_path, capsys):
-    module = example("speech")
-
-    def said(*options):
-        assert module.main([str(digits), "--out", str(tmp_path / "out"), *options]) == 2
-        return capsys.readouterr().err
-
-    assert said("--steps", "0") == "attnfast: --steps must be at least 1, got 0\n"
-    assert said("--rows", "none").startswith("attnfast: --rows: invalid choice: 'none'")
-    assert said("--dim", "1") == "attnfast: --dim must be at least 2, got 1\n"
-    (digits / "9_me_10.wav").rename(digits / "-1_me_10.wav")
-    assert "expected names such as 7_jackson_32.wav, got -1_me_10.wav" in said()
-    (digits / "-1_me_10.wav").rename(digits / "9_me_10.wav")
-    content = (digits / "3_me_10.wav").read_bytes()
-    with wave.open(str(digits / "3_me_10.wav"), "wb") as out:
-        out.setparams((1, 2, 8000, 0, "NONE", ""))
-        out.writeframes(bytes(2 * 199))
-    assert "expected 200 samples at least, a frame, got 199 in 3_me_10.wav" in said()
-    (digits / "3_me_10.wav").write_bytes(content)
-    (digits / "3_me_10.wav").rename(digits / "3_me_x.wav")
-    assert "expected names such as 7_jackson_32.wav, got 3_me_x.wav" in said()
-    (digits / "3_me_x.wav").unlink()
-    assert "expected ten digits of every speaker for train, got fewer" in said()

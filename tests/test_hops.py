@@ -1,7 +1,6 @@
 """Several hops over a memory, the k best keys, and memory networks: by loops over stories."""
 
 import importlib
-import signal
 from pathlib import Path
 
 import pytest
@@ -366,56 +365,3 @@ def test_no_story_to_test_on_is_one_to_learn_from(stories):
 
 SIZES_OF_A_RUN = ["--dim", "6", "--steps", "6", "--batch-size", "4", "--stories", "9", "--test",
                   "5"]  # fmt: skip
-
-
-def test_the_example_stops_and_goes_on(stories, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-
-    def call(out, *rows):
-        arguments = ["--out", str(tmp_path / out), "--tasks", "one fact", *SIZES_OF_A_RUN]
-        return stories.main([*arguments, "--rows", *rows]), *capsys.readouterr()
-
-    status, table, said = call("whole", *stories.ROWS)
-    assert status == 0, said
-    assert (tmp_path / "whole" / "table.md").read_text() == table
-    wrong, weight = table.split("\n\n")
-    assert wrong.splitlines()[0] == f"| wrong, % | {' | '.join(stories.ROWS)} |"
-    assert len(weight.splitlines()[2].split("|")) == 2 + 1 + len(stories.ROWS)
-    assert (tmp_path / "whole" / "one-fact.png").stat().st_size > 10_000
-    original, calls = stories.Training.loss, []
-
-    def interrupted(self, step):
-        calls.append(step)
-        if len(calls) == 4:
-            signal.raise_signal(signal.SIGINT)
-        return original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stories.Training, "loss", interrupted)
-        assert call("parts", "2 hops")[0] == 130
-    assert call("parts", "2 hops")[0] == 0
-    whole, parts = (
-        torch.load(tmp_path / x / "one-fact-2-hops-1.pt", weights_only=True)
-        for x in ("whole", "parts")
-    )
-    for name, x in whole["model"].items():
-        assert torch.equal(x, parts["model"][name]), name
-    assert call("parts", "2 hops")[0] == 0
-    status, _, said = call("parts", "2 hops", "--learning-rate", "0.1")
-    assert status == 2 and "expected learning_rate 0.1, got learning_rate 0.005" in said
-
-
-def test_stories_without_facts(stories, tmp_path, capsys):
-    """A number of none has no sentences that it follows from, and so no share of them."""
-    pytest.importorskip("matplotlib")
-    assert not stories.draw_story("counting", "counting test 0").facts
-    arguments = ["--out", str(tmp_path), "--tasks", "counting", *SIZES_OF_A_RUN, "--test", "1"]
-    assert stories.main([*arguments, "--rows", "LSTM", "1 hop"]) == 0
-    assert "nan" not in capsys.readouterr().out
-
-
-def test_an_example_that_cannot_be(stories, tmp_path, capsys):
-    assert stories.main(["--out", str(tmp_path), "--steps", "0"]) == 2
-    assert "steps must be at least 1, got 0" in capsys.readouterr().err
-    assert stories.main(["--out", str(tmp_path), "--linear-start", "1.5"]) == 2
-    assert "--linear-start must be a share below 1, got 1.5" in capsys.readouterr().err

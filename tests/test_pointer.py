@@ -3,14 +3,13 @@
 import copy
 import importlib.util
 import math
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from attnfast import checkpoint, plots
+from attnfast import plots
 from attnfast.losses import pointer_loss
 from attnfast.nn import PointerNetwork
 
@@ -280,59 +279,3 @@ def test_polygons(example):
     assert example.judge_list(square, [0, 1, 2], [0, 1]) == {
         "right, %": False, "right places, %": pytest.approx(2 / 3)
     }  # fmt: skip
-
-
-def test_example(example, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--test", "3", "--seeds", "1"]
-
-    def call(out, *more):
-        rows = ["pointing", "naming"] if out == "whole" else ["pointing"]
-        arguments = ["--out", str(tmp_path / out), "--rows", *rows, *sizes, *more]
-        return example.main(arguments), *capsys.readouterr()
-
-    status, table, said = call("whole")
-    assert status == 0, said
-    assert (tmp_path / "whole" / "table.md").read_text() == table
-    assert sorted(x.name for x in (tmp_path / "whole").glob("*.png")) == [
-        "hull-naming-1.png", "hull-pointing-1.png"
-    ]  # fmt: skip
-    sorting, hull = (x.splitlines() for x in table.split("\n\n"))
-    assert sorting[0] == "| sorting | seeds | model | 5 | 7 | 10 | 15 | 20 |"
-    assert len(sorting) == 2 + 2 * 2 and 2 + 2 * 2 <= len(hull) <= 2 + 3 * 2
-    assert sorting[3].endswith("| – | – |") and "–" not in sorting[2]
-    original, calls = example.pointer_loss, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 6:  # in the second model
-            signal.raise_signal(signal.SIGTERM)
-        return original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(example, "pointer_loss", interrupted)
-        status, out, said = call("parts")
-        assert (status, out) == (143, "")
-        assert said.endswith("stopped; the same command goes on from there\n")
-    assert checkpoint.load(tmp_path / "parts" / "hull-pointing-1.pt")["step"] == 2
-    assert call("parts")[0] == 0
-    for name in ("sorting-pointing-1.pt", "hull-pointing-1.pt"):
-        whole, parts = (checkpoint.load(tmp_path / x / name) for x in ("whole", "parts"))
-        assert all(x.equal(parts["model"][key]) for key, x in whole["model"].items())
-        assert whole["found"] == parts["found"]
-    kept = (tmp_path / "whole" / "hull-pointing-1.pt").stat().st_mtime_ns
-    assert call("whole")[1] == table
-    assert (tmp_path / "whole" / "hull-pointing-1.pt").stat().st_mtime_ns == kept
-    status, _, said = call("whole", "--dim", "9")
-    assert status == 2 and said.count("\n") == 1
-    assert "-1.pt: expected dim 9, got dim 8: another --out keeps both trainings" in said
-
-
-def test_example_refuses_in_one_sentence(example, tmp_path, capsys):
-    def said(*options):
-        assert example.main(["--out", str(tmp_path / "out"), *options]) == 2
-        return capsys.readouterr().err
-
-    assert said("--steps", "-1") == "attnfast: --steps must be at least 0, got -1\n"
-    assert said("--dim", "0") == "attnfast: --dim must be at least 1, got 0\n"
-    assert said("--tasks", "none").startswith("attnfast: --tasks: invalid choice: 'none'")

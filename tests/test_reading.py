@@ -1,12 +1,11 @@
 """Bidirectional attention, the reader made of it, and the example: by loops over single texts."""
 
-import csv
 import importlib
 import itertools
-import signal
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from attnfast.models import BiDAF, best_spans
@@ -172,86 +171,34 @@ def reading(monkeypatch):
     return importlib.import_module("reading")
 
 
-NAMES, FOODS, AREAS = (
-    ("Alpha", "Beta Bar", "Gamma"),
-    ("French", "Thai", "Greek", "Indian"),
-    ("city centre", "riverside"),
-)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Files of the challenge's form."""
-    for file, names in (("devset.csv", NAMES), ("testset_w_refs.csv", (*NAMES[:2], "Delta"))):
-        with (tmp_path / file).open("w", newline="") as out:
-            rows = csv.writer(out)
-            rows.writerow(["mr", "ref"])
-            for name, food, area in itertools.product(names, FOODS, AREAS):
-                attributes = f"name[{name}], food[{food}], area[{area}], near[{name}]"
-                rows.writerow([attributes, f"{name} serves {food} food in the {area}."])
-    return tmp_path
-
-
-def test_answers_stand_where_they_are_said_to(reading, folder):
-    pairs = reading.read(folder / "devset.csv")
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_stand_where_they_are_said_to(reading, tmp_path, count):
+    folder = tiny.write_descriptions(tmp_path / "data")
+    files = [folder / name for name in ("devset.csv", "testset_w_refs.csv")]
+    pairs = [pair for file in files for pair in reading.read(file)]
     train, test = reading.split(pairs)
-    assert len(train) > len(test) > 0 and len(train) + len(test) == len(pairs)
-    asked = reading.ask(train + test)
-    assert asked == reading.ask(train + test) and len(asked) > 12
-    assert {x.attribute for x in asked} == {"food", "area", "near"}
+    assert len(train) > len(test) > 0 and len(train) + len(test) == 8 * len(tiny.NAMES)
+    assert not {str(x.values) for x in train} & {str(x.values) for x in test}
+    asked = reading.ask(train + test, count)
+    assert asked == reading.ask(train + test, count) and len(asked) > 36 * count
+    assert {x.attribute for x in asked} == {"name", "food", "area"}
+    described = {" ".join(text): place.values for place in train + test for text in place.texts}
     for x in asked:
         first, last = x.span
-        answer = " ".join(x.text[first : last + 1])
-        kinds = {"food": FOODS, "area": AREAS, "near": NAMES}
-        assert answer in [y.lower() for y in kinds[x.attribute]]
+        value = x.text[first : last + 1]
         ends = [0, x.text.index(".") + 1, len(x.text)]
-        own = next(x.text[a:b] for a, b in itertools.pairwise(ends) if a <= first < b)
-        assert x.name in " ".join(own) and x.name in " ".join(x.question)
-        assert x.text.count(".") == 2 and " ".join(x.text).count(x.name) == 1
-
-
-def test_the_example_stops_and_goes_on(reading, folder, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-
-    def call(out, *rows):
-        sizes = ["--dim", "4", "--steps", "4", "--batch-size", "3", "--seeds", "1", "--test", "9"]
-        arguments = [str(folder), "--out", str(folder / out), *sizes, "--rows", *rows]
-        return reading.main(arguments), *capsys.readouterr()
-
-    status, table, said = call("whole", *reading.ROWS)
-    assert status == 0, said
-    assert (folder / "whole" / "table.md").read_text() == table
-    first, second = table.split("\n\n")
-    assert [x.split(" | ")[0] for x in first.splitlines()[2:]] == [f"| {x}" for x in reading.ROWS]
-    assert "| food |" in second and (folder / "whole" / "question.png").exists()
-    original, calls = reading.Training.loss, []
-
-    def interrupted(self, step):
-        calls.append(step)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(reading.Training, "loss", interrupted)
-        assert call("parts", "both ways")[0] == 130
-    assert call("parts", "both ways")[0] == 0
-    whole, parts = (
-        torch.load(folder / x / "both-ways-1.pt", weights_only=True)["model"]
-        for x in ("whole", "parts")
-    )
-    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
-    file = folder / "devset.csv"
-    file.write_text(file.read_text().replace("Thai", "Czech"))
-    status, _, said = call("whole", "both ways")
-    assert status == 2 and "expected questions " in said and said.count("\n") == 1
-
-
-def test_an_example_that_cannot_be(reading, folder, capsys):
-    assert reading.main([str(folder / "none")]) == 2
-    assert "cannot read" in capsys.readouterr().err
-    assert reading.main([str(folder), "--dim", "0"]) == 2
-    assert "dim must be at least 1, got 0" in capsys.readouterr().err
+        parts = [x.text[a:b] for a, b in itertools.pairwise(ends)]
+        owns = [a <= first <= last < b for a, b in itertools.pairwise(ends)]
+        assert sorted(owns) == [False, True]
+        own, its = (described[" ".join(part)] for part in (parts if owns[0] else parts[::-1]))
+        assert own[x.attribute] == value != its[x.attribute] and own["name"] != its["name"]
+        middle = x.question.index(".") + 1
+        for part in (x.question[:middle], x.question[middle:]):
+            filled = [y for word in part for y in (value if word == "_" else [word])]
+            of = own if "_" in part else its
+            assert described[" ".join(filled)] == of  # and in another's words
+            assert filled not in parts or of is its
+    assert len({x.question.index("_") > x.question.index(".") for x in asked}) == 2
 
 
 def test_ways_that_are_left_out(reading):

@@ -2,14 +2,13 @@
 
 import copy
 import importlib.util
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from attnfast import checkpoint, plots
+from attnfast import plots
 from attnfast.nn import NeuralTuringMachine, TuringState
 
 B, T, F, H, N, M = 3, 6, 4, 7, 5, 3
@@ -263,48 +262,3 @@ def test_models_of_a_size(example):
     both = [example.Teller(name, 9, 8, 20) for name in example.ROWS]
     counts = [example.count_parameters(x) for x in both]
     assert isinstance(both[1].layer, nn.LSTM) and 1 <= counts[1] / counts[0] < 1.1
-
-
-def test_example(example, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    for task in ("copy", "recall"):
-        few = example.TASKS[task]._replace(tested=example.TASKS[task].tested[:2])
-        monkeypatch.setitem(example.TASKS, task, few)
-    sizes = ["--dim", "8", "--steps", "3", "--batch-size", "2", "--test", "2", "--seeds", "1"]
-
-    def call(out, *more):
-        arguments = ["--out", str(tmp_path / out), "--tasks", "copy", "recall", *sizes, *more]
-        return example.main(arguments), *capsys.readouterr()
-
-    status, table, said = call("whole")
-    assert status == 0, said
-    assert (tmp_path / "whole" / "table.md").read_text() == table
-    assert {x.name for x in (tmp_path / "whole").glob("*.png")} == {"copy.png", "recall.png"}
-    first, second = (x.splitlines() for x in table.split("\n\n"))
-    assert first[0] == "| copy | seeds | model | 10 | 20 |"
-    assert len(first) == len(second) == 2 + 2 * 2
-    original, calls = nn.functional.binary_cross_entropy_with_logits, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 8:  # in the third model
-            signal.raise_signal(signal.SIGTERM)
-        return original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.functional, "binary_cross_entropy_with_logits", interrupted)
-        status, out, said = call("parts")
-        assert (status, out) == (143, "")
-        assert said.endswith("stopped; the same command goes on from there\n")
-    assert checkpoint.load(tmp_path / "parts" / "recall-NTM-1.pt")["step"] == 2
-    assert call("parts")[0] == 0
-    for name in ("copy-LSTM-1.pt", "recall-NTM-1.pt"):
-        whole, parts = (checkpoint.load(tmp_path / x / name) for x in ("whole", "parts"))
-        assert all(x.equal(parts["model"][key]) for key, x in whole["model"].items())
-        assert whole["found"] == parts["found"]
-    kept = (tmp_path / "whole" / "copy-NTM-1.pt").stat().st_mtime_ns
-    assert call("whole")[1] == table
-    assert (tmp_path / "whole" / "copy-NTM-1.pt").stat().st_mtime_ns == kept
-    for option, said in (("--steps", "steps must be at least 0"), ("--dim", "dim must be at lea")):
-        status, _, error = call("whole", option, "-1")
-        assert status == 2 and said in error and error.count("\n") == 1

@@ -40,7 +40,7 @@ class BiDAF(nn.Module):
         attention: called as :class:`attnfast.nn.BidirectionalAttention` of 2H features.
         features: of each g.
         vocab_size, embed_dim, hidden_dim: V, of words, and H of each direction.
-        dropout: on words, and on what the output layers read.
+        dropout: on words, on g and on the states above it.
         backend: of the recurrent layers.
 
     Paper: Seo et al., "Bidirectional Attention Flow for Machine Comprehension", ICLR 2017,
@@ -97,12 +97,13 @@ class BiDAF(nn.Module):
             read.append(self.encoder(self.dropout(self.embedding(words)), lengths))
         both = (x.to(text.device) for x in (text_lengths, question_lengths))
         g, weights = self.attention(*read, *both, need_weights)
-        m = self.modeling(self.dropout(g), text_lengths)
-        last = self.ending(self.dropout(m), text_lengths)
+        g = self.dropout(g)
+        m = self.dropout(self.modeling(g, text_lengths))
+        last = self.dropout(self.ending(m, text_lengths))
         place = torch.arange(text.shape[1], device=text.device)
         beyond = place >= text_lengths.to(text.device).unsqueeze(-1)
         start, end = (
-            layer(self.dropout(torch.cat([g, states], -1)))
+            layer(torch.cat([g, states], -1))
             .squeeze(-1)
             .masked_fill(beyond, -torch.inf)
             .log_softmax(-1)
