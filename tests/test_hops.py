@@ -228,8 +228,9 @@ def test_a_memory_network(tying):
     model = MemoryNetwork(12, D, 2, tying, longest=5).double()
     with torch.no_grad():
         model.embeddings[-1].weight[0] = 3  # as the output layer, if tied, may make it
-    stories = torch.tensor([[[3, 4, 5], [6, 7, 0], [3, 3, 9]], [[8, 1, 0], [0, 0, 0], [0, 0, 0]]])
-    questions = torch.tensor([[2, 9, 10, 11], [4, 5, 0, 0]])
+    three, one, gap = [[3, 4, 5], [6, 7, 0], [3, 3, 9]], [8, 1, 0], [0, 0, 0]
+    stories = torch.tensor([three, [one, gap, gap], [one, gap, one]])
+    questions = torch.tensor([[2, 9, 10, 11], [4, 5, 0, 0], [4, 5, 0, 0]])
     answer = model(stories, questions, need_weights=True)
     assert model(stories, questions).weights is None
 
@@ -240,11 +241,13 @@ def test_a_memory_network(tying):
             [[(1 - j / J) - k / D * (1 - 2 * j / J) for k in range(1, D + 1)]
              for j in range(1, J + 1)], dtype=torch.float64
         )  # fmt: skip
-        return sum(row * embedding.weight[x] for row, x in zip(order, words))
+        rows = (row * embedding.weight[x] for row, x in zip(order, words))
+        return sum(rows, torch.zeros(D, dtype=torch.float64))
 
     logits = []
     for i, (story, question) in enumerate(zip(stories.tolist(), questions.tolist())):
-        story = [x for x in story if any(x)]
+        while not any(story[-1]):
+            story.pop()
         sources = [
             torch.stack([summed(e, x) + at[len(story) - 1 - n] for n, x in enumerate(story)])
             for e, at in zip(model.embeddings, model.places)

@@ -266,6 +266,7 @@ def test_search_of_no_sentence():
         ({"sigma": 2.0}, "sigma must be None for attention 'bahdanau', got 2.0"),
         ({"attention": "local", "height": 2.0}, "height must be None without a sigma, got 2.0"),
         ({"attention": "local", "sigma": 0.0}, "sigma must be a number, sigma above 0, or None"),
+        ({"attention": "local", "sigma": True}, "sigma must be a number, sigma above 0, or None"),
     ],
 )
 def test_config_refuses(options, message):

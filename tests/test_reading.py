@@ -100,6 +100,7 @@ def test_padding_may_hold_anything():
     there = torch.arange(T) < TEXTS[:, None]
     want, _ = module(text, question, TEXTS, QUESTIONS)
     text[~there] = torch.inf
+    question[torch.arange(J) >= QUESTIONS[:, None]] = torch.inf
     got, _ = module(text, question, TEXTS, QUESTIONS)
     torch.testing.assert_close(got[there], want[there])
     got[there].sum().backward()
@@ -160,6 +161,9 @@ def test_the_best_span(longest):
     for dtype in (torch.int64, torch.bool):
         with pytest.raises(ValueError, match=r"^end must be log-probabilities, got a Tensor of"):
             best_spans(start, end.to(dtype))
+    start[0, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"^start must be log-probabilities, got NaN"):
+        best_spans(start, end)
 
 
 # ---- the example --------------------------------------------------------------------------------

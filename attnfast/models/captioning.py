@@ -15,14 +15,9 @@ from attnfast.nn import (
     AttentionLSTM,
     GatedAttention,
     HardAttention,
-    LocalAttention,
-    LocalPredictiveAttention,
-    LocationAwareAttention,
     Memory,
-    MonotonicAttention,
     MultiHeadAttention,
     RecurrentState,
-    StridedAttention,
 )
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
@@ -31,14 +26,6 @@ from attnfast.ops.operators import accumulation_dtype
 
 #: Of every convolution.
 KERNEL = 3
-#: Attention that knows where a key stands in a row of keys, which the width of a batch decides.
-ORDERED = (
-    LocalAttention,
-    LocalPredictiveAttention,
-    LocationAwareAttention,
-    MonotonicAttention,
-    StridedAttention,
-)
 
 
 def exists(sizes: Tensor, height: int, width: int) -> Tensor:
@@ -277,7 +264,8 @@ class ShowAttendTell(nn.Module):
         inner = attention
         while isinstance(inner, (GatedAttention, HardAttention)):
             inner = inner.attention
-        if isinstance(inner, (*ORDERED, MultiHeadAttention)):
+        # What an order tells depends on the width of the batch: the cells are rows of a grid.
+        if getattr(inner, "knows_order", False) or isinstance(inner, MultiHeadAttention):
             expected = "one that knows no order of keys and has no heads, as BahdanauAttention"
             refuse_type("attention", expected, type(inner).__name__)
         context_dim = encoder.output_dim

@@ -102,7 +102,7 @@ class MemoryNetwork(nn.Module):
 
         Args:
             stories: ``[B, S, L]``, int64, word ids; sentences and their words padded with 0 at the
-                end.
+                end. A sentence without words counts if others follow it.
             questions: ``[B, L']``, padded with 0.
             need_weights: return the weights of sentences too.
 
@@ -115,7 +115,9 @@ class MemoryNetwork(nn.Module):
             check_ids(name, words.flatten(1), self.question.num_embeddings)
         if len(stories) != len(questions):
             refuse("questions", f"{len(stories)}, one a story", len(questions))
-        lengths = (stories != PAD).any(-1).sum(-1)
+        order = torch.arange(1, stories.shape[1] + 1, device=stories.device)
+        last = (stories != PAD).any(-1) * order
+        lengths = nn.functional.pad(last, (1, 0)).amax(-1)
         if stories.shape[1] > self.longest:
             refuse("stories", f"of {self.longest} sentences at most", stories.shape[1])
         place = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)

@@ -127,6 +127,8 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
     for name, x in (("start", start), ("end", end)):
         if not x.is_floating_point():
             refuse(name, "log-probabilities", describe(x))
+        if x.isnan().any():
+            refuse(name, "log-probabilities", "NaN")
     if start.dim() != 2 or start.shape != end.shape or not start.shape[1]:
         refuse("start and end", "of the same [B, T]", f"{describe(start)} and {describe(end)}")
     T = start.shape[1]

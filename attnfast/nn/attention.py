@@ -51,6 +51,8 @@ class _Attention(nn.Module):
     temperature: float = 1.0
     activation = "tanh"
     has_history = False  # whether calls take and return one
+    has_weights = True  # whether calls return them if asked to
+    knows_order = False  # whether it counts where a key stands in the row of keys
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
         super().__init__()
@@ -349,6 +351,7 @@ class MultiHeadAttention(_Attention):
         num_heads: int,
         score: str = "dot",
         backend: str | None = None,
+        *,
         value_dim: int | None = None,
         positions: nn.Module | None = None,
     ):

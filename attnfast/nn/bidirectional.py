@@ -56,8 +56,8 @@ class BidirectionalAttention(nn.Module):
         """Attend both ways.
 
         Args:
-            text: h, ``[B, T, dim]``; padding counts as 0, whatever it holds.
-            question: u, ``[B, J, dim]``.
+            text: h, ``[B, T, dim]``.
+            question: u, ``[B, J, dim]``; padding of both counts as 0, whatever it holds.
             text_lengths, question_lengths: ``[B]``, how many of each are no padding, at least 1.
             need_weights: return the weights too.
 
@@ -69,21 +69,25 @@ class BidirectionalAttention(nn.Module):
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
         check_flag("need_weights", need_weights)
-        lengths = {"text": text_lengths, "question": question_lengths}
-        for name, x in (("text", text), ("question", question)):
+        read, beyond = [], []
+        for name, x, lengths in (
+            ("text", text, text_lengths),
+            ("question", question, question_lengths),
+        ):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.dim or len(x) != len(text):
                 refuse(name, f"[B, T, {self.dim}], as many as texts", list(x.shape))
             if x.dtype != self.weight.dtype and not is_autocast_on():
                 refuse(name, f"of the module's dtype {self.weight.dtype}", x.dtype)
-            if lengths[name] is not None:
-                check_numbers(f"{name}_lengths", lengths[name], len(text), 1, x.shape[1])
+            if lengths is not None:
+                check_numbers(f"{name}_lengths", lengths, len(text), 1, x.shape[1])
+                place = torch.arange(x.shape[1], device=x.device)
+                beyond.append(place >= lengths.unsqueeze(-1))
+                x = x.masked_fill(beyond[-1].unsqueeze(-1), 0)  # it may hold anything
+            read.append(x)
         if not question.shape[1]:
             refuse("question", "of at least one word", list(question.shape))
-        if text_lengths is not None:
-            place = torch.arange(text.shape[1], device=text.device)
-            beyond = place >= text_lengths.unsqueeze(-1)
-            text = text.masked_fill(beyond.unsqueeze(-1), 0)  # it may hold anything
+        text, question = read
         result = dot_attention(
             self.weight * text, question, question, scale=1.0, lengths=question_lengths,
             bias=self.question_proj(question).mT, need_weights=bool(need_weights),
@@ -94,7 +98,7 @@ class BidirectionalAttention(nn.Module):
         largest = result.log_sum_exp + statistics.largest.log()
         largest = largest.to(found.dtype) + self.text_proj(text).squeeze(-1)
         if text_lengths is not None:
-            largest = largest.masked_fill(beyond, -torch.inf)
+            largest = largest.masked_fill(beyond[0], -torch.inf)
         share = largest.softmax(-1)
         pooled = share.unsqueeze(1) @ text
         both = torch.cat([text, found, text * found, text * pooled], -1)

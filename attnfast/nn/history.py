@@ -235,6 +235,8 @@ class LocationAwareAttention(HistoryAttention):
     Conditioning WaveNet on Mel Spectrogram Predictions", ICASSP 2018, arXiv:1712.05884.
     """
 
+    knows_order = True
+
     def __init__(
         self,
         query_dim: int,

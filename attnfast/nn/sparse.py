@@ -40,6 +40,7 @@ class _SpanAttention(LuongAttention):
     """Luong's scores within a span; the row's number, which it depends on, is carried along."""
 
     has_history = True
+    knows_order = True
     span: Span
 
     def positions(self, rows: int, Tq: int, device: torch.device) -> Any:
@@ -276,6 +277,8 @@ class LocalPredictiveAttention(LuongAttention):
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
     """
+
+    knows_order = True
 
     def __init__(
         self,

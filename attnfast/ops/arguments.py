@@ -133,7 +133,7 @@ def refuse_tangents(inputs: Iterable[Any]) -> None:
 def is_finite(x: object) -> bool:
     """Whether this is a finite number; unlike math.isfinite, in a graph that is compiled too."""
     largest = 1.7976931348623157e308  # a number of the module would be an input of the graph
-    return isinstance(x, (int, float)) and -largest <= x <= largest
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and -largest <= x <= largest
 
 
 def is_one(x: float) -> bool:
