@@ -333,6 +333,7 @@ def _parser() -> Parser:
     sub.add_argument("--stride", type=whole, default=Config.stride, help="of strided attention")
     sub.add_argument("--fixed-stride", action="store_true", help="count from the first key on")
     sub.add_argument("--encoder", choices=ENCODERS, default=Config.encoder, help="of the source")
+    sub.add_argument("--layers", type=whole, default=Config.layers, help="of the encoder")
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
     sub.add_argument("--vocab-size", type=whole, default=4000, help="of both languages together")
@@ -347,6 +348,7 @@ def _parser() -> Parser:
         ("epochs", whole),
         ("batch_size", whole),
         ("learning_rate", float),
+        ("warmup", float),
         ("coverage_loss", float),
         ("alignment_loss", float),
         ("attention_lr_scale", float),

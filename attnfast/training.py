@@ -68,6 +68,8 @@ class Options:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
+        if not 0 <= self.warmup <= 1:
+            raise InputError(f"warmup must be a share of the steps, 0 to 1, got {self.warmup}")
         if self.alignment_until is not None and not 0 < self.alignment_until <= 1:
             raise InputError(
                 f"alignment_until must be above 0 and at most 1, got {self.alignment_until}"
