@@ -21,6 +21,8 @@ class InputError(ValueError):
 
 def describe(x: object) -> str:
     """Return in a line what x is: of a tensor or an array type and shape, else a short repr."""
+    if isinstance(x, (list, tuple)) and any(hasattr(part, "shape") for part in x):
+        return f"a {type(x).__name__} of {len(x)}"
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None or dtype is None or isinstance(x, numbers.Number):
         text = " ".join(_short.repr(x).split())

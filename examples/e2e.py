@@ -46,7 +46,7 @@ def split(text: str) -> str:
 def read(path: Path) -> Pairs:
     """Read attribute lists and descriptions, words apart."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [(split(row["mr"]), split(row["ref"])) for row in csv.DictReader(file)]
     except OSError as error:
         raise InputError(f"cannot read {path}: {reason(error)}") from error

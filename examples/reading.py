@@ -5,10 +5,10 @@
 FOLDER holds devset.csv and testset_w_refs.csv of the E2E challenge (Novikova et al., 2017,
 https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0), where several people described each place.
 A text is the descriptions of two places. A question is what two other people wrote of the same
-places, in any order, with one value left out: the name of a place, say, or its area. The other
-place has another value of the same kind, so that a model must find out of which place the value is
-missing, and where the text has it. All descriptions of a fifth of the attribute lists of both files
-are for the test. The models:
+places, in any order, with values of one kind left out, their names, say, or their areas. One of the
+two is asked for, so that a model must find out which place that is by what else is said of it: of
+each place a value of another kind, not the same, stands in text and question. All descriptions of a
+fifth of the attribute lists of both files are for the test. The models:
 
     both ways            text to question and question to text
     no text to question  every word of the text finds the mean of the question
@@ -48,8 +48,9 @@ from attnfast.training import Options
 
 #: What may be left out of a description.
 ATTRIBUTES = ("name", "near", "area", "food", "pricerange", "customer rating", "eattype")
-UNK, BLANK = 1, "_"
-LONGEST = 40  # words of a description
+UNK, ASKED, LEFT_OUT, BAR = 1, "_", "~", "|"
+AMBIGUOUS = (["low"], ["average"], ["high"])  # of a price or of a rating
+LONGEST = 30  # words of a description
 
 
 class Asked(NamedTuple):
@@ -74,54 +75,100 @@ class Place(NamedTuple):
 
 
 def split(pairs: Sequence[tuple[str, str]]) -> tuple[list[Place], list[Place]]:
-    """Return what to learn from and to test on: places that several people described."""
+    """Return what to learn from and to test on: places that several people described.
+
+    What is to be tested on is nowhere in the other, word for word.
+    """
     found: dict[str, list[list[str]]] = {}
     for attributes, description in pairs:
         texts = found.setdefault(attributes.lower(), [])
         words = description.lower().split()
         if len(words) <= LONGEST and words not in texts:
             texts.append(words)
-    parts = list[Place](), list[Place]()
+    parts: tuple[dict[str, list[list[str]]], ...] = {}, {}
     for attributes, texts in sorted(found.items()):
-        values = re.findall(r"(\w[\w ]*?) \[ (.*?) \]", attributes)
-        place = Place({name: value.split() for name, value in values}, texts)
-        if len(texts) > 1:
-            parts[zlib.crc32(attributes.encode()) % 5 == 0].append(place)
-    return parts
+        parts[zlib.crc32(attributes.encode()) % 5 == 0][attributes] = texts
+    known = {tuple(text) for texts in parts[0].values() for text in texts}
+    for attributes, texts in parts[1].items():
+        parts[1][attributes] = [text for text in texts if tuple(text) not in known]
+    train, test = (
+        [Place(read_values(x), texts) for x, texts in part.items() if len(texts) > 1]
+        for part in parts
+    )
+    return train, test
+
+
+def read_values(attributes: str) -> dict[str, list[str]]:
+    """Read a list such as ``name [ the eagle ] , area [ riverside ]``."""
+    pairs = re.findall(r"(\w[\w ]*?) \[ (.*?) \]", attributes)
+    return {name: value.split() for name, value in pairs}
 
 
 def ask(places: Sequence[Place], count: int) -> list[Asked]:
-    """Make some questions of every description, each of it and of another place's."""
+    """Try to make questions of every description, each of it and of another place's."""
     draw, found = random.Random(0), []
     for one, i in ((place, i) for place in places for i in range(len(place.texts))):
         for other in draw.choices(places, k=count):
-            if one.values.get("name") == other.values.get("name"):
-                continue
-            its, others = draw.sample(other.texts, 2)
-            text, again = one.texts[i], draw.choice(one.texts[:i] + one.texts[i + 1 :])
-            kinds = [x for x in ATTRIBUTES if left_out(x, one, other, text, again, its)]
-            if not kinds:
-                continue
-            kind = draw.choice(kinds)
-            value = one.values[kind]
-            [at], [blank] = find(value, text), find(value, again)
-            again = [*again[:blank], BLANK, *again[blank + len(value) :]]
-            question = [*again, *others] if draw.random() < 0.5 else [*others, *again]
-            before = draw.random() < 0.5
-            first = at + before * len(its)
-            both = [*its, *text] if before else [*text, *its]
-            found.append(Asked(both, question, kind, (first, first + len(value) - 1)))
+            ones = one.texts[i], draw.choice(one.texts[:i] + one.texts[i + 1 :])
+            asked = pose(
+                draw, draw.choice(ATTRIBUTES), one, ones, other, draw.sample(other.texts, 2)
+            )
+            found += [asked] if asked else []
     return found
 
 
-def left_out(
-    kind: str, one: Place, other: Place, text: list[str], again: list[str], its: list[str]
+def pose(
+    draw: random.Random,
+    kind: str,
+    one: Place,
+    ones: Sequence[list[str]],
+    other: Place,
+    others: Sequence[list[str]],
+) -> Asked | None:
+    """Ask for a value of one of two places, of which ones and others are two descriptions each.
+
+    None if that cannot be told: a text has the value twice or not at all, or nothing else in text
+    and question tells which place is which.
+    """
+    value, another = one.values.get(kind, []), other.values.get(kind, [])
+    if not value or not another or value in AMBIGUOUS:
+        return None
+    again, asked = without(value, ones[1], ASKED)
+    its, left_out = without(another, others[1], LEFT_OUT)
+    once = len(find(value, ones[0])) == asked == left_out == 1 and find(another, others[0])
+    if not once or any(find(value, x) for x in others):
+        return None
+    if not any(tells_apart(x, one, ones, other, others) for x in ATTRIBUTES if x != kind):
+        return None
+    [first] = find(value, ones[0])
+    parts = [ones[0], others[0]]
+    if draw.random() < 0.5:
+        parts.reverse()
+        first += len(others[0]) + 1
+    text = [*parts[0], BAR, *parts[1]]
+    parts = [again, its]
+    if draw.random() < 0.5:
+        parts.reverse()
+    question = [*parts[0], BAR, *parts[1]]
+    return Asked(text, question, kind, (first, first + len(value) - 1))
+
+
+def tells_apart(
+    kind: str, one: Place, ones: Sequence[list[str]], other: Place, others: Sequence[list[str]]
 ) -> bool:
-    """Return whether a value can be left out: said once in both texts, and another of the other."""
-    value, another = one.values.get(kind), other.values.get(kind)
-    if not value or not another or value == another or find(value, its) or not find(another, its):
+    """Return whether values differ and stand in what is written of their places."""
+    value, another = one.values.get(kind, []), other.values.get(kind, [])
+    if not value or not another or value == another:
         return False
-    return len(find(value, text)) == len(find(value, again)) == 1
+    return all(find(value, x) for x in ones) and all(find(another, x) for x in others)
+
+
+def without(value: Sequence[str], text: list[str], mark: str) -> tuple[list[str], int]:
+    """Return a text with a mark in the place of a value, and how many it has."""
+    places = find(value, text)
+    for at in reversed(places):
+        text = [*text[:at], mark, *text[at + len(value) :]]
+    return text, len(places)
 
 
 class Batch(NamedTuple):
@@ -144,10 +191,12 @@ class Questions:
     def __init__(self, folder: Path, most: int):
         files = (folder / name for name in ("devset.csv", "testset_w_refs.csv"))
         train, tested = split([pair for file in files for pair in read(file)])
-        self.train, test = ask(train, 2), ask(tested, 1)
+        self.train, test = ask(train, 12), ask(tested, 8)
         self.test = random.Random(0).sample(test, min(most, len(test)))
         if not self.train or not self.test:
-            raise InputError(f"{folder}: expected descriptions with their attributes, got none")
+            raise InputError(
+                f"{folder}: expected places that several people described, got too few"
+            )
         counts = Counter(word for x in self.train for word in (*x.text, *x.question))
         kept = sorted(word for word, count in counts.items() if count > 1)
         self.ids = {word: i for i, word in enumerate(kept, UNK + 1)}
@@ -295,10 +344,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("reading", __doc__, compare, ROWS, seeds=1)
     count = at_least(1)
     parser.add_argument("data", type=Path, help="folder of the two files")
-    parser.add_argument("--steps", type=count, default=600, help="of each training")
+    parser.add_argument("--steps", type=count, default=750, help="of each training")
     parser.add_argument("--batch-size", type=count, default=64, help="questions in a step")
     parser.add_argument("--dim", type=count, default=64, help="features of each direction")
-    parser.add_argument("--test", type=count, default=4000, help="questions to test on, at most")
+    parser.add_argument("--test", type=count, default=2000, help="questions to test on")
     return run(parser, argv)
 
 

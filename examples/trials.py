@@ -134,6 +134,10 @@ class Trial:
             )
 
     def save(self) -> None:
+        if not all(p.isfinite().all() for p in self.parameters):
+            raise InputError(
+                f"{self.title}: parameters must be finite, got others after step {self.step}"
+            )
         parts = {name: part.state_dict() for name, part in self.kept.items()}
         rest = {x: getattr(self, x) for x in ("like", "step", "found")}
         checkpoint.write(
@@ -170,7 +174,11 @@ class Trial:
                 if not loss.isfinite():
                     raise InputError(f"the loss of step {self.step + 1} must be finite, got {loss}")
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
+                norm = nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
+                if not norm.isfinite():
+                    raise InputError(
+                        f"the gradient of step {self.step + 1} must be finite, got a norm of {norm}"
+                    )
                 self.optimizer.step()
                 self.step += 1
                 progress(1, f"loss {loss.item():.3f}")

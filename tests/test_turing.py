@@ -163,10 +163,62 @@ def test_half_types(x):
     torch.testing.assert_close(half.output.double(), wanted, rtol=0.1, atol=0.1)
     made.float()
     with torch.autocast("cpu", torch.bfloat16):
+        mixed = made(x.float(), made(x.bfloat16()).state, need_weights=True)
+        with pytest.raises(ValueError, match="x must be of the module's dtype torch"):
+            made(x)
+    assert {part.dtype for part in mixed.state} == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
         mixed = made(x.float(), need_weights=True)
     torch.testing.assert_close(mixed.output.double(), wanted, rtol=0.1, atol=0.1)
     mixed.output.sum().backward()
     assert all(p.grad.isfinite().all() for p in made.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_that_stays_loses_nothing_in_half_types(dtype):
+    made = machine(num_slots=200, spread=1.0).to(dtype)
+    with torch.no_grad():
+        made.heads.weight.zero_()
+        p = made.heads.bias.view(2, -1).zero_()
+        p[:, M + 1], p[:, M + 2], p[:, -2] = (
+            -30,
+            -30,
+            30,
+        )  # neither content, nor sharpening, nor shift
+    weights = made(torch.randn(B, 50, F).to(dtype), need_weights=True).weights
+    assert (weights[..., 0].float() > 0.999).all()
+
+
+def test_a_start_is_nobodys_memory():
+    made = machine()
+    slot = made.slot.detach().clone()
+    state = made.start(B)
+    with torch.no_grad():
+        state.memory.zero_()
+        state.hidden.fill_(1)
+    assert made.slot.equal(slot) and not state.cell.any()
+
+
+def test_second_derivatives_of_empty_slots_and_keys(x):
+    made = machine(spread=0.0)
+    with torch.no_grad():
+        made.slot.zero_()
+        made.heads.bias.zero_()
+    first = torch.autograd.grad(made(x).output.sum(), made.slot, create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), list(made.parameters()), allow_unused=True)
+    assert all(g is None or g.isfinite().all() for g in second)
+
+
+@torch.no_grad()
+def test_export(x, tmp_path):
+    made = machine()
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    shapes = {"x": batch, "state": TuringState(*[batch] * 5)}
+    exported = torch.export.export(made, (x, made.start(B)), dynamic_shapes=shapes, strict=False)
+    torch.export.save(exported, tmp_path / "made.pt2")  # tuples have their names
+    more = torch.cat([x, x])
+    got, wanted = exported.module()(more, made.start(2 * B)), made(more)
+    torch.testing.assert_close((got.output, *got.state), (wanted.output, *wanted.state))
 
 
 def states(made, **changed):
@@ -176,13 +228,20 @@ def states(made, **changed):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda m, x: m(x[0]), r"x must be \[B, T, 4\] with a step at least, got \[6, 4\]"),
+        (lambda m, x: m(x[0]), r"x must be \[B, T, 4\] with a sequence and a .*, got \[6, 4\]"),
         (lambda m, x: m(x[:, :0]), r"a step at least, got \[3, 0, 4\]"),
         (lambda m, x: m(x[..., :2]), r"x must be \[B, T, 4\]"),
         (lambda m, x: m(x.float()), "x must be of the module's dtype torch.float64, got"),
         (lambda m, x: m(x.to("meta")), "x must be on the module's device cpu, got meta"),
         (lambda m, x: m([1]), "x must be a torch.Tensor, got list"),
+        (lambda m, x: m(x.to_sparse()), "x must be a dense tensor, got one of torch.sparse_coo"),
+        (lambda m, x: m(x[:0]), r"a sequence and a step at least, got \[0, 6, 4\]"),
         (lambda m, x: m(x, x), "state must be a TuringState or None, got a Tensor"),
+        (lambda m, x: m(x, (x, x)), "state must be a TuringState or None, got a tuple of 2$"),
+        (
+            lambda m, x: m(x, states(m, memory=x[:, :0, :3], weights=x.new_zeros(3, 2, 0))),
+            "state.memory must be of at least shift, 1, slots, got 0",
+        ),
         (lambda m, x: m(x, m.start(2)), r"state.hidden must be \[3, 7\], got \[2, 7\]"),
         (
             lambda m, x: m(x, states(m, memory=x)),

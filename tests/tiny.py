@@ -26,7 +26,7 @@ AREAS = ("city centre", "riverside")
 
 
 def write_descriptions(folder):
-    """Write two descriptions of each of some places, in files of the E2E challenge's form."""
+    """Write three descriptions of each of some places, in files of the E2E challenge's form."""
     folder.mkdir()
     for file, names in (("devset.csv", NAMES[:3]), ("testset_w_refs.csv", NAMES[2:])):
         with (folder / file).open("w", newline="") as out:
@@ -36,4 +36,5 @@ def write_descriptions(folder):
                 attributes = f"name[{name}], food[{food}], area[{area}]"
                 rows.writerow([attributes, f"{name} serves {food} food in the {area}."])
                 rows.writerow([attributes, f"In the {area}, {name} has {food} food."])
+                rows.writerow([attributes, f"{name}: {food}, {area}, {area}, {food}."])
     return folder

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._torch import is_autocast_on
+from attnfast._torch import is_autocast_on, name_in_exports
 from attnfast.errors import check_flag, describe, refuse, refuse_type
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_dense
+from attnfast.ops.operators import accumulation_dtype
 
 #: Directions of vectors that are shorter count for less, down to nothing at 0.
 SHORT = 1e-3
@@ -43,6 +45,15 @@ class TuringResult(NamedTuple):
     weights: Tensor | None
 
 
+name_in_exports(TuringState)
+name_in_exports(TuringResult)
+
+
+def norm(x: Tensor) -> Tensor:
+    """Return the length of vectors, at least SHORT; gradients of every order at 0 are 0."""
+    return x.square().sum(-1).clamp_min(SHORT**2).sqrt()
+
+
 class NeuralTuringMachine(nn.Module):
     r"""An LSTM beside a memory of N slots, which heads read and write at every step.
 
@@ -63,7 +74,10 @@ class NeuralTuringMachine(nn.Module):
     .. math:: m_i \leftarrow m_i \textstyle\prod_h (1 - w^h_i e^h) + \sum_h w^h_i a^h
 
     In the first step all heads come from slot 0, and all slots hold the same learned vector. So
-    the number of slots is no size of a parameter: ``num_slots`` may be set anew at any time.
+    the number of slots is no size of a parameter: ``num_slots`` may be set anew at any time, and
+    counts where a sequence starts; a state that is given keeps its slots. Vectors shorter than
+    0.001 count as that long in a cosine. Weights are found in float32 or more, and the state stays
+    of the module's dtype, under autocast too.
 
     Args:
         input_size: features of the inputs.
@@ -113,42 +127,53 @@ class NeuralTuringMachine(nn.Module):
         """Return the state before the first step of ``batch`` sequences."""
         check_sizes(batch=batch, num_slots=self.num_slots)
         self._check_shift()
+        return self._start(batch)
+
+    def _start(self, batch: int) -> TuringState:
         slot, heads = self.slot, self.num_reads + self.num_writes
-        hidden = slot.new_zeros(batch, self.hidden_size)
+        hidden, cell = slot.new_zeros(2, batch, self.hidden_size)
+        memory = slot.expand(batch, self.num_slots, -1).clone()  # who writes there changes no slot
         weights = slot.new_zeros(batch, heads, self.num_slots)
         weights[..., 0] = 1
         read = slot.new_zeros(batch, self.num_reads, self.slot_size)
-        return TuringState(hidden, hidden, slot.expand(batch, self.num_slots, -1), weights, read)
+        return TuringState(hidden, cell, memory, weights, read)
 
     def address(self, parameters: Tensor, memory: Tensor, before: Tensor) -> Tensor:
         """Return the weights ``[B, heads, N]`` of heads whose last weights are ``before``."""
+        dtype = accumulation_dtype(before.dtype)
+        parameters, memory = parameters.to(dtype), memory.to(dtype)
         key, strength, gate, sharpness, shift = parameters.split(self.parts, -1)
-        query = F.softplus(strength) * F.normalize(key, dim=-1, eps=SHORT)
-        length = torch.linalg.vector_norm(memory, dim=-1).clamp_min(SHORT)
-        content = (query @ memory.transpose(1, 2) / length.unsqueeze(1)).softmax(-1)
+        query = F.softplus(strength) * key / norm(key).unsqueeze(-1)
+        content = (query @ memory.transpose(1, 2) / norm(memory).unsqueeze(1)).softmax(-1)
         mixed = before + gate.sigmoid() * (content - before)
         S = self.shift
         around = torch.cat([mixed[..., -S:], mixed, mixed[..., :S]], -1).unfold(-1, 2 * S + 1, 1)
         shifted = (around @ shift.softmax(-1).flip(-1).unsqueeze(-1)).squeeze(-1)
         # γ log w: the power of a small weight would be 0 in float32, and so would be the sum
-        log = shifted.clamp_min(torch.finfo(shifted.dtype).tiny).log()
-        return ((1 + F.softplus(sharpness)) * log).softmax(-1)
+        log = shifted.clamp_min(torch.finfo(dtype).tiny).log()
+        return ((1 + F.softplus(sharpness)) * log).softmax(-1).to(before.dtype)
 
     def step(self, x: Tensor, state: TuringState) -> tuple[Tensor, TuringState]:
-        """Take one step: ``x [B, input_size]``; return ``[B, output_size]`` and the next state."""
+        """Take one step: ``x [B, input_size]``; return ``[B, output_size]`` and the next state.
+
+        Nothing is checked here: :meth:`forward` does.
+        """
         hidden, cell, memory, before, read = state
-        B, R = len(x), self.num_reads
+        B, R, dtype = x.shape[0], self.num_reads, memory.dtype
         hidden, cell = self.controller(torch.cat([x, read.flatten(1)], -1), (hidden, cell))
-        weights = self.address(self.heads(hidden).view(B, -1, sum(self.parts)), memory, before)
-        read = weights[:, :R] @ memory
-        erase, add = self.writes(hidden).view(B, -1, 2 * self.slot_size).chunk(2, -1)
-        erase, writing = erase.sigmoid(), weights[:, R:].transpose(1, 2)  # [B, N, W]
-        for h in range(self.num_writes):
-            erased = writing[..., h, None] * erase[:, None, h]
-            memory = torch.addcmul(memory, erased, memory, value=-1)
-        memory = torch.baddbmm(memory, writing, add.tanh())
-        output = torch.cat([hidden, read.flatten(1)], -1)
-        return output, TuringState(hidden, cell, memory, weights, read)
+        addresses = self.heads(hidden).view(B, -1, sum(self.parts)).to(dtype)
+        erase, add = self.writes(hidden).view(B, -1, 2 * self.slot_size).to(dtype).chunk(2, -1)
+        off = torch.autocast(x.device.type, enabled=False) if is_autocast_on() else nullcontext()
+        with off:
+            weights = self.address(addresses, memory, before)
+            read = weights[:, :R] @ memory
+            erase, writing = erase.sigmoid(), weights[:, R:].transpose(1, 2)  # [B, N, W]
+            for h in range(self.num_writes):
+                erased = writing[..., h, None] * erase[:, None, h]
+                memory = torch.addcmul(memory, erased, memory, value=-1)
+            memory = torch.baddbmm(memory, writing, add.tanh())
+        output = torch.cat([hidden, read.flatten(1).to(hidden.dtype)], -1)
+        return output, TuringState(hidden.to(dtype), cell.to(dtype), memory, weights, read)
 
     def forward(
         self, x: Tensor, state: TuringState | None = None, need_weights: bool = False
@@ -169,7 +194,7 @@ class NeuralTuringMachine(nn.Module):
         """
         self._check(x, state)
         check_flag("need_weights", need_weights)
-        state = self.start(len(x)) if state is None else state
+        state = self._start(x.shape[0]) if state is None else state
         outputs, weights = [], []
         for t in range(x.shape[1]):
             output, state = self.step(x[:, t], state)
@@ -180,17 +205,20 @@ class NeuralTuringMachine(nn.Module):
 
     def _check(self, x: Any, state: Any) -> None:
         """Refuse what does not fit."""
-        check_tensor("x", x)
+        check_dense("x", x)
         if x.dim() != 3 or x.shape[-1] != self.input_size or not x.numel():
-            refuse("x", f"[B, T, {self.input_size}] with a step at least", list(x.shape))
+            expected = f"[B, T, {self.input_size}] with a sequence and a step at least"
+            refuse("x", expected, list(x.shape))
         self._check_kind("x", x)
         if state is None:
+            check_sizes(num_slots=self.num_slots)
+            self._check_shift()
             return
         if not isinstance(state, TuringState):
             refuse_type("state", "a TuringState or None", describe(state))
         for name, part in state._asdict().items():
-            check_tensor(f"state.{name}", part)
-        B, heads = len(x), self.num_reads + self.num_writes
+            check_dense(f"state.{name}", part)
+        B, heads = x.shape[0], self.num_reads + self.num_writes
         slots = state.memory.shape[1] if state.memory.dim() == 3 else self.num_slots
         shapes = {
             "hidden": [B, self.hidden_size],
@@ -199,6 +227,8 @@ class NeuralTuringMachine(nn.Module):
             "weights": [B, heads, slots],
             "read": [B, self.num_reads, self.slot_size],
         }
+        if slots < self.shift:
+            refuse("state.memory", f"of at least shift, {self.shift}, slots", slots)
         for name, shape in shapes.items():
             part = getattr(state, name)
             if list(part.shape) != shape:
@@ -208,5 +238,12 @@ class NeuralTuringMachine(nn.Module):
     def _check_kind(self, name: str, x: Tensor) -> None:
         if x.device != self.slot.device:
             refuse(name, f"on the module's device {self.slot.device}", x.device)
-        if x.dtype != self.slot.dtype and not is_autocast_on():
+        if x.dtype == self.slot.dtype:
+            return
+        lower = x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if not is_autocast_on() or not lower or name != "x":
             refuse(name, f"of the module's dtype {self.slot.dtype}", x.dtype)
+
+    def extra_repr(self) -> str:
+        names = "num_slots", "slot_size", "num_reads", "num_writes", "shift"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
