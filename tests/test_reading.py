@@ -232,6 +232,16 @@ def test_a_word_of_prices_and_ratings_is_not_asked_for(reading):
     assert answers == {"cheap", "x", "y"}
 
 
+def test_both_values_stand_in_the_text(reading):
+    one = reading.Place({"food": ["thai"], "name": ["x"]}, [["x", "thai", y] for y in "ab"])
+    other = reading.Place(
+        {"food": ["greek"], "name": ["y"]}, [["y"], ["y", "greek"], ["greek", "y"]]
+    )
+    asked = reading.ask([one, other], 40)
+    assert {x.attribute for x in asked} == {"food", "name"}
+    assert all({"thai", "greek"} < {*x.text} for x in asked if x.attribute == "food")
+
+
 def test_ways_that_are_left_out(reading):
     torch.manual_seed(0)
     text, question = torch.randn(B, T, D), torch.randn(B, J, D)
