@@ -331,3 +331,25 @@ def test_what_is_not_finite_is_not_kept(tmp_path, rate):
     with pytest.raises(InputError, match=f"{said} finite, got"):
         one.learn()
     assert not one.path.exists()
+
+
+def test_pictures_are_of_the_first_seed(tmp_path, capsys):
+    class Drawn(trials.Trial):
+        def loss(self, step):
+            return self.parameters[0].sum()
+
+        def judge(self):
+            return {"steps": self.step}
+
+        def pictures(self):
+            assert not self.modules["part"].training
+            return {"-a": b"a picture", "-b": b"another"}
+
+    seeds = (
+        Drawn(tmp_path, ["x"], {}, {}, {"part": torch.nn.Linear(2, 2)}, 1, training.Options(seed=i))
+        for i in (1, 2, 3)
+    )
+    each = lambda done: " ".join(f"{x.names[0]}{x.found['steps']}" for x in done) + "\n"  # noqa: E731
+    trials.learn_all(tmp_path, seeds, each, lambda done: f"{len(done)}\n")
+    assert capsys.readouterr().out == (tmp_path / "table.md").read_text() == "x1 x1 x1\n3\n"
+    assert {x.name for x in tmp_path.glob("*.png")} == {"x-1-a.png", "x-1-b.png"}
