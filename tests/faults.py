@@ -527,7 +527,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
          "hidden = cell = slot.new_zeros(batch, self.hidden_size)"),
         ("dtype = accumulation_dtype(before.dtype)", "dtype = before.dtype"),
         ("if is_autocast_on() else nullcontext()", "if False else nullcontext()"),
-        ("hidden.to(dtype), cell.to(dtype)", "hidden, cell"),
         ("if slots < self.shift:", "if False:"),
         (" or not lower or", " or"),
         ("name_in_exports(TuringResult)", ""),
