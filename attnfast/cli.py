@@ -437,8 +437,8 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
             if not out_of_memory(error):
                 raise
             sizes = ("batch_size", "hidden_dim", "dim", "beam")
-            some = [f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x)]
-            say(f"too little memory: a smaller {' or '.join(some)} may fit")
+            some = " or ".join(f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x))
+            say("too little memory" + (f": a smaller {some} may fit" if some else ""))
             return 2
         except OSError as error:  # files are refused where they are opened: this is a pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,9 +20,13 @@ class InputError(ValueError):
 
 
 def describe(x: object) -> str:
-    """Return in a line what x is: of a tensor or an array type and shape, else a short repr."""
-    if isinstance(x, (list, tuple)) and any(hasattr(part, "shape") for part in x):
-        return f"a {type(x).__name__} of {len(x)}"
+    """Return in a line what x is: type and shape of a tensor or array, how many if there are some,
+    else a short repr.
+    """
+    if isinstance(x, (list, tuple)) and any(
+        hasattr(part, "shape") and not isinstance(part, numbers.Number) for part in x
+    ):
+        return f"a {type(x).__name__} of {len(x)} items"
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None or dtype is None or isinstance(x, numbers.Number):
         text = " ".join(_short.repr(x).split())

@@ -214,7 +214,7 @@ class Training(Trial):
     """One model in training, or trained: a step's scenes depend on the seed and its number."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
-        self.seed, self.digits, self.args = seed, digits, args
+        self.digits, self.args = digits, args
         self.row = ROWS[name]
         sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size", "captions", "scenes")}
         ways = ["own", *["shuffled"] * self.row.shuffled]
@@ -232,7 +232,7 @@ class Training(Trial):
 
     def batch(self, step: int) -> Batch:
         """Return the scenes of a step, with some captions of each."""
-        draw = random.Random(f"{self.seed} {step}")
+        draw = random.Random(f"{self.options.seed} {step}")
         counts = next(x for end, x in COURSE.items() if step < end * self.steps)
         pools = [self.digits.examples("train", x, self.args.scenes) for x in counts]
         drawn = [draw.choice(draw.choice(pools)) for _ in range(self.options.batch_size)]
@@ -400,8 +400,7 @@ def compare(args: argparse.Namespace) -> None:
 def cost(trained: Sequence[Training]) -> str:
     """Return what a step costs, of the same scenes."""
     batch = trained[0].batch(trained[0].steps - 1)
-    first = [x for x in trained if x.options.seed == 1]
-    return cost_table(first, lambda one: one.loss_of(batch))
+    return cost_table(trained, lambda one: one.loss_of(batch))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

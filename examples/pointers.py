@@ -169,7 +169,7 @@ class Training(Trial):
     """One model in training, or trained: a step's sets depend on the seed and its number."""
 
     def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
-        self.seed, self.args = seed, args
+        self.args = args
         self.task, self.row = TASKS[task], ROWS[name]
         torch.manual_seed(seed)
         self.model = self.row.build(self.task.features, args.dim)
@@ -187,8 +187,8 @@ class Training(Trial):
 
     def loss(self, step: int) -> Tensor:
         """Return the loss of a step's sets, all of as many items."""
-        n = random.Random(f"{self.seed} {step}").choice(LEARNT)
-        items, answers = self.task.draw(self.args.batch_size, n, f"{self.seed} {step}")
+        n = random.Random(f"{self.options.seed} {step}").choice(LEARNT)
+        items, answers = self.task.draw(self.args.batch_size, n, f"{self.options.seed} {step}")
         log_probs = self.model(items, torch.full((len(items),), n), answers)
         return pointer_loss(log_probs, answers)
 

@@ -54,7 +54,7 @@ LONGEST = 30  # words of a description
 
 
 class Asked(NamedTuple):
-    """A text, a question with a blank, what kind of value is left out, its first and last word."""
+    """A text, a question, what kind of value it asks for, and the answer's first and last word."""
 
     text: list[str]
     question: list[str]
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 def split(pairs: Sequence[tuple[str, str]]) -> tuple[list[Place], list[Place]]:
     """Return what to learn from and to test on: places that several people described.
 
-    What is to be tested on is nowhere in the other, word for word.
+    No description to test on is also one to learn from.
     """
     found: dict[str, list[list[str]]] = {}
     for attributes, description in pairs:
@@ -85,17 +85,13 @@ def split(pairs: Sequence[tuple[str, str]]) -> tuple[list[Place], list[Place]]:
         words = description.lower().split()
         if len(words) <= LONGEST and words not in texts:
             texts.append(words)
-    parts: tuple[dict[str, list[list[str]]], ...] = {}, {}
+    train, test = list[Place](), list[Place]()
     for attributes, texts in sorted(found.items()):
-        parts[zlib.crc32(attributes.encode()) % 5 == 0][attributes] = texts
-    known = {tuple(text) for texts in parts[0].values() for text in texts}
-    for attributes, texts in parts[1].items():
-        parts[1][attributes] = [text for text in texts if tuple(text) not in known]
-    train, test = (
-        [Place(read_values(x), texts) for x, texts in part.items() if len(texts) > 1]
-        for part in parts
-    )
-    return train, test
+        is_test = zlib.crc32(attributes.encode()) % 5 == 0
+        (test if is_test else train).append(Place(read_values(attributes), texts))
+    known = {tuple(text) for place in train for text in place.texts}
+    test = [Place(x.values, [y for y in x.texts if tuple(y) not in known]) for x in test]
+    return [x for x in train if len(x.texts) > 1], [x for x in test if len(x.texts) > 1]
 
 
 def read_values(attributes: str) -> dict[str, list[str]]:
@@ -105,7 +101,7 @@ def read_values(attributes: str) -> dict[str, list[str]]:
 
 
 def ask(places: Sequence[Place], count: int) -> list[Asked]:
-    """Try to make questions of every description, each of it and of another place's."""
+    """Pair every description with ``count`` other places', and ask what can be asked."""
     draw, found = random.Random(0), []
     for one, i in ((place, i) for place in places for i in range(len(place.texts))):
         for other in draw.choices(places, k=count):
@@ -347,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=count, default=750, help="of each training")
     parser.add_argument("--batch-size", type=count, default=64, help="questions in a step")
     parser.add_argument("--dim", type=count, default=64, help="features of each direction")
-    parser.add_argument("--test", type=count, default=2000, help="questions to test on")
+    parser.add_argument("--test", type=count, default=2000, help="questions to test on, at most")
     return run(parser, argv)
 
 

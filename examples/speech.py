@@ -236,7 +236,7 @@ class Training(Trial):
     """One model in training, or trained: a step's strings depend on the seed and its number."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
-        self.seed, self.digits, self.args = seed, digits, args
+        self.digits, self.args = digits, args
         self.row = ROWS[name]
         torch.manual_seed(seed)
         self.model, self.ears = build(self.row, args.dim), Ears()
@@ -263,9 +263,9 @@ class Training(Trial):
 
     def batch(self, step: int) -> Batch:
         """Return the strings of a step, all of as many words."""
-        count = random.Random(f"{self.seed} {step}").choice(LEARNT)
+        count = random.Random(f"{self.options.seed} {step}").choice(LEARNT)
         many = -(-self.options.batch_size // count)
-        seeds = (f"{self.seed} {step} {i}" for i in range(many))
+        seeds = (f"{self.options.seed} {step} {i}" for i in range(many))
         return self.ears([self.digits.draw("train", count, x) for x in seeds])
 
     def loss(self, step: int) -> Tensor:
@@ -377,8 +377,7 @@ def cost(trained: Sequence[Training]) -> str:
     args, count = trained[0].args, max(LEARNT)
     strings = trained[0].digits.strings("valid", count, -(-args.batch_size // count))
     batch = trained[0].ears.eval()(strings)
-    first = [x for x in trained if x.options.seed == 1]
-    return cost_table(first, lambda one: one.loss_of(batch))
+    return cost_table(trained, lambda one: one.loss_of(batch))
 
 
 def compare(args: argparse.Namespace) -> None:

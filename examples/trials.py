@@ -58,20 +58,23 @@ def make_parser(
         name: of the example and of its folder.
         doc: the module's, of which the first line is told.
         function: called with the options.
-        rows: the models; ``chosen`` of them unless told otherwise, or all.
+        rows: the models.
+        chosen: of them, those that are trained by default; () for all.
         seeds: how many.
         tasks: if there are several.
     """
     parser = Parser(description=doc.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs", name), help="folder of results")
-    for option, values, some in (("tasks", [*tasks], ()), ("rows", [*rows], chosen)):
+    choices = ("tasks", "tasks", [*tasks], ()), ("rows", "models", [*rows], chosen)
+    for option, said, values, some in choices:
         if values:
-            said = {"tasks": "tasks", "rows": "models"}[option]
             parser.add_argument(
                 f"--{option}", nargs="+", choices=values, action=Once, default=[*some] or values,
                 help=said + (f"; {' and '.join(some)} unless given" if some else ""),
             )  # fmt: skip
-    parser.add_argument("--seeds", type=at_least(1), default=seeds, help="how many, from 1 on")
+    parser.add_argument(
+        "--seeds", type=at_least(1), default=seeds, help="how many at most, from 1 on"
+    )
     parser.set_defaults(function=function)
     return parser
 
@@ -213,8 +216,8 @@ def learn_all(
 ) -> None:
     """Train and test models one after the other, and print a table of them.
 
-    ``table.md`` is written after each, with pictures of the first seed; ``last`` returns what is
-    told below the table of all.
+    ``table.md`` is written after each, with pictures of the first seed; ``last`` returns the text
+    below the final table.
     """
     checkpoint.make_folder(out)
     done, text = list[T](), ""
@@ -229,23 +232,24 @@ def learn_all(
                 one.train(False)
                 for end, drawn in one.pictures().items():
                     checkpoint.write_atomically(out / f"{one.path.stem}{end}.png", drawn)
-        text += last(done)
+        text = "\n".join(filter(None, (text, last(done))))
     except Interrupted as stop:
         raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
     checkpoint.write_atomically(out / "table.md", text.encode())
     print(text, end="")
-    say(f"table.md and pictures: {out}")
+    say(f"results: {out}")
 
 
 def cost_table(models: Sequence[T], loss: Callable[[T], Tensor]) -> str:
-    """Return what a step of each model costs, forward and backward, in turns."""
-    for one in models:
+    """Return what a step of each row costs, forward and backward, in turns."""
+    first = {name: ones[0] for name, ones in by_name(models).items()}
+    for one in first.values():
         one.train()
-    calls = {one.names[-1]: lambda one=one: loss(one).backward() for one in models}
+    calls = {name: lambda one=one: loss(one).backward() for name, one in first.items()}
     lines = ["| model | ms a step | MiB a step |", "|---|--:|--:|"]
     for name, cost in costs(calls, 5).items():
         lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
-    return "\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def by_name(trials: Sequence[T], place: int = 0) -> dict[str, list[T]]:

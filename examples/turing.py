@@ -11,10 +11,10 @@ training:
 
 The models are attnfast.nn.NeuralTuringMachine and an LSTM with as many parameters. Both are tested
 on the largest that they have learnt from and on larger ones, the machine with more slots. The table
-tells how many bits are wrong, 50 % of a model that says nothing (44 % of repeat, whose ninth bit is
-for the end alone), and in how many sequences any is. What is trained is kept, so that the same
-command goes on after Ctrl-C, bit for bit. The tables and pictures of where the heads are go to
---out.
+tells how many bits are wrong, and in how many sequences any is. A model that answers 0 everywhere
+has half of the bits wrong, 44 % in repeat, whose ninth bit marks only the end. What is trained is
+kept, so that the same command goes on after Ctrl-C, bit for bit. The tables and pictures of where
+the heads are go to --out.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Training(Trial):
     """One model in training, or trained: a step's sequences depend on seed and step alone."""
 
     def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
-        self.task, self.seed, self.args = TASKS[task], seed, args
+        self.task, self.args = TASKS[task], args
         x, wanted = self.task.batch(1, self.task.learnt[0], "")
         torch.manual_seed(seed)
         self.model = Teller(name, x.shape[-1], wanted.shape[-1], args.dim)
@@ -188,8 +188,8 @@ class Training(Trial):
 
     def loss(self, step: int) -> Tensor:
         """Return the loss of a step's sequences, all of one size."""
-        size = random.Random(f"{self.seed} {step}").choice(self.task.learnt)
-        x, wanted = self.task.batch(self.args.batch_size, size, f"{self.seed} {step}")
+        size = random.Random(f"{self.options.seed} {step}").choice(self.task.learnt)
+        x, wanted = self.task.batch(self.args.batch_size, size, f"{self.options.seed} {step}")
         logits = self.model(x, wanted.shape[1])
         return nn.functional.binary_cross_entropy_with_logits(logits, wanted)
 

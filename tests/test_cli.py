@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
-from attnfast import checkpoint, translation
+from attnfast import checkpoint, cli, translation
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
 from attnfast.models import Config, build
@@ -224,3 +224,19 @@ def test_signals_end_a_translation_in_one_sentence(files, tmp_path, number, monk
     assert (tmp_path / "out").read_text() == "before"
     after = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert before == after
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [((), ""), (("--beam", "--hidden-dim"), ": a smaller --hidden-dim or --beam may fit")],
+)
+def test_too_little_memory(options, said, capsys):
+    def function(args):
+        raise MemoryError
+
+    parser = cli.Parser()
+    parser.set_defaults(function=function)
+    for option in options:
+        parser.add_argument(option)
+    assert cli.run(parser, []) == 2
+    assert capsys.readouterr().err == f"attnfast: too little memory{said}\n"

@@ -368,7 +368,3 @@ def test_no_story_to_test_on_is_one_to_learn_from(stories):
     drawn = [stories.draw_story("one fact", f"one fact test {i}") for i in range(300)]
     again = [i for i, x in enumerate(drawn) if x != parts["test"][i]]
     assert again == [i for i, x in enumerate(drawn) if (*x.sentences, x.question) in train] != []
-
-
-SIZES_OF_A_RUN = ["--dim", "6", "--steps", "6", "--batch-size", "4", "--stories", "9", "--test",
-                  "5"]  # fmt: skip

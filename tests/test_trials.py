@@ -14,10 +14,12 @@ import trials
 
 from attnfast import checkpoint, training
 from attnfast.errors import InputError
-from attnfast.measure import Cost
+from attnfast.measure import Cost, costs
 
-for package in ("matplotlib", "sacrebleu", "sklearn"):
-    pytest.importorskip(package)
+
+def looking(image, maps, words):
+    assert maps.shape == (len(words), *image.shape)
+    return b"a picture"
 
 
 class Run(NamedTuple):
@@ -34,15 +36,15 @@ EACH = "exact, digits, pointing, %"
 COSTS = "| model | ms a step | MiB a step |"
 RUNS = {
     "captioning": Run(
-        "--rows|soft|hard|no attention|--captions|2|--scenes|3|--test|1",
+        "--rows|soft|hard|soft, doubly stochastic|no attention|--captions|2|--scenes|3|--test|1",
         {
             "| 2 to 4 digits | seeds | exact, % | digits, % | relations, % | pointing, % | IoU, % "
-            "| BLEU |": 4,
-            f"| by digits | {' | '.join(f'{n}: {EACH}' for n in range(2, 6))} |": 4,
-            COSTS: 3,
+            "| BLEU |": 5,
+            f"| by digits | {' | '.join(f'{n}: {EACH}' for n in range(2, 6))} |": 5,
+            COSTS: 4,
         },
-        {"soft-1-wrong.png", "hard-1-wrong.png"},
-        {"FEATURES": (4, 4), "STRIDES": (4, 2), "draw_looking": lambda *_: b"a picture"},
+        {f"{name}-1-wrong.png" for name in ("soft", "hard", "soft-doubly-stochastic")},
+        {"FEATURES": (4, 4), "STRIDES": (4, 2), "draw_looking": looking},
     ),
     "pointers": Run(
         "--rows|pointing|naming|--test|3",
@@ -73,12 +75,12 @@ RUNS = {
         tiny.write_recordings,
     ),
     "stories": Run(
-        "--rows|2 hops|LSTM|1 hop|--tasks|one fact|--stories|9|--test|5",
+        "--rows|2 hops|LSTM|3 hops, layer-wise|--tasks|one fact|--stories|9|--test|5",
         {
-            "| wrong, % | 2 hops | LSTM | 1 hop |": 1,
-            "| weight of the facts at each hop, % | evenly | 2 hops | 1 hop |": 1,
+            "| wrong, % | 2 hops | LSTM | 3 hops, layer-wise |": 1,
+            "| weight of the facts at each hop, % | evenly | 2 hops | 3 hops, layer-wise |": 1,
         },
-        {"one-fact-2-hops-1.png", "one-fact-1-hop-1.png"},
+        {"one-fact-2-hops-1.png", "one-fact-3-hops-layer-wise-1.png"},
     ),
     "turing": Run(
         "--rows|NTM|LSTM|--tasks|copy|recall|--test|2",
@@ -91,6 +93,9 @@ RUNS = {
 }
 
 
+PACKAGES = {"captioning": ("sacrebleu", "sklearn")}
+
+
 def cost(call):
     call()
     return Cost(0.25, 1 << 20)  # and no profile, which takes seconds
@@ -99,6 +104,8 @@ def cost(call):
 @pytest.fixture
 def run(request, tmp_path, capsys, monkeypatch):
     """Return a tiny run, its module, and a call of it: an output folder and more options."""
+    for package in ("matplotlib", *PACKAGES.get(request.param, ())):
+        pytest.importorskip(package)
     one = RUNS[request.param]
     module = importlib.import_module(request.param)
     for name, value in one.module.items():
@@ -126,7 +133,7 @@ def test_what_stops_goes_on(run, tmp_path, monkeypatch):
     one, _, call = run
     status, table, said = call("whole")
     assert status == 0, said
-    assert said.endswith(f"table.md and pictures: {tmp_path / 'whole'}\n")
+    assert said.endswith(f"results: {tmp_path / 'whole'}\n")
     assert (tmp_path / "whole" / "table.md").read_text() == table and "nan" not in table
     tables = [x.splitlines() for x in table.split("\n\n")]
     assert [x[0] for x in tables] == list(one.tables)
@@ -186,14 +193,13 @@ def test_one_sentence(run):
         return said
 
     assert said("--steps", "0") == "attnfast: --steps: expected at least 1, got 0\n"
-    least = (
-        2 if module.__name__ in ("captioning", "speech") else 1
-    )  # half of it are features of words
+    least = 1 + (module.__name__ in ("captioning", "speech"))  # a word has half as many features
     assert said("--dim", str(least - 1)).endswith(f"at least {least}, got {least - 1}\n")
     for number in ("x", "1.5", "99999999999"):
         wanted = f"attnfast: --batch-size: expected a whole number below 2**31, got '{number}'\n"
         assert said("--batch-size", number) == wanted
-    assert said("--rows", "none").startswith("attnfast: --rows: invalid choice: 'none'")
+    for option in ("rows", *["tasks"] * hasattr(module, "TASKS")):
+        assert said(f"--{option}", "none").startswith(f"attnfast: --{option}: invalid choice: 'n")
 
 
 @every
@@ -209,6 +215,40 @@ def test_models_and_tasks_are_taken_once(run, monkeypatch):
 
 def of(name):
     return pytest.mark.parametrize("run", [name], indirect=True)
+
+
+@of("captioning")
+def test_the_rows_of_captions(run, monkeypatch):
+    """Costs are measured, and what a model is tested on is a part of what is kept."""
+    _, module, call = run
+    monkeypatch.setattr(trials, "costs", costs)
+    names = ["soft", "soft, doubly stochastic"]
+    table = call("out", "--rows", *names)[1].splitlines()
+    rows = [x.split(" | ")[0].strip("| ") for x in table]
+    assert rows[2:5] == [*names, "soft, shuffled"]
+    assert re.fullmatch(r"\| soft \| \d+ \| \d+ \|", table[-2])
+    row = module.ROWS["soft"]._replace(shuffled=False)
+    monkeypatch.setitem(module.ROWS, "soft", row)
+    assert "expected row" in call("out", "--rows", "soft")[2]
+
+
+@of("pointers")
+def test_sets_that_are_too_large_for_names(run):
+    _, _, call = run
+    rows = call("out", "--tasks", "sorting")[1].splitlines()
+    assert rows[3].endswith("| – | – |") and "–" not in rows[2]
+
+
+@of("turing")
+def test_other_sizes(run, monkeypatch):
+    _, module, call = run
+    assert call("out", "--tasks", "copy", "--rows", "LSTM")[0] == 0
+    task = module.TASKS["copy"]
+    monkeypatch.setitem(module.TASKS, "copy", task._replace(tested=[module.Size(3)]))
+    table = call("out", "--tasks", "copy", "--rows", "LSTM")[1]
+    assert table.startswith("| copy | seeds | model | 3 |")
+    monkeypatch.setitem(module.TASKS, "copy", task._replace(learnt=[module.Size(3)]))
+    assert "LSTM-1.pt: expected learnt" in call("out", "--tasks", "copy", "--rows", "LSTM")[2]
 
 
 @of("captioning")
@@ -352,5 +392,5 @@ def test_pictures_are_of_the_first_seed(tmp_path, capsys):
     )
     each = lambda done: " ".join(f"{x.names[0]}{x.found['steps']}" for x in done) + "\n"  # noqa: E731
     trials.learn_all(tmp_path, seeds, each, lambda done: f"{len(done)}\n")
-    assert capsys.readouterr().out == (tmp_path / "table.md").read_text() == "x1 x1 x1\n3\n"
+    assert capsys.readouterr().out == (tmp_path / "table.md").read_text() == "x1 x1 x1\n\n3\n"
     assert {x.name for x in tmp_path.glob("*.png")} == {"x-1-a.png", "x-1-b.png"}

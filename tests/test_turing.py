@@ -168,6 +168,10 @@ def test_half_types(x):
             made(x)
     assert {part.dtype for part in mixed.state} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
+        for one in (made, copy.deepcopy(made).bfloat16()):
+            got = one(x.half(), one(x.bfloat16()).state)
+            assert {part.dtype for part in got.state} == {one.slot.dtype}
+    with torch.autocast("cpu", torch.bfloat16):
         mixed = made(x.float(), need_weights=True)
     torch.testing.assert_close(mixed.output.double(), wanted, rtol=0.1, atol=0.1)
     mixed.output.sum().backward()
@@ -180,11 +184,7 @@ def test_a_head_that_stays_loses_nothing_in_half_types(dtype):
     with torch.no_grad():
         made.heads.weight.zero_()
         p = made.heads.bias.view(2, -1).zero_()
-        p[:, M + 1], p[:, M + 2], p[:, -2] = (
-            -30,
-            -30,
-            30,
-        )  # neither content, nor sharpening, nor shift
+        p[:, M + 1 : M + 3], p[:, -2] = -30, 30  # neither content nor sharpening, no shift
     weights = made(torch.randn(B, 50, F).to(dtype), need_weights=True).weights
     assert (weights[..., 0].float() > 0.999).all()
 
@@ -237,10 +237,10 @@ def states(made, **changed):
         (lambda m, x: m(x.to_sparse()), "x must be a dense tensor, got one of torch.sparse_coo"),
         (lambda m, x: m(x[:0]), r"a sequence and a step at least, got \[0, 6, 4\]"),
         (lambda m, x: m(x, x), "state must be a TuringState or None, got a Tensor"),
-        (lambda m, x: m(x, (x, x)), "state must be a TuringState or None, got a tuple of 2$"),
+        (lambda m, x: m(x, (x, x)), "state must be a TuringState or None, got a tuple of 2 items$"),
         (
             lambda m, x: m(x, states(m, memory=x[:, :0, :3], weights=x.new_zeros(3, 2, 0))),
-            "state.memory must be of at least shift, 1, slots, got 0",
+            "state.memory must be of at least 1 slots, as shift is, got 0",
         ),
         (lambda m, x: m(x, m.start(2)), r"state.hidden must be \[3, 7\], got \[2, 7\]"),
         (

@@ -51,7 +51,6 @@ class _Attention(nn.Module):
     temperature: float = 1.0
     activation = "tanh"
     has_history = False  # whether calls take and return one
-    has_weights = True  # whether calls return them if asked to
     knows_order = False  # whether it counts where a key stands in the row of keys
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):

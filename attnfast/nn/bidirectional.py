@@ -69,7 +69,7 @@ class BidirectionalAttention(nn.Module):
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
         check_flag("need_weights", need_weights)
-        read, beyond = [], []
+        read, beyond = [], {}
         for name, x, lengths in (
             ("text", text, text_lengths),
             ("question", question, question_lengths),
@@ -81,9 +81,13 @@ class BidirectionalAttention(nn.Module):
                 refuse(name, f"of the module's dtype {self.weight.dtype}", x.dtype)
             if lengths is not None:
                 check_numbers(f"{name}_lengths", lengths, len(text), 1, x.shape[1])
+                if lengths.device != x.device:
+                    refuse(
+                        f"{name}_lengths", f"on the device of {name}, {x.device}", lengths.device
+                    )
                 place = torch.arange(x.shape[1], device=x.device)
-                beyond.append(place >= lengths.unsqueeze(-1))
-                x = x.masked_fill(beyond[-1].unsqueeze(-1), 0)  # it may hold anything
+                beyond[name] = place >= lengths.unsqueeze(-1)
+                x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # it may hold anything
             read.append(x)
         if not question.shape[1]:
             refuse("question", "of at least one word", list(question.shape))
@@ -97,8 +101,8 @@ class BidirectionalAttention(nn.Module):
         found: Tensor = result.context
         largest = result.log_sum_exp + statistics.largest.log()
         largest = largest.to(found.dtype) + self.text_proj(text).squeeze(-1)
-        if text_lengths is not None:
-            largest = largest.masked_fill(beyond[0], -torch.inf)
+        if "text" in beyond:
+            largest = largest.masked_fill(beyond["text"], -torch.inf)
         share = largest.softmax(-1)
         pooled = share.unsqueeze(1) @ text
         both = torch.cat([text, found, text * found, text * pooled], -1)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnfast._torch import is_autocast_on, name_in_exports
 from attnfast.errors import check_flag, describe, refuse, refuse_type
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_dense
+from attnfast.ops.arguments import HALF, check_dense
 from attnfast.ops.operators import accumulation_dtype
 
 #: Directions of vectors that are shorter count for less, down to nothing at 0.
@@ -194,6 +194,7 @@ class NeuralTuringMachine(nn.Module):
         """
         self._check(x, state)
         check_flag("need_weights", need_weights)
+        x = x.to(self.slot.dtype)  # autocast takes others
         state = self._start(x.shape[0]) if state is None else state
         outputs, weights = [], []
         for t in range(x.shape[1]):
@@ -227,21 +228,20 @@ class NeuralTuringMachine(nn.Module):
             "weights": [B, heads, slots],
             "read": [B, self.num_reads, self.slot_size],
         }
-        if slots < self.shift:
-            refuse("state.memory", f"of at least shift, {self.shift}, slots", slots)
         for name, shape in shapes.items():
             part = getattr(state, name)
             if list(part.shape) != shape:
                 refuse(f"state.{name}", str(shape), list(part.shape))
             self._check_kind(f"state.{name}", part)
+        if slots < self.shift:
+            refuse("state.memory", f"of at least {self.shift} slots, as shift is", slots)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
+        """Refuse what is on another device or of another dtype, unless autocast casts it."""
         if x.device != self.slot.device:
             refuse(name, f"on the module's device {self.slot.device}", x.device)
-        if x.dtype == self.slot.dtype:
-            return
-        lower = x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        if not is_autocast_on() or not lower or name != "x":
+        cast = is_autocast_on() and name == "x" and x.dtype in (torch.float32, *HALF)
+        if x.dtype != self.slot.dtype and not cast:
             refuse(name, f"of the module's dtype {self.slot.dtype}", x.dtype)
 
     def extra_repr(self) -> str:
