@@ -75,7 +75,12 @@ def make_parser(
     parser.add_argument(
         "--seeds", type=at_least(1), default=seeds, help="how many at most, from 1 on"
     )
-    parser.set_defaults(function=function)
+
+    def begin(args: argparse.Namespace) -> None:
+        checkpoint.make_folder(args.out)  # not to find out after the data is read
+        function(args)
+
+    parser.set_defaults(function=begin)
     return parser
 
 
@@ -175,12 +180,15 @@ class Trial:
                 self.optimizer.zero_grad(set_to_none=True)
                 loss = self.loss(self.step)
                 if not loss.isfinite():
-                    raise InputError(f"the loss of step {self.step + 1} must be finite, got {loss}")
+                    raise InputError(
+                        f"{self.title}: the loss of step {self.step + 1} must be finite, got {loss}"
+                    )
                 loss.backward()
                 norm = nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
                 if not norm.isfinite():
                     raise InputError(
-                        f"the gradient of step {self.step + 1} must be finite, got a norm of {norm}"
+                        f"{self.title}: the gradient of step {self.step + 1} must be finite, "
+                        f"got a norm of {norm}"
                     )
                 self.optimizer.step()
                 self.step += 1
@@ -219,7 +227,6 @@ def learn_all(
     ``table.md`` is written after each, with pictures of the first seed; ``last`` returns the text
     below the final table.
     """
-    checkpoint.make_folder(out)
     done, text = list[T](), ""
     try:
         for one in trials:

@@ -118,7 +118,7 @@ def e2e(tmp_path, capsys):
     for file, names in (("devset.csv", "ABCDEFGH"), ("testset_w_refs.csv", "AXYZ")):
         rows = [f'"name[The {x}], area[riverside]","The {x} is by the river."' for x in names]
         rows += [f'"name[The {x}], area[riverside]",At the riverside: The {x}.' for x in names]
-        (tmp_path / file).write_text("\n".join(["mr,ref", *rows]) + "\n")
+        (tmp_path / file).write_text("\n".join(["mr,ref", *rows]) + "\n", encoding="utf-8-sig")
     module = example("e2e")
 
     def call(*options):

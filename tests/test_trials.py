@@ -368,7 +368,9 @@ def test_what_is_not_finite_is_not_kept(tmp_path, rate):
     part = torch.nn.Linear(2, 2, bias=False)
     options = training.Options(learning_rate=rate, warmup=0)
     one = Broken(tmp_path, ["a"], {}, {}, {"part": part}, 4 if rate < 1 else 1, options)
-    said = "the gradient of step 3 must be" if rate < 1 else "a, seed 1: parameters must be"
+    said = (
+        "a, seed 1: the gradient of step 3 must be" if rate < 1 else "a, seed 1: parameters must be"
+    )
     with pytest.raises(InputError, match=f"{said} finite, got"):
         one.learn()
     assert not one.path.exists()
