@@ -66,7 +66,12 @@ def _fonts_for(words: Iterable[str]) -> list[str]:
 
 
 def draw_alignment(
-    weights: Tensor, source: Sequence[str], target: Sequence[str], *, keys: Tensor | None = None
+    weights: Tensor,
+    source: Sequence[str],
+    target: Sequence[str],
+    *,
+    keys: Tensor | None = None,
+    titles: tuple[str, str] = ("source: what is read", "target: what is written"),
 ) -> bytes:
     """Draw a heatmap: a row for each target word, a column for each source word.
 
@@ -79,6 +84,7 @@ def draw_alignment(
         source, target: Tk and T words.
         keys: of the columns, ``[T, W]`` or ``[H, T, W]`` from :meth:`attnfast.Span.keys`, if the
             weights are those of a span, ``[.., T, W]``.
+        titles: of the columns and of the rows.
 
     Raises:
         ValueError: there are not as many words as rows and columns.
@@ -115,7 +121,7 @@ def draw_alignment(
                 heads[number].numpy(), cmap="GnBu", vmin=0, vmax=1, aspect="auto",
                 interpolation="nearest",
             )  # fmt: skip
-            _label(axes, source, target)
+            _label(axes, source, target, titles)
             if len(heads) > 1:
                 axes.set_title(f"head {number + 1}", fontsize=11)
         if image is not None:
@@ -126,7 +132,7 @@ def draw_alignment(
         return _png(figure)
 
 
-def _label(axes, source: Sequence[str], target: Sequence[str]) -> None:
+def _label(axes, source: Sequence[str], target: Sequence[str], titles: tuple[str, str]) -> None:
     """Put words beside the rows and above the columns of a heatmap."""
     every = [-(-len(words) // MOST_WORDS) or 1 for words in (source, target)]
     columns, rows = (range(0, len(x), step) for x, step in zip((source, target), every))
@@ -145,8 +151,8 @@ def _label(axes, source: Sequence[str], target: Sequence[str]) -> None:
         axes.tick_params(which="minor", length=0, top=False)
     axes.spines[:].set_visible(False)
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel("source: what is read", labelpad=8)
-    axes.set_ylabel("target: what is written", labelpad=8)
+    axes.set_xlabel(titles[0], labelpad=8)
+    axes.set_ylabel(titles[1], labelpad=8)
 
 
 def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], hop: float) -> bytes:

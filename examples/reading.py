@@ -300,7 +300,8 @@ class Training(Trial):
         text = [
             "[" * (i == first) + word + "]" * (i == last) for i, word in enumerate(one.text)
         ]  # fmt: skip
-        return {"": draw_alignment(found.weights[0][0].T, text, one.question)}
+        titles = "text, the answer in brackets", "question"
+        return {"": draw_alignment(found.weights[0][0].T, text, one.question, titles=titles)}
 
 
 def overlap(a: Sequence[int], b: Sequence[int]) -> float:
