@@ -20,8 +20,8 @@ class InputError(ValueError):
 
 
 def describe(x: object) -> str:
-    """Return in a line what x is: type and shape of a tensor or array, how many if there are some,
-    else a short repr.
+    """Return in a line what x is: type and shape of a tensor or an array, the length of a list or
+    tuple that holds some, else a short repr.
     """
     if isinstance(x, (list, tuple)) and any(
         hasattr(part, "shape") and not isinstance(part, numbers.Number) for part in x

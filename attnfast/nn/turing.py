@@ -108,7 +108,7 @@ class NeuralTuringMachine(nn.Module):
         self.input_size, self.hidden_size = input_size, hidden_size
         self.num_slots, self.slot_size, self.shift = num_slots, slot_size, shift
         self.num_reads, self.num_writes = num_reads, num_writes
-        self._check_shift()
+        self._check_slots()
         self.output_size = hidden_size + num_reads * slot_size
         heads = num_reads + num_writes
         #: Of each head, one after the other: k, β, g, γ, s.
@@ -119,14 +119,16 @@ class NeuralTuringMachine(nn.Module):
         self.slot = nn.Parameter(torch.empty(slot_size))
         nn.init.uniform_(self.slot, -(slot_size**-0.5), slot_size**-0.5)
 
-    def _check_shift(self) -> None:
+    def _check_slots(self) -> None:
+        """Refuse ``num_slots``, which may be set anew, if it is no size or less than a shift."""
+        check_sizes(num_slots=self.num_slots)
         if self.num_slots < self.shift:
             refuse("num_slots", f"at least shift, {self.shift}", self.num_slots)
 
     def start(self, batch: int) -> TuringState:
         """Return the state before the first step of ``batch`` sequences."""
-        check_sizes(batch=batch, num_slots=self.num_slots)
-        self._check_shift()
+        check_sizes(batch=batch)
+        self._check_slots()
         return self._start(batch)
 
     def _start(self, batch: int) -> TuringState:
@@ -212,8 +214,7 @@ class NeuralTuringMachine(nn.Module):
             refuse("x", expected, list(x.shape))
         self._check_kind("x", x)
         if state is None:
-            check_sizes(num_slots=self.num_slots)
-            self._check_shift()
+            self._check_slots()
             return
         if not isinstance(state, TuringState):
             refuse_type("state", "a TuringState or None", describe(state))
