@@ -31,10 +31,10 @@ for tool in memcheck racecheck initcheck synccheck; do
     "${pytest[@]}" tests/test_{attention,span,coverage,recurrent}.py -k "$few"
 done
 step triton 60 "${pytest[@]}" -n 8 tests -k "triton and not compile and not fuzz"
-for what in attention:85 coverage:35 recurrent:45; do
+for what in attention:85 coverage:35 recurrent:45 topk:25; do
   name=${what%:*}
   step "bench-$name" "${what#*:}" "${pytest[@]}" "bench/test_$name.py" \
-    -k "(translation or summarisation or speech or long) and not statistics" --benchmark-json="$out/$name.json"
+    -k "(translation or summarisation or speech or long or topk) and not statistics" --benchmark-json="$out/$name.json"
   step "report-$name" 8 "$python" bench/report.py "$out/$name.json" --out "$out/gpu-$name"
 done
 exit $failed
