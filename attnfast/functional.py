@@ -28,7 +28,7 @@ from attnfast.ops.arguments import (
 )
 from attnfast.ops.attention import Attention
 from attnfast.ops.copying import COPYING, Copy
-from attnfast.ops.coverage import COVERAGE, Coverage, check_history
+from attnfast.ops.coverage import COVERAGE, Coverage, Covered, check_history
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import Position, Spans, check_form, check_span
 from attnfast.results import (
@@ -240,11 +240,12 @@ def coverage_call(
     temperature: float = 1.0,
     coverage_weight: Tensor | None = None,
     channels: str = "previous",
+    log_previous: Tensor | None = None,
 ) -> Coverage:
     """Check the arguments of :func:`coverage_attention`; return the operator's.
 
-    In ``call`` penalty and transition_prob may be numbers, inverse_fertility is a fertility, and
-    the scale may be None.
+    In ``call`` penalty and transition_prob may be numbers, inverse_fertility is a fertility,
+    previous holds weights, and the scale may be None.
     """
     call = autocast_call(call)
     check_inputs(call)
@@ -282,8 +283,9 @@ def coverage_call(
 
     penalty = number("penalty", call.penalty, (1,))
     transition_prob = number("transition_prob", call.transition_prob, query.shape[:-1])
-    if transition_prob is not None and call.previous is None:
-        refuse("previous", "given with a transition_prob: the weights that it starts from", None)
+    if isinstance(call.transition_prob, (int, float)) and not 0 <= call.transition_prob <= 1:
+        refuse("transition_prob", "from 0 to 1", call.transition_prob)
+    previous = _previous_of(cast(call.previous), cast(log_previous), transition_prob is not None)
     fertility = call.inverse_fertility
     inverse = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
     if not is_one(temperature):
@@ -297,12 +299,31 @@ def coverage_call(
         inverse_fertility=inverse,
         transition_prob=cast(transition_prob),
         coverage=cast(call.coverage),
-        previous=cast(call.previous),
+        previous=previous,
         scale=scale,
     )
     call = fold_scale(call)
-    check_history(call)
+    check_history(call, "previous" if log_previous is None else "log_previous")
     return call
+
+
+def logarithm(weights: Tensor) -> Tensor:
+    """Return log α, −inf for 0; the gradient is 0 where 1/α would not fit the dtype."""
+    small = weights < torch.finfo(weights.dtype).tiny * 1e6
+    return torch.where(small, weights.detach().log(), weights.masked_fill(small, 1).log())
+
+
+def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
+    """Return the operator's argument: with a transition log-weights, otherwise weights."""
+    if log_previous is not None and previous is not None:
+        refuse("log_previous", "None with previous", describe(log_previous))
+    if not transition:
+        if log_previous is not None:
+            refuse("log_previous", "None without a transition_prob", describe(log_previous))
+        return previous
+    if log_previous is None and previous is None:
+        refuse("previous", "given with a transition_prob: the weights that it starts from", None)
+    return logarithm(previous) if isinstance(previous, Tensor) else previous or log_previous
 
 
 def filters_of(call: Coverage) -> int:
@@ -321,17 +342,24 @@ def cover(
     temperature: float,
     coverage_weight: Tensor | None,
     channels: str,
+    log_previous: Tensor | None,
     need_weights: bool,
     backend: str | None,
 ) -> CoverageResult:
     """Choose a backend and run a call as :func:`coverage_call` takes it."""
     check_flag("need_weights", need_weights)
-    call = coverage_call(call, temperature, coverage_weight, channels)
+    call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
     asked = (backend, query.device, query.dtype, COVERAGE.name)
     backend = choose(*asked, filters=filters_of(call))
-    context, weights, after, loss, _ = dispatch.run(COVERAGE, call, backend)
-    return coverage_result(context, as_returned(weights, query.dtype, need_weights), after, loss)
+    return covered(dispatch.run(COVERAGE, call, backend), call, need_weights)
+
+
+def covered(outputs: Covered, call: Coverage, need_weights: bool) -> CoverageResult:
+    """Return the public result of the operator's outputs."""
+    weights = as_returned(outputs.weights, call.query.dtype, need_weights)
+    log_weights = None if call.transition_prob is None else outputs.log_weights
+    return coverage_result(outputs.context, weights, outputs.coverage, outputs.loss, log_weights)
 
 
 def coverage_attention(
@@ -349,6 +377,7 @@ def coverage_attention(
     transition_prob: float | Tensor | None = None,
     coverage: Tensor | None = None,
     previous: Tensor | None = None,
+    log_previous: Tensor | None = None,
     activation: str = "tanh",
     scale: float | None = None,
     lengths: Tensor | None = None,
@@ -382,10 +411,14 @@ def coverage_attention(
         fertility: φ > 0, how much attention a key asks for, ``[B, Tk]`` (or with heads); None
             means 1.
         transition_prob: u of forward attention, which multiplies exp(e) by
-            :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number (0.5 for the plain
-            one) or ``[B, Tq]``. ``previous`` must then say where to begin.
+            :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number from 0 to 1 (0.5
+            for the plain one) or ``[B, Tq]``. ``previous`` must then say where to begin. It is
+            computed from logarithms, so that no spread of the scores loses a weight; a weight that
+            is exactly 0 gets gradient 0.
         coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
         previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
+        log_previous: with a transition, log-weights in the place of ``previous``, −inf for 0: the
+            last row of the result's ``log_weights``. It carries weights that underflow, too.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         scale: s; None means 1 with a weight and 1/√A without.
         lengths, mask, bias, temperature, need_weights, backend: as in
@@ -396,7 +429,8 @@ def coverage_attention(
         ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
         last row, float32 (float64 for float64): an :class:`attnfast.CoverageResult`, whose
         attribute ``loss [B]`` is every sequence's coverage loss,
-        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`. With heads, ``[B, H, …]`` throughout.
+        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, and ``log_weights [B, Tq, Tk]``, with a
+        transition, log α. With heads, ``[B, H, …]`` throughout.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
@@ -414,7 +448,7 @@ def coverage_attention(
         query, key, value, weight, bias, mask, lengths, filters, projection,
         penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
     )  # fmt: skip
-    return cover(call, temperature, coverage_weight, channels, need_weights, backend)
+    return cover(call, temperature, coverage_weight, channels, log_previous, need_weights, backend)
 
 
 def copy_distribution(

@@ -129,17 +129,32 @@ def windows(signals: Tensor, width: int) -> Tensor:
     return padded.unfold(-1, width, 1).transpose(-3, -2).flatten(-2)
 
 
+def log_transition(log_p: Tensor, u: Tensor) -> Tensor:
+    """Return log((1 − u) p_j + u p_j−1) ``[..., Tk]``, −inf for 0."""
+    log_before = torch.nn.functional.pad(log_p, (1, 0), value=-math.inf)[..., :-1]
+    with torch.no_grad():
+        top = torch.maximum(log_p + (1 - u).log(), log_before + u.log())
+        none = top == -math.inf
+        top = top.masked_fill(none, 0)
+    # Only a term that is multiplied by 0 exceeds the limit; it counts in the gradient of u alone.
+    limit = 0.98 * math.log(torch.finfo(u.dtype).max)
+    here, before = ((x - top).clamp(max=limit).exp() for x in (log_p, log_before))
+    r = ((1 - u) * here + u * before).masked_fill(none, 1)
+    return (top + r.log()).masked_fill(none, -math.inf)
+
+
 def coverage_attention(call: Coverage) -> Covered:
-    """Compute context, weights, coverage and loss, row by row; no odds."""
+    """Compute context, weights, coverage and loss, row by row."""
     dtype = call.query.dtype
     call = exactly(call)
     q, bias, filters, u_t = call.query, call.bias, call.filters, call.transition_prob
     visible, k, v = visible_keys(call)
     zeros = k.new_zeros(k.shape[:-1])
     c = zeros if call.coverage is None else call.coverage
-    p = zeros if call.previous is None else call.previous
+    log_p = call.previous
+    p = zeros if log_p is None else log_p if u_t is None else log_p.exp()
     loss = k.new_zeros(k.shape[:-2])
-    rows = []
+    rows, logarithms = [], []
     for t in range(q.shape[-2]):
         seen = visible[..., t, :]
         keys = k
@@ -153,25 +168,23 @@ def coverage_attention(call: Coverage) -> Covered:
             e = e + bias.expand(*bias.shape[:-2], q.shape[-2], -1)[..., t, :]
         if call.penalty is not None:
             e = e - call.penalty.unsqueeze(-1) * c
-        odds = torch.ones_like(e)
-        if u_t is not None:
-            u = u_t[..., t, None]
-            odds = (1 - u) * p + u * torch.nn.functional.pad(p, (1, 0))[..., :-1]
-            slight = odds < torch.finfo(torch.float32).tiny  # counts as 0, but for its gradient
-            odds = odds - odds.detach().masked_fill(~slight, 0)
-        odds = odds.masked_fill(~seen, 0)
-        e = e.masked_fill(~seen, 0)
-        top = e.detach().masked_fill(odds == 0, -math.inf)
-        top = top.amax(-1, keepdim=True) if e.shape[-1] else e.sum(-1, keepdim=True)
-        top = top.masked_fill(top == -math.inf, 0)
-        mass = odds * (e - top).clamp(max=80).exp()  # beyond 80 no odds, and a gradient past use
-        total = mass.sum(-1, keepdim=True)
-        p = mass / total.masked_fill(total == 0, 1)
-        loss = loss + torch.where(p <= c, p, c).masked_fill(~seen, 0).sum(-1)
+        if u_t is not None and log_p is not None:
+            log_r = log_transition(log_p, u_t[..., t, None])
+            seen = seen & (log_r != -math.inf)
+            e = e + log_r.masked_fill(~seen, 0)
+        empty = ~seen.any(-1, keepdim=True)
+        e = e.masked_fill(~seen, -math.inf).masked_fill(empty, 0)
+        log_p = e.log_softmax(-1).masked_fill(~seen, -math.inf)
+        p = e.softmax(-1).masked_fill(~seen, 0)
+        loss = loss + torch.where(p <= c, p, c).masked_fill(~visible[..., t, :], 0).sum(-1)
         c = c + (p if call.inverse_fertility is None else call.inverse_fertility * p)
         rows.append(p)
+        logarithms.append(log_p)
     weights = torch.stack(rows, -2) if rows else q @ k.mT
-    return Covered((weights @ v).to(dtype), weights, c, loss, weights.new_empty(0))
+    log_weights = weights.new_empty(0)
+    if u_t is not None:
+        log_weights = torch.stack(logarithms, -2) if logarithms else weights
+    return Covered((weights @ v).to(dtype), weights, c, loss, log_weights)
 
 
 def copy_distribution(call: Copy) -> Copied:
@@ -245,7 +258,7 @@ def _wide(call: Any) -> Any:
 
 
 def recurrent(call: Recurrent) -> Recurred:
-    """Compute states, contexts and weights step by step; no odds."""
+    """Compute states, contexts and weights step by step."""
     linear = torch.nn.functional.linear
     call = _wide(call)
     B, T, _ = call.input.shape
@@ -271,9 +284,15 @@ def recurrent(call: Recurrent) -> Recurred:
         if padding is not None:
             seen = ~padding[:, t : t + 1]
             step = step._replace(mask=seen if step.mask is None else seen & step.mask)
-        context, weights, coverage, lost, _ = coverage_attention(step)
-        past, loss = (coverage, weights.squeeze(1)), loss + lost
-        return query, context.squeeze(1), weights.squeeze(1)
+        made = coverage_attention(step)
+        loss = loss + made.loss
+        weights = made.weights.squeeze(1)
+        if call.transition_prob is None:
+            past = made.coverage, weights
+        else:
+            past = made.coverage, made.log_weights.squeeze(1)
+            results["log_weights"].append(past[1])
+        return query, made.context.squeeze(1), weights
 
     def of_layers(rows: list[Any]) -> Any:
         return rows[0] if call.weight_above is None or rows[0] is None else torch.stack(rows)
@@ -313,8 +332,12 @@ def recurrent(call: Recurrent) -> Recurred:
     empty = fake_recurrent(call)
     rows = [torch.stack(results[x], -2) if results[x] else y for x, y in empty._asdict().items()]
     if padding is not None:
-        rows = [x.masked_fill(padding, 0) if x.dim() >= 3 else x for x in rows]
-    made = Recurred(*rows)._replace(odds=inputs.new_empty(0))
+        logarithms = rows[Recurred._fields.index("log_weights")]
+        rows = [
+            x.masked_fill(padding, -math.inf if x is logarithms else 0) if x.dim() >= 3 else x
+            for x in rows
+        ]
+    made = Recurred(*rows)
     return made if past[0] is None else made._replace(coverage=past[0], loss=loss)
 
 

@@ -95,9 +95,12 @@ class CoverageResult(_Result):
 
     Attributes:
         loss: every sequence's coverage loss, Σ_tj min(α_tj, C_tj), ``[B, (H)]``.
+        log_weights: with a transition log α ``[B, (H,) Tq, Tk]``, −inf for 0, float32 (float64 for
+            float64): the last row is the ``log_previous`` of the next call. Otherwise None.
     """
 
     loss: Tensor
+    log_weights: Tensor | None = None
 
     @property
     def context(self) -> Tensor:
@@ -136,7 +139,7 @@ class RecurrentResult(_Result):
 
 name_in_exports(RowStatistics)
 keep_in_pytrees(AttentionResult, "log_sum_exp", "_statistics")
-keep_in_pytrees(CoverageResult, "loss")
+keep_in_pytrees(CoverageResult, "loss", "log_weights")
 keep_in_pytrees(RecurrentResult, "states", "contexts", "weights")
 
 
@@ -152,11 +155,17 @@ def attention_result(
 
 
 def coverage_result(
-    context: Tensor, weights: Tensor | None, coverage: Tensor, loss: Tensor
+    context: Tensor,
+    weights: Tensor | None,
+    coverage: Tensor,
+    loss: Tensor,
+    log_weights: Tensor | None = None,
 ) -> CoverageResult:
     """Return a result of attention with a history."""
     result = CoverageResult((context, weights, coverage))
     result.loss = loss
+    if log_weights is not None:
+        result.log_weights = log_weights
     return result
 
 

@@ -13,7 +13,7 @@ struct History {
                                                        // head's own by the head stride
   View penalty;                                        // [H] by its head stride
   View inverse_fertility, coverage_in, previous;       // [B, H, Tk]
-  View transition_prob;                                // [B, H, Tq]
+  View transition_prob;                                // [B, H, Tq]; with it `previous` holds log-weights
   void* features = nullptr;                            // CPU: what `prepare` made of filters, projection
                                                        // and weight, of one head; or null
 };
@@ -21,15 +21,16 @@ struct History {
 // log_sum_exp is absent.
 struct CoverageForward : Forward, History {
   View coverage_out, loss;  // out: [B, H, Tk]; [B, H]
-  View odds;                // out, [B, H, Tq, Tk], or absent
+  View log_weights;         // out, [B, H, Tq, Tk], with a transition
 };
 
 // What filters touch is of this struct: with them grad_query, grad_key and grad_weight too are theirs.
 struct CoverageBackward : Backward, History {
-  View odds;                          // as the forward left them
+  View log_weights;                   // as the forward left them
   View grad_coverage_out, grad_loss;  // in
+  View grad_log_weights;              // in, [B, H, Tq, Tk], or absent
   View grad_last;                     // CPU: in, what reaches the last row's weights from the row after it,
-                                      // [B, H, Tk], or absent
+                                      // [B, H, Tk], or absent; with a transition, their logarithms
   bool sums;                          // grad_key, grad_weight, grad_filters and grad_projection, and on
                                       // the CPU grad_penalty and grad_inverse_fertility, are added to, for
                                       // each [B, H], and of the accumulation dtype
@@ -43,14 +44,9 @@ struct CoverageBackward : Backward, History {
 
 namespace {
 
-constexpr double kMostExponent = 80, kMostOdds = 5.54e34;  // e^80 is the largest gradient of odds
-
-// Forward attention's r_j = (1 - u) p_j + u p_{j-1}; less than a normal float is 0.
+// Log-weights of less count as 0 where a weight is wanted; -x is the most that exp is taken of.
 template <class C>
-ATTNFAST_DEVICE inline C transition_odds(C u, C here, C before) {
-  const C r = (1 - u) * here + u * before;
-  return r < C(1.1754943508222875e-38) ? 0 : r;
-}
+constexpr C kLeastLogarithm = sizeof(C) == 8 ? C(-700) : C(-87);
 
 }  // namespace
 }  // namespace attnfast

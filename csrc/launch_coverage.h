@@ -27,16 +27,17 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   ATTNFAST_HISTORY(X)        \
   ATTNFAST_SCORE(X)
 
-#define ATTNFAST_COVERAGE_SAVED(X)                \
-  X(Tensor, grad_context, rows, own, {Tq, Dv})    \
-  X(Optional, grad_weights, rows, sums, {Tq, Tk}) \
-  X(Optional, grad_coverage, rows, sums, {Tk})    \
-  X(Optional, grad_loss, rows, sums, {})          \
-  ATTNFAST_KEYS(X)                                \
-  ATTNFAST_LENGTHS(X)                             \
-  ATTNFAST_HISTORY(X)                             \
-  X(Tensor, weights, rows, sums, {Tq, Tk})        \
-  X(Tensor, odds, present_with, given.transition_prob, {Tq, Tk})
+#define ATTNFAST_COVERAGE_SAVED(X)                                       \
+  X(Tensor, grad_context, rows, own, {Tq, Dv})                           \
+  X(Optional, grad_weights, rows, sums, {Tq, Tk})                        \
+  X(Optional, grad_coverage, rows, sums, {Tk})                           \
+  X(Optional, grad_loss, rows, sums, {})                                 \
+  X(Optional, grad_log_weights, beside, given.transition_prob, {Tq, Tk}) \
+  ATTNFAST_KEYS(X)                                                       \
+  ATTNFAST_LENGTHS(X)                                                    \
+  ATTNFAST_HISTORY(X)                                                    \
+  X(Tensor, weights, rows, sums, {Tq, Tk})                               \
+  X(Tensor, log_weights, present_with, given.transition_prob, {Tq, Tk})
 
 #define ATTNFAST_COVERAGE_BACKWARD(X) \
   ATTNFAST_COVERAGE_SAVED(X)          \
@@ -56,7 +57,7 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   X(bool, need_grad_query, any)                            \
   X(bool, need_grad_score, any)
 
-#define ATTNFAST_COVERED(X) X(context) X(weights) X(coverage) X(loss) X(odds)
+#define ATTNFAST_COVERED(X) X(context) X(weights) X(coverage) X(loss) X(log_weights)
 // clang-format off
 #define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
   X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)     \
@@ -68,6 +69,7 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
 struct CoverageFit : AttentionFit, FilterSizes {
   template <class Arguments>
   explicit CoverageFit(const Arguments& given) : AttentionFit(given), FilterSizes(given, *this) {
+    check(!given.transition_prob || given.previous, "previous");
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
 
@@ -76,6 +78,10 @@ struct CoverageFit : AttentionFit, FilterSizes {
   // Rows beside another argument; of size [0] without that.
   bool present_with(const Tensor& x, const Optional& other, Sizes wanted) const {
     return other ? rows(x, sums, wanted) : sizes(x, sums, {0});
+  }
+
+  bool beside(const Optional& x, const Optional& other, Sizes wanted) const {
+    return !x || present_with(*x, other, wanted);
   }
 
   // What is added to, its numbers side by side.
@@ -105,14 +111,18 @@ Covered coverage_attention(const CoverageArguments& given) {
   const Tensor weights = empty(query.device(), rows, fit.sums);
   const Tensor coverage = empty(query.device(), keys, fit.sums);
   const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sums);
-  const Tensor odds = empty_if(given.transition_prob.has_value(), query, rows, fit.sums);
+  const Tensor log_weights = empty_if(given.transition_prob.has_value(), query, rows, fit.sums);
   a.context = view(context);
   a.weights = view(weights);
   a.coverage_out = view(coverage, false);
   a.loss = View{place_of(loss), a.H, 1};
-  if (given.transition_prob) a.odds = view(odds);
+  if (given.transition_prob) a.log_weights = view(log_weights);
   run_forward(a, query);
-  return {.context = context, .weights = weights, .coverage = coverage, .loss = loss, .odds = odds};
+  return {.context = context,
+          .weights = weights,
+          .coverage = coverage,
+          .loss = loss,
+          .log_weights = log_weights};
 }
 
 // Let the gradients be added to sums of steps, one for each sequence and head.
@@ -144,6 +154,8 @@ void put_gradients(const Arguments& given, CoverageBackward& a, Keep& keep) {
   if (given.grad_weights) a.grad_weights = view_of_rows(*given.grad_weights, keep);
   a.grad_coverage_out = view_of_numbers(given.grad_coverage, keep);
   a.grad_loss = view_of_heads(given.grad_loss, a.H, keep);
+  if (given.grad_log_weights && given.transition_prob)
+    a.grad_log_weights = view_of_rows(*given.grad_log_weights, keep);
 }
 
 // Both backwards. The one that adds to sums has no gradients of key, value, weight and filters to return.
@@ -176,10 +188,10 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Parts parts(query, fit, of_weight, need_grad_filters, given.penalty.has_value(), a);
   if constexpr (into) put_sums(given, fit, a);
 
-  const Tensor weights = packed(given.weights), odds = packed(given.odds);
+  const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights);
   const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sums);
   a.weights = view(weights);
-  if (given.transition_prob) a.odds = view(odds);
+  if (given.transition_prob) a.log_weights = view(log_weights);
   a.grad_score = view(grad_score);
   a.grad_score_returned = given.need_grad_score;
   put_gradients(given, a, keep);

@@ -63,7 +63,7 @@ bool multiplies_narrow();
 // clang-format off
 #define ATTNFAST_RECURRED(X)                                                           \
   X(states) X(cells) X(contexts) X(weights) X(attentional) X(coverage) X(loss) X(queries) \
-  X(gates) X(odds)
+  X(gates) X(log_weights)
 // clang-format on
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
@@ -74,6 +74,7 @@ bool multiplies_narrow();
   X(Optional, grad_attentional, result, given.weight_output, O)                         \
   X(Optional, grad_coverage, after, given.coverage, {B, Tk})                            \
   X(Optional, grad_loss, after, given.coverage, {B})                                    \
+  X(Optional, grad_log_weights, result, given.transition_prob, Tk)                      \
   ATTNFAST_LAYER(X)                                                                     \
   ATTNFAST_LAYER_KEYS(X)                                                                \
   ATTNFAST_LAYER_STACK(X)                                                               \
@@ -85,7 +86,7 @@ bool multiplies_narrow();
   X(Tensor, attentional, result, given.weight_output, O)                                \
   X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
   X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)                              \
-  X(Tensor, odds, kept, given.transition_prob.has_value(), Tk)                          \
+  X(Tensor, log_weights, kept, given.transition_prob.has_value(), Tk)                   \
   ATTNFAST_LAYER_OPTIONS(X)                                                             \
   X(bool, need_grad_input, any)                                                         \
   X(bool, need_grad_parameters, any)                                                    \
@@ -355,7 +356,7 @@ Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, Recurr
       .loss = loss,
       .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
       .gates = of_layers(a.cell != Cell::tanh, 4 * a.H, a.gates),
-      .odds = room(given.transition_prob.has_value(), a.Tk, a.attention.odds),
+      .log_weights = room(given.transition_prob.has_value(), a.Tk, a.attention.log_weights),
   };
 }
 
@@ -369,7 +370,8 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   a.attentional = result_of(given.attentional, keep);
   a.queries = result_of(given.queries, keep);
   a.gates = result_of(given.gates, keep, fit.stacked);
-  a.attention.odds = result_of(given.odds, keep);
+  a.attention.log_weights = result_of(given.log_weights, keep);
+  a.attention.grad_log_weights = result_of(given.grad_log_weights, keep);
   a.grad_states = kept(given.grad_states, keep, fit.stacked);
   a.grad_cells = result_of(given.grad_cells, keep, fit.stacked);
   a.grad_contexts = result_of(given.grad_contexts, keep);

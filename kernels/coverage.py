@@ -41,9 +41,7 @@ from attnfast.ops.coverage import (
 )
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
-FAR = tl.constexpr(80.0)  # beyond it exp meets no odds, and a gradient past use
-MOST_ODDS = tl.constexpr(5.54e34)  # e^80
-TINY = tl.constexpr(1.1754943508222875e-38)  # odds below it count as 0
+LIMIT = tl.constexpr(87.0)  # of an exponent that only a term multiplied by 0 exceeds
 
 
 @triton.jit
@@ -88,17 +86,31 @@ def _features(
 
 
 @triton.jit
-def _odds(p_last, o_k, m_k, u):
-    """(1 − u) p_j + u p_j−1."""
-    b_p = tl.load(p_last + o_k, mask=m_k, other=0)
-    b_r = (1 - u) * b_p + u * tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
-    return tl.where(b_r < TINY, 0, b_r)
+def _log(u):
+    """The logarithm of a probability, −inf of 0."""
+    return tl.where(u == 0, -float("inf"), tl.log(tl.where(u == 0, 1, u)))
+
+
+@triton.jit
+def _transition(p_past, o_k, m_k, u):
+    """p_j, p_j−1 and r_j = (1 − u) p_j + u p_j−1, divided by its larger term; log r_j."""
+    b_here = tl.load(p_past + o_k, mask=m_k, other=-float("inf"))
+    b_before = tl.load(p_past + o_k - 1, mask=m_k & (o_k > 0), other=-float("inf"))
+    b_stay, b_move = b_here + _log(1 - u), b_before + _log(u)
+    b_top = tl.where(b_stay > b_move, b_stay, b_move)
+    b_none = b_top == -float("inf")
+    b_top = tl.where(b_none, 0, b_top)
+    b_here, b_before = b_here - b_top, b_before - b_top
+    b_here = tl.exp(tl.where(b_here > LIMIT, LIMIT, b_here))
+    b_before = tl.exp(tl.where(b_before > LIMIT, LIMIT, b_before))
+    b_sum = tl.where(b_none, 1, (1 - u) * b_here + u * b_before)
+    return b_here, b_before, b_sum, tl.where(b_none, -float("inf"), b_top + tl.log(b_sum))
 
 
 @triton.jit
 def _scan(
     p_q, p_k, p_weight, p_bias, p_mask, p_lengths, p_filters, p_projection, p_penalty, p_rate,
-    p_transition, p_previous, p_weights, p_coverage, p_loss, p_odds,
+    p_transition, p_previous, p_log_previous, p_weights, p_coverage, p_loss, p_log_weights,
     s_q, s_k, s_weight, s_bias, s_mask, s_filters, s_projection, s_penalty, scale,
     H, Tq, Tk, A, K, W, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
@@ -112,6 +124,9 @@ def _scan(
     p_coverage += i_bh * Tk
     p_previous += i_bh * Tk
     p_weights += i_bh * Tq * Tk
+    if p_transition is not None:
+        p_log_previous += i_bh * Tk
+        p_log_weights += i_bh * Tq * Tk
     penalty = 0.0
     if p_penalty is not None:
         penalty = tl.load(p_penalty + i_h * s_penalty)
@@ -129,8 +144,15 @@ def _scan(
         else:
             p_last = p_row - Tk
         u = 0.0
+        p_past = p_last
+        p_log_row = p_row
         if p_transition is not None:
             u = tl.load(p_transition + i_bh * Tq + t)
+            p_log_row = p_log_weights + tl.cast(t, tl.int64) * Tk
+            if t == 0:
+                p_past = p_log_previous
+            else:
+                p_past = p_log_row - Tk
 
         b_top = tl.full([BK], -float("inf"), acc)
         for j in range(0, n, BK):
@@ -167,10 +189,11 @@ def _scan(
                 m_s = m_k & (b_e != -float("inf"))
             if p_penalty is not None:
                 b_e -= penalty * tl.load(p_coverage + o_k, mask=m_k, other=0)
+            if p_transition is not None:
+                _, _, _, b_log = _transition(p_past, o_k, m_k, u)
+                b_e += b_log
             b_e = tl.where(m_s, b_e, -float("inf"))
             tl.store(p_row + o_k, b_e, mask=m_k)
-            if p_transition is not None:
-                b_e = tl.where(_odds(p_last, o_k, m_k, u) == 0, -float("inf"), b_e)
             b_top = tl.maximum(b_top, b_e)
         top = tl.max(b_top, 0)
         top = tl.where(top == -float("inf"), 0, top)
@@ -179,26 +202,17 @@ def _scan(
         b_sum = tl.zeros([BR], acc)
         for j in range(0, n, BR):
             o_k = j + tl.arange(0, BR)
-            b_e = tl.load(p_row + o_k, mask=o_k < n, other=-float("inf")) - top
-            b_mass = tl.exp(tl.where(b_e > FAR, FAR, b_e))
-            if p_transition is not None:
-                b_mass *= _odds(p_last, o_k, o_k < n, u)
-            b_sum += b_mass
+            b_sum += tl.exp(tl.load(p_row + o_k, mask=o_k < n, other=-float("inf")) - top)
         total = tl.sum(b_sum, 0)
         total = tl.where(total == 0, 1, total)
-        inverse, most = 1 / total, MOST_ODDS * total
+        inverse = 1 / total
         for j in range(0, Tk, BR):
             o_k = j + tl.arange(0, BR)
             m_k = o_k < n
             b_e = tl.load(p_row + o_k, mask=m_k, other=-float("inf")) - top
-            b_exp = tl.exp(tl.where(b_e > FAR, FAR, b_e))
-            if p_transition is None:
-                b_p = b_exp * inverse
-            else:
-                # No logarithm of the total: what it is off by, all odds of the row would be.
-                b_odds = tl.where(b_exp > most, most, b_exp) * inverse
-                tl.store(p_odds + (i_bh * Tq + t) * Tk + o_k, b_odds, mask=o_k < Tk)
-                b_p = b_exp * _odds(p_last, o_k, m_k, u) * inverse
+            b_p = tl.exp(b_e) * inverse
+            if p_transition is not None:
+                tl.store(p_log_row + o_k, b_e - tl.log(total), mask=o_k < Tk)
             b_c = tl.load(p_coverage + o_k, mask=m_k, other=0)
             b_lost += tl.where(b_p <= b_c, b_p, b_c)
             b_rate = 1.0
@@ -213,8 +227,8 @@ def _scan(
 @triton.jit
 def _scan_gradient(
     p_q, p_k, p_weight, p_lengths, p_filters, p_projection, p_penalty, p_rate, p_transition,
-    p_previous, p_weights, p_odds, p_first, p_grad_loss,
-    p_ds, p_before, p_dlast, p_dcoverage, p_dr, p_dfound,
+    p_previous, p_log_previous, p_weights, p_log_weights, p_first, p_grad_loss, p_dlog,
+    p_ds, p_before, p_dlast, p_dcoverage, p_dpast, p_dfound,
     p_dq, p_dk, p_dweight, p_dfilters, p_dprojection, p_dpenalty, p_drate, p_dtransition,
     s_q, s_k, s_weight, s_filters, s_projection, s_penalty, scale,
     H, Tq, Tk, A, K, W, SCORE: tl.constexpr, C: tl.constexpr,
@@ -223,8 +237,8 @@ def _scan_gradient(
     """From g = dc vᵀ + dP, in the place of ds, to ds and all that flows through the history.
 
     ``dlast`` is the gradient of the weights as the next row's past, ``dcoverage`` that of the
-    coverage after a row, then before it; ``before`` and ``dr``, ``dfound`` are for what the rows
-    leave and the threads exchange.
+    coverage after a row, then before it, ``dpast`` that of the log-weights; ``before`` and
+    ``dfound`` are for what the rows leave and the threads exchange.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     i_bh = tl.program_id(0).to(tl.int64)
@@ -237,6 +251,12 @@ def _scan_gradient(
     p_previous += i_bh * Tk
     p_dlast += i_bh * Tk
     p_dcoverage += i_bh * Tk
+    if p_transition is not None:
+        p_log_previous += i_bh * Tk
+        p_log_weights += i_bh * Tq * Tk
+        p_dpast += i_bh * Tk
+        if p_dlog is not None:
+            p_dlog += i_bh * Tq * Tk
     penalty = 0.0
     if p_penalty is not None:
         penalty = tl.load(p_penalty + i_h * s_penalty)
@@ -276,7 +296,16 @@ def _scan_gradient(
             p_last = p_previous
         else:
             p_last = p_weights + o_row - Tk
+        u = 0.0
+        p_past = p_last
+        if p_transition is not None:
+            u = tl.load(p_transition + i_bh * Tq + t)
+            if t == 0:
+                p_past = p_log_previous
+            else:
+                p_past = p_log_weights + o_row - Tk
         b_mean = tl.zeros([BR], acc)
+        b_total = tl.zeros([BR], acc)
         for j in range(0, n, BR):
             o_k = j + tl.arange(0, BR)
             m_k = o_k < n
@@ -296,15 +325,19 @@ def _scan_gradient(
             b_g += tl.where(b_p <= b_c, grad_loss, 0)
             b_dc += tl.where(b_p <= b_c, 0, grad_loss)
             b_mean += tl.where(b_p == 0, 0, b_p * b_g)
+            if p_transition is not None:
+                b_dlog = tl.load(p_dpast + o_k, mask=m_k, other=0)
+                if p_dlog is not None:
+                    b_log = tl.load(p_log_weights + o_row + o_k, mask=m_k, other=0)
+                    b_given = tl.load(p_dlog + o_row + o_k, mask=m_k, other=0)
+                    b_dlog += tl.where(b_log == -float("inf"), 0, b_given)
+                    tl.store(p_dpast + o_k, b_dlog, mask=m_k)
+                b_total += b_dlog
             tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
             tl.store(p_ds + o_row + o_k, b_g, mask=m_k)
-        mean = tl.sum(b_mean, 0)
+        mean, total = tl.sum(b_mean, 0), tl.sum(b_total, 0)
         tl.debug_barrier()
 
-        u = 0.0
-        b_du = tl.zeros([BR], acc)
-        if p_transition is not None:
-            u = tl.load(p_transition + i_bh * Tq + t)
         for j in range(0, Tk, BR):
             o_k = j + tl.arange(0, BR)
             m_k = o_k < n
@@ -312,19 +345,14 @@ def _scan_gradient(
             b_c = tl.load(p_before + o_row + o_k, mask=m_k, other=0)
             b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0) - mean
             b_ds = tl.where(b_p == 0, 0, b_p * b_g)
+            if p_transition is not None:
+                # not one sum with the mean's: a row of one key has gradient 0
+                b_ds += tl.load(p_dpast + o_k, mask=m_k, other=0) - b_p * total
             tl.store(p_ds + o_row + o_k, b_ds, mask=o_k < Tk)
             if p_penalty is not None:
                 b_dpenalty -= b_ds * b_c
                 b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0) - penalty * b_ds
                 tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
-            if p_transition is not None:
-                b_odds = tl.load(p_odds + i_bh * Tq * Tk + o_row + o_k, mask=m_k, other=0)
-                b_dr = tl.where(b_odds == 0, 0, b_odds * b_g)
-                tl.store(p_dr + i_bh * Tk + o_k, b_dr, mask=o_k < Tk)
-                b_before = tl.load(p_last + o_k - 1, mask=m_k & (o_k > 0), other=0)
-                b_du += b_dr * (b_before - tl.load(p_last + o_k, mask=m_k, other=0))
-        if p_transition is not None:
-            tl.store(p_dtransition + i_bh * Tq + t, tl.sum(b_du, 0))
         tl.debug_barrier()
 
         if p_filters is not None:
@@ -383,14 +411,20 @@ def _scan_gradient(
             tl.debug_barrier()
 
         # what this row leaves for the weights and coverage before it
+        b_du = tl.zeros([BK], acc)
         for j in range(0, Tk, BK):
             o_k = j + tl.arange(0, BK)
             m_k = o_k < Tk
             b_dp = tl.zeros([BK], acc)
             if p_transition is not None:
-                p_dr_k = p_dr + i_bh * Tk + o_k
-                b_dp += (1 - u) * tl.load(p_dr_k, mask=m_k, other=0)
-                b_dp += u * tl.load(p_dr_k + 1, mask=o_k < Tk - 1, other=0)
+                b_ds = tl.load(p_ds + o_row + o_k, mask=o_k < n, other=0)
+                b_next = tl.load(p_ds + o_row + o_k + 1, mask=o_k < n - 1, other=0)
+                b_here, b_last, b_sum, _ = _transition(p_past, o_k, o_k < n, u)
+                b_ds /= b_sum
+                b_du += b_ds * (b_last - b_here)
+                _, b_this, b_sum, _ = _transition(p_past, o_k + 1, o_k < n - 1, u)
+                b_dlog = (1 - u) * b_here * b_ds + u * b_this * (b_next / b_sum)
+                tl.store(p_dpast + o_k, b_dlog, mask=m_k)
             if p_filters is not None:
                 b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
                 for w in range(W):
@@ -405,6 +439,8 @@ def _scan_gradient(
                         b_dc += tl.sum(b_df * b_f[None, :], 1)
                 tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
             tl.store(p_dlast + o_k, b_dp, mask=m_k)
+        if p_transition is not None:
+            tl.store(p_dtransition + i_bh * Tq + t, tl.sum(b_du, 0))
         tl.debug_barrier()
     if p_penalty is not None:
         tl.store(p_dpenalty + i_bh, tl.sum(b_dpenalty, 0))
@@ -455,19 +491,29 @@ def _options(call) -> tuple:
     )
 
 
+def _previous_of(call) -> tuple:
+    """Return the weights before the first row, and of a transition their logarithms."""
+    if call.previous is None:
+        return call.query.new_zeros(
+            call.key.shape[:-1], dtype=accumulation_dtype(call.query.dtype)
+        ), None
+    previous = call.previous.contiguous()
+    return (previous, None) if call.transition_prob is None else (previous.exp(), previous)
+
+
 def forward(call: Coverage) -> Covered:
     """Run the operator ``coverage_attention``."""
     query, transition_prob, scale = call.query, call.transition_prob, call.scale
     acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], call.key.shape[-2])
     context, keys = empty_rows(query, call.value.shape[-1]), call.key.shape[:-1]
     weights = query.new_empty(shape, dtype=acc)
-    previous, penalty = call.previous, call.penalty
+    penalty = call.penalty
     coverage = weights.new_zeros(keys)
     if call.coverage is not None:
         coverage.copy_(call.coverage)
-    previous = weights.new_zeros(keys) if previous is None else previous.contiguous()
+    previous, log_previous = _previous_of(call)
     loss = weights.new_zeros(keys[:-1])
-    odds = weights.new_empty((0,) if transition_prob is None else shape)
+    log_weights = weights.new_empty((0,) if transition_prob is None else shape)
     rate = None if call.inverse_fertility is None else call.inverse_fertility.contiguous()
     filters, projection, options = _options(call)
     if filters is None:
@@ -484,14 +530,14 @@ def forward(call: Coverage) -> Covered:
             _scan[(B * H,)](
                 q, k, w, bias, mask, lengths, filters, projection, penalty, rate,
                 None if transition_prob is None else transition_prob.contiguous(), previous,
-                weights, coverage, loss, odds, q.stride(), k.stride(),
+                log_previous, weights, coverage, loss, log_weights, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(), _strides(bias), _strides(mask),
                 scale=_pair(scale), **options,
             )  # fmt: skip
             _multiply(
                 weights, v, lengths, None, 0, _heads(context), 1.0, over_keys=True, clean=False
             )
-    return Covered(context, weights, coverage, loss, odds)
+    return Covered(context, weights, coverage, loss, log_weights)
 
 
 def backward_into(call) -> CoverageGradients:
@@ -530,8 +576,8 @@ def _of_features(call: CoverageBackward, dq, dk, dweight) -> tuple[torch.Tensor,
 def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     """Run ``coverage_attention_backward``; with ``sums`` the operator that adds to these."""
     query, key, value, penalty = call.query, call.key, call.value, call.penalty
-    rate, transition_prob, odds = call.inverse_fertility, call.transition_prob, call.odds
-    coverage, previous, grad_context = call.coverage, call.previous, call.grad_context
+    rate, transition_prob = call.inverse_fertility, call.transition_prob
+    coverage, grad_context = call.coverage, call.grad_context
     grad_weights, grad_coverage, grad_loss = call.grad_weights, call.grad_coverage, call.grad_loss
     weights, (Tq, A) = call.weights, query.shape[-2:]
     keys, heads = key.shape[:-1], key.shape[:-2]
@@ -549,10 +595,9 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     ds = ds.contiguous()
     own_filters, own_projection, options = _options(call)
     features, BF = own_filters is not None, options["BF"]
-    coverage_in, before = (
-        zeros(*keys) if x is None else x.contiguous() for x in (coverage, previous)
-    )
-    dlast = zeros(*keys)
+    coverage_in = zeros(*keys) if coverage is None else coverage.contiguous()
+    previous, log_previous = _previous_of(call)
+    dlast, dpast = zeros(*keys), zeros(*keys, needed=transition_prob is not None)
     dcoverage = zeros(*keys) if grad_coverage is None else grad_coverage.contiguous().clone()
     dq = zeros(*query.shape, needed=features)
     dk, dweight, dfilters, dprojection = sums or (
@@ -570,9 +615,10 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         if B * H * Tq:
             _scan_gradient[(B * H,)](
                 q, k, w, lengths, own_filters, own_projection, penalty, packed(rate),
-                packed(transition_prob), before, weights.contiguous(), odds.contiguous(),
-                coverage_in, packed(grad_loss), ds,
-                torch.empty_like(ds), dlast, dcoverage, torch.empty_like(dlast),
+                packed(transition_prob), previous, log_previous, weights.contiguous(),
+                call.log_weights.contiguous(), coverage_in, packed(grad_loss),
+                packed(call.grad_log_weights), ds,
+                torch.empty_like(ds), dlast, dcoverage, dpast,
                 zeros(*keys, BF, needed=features), dq, dk, dweight, dfilters, dprojection,
                 dpenalty, drate, dtransition, q.stride(), k.stride(),
                 (0, 0) if w is None else w.stride(),
@@ -582,6 +628,8 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     def none() -> torch.Tensor:
         return weights.new_empty(0)
 
+    if transition_prob is not None:
+        dlast = dpast + torch.where(previous == 0, 0, previous * dlast)
     if features:
         of_inputs = _of_features(call, dq, dk, dweight)
     else:
@@ -609,5 +657,5 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         none() if penalty is None else _added(dpenalty, penalty, own),
         drate, dtransition,
         none() if coverage is None else dcoverage,
-        none() if previous is None else dlast,
+        none() if call.previous is None else dlast,
     )  # fmt: skip

@@ -117,10 +117,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/reference.py", HISTORY): [
         ("(p if call.inverse_fertility is None else call.inverse_fertility * p)", "p"),
-        ("(e - top).clamp(max=80).exp()", "(e - top).exp()"),
+        ("seen = seen & (log_r != -math.inf)", "pass"),
         ("e = e - call.penalty.unsqueeze(-1) * c", "e = e - call.penalty.unsqueeze(-1)"),
-        ("u * torch.nn.functional.pad(p, (1, 0))[..., :-1]",
-         "u * torch.nn.functional.pad(p, (0, 1))[..., 1:]"),
+        ("pad(log_p, (1, 0), value=-math.inf)[..., :-1]",
+         "pad(log_p, (0, 1), value=-math.inf)[..., 1:]"),
     ],
     ("attnfast/ops/coverage.py", HISTORY): [
         ('("filters", "projection"),\n    },', '("filters",),\n    },'),
@@ -276,9 +276,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self.hidden_dim % 2 and (self.self_attention or", "self.hidden_dim % 2 and (False or"),
     ],
     ("attnfast/nn/history.py", "tests/test_history.py"): [
-        ("result.loss if history.loss is None else history.loss + result.loss", "result.loss"),
+        ("loss if self.loss is None else self.loss + loss,", "loss,"),
         ("first[:, :1] = 1", "first[:, -1:] = 1"),
-        ("history.previous, counts)", "history.previous, None)"),
+        ("self.previous, lengths),", "self.previous, None),"),
+        ("last_of(log_weights, first, lengths)", "last_of(log_weights, first, None)"),
         ("torch.where((lengths > 0)", "torch.where((lengths >= 0)"),
         ("self.activation = activation", "pass"),
         ("fertility=self.fertility * asked", "fertility=asked"),
@@ -619,10 +620,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if request.filters > self.most_filters:", "if False:"),
     ],
     ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): [
-        ("history.loss is None else history.loss + done.loss", "True else None"),
-        ("history.previous, lengths), loss)", "history.previous, None), loss)"),
         ("mask = seen if mask is None else seen & mask", "pass"),
-        ("history.coverage, history.previous, None,", "history.coverage, history.coverage, None,"),
+        ("state.get(\"previous\"), None,", "state[\"coverage\"], None,"),
         ("\"cell\": -2, \"feed\": 0}", "\"cell\": -2}"),
         ("all(x is y for x, y in zip(parameters, before.parameters))", "True"),
         ("(steps >= target_lengths[:, None]).unsqueeze(-1), 0)", "steps.view(1, -1, 1) < 0, 0)"),
@@ -688,10 +687,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("kernels/coverage.py", TRITON_HISTORY): [
         ("b_g += tl.where(b_p <= b_c, grad_loss, 0)", "b_g += tl.where(b_p < b_c, grad_loss, 0)"),
         ("b_dpenalty -= b_ds * b_c", "b_dpenalty += b_ds * b_c"),
-        ("b_dp += u * tl.load(p_dr_k + 1, mask=o_k < Tk - 1, other=0)", "pass"),
+        ("+ u * b_this * (b_next / b_sum)", ""),
         ("b_c + b_rate * b_p", "b_c + b_p"),
         ("m_k = b_ds != 0  #", "m_k = o_k < n  #"),
-        ("tl.where(b_exp > most, most, b_exp) * inverse", "b_exp * inverse"),
+        ("- b_p * total", ""),
     ],
     ("kernels/copying.py", "tests/test_copying.py -k 'triton and not check and not compile'"): [
         ("every += tl.sum(b_plus, 0)", "pass"),
@@ -716,7 +715,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("multiply_by((C)a.scale, item.seen, row(i));", ";"),
     ],
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): [
-        ("odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : ", "odds[j] = "),
+        ("x += part(past) - w * total;", "x += part(past);"),
         ("lost += x <= c ? x : c;", "lost += x;"),
         ("for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;", ""),
     ],
@@ -724,12 +723,16 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(a.sums ? *row(a.grad_penalty) : 0)", "0"),
         ("if (a.grad_last.data) copy(row(a.grad_last)", "if (false) copy(row(a.grad_last)"),
     ],
+    ("csrc/cpu/transition.h", HISTORY): [
+        ("store_part(moved + j, times(r.before) * u", "store_part(moved + j, times(r.before)"),
+        ("top + log_of_one_more(sum - (C)1)", "top"),
+    ],
     ("csrc/cpu/copying_kernel.cpp", "tests/test_copying.py -k 'cpu and not compile'"): [
         ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
         ("w < V && x[w] != -infinity<C>()", "w < V"),
     ],
     ("csrc/cpu/recurrent_steps.h", RECURRENT): [
-        ("if (t) move_on(step.previous = step.weights, -1, sizeof(C));", ""),
+        ("step.log_weights.data ? step.log_weights : step.weights", "step.weights"),
         ("if (a.step_lengths) step.lengths =", "if (false) step.lengths ="),
     ],
     ("csrc/cpu/recurrent_forward.h", RECURRENT): [
@@ -888,12 +891,12 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("csrc/cuda/coverage.cuh", CUDA.format("coverage or owes")): [
         ("loss += p <= c ? p : c;", "loss += p;"),
-        ("s.past[j] = (1 - u) * r + u * grad_odds(j + 1);", "s.past[j] = (1 - u) * r;"),
+        ("i < j + 2 && i < n; ++i)", "i < j + 1; ++i)"),
         ("if (!smaller) s.grad_coverage[j] = c + grad_loss;", ""),
         ("s.grad_coverage[j] -= s.penalty * x;", ""),
     ],
     ("csrc/cuda/coverage.cuh", "tests/test_cuda_build.py -k 'sanitizers and thread'"): [
-        ("if (s.K || odds) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
+        ("if (s.K || logarithms) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
     ],
     ("csrc/cuda/recurrent.cuh", CUDA.format("recurrent")): [
         ("sums[of_state(K, gate)] +=", "sums[gate] +="),

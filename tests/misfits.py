@@ -31,6 +31,8 @@ HISTORY = {
     "inverse_fertility": "? s B H Tk", "transition_prob": "? s B H Tq", "coverage": "? s B H Tk",
     "previous": "? s B H Tk",
 }  # fmt: skip
+#: Absent, or empty, without a transition_prob.
+LOGARITHMS = ("log_weights", "grad_log_weights")
 GRADS = {"grad_context": "q B H Tq Dv", "grad_weights": "? s B H Tq W", "weights": "s B H Tq W"}
 COPYING = {"logits": "q B Tq V", "weights": "q B Tq Tk", "source": "int B Tk", "gate": "q B Tq"}
 CALLS = {
@@ -42,7 +44,8 @@ CALLS = {
     "coverage_attention": {**KEYS, **TERMS, **HISTORY},
     "coverage_attention_backward": {
         **KEYS, **LENGTHS, **HISTORY, **GRADS,
-        "grad_coverage": "? s B H Tk", "grad_loss": "? s B H", "odds": "s B H Tq Tk",
+        "grad_coverage": "? s B H Tk", "grad_loss": "? s B H", "log_weights": "s B H Tq Tk",
+        "grad_log_weights": "? s B H Tq Tk",
     },
     "copy_distribution": COPYING,
     "copy_distribution_backward": {
@@ -135,7 +138,7 @@ class Call:
         for p in parameters(self.name):
             if p not in self.patterns or p == "columns":
                 self.args[p] = others.get(p, True)
-            elif p == "odds" and "transition_prob" in missing:
+            elif p in LOGARITHMS and p not in missing and "transition_prob" in missing:
                 self.args[p] = torch.empty(0, dtype=self.patterns[p].dtypes(self.dtype)[0])
             else:
                 self.args[p] = None if p in missing else self.make(p, own.get(p, False))
@@ -197,7 +200,8 @@ class Call:
         defining = ("logits", "query", "key", "value", "weights")
         for p in sorted(self.patterns, key=lambda p: defining.index(p) if p in defining else 9):
             x, (marks, _, names) = args[p], self.patterns[p]
-            if x is None or p == "columns" or (p == "odds" and args["transition_prob"] is None):
+            unused = p in LOGARITHMS and args["transition_prob"] is None
+            if x is None or p == "columns" or unused:
                 continue
             names = [n for n in names if n != "H" or heads]
             if "own" in marks and heads and x.dim() == len(names) + 1:
@@ -225,8 +229,12 @@ class Call:
         ):
             if args.get(p) is not None and (args[p] > last).any():
                 return False
-        odds = args["odds"] if "odds" in args and args["transition_prob"] is None else None
-        if odds is not None and (odds.shape != (0,) or odds.dtype != args["weights"].dtype):
+        unused = [args.get(p) for p in LOGARITHMS if args.get("transition_prob") is None]
+        if any(
+            x is not None and (x.shape != (0,) or x.dtype != args["weights"].dtype) for x in unused
+        ):
+            return False
+        if args.get("transition_prob") is not None and args["previous"] is None:
             return False
         filters, projection = args.get("filters"), args.get("projection")
         if (filters is None) != (projection is None):

@@ -294,7 +294,7 @@ def results(case: Case, args: dict[str, Tensor | None], how, names=NAMES) -> dic
         noise = noise.bfloat16().double()  # the same numbers in every dtype
         if x.dim() > 2:  # non-contiguous
             noise = noise.transpose(-1, -2).contiguous().transpose(-1, -2)
-        if name == "log_sum_exp":
+        if name in ("log_sum_exp", "log_weights"):
             noise = noise.masked_fill(x == -math.inf, 0)
         upstream.append(noise.to(x.dtype))
     upstream = [g for x, g in zip(outputs.values(), upstream) if x.requires_grad]

@@ -22,7 +22,7 @@ from attnfast.decoding import attend_with_history, prepare
 from attnfast.measure import peak_memory
 from attnfast.ops.arguments import SCORES
 
-NAMES = ("context", "weights", "coverage", "loss")
+NAMES = ("context", "weights", "coverage", "loss", "log_weights")
 #: What a row may know of its past, and what only the additive score has.
 TERMS = ("penalty", "fertility", "transition_prob", "state")
 FEATURES = ("coverage_weight", "location")
@@ -175,10 +175,15 @@ def in_steps(backend: str):
             )  # fmt: skip
             context, weights, coverage = result
             state = {"coverage": coverage, "previous": weights.squeeze(-2)}
-            steps.append((context, weights))
+            if result.log_weights is not None:
+                state["log_previous"] = result.log_weights.squeeze(-2)
+                del state["previous"]
+            steps.append((context, weights, result.log_weights))
             lost = lost + result.loss
-        contexts, weights = (torch.cat(x, -2) for x in zip(*steps))
-        return contexts, weights, coverage, lost
+        *rows, log_weights = zip(*steps)
+        contexts, weights = (torch.cat(x, -2) for x in rows)
+        more = () if log_weights[0] is None else (torch.cat(log_weights, -2),)
+        return contexts, weights, coverage, lost, *more
 
     return attend
 
@@ -325,8 +330,9 @@ def test_tu_2016():
     torch.testing.assert_close(coverage, c)
 
 
+@pytest.mark.parametrize("carried", ["previous", "log_previous"])
 @pytest.mark.parametrize("score", ["tanh", "dot"])
-def test_steps_are_the_whole(score, backend):
+def test_steps_are_the_whole(score, carried, backend):
     """One query at a time, coverage and last weights carried, gives the same numbers."""
     features = FEATURES if score == "tanh" else ()
     case = History(
@@ -341,18 +347,17 @@ def test_steps_are_the_whole(score, backend):
     for t in range(case.Tq):
         now = {"query": query[:, t : t + 1], "transition_prob": transition_prob[:, t : t + 1]}
         result = attnfast.coverage_attention(**args, **now, **options)
-        context, weights, coverage = result
-        args.update(coverage=coverage, previous=weights[:, 0])
-        steps.append((context, weights, result.loss))
-    parts = (torch.cat([s[0] for s in steps], 1), torch.cat([s[1] for s in steps], 1), coverage,
-             sum(s[2] for s in steps))  # fmt: skip
-    for got, want in zip(parts, whole):
+        last = result.weights if carried == "previous" else result.log_weights
+        args = {k: x for k, x in args.items() if k not in ("previous", "log_previous")}
+        args |= {"coverage": result.coverage, carried: last[:, 0]}
+        steps.append((*result[:2], result.log_weights, result.loss))
+    contexts, weights, log_weights, losses = zip(*steps)
+    parts = (*(torch.cat(x, 1) for x in (contexts, weights)), result.coverage, sum(losses),
+             torch.cat(log_weights, 1))  # fmt: skip
+    for got, want in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, want)
-    args = arguments(case, DEVICE[backend])
-    for got, want in zip(
-        torch.autograd.grad(sum(x.sin().sum() for x in parts), [query, transition_prob]),
-        torch.autograd.grad(sum(x.sin().sum() for x in whole), [query, transition_prob]),
-    ):
+    sums = (sum(x.nan_to_num(neginf=0).sin().sum() for x in xs) for xs in (parts, whole))
+    for got, want in zip(*(torch.autograd.grad(x, [query, transition_prob]) for x in sums)):
         torch.testing.assert_close(got, want)
 
 
@@ -682,14 +687,14 @@ def test_opcheck(backend):
     ops = getattr(torch.ops, f"attnfast_{backend}")
     history = (
         *(args[k] for k in ("filters", "projection", "penalty", "fertility", "transition_prob")),
-        args["coverage"], args["previous"],
+        args["coverage"], args["previous"].log(),
     )  # fmt: skip
     tensors = (*(args[k] for k in ("query", "key", "value", "weight")),)
     call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5, "tanh")
     torch.library.opcheck(ops.coverage_attention.default, call)
-    *outputs, odds = ops.coverage_attention(*call)
+    outputs = ops.coverage_attention(*call)
     grads = [torch.randn_like(x) for x in outputs]
-    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], odds)
+    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], outputs[4])
     for needed in ((True,) * 4, (True, False, False, False)):
         torch.library.opcheck(
             ops.coverage_attention_backward.default, (*backward, 0.5, "tanh", *needed)
@@ -784,3 +789,60 @@ def test_bad_input_is_one_clear_sentence(change, message):
     with pytest.raises((ValueError, TypeError), match=message) as error:
         attnfast.coverage_attention(**{**args, **change})
     assert "\n" not in str(error.value)
+
+
+def forward_attention_in_logarithms(query, key, value, weight, u):
+    """Zhang et al.'s recursion from the first key on, log α alone: contexts ``[B, Tq, Dv]``."""
+    never = query.new_full((key.shape[0], 1), -1e30)  # whose gradient is 0, not NaN
+    log_a = torch.cat([torch.zeros_like(never), never.expand(-1, key.shape[1] - 1)], 1)
+    contexts = []
+    for t in range(query.shape[1]):
+        e = torch.tanh(query[:, t, None] + key) @ weight
+        before = torch.cat([never, log_a[:, :-1]], 1)
+        prior = torch.logaddexp(log_a + math.log(1 - u), before + math.log(u))
+        log_a = (prior + e).log_softmax(-1)
+        contexts.append((log_a.exp().unsqueeze(1) @ value).squeeze(1))
+    return torch.stack(contexts, 1)
+
+
+@pytest.mark.parametrize("how", [attend, in_steps])
+@pytest.mark.parametrize("nats", [0, 9, 26, 100])
+def test_forward_attention_of_spread_scores(nats, how, backend):
+    """Scores of ±nats in each row: every context and gradient as from logarithms in float64."""
+    skip_unless(backend, History("tanh", 2, 15, 10, 2, 1, terms=("transition_prob",)))
+
+    def run(dtype, seed, attend):
+        g = torch.Generator().manual_seed(seed)
+        shapes = (2, 10, 2), (2, 8, 2), (2, 8, 1), (2,)
+        args = [torch.randn(x, generator=g, dtype=torch.float64) for x in shapes]
+        args[3] = nats / args[3].abs().sum() * args[3]
+        noise = torch.randn(2, 10, 1, generator=g, dtype=torch.float64).to(dtype)
+        args = [x.to(dtype).requires_grad_() for x in args]
+        context = attend(*args).cpu()
+        return [context.detach(), *torch.autograd.grad((context * noise).sum(), args)]
+
+    def fused(q, k, v, w):
+        first = torch.zeros(2, 8, dtype=q.dtype, device=DEVICE[backend])
+        first[:, 0] = 1
+        given = (x.to(DEVICE[backend]) for x in (q, k, v, w))
+        u = torch.full((2, 10), 0.3, dtype=q.dtype, device=DEVICE[backend])
+        return how(backend)(*given, transition_prob=u, previous=first)[0]
+
+    def in_logarithms(q, k, v, w):
+        return forward_attention_in_logarithms(q, k, v, w, 0.3)
+
+    seeds = range(1 if backend == "triton" else 4)
+    wanted = [run(torch.float64, seed, in_logarithms) for seed in seeds]
+    for dtype, floor in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        if backend == "triton" and (dtype == torch.float64 or nats in (0, 26)):
+            continue  # a minute of its interpreter
+        ours, plain = (
+            [run(dtype, seed, attend) for seed in seeds] for attend in (fused, in_logarithms)
+        )
+        for i in range(5):
+            largest = max(float(x[i].abs().max()) for x in wanted)
+            off, lost = (
+                max(float((a[i].double() - b[i]).abs().max()) for a, b in zip(x, wanted))
+                for x in (ours, plain)
+            )
+            assert off <= max(floor * largest, 2 * lost), (i, off, lost, largest)

@@ -227,7 +227,7 @@ def test_what_the_history_owes(host, monkeypatch):
     """The properties that test_coverage.py asks of every backend, by name."""
     monkeypatch.setattr(test_coverage, "skip_unless", lambda *_: None)
     for score in ("tanh", "dot"):
-        test_coverage.test_steps_are_the_whole(score, host)
+        test_coverage.test_steps_are_the_whole(score, "log_previous", host)
     for terms in (("penalty",), ("transition_prob", "coverage_weight", "location")):
         test_coverage.test_hidden_keys_change_nothing(terms, host)
     test_coverage.test_a_key_out_of_reach_may_have_any_score(host)

@@ -146,7 +146,7 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
     keys, (K, channels, width) = (case.B, case.Tk), FILTERS[case.seed % 3]
     made = {x: torch.rand(keys, generator=g, dtype=torch.float64) for x in ("coverage", "previous")}
     if "transition" in case.terms:
-        made["previous"] += 0.5  # divided by
+        made["previous"] = (made["previous"] + 0.5).log()
     if "filters" in case.terms and case.score != "dot":
         of = torch.randn(K, channels, width, generator=g, dtype=torch.float64)
         made["filters"] = of * (channels * width) ** -0.5
@@ -175,14 +175,16 @@ def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
     made = run(args)
     g = torch.Generator().manual_seed(case.seed + 1)
     outputs = []
-    for name in ("states", "cells", "contexts", "weights", "attentional", "coverage", "loss"):
+    names = ("states", "cells", "contexts", "weights", "attentional", "coverage", "loss")
+    for name in (*names, "log_weights"):
         x = getattr(made, name)
         noise = torch.randn(x.shape, generator=g, dtype=torch.float64).bfloat16()
+        noise = noise.masked_fill(x.cpu() == -math.inf, 0)
         unread = name == "contexts" and "unread" in case.terms
         if x.requires_grad and x.numel() and not unread:
             outputs.append((x, noise.to(x.device, x.dtype)))
     leaves = {n: x for n, x in args._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
-    found = {name: x.detach() for name, x in made._asdict().items() if name != "odds"}
+    found = {name: x.detach() for name, x in made._asdict().items()}
     grads: tuple = (None,) * len(leaves)
     if outputs:
         tensors, upstream = zip(*outputs)

@@ -141,10 +141,11 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
         call = coverage.Coverage(
             query, key, value, weight, bias, mask, lengths, *terms, score="tanh"
         )
-        context, _, last, _, odds = coverage.forward(call)
+        context, _, last, _, log_weights = coverage.forward(call)
         backward = coverage.CoverageBackward(
             context, weights if every else None, last if every else None, grad,
-            query, key, value, weight, lengths, *terms, weights, odds, 1.0, "tanh", *[True] * 4,
+            log_weights if every else None, query, key, value, weight, lengths, *terms, weights,
+            log_weights, 1.0, "tanh", *[True] * 4,
         )  # fmt: skip
         coverage.backward(backward)
 

@@ -18,7 +18,7 @@ from attnfast.backends import FLOATS, choose
 from attnfast.decoding.growing import Room, append_rows
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
 from attnfast.errors import check_flag, describe, refuse, refuse_type, shape_of
-from attnfast.functional import cover, coverage_call, filters_of
+from attnfast.functional import cover, coverage_call, covered, filters_of
 from attnfast.lowering import Place, lower
 from attnfast.ops.arguments import (
     as_returned,
@@ -32,14 +32,13 @@ from attnfast.ops.arguments import (
     refuse_tangents,
 )
 from attnfast.ops.attention import Attention, check
-from attnfast.ops.coverage import COVERAGE, Coverage
+from attnfast.ops.coverage import COVERAGE, Coverage, Covered
 from attnfast.ops.operators import is_recorded, made
 from attnfast.ops.span import Position, Span, Spans, check_span
 from attnfast.results import (
     AttentionResult,
     CoverageResult,
     attention_result,
-    coverage_result,
 )
 
 __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
@@ -352,6 +351,7 @@ def attend_with_history(
     transition_prob: float | Tensor | None = None,
     coverage: Tensor | None = None,
     previous: Tensor | None = None,
+    log_previous: Tensor | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -390,12 +390,14 @@ def attend_with_history(
         and steps.serve(query, memory._common())
     ):
         check_flag("need_weights", need_weights)
-        checked = coverage_call(call, temperature, coverage_weight, channels)
+        checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
         asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
         if choose(*asked, filters=filters_of(checked)) == steps.backend:
             made_of = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, steps, made_of, need_weights)
-    return cover(call, temperature, coverage_weight, channels, need_weights, memory.backend)
+    return cover(
+        call, temperature, coverage_weight, channels, log_previous, need_weights, memory.backend
+    )
 
 
 def _attend_once_with_history(
@@ -412,6 +414,5 @@ def _attend_once_with_history(
         token, waiting = features.token, features.waiting
     kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients wait
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
-    context, weights, coverage, loss, _ = HistoryStep.apply(*call, token, waiting, steps.backend)
-    weights = as_returned(weights, call.query.dtype, need_weights)
-    return coverage_result(context, weights, coverage, loss)
+    outputs = Covered(*HistoryStep.apply(*call, token, waiting, steps.backend))
+    return covered(outputs, call, need_weights)

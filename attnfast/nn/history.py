@@ -17,6 +17,7 @@ from attnfast.errors import (
     refuse,
     refuse_type,
 )
+from attnfast.functional import logarithm
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
 from attnfast.ops.arguments import check_activation, is_finite
 from attnfast.ops.span import check_form
@@ -26,17 +27,45 @@ class History(NamedTuple):
     """What attention knows of the rows before: passed from step to step, reordered by a search.
 
     ``coverage [B, Tk]``, the sum of their weights; ``previous [B, Tk]``, the weights of the last;
-    ``loss [B]``, the coverage loss so far, or None for 0.
+    ``loss [B]``, the coverage loss so far, or None for 0; ``log_previous [B, Tk]``, of forward
+    attention, the logarithms of ``previous``, which do not underflow, or None for those.
     """
 
     coverage: Tensor
     previous: Tensor
     loss: Tensor | None = None
+    log_previous: Tensor | None = None
 
     def index_select(self, index: Tensor) -> History:
         """Return the history of the sequences ``index``."""
         kept = {name: x for name, x in self._asdict().items() if x is not None}
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the arguments of :func:`attnfast.coverage_attention` that continue from it."""
+        if self.log_previous is None:
+            return {"coverage": self.coverage, "previous": self.previous}
+        return {"coverage": self.coverage, "log_previous": self.log_previous}
+
+    def after(
+        self,
+        weights: Tensor,
+        log_weights: Tensor | None,
+        coverage: Tensor,
+        loss: Tensor,
+        lengths: Tensor | None,
+    ) -> History:
+        """Return the history after more rows, ``lengths [B]`` of which are not padding."""
+        log_previous = None
+        if log_weights is not None:
+            first = logarithm(self.previous) if self.log_previous is None else self.log_previous
+            log_previous = last_of(log_weights, first, lengths)
+        return History(
+            coverage,
+            last_of(weights.to(coverage.dtype), self.previous, lengths),
+            loss if self.loss is None else self.loss + loss,
+            log_previous,
+        )
 
 
 def last_of(steps: Tensor, first: Tensor, lengths: Tensor | None) -> Tensor:
@@ -122,22 +151,18 @@ class HistoryAttention(_Attention):
             result = attend_with_history(
                 query,
                 memory,
-                coverage=history.coverage,
-                previous=history.previous,
                 mask=mask,
                 temperature=self.temperature,
                 need_weights=True,
-                **{**self._terms(memory), **terms},
+                **{**history.state(), **self._terms(memory), **terms},
             )
         except Exception:
             self._check_call(state, memory)
             raise
         context, weights, coverage = result
         assert weights is not None
-        loss = result.loss if history.loss is None else history.loss + result.loss
         counts = None if target_mask is None else target_mask.reshape(query.shape[:2]).sum(-1)
-        previous = last_of(weights.to(coverage.dtype), history.previous, counts)
-        history = History(coverage, previous, loss)
+        history = history.after(weights, result.log_weights, coverage, result.loss, counts)
         shown = weights if need_weights else None
         if step:
             return context.squeeze(1), None if shown is None else shown.squeeze(1), history
@@ -316,7 +341,7 @@ class ForwardAttention(LocationAwareAttention):
         history = super().start(memory)
         first = torch.zeros_like(history.previous)
         first[:, :1] = 1
-        return history._replace(previous=first)
+        return history._replace(previous=first, log_previous=logarithm(first))
 
     def forward(  # type: ignore[override]
         self,

@@ -28,7 +28,7 @@ from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops.arguments import check_temperature
 from attnfast.ops.coverage import Coverage
 from attnfast.ops.operators import is_recorded
-from attnfast.ops.recurrent import RECURRENT, WEIGHTS, Recurred, Recurrent, fed
+from attnfast.ops.recurrent import RECURRENT, WEIGHTS, Recurrent, fed
 from attnfast.ops.span import rows_at
 from attnfast.reference import cell_step
 
@@ -273,7 +273,8 @@ def run_layer(
         raise
     if isinstance(history, History):
         lengths = target_lengths if target_mask is None else target_mask.sum(-1)
-        history = _history_after(history, done, lengths)
+        log_weights = None if call.transition_prob is None else done.log_weights
+        history = history.after(done.weights, log_weights, done.coverage, done.loss, lengths)
     if _is_half(input):  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
@@ -339,27 +340,21 @@ def _remembered(
     if target_mask is not None:
         seen = target_mask.unsqueeze(-1)
         mask = seen if mask is None else seen & mask
-    of = attention._terms(memory)
+    of, state = attention._terms(memory), history.state()
     query = input.new_empty(*input.shape[:2], memory.key.shape[-1])
     call = Coverage(
         query, memory.key, memory.value, memory.weight, None, mask, memory.lengths,
         of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
         of.get("transition_prob"),  # type: ignore[arg-type]
-        history.coverage, history.previous, None, memory.score,  # type: ignore[arg-type]
+        state["coverage"], state.get("previous"), None, memory.score,  # type: ignore[arg-type]
     )  # fmt: skip
-    options = of.get("coverage_weight"), of.get("channels", "previous")
+    options = of.get("coverage_weight"), of.get("channels", "previous"), state.get("log_previous")
     call = coverage_call(call, attention.temperature, *options)
     names = (
         "weight", "mask", "filters", "projection", "penalty", "inverse_fertility",
         "transition_prob", "coverage", "previous", "scale",
     )  # fmt: skip
     return {x: getattr(call, x) for x in names}
-
-
-def _history_after(history: History, done: Recurred, lengths: Tensor | None) -> History:
-    """Return the history after the steps of a call, ``lengths`` of which are no padding."""
-    loss = done.loss if history.loss is None else history.loss + done.loss
-    return History(done.coverage, last_of(done.weights, history.previous, lengths), loss)
 
 
 def _within(

@@ -11,6 +11,10 @@ With C_t the coverage before row t and p_t the weights of row t − 1::
 F are filters over the keys on one channel, the last weights, or two, the coverage the second; U
 projects what they find. A coverage feature is a filter of width 1, the inverse of a fertility is ρ.
 
+Forward attention is computed from logarithms, log α_tj = log r_tj + e_tj − log Σ_j r_tj exp(e_tj),
+and log α goes from row to row: a weight of e^−200 can grow again, and no gradient exceeds what it
+is a part of. The gradient of a weight that is exactly 0 is 0.
+
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
 
@@ -37,7 +41,7 @@ class Coverage(NamedTuple):
 
     ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
     ``inverse_fertility``, ``coverage`` and ``previous [B, (H,) Tk]``, ``transition_prob [B, (H,)
-    Tq]`` are of the accumulation dtype.
+    Tq]`` are of the accumulation dtype. With a transition ``previous`` holds log p, −inf for 0.
     """
 
     query: Tensor
@@ -61,15 +65,15 @@ class Coverage(NamedTuple):
 class Covered(NamedTuple):
     """What comes out; all but the context of the accumulation dtype.
 
-    ``coverage`` is that after the last row, ``loss [B, (H)]``; ``odds`` is exp(e) over the sum that
-    α is divided by, of size [0] without a transition.
+    ``coverage`` is that after the last row, ``loss [B, (H)]``; ``log_weights`` are log α, −inf for
+    0, of size [0] without a transition.
     """
 
     context: Tensor
     weights: Tensor
     coverage: Tensor
     loss: Tensor
-    odds: Tensor
+    log_weights: Tensor
 
 
 class CoverageBackward(NamedTuple):
@@ -79,6 +83,7 @@ class CoverageBackward(NamedTuple):
     grad_weights: Tensor | None
     grad_coverage: Tensor | None
     grad_loss: Tensor | None
+    grad_log_weights: Tensor | None
     query: Tensor
     key: Tensor
     value: Tensor
@@ -92,7 +97,7 @@ class CoverageBackward(NamedTuple):
     coverage: Tensor | None
     previous: Tensor | None
     weights: Tensor
-    odds: Tensor
+    log_weights: Tensor
     scale: float
     score: str
     need_grad_query: bool
@@ -133,8 +138,8 @@ _into_fields: Any = [
 CoverageBackwardInto: Any = NamedTuple("CoverageBackwardInto", _into_fields)  # type: ignore[misc]
 
 
-def check_history(call: Coverage) -> None:
-    """Refuse what does not fit the query and the key, in one sentence."""
+def check_history(call: Coverage, previous: str = "previous") -> None:
+    """Raise where the history does not fit query and key; ``previous`` names that argument."""
     query, key, filters, projection = call.query, call.key, call.filters, call.projection
     heads, keys, A = list(query.shape[1:-2]), list(key.shape[:-1]), query.shape[-1]
     dtype = accumulation_dtype(query.dtype)
@@ -145,7 +150,7 @@ def check_history(call: Coverage) -> None:
         "fertility": (call.inverse_fertility, [keys]),
         "transition_prob": (call.transition_prob, [list(query.shape[:-1])]),
         "coverage": (call.coverage, [keys]),
-        "previous": (call.previous, [keys]),
+        previous: (call.previous, [keys]),
     }
     for name, (x, allowed) in shapes.items():
         if x is None:
@@ -157,6 +162,8 @@ def check_history(call: Coverage) -> None:
             refuse(name, f"of dtype {dtype}", x.dtype)
         if allowed is not None and list(x.shape) not in allowed:
             refuse(name, " or ".join(map(str, allowed)), list(x.shape))
+    if call.transition_prob is not None and call.previous is None:
+        refuse(previous, "given with a transition_prob", None)
     if (filters is None) != (projection is None):
         missing = "projection" if projection is None else "filters"
         refuse(missing, "given when the other of filters and projection is", None)
@@ -186,13 +193,15 @@ def _check_backward(call: CoverageBackward) -> None:
     check(Coverage(**{x: getattr(call, x) for x in names}))
     query, keys, dtype = call.query, call.key.shape[:-1], accumulation_dtype(call.query.dtype)
     scores = (*query.shape[:-1], keys[-1])
+    logarithms = (0,) if call.transition_prob is None else scores
     gradients = [
         ("grad_context", call.grad_context, query.dtype, (*scores[:-1], call.value.shape[-1])),
         ("grad_weights", call.grad_weights, dtype, scores),
         ("grad_coverage", call.grad_coverage, dtype, keys),
         ("grad_loss", call.grad_loss, dtype, keys[:-1]),
+        ("grad_log_weights", call.grad_log_weights, dtype, logarithms),
         ("weights", call.weights, dtype, scores),
-        ("odds", call.odds, dtype, (0,) if call.transition_prob is None else scores),
+        ("log_weights", call.log_weights, dtype, logarithms),
     ]
     check_exact(query, gradients)
 
@@ -265,7 +274,6 @@ COVERAGE = Operator(
         "need_grad_score": ("bias",),
         "need_grad_filters": ("filters", "projection"),
     },
-    constant=("odds",),
 )  # fmt: skip
 _into = Operator.define(
     "coverage_attention_backward_into", CoverageBackwardInto, CoverageGradients,

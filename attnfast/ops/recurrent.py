@@ -57,8 +57,9 @@ class Recurrent(NamedTuple):
 
     With ``coverage`` and ``previous [B, Tk]``, what comes before the first step, attention has a
     history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]``,
-    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of :class:`Coverage`.
-    Steps at ``target_lengths`` and beyond pass it over.
+    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of :class:`Coverage`,
+    where ``previous`` holds logarithms if there is a transition. Steps at ``target_lengths`` and
+    beyond pass it over.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
     multiplied into the state that ``weight_hh`` reads, at every step, ``dropout_output [B, T, F]``
@@ -115,9 +116,9 @@ class Recurred(NamedTuple):
 
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
     ``attentional [B, T, F]``; of a history ``coverage [B, Tk]`` after the last step and ``loss
-    [B]``. For the backward alone: ``queries [B, T, A]`` unless they are these states, ``gates
-    [B, T, S·H]``: r, z, n and W_hn h + b_hn of a GRU, i, f, g and o of an LSTM; ``odds [B, T,
-    Tk]`` of a transition, as :class:`Covered` has them.
+    [B]``, and of a transition ``log_weights [B, T, Tk]``, −inf for 0. For the backward alone:
+    ``queries [B, T, A]`` unless they are these states, and ``gates [B, T, S·H]``: r, z, n and
+    W_hn h + b_hn of a GRU, i, f, g and o of an LSTM.
     """
 
     states: Tensor
@@ -129,7 +130,7 @@ class Recurred(NamedTuple):
     loss: Tensor
     queries: Tensor
     gates: Tensor
-    odds: Tensor
+    log_weights: Tensor
 
 
 class RecurrentBackward(NamedTuple):
@@ -142,6 +143,7 @@ class RecurrentBackward(NamedTuple):
     grad_attentional: Tensor | None
     grad_coverage: Tensor | None
     grad_loss: Tensor | None
+    grad_log_weights: Tensor | None
     input: Tensor
     hidden: Tensor
     weight_ih: Tensor
@@ -178,7 +180,7 @@ class RecurrentBackward(NamedTuple):
     attentional: Tensor
     queries: Tensor
     gates: Tensor
-    odds: Tensor
+    log_weights: Tensor
     mode: str
     attends_first: bool
     scale: float
@@ -430,7 +432,7 @@ LIBRARIES["cpu"].define(
 RECURRENT = Operator(
     "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates", "odds"), backends=("cpu", "cuda"),
+    constant=("queries", "gates"), backends=("cpu", "cuda"),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

@@ -5,6 +5,7 @@
 #include "coverage.h"
 #include "rows.h"
 #include "score.h"
+#include "transition.h"
 
 namespace attnfast {
 namespace VARIANT {
@@ -68,6 +69,7 @@ template <class C>
 struct BackwardPlace : Place<C> {
   int64_t key_rows;  // of grad_key: one for all where nobody asks for it
   Signals<C> grad, grad_before;
+  C *past, *grad_past, *moved;  // of a transition: see transition.h
   C *coverages, *grad_z, *grad_query, *grad_key, *grad_found, *grad_window, *product, *gemm_scratch;
   C *grad_weight, *grad_filters, *grad_projection;
 
@@ -76,6 +78,10 @@ struct BackwardPlace : Place<C> {
     key_rows = a.grad_key.data ? a.Tk : 1;
     grad.take(scratch, a.Tk, this->W);
     grad_before.take(scratch, a.Tk, this->W);
+    const int64_t logarithms = a.transition_prob.data ? a.Tk : 0;
+    past = take_logarithms(scratch, logarithms);
+    grad_past = take_logarithms(scratch, logarithms);
+    moved = take_logarithms(scratch, logarithms);
     coverages = scratch.take(a.Tq * a.Tk);
     if (!K) return;
     grad_z = scratch.take(kKeyBlock * A);

@@ -10,54 +10,27 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// Forward attention's softmax: weights proportional to r_j exp(e_j); odds are exp(e_j) over the sum.
+// The weights of the row before the first.
 template <class C>
-void softmax_with_odds(C* e, C* odds, int64_t n, const C* r) {
-  C top = -__builtin_inf();
-  for (int64_t j = 0; j < n; ++j) top = r[j] != 0 && e[j] > top ? e[j] : top;
-  if (top == -__builtin_inf()) top = 0;
-  constexpr int V = Vector<C>::width;
-  Vec<C> total = {};
-  for (int64_t j = 0; j < n; j += V) {
-    Vec<C> x = load_part(e + j, n - j, (C)-__builtin_inf()) - top;
-    const Vec<C> limited = x > (C)kMostExponent ? splat((C)kMostExponent) : x;
-    Vec<C> y = exp(limited);
-    y = x < (C)-87 ? Vec<C>{} : y;
-    y = x == x ? y : x;
-    const Vec<C> mass = y * load_part(r + j, n - j, (C)0);
-    total += mass;
-    store_part(odds + j, y, n - j);
-    store_part(e + j, mass, n - j);
-  }
-  const C mass = sum<C>(total), inverse = mass == 0 ? 0 : 1 / mass;
-  for (int64_t j = 0; j < n; ++j) {
-    e[j] *= inverse;
-    odds[j] = odds[j] * inverse > (C)kMostOdds ? (C)kMostOdds : odds[j] * inverse;
-  }
+void load_previous(const Problem& a, const History& h, const Item& item, C* out) {
+  const C* x = row_of<C>(h.previous, item);
+  if (!h.transition_prob.data) return copy(x, a.Tk, out);
+  for (int64_t j = 0; j < a.Tk; j += Vector<C>::width)
+    store_part(out + j, weight_of<C>(load_part(x + j, a.Tk - j, (C)0)), a.Tk - j);
 }
 
 template <class C>
 void load_state(const Problem& a, const History& h, const Item& item, Place<C>& p) {
   p.state.clear(a.Tk, p.W);
-  const View* views[] = {&h.previous, &h.coverage_in};
-  for (int i = 0; i < 2; ++i)
-    if (views[i]->data) copy(row_of<C>(*views[i], item), a.Tk, p.state.channel[i]);
+  if (h.previous.data) load_previous(a, h, item, p.state.channel[0]);
+  if (h.coverage_in.data) copy(row_of<C>(h.coverage_in, item), a.Tk, p.state.channel[1]);
 }
 
-// The scores e of row t become weights proportional to r exp(e), r being what the last weights and the
-// transition leave; `odds` and `factor` are scratch.
+// The log-weights of a row, with none before the first key.
 template <class C>
-void weights_of_transition(const CoverageForward& a, const Item& item, int64_t t, const C* last, C* e,
-                           C* odds, C* factor) {
-  const int64_t n = item.seen;
-  const C u = row_of<C>(a.transition_prob, item)[t];
-  C* kept = row_of<C>(a.odds, item, t);
-  for (int64_t j = 0; j < n; ++j) {
-    const C r = transition_odds(u, last[j], j ? last[j - 1] : C{});
-    factor[j] = e[j] == -(C)__builtin_inf() ? 0 : r;
-  }
-  softmax_with_odds(e, odds, n, factor);
-  for (int64_t j = 0; j < a.Tk; ++j) kept[j] = j < n ? odds[j] : 0;
+void load_logarithms(const C* x, int64_t Tk, C* out) {
+  out[-1] = -__builtin_inf();
+  copy(x, Tk, out);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
@@ -65,9 +38,10 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
   const Item item(a, index);
   Scratch<C> scratch{static_cast<C*>(memory)};
   Place<C> p(a, a, scratch, false);
-  C *odds = scratch.take(a.Tk), *factor = scratch.take(a.Tk);
+  C* past = take_logarithms(scratch, a.transition_prob.data ? a.Tk : 0);
   C *last = p.state.channel[0], *coverage = p.state.channel[1];
   load_state(a, a, item, p);
+  if (a.transition_prob.data) load_logarithms(row_of<C>(a.previous, item), a.Tk, past);
   if (p.K && !a.features) prepare_features<T>(a, a, item, false, p);
   const C* inverse_fertility = a.inverse_fertility.data ? row_of<C>(a.inverse_fertility, item) : nullptr;
   const C penalty = a.penalty.data ? *row_of<C>(a.penalty, item) : 0;
@@ -81,7 +55,8 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
     finish_scores<T>(a, item, t, 0, n, row);
     for (int64_t j = 0; penalty != 0 && j < n; ++j) row[j] -= penalty * coverage[j];
     if (a.transition_prob.data) {
-      weights_of_transition(a, item, t, last, row, odds, factor);
+      const C u = row_of<C>(a.transition_prob, item)[t];
+      transition_softmax(u, n, a.Tk, past, row_of<C>(a.log_weights, item, t), row);
     } else {
       Flags<C> zeros = {};
       softmax(row, n, zeros);
@@ -153,29 +128,29 @@ class Rewind {
     return sum<C>(products);
   }
 
-  // What row t's odds give to the transition and to the weights of the row before.
-  void odds_backward(int64_t t, const C* previous, const C* g, C mean, C* grad_previous) {
-    const int64_t n = this->n;
-    const C u = row(a.transition_prob)[t], *odds = row(a.odds, t);
-    double grad_u = 0;
+  // Add the gradient of row t's log-weights to what the row after it has left; returns the sum.
+  C logarithms_backward(int64_t t) {
+    const C *given = row(a.grad_log_weights, t), *logarithms = row(a.log_weights, t);
+    C sum = 0;
     for (int64_t j = 0; j < n; ++j) {
-      const C grad_r = odds[j] == 0 ? 0 : odds[j] * (g[j] - mean);
-      grad_previous[j] += (1 - u) * grad_r;
-      if (j) grad_previous[j - 1] += u * grad_r;
-      if (previous) grad_u += grad_r * ((j ? previous[j - 1] : 0) - previous[j]);
+      if (given && logarithms[j] != -(C)__builtin_inf()) p.grad_past[j] += given[j];
+      sum += p.grad_past[j];
     }
-    row(a.grad_transition_prob)[t] = grad_u;
+    return sum;
   }
 
-  // g becomes the gradient of row t's scores.
-  void softmax_backward(const C* weights, const C* coverage, C mean, C* g) {
+  // g becomes the gradient of row t's scores; `mean` is that of g by the weights, `total` the sum of the
+  // log-weights' gradients. The two are apart, so that a row of one key has none.
+  void softmax_backward(const C* weights, const C* coverage, C mean, C total, C* g) {
     const int64_t n = this->n;
-    const C penalty = this->penalty;
+    const C penalty = this->penalty, *past = a.transition_prob.data ? p.grad_past : nullptr;
     C* grad_coverage = this->grad_coverage;
     Vec<C> penalties = {};
     for (int64_t j = 0; j < n; j += V) {
       const auto part = [&](const C* x) { return load_part(x + j, n - j, (C)0); };
-      const Vec<C> w = part(weights), x = w == 0 ? w : w * (part(g) - mean);
+      const Vec<C> w = part(weights);
+      Vec<C> x = w == 0 ? w : w * (part(g) - mean);
+      if (past) x += part(past) - w * total;
       store_part(g + j, x, n - j);
       penalties += x * part(coverage);
       store_part(grad_coverage + j, part(grad_coverage) - penalty * x, n - j);
@@ -186,16 +161,22 @@ class Rewind {
 
   void row_backward(int64_t t) {
     const C *weights = row(a.weights, t), *coverage = p.coverages + t * a.Tk;
-    const C* previous = t ? row(a.weights, t - 1) : row(a.previous);
     C* g = row(a.grad_score, t);
+    const bool transition = a.transition_prob.data;
     const C mean = weights_backward(t, weights, coverage, g);
+    const C total = transition ? logarithms_backward(t) : 0;
     p.grad_before.clear(a.Tk, p.W);
     C* grad_previous = p.grad_before.channel[0];
-    if (a.transition_prob.data) odds_backward(t, previous, g, mean, grad_previous);
-    softmax_backward(weights, coverage, mean, g);
+    softmax_backward(weights, coverage, mean, total, g);
+    if (transition) {
+      load_logarithms(t ? row(a.log_weights, t - 1) : row(a.previous), a.Tk, p.past);
+      const C u = row(a.transition_prob)[t];
+      row(a.grad_transition_prob)[t] = transition_backward(u, n, a.Tk, p.past, g, p.moved, p.grad_past);
+    }
     if (p.K) {
       p.state.clear(a.Tk, p.W);
-      if (previous) copy(previous, a.Tk, p.state.channel[0]);
+      if (t) copy(row(a.weights, t - 1), a.Tk, p.state.channel[0]);
+      else if (a.previous.data) load_previous(a, a, item, p.state.channel[0]);
       copy(coverage, a.Tk, p.state.channel[1]);
       grad_features<T>(a, item, t, g, p);
     }
@@ -219,14 +200,27 @@ class Rewind {
     }
     p.grad.clear(a.Tk, p.W);
     if (a.grad_coverage_out.data) copy(row(a.grad_coverage_out), a.Tk, grad_coverage);
-    if (a.grad_last.data) copy(row(a.grad_last), a.Tk, p.grad.channel[0]);
+    if (a.transition_prob.data) fill(p.grad_past, a.Tk, (C)0);
+    C* const grad_last = a.transition_prob.data ? p.grad_past : p.grad.channel[0];
+    if (a.grad_last.data) copy(row(a.grad_last), a.Tk, grad_last);
     for (int64_t j = 0; grad_inverse_fertility && !a.sums && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
     for (int64_t t = a.Tq - 1; t >= 0; --t) row_backward(t);
     if (p.K) put_grad_keys<T>(a, item, p);
     if (p.K && !a.kept.data) put_grad_parameters(a, item, p);
     if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty + (a.sums ? *row(a.grad_penalty) : 0);
     if (a.grad_coverage_in.data) copy(grad_coverage, a.Tk, row(a.grad_coverage_in));
-    if (a.grad_previous.data) copy(p.grad.channel[0], a.Tk, row(a.grad_previous));
+    if (a.grad_previous.data) put_grad_previous();
+  }
+
+  // With a transition what the filters leave for the weights goes to their logarithms, too.
+  void put_grad_previous() {
+    C* const out = row(a.grad_previous);
+    if (!a.transition_prob.data) return copy(p.grad.channel[0], a.Tk, out);
+    load_previous(a, a, item, p.past);
+    for (int64_t j = 0; j < a.Tk; ++j) {
+      const C x = p.past[j];
+      out[j] = p.grad_past[j] + (x == 0 ? 0 : x * p.grad.channel[0][j]);
+    }
   }
 };
 
@@ -269,8 +263,7 @@ template <class C>
 size_t forward_bytes(const CoverageForward& a) {
   Scratch<C> scratch{nullptr};
   Place<C> p(a, a, scratch, false);
-  scratch.take(a.Tk);
-  scratch.take(a.Tk);
+  take_logarithms(scratch, a.transition_prob.data ? a.Tk : 0);
   return (size_t)scratch.next;
 }
 template <class C>

@@ -124,10 +124,10 @@ void prepare_once(Call a, void* features, bool back) {
 template <class C, class Step>
 void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
   step.coverage_in = coverage;
-  if (t) move_on(step.previous = step.weights, -1, sizeof(C));
   if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
-  View* const rows[] = {&step.transition_prob, &step.odds};
+  View* const rows[] = {&step.transition_prob, &step.log_weights};
   for (View* x : rows) move_on(*x, t, sizeof(C));
+  if (t) move_on(step.previous = step.log_weights.data ? step.log_weights : step.weights, -1, sizeof(C));
 }
 template <class C>
 CoverageForward step_of(const RecurrentForward& a, int64_t t) {
@@ -151,6 +151,7 @@ CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
   step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
   step.grad_last = step.grad_previous;
   move_on(step.grad_transition_prob, t, sizeof(C));
+  move_on(step.grad_log_weights, t, sizeof(C));
   return step;
 }
 

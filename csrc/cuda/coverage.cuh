@@ -56,12 +56,38 @@ __device__ C times_slope(Score score, C g, C x) {
   }
 }
 
-// A signal over the keys, 0 past both ends; null is 0 everywhere.
+// A signal over the keys, 0 past both ends; null is 0 everywhere. It may be there by its logarithms.
 template <class C>
 struct Signal {
   const C* x;
   int64_t size;
-  __device__ C operator[](int64_t j) const { return x && 0 <= j && j < size ? x[j] : C(0); }
+  bool logarithms = false;
+  __device__ C operator[](int64_t j) const {
+    if (!x || j < 0 || j >= size) return C(0);
+    return logarithms ? exp(x[j]) : x[j];
+  }
+};
+
+// r_j = (1 - u) p_j + u p_{j-1} of log-weights: see cpu/transition.h.
+template <class C>
+struct Transition {
+  const C* past;
+  C u, log_stay, log_move;  // log(1 - u), log u
+  struct Sum {
+    C top, here, before, sum;
+    __device__ C log() const { return top == -INFINITY ? top : top + ::log(sum); }
+  };
+
+  __device__ Transition(const C* past, const C* u)
+      : past(past), u(u ? *u : C(0)), log_stay(::log(1 - this->u)), log_move(::log(this->u)) {}
+
+  __device__ Sum operator[](int64_t j) const {
+    const C here = past[j], before = j ? past[j - 1] : -INFINITY;
+    const C a = here + log_stay, b = before + log_move, top = a > b ? a : b;
+    const C x = ratio(here - top), y = ratio(before - top);
+    return {top, x, y, (1 - u) * x + u * y};
+  }
+  __device__ static C ratio(C x) { return exp(x > -kLeastLogarithm<C> ? -kLeastLogarithm<C> : x); }
 };
 
 // What a block reads and keeps, forward or backward. Its keys are [from, to), of which the row may see
@@ -97,8 +123,15 @@ struct Scan {
     return place;
   }
   __device__ C* row(const View& v, int64_t i = 0) const { return v.data ? at<C>(v, tile, i) : nullptr; }
-  // The weights of the row before.
-  __device__ Signal<C> last(int64_t t) const { return {t ? row(a.weights, t - 1) : row(a.previous), a.Tk}; }
+  // The weights of the row before, and of a transition their logarithms.
+  __device__ Signal<C> last(int64_t t) const {
+    if (t) return {row(a.weights, t - 1), a.Tk};
+    return {row(a.previous), a.Tk, a.transition_prob.data != nullptr};
+  }
+  __device__ Transition<C> transition(int64_t t) const {
+    const C* const past = t ? row(a.log_weights, t - 1) : row(a.previous);
+    return {past, a.transition_prob.data ? row(a.transition_prob) + t : nullptr};
+  }
 
   // What the filters find around the block's keys.
   __device__ void find(const Signal<C>& last, const Signal<C>& coverage) const {
@@ -155,13 +188,13 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::W, Base::taps;
   using Base::row, Base::take;
   using Base::weight, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
-  // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]
+  // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]; after `past` comes that of a transition's log-weights
   C *coverages, *past, *grad_coverage, *grad_found, *slopes, *grad_keys;
   C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
 
   __device__ BackwardScan(const CoverageBackward& a, const View& scratch) : Base(a, scratch) {
     coverages = take(a.Tq * a.Tk);
-    past = take(a.Tk);
+    past = take(2 * a.Tk);
     grad_coverage = take(a.Tk);
     grad_found = take(a.Tk * K);
     slopes = take(K ? a.Tk * a.A : 0);
@@ -169,9 +202,11 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     grad_keys = a.sums ? row(a.grad_key) : take(K ? a.Tk * a.A : 0);
   }
 
+  __device__ C& grad_past(int64_t j) const { return past[a.Tk + j]; }
+
   static int64_t numbers(const CoverageBackward& a, int64_t blocks) {
     const int64_t K = a.filters_count;
-    return 2 * a.Tk * K + (a.Tq + 2) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
+    return 2 * a.Tk * K + (a.Tq + 3) * a.Tk + (K ? (a.sums ? 1 : 2) * a.Tk * a.A : 0) +
            blocks * part_size(a);
   }
   static __host__ __device__ int64_t part_size(const CoverageBackward& a) {
@@ -264,10 +299,28 @@ struct BackwardScan : Scan<T, CoverageBackward> {
         const C w = row(a.weights, t)[j];
         coverage += inverse_fertility ? inverse_fertility[j] * w : w;
       }
-      past[j] = 0;
+      past[j] = grad_past(j) = 0;
       grad_coverage[j] = grad_coverage_out ? grad_coverage_out[j] : C(0);
       if (grad_inverse_fertility) grad_inverse_fertility[j] = 0;
     }
+  }
+
+  // From the gradient g of a row's scores to that of the log-weights before it; returns that of u.
+  __device__ double past_backward(int64_t begin, const Transition<C>& transition, const C* g) const {
+    double grad_u = 0;
+    for (int64_t j = begin; j < seen; j += kThreads) {
+      C x = 0;
+#pragma unroll 1  // two copies of the code would spill
+      for (int64_t i = j; i < j + 2 && i < n; ++i) {
+        if (g[i] == 0) continue;
+        const auto r = transition[i];
+        const C share = g[i] / r.sum;
+        x += share * (i == j ? (1 - transition.u) * r.here : transition.u * r.before);
+        if (i == j) grad_u += share * (r.before - r.here);
+      }
+      grad_past(j) = x;
+    }
+    return grad_u;
   }
 
   // Write the gradients of the history before all rows, of the same keys.
@@ -275,7 +328,9 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     C *const grad_coverage_in = row(a.grad_coverage_in), *const grad_previous = row(a.grad_previous);
     for (int64_t j = begin; j < to; j += kThreads) {
       if (grad_coverage_in) grad_coverage_in[j] = grad_coverage[j];
-      if (grad_previous) grad_previous[j] = past[j];
+      if (!grad_previous) continue;
+      const C p = this->last(0)[j];  // what reaches it reaches its logarithm, too
+      grad_previous[j] = !a.transition_prob.data ? past[j] : grad_past(j) + (p == 0 ? 0 : p * past[j]);
     }
   }
 
@@ -317,10 +372,8 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
   int turn = 0;
   for (int64_t t = 0; t < a.Tq; ++t) {
     const Signal<C> last = s.last(t);
-    C *row = s.row(a.weights, t), *odds = s.row(a.odds, t);
-    const C u = a.transition_prob.data ? s.row(a.transition_prob)[t] : C(0);
-    const auto odds_before = [&](int64_t j) { return transition_odds(u, last[j], last[j - 1]); };
-    if (s.K || odds) wait_for_blocks();  // their keys' weights and coverage count too
+    C *row = s.row(a.weights, t), *logarithms = s.row(a.log_weights, t);
+    if (s.K || logarithms) wait_for_blocks();  // their keys' weights and coverage count too
     if (s.K) {
       s.find(last, {coverage, a.Tk});
       __syncthreads();
@@ -328,32 +381,32 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
       __syncthreads();
     }
     C top = -INFINITY;
+    const Transition<C> transition = s.transition(t);
     for (int64_t j = begin; j < s.seen; j += kThreads) {
       if (s.penalty != 0) row[j] -= s.penalty * coverage[j];
-      if (!odds || odds_before(j) != 0) top = fmax(top, row[j]);
+      if (logarithms) row[j] += transition[j].log();
+      top = fmax(top, row[j]);
     }
     top = of_blocks<Max>(top, turn);
     if (top == -INFINITY) top = 0;
     C part = 0;
     for (int64_t j = begin; j < s.seen; j += kThreads) {
-      const C x = row[j] - top, e = exp(odds && x > C(kMostExponent) ? C(kMostExponent) : x);
-      if (odds) odds[j] = e;
-      row[j] = odds && row[j] != -INFINITY ? e * odds_before(j) : e;
+      const C x = row[j] - top;
+      if (logarithms) logarithms[j] = x;
+      row[j] = exp(x);
       part += row[j];
     }
     const C total = of_blocks<Add>(part, turn), share = total == 0 ? 0 : 1 / total;
+    const C log_total = total == 0 ? 0 : log(total);
     for (int64_t j = begin; j < s.to; j += kThreads) {
       if (j >= s.n) {
         row[j] = 0;
-        if (odds) odds[j] = 0;
+        if (logarithms) logarithms[j] = -INFINITY;
         continue;
       }
       const C p = row[j] == 0 ? 0 : row[j] * share, c = coverage[j];
       row[j] = p;
-      if (odds) {
-        const C x = odds[j] * share;
-        odds[j] = x > C(kMostOdds) ? C(kMostOdds) : x;
-      }
+      if (logarithms) logarithms[j] -= log_total;
       loss += p <= c ? p : c;
       coverage[j] = c + (s.inverse_fertility ? s.inverse_fertility[j] * p : p);
     }
@@ -366,8 +419,9 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
 // Rows from the last to the first. grad_score holds grad_context . value and becomes the scores'
 // gradient; `past` is the gradient of the row's weights as the next row's past, grad_coverage that of
 // the coverage after the row, then before it.
-template <class T>
-__global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackward a, const View scratch) {
+template <class T, bool transition>
+__global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
+    scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
   const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
@@ -379,10 +433,10 @@ __global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackw
 
   double grad_penalty = 0;
   for (int64_t t = a.Tq - 1; t >= 0; --t) {
-    const Signal<C> last = s.last(t);
     const C *weights = s.row(a.weights, t), *coverage = s.coverages + t * a.Tk;
-    const C *extra = s.row(a.grad_weights, t), *odds = s.row(a.odds, t);
-    C *g = s.row(a.grad_score, t), part = 0;
+    const C *extra = s.row(a.grad_weights, t), *logarithms = s.row(a.log_weights, t);
+    const C* const given = s.row(a.grad_log_weights, t);
+    C *g = s.row(a.grad_score, t), part = 0, part_of_logarithms = 0;
     for (int64_t j = begin; j < s.seen; j += kThreads) {
       const C w = weights[j], c = s.grad_coverage[j];
       const bool smaller = w <= coverage[j];
@@ -393,29 +447,27 @@ __global__ void __launch_bounds__(kThreads, 3) scan_backward(const CoverageBackw
       g[j] = x;
       if (grad_inverse_fertility) grad_inverse_fertility[j] += c * w;
       if (!smaller) s.grad_coverage[j] = c + grad_loss;
+      if constexpr (transition) {
+        if (given && logarithms[j] != -INFINITY) s.grad_past(j) += given[j];
+        part_of_logarithms += s.grad_past(j);
+      }
     }
     // after it, all that the row after, or the start, has left is there
     const C mean = of_blocks<Add>(part, turn);
     for (int64_t j = begin; j < s.to; j += kThreads) s.past[j] = 0;
-    if (odds) {
-      const C u = s.row(a.transition_prob)[t];
-      const auto grad_odds = [&](int64_t j) {
-        return j < s.n && odds[j] != 0 ? odds[j] * (g[j] - mean) : C(0);
-      };
-      double grad_u = 0;
-      for (int64_t j = begin; j < s.seen; j += kThreads) {
-        const C r = grad_odds(j);
-        s.past[j] = (1 - u) * r + u * grad_odds(j + 1);
-        grad_u += r * (last[j - 1] - last[j]);
-      }
-      grad_u = of_blocks<Add>(grad_u, turn);
-      if (begin == 0) s.row(a.grad_transition_prob)[t] = grad_u;
-    }
+    // apart from the mean, so that a row of one key has no gradient
+    const C total = transition ? of_blocks<Add>(part_of_logarithms, turn) : C(0);
     for (int64_t j = begin; j < s.to; j += kThreads) {
-      const C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
+      C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
+      if (transition && j < s.n) x += s.grad_past(j) - weights[j] * total;
       g[j] = x;
       if (x != 0) grad_penalty -= x * coverage[j];
       s.grad_coverage[j] -= s.penalty * x;
+    }
+    if constexpr (transition) {
+      wait_for_blocks();  // a key's gradient comes to the one before it, too
+      const C grad_u = of_blocks<Add>(s.past_backward(begin, s.transition(t), g), turn);
+      if (begin == 0) s.row(a.grad_transition_prob)[t] = grad_u;
     }
     if (s.K) s.score_backward(t, g);
   }
@@ -463,7 +515,8 @@ void launch_backward(const CoverageBackward& a, const Launch& launch) {
     using T = decltype(zero);
     launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
            Factored{});
-    launch_scan<T, BackwardScan<T>>(a, scan_backward<T>, launch);
+    const auto scan = a.transition_prob.data ? scan_backward<T, true> : scan_backward<T, false>;
+    launch_scan<T, BackwardScan<T>>(a, scan, launch);
     if (a.filters_count) launch_grad_value<T>(rows, {}, launch);
     else launch_grad_inputs<T>(rows, launch);
   });

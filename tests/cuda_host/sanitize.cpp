@@ -91,10 +91,10 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
   CoverageForward f = {forward, h};
   f.coverage_out = make.tensor(1, f.Tk);
   f.loss = make.tensor(1, 1);
-  f.odds = make.tensor(f.Tq, f.Tk);
+  f.log_weights = make.tensor(f.Tq, f.Tk);
   launch_forward(f, launch);
   CoverageBackward b = {backward, h};
-  b.odds = f.odds;
+  b.log_weights = b.grad_log_weights = f.log_weights;
   if (additive) b.grad_filters = make.tensor(h.filters_count, h.channels * h.width);
   if (additive) b.grad_projection = make.tensor(b.A, h.filters_count);
   for (View* x : {&b.grad_coverage_out, &b.grad_inverse_fertility, &b.grad_coverage_in, &b.grad_previous})
