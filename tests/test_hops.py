@@ -368,3 +368,17 @@ def test_no_story_to_test_on_is_one_to_learn_from(stories):
     drawn = [stories.draw_story("one fact", f"one fact test {i}") for i in range(300)]
     again = [i for i, x in enumerate(drawn) if x != parts["test"][i]]
     assert again == [i for i, x in enumerate(drawn) if (*x.sentences, x.question) in train] != []
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_choice_tells_close_scores_apart(activation):
+    """Scores as close as keys of 1e-7 make them are ordered as eager code orders them."""
+    attention = BahdanauAttention(8, 8, 16, activation=activation)
+    module = TopKAttention(attention, 5)
+    for size in (1.0, 1e-4, 1e-7):
+        query, source = (size * torch.randn(*shape) for shape in ((50, 8), (50, 200, 8)))
+        features = attention.query_proj(query).unsqueeze(1) + attention.key_proj(source)
+        scores = (torch.tanh if activation == "tanh" else torch.relu)(features) @ attention.weight
+        chosen = scores.gather(1, module.choose(query, module.prepare(source)))
+        best = scores.topk(5).values
+        torch.testing.assert_close(chosen, best, rtol=0, atol=4 * 2**-24 * float(best.abs().max()))

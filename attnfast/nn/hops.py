@@ -26,6 +26,7 @@ from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import check_tensor
 from attnfast.ops.operators import accumulation_dtype, is_recorded
+from attnfast.reference import ACTIVATIONS
 
 TYINGS = ("adjacent", "layer-wise")
 
@@ -170,10 +171,11 @@ def _scores(query: Tensor, memory: Memory, unseen: float) -> Tensor:
 WIDEST = 60.0
 
 
-def _order(query: Tensor, memory: Memory) -> Tensor:
-    """Return numbers ``[B, Tq, Tk]`` in the order of additive scores, 0 for keys that are not seen.
+def _order(query: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Return numbers ``[B, Tq, Tk]`` that order additive scores, and their relative error.
 
-    They are the weights of scores that are so scaled that no weight is too small for its dtype.
+    They are the weights of scores that are so scaled that no weight is too small for its dtype, and
+    0 for keys that are not seen. Numbers that differ by less than the error may be in any order.
     """
     key, weight = memory.key, memory.weight
     assert weight is not None
@@ -190,7 +192,42 @@ def _order(query: Tensor, memory: Memory) -> Tensor:
         lengths=memory.lengths, mask=memory.mask, need_weights=True, backend=memory.backend,
     ).weights  # fmt: skip
     assert weights is not None
-    return weights
+    return weights, 16 * torch.finfo(key.dtype).eps * (1 + most.clamp_max(WIDEST))
+
+
+#: Elements of the features that are in memory at a time while scores are computed one by one.
+FEATURES = 1 << 22
+
+
+def _score_pairs(query: Tensor, memory: Memory, index: Tensor) -> Tensor:
+    """Return the additive scores of the keys ``index [B, Tq, m]`` by the formula itself."""
+    assert memory.weight is not None
+    (B, Tq, m), A = index.shape, query.shape[-1]
+    pairs, rows = index.reshape(B, Tq * m), torch.arange(Tq * m, device=index.device) // max(m, 1)
+    scores = []
+    for some, of in zip(*(x.split(max(FEATURES // max(B * A, 1), 1), -1) for x in (pairs, rows))):
+        key = memory.key.gather(1, some.unsqueeze(-1).expand(-1, -1, A))
+        features = ACTIVATIONS[memory.score](query[:, of] + key)
+        scores.append(features @ memory.weight.to(query.dtype))
+    return torch.cat(scores, -1).view(B, Tq, m)
+
+
+def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
+    """Return the k keys of the largest additive scores, ``[B, Tq, k]``, largest first.
+
+    The fused kernel finds the keys that may be among them; these are scored by the formula itself,
+    which tells apart what the weights of a row do not.
+    """
+    order, error = _order(query, memory)
+    first = order.topk(k)
+    near = (order >= first.values[..., -1:] * (1 - error)) & (order > 0)
+    count = order.shape[-1]
+    if not is_recorded() and near.numel():
+        count = max(k, int(near.sum(-1).amax()))
+    index = first.indices if count == k else order.topk(count).indices
+    scores = _score_pairs(query, memory, index)
+    scores = scores.masked_fill(order.gather(-1, index) == 0, -torch.inf)
+    return index.gather(-1, scores.topk(k).indices)
 
 
 class Shelf(NamedTuple):
@@ -210,7 +247,8 @@ class TopKAttention(nn.Module):
     .. math:: S_t = \mathrm{top}_k\, e_t, \quad
               c_t = \sum_{j \in S_t} \mathrm{softmax}_{j \in S_t}(e_{tj})\, v_j
 
-    The choice is exact: all scores are computed, without a gradient, in float32 for half types. Of
+    The choice is that of the scores in float32 (float64 for float64), computed without a gradient:
+    those of the keys that a fused pass finds near the k-th are taken once more by the formula. Of
     the other keys no value is read, and nothing is kept for a backward. Of keys with equal scores
     any may be chosen. A row that sees fewer than k keys attends to those.
 
@@ -266,9 +304,12 @@ class TopKAttention(nn.Module):
             rows = attention.query_proj(state.unsqueeze(1) if state.dim() == 2 else state)
             wide = accumulation_dtype(rows.dtype)
             rows, keys = rows.to(wide), keys._replace(key=keys.key.to(wide), steps=None)
-            order = _scores(rows, keys, -torch.inf) if keys.score == "dot" else _order(rows, keys)
-            order = order.view(*state.shape[:-1], order.shape[-1])
-        return order.topk(min(self.k, order.shape[-1])).indices
+            k = min(self.k, keys.key.shape[1])
+            if keys.score == "dot":
+                index = _scores(rows, keys, -torch.inf).topk(k).indices
+            else:
+                index = _largest(rows, keys, k)
+        return index.view(*state.shape[:-1], k)
 
     def forward(
         self, state: Tensor, memory: Shelf, need_weights: bool | str = False
