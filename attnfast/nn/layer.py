@@ -242,6 +242,8 @@ def run_layer(
     dropouts: dict[str, Any] = {
         "dropout": dropout, "dropout_above": dropout_above, "dropout_output": dropout_output
     }  # fmt: skip
+    if backend is None and input.shape[1] == 0:
+        return _run_no_step(layer, input, state, attention, memory, need_weights)
     if backend is None:
         return _run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
@@ -451,8 +453,24 @@ def _run_steps(
         for values, y in zip(rows, shown):
             values.append(y)
     done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
-    states = h.new_empty(*h.shape[:-1], 0, h.shape[-1]) if done[0] is None else done[0]
-    return Steps(states, done[1], done[2], done[3], done[4], history)
+    return Steps(done[0], done[1], done[2], done[3], done[4], history)
+
+
+def _run_no_step(
+    layer: Layer, input: Tensor, state: Any, attention: Any, memory: Any, need_weights: bool
+) -> Steps:
+    """Return the results of an input without steps: those of one step, and nothing of it."""
+    if getattr(attention, "has_history", False) and state.history is None:
+        state = state._replace(history=attention.start(memory))
+    step = _run_steps(
+        layer, input.new_zeros(input.shape[0], 1, input.shape[2]), state, attention, memory,
+        target_lengths=None, target_mask=None, dropout=None, dropout_above=None,
+        dropout_output=None, need_weights=need_weights,
+    )  # fmt: skip
+    rows: dict[str, Any] = {
+        x: y[..., :0, :] for x, y in step._asdict().items() if isinstance(y, Tensor)
+    }
+    return step._replace(**rows, history=state.history)
 
 
 def _move_all(

@@ -167,6 +167,7 @@ class Backwards {
   void begin() {
     clear(room.to_state, a.layers * a.B * a.H);
     clear(room.to_cell, a.layers * a.B * a.H);
+    for (int64_t b = 0; a.grad_feed.data && a.T == 0 && b < a.B; ++b) clear(row<C>(a.grad_feed, b), a.F);
     if (!a.attends || a.attends_first || a.T == 0) return;
     for (int64_t b = 0; b < a.B; ++b)
       for (int64_t c = 0; c < a.F; c += Vector<C>::width) put_fed(b, a.T - 1, c, a.F - c, Vec<C>{});
