@@ -309,7 +309,7 @@ def monotonicity(
     of = _Given(weights, lengths, target_lengths, keys)
     _, position = of.largest()
     back = (position[..., 1:] < position[..., :-1]) & of.rows[..., 1:]
-    return 1 - back.sum(-1) / of.each(of.m - 1).clamp_min(1)
+    return 1 - back.sum(-1, dtype=of.weights.dtype) / of.each(of.m - 1).clamp_min(1)
 
 
 class Translated(NamedTuple):

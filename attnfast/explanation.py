@@ -336,7 +336,7 @@ def permuted(
     hidden = ~_exist(embedded, lengths)
     found = []
     for _ in range(count):
-        drawn = torch.rand(weights.shape, generator=generator).to(weights.device)
+        drawn = torch.rand(weights.shape, generator=generator, dtype=weights.dtype).to(weights)
         other = weights.gather(1, drawn.masked_fill(hidden, 2).argsort(1))
         moved, _ = _output(reading, embedded, other.to(embedded.dtype))
         found.append(torch.stack([total_variation(output, moved), jensen_shannon(weights, other)]))
@@ -420,10 +420,12 @@ def adversarial(
         return (20 * (distance - epsilon).clamp_min(0) - divergence).sum()
 
     with torch.no_grad():
-        for j, end in enumerate(torch.eye(embedded.shape[1]).to(weights)):
+        ends = torch.eye(embedded.shape[1], dtype=weights.dtype, device=weights.device)
+        for j, end in enumerate(ends):
             judge(torch.where(exists[:, j : j + 1], end, weights))  # the divergence is convex
     for _ in range(restarts):
-        z = torch.randn(weights.shape, generator=generator).to(weights).requires_grad_()
+        z = torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
+        z = z.to(weights).requires_grad_()
         adam = torch.optim.Adam([z], lr=0.2)
         for _ in range(steps):
             with torch.enable_grad():
@@ -451,7 +453,7 @@ def erasure(reader: Reader, embedded: Tensor, lengths: Tensor, ranking: Tensor) 
     reading = reader(embedded, lengths)
     output, weights = _output(reading, embedded)
     decision, hidden = output.argmax(-1), ~_exist(embedded, lengths)
-    count = (~hidden).sum(-1)
+    count = (~hidden).sum(-1, dtype=output.dtype)
     order = ranking.masked_fill(hidden, -torch.inf).argsort(dim=1, descending=True, stable=True)
     share, kept = torch.ones_like(output[:, 0]), weights.clone()
     for k in range(1, embedded.shape[1]):

@@ -23,6 +23,7 @@ from attnfast.errors import InputError, check_whole, describe, first_line, reaso
 from attnfast.models.seq2seq import check_lengths
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
+from attnfast.ops.operators import accumulation_dtype
 
 #: Of an energy below it the logarithm is taken as if it were this.
 SMALLEST = 1e-10
@@ -160,7 +161,8 @@ class LogMel(nn.Module):
                 refuse(name, "seconds, of a sample at least", describe(x))
         self.rate, self.samples, self.hop = rate, round(window * rate), round(hop * rate)
         self.fft = 1 << (self.samples - 1).bit_length()
-        self.register_buffer("window", torch.hann_window(self.samples), persistent=False)
+        weights = torch.hann_window(self.samples, dtype=torch.float32)
+        self.register_buffer("window", weights, persistent=False)
         filters = mel_filters(mels, self.fft, rate)
         self.register_buffer("filters", filters, persistent=False)
 
@@ -317,13 +319,14 @@ class SpecAugment(nn.Module):
             return features
         B, T, M = features.shape
         n = lengths.to(features.device).unsqueeze(1)  # [B, 1]
-        longest = (self.share * n).clamp_max(self.frame_width)
+        dtype = accumulation_dtype(features.dtype)
+        longest = (self.share * n.to(dtype)).clamp_max(self.frame_width)
         hidden = torch.zeros(B, T, M, dtype=torch.bool, device=features.device)
         for count, most, total, size, axis in (
             (self.feature_masks, torch.full_like(n, min(self.feature_width, M)), M, M, 1),
             (self.frame_masks, longest, n, T, 2),
         ):
-            drawn = torch.rand(2, B, count, device=features.device)
+            drawn = torch.rand(2, B, count, dtype=dtype, device=features.device)
             width = (drawn[0] * (most.floor() + 1)).floor()  # whole, from 0 to the most
             begin = (drawn[1] * (total - width + 1)).floor()
             place = torch.arange(size, device=features.device).view(-1, 1, 1)

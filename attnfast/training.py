@@ -174,10 +174,12 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
     _check_share("share", share)
     if not share or target_in.shape[1] < 2:
         return target_in
-    before = logits.detach()[:, :-1].float()
+    before = logits.detach()[:, :-1]
+    before = before.to(accumulation_dtype(before.dtype))
     words = before[..., EOS + 1 :].softmax(-1).flatten(0, 1).multinomial(1) + EOS + 1
     given = target_in[:, 1:]
-    drawn = (torch.rand(given.shape, device=given.device) < share) & (given > EOS)
+    chances = torch.rand(given.shape, dtype=before.dtype, device=given.device)
+    drawn = (chances < share) & (given > EOS)
     return torch.cat([target_in[:, :1], torch.where(drawn, words.view_as(given), given)], 1)
 
 

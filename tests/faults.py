@@ -171,10 +171,25 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/models/memory.py", "tests/test_hops.py -k network"): [
         (" * there.unsqueeze(-1)", ""),
-        ("- k * (1 - 2 * share)", "- k * (1 - share)"),
+        ("- k / features * (1 - 2 * share)", "- k / features * (1 - share)"),
         ("lengths.unsqueeze(-1) - 1 - torch", "lengths.unsqueeze(-1) - torch"),
         ("self.output.weight = last.weight", "pass"),
         ("pad(last, (1, 0)).amax(-1)", "pad((last > 0).long(), (1, 0)).sum(-1)"),
+    ],
+    ("attnfast/models/memory.py", "tests/test_float64.py"): [
+        ("dtype=accumulation_dtype(dtype), device", "device"),
+    ],
+    ("attnfast/models/classifier.py", "tests/test_float64.py"): [
+        ("exists.to(accumulation_dtype(states.dtype)) /", "exists /"),
+    ],
+    ("attnfast/models/search.py", "tests/test_float64.py"): [
+        ("logits.to(accumulation_dtype(logits.dtype))", "logits.float()"),
+    ],
+    ("attnfast/diagnostics.py", "tests/test_float64.py"): [
+        ("back.sum(-1, dtype=of.weights.dtype)", "back.sum(-1)"),
+    ],
+    ("attnfast/explanation.py", "tests/test_float64.py"): [
+        ("(~hidden).sum(-1, dtype=output.dtype)", "(~hidden).sum(-1)"),
     ],
     ("attnfast/nn/bidirectional.py", "tests/test_reading.py"): [
         (" + statistics.largest.log()", ""),
@@ -311,7 +326,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("topk(2 * beam)", "topk(beam + 1)"),
         ("    logits[:, :EOS] = -math.inf", "    pass"),
         ("2 * lengths.cpu() + 10", "2 * lengths.cpu() + 11"),
-        ("scores[:, 0] = 0 ", "scores[:] = 0 "),
+        ("total[:, 1:] = -math.inf", "pass"),
         ("return [max(hypotheses)[1]", "return [min(hypotheses)[1]"),
         ("index // vocab + offset", "index // vocab"),
     ],
@@ -362,7 +377,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("< share) & (given > EOS)", "< share)"),
         ("before[..., EOS + 1 :].softmax(-1)", "before[..., EOS + 1 :].sigmoid()"),
         (".multinomial(1) + EOS + 1", ".multinomial(1) + EOS"),
-        ("device=given.device) < share", "device=given.device) > share"),
+        ("(chances < share)", "(chances > share)"),
     ],
     ("attnfast/training.py", "tests/test_speech.py -k 'hybrid'"): [
         ("loss + (1 - ctc_weight) * own", "loss + own"),
@@ -432,7 +447,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return _cut(features, counts), counts", "return features, counts"),
         ("(second / count - mean.square())", "(second / count)"),
         ("self.mean[number].unsqueeze(1)", "self.mean[:1]"),
-        ("(self.share * n).clamp_max(self.frame_width)", "self.share * n"),
+        ("(self.share * n.to(dtype)).clamp_max(self.frame_width)", "self.share * n.to(dtype)"),
         ("(drawn[0] * (most.floor() + 1)).floor()", "(drawn[0] * most).floor()"),
         ("(drawn[1] * (total - width + 1)).floor()", "(drawn[1] * total).floor()"),
         ("key=lambda x: (x[0], -x[1])", "key=lambda x: (x[0], x[1])"),
@@ -445,7 +460,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("self.place_scale * place", "place"),
         (".repeat_interleave(count)", ".repeat(count)"),
         ("images.masked_fill(~inside.unsqueeze(1), 0)", "images.nan_to_num()"),
-        ("(most, device=x.device) + 1) /", "(most, device=x.device)) /"),
+        ("(2 * cell + 1) /", "(2 * cell) /"),
         ("sizes = -(-sizes // stride)\n            inside", "inside"),
         ("self.stride <= pixels <= most", "0 < pixels <= most"),
         ("mask.sum(-1, keepdim=True).clamp_min(1)", "mask.shape[-1]"),
@@ -472,7 +487,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(~counts | damaged)", "(~counts)"),
         ("< share if share else", "< share if True else"),
         ("if not weights.shape[-1]:", "if False:"),
-        ("weights.detach().float().masked_fill", "weights.new_ones(weights.shape).masked_fill"),
+        ("chances = weights.detach().to(", "chances = torch.ones_like(weights).to("),
         ("if isinstance(attention, GatedAttention):", "if False:"),
     ],
     ("examples/captioning.py", "tests/test_trials.py -k captioning"): [

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from attnfast.backends import FLOATS
 from attnfast.errors import InputError
 from attnfast.models import BOS, EOS, UNK, Config, beam_search, build, greedy_search, search
 from attnfast.ops.copying import LOWEST
@@ -330,9 +331,11 @@ def test_searches_say_words_that_the_vocabulary_lacks(input_feeding):
         assert any(word >= VOCAB for words in found for word in words)
 
 
-def test_another_sentences_words_cannot_be_said():
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_another_sentences_words_cannot_be_said(dtype):
     """Nor where forbidding the unknown word, almost certain, makes all others likelier."""
-    logits = torch.full((1, VOCAB + 2), LOWEST)
+    logits = torch.full((1, VOCAB + 2), LOWEST, dtype=dtype)
+    assert search._best_words(logits)[1] == EOS
     logits[0, UNK], logits[0, EOS] = math.log1p(-1e-20), -60.0
     log_probs = search._log_probs(logits, torch.tensor([False]))
     assert log_probs[0, EOS] == 0

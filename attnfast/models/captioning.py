@@ -142,10 +142,10 @@ class GridEncoder(nn.Module):
             cells = norm(x.permute(0, 2, 3, 1)[inside]).relu()
             grid = cells.new_zeros(*inside.shape, cells.shape[-1]).index_put((inside,), cells)
             x = grid.permute(0, 3, 1, 2)
-        places = [
-            ((2 * torch.arange(most, device=x.device) + 1) / size.unsqueeze(-1) - 1).to(x.dtype)
-            for most, size in zip(x.shape[2:], sizes.unbind(-1))
-        ]
+        places = []
+        for most, size in zip(x.shape[2:], sizes.unbind(-1)):
+            cell = torch.arange(most, dtype=accumulation_dtype(x.dtype), device=x.device)
+            places.append(((2 * cell + 1) / size.unsqueeze(-1) - 1).to(x.dtype))
         rows, columns = places[0].unsqueeze(-1), places[1].unsqueeze(-2)
         place = torch.stack(torch.broadcast_tensors(rows, columns), -1)
         place = self.place_scale * place * inside.unsqueeze(-1)

@@ -12,6 +12,7 @@ from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_share
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_exact
+from attnfast.ops.operators import accumulation_dtype
 
 POOLINGS = ("attention", "mean", "max")
 
@@ -80,7 +81,7 @@ class Classifier(nn.Module):
         if self.pooling == "max":
             refuse("pooling", "attention or mean, to have weights", repr(self.pooling))
         states, exists = self._states(embedded, lengths)
-        even = exists / exists.sum(1, keepdim=True)
+        even = exists.to(accumulation_dtype(states.dtype)) / exists.sum(1, keepdim=True)
         memory = None
         if self.pooling == "attention":
             memory = self.attention.prepare(states, lengths.to(states.device))

@@ -11,6 +11,7 @@ from attnfast.errors import describe, refuse
 from attnfast.models.seq2seq import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.operators import accumulation_dtype
 
 
 class Answer(NamedTuple):
@@ -20,7 +21,7 @@ class Answer(NamedTuple):
     weights: Tensor | None = None
 
 
-def position_encoding(words: Tensor, features: int) -> Tensor:
+def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.float32) -> Tensor:
     r"""Return what each word's embedding is multiplied by before words are added up.
 
     .. math:: l_{kj} = (1 - j / J) - (k / d) (1 - 2 j / J)
@@ -30,15 +31,19 @@ def position_encoding(words: Tensor, features: int) -> Tensor:
     Args:
         words: ``[.., L]``, padded with 0 at the end.
         features: d.
+        dtype: of the result.
 
     Returns:
-        ``[.., L, d]``, float32; 0 for padding, whose embedding may be anything.
+        ``[.., L, d]``; 0 for padding, whose embedding may be anything.
     """
-    j = torch.arange(1, words.shape[-1] + 1, device=words.device)
+    j, k = (
+        torch.arange(1, n + 1, dtype=accumulation_dtype(dtype), device=words.device)
+        for n in (words.shape[-1], features)
+    )
     there = words != PAD
     share = (j / there.sum(-1, keepdim=True).clamp_min(1)).unsqueeze(-1)
-    k = torch.arange(1, features + 1, device=words.device) / features
-    return ((1 - share) - k * (1 - 2 * share)) * there.unsqueeze(-1)
+    weights = (1 - share) - k / features * (1 - 2 * share)
+    return (weights * there.unsqueeze(-1)).to(dtype)
 
 
 class MemoryNetwork(nn.Module):
@@ -121,13 +126,13 @@ class MemoryNetwork(nn.Module):
         if stories.shape[1] > self.longest:
             refuse("stories", f"of {self.longest} sentences at most", stories.shape[1])
         place = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)
-        order = position_encoding(stories, self.dim).to(self.places.dtype)
+        order = position_encoding(stories, self.dim, self.places.dtype)
         sources = [
             (embedding(stories) * order).sum(-2) + at[place.clamp_min(0)]
             for embedding, at in zip(self.embeddings, self.places)
         ]
         memory = self.attention.prepare(sources, lengths)
-        asked = position_encoding(questions, self.dim).to(self.places.dtype)
+        asked = position_encoding(questions, self.dim, self.places.dtype)
         query = (self.question(questions) * asked).sum(-2)
         found, weights = self.attention(query, memory, need_weights)
         return Answer(self.output(found), weights)

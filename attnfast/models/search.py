@@ -17,6 +17,7 @@ from attnfast.nn.layer import RecurrentState, backend_of, terms_of, widened
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST
+from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.search import SEARCH, Search
 
 #: No more is asked of lengths: a power of more would not fit in a number.
@@ -53,10 +54,10 @@ def _log_probs(
     Padding, the unknown word and the start of a sentence may not; rows of ``must_end [B]`` end.
     With the log-probabilities of an ``other``, it has that ``share`` of the sum of both.
     """
-    logits = logits.float()
     goes_on = torch.arange(logits.shape[-1], device=logits.device) != EOS
     # What a pointer-generator cannot say, another sentence's own words among it.
-    logits = logits.masked_fill((logits == torch.tensor(LOWEST)) & goes_on, -math.inf)
+    logits = logits.masked_fill((logits == LOWEST) & goes_on, -math.inf)
+    logits = logits.to(accumulation_dtype(logits.dtype))
     logits[:, :EOS] = -math.inf  # a list of the three would be copied to a GPU
     log_probs = logits.log_softmax(-1)
     if other is not None:
@@ -70,7 +71,7 @@ def _best_words(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are ``[B, 1]``. It is the word whose log-probability is the largest.
     """
-    best, words = logits[:, EOS:].float().max(-1, keepdim=True)
+    best, words = logits[:, EOS:].max(-1, keepdim=True)
     return best, (words + EOS).masked_fill(best == LOWEST, EOS)
 
 
@@ -233,10 +234,8 @@ def beam_search(
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
     limits = _limits(model, lengths)
-    words = torch.full((batch * beam, 1), BOS, device=device)
+    words, scores = torch.full((batch * beam, 1), BOS, device=device), None
     judged = judgement = None  # the scorer's state, and what it says
-    scores = torch.full((batch, beam), -math.inf, device=device)
-    scores[:, 0] = 0  # all hypotheses are the same at first: only one may continue
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
     nan = torch.zeros((), dtype=torch.bool, device=device)
     going = list(range(batch))  # the sentences that the rows of ``scores`` belong to
@@ -251,7 +250,11 @@ def beam_search(
             logits[:, -1], last.repeat_interleave(beam), judgement, scorer_weight
         )
         vocab = log_probs.shape[-1]
-        total = scores.unsqueeze(-1) + log_probs.view(len(going), beam, vocab)
+        total = log_probs.view(len(going), beam, vocab)
+        if scores is None:  # all hypotheses are the same at first: only one may continue
+            total[:, 1:] = -math.inf
+        else:
+            total += scores.unsqueeze(-1)
         total[..., EOS + 1 :] += length_bonus
         # No more than K of the best 2K end here, so at least K go on.
         scores, index = total.flatten(1).topk(2 * beam)

@@ -298,7 +298,8 @@ class CTCPrefixScorer:
             heard: the recordings, one a hypothesis.
 
         Returns:
-            :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, float32; and the state.
+            :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, of the dtype of
+            ``frame_log_probs``; and the state.
         """
         if not hasattr(heard, "frame_log_probs"):
             got = type(heard).__name__
@@ -323,7 +324,7 @@ class CTCPrefixScorer:
         scores = scores.scatter(-1, last, again.logsumexp(1, keepdim=True))
         scores[:, EOS] = both.gather(-1, heard.lengths.unsqueeze(-1)).squeeze(-1)
         gain = torch.where(total == -torch.inf, total, scores - total)
-        return gain.float(), Prefix(blank, label, scores, last)
+        return gain.to(heard.frame_log_probs.dtype), Prefix(blank, label, scores, last)
 
 
 def _of_label(log_p: Tensor, labels: Tensor) -> Tensor:

@@ -188,7 +188,8 @@ class HardAttention(nn.Module):
         mass = weights.detach().sum(-1)
         counts, damaged = mass != 0, mass.isnan()  # [B, Tq]: a row that sees a key
         if self.training:
-            chances = weights.detach().float().masked_fill((~counts | damaged).unsqueeze(-1), 1)
+            chances = weights.detach().to(history.log_prob.dtype)
+            chances = chances.masked_fill((~counts | damaged).unsqueeze(-1), 1)
             index = torch.multinomial(chances.flatten(0, 1), 1).view(counts.shape)
         else:
             index = weights.argmax(-1)
