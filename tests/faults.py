@@ -858,7 +858,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("statistics[x] = diverged ? __builtin_nan(\"\") : 0;", "statistics[x] = 0;"),
     ],
     ("csrc/cpu/rows.h", "tests/test_statistics.py -k cpu"): [
-        ("products += e == 0 ? e : e * x;", "products += e * x;"),
+        ("sums[1] += e == 0 ? e : e * x;", "sums[1] += e * x;"),
         ("(x == 0) & (-number > earliest);", "x == 0;"),
         ("number = numbers - mean;", "number = numbers;"),
         ("statistics[kMean] = (C)first + mean;", "statistics[kMean] = mean;"),

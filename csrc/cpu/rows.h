@@ -130,17 +130,29 @@ Vec<C> mass_of(Vec<C> x) {
   return x == x ? e : x;
 }
 
+// Add up terms of the numbers [from, to), `term(j, sums)` those of a vector, in blocks of 256 vectors: what
+// rounding loses grows with the root of the blocks' number, not of the row's length.
+template <class C, int N, class Term>
+void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
+  constexpr int64_t W = Vector<C>::width, kBlock = 256 * W;
+  for (int64_t begin = from; begin < to; begin += kBlock) {
+    Vec<C> of_block[N] = {};
+    for (int64_t j = begin, end = min(begin + kBlock, to); j < end; j += W) term(j, of_block);
+    for (int n = 0; n < N; ++n) sums[n] += of_block[n];
+  }
+}
+
 // Their exponentials, in place, and 0 in place of neighbours without meaning; returns the sum.
 template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top) {
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
-  Vec<C> total = {};
-  for (int64_t j = s.first(); j < s.end(); j += Vector<C>::width) {
+  Vec<C> total[1] = {};
+  add_up<C>(s.first(), s.end(), total, [&](int64_t j, auto& sums) {
     const Vec<C> e = mass_of<C>(s.get(j, -infinity) - shift);
-    total += e;
+    sums[0] += e;
     s.put(j, e);
-  }
-  return sum<C>(total);
+  });
+  return sum<C>(total[0]);
 }
 
 // The same, and statistics of the row whose first number is key `first`, but for the entropy's ln sum e,
@@ -151,30 +163,33 @@ template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   constexpr int W = Vector<C>::width;
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
-  Vec<C> total = {}, products = {}, positions = {}, squares = {};
   Vec<C> earliest = splat(-infinity);  // minus the number of the first largest
   const Vec<C> numbers = __builtin_convertvector(lane_numbers<C>(), Vec<C>) + (C)s.first();
   Vec<C> number = numbers;
-  for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W) {
+  Vec<C> totals[3] = {}, squares[1] = {};
+  add_up<C>(s.first(), s.end(), totals, [&](int64_t j, auto& sums) {
     const Vec<C> x = s.get(j, -infinity) - shift, e = mass_of<C>(x);
-    total += e;
-    products += e == 0 ? e : e * x;
-    positions += e * number;
+    sums[0] += e;
+    sums[1] += e == 0 ? e : e * x;
+    sums[2] += e * number;
     const Flags<C> earlier = (x == 0) & (-number > earliest);
     earliest = earlier ? -number : earliest;
     s.put(j, e);
-  }
-  C of_row[4];  // the squares are still 0
-  sums({total, products, positions, squares}, of_row);
+    number += (C)W;
+  });
+  C of_row[4];
+  sums({totals[0], totals[1], totals[2], squares[0]}, of_row);  // the squares are still 0
   const C mass = of_row[0], share = 1 / mass, mean = of_row[2] * share;
   number = numbers - mean;
-  for (int64_t j = s.first(); j < s.end(); j += W, number += (C)W)
-    squares += s.get_put(j, (C)0) * number * number;
+  add_up<C>(s.first(), s.end(), squares, [&](int64_t j, auto& sums) {
+    sums[0] += s.get_put(j, (C)0) * number * number;
+    number += (C)W;
+  });
   statistics[kEntropy] = -of_row[1] * share;
   statistics[kLargest] = share;
   statistics[kPosition] = (C)first - highest<C>(earliest);
   statistics[kMean] = (C)first + mean;
-  statistics[kVariance] = sum<C>(squares) * share;
+  statistics[kVariance] = sum<C>(squares[0]) * share;
   return mass;
 }
 
