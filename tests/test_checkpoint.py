@@ -1,6 +1,7 @@
 """Checkpoints that were damaged, cut off in the middle of a write, or made by another version."""
 
 import math
+import os
 import random
 import resource
 import subprocess
@@ -166,6 +167,16 @@ for kill in range(kills):
 checkpoint.write(path, state)
 print(left, numbers[-1], *os.listdir(path.parent))
 """
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_a_checkpoint_is_read_by_whom_the_umask_lets(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        checkpoint.save(tmp_path / "good.pt", CONFIG, model(), TOKENIZER)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "good.pt").stat().st_mode & 0o777 == mode
 
 
 def test_killed_in_the_middle_of_a_write(tmp_path):

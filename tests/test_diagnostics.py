@@ -295,6 +295,14 @@ def test_each_way_to_fail_is_told_from_the_others():
     assert found.skipped[5].tolist() == [x % 4 > 1 for x in range(T)]
 
 
+def test_a_third_of_four_rows_is_two():
+    """The last two rows look 0 and 3 keys away from the diagonal, the first two at it."""
+    weights = torch.eye(4)[[0, 1, 2, 0]].unsqueeze(0)
+    for drift, wanted in ((1.5 / 4, True), (1.6 / 4, False)):
+        found = diag.failures(weights, thresholds=diag.Thresholds(drift=drift))
+        assert found.sentences["drifting"].tolist() == [wanted]
+
+
 def test_padding_fails_nothing():
     weights = torch.full((2, 6, 8), math.nan)
     weights[0, :4, :4] = torch.eye(4)

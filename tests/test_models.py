@@ -211,29 +211,42 @@ class Rows(list):
         return self
 
 
+class Scripted:
+    """Ends at once with log P = −1, or says the word 4 and ends then, log P of both ``longer``."""
+
+    def __init__(self, longer):
+        self.ends = {BOS: -1.0, 4: longer - math.log1p(-math.exp(-1.0))}  # after a word
+
+    def output_limit(self, lengths):
+        return torch.full_like(lengths, 2)
+
+    def encode(self, source, lengths):
+        return Rows(), Rows()
+
+    def decode(self, words, state, memory):
+        logits = torch.full((len(words), 1, 5), -math.inf)
+        for row, word in zip(logits[:, 0], words[:, 0].tolist()):
+            row[EOS] = self.ends.get(word, -1.0)  # a hypothesis without a chance may hold any word
+            row[4] = math.log1p(-math.exp(row[EOS].item()))
+        return logits, state, None
+
+    def found(self, *args, **options):
+        return beam_search(self, torch.tensor([[4, EOS]]), torch.tensor([2]), 2, *args, **options)
+
+
 @pytest.mark.parametrize(("longer", "wins"), [(-1.155, True), (-1.18, False)])
-def test_the_length_penalty_is_gnmts(longer, wins, monkeypatch):
+def test_the_length_penalty_is_gnmts(longer, wins):
     """((5 + n) / 6)^α; with 4 or 6 in the place of 5 the other translation would be the best."""
-    monkeypatch.setattr(search, "output_limit", lambda lengths: torch.full_like(lengths, 2))
-    ends = {BOS: -1.0, 4: longer - math.log1p(-math.exp(-1.0))}  # log P of the end after a word
+    assert Scripted(longer).found() == [[4] if wins else []]
+    # twice the penalty, for which both are long enough
+    assert Scripted(longer).found(2.0) == [[4]]
+    assert Scripted(longer).found(0.0) == [[]]
 
-    class Scripted:
-        def encode(self, source, lengths):
-            return Rows(), Rows()
 
-        def decode(self, words, state, memory):
-            logits = torch.full((len(words), 1, 5), -math.inf)
-            for row, word in zip(logits[:, 0], words[:, 0].tolist()):
-                row[EOS] = ends.get(word, -1.0)  # a hypothesis without a chance may hold any word
-                row[4] = math.log1p(-math.exp(row[EOS].item()))
-            return logits, state, None
-
-    source, lengths = torch.tensor([[4, EOS]]), torch.tensor([2])
-    found = beam_search(Scripted(), source, lengths, 2)
-    assert found == [[4] if wins else []]
-    squared = beam_search(Scripted(), source, lengths, 2, 2.0)
-    assert squared == [[4]]  # twice the penalty, for which both are long enough
-    assert beam_search(Scripted(), source, lengths, 2, 0.0) == [[]]
+@pytest.mark.parametrize(("longer", "wins"), [(-2.1, True), (-2.2, False)])
+def test_the_end_has_no_length_bonus(longer, wins):
+    """(−1 + 0) / 1 or (log P + 1) / (7 / 6); a bonus of the end would favour the shorter."""
+    assert Scripted(longer).found(length_bonus=1.0) == [[4] if wins else []]
 
 
 def test_searches_end_and_never_emit_special_words():

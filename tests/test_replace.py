@@ -56,7 +56,7 @@ def test_hooks_fire_and_parameters_stay():
     before, calls = list(m.parameters()), []
     m.register_forward_hook(lambda *_: calls.append("after"))
     m.register_forward_pre_hook(lambda *_: calls.append("before"))
-    attnfast.replace(m)
+    assert attnfast.replace(m).replaced
     assert not calls  # the probe ran on copies
     states, memory, mask = inputs(steps=1)
     m(states[0], memory, mask)

@@ -104,15 +104,27 @@ def test_a_step(case, backend):
 
 
 def test_a_row_of_two_million_keys():
-    """Its sums are taken in blocks: one after the other each lane's would lose ten times as much."""
+    """Its sums are taken in blocks; one after the other they lose ten times as much."""
     key = torch.randn(1, 2**21, 1, generator=torch.Generator().manual_seed(0))
     for query in torch.zeros(1, 1, 1), torch.full((1, 3, 1), 0.5):
         got = attnfast.dot_attention(query, key, key, need_statistics=True, backend="cpu")
         exact = diagnostics.row_statistics((query.double() @ key.double().mT).softmax(-1))
-        for name in ("entropy", "mean", "variance"):
-            right = getattr(exact, name)
-            lost = (getattr(got.statistics, name) - right).abs().amax() / right.amax()
-            assert lost < 2e-6, name
+        for of in ("entropy", "mean", "variance"):
+            right = getattr(exact, of)
+            lost = (getattr(got.statistics, of) - right).abs().amax() / right.amax()
+            assert lost < 2e-6, of
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # in Triton's interpreter
+def test_a_row_of_nan_stands_nowhere(backend):
+    """All is NaN of a row that has diverged, but its position, 0 also where key 0 is hidden."""
+    args = inputs(Case("dot", 1, 1, 5, 3, 3), DEVICE[backend])
+    mask = torch.arange(5, device=DEVICE[backend]).view(1, 1, 5) > 1
+    bias = torch.zeros(1, 1, 5, device=mask.device).masked_fill(mask, torch.inf)
+    call = {**args, "mask": mask, "bias": bias, "need_statistics": True}
+    entropy, largest, position, mean, variance = attend(call, backend=backend).statistics
+    assert torch.stack([entropy, largest, mean, variance]).isnan().all()
+    assert position.tolist() == [[0]]
 
 
 SPANS = [

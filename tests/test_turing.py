@@ -140,6 +140,21 @@ def test_other_slots(x):
     assert made(x, state).state.memory.shape[1] == 9
 
 
+def test_only_vectors_shorter_than_a_thousandth_are_lengthened():
+    made = machine()
+    torch.manual_seed(1)
+    keys = torch.randn(1, 2, M + 6, dtype=torch.float64)
+    slots = torch.nn.functional.normalize(torch.randn(1, N, M, dtype=torch.float64), dim=-1)
+    before = torch.rand(1, 2, N, dtype=torch.float64).softmax(-1)
+    whole = made.address(keys, slots, before)
+    torch.testing.assert_close(made.address(keys, 0.0011 * slots, before), whole)
+    halved = keys.clone()  # a cosine with half of a vector, by half of a strength
+    halved[..., M] = (0.5 * torch.nn.functional.softplus(keys[..., M])).expm1().log()
+    torch.testing.assert_close(
+        made.address(keys, 0.0005 * slots, before), made.address(halved, slots, before)
+    )
+
+
 def test_sharp_and_empty(x):
     """Powers that float32 has no numbers for, and slots that hold nothing, give no NaN."""
     made = machine(spread=1.0).float()
