@@ -324,7 +324,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("SMALLEST = 1e-8", "SMALLEST = 1e-6"),
         ("masked_fill(keys < 0, 0)", "masked_fill(keys < 1, 0)"),
     ],
-    ("attnfast/models/search.py", "tests/test_models.py -k 'beam or search or gnmt or bonus or said'"): [
+    ("attnfast/models/search.py",
+     "tests/test_models.py -k 'beam or search or gnmt or bonus or said'"): [
         ("((5 + step) / 6)", "((6 + step) / 6)"),
         ("topk(2 * beam)", "topk(beam + 1)"),
         ("    logits[:, :EOS] = -math.inf", "    pass"),
