@@ -820,6 +820,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
     ],
     ("attnfast/models/search.py", "tests/test_search.py"): [
+        ("if beam == 1 and", "if False and"),
         (" or (model.dropout.training and model.dropout.p)", ""),
         ("or words.max_norm ", ""),
         ("begin=BOS, end=EOS", "begin=EOS, end=EOS"),

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnfast import dispatch, reference
-from attnfast.backends import why_not
+from attnfast.backends import HALF, why_not
 from attnfast.errors import InputError
-from attnfast.models import BOS, EOS, Config, build, greedy_search, search
+from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
 from attnfast.ops.search import SEARCH, Search, layer_of
@@ -298,6 +298,14 @@ def test_half_types_are_searched_in_float32(monkeypatch):
     assert [x.embedding.dtype for x in calls] == [torch.float32]
     wanted = greedy_search(made.double(), *sources)  # the same parameters
     assert sum(a[:3] == b[:3] for a, b in zip(found, wanted)) > len(found) / 2
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("attention", ["general", "coverage"])
+def test_a_beam_of_one_is_greedy_in_half_types_too(attention, dtype):
+    """Where many scores of single steps are equal, of which a beam takes any."""
+    made, *sources = model_and_sources(attention, False)
+    assert beam_search(made.to(dtype), *sources, 1) == greedy_search(made, *sources)
 
 
 def test_a_damaged_model_is_refused():

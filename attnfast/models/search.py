@@ -144,6 +144,10 @@ def greedy_search(model: Any, source: Tensor, lengths: Tensor) -> list[list[int]
         source: word ids ``[B, Tk]``, or what else the model encodes.
         lengths: ``[B]``.
 
+    One operator searches where it can, and a loop over single steps elsewhere. In half types they
+    need not find the same: the operator rounds no state, context or logit between two steps, where
+    a step returns them rounded.
+
     Returns:
         The words of each translation, without the end.
 
@@ -198,7 +202,7 @@ def beam_search(
             :class:`ListenAttendSpell`.
         source: word ids ``[B, Tk]``, or what else the model encodes.
         lengths: ``[B]``.
-        beam: K; 1 is greedy search.
+        beam: K; 1 is :func:`greedy_search`, unless there are a ``scorer`` or a ``length_bonus``.
         length_penalty: α; 0 does not normalise and so favours short translations.
         scorer: judges hypotheses too, such as :class:`CTCPrefixScorer`, or None.
         scorer_weight: λ, from 0 to 1: its share. 1 leaves the model's own scores out.
@@ -229,6 +233,8 @@ def beam_search(
         isinstance(scorer, type) or not callable(getattr(scorer, "score", None))
     ):
         refuse_type("scorer", "an object with score(...), or None", describe(scorer))
+    if beam == 1 and (scorer is None or not scorer_weight) and not length_bonus:
+        return greedy_search(model, source, lengths)
     memory, state = model.encode(source, lengths)
     batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
