@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,11 @@ def test_other_versions_are_refused(good, change, message, capsys):
     checkpoint.write(good, {**checkpoint.load(good), **change})
     status, said, text = translate(good, capsys)
     assert status == 2 and text is None and message in said and said.count("\n") == 1
+
+
+def test_the_page_names_the_format():
+    page = Path(__file__).parent.parent / "docs" / "translate.md"
+    assert f"reads checkpoints of format {checkpoint.FORMAT} alone" in page.read_text()
 
 
 def test_what_others_wrote_over_it_is_refused(good, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -65,6 +66,34 @@ def test_commands_are_known(command):
 def test_targets_are_known(command):
     rules = (ROOT / "Makefile").read_text()
     assert re.search(rf"^[\w -]*\b{command.split()[1]}\b[\w -]*:", rules, re.MULTILINE)
+
+
+def test_projects_are_counted_and_named():
+    words = {3: "three", 18: "eighteen"}
+    readme, page = PAGES[0].read_text(), (ROOT / "docs" / "replace.md").read_text()
+    parts = [name.partition("'s ") for name in ADAPTERS]
+    decoders = [x for x in ADAPTERS.values() if x.attention]
+    assert f"[{words[len({project for project, *_ in parts})]} projects]" in readme
+    assert f"{words[len(decoders)]} [whole decoders]" in readme
+    for project, _, kind in parts:
+        if project in ("ESPnet", "SpeechBrain", "joeynmt", "Keras", "d2l"):
+            assert f"`{kind}`" in page
+
+
+def test_commits_are_there():
+    """Those that a page names, where the history is."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"]
+    shallow = subprocess.run(git, capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("this is no whole clone")
+    named = {x for page in PAGES for x in re.findall(r"\b[0-9a-f]{7}\b", page.read_text())}
+    named = {x for x in named if not x.isdigit()}
+    found = subprocess.run(
+        ["git", "-C", str(ROOT), "cat-file", "--batch-check"], input="\n".join(sorted(named)),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert len(named) > 9
+    assert [x for x in found.stdout.splitlines() if x.split()[1] != "commit"] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

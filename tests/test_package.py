@@ -10,8 +10,10 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -181,6 +183,26 @@ def test_every_instruction_set(isa, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 80
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_computes_on_one_thread():
+    """Its parent's threads are not there: more of them would be waited for, as PyTorch's are."""
+    decoder = attnfast.nn.AttentionGRU(8, 8, 8, attnfast.nn.BahdanauAttention(8, 8, 8))
+    source, target = torch.randn(32, 50, 8), torch.randn(32, 20, 8)
+    wanted = decoder(target, decoder.prepare(source))[0]
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        found = decoder(target, decoder.prepare(source))[0]
+        os._exit(0 if torch.allclose(found, wanted, atol=1e-5) else 1)
+    ends = time.monotonic() + 60
+    while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < ends:
+        time.sleep(0.01)
+    if not done[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
 
 
 def test_works_without_the_compiled_library():

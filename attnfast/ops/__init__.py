@@ -1,1 +1,1 @@
-"""The operators: one file each, holding the formula, the checks, the oracle and the gradient."""
+"""The operators: one file each, with their arguments, results, checks, shapes and derivatives."""
