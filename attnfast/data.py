@@ -390,7 +390,7 @@ def collate(examples: Sequence[Example]) -> Batch:
     source, lengths = pad_sources([example.source for example in examples])
     alignment = None
     if any(example.alignment is not None for example in examples):
-        alignment = torch.zeros(*target_out.shape, source.shape[1])
+        alignment = torch.zeros(*target_out.shape, source.shape[1], dtype=torch.float32)
         entries = [
             (b, t, word, 1 / len(words))
             for b, example in enumerate(examples)
@@ -399,7 +399,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         ]
         if entries:
             *index, shares = zip(*entries)
-            alignment[tuple(map(torch.tensor, index))] = torch.tensor(shares)
+            alignment[tuple(map(torch.tensor, index))] = alignment.new_tensor(shares)
     return Batch(source, lengths, target_in, target_out, alignment)
 
 

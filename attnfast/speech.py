@@ -138,8 +138,8 @@ class LogMel(nn.Module):
               y_{tm} = \ln \max\left(10^{-10}, \textstyle\sum_k H_{mk} |X_{tk}|^2\right)
 
     w is Hann's window of N samples, s the hop, F the power of two from N on, and H are the
-    triangles of :func:`mel_filters`. A frame reads its N samples alone, so that n samples have
-    1 + ⌊(n − N) / s⌋ frames, whatever else is in the batch.
+    triangles of :func:`mel_filters`, both rounded to float32. A frame reads its N samples alone, so
+    that n samples have 1 + ⌊(n − N) / s⌋ frames, whatever else is in the batch.
 
     Args:
         rate: samples a second.

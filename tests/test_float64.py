@@ -12,7 +12,7 @@ from test_arguments import TK, TQ, A, B, V, calls, words
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnfast import Span, diagnostics, explanation, losses, models, nn, speech, training
+from attnfast import Span, data, diagnostics, explanation, losses, models, nn, speech, training
 
 LENGTHS, TARGETS = torch.tensor([5, 2]), torch.tensor([3, 1])
 Cases = dict[str, Callable[[], Any]]
@@ -177,6 +177,15 @@ def whole_models() -> Cases:
             model.eval(), words(B, TK), LENGTHS
         )
     return table
+
+
+def test_what_data_are_made_of_is_float32_whatever_the_default():
+    example = data.Example([4, 5, 6], [7], [[0, 1, 2]])
+    alignment, window = data.collate([example]).alignment, speech.LogMel().window
+    with default_dtype(torch.bfloat16):
+        assert data.collate([example]).alignment.equal(alignment)
+        assert speech.LogMel().window.equal(window)
+    assert alignment.dtype == window.dtype == torch.float32
 
 
 @pytest.mark.parametrize("of", [functions, of_weights, explanations, layers, whole_models])
