@@ -72,7 +72,7 @@ sanitize sanitize-fuzz: .venv/installed
 	  $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
 	$(if $(filter sanitize,$@),$(BIN)/pytest -q tests/test_cuda_build.py -k sanitizers)
 
-# How many planted faults the tests catch: see docs/testing.md. All of it takes about an hour.
+# How many planted faults the tests catch: see docs/testing.md.
 mutants: .venv/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/mutants.py $(ONLY)
 
