@@ -139,14 +139,14 @@ def _in_one_call(
 def greedy_search(model: Any, source: Tensor, lengths: Tensor) -> list[list[int]]:
     """Take the most probable word at every step.
 
+    One operator searches where it can, and a loop over single steps elsewhere. In half types they
+    need not find the same: the operator keeps states, contexts and logits in float32, where a step
+    returns them rounded.
+
     Args:
         model: in evaluation mode; as in :func:`beam_search`.
         source: word ids ``[B, Tk]``, or what else the model encodes.
         lengths: ``[B]``.
-
-    One operator searches where it can, and a loop over single steps elsewhere. In half types they
-    need not find the same: the operator rounds no state, context or logit between two steps, where
-    a step returns them rounded.
 
     Returns:
         The words of each translation, without the end.
