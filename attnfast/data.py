@@ -19,18 +19,39 @@ from torch import Tensor
 from attnfast.errors import InputError, optional, reason
 from attnfast.models import BOS, EOS, PAD, UNK
 
+#: First bytes of compressed files that are not read.
+FOREIGN = {
+    "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "xz": rb"\xfd7zXZ\0",
+    "zip": rb"PK(\x03\x04|\x05\x06)",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+}
+
 
 def decode_lines(content: bytes, name: str) -> list[str]:
-    r"""Split UTF-8 text at ``\n`` and nowhere else, so that aligned files stay aligned.
+    r"""Split UTF-8 text, gzipped or not, at ``\n`` and nowhere else: aligned files stay aligned.
 
-    The byte order mark that some editors begin a file with is left out.
+    Text without any ``\n`` is split at ``\r``, which ended lines on old Macs. The byte order mark
+    that some editors begin a file with is left out, and white space around a line.
 
     Raises:
-        InputError: bytes that are not UTF-8; it names the line.
+        InputError: a broken gzip file, another compressed file, or bytes that are not UTF-8, whose
+            line it names.
     """
+    if content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise InputError(
+                f"{name}: expected a whole gzip file, got a broken one ({error})"
+            ) from error
+    for kind, start in FOREIGN.items():
+        if re.match(start, content):
+            raise InputError(f"{name}: expected plain or gzipped text, got a {kind} file")
     lines = []
     content = content.removeprefix(codecs.BOM_UTF8)
-    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
+    end = b"\r" if b"\n" not in content and b"\r" in content else b"\n"
+    for number, line in enumerate(content.removesuffix(end).split(end), 1):
         try:
             lines.append(line.decode().strip())
         except UnicodeDecodeError as error:
@@ -45,19 +66,12 @@ def read_lines(path: str | Path) -> list[str]:
     """Read a text file, gzipped or not, one sentence per line.
 
     Raises:
-        InputError: the file is missing, is a broken gzip file, or is not UTF-8.
+        InputError: the file is missing, or as for :func:`decode_lines`.
     """
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {reason(error)}") from error
-    if content.startswith(b"\x1f\x8b"):
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, OSError, zlib.error) as error:
-            raise InputError(
-                f"{path}: expected a whole gzip file, got a broken one ({error})"
-            ) from error
     return decode_lines(content, str(path))
 
 
@@ -68,12 +82,13 @@ def read_pairs(source: str | Path, target: str | Path) -> list[tuple[str, str]]:
         InputError: as :func:`read_lines`; or the files differ in length, or are empty.
     """
     sources, targets = read_lines(source), read_lines(target)
+    for path, lines in ((source, sources), (target, targets)):
+        if not lines:
+            raise InputError(f"{path}: expected at least one line, got an empty file")
     if len(sources) != len(targets):
         raise InputError(
             f"{target}: expected {len(sources)} lines, as in {source}, got {len(targets)}"
         )
-    if not sources:
-        raise InputError(f"{source}: expected at least one line, got an empty file")
     return list(zip(sources, targets))
 
 

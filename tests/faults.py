@@ -631,7 +631,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("    model.eval()\n    total", "    total"),
         ("label_smoothing=label_smoothing", "label_smoothing=0.0"),
     ],
-    ("attnfast/data.py", "tests/test_translate.py -k 'batch or pairs or tokenizers or words_of'"): [
+    ("attnfast/data.py", "tests/test_data.py"): [
         ("    order.sort(key=lambda example: (len(example.target), len(example.source)))\n", ""),
         ("elif longer > max_length:", "elif longer >= max_length:"),
         ("words[: vocab_size - 4]", "words[:vocab_size]"),

@@ -1,8 +1,6 @@
 """Data, training and the command line, on a language small enough to train on in a second."""
 
 import errno
-import gzip
-import itertools
 import os
 import random
 import re
@@ -17,18 +15,6 @@ import torch
 
 from attnfast import checkpoint, progress, training
 from attnfast.cli import main
-from attnfast.data import (
-    Example,
-    SubwordTokenizer,
-    WordTokenizer,
-    batches,
-    collate,
-    encode_pairs,
-    load_tokenizer,
-    read_pairs,
-)
-from attnfast.errors import InputError
-from attnfast.models import BOS, EOS, UNK
 from attnfast.translation import bleu_by_length, translate
 
 pytest.importorskip("sentencepiece")
@@ -99,90 +85,6 @@ def same(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return a == b
-
-
-# Data
-
-
-def test_pairs_are_read_plain_and_gzipped(tmp_path):
-    (tmp_path / "a").write_bytes("eins\u2028zwei\r\n\ndrei".encode())
-    (tmp_path / "b").write_bytes(gzip.compress(b"one two\nnothing\nthree\n"))
-    pairs = read_pairs(tmp_path / "a", tmp_path / "b")
-    assert pairs == [("eins\u2028zwei", "one two"), ("", "nothing"), ("drei", "three")]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
-        (b"x\ny\n", b"x\n", "b: expected 2 lines, as in .*a, got 1"),
-        (b"x\ny\xff\n", b"x\ny\n", "a, line 2: expected UTF-8 text, got byte 0xff at position 2"),
-        (b"", b"", "a: expected at least one line, got an empty file"),
-        (
-            b"x\n",
-            gzip.compress(b"x\n" * 99, mtime=0)[:-9],
-            "b: expected a whole gzip file, got a broken one",
-        ),
-        (None, b"x\n", "cannot read .*a: No such file or directory"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, a, b, message):
-    for name, content in (("a", a), ("b", b)):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        read_pairs(tmp_path / "a", tmp_path / "b")
-
-
-def test_pairs_that_teach_nothing_are_left_out_and_counted():
-    tokenizer = WordTokenizer.train(["a b c"])
-    pairs = [("a", "b"), ("", "b"), ("a", ""), ("a b c", "a"), ("c z", "c")]
-    examples, said = encode_pairs(tokenizer, pairs, max_length=2)
-    assert examples == [Example([4], [5]), Example([6, UNK], [6])]
-    assert said == "left out 3 of 5 pairs: 2 with an empty side, 1 longer than 2 tokens"
-    assert encode_pairs(tokenizer, pairs[:1], max_length=2)[1] == ""
-
-
-def test_tokenizers_come_back_from_their_bytes(corpus):
-    lines = (corpus / "train.de").read_text().splitlines()
-    for tokenizer in (
-        SubwordTokenizer.train(lines, 40),
-        SubwordTokenizer.train(lines, 21, "unigram"),
-        WordTokenizer.train(lines),
-    ):
-        again = load_tokenizer(tokenizer.kind, tokenizer.content())
-        assert again.vocab_size == tokenizer.vocab_size
-        assert again.encode("fünf drei") == tokenizer.encode("fünf drei")
-        assert again.decode(again.encode("fünf drei")) == "fünf drei"
-        assert min(again.encode("fünf drei")) > 3
-        assert UNK in again.encode("fünf 漢")
-    assert (
-        SubwordTokenizer.train(lines, 40).content() == SubwordTokenizer.train(lines, 40).content()
-    )
-    with pytest.raises(InputError, match=r"vocab_size must be at most \d+ .*, got 9999"):
-        SubwordTokenizer.train(lines, 9999)
-
-
-def test_batches_hold_every_pair_once_in_an_order_of_their_own():
-    draw = random.Random(0)
-    sizes = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(100)]
-    examples, _ = encode_pairs(
-        WordTokenizer(["a"]), [("a " * n, "a " * m) for n, m in sizes], max_length=20
-    )
-    first = batches(examples, 8, seed=1, epoch=0)
-    assert sorted(itertools.chain(*first)) == sorted(examples)
-    assert first == batches(examples, 8, seed=1, epoch=0)
-    for other in (batches(examples, 8, 1, 1), batches(examples, 8, 2, 0)):
-        assert other != first
-    spread = [max(len(e.target) for e in g) - min(len(e.target) for e in g) for g in first]
-    assert max(spread) <= 4
-
-
-def test_a_batch_is_padded_between_start_and_end():
-    batch = collate(encode_pairs(WordTokenizer(["a", "b"]), [("a b", "b"), ("a", "b a")], 9)[0])
-    assert batch.source.tolist() == [[4, 5, EOS], [4, EOS, 0]]
-    assert batch.lengths.tolist() == [3, 2]
-    assert batch.target_in.tolist() == [[BOS, 5, 0], [BOS, 5, 4]]
-    assert batch.target_out.tolist() == [[5, EOS, 0], [5, 4, EOS]]
 
 
 # Training
@@ -626,19 +528,6 @@ def test_bleu_by_length_counts_each_sentence_once():
     rows = bleu_by_length(sources, outputs, ["a b c d", "a b c d", "e f g h", "a b c d"])
     assert [row[:2] for row in rows] == [("1–5", 3), ("6–10", 1)]
     assert rows[0][2] == pytest.approx(100) and rows[1][2] < 30
-
-
-def test_words_of_a_source_that_the_vocabulary_lacks():
-    tokenizer = WordTokenizer.train(["a b a c", "b a d"], vocab_size=6)
-    assert tokenizer.content() == b"a\nb"  # the most frequent two
-    own = tokenizer.own_words("a zwei drei zwei")
-    assert own == ["zwei", "drei"]
-    ids = tokenizer.encode("drei a vier zwei", own)
-    assert ids == [7, 4, UNK, 6]
-    assert tokenizer.decode([7, 4, 6], own) == "drei a zwei"
-    pairs = [("a zwei", "zwei b drei")]
-    assert encode_pairs(tokenizer, pairs, 9, copying=True)[0] == [Example([4, 6], [6, 5, UNK])]
-    assert encode_pairs(tokenizer, pairs, 9)[0] == [Example([4, UNK], [UNK, 5, UNK])]
 
 
 def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):

@@ -1,0 +1,159 @@
+"""Text to ids and back: files, tokenizers, batches."""
+
+import bz2
+import gzip
+import io
+import itertools
+import lzma
+import random
+import zipfile
+
+import pytest
+
+from attnfast.data import (
+    Example,
+    SubwordTokenizer,
+    WordTokenizer,
+    batches,
+    collate,
+    decode_lines,
+    encode_pairs,
+    load_tokenizer,
+    read_pairs,
+)
+from attnfast.errors import InputError
+from attnfast.models import BOS, EOS, UNK
+
+pytest.importorskip("sentencepiece")
+
+
+# Files
+
+
+def test_pairs_are_read_plain_and_gzipped(tmp_path):
+    (tmp_path / "a").write_bytes("eins\u2028zwei\r\n\ndrei".encode())
+    (tmp_path / "b").write_bytes(gzip.compress(b"one two\nnothing\nthree\n"))
+    pairs = read_pairs(tmp_path / "a", tmp_path / "b")
+    assert pairs == [("eins\u2028zwei", "one two"), ("", "nothing"), ("drei", "three")]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (b"x\ny\n", b"x\n", "b: expected 2 lines, as in .*a, got 1"),
+        (b"x\ny\xff\n", b"x\ny\n", "a, line 2: expected UTF-8 text, got byte 0xff at position 2"),
+        (b"", b"", "a: expected at least one line, got an empty file"),
+        (b"", b"x\n", "a: expected at least one line, got an empty file"),
+        (b"x\n", gzip.compress(b"", mtime=0), "b: expected at least one line, got an empty file"),
+        (
+            b"x\n",
+            gzip.compress(b"x\n" * 99, mtime=0)[:-9],
+            "b: expected a whole gzip file, got a broken one",
+        ),
+        (None, b"x\n", "cannot read .*a: No such file or directory"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, a, b, message):
+    for name, content in (("a", a), ("b", b)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_pairs(tmp_path / "a", tmp_path / "b")
+
+
+def test_lines_end_as_the_file_has_them():
+    assert decode_lines(b"a\rb\r", "x") == decode_lines(b"a\r\nb\r\n", "x") == ["a", "b"]
+    assert decode_lines(b"a\rb\nc\n", "x") == ["a\rb", "c"]  # aligned files stay aligned
+    assert decode_lines(b"\r\r", "x") == ["", ""] and decode_lines(b"", "x") == []
+
+
+def zipped(content):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("text", content)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "compressed"),
+    [("bzip2", bz2.compress), ("xz", lzma.compress), ("zip", zipped)],
+)
+def test_compressed_files_are_read_or_named(kind, compressed):
+    assert decode_lines(gzip.compress(b"a\nb\n"), "x") == ["a", "b"]
+    for text in (b"a\nb\n", b""):
+        message = f"x: expected plain or gzipped text, got a {kind} file"
+        with pytest.raises(InputError, match=message):
+            decode_lines(compressed(text), "x")
+    assert decode_lines(b"BZh is a name\n", "x") == ["BZh is a name"]
+
+
+# Tokenizers
+
+
+def test_tokenizers_come_back_from_their_bytes():
+    words, draw = ["eins", "zwei", "drei", "vier", "fünf"], random.Random(1)
+    lines = [" ".join(draw.choices(words, k=draw.randint(3, 7))) for _ in range(240)]
+    for tokenizer in (
+        SubwordTokenizer.train(lines, 40),
+        SubwordTokenizer.train(lines, 21, "unigram"),
+        WordTokenizer.train(lines),
+    ):
+        again = load_tokenizer(tokenizer.kind, tokenizer.content())
+        assert again.vocab_size == tokenizer.vocab_size
+        assert again.encode("fünf drei") == tokenizer.encode("fünf drei")
+        assert again.decode(again.encode("fünf drei")) == "fünf drei"
+        assert min(again.encode("fünf drei")) > 3
+        assert UNK in again.encode("fünf 漢")
+    assert (
+        SubwordTokenizer.train(lines, 40).content() == SubwordTokenizer.train(lines, 40).content()
+    )
+    with pytest.raises(InputError, match=r"vocab_size must be at most \d+ .*, got 9999"):
+        SubwordTokenizer.train(lines, 9999)
+
+
+def test_words_of_a_source_that_the_vocabulary_lacks():
+    tokenizer = WordTokenizer.train(["a b a c", "b a d"], vocab_size=6)
+    assert tokenizer.content() == b"a\nb"  # the most frequent two
+    own = tokenizer.own_words("a zwei drei zwei")
+    assert own == ["zwei", "drei"]
+    ids = tokenizer.encode("drei a vier zwei", own)
+    assert ids == [7, 4, UNK, 6]
+    assert tokenizer.decode([7, 4, 6], own) == "drei a zwei"
+    pairs = [("a zwei", "zwei b drei")]
+    assert encode_pairs(tokenizer, pairs, 9, copying=True)[0] == [Example([4, 6], [6, 5, UNK])]
+    assert encode_pairs(tokenizer, pairs, 9)[0] == [Example([4, UNK], [UNK, 5, UNK])]
+
+
+# Batches
+
+
+def test_pairs_that_teach_nothing_are_left_out_and_counted():
+    tokenizer = WordTokenizer.train(["a b c"])
+    pairs = [("a", "b"), ("", "b"), ("a", ""), ("a b c", "a"), ("c z", "c")]
+    examples, said = encode_pairs(tokenizer, pairs, max_length=2)
+    assert examples == [Example([4], [5]), Example([6, UNK], [6])]
+    assert said == "left out 3 of 5 pairs: 2 with an empty side, 1 longer than 2 tokens"
+    assert encode_pairs(tokenizer, pairs[:1], max_length=2)[1] == ""
+
+
+def test_batches_hold_every_pair_once_in_an_order_of_their_own():
+    draw = random.Random(0)
+    sizes = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(100)]
+    examples, _ = encode_pairs(
+        WordTokenizer(["a"]), [("a " * n, "a " * m) for n, m in sizes], max_length=20
+    )
+    first = batches(examples, 8, seed=1, epoch=0)
+    assert sorted(itertools.chain(*first)) == sorted(examples)
+    assert first == batches(examples, 8, seed=1, epoch=0)
+    for other in (batches(examples, 8, 1, 1), batches(examples, 8, 2, 0)):
+        assert other != first
+    spread = [max(len(e.target) for e in g) - min(len(e.target) for e in g) for g in first]
+    assert max(spread) <= 4
+
+
+def test_a_batch_is_padded_between_start_and_end():
+    batch = collate(encode_pairs(WordTokenizer(["a", "b"]), [("a b", "b"), ("a", "b a")], 9)[0])
+    assert batch.source.tolist() == [[4, 5, EOS], [4, EOS, 0]]
+    assert batch.lengths.tolist() == [3, 2]
+    assert batch.target_in.tolist() == [[BOS, 5, 0], [BOS, 5, 4]]
+    assert batch.target_out.tolist() == [[5, EOS, 0], [5, 4, EOS]]
