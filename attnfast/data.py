@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import gzip
 import io
+import itertools
 import random
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnfast.errors import InputError, optional, reason
+from attnfast.errors import InputError, check_word, optional, reason
 from attnfast.models import BOS, EOS, PAD, UNK
 
 #: First bytes of compressed files that are not read.
@@ -139,6 +142,8 @@ class Tokenizer(Protocol):
 
     kind: str
     vocab_size: int
+    #: Parts of a text that the vocabulary has or lacks: ``"characters"`` or ``"words"``.
+    parts: str
 
     def own_words(self, text: str) -> list[str]:
         """Return the words of a text that the vocabulary lacks, each once; V on are their ids."""
@@ -148,10 +153,14 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str: ...
 
-    def word_numbers(self, text: str) -> list[int]:
-        """Return which word of a text, by white space, each of its tokens is of.
+    def lacking(self, texts: Iterable[str]) -> Counter[str]:
+        """Count the parts of the texts that do not come back from their ids."""
+        ...
 
-        Where words by themselves make other tokens that is not known, and all are −1.
+    def word_numbers(self, text: str) -> list[int]:
+        """Return the number of the word, by white space, that each token of a text belongs to.
+
+        Where a token belongs to two words, or words by themselves have other letters, all are −1.
         """
         ...
 
@@ -164,46 +173,79 @@ class Tokenizer(Protocol):
         ...
 
 
+#: Characters that sentencepiece uses itself, in text, are written as others: Unicode leaves U+FDD0
+#: to U+FDEF to a program's own use.
+RESERVED = {ord(c): 0xFDD0 + i for i, c in enumerate("\0\t\n\x1f\u2581\u2585")}
+BLANK = "\u2581"
+#: Normalisation forms that text may be put into.
+FORMS = ("NFC", "NFKC")
+
+
 class SubwordTokenizer:
     """A sentencepiece model, held as its serialized bytes.
+
+    Ids of a text give back all of its characters that the training text had.
+
+    Args:
+        proto: the serialized model.
+        form: a normalisation form of Unicode, ``"NFC"`` or ``"NFKC"``, that text is put into before
+            it is split; None leaves it as it is.
 
     Paper: Kudo and Richardson, "SentencePiece", EMNLP 2018, arXiv:1808.06226.
     """
 
-    kind = "sentencepiece"
+    parts = "characters"
 
-    def __init__(self, proto: bytes):
+    def __init__(self, proto: bytes, form: str | None = None):
         sentencepiece = optional("sentencepiece", "subword tokenization")
-        self._proto = proto
+        self._proto, self.form = proto, form
+        self.kind = "sentencepiece" if form is None else f"sentencepiece {form}"
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
         except RuntimeError as error:
             raise InputError("expected a sentencepiece model, got other bytes") from error
         self.vocab_size = self._processor.vocab_size()
+        known = {c for c in RESERVED.values() if self._processor.piece_to_id(chr(c)) != UNK}
+        self._reserved = {c: own for c, own in RESERVED.items() if own in known}
+        self._restored = {own: c for c, own in self._reserved.items()}
 
     @classmethod
     def train(
-        cls, sentences: Iterable[str], vocab_size: int, model_type: str = "bpe"
+        cls,
+        sentences: Iterable[str],
+        vocab_size: int,
+        model_type: str = "bpe",
+        form: str | None = None,
     ) -> SubwordTokenizer:
-        """Learn ``vocab_size`` subwords from the sentences of both languages.
+        """Learn ``vocab_size`` subwords, all characters included, from sentences of both languages.
 
         Args:
             sentences: text; the same text gives the same subwords.
             vocab_size: V, the four special ids included.
             model_type: ``"bpe"`` or ``"unigram"``.
+            form: a normalisation form, as of the class.
 
         Raises:
             InputError: the text has too few or too many distinct characters for that size.
         """
         sentencepiece = optional("sentencepiece", "subword tokenization")
+        if form is not None:
+            check_word("form", form, FORMS)
         proto = io.BytesIO()
+        # A list: sentencepiece would take any exception of a generator, Ctrl-C too, for its own.
+        texts = [_normalised(text, form).translate(RESERVED) for text in sentences]
+        characters = set().union(*texts) - {" "}
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sentences),
+                sentence_iterator=iter(texts),
                 model_writer=proto,
                 vocab_size=vocab_size,
                 model_type=model_type,
                 character_coverage=1.0,
+                required_chars="".join(sorted(characters)),
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                max_sentence_length=2**30,
                 num_threads=1,
                 pad_id=PAD,
                 unk_id=UNK,
@@ -215,41 +257,65 @@ class SubwordTokenizer:
             detail = str(error).strip().splitlines()[-1].rpartition("] ")[2]
             limit = re.search(r"value <= (\d+)|\d+ vs (\d+)", detail)
             if limit is None:
-                bound = f"another ({detail[:80]})"
-            else:
-                bound = f"at most {limit[1]}" if limit[1] else f"at least {limit[2]}"
+                raise InputError(f"cannot learn subwords of this text: {detail[:80]}") from error
+            bound = f"at most {limit[1]}" if limit[1] else f"at least {limit[2]}"
             raise InputError(
                 f"vocab_size must be {bound} for subwords of this text, got {vocab_size}"
             ) from error
-        return cls(proto.getvalue())
+        return cls(proto.getvalue(), form)
+
+    def _prepared(self, text: str) -> str:
+        return _normalised(text, self.form).translate(self._reserved)
 
     def own_words(self, text: str) -> list[str]:
         return []
 
     def encode(self, text: str, own: Sequence[str] = ()) -> list[int]:
-        return self._processor.encode(text)
+        return self._processor.encode(self._prepared(text))
 
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
-        return self._processor.decode(list(ids))
+        return self._processor.decode(list(ids)).translate(self._restored)
+
+    def lacking(self, texts: Iterable[str]) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text)
+        return Counter({c: n for c, n in counts.items() if self.decode(self.encode(c)) != c})
 
     def word_numbers(self, text: str) -> list[int]:
-        words = [self.tokens(word) for word in text.split()]
-        whole = self.tokens(text)
-        if [piece for pieces in words for piece in pieces] != whole:
-            return [-1] * len(whole)
-        return [number for number, pieces in enumerate(words) for _ in pieces]
+        pieces = [_letters(piece) for piece in self.tokens(text)]
+        words = [_letters("".join(self.tokens(word))) for word in text.split()]
+        ends = list(itertools.accumulate(map(len, words)))
+        numbers, end = [], 0
+        for piece in pieces:
+            numbers.append(min(bisect.bisect_right(ends, end), len(words) - 1))
+            end += len(piece)
+            if end > ends[numbers[-1]]:
+                return [-1] * len(pieces)
+        return numbers if "".join(pieces) == "".join(words) else [-1] * len(pieces)
 
     def tokens(self, text: str) -> list[str]:
-        return self._processor.encode(text, out_type=str)
+        pieces = self._processor.encode(self._prepared(text), out_type=str)
+        return [piece.translate(self._restored) for piece in pieces]
 
     def content(self) -> bytes:
         return self._proto
+
+
+def _normalised(text: str, form: str | None) -> str:
+    return text if form is None else unicodedata.normalize(form, text)  # type: ignore[arg-type]
+
+
+def _letters(text: str) -> str:
+    """Return text without white space, and without sentencepiece's sign for a blank."""
+    return "".join(text.replace(BLANK, " ").split())
 
 
 class WordTokenizer:
     """A list of words split at blanks, for text whose vocabulary is small."""
 
     kind = "words"
+    parts = "words"
 
     def __init__(self, words: Sequence[str]):
         self._words = list(words)
@@ -279,6 +345,10 @@ class WordTokenizer:
         words = [*self._words, *own] if own else self._words
         return " ".join(words[i - 4] for i in ids)
 
+    def lacking(self, texts: Iterable[str]) -> Counter[str]:
+        counts = Counter(word for text in texts for word in text.split())
+        return Counter({word: n for word, n in counts.items() if word not in self._ids})
+
     def word_numbers(self, text: str) -> list[int]:
         return list(range(len(text.split())))
 
@@ -291,8 +361,9 @@ class WordTokenizer:
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
     """Make a tokenizer of what a checkpoint holds."""
-    if kind == SubwordTokenizer.kind:
-        return SubwordTokenizer(content)
+    name, _, form = kind.partition(" ")
+    if name == "sentencepiece" and form in ("", *FORMS):
+        return SubwordTokenizer(content, form or None)
     if kind == WordTokenizer.kind:
         return WordTokenizer(content.decode().split("\n"))
     raise InputError(f"expected a tokenizer of this version, got {kind}")

@@ -637,6 +637,12 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("words[: vocab_size - 4]", "words[:vocab_size]"),
         ('f"{seed} {epoch}"', 'f"{seed}"'),
         ("[len(ids) + 1 for ids in sources]", "[len(ids) for ids in sources]"),
+        ('b"\\n" not in content and b"\\r" in content', "False"),
+        ('normalization_rule_name="identity"', 'normalization_rule_name="nfkc"'),
+        ("remove_extra_whitespaces=False", "remove_extra_whitespaces=True"),
+        ("max_sentence_length=2**30", "max_sentence_length=4192"),
+        ('required_chars="".join(sorted(characters)),', ""),
+        ("if end > ends[numbers[-1]]:", "if False:"),
     ],
     ("attnfast/backends.py", "tests/test_package.py -k 'runs_on or triton_needs or goes_'"): [
         ("any(own >= x for x in alike)", "any(own <= x for x in alike)"),

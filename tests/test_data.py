@@ -6,6 +6,7 @@ import io
 import itertools
 import lzma
 import random
+import unicodedata
 import zipfile
 
 import pytest
@@ -88,6 +89,81 @@ def test_compressed_files_are_read_or_named(kind, compressed):
 
 
 # Tokenizers
+
+
+#: Text that is often changed: characters, blanks, and what sentencepiece keeps for itself.
+TEXTS = [
+    "کتاب\u200cهای من", "ශ්\u200dරී", "👩\u200d👧", "½ cup … m²", "ＡＢＣ１２", "10\u00a0000\u202f€",
+    "Donau\xaddampf", "ﬁne", "Acme™", unicodedata.normalize("NFD", "Größe"), "Größe", "a  b   c",
+    "a\u2581b", "▅ full", "a <unk> b </s> c <s> <pad>", "a\u2028b", "א\u200fב", "a\tb", "a\0b",
+    "a\x1fb", "a\rb", "⁇ ?",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "size"), [("bpe", 140), ("unigram", 78)])
+def test_subwords_give_the_text_back(model_type, size):
+    tokenizer = SubwordTokenizer.train(TEXTS * 5, size, model_type)
+    for _ in range(2):
+        for text in TEXTS:
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text and min(ids) > UNK
+        assert not tokenizer.lacking(TEXTS)
+        tokenizer = load_tokenizer(tokenizer.kind, tokenizer.content())
+
+
+def test_what_a_vocabulary_lacks_is_counted():
+    texts = ["½ a", "½ b", "a bc"]
+    subwords = SubwordTokenizer.train(["a b"] * 9, 8)
+    assert subwords.lacking(texts) == {"½": 2, "c": 1}
+    assert WordTokenizer.train(["a b"]).lacking(texts) == {"½": 2, "bc": 1}
+    own = SubwordTokenizer.train(["a\tb \ufdd1"] * 9, 10)  # what a tab is written as
+    assert own.lacking(["a\tb", "\ufdd1"]) == {"\ufdd1": 1}
+
+
+def test_a_normalisation_form_is_kept():
+    tokenizer = SubwordTokenizer.train(["Größe ½"] * 9, 15, form="NFC")
+    tokenizer = load_tokenizer(tokenizer.kind, tokenizer.content())
+    assert tokenizer.decode(tokenizer.encode(unicodedata.normalize("NFD", "Größe ½"))) == "Größe ½"
+    compatible = SubwordTokenizer.train(["ｆｉｎｅ ½"] * 9, 16, form="NFKC")
+    assert compatible.decode(compatible.encode("fine ﬁne ½")) == "fine fine 1⁄2"
+    assert compatible.lacking(["½"]) == {"½": 1}
+    with pytest.raises(ValueError, match="form must be 'NFC' or 'NFKC', got 'NFD'"):
+        SubwordTokenizer.train(["a"], 9, form="NFD")
+
+
+def test_long_lines_are_learnt_too():
+    """Not only lines of at most 4,192 bytes, sentencepiece's own limit."""
+    line = " ".join(f"w{i}" for i in range(2000)) + " ξ"
+    tokenizer = SubwordTokenizer.train(["a b c", line], 60)
+    assert UNK not in tokenizer.encode(line)
+
+
+def test_an_error_of_the_sentences_stays_what_it_is():
+    """Ctrl-C too, in a generator that sentencepiece would read from."""
+
+    def sentences(error):
+        yield "a b c"
+        raise error
+
+    for error in (KeyboardInterrupt(), UnicodeError("broken")):
+        with pytest.raises(type(error)) as caught:
+            SubwordTokenizer.train(sentences(error), 8)
+        assert caught.value is error
+    with pytest.raises(InputError, match="cannot learn subwords of this text: "):
+        SubwordTokenizer.train([], 8)
+
+
+def test_tokens_belong_to_words():
+    texts = ["le  prix : 10\u00a0000 €", "prix\u00a0: le", "a\tle"]
+    tokenizer = SubwordTokenizer.train([texts[0].replace("\u00a0", " "), *texts[1:]] * 9, 25)
+    for text in texts:
+        words = text.split()
+        joined = dict.fromkeys(range(len(words)), "")
+        for number, piece in zip(tokenizer.word_numbers(text), tokenizer.tokens(text)):
+            joined[number] += piece.replace("\u2581", "").strip()
+        assert list(joined.values()) == words
+    together = SubwordTokenizer.train(["10\u00a0000 a"] * 9, 17)
+    assert set(together.word_numbers("10\u00a0000 a")) == {-1}, "a token of two words"
 
 
 def test_tokenizers_come_back_from_their_bytes():
