@@ -329,11 +329,17 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("((5 + step) / 6)", "((6 + step) / 6)"),
         ("topk(2 * beam)", "topk(beam + 1)"),
         ("    logits[:, :EOS] = -math.inf", "    pass"),
-        ("2 * lengths.cpu() + 10", "2 * lengths.cpu() + 11"),
         ("total[:, 1:] = -math.inf", "pass"),
         ("[..., EOS + 1 :] += length_bonus", "[..., EOS:] += length_bonus"),
         ("return [max(hypotheses)[1]", "return [min(hypotheses)[1]"),
         ("index // vocab + offset", "index // vocab"),
+    ],
+    ("attnfast/models/seq2seq.py", "tests/test_models.py -k 'limit'"): [
+        (".long() + 10)", ".long() + 11)"),
+        (".clamp_min(longest)", ""),
+    ],
+    ("attnfast/models/search.py", "tests/test_models.py -k 'limit or never_end'"): [
+        ("max_output_length + 1, device", "max_output_length, device"),
     ],
     ("attnfast/models/search.py", "tests/test_models.py -k waited"): [
         (" or max(finished[j])[0] < ahead[i])", ")"),

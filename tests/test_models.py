@@ -189,15 +189,14 @@ def score(model, source, lengths, words, length_penalty):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
-def test_wide_beam_finds_the_best_of_all_translations(length_penalty, monkeypatch):
-    monkeypatch.setattr(search, "output_limit", lambda lengths: torch.full_like(lengths, 4))
+def test_wide_beam_finds_the_best_of_all_translations(length_penalty):
     source, lengths = torch.tensor([[4, 5, 6, 3]]), torch.tensor([4])
     best = set()
     for seed in range(4):
         model = make("bahdanau", vocab_size=7, seed=seed)
         every = [words for n in range(4) for words in itertools.product((4, 5, 6), repeat=n)]
         expected = max(every, key=lambda w: score(model, source, lengths, w, length_penalty))
-        found = beam_search(model, source, lengths, 40, length_penalty)
+        found = beam_search(model, source, lengths, 40, length_penalty, max_output_length=3)
         assert tuple(found[0]) == expected
         best.add(expected)
     assert len(best) > 2
@@ -259,6 +258,29 @@ def test_searches_end_and_never_emit_special_words():
     for found in (greedy_search(model, source, lengths), beam_search(model, source, lengths, 3)):
         assert [len(words) for words in found] == (2 * lengths + 9).tolist()
         assert min(min(words) for words in found) > 3
+
+
+def test_a_limit_follows_the_longest_target_or_is_given():
+    source, lengths = make_source()
+    for options, limit in (
+        ({}, 2 * lengths + 10),
+        ({"length_ratio": 0.3, "longest_target": 11}, torch.tensor([12, 11, 11, 11])),
+        ({"length_ratio": 5.5}, torch.tensor([48, 15, 37, 26])),
+    ):
+        model = build(Config(VOCAB, embed_dim=4, hidden_dim=4, **options), "reference").eval()
+        with torch.no_grad():
+            model.bias[EOS] = -1e4
+        assert search.output_limits(model, lengths).tolist() == limit.tolist()
+        for find in (greedy_search, lambda *x, **y: beam_search(*x, 3, **y)):
+            assert [len(x) + 1 for x in find(model, source, lengths)] == limit.tolist()
+            found = find(model, source, lengths, max_output_length=2)
+            assert [len(words) for words in found] == [2] * 4
+    for wrong in (0, 1.5, True):
+        with pytest.raises(InputError, match="max_output_length must be "):
+            greedy_search(model, source, lengths, max_output_length=wrong)
+    for name, wrong in (("length_ratio", -1.0), ("length_ratio", math.nan), ("longest_target", -1)):
+        with pytest.raises(InputError, match=f"{name} must be "):
+            Config(VOCAB, **{name: wrong})
 
 
 def test_search_of_no_sentence():

@@ -72,6 +72,7 @@ class Config:
         dropout: in training, the share of features dropped.
         copying: choose between words of the vocabulary and words of the source, those included
             that the vocabulary lacks: a pointer-generator.
+        length_ratio, longest_target: of :class:`Seq2Seq`, how long translations may become.
     """
 
     vocab_size: int
@@ -90,6 +91,8 @@ class Config:
     height: float | None = None
     self_attention: bool = False
     encoder: str = "rnn"
+    length_ratio: float = Seq2Seq.length_ratio
+    longest_target: int = Seq2Seq.longest_target
 
     def __post_init__(self):
         try:
@@ -105,6 +108,9 @@ class Config:
             if self.hidden_dim % 2 and (self.self_attention or self.encoder == "transformer"):
                 refuse("hidden_dim", "even for an encoder of four heads", self.hidden_dim)
             check_share("dropout", self.dropout)
+            check_whole("longest_target", self.longest_target, 0)
+            if not is_finite(self.length_ratio) or not 0 <= self.length_ratio < 2**31:
+                refuse("length_ratio", "a number, at least 0", describe(self.length_ratio))
             for name in ("sigma", "height"):
                 x = getattr(self, name)
                 if x is not None and not (is_finite(x) and (x > 0 or name == "height")):
@@ -178,4 +184,6 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
             config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse
         )
     pointer = PointerGenerator(config.embed_dim, backend=backend) if config.copying else None
-    return Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)
+    model = Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)
+    model.length_ratio, model.longest_target = config.length_ratio, config.longest_target
+    return model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnfast import dispatch
 from attnfast.errors import InputError, check_whole, describe, refuse, refuse_type
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
-from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source
+from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source, output_limit
 from attnfast.nn.history import HistoryAttention
 from attnfast.nn.layer import RecurrentState, backend_of, terms_of, widened
 from attnfast.nn.linear import is_plain
@@ -24,14 +24,20 @@ from attnfast.ops.search import SEARCH, Search
 MOST = 64
 
 
-def output_limit(lengths: Tensor) -> Tensor:
-    """Return how many words, the end included, a translation of ``lengths [B]`` words may have."""
-    return 2 * lengths.cpu() + 10
+def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = None) -> Tensor:
+    """Return how many words, the end included, a search may write for ``lengths [B]``, on the CPU.
 
-
-def _limits(model: Any, lengths: Tensor) -> Tensor:
-    """Return the same of a model, which may have an ``output_limit`` of its own."""
-    return getattr(model, "output_limit", output_limit)(lengths)
+    Args:
+        model: its ``output_limit(lengths)`` tells, if it has one, else :func:`output_limit`.
+        max_output_length: the most words, the end not counted, in its place.
+    """
+    if max_output_length is None:
+        return getattr(model, "output_limit", output_limit)(lengths)
+    try:
+        check_whole("max_output_length", max_output_length)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return torch.full_like(lengths, max_output_length + 1, device="cpu")
 
 
 class Scorer(Protocol):
@@ -136,7 +142,9 @@ def _in_one_call(
 
 
 @torch.no_grad()
-def greedy_search(model: Any, source: Tensor, lengths: Tensor) -> list[list[int]]:
+def greedy_search(
+    model: Any, source: Tensor, lengths: Tensor, *, max_output_length: int | None = None
+) -> list[list[int]]:
     """Take the most probable word at every step.
 
     One operator searches where it can, and a loop over single steps elsewhere. In half types they
@@ -147,6 +155,7 @@ def greedy_search(model: Any, source: Tensor, lengths: Tensor) -> list[list[int]
         model: in evaluation mode; as in :func:`beam_search`.
         source: word ids ``[B, Tk]``, or what else the model encodes.
         lengths: ``[B]``.
+        max_output_length: the most words of a translation; None leaves it to the model.
 
     Returns:
         The words of each translation, without the end.
@@ -156,7 +165,7 @@ def greedy_search(model: Any, source: Tensor, lengths: Tensor) -> list[list[int]
     """
     check_model(model)
     memory, state = model.encode(source, lengths)
-    limits = _limits(model, lengths).to(source.device).unsqueeze(1)
+    limits = output_limits(model, lengths, max_output_length).to(source.device).unsqueeze(1)
     if (rows := _in_one_call(model, memory, state, limits)) is not None:
         return rows
     words = torch.full((source.shape[0], 1), BOS, device=source.device)
@@ -186,6 +195,7 @@ def beam_search(
     scorer: Scorer | None = None,
     scorer_weight: float = 0.3,
     length_bonus: float = 0.0,
+    max_output_length: int | None = None,
 ) -> list[list[int]]:
     r"""Keep the best ``beam`` partial translations of each sentence at every step.
 
@@ -207,6 +217,7 @@ def beam_search(
         scorer: judges hypotheses too, such as :class:`CTCPrefixScorer`, or None.
         scorer_weight: λ, from 0 to 1: its share. 1 leaves the model's own scores out.
         length_bonus: γ for each word but the end.
+        max_output_length: the most words of a translation; None leaves it to the model.
 
     Returns:
         The words of each sentence's best translation, without the end.
@@ -239,7 +250,7 @@ def beam_search(
     batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
-    limits = _limits(model, lengths)
+    limits = output_limits(model, lengths, max_output_length)
     words, scores = torch.full((batch * beam, 1), BOS, device=device), None
     judged = judgement = None  # the scorer's state, and what it says
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]

@@ -26,6 +26,14 @@ from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
 
 
+def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tensor:
+    r"""Return how many words, the end included, translations of ``lengths [B]`` words may have.
+
+    .. math:: \max(\lfloor r n \rfloor + 10, \text{longest})
+    """
+    return ((ratio * lengths.cpu().double()).long() + 10).clamp_min(longest)
+
+
 def check_share(name: str, x: object) -> None:
     """Refuse what is no share of a whole, or all of it."""
     if not is_finite(x) or not 0 <= x < 1:  # type: ignore[operator]
@@ -160,9 +168,15 @@ class Seq2Seq(nn.Module):
         dropout: on words, on encoder states and on decoder outputs.
         pointer: copies words of the source, or None.
 
+    A search writes at most ``length_ratio`` words for each word of a source, and 10 more, or as
+    many as ``longest_target``, the end included, whichever is more: see :meth:`output_limit`.
+
     Paper: Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017,
     arXiv:1608.05859, for the shared embedding.
     """
+
+    length_ratio: float = 2.0
+    longest_target: int = 0
 
     def __init__(
         self,
@@ -192,6 +206,10 @@ class Seq2Seq(nn.Module):
         nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)
         with torch.no_grad():
             self.embedding.weight[PAD] = 0
+
+    def output_limit(self, lengths: Tensor) -> Tensor:
+        """Return how many words, the end included, translations of ``lengths [B]`` may have."""
+        return output_limit(lengths, self.length_ratio, self.longest_target)
 
     def embed(self, words: Tensor) -> Tensor:
         """Return the embedded words ``[B, T, E]`` of ``words [B, T]``."""
