@@ -340,6 +340,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/models/search.py", "tests/test_models.py -k 'limit or never_end'"): [
         ("max_output_length + 1, device", "max_output_length, device"),
+        ("words[i * beam, 1:].tolist()))", "words[i, 1:].tolist()))"),
+        ("last[i] or ahead[i] == -math.inf", "last[i]"),
     ],
     ("attnfast/models/search.py", "tests/test_models.py -k waited"): [
         (" or max(finished[j])[0] < ahead[i])", ")"),

@@ -283,6 +283,29 @@ def test_a_limit_follows_the_longest_target_or_is_given():
             Config(VOCAB, **{name: wrong})
 
 
+@pytest.mark.parametrize("beam", [1, 3])
+def test_what_can_never_end_ends_at_its_limit(beam):
+    """With the best words so far, whether the end or no word at all may come there."""
+    model = make("general")
+    with torch.no_grad():
+        model.bias[EOS] = -math.inf
+    source, lengths = make_source()
+    found = beam_search(model, source, lengths, beam)
+    assert [len(words) for words in found] == (2 * lengths + 9).tolist()
+    assert min(min(words) for words in found) > EOS
+    if beam == 1:
+        assert found == greedy_search(model, source, lengths)
+
+    class OneWord:
+        def score(self, words, state, memory):
+            """Let word 7 come first, and nothing after it."""
+            said = torch.full((len(words), VOCAB), -math.inf)
+            said[words[:, 0] == BOS, 7] = 0.0
+            return said, Rows()
+
+    assert beam_search(model, source, lengths, beam, scorer=OneWord()) == [[7]] * 4
+
+
 def test_search_of_no_sentence():
     source, lengths = torch.zeros(2, 3, dtype=torch.long), torch.tensor([3, 3])
     model = make()

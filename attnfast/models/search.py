@@ -205,7 +205,8 @@ def beam_search(
               {((5 + n) / 6)^\alpha}
 
     with the normalisation of GNMT (Wu et al., 2016, arXiv:1609.08144) below the line. A sentence is
-    done when ``beam`` of its translations have finished and none that goes on scores more.
+    done when ``beam`` of its translations have finished and none that goes on scores more, or at
+    the limit of its length. Where no translation may end there, it is the best that goes on.
 
     Args:
         model: in evaluation mode; what has ``encode`` and ``decode``, as :class:`Seq2Seq` and
@@ -287,11 +288,13 @@ def beam_search(
 
         alive = ends.int().sort(dim=1, stable=True).indices[:, :beam]  # the best K that go on
         ahead = (scores.gather(1, alive[:, :1]) / penalty).flatten().tolist()
-        keep = [
-            i
-            for i, j in enumerate(going)
-            if not last[i] and (len(finished[j]) < beam or max(finished[j])[0] < ahead[i])
-        ]
+        keep = []
+        for i, j in enumerate(going):
+            stops = last[i] or ahead[i] == -math.inf
+            if not stops and (len(finished[j]) < beam or max(finished[j])[0] < ahead[i]):
+                keep.append(i)
+            elif not finished[j]:
+                finished[j].append((-math.inf, words[i * beam, 1:].tolist()))  # the best so far
         going = [going[i] for i in keep]
         alive = alive[keep]
         scores, origin, word = (x[keep].gather(1, alive) for x in (scores, origin, word))
