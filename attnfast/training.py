@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -116,7 +117,8 @@ def hybrid_loss(
 
     The first part is :func:`sequence_loss`, whose mean counts the ends too. The second is of the
     labels alone, the ids from 4 on, in float32 at least. A text that has more labels than its
-    recording has states, or as many but repeats that need blanks between them, counts 0 in it.
+    recording has states, or as many but repeats that need blanks between them, counts 0 in it, of
+    which a warning tells.
 
     Args:
         spelled: what :class:`attnfast.models.ListenAttendSpell` returns.
@@ -145,7 +147,7 @@ def hybrid_loss(
         first = (target_out <= EOS).int().sort(stable=True).indices  # labels before all else
         log_probs = spelled.frame_log_probs.transpose(0, 1)
         paths = nn.functional.ctc_loss(
-            log_probs.to(accumulation_dtype(log_probs.dtype)), target_out.gather(1, first),
+            log_probs.to(accumulation_dtype(log_probs.dtype)), labels,
             spelled.lengths, counts, blank=PAD, reduction="sum", zero_infinity=True,
         )  # fmt: skip
         loss = loss + ctc_weight * paths / counts.sum().clamp_min(1)
@@ -157,6 +159,8 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
 
     .. math:: \tilde y_t \sim \mathrm{softmax}(z_{t-1}) \text{ with probability } p,
               \text{ else } y_t
+        labels = target_out.gather(1, first)
+        _warn_of_long_texts(labels, counts, spelled.lengths)
 
     The model first reads the true words, for ``logits``, and then learns from what this returns:
     two passes over whole targets, where Bengio's is a loop over single steps. The start, padding
@@ -166,6 +170,20 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
         target_in: ``[B, T]``, ids that begin with the start.
         logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
         share: p, from 0 to 1.
+def _warn_of_long_texts(labels: Tensor, counts: Tensor, states: Tensor) -> None:
+    """Warn, once for each caller, if a text does not fit into its recording's states."""
+    if torch.compiler.is_compiling():
+        return
+    pairs = torch.arange(1, labels.shape[1], device=labels.device) < counts.unsqueeze(-1)
+    repeats = ((labels[:, 1:] == labels[:, :-1]) & pairs).sum(-1)
+    if (counts + repeats > states.to(counts.device)).any():
+        warnings.warn(
+            "texts with more labels, and blanks between repeated ones, than their recordings have "
+            "states count 0 in the CTC loss: join fewer frames, or leave these texts out",
+            stacklevel=3,
+        )
+
+
 
     Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019

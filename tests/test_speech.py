@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 import tarfile
+import warnings
 import wave
 
 import pytest
@@ -24,6 +25,7 @@ from attnfast.models import (
     Heard,
     ListenAttendSpell,
     PyramidEncoder,
+    Spelled,
     beam_search,
     build,
     greedy_search,
@@ -39,6 +41,8 @@ from attnfast.nn import (
 from attnfast.training import hybrid_loss, scheduled_sampling, sequence_loss
 
 RATE = 8000
+#: For texts that do not fit into the one state of a recording.
+UNFIT = pytest.mark.filterwarnings("ignore:texts with more labels")
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
@@ -431,6 +435,7 @@ def test_padding_and_batch_mates_change_nothing(frames, attention):
         torch.testing.assert_close(together.frame_log_probs[i, :states], alone.frame_log_probs[0])
 
 
+@UNFIT
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_parameter_learns(frames, attention):
     model = make(attention).train()
@@ -478,12 +483,29 @@ def test_hybrid_loss(frames):
         wanted = (1 - weight) * own - weight * paths / 6
         torch.testing.assert_close(hybrid_loss(spelled, words, weight, 0.1), wanted.float())
     long = torch.tensor([[4] * 9 + [EOS]] * 3)  # more letters than states
-    assert hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0).detach() == 0
+    with pytest.warns(UserWarning, match="texts with more labels, .* count 0 in the CTC loss"):
+        lost = hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0)
+    assert lost.detach() == 0
     for weight, got in ((2, "2"), ("a", "'a'"), (math.nan, "nan")):
         with pytest.raises(InputError, match=f"ctc_weight must be .* from 0 to 1, got {got}"):
             hybrid_loss(spelled, words, weight)
 
 
+@pytest.mark.parametrize(("text", "fits"), [("4565", True), ("4556", False), ("45645", False)])
+def test_hybrid_loss_warns_of_a_text_that_does_not_fit(text, fits):
+    """Into four states: its letters, and a blank between two that are the same."""
+    words = torch.tensor([[*map(int, text), EOS, 0, 0]])
+    log_probs = numbers(1, 4, VOCAB).log_softmax(-1)
+    spelled = Spelled(numbers(*words.shape, VOCAB), log_probs, torch.tensor([4]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            loss = hybrid_loss(spelled, words, 1.0)
+    assert len(caught) == (not fits) and bool(loss > 0) == fits
+    assert all(x.filename == __file__ for x in caught)
+
+
+@UNFIT
 def test_hybrid_loss_of_labels_alone(frames):
     """Other ids and padding between labels are none of CTC's; nor does int32 change it."""
     spelled = make()(frames, LENGTHS, torch.full((3, 6), BOS))
@@ -494,6 +516,7 @@ def test_hybrid_loss_of_labels_alone(frames):
     assert hybrid_loss(spelled, words.int(), 0.3) == hybrid_loss(spelled, words, 0.3)
 
 
+@UNFIT
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_hybrid_loss_of_half_types(frames, dtype):
     """CTC's part is taken in float32, and so are the logarithms that it is of."""
@@ -557,7 +580,7 @@ def test_frames_that_exist_are_finite(frames):
             r"lengths must be at least 4, what the pyramid .* got 3",
         ),
         (torch.zeros(1, 8, FEATURES), [9], "lengths must be between 1 and 8, got 9"),
-        (torch.zeros(1, 0, FEATURES), [0], "lengths must be between 1 and 0, got 0"),
+        (torch.zeros(1, 0, FEATURES), [0], "frames must be at least 4 a recording, .*, got 0"),
     ],
 )
 def test_frames_that_do_not_fit(x, lengths, said):

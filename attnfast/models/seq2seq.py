@@ -56,6 +56,8 @@ def check_ids(name: str, words: object, count: int | None = None) -> None:
 def check_lengths(lengths: object, of: Tensor, least: int = 1, name: str = "lengths") -> None:
     """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``."""
     B, Tk = of.shape[:2]
+    if B and Tk < least:
+        refuse(name, f"at least {least}", f"sequences of length {Tk}")
     check_numbers(name, lengths, B, least, Tk)
 
 

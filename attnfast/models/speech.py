@@ -88,8 +88,11 @@ class PyramidEncoder(nn.Module):
         check_tensor("frames", frames)
         if frames.dim() != 3 or frames.shape[-1] != self.features:
             refuse("frames", f"[B, T, {self.features}]", describe(frames))
-        check_lengths(lengths, frames)
         least = self.join ** len(self.layers)
+        if len(frames) and frames.shape[1] < least:
+            expected = f"at least {least} a recording, what the pyramid makes one state of"
+            refuse("frames", expected, frames.shape[1])
+        check_lengths(lengths, frames)
         if len(lengths) and int(lengths.min()) < least:
             found = int(lengths.min())
             refuse("lengths", f"at least {least}, what the pyramid makes one of", found)
