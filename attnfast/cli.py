@@ -67,13 +67,16 @@ def train(args: argparse.Namespace) -> None:
     device = _device(args.device, args.backend)
     shape = {f.name for f in dataclasses.fields(Config)} & set(vars(args))
     plan = {f.name for f in dataclasses.fields(Options)} & set(vars(args))
+    options.check(config)
     options = Options(**{name: getattr(args, name) for name in plan})
     config = Config(**{name: getattr(args, name) for name in shape})
     pairs = read_pairs(args.source, args.target)
     valid_pairs = read_pairs(args.valid_source, args.valid_target)
     links = None
-    if args.alignments is None and args.alignment_until is not None:
-        raise InputError("--alignment-until: expected alignments to learn from in --alignments")
+    for option in ("alignment_loss", "alignment_until"):
+        if args.alignments is None and getattr(options, option) != getattr(Options, option):
+            name = option.replace("_", "-")
+            raise InputError(f"--{name}: expected alignments to learn from in --alignments")
     if args.alignments is not None:
         if config.attention == "none":
             raise InputError("--alignments: expected an attention to supervise, got none")

@@ -83,6 +83,18 @@ class Options:
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
+    def check(self, config: Config) -> None:
+        """Refuse what would change nothing in the training of a model of this config."""
+        for name, has in (
+            ("coverage_loss", config.attention == "coverage"),
+            ("attention_lr_scale", config.attention != "none"),
+        ):
+            usual, value = getattr(Options, name), getattr(self, name)
+            if value != usual and not has:
+                raise InputError(
+                    f"{name} must be {usual} for attention {config.attention!r}, got {value}"
+                )
+
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
@@ -345,6 +357,7 @@ class Trainer:
         self.epoch, self.step = 0, 0  # the next step of the current epoch
         self.loss_sum, self.seconds = 0.0, 0.0  # over the steps of the current epoch
         self.history: list[dict[str, float]] = []
+        self.options.check(self.config)
         self.saved = time.monotonic()
         self.steps = -(-len(self.train) // self.options.batch_size)
         if not self.train or not self.valid:

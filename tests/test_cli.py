@@ -66,6 +66,13 @@ def test_version(capsys):
         ([*TRAIN, "--copying", "--attention=none"], "--copying must be False for attention 'none'"),
         ([*TRAIN, "--input-feeding"], "--input-feeding must be False for attention 'bahdanau'"),
         ([*TRAIN, "--device=abacus"], "--device: expected a device of this machine, got abacus"),
+        ([*TRAIN, "--coverage-loss=0.5"], "--coverage-loss must be 1.0 for attention 'bahdanau', "),
+        ([*TRAIN, "--window=5"], "--window must be 10 for attention 'bahdanau', got 5"),
+        ([*TRAIN, "--stride=2", "--attention=local"], "--stride must be 4 for attention 'local'"),
+        (
+            [*TRAIN, "--words", "--normalisation=NFC"],
+            "--normalisation: expected subwords, got --wo",
+        ),
     ],
 )
 def test_errors_name_what_was_typed(arguments, message, capsys):
