@@ -421,8 +421,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     What a user can mend, and what stops it from outside, ends in one sentence.
     """
     args = argparse.Namespace()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an old encoding may lack a character
+    _prepare_output()
     with warnings.catch_warnings(), raise_on_signal():
         warnings.showwarning = lambda message, *_, **__: say(str(message))
         try:
@@ -458,3 +457,16 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     return run(_parser(), argv)
+def _prepare_output() -> None:
+    """Let the standard output write all or raise, and whatever its encoding lacks as a ``?``."""
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper):
+        return
+    if isinstance(out.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: a write may end early, unsaid
+        sys.stdout = open(  # noqa: SIM115
+            out.fileno(), "w", 1, encoding=out.encoding, errors="replace", closefd=False
+        )
+    else:
+        out.reconfigure(errors="replace")
+
+

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import signal
+import resource
 import subprocess
 import sys
 from importlib.metadata import version
@@ -175,6 +176,40 @@ def test_closed_streams_are_said(files, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", None)
         assert refused(translate, capsys) == "cannot read the standard input: it is closed"
+def test_an_unbuffered_output_is_written_whole_or_refused(tmp_path, monkeypatch, capsys):
+    """PYTHONUNBUFFERED=1 lets a write end early on a full disk without an error."""
+
+    def function(args):
+        sys.stdout.buffer.write(b"x" * 5000)
+
+    parser = cli.Parser()
+    parser.set_defaults(function=function)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit, status in ((1000, 2), (9000, 0)):
+        raw = open(tmp_path / "out", "wb", buffering=0)  # noqa: SIM115
+        with monkeypatch.context() as patch, io.TextIOWrapper(raw, write_through=True) as out:
+            patch.setattr(sys, "stdout", out)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            try:
+                assert cli.run(parser, []) == status
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        said = capsys.readouterr().err
+        full = "attnfast: cannot write the standard output: File too large\n"
+        assert said == (full if status else "")
+    assert (tmp_path / "out").stat().st_size == 5000
+
+
+def test_the_standard_input_may_be_gzipped(files, tmp_path, monkeypatch):
+    outputs = []
+    for content in (gzip.compress(b"eins zwei\n"), b"eins zwei\n"):
+        stream = type("Stream", (), {"buffer": io.BytesIO(content)})
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert main(["translate", str(files / "model.pt"), "--output", str(tmp_path / "out")]) == 0
+        outputs.append((tmp_path / "out").read_text())
+    assert outputs[0] == outputs[1] and outputs[0].count("\n") == 1
+
+
     monkeypatch.setattr(sys, "stdout", None)
     texts = ["--source", str(files / "text"), "--target", str(files / "text")]
     for arguments in (
