@@ -12,10 +12,12 @@ import hashlib
 import io
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 from attnfast.data import Tokenizer, load_tokenizer
@@ -38,6 +40,28 @@ def make_folder(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise InputError(f"cannot write to the folder {directory}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Keep a folder to one process at a time; the lock ends with the process, however that ends.
+
+    Raises:
+        InputError: another process has it, or the file system has no locks.
+    """
+    path = directory / ".lock"
+    held = filelock.FileLock(path, timeout=0)
+    try:
+        held.acquire()
+    except filelock.Timeout:
+        raise InputError(f"cannot write to the folder {directory}: another training does") from None
+    except OSError as error:
+        raise InputError(f"cannot lock {path}: {reason(error)}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # nobody else can hold it
+        held.release()
 
 
 def check_file(path: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -26,6 +26,11 @@ from attnfast.errors import InputError, optional, out_of_memory, reason
 from attnfast.interrupts import Interrupted, raise_on_signal
 from attnfast.progress import Progress, say
 from attnfast.version import __version__
+
+if TYPE_CHECKING:
+    from attnfast.data import Links, Tokenizer
+    from attnfast.models import Config
+    from attnfast.training import Options
 
 
 def _device(name: str | None, backend: str | None) -> torch.device:
@@ -48,43 +53,67 @@ def _device(name: str | None, backend: str | None) -> torch.device:
 
 def train(args: argparse.Namespace) -> None:
     """Train a translator; write best.pt, last.pt and log.csv."""
-    from attnfast import checkpoint
-    from attnfast.data import (
-        SubwordTokenizer,
-        Tokenizer,
-        WordTokenizer,
-        encode_pairs,
-        read_alignments,
-        read_pairs,
-    )
-    from attnfast.models import Config, build
-    from attnfast.training import Options, Trainer, rank
+    from attnfast.checkpoint import lock, make_folder
+    from attnfast.data import read_alignments, read_pairs
+    from attnfast.models import Config
+    from attnfast.training import Options
 
     for package in ("sacrebleu",) if args.words else ("sentencepiece", "sacrebleu"):
         optional(package, "attnfast train")
-    if args.max_length < 1:
-        raise InputError(f"--max-length must be at least 1, got {args.max_length}")
+    if args.words and args.normalisation is not None:
+        raise InputError("--normalisation: expected subwords, got --words")
     device = _device(args.device, args.backend)
     shape = {f.name for f in dataclasses.fields(Config)} & set(vars(args))
     plan = {f.name for f in dataclasses.fields(Options)} & set(vars(args))
-    options.check(config)
     options = Options(**{name: getattr(args, name) for name in plan})
     config = Config(**{name: getattr(args, name) for name in shape})
-    pairs = read_pairs(args.source, args.target)
-    valid_pairs = read_pairs(args.valid_source, args.valid_target)
-    links = None
+    options.check(config)
     for option in ("alignment_loss", "alignment_until"):
         if args.alignments is None and getattr(options, option) != getattr(Options, option):
             name = option.replace("_", "-")
             raise InputError(f"--{name}: expected alignments to learn from in --alignments")
+    pairs = read_pairs(args.source, args.target)
+    valid_pairs = read_pairs(args.valid_source, args.valid_target)
+    links = None
     if args.alignments is not None:
         if config.attention == "none":
             raise InputError("--alignments: expected an attention to supervise, got none")
         links = read_alignments(args.alignments, pairs)
 
     directory = Path(args.out)
+    make_folder(directory)  # not to find out an epoch later
+    with lock(directory):
+        _train(args, config, options, device, pairs, valid_pairs, links)
+
+
+def _say_lacking(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """Say what of the pairs' text the vocabulary lacks, if there is any."""
+    lacking = tokenizer.lacking(text for pair in pairs for text in pair)
+    if lacking:
+        examples = ", ".join(repr(part) for part, _ in lacking.most_common(5))
+        say(
+            f"{name}: the vocabulary lacks {len(lacking)} {tokenizer.parts} that stand there "
+            f"{lacking.total()} times and cannot be written: {examples}"
+        )
+
+
+def _train(
+    args: argparse.Namespace,
+    config: Config,
+    options: Options,
+    device: torch.device,
+    pairs: list[tuple[str, str]],
+    valid_pairs: list[tuple[str, str]],
+    links: list[Links] | None,
+) -> None:
+    """Train what was asked for, or go on with it, in the folder of ``args.out``."""
+    from attnfast import checkpoint
+    from attnfast.data import SubwordTokenizer, WordTokenizer, encode_pairs
+    from attnfast.models import build
+    from attnfast.training import Trainer, rank
+
+    directory = Path(args.out)
     last = directory / "last.pt"
-    checkpoint.make_folder(directory)  # not to find out an epoch later
     torch.manual_seed(options.seed)
     tokenizer: Tokenizer
     if args.resume:
@@ -93,6 +122,12 @@ def train(args: argparse.Namespace) -> None:
         if args.words != (tokenizer.kind == WordTokenizer.kind):
             wanted = "left out" if args.words else "given"
             raise InputError(f"words must be {wanted}, as when the training of {last} began")
+        form = getattr(tokenizer, "form", None)
+        if args.normalisation != form:
+            raise InputError(
+                f"normalisation must be {form}, as when the training of {last} began, "
+                f"got {args.normalisation}"
+            )
         if args.words:  # as many as there were
             config = dataclasses.replace(config, vocab_size=saved.vocab_size)
     elif last.exists():
@@ -107,14 +142,17 @@ def train(args: argparse.Namespace) -> None:
             config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
         else:
             say(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
-            tokenizer = SubwordTokenizer.train(lines, config.vocab_size)
+            tokenizer = SubwordTokenizer.train(lines, config.vocab_size, form=args.normalisation)
         model = build(config, args.backend)
 
-    examples, left_out = encode_pairs(tokenizer, pairs, args.max_length, config.copying, links)
+    if not config.copying:
+        _say_lacking(tokenizer, f"{args.source}, {args.target}", pairs)
+        _say_lacking(tokenizer, f"{args.valid_source}, {args.valid_target}", valid_pairs)
+    examples, left_out = encode_pairs(tokenizer, pairs, options.max_length, config.copying, links)
     if links is not None:
         known = sum(x.alignment is not None for x in examples)
         say(f"{args.alignments}: alignments of {known} of {len(examples)} pairs")
-    valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, args.max_length, config.copying)
+    valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, options.max_length, config.copying)
     for path, sentence in ((args.source, left_out), (args.valid_source, valid_left_out)):
         if sentence:
             say(f"{path}: {sentence}")
@@ -159,7 +197,10 @@ def _translate(args: argparse.Namespace, lines: Sequence[str], name: str) -> lis
             tokenizer,
             lines,
             args.beam,
-            warn=lambda sentence: say(f"{name}, {sentence}"),
+            args.max_length,
+            max_output_length=args.max_output_length,
+            name=name,
+            warn=say,
             progress=progress,
         )
 
@@ -300,6 +341,7 @@ def whole(text: str) -> int:
 
 
 def _parser() -> Parser:
+    from attnfast.data import FORMS
     from attnfast.models import ATTENTIONS, ENCODERS, Config
     from attnfast.training import Options
 
@@ -322,6 +364,17 @@ def _parser() -> Parser:
         sub.add_argument("--backend", choices=list(BACKENDS), help="None takes the fastest")
         sub.add_argument("--device", help="None takes a GPU if there is one")
 
+    def search(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--beam", type=whole, default=5, help="width of the search, 1 is greedy")
+        sub.add_argument(
+            "--max-length", type=whole, help="cut longer sources, tokens; None reads them whole"
+        )
+        sub.add_argument(
+            "--max-output-length",
+            type=whole,
+            help="the most tokens of a translation; None follows the training data",
+        )
+
     sub = command(train)
     for side in ("source", "target", "valid-source", "valid-target"):
         sub.add_argument(f"--{side}", required=True, metavar="FILE", help="one sentence per line")
@@ -340,7 +393,15 @@ def _parser() -> Parser:
     sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
     sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
     sub.add_argument("--vocab-size", type=whole, default=4000, help="of both languages together")
-    sub.add_argument("--max-length", type=whole, default=100, help="leave out longer pairs, tokens")
+    sub.add_argument(
+        "--max-length",
+        type=whole,
+        default=Options.max_length,
+        help="leave out longer pairs, tokens",
+    )
+    sub.add_argument(
+        "--normalisation", choices=FORMS, help="Unicode's, of all text; None keeps it as it is"
+    )
     kind: Callable[[str], float]
     for name, kind in (("embed_dim", whole), ("hidden_dim", whole), ("dropout", float)):
         default = getattr(Config, name)
@@ -383,14 +444,14 @@ def _parser() -> Parser:
     sub.add_argument("checkpoint")
     sub.add_argument("--input", metavar="FILE", help="None reads the standard input")
     sub.add_argument("--output", metavar="FILE", help="None writes the standard output")
-    sub.add_argument("--beam", type=whole, default=5, help="width of the search, 1 is greedy")
+    search(sub)
     placement(sub)
 
     sub = command(score)
     sub.add_argument("checkpoint")
     sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     sub.add_argument("--target", required=True, metavar="FILE", help="its reference translation")
-    sub.add_argument("--beam", type=whole, default=5, help="width of the search, 1 is greedy")
+    search(sub)
     placement(sub)
 
     sub = command(inspect)
@@ -413,6 +474,19 @@ def _with_options(text: str, args: argparse.Namespace) -> str:
     name, _, rest = text.partition(" ")
     named = rest.startswith("must be") and name in vars(args)
     return f"--{name.replace('_', '-')} {rest}" if named else text
+
+
+def _prepare_output() -> None:
+    """Let the standard output write all or raise, and whatever its encoding lacks as a ``?``."""
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper):
+        return
+    if isinstance(out.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: a write may end early, unsaid
+        sys.stdout = open(  # noqa: SIM115
+            out.fileno(), "w", 1, encoding=out.encoding, errors="replace", closefd=False
+        )
+    else:
+        out.reconfigure(errors="replace")
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
@@ -438,7 +512,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            sizes = ("batch_size", "hidden_dim", "dim", "beam")
+            sizes = ("batch_size", "max_length", "hidden_dim", "dim", "beam")
             some = " or ".join(f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x))
             say("too little memory" + (f": a smaller {some} may fit" if some else ""))
             return 2
@@ -457,16 +531,3 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     return run(_parser(), argv)
-def _prepare_output() -> None:
-    """Let the standard output write all or raise, and whatever its encoding lacks as a ``?``."""
-    out = sys.stdout
-    if not isinstance(out, io.TextIOWrapper):
-        return
-    if isinstance(out.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: a write may end early, unsaid
-        sys.stdout = open(  # noqa: SIM115
-            out.fileno(), "w", 1, encoding=out.encoding, errors="replace", closefd=False
-        )
-    else:
-        out.reconfigure(errors="replace")
-
-

@@ -7,7 +7,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Options:
         clip: the largest norm of a gradient.
         seed: of the weights, of the order of the data and of dropout.
         save_every: minutes, after which ``last.pt`` is written in the middle of an epoch too.
+        max_length: tokens of a side; longer pairs are left out.
     """
 
     epochs: int = 6
@@ -62,9 +63,10 @@ class Options:
     clip: float = 1.0
     seed: int = 1
     save_every: float = 10.0
+    max_length: int = 100
 
     def __post_init__(self):
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "max_length"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.learning_rate < math.inf:
@@ -81,8 +83,6 @@ class Options:
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
 
-    def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
     def check(self, config: Config) -> None:
         """Refuse what would change nothing in the training of a model of this config."""
         for name, has in (
@@ -95,6 +95,8 @@ class Options:
                     f"{name} must be {usual} for attention {config.attention!r}, got {value}"
                 )
 
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
@@ -157,6 +159,8 @@ def hybrid_loss(
     if ctc_weight:
         counts = (target_out > EOS).sum(-1)
         first = (target_out <= EOS).int().sort(stable=True).indices  # labels before all else
+        labels = target_out.gather(1, first)
+        _warn_of_long_texts(labels, counts, spelled.lengths)
         log_probs = spelled.frame_log_probs.transpose(0, 1)
         paths = nn.functional.ctc_loss(
             log_probs.to(accumulation_dtype(log_probs.dtype)), labels,
@@ -166,22 +170,6 @@ def hybrid_loss(
     return loss
 
 
-def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tensor:
-    r"""Return ``target_in`` with a share of its words replaced by what a model would have said.
-
-    .. math:: \tilde y_t \sim \mathrm{softmax}(z_{t-1}) \text{ with probability } p,
-              \text{ else } y_t
-        labels = target_out.gather(1, first)
-        _warn_of_long_texts(labels, counts, spelled.lengths)
-
-    The model first reads the true words, for ``logits``, and then learns from what this returns:
-    two passes over whole targets, where Bengio's is a loop over single steps. The start, padding
-    and the four special ids are never replaced, nor drawn.
-
-    Args:
-        target_in: ``[B, T]``, ids that begin with the start.
-        logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
-        share: p, from 0 to 1.
 def _warn_of_long_texts(labels: Tensor, counts: Tensor, states: Tensor) -> None:
     """Warn, once for each caller, if a text does not fit into its recording's states."""
     if torch.compiler.is_compiling():
@@ -196,6 +184,20 @@ def _warn_of_long_texts(labels: Tensor, counts: Tensor, states: Tensor) -> None:
         )
 
 
+def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tensor:
+    r"""Return ``target_in`` with a share of its words replaced by what a model would have said.
+
+    .. math:: \tilde y_t \sim \mathrm{softmax}(z_{t-1}) \text{ with probability } p,
+              \text{ else } y_t
+
+    The model first reads the true words, for ``logits``, and then learns from what this returns:
+    two passes over whole targets, where Bengio's is a loop over single steps. The start, padding
+    and the four special ids are never replaced, nor drawn.
+
+    Args:
+        target_in: ``[B, T]``, ids that begin with the start.
+        logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
+        share: p, from 0 to 1.
 
     Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
@@ -340,6 +342,9 @@ class Trainer:
         valid: the pairs to measure the loss on.
         valid_text: source and target lines to measure BLEU on.
         directory: where the checkpoints ``last.pt`` and ``best.pt`` and ``log.csv`` go.
+
+    The model's translations may become as long as the longest target of ``train``, and twice as
+    long as the mean ratio of targets to sources makes them, or longer if its config says so.
     """
 
     config: Config
@@ -352,26 +357,33 @@ class Trainer:
     directory: Path
 
     def __post_init__(self):
+        self.options.check(self.config)
         self.device = next(self.model.parameters()).device
         self.optimizer = make_optimizer(self.model, self.options)
         self.epoch, self.step = 0, 0  # the next step of the current epoch
         self.loss_sum, self.seconds = 0.0, 0.0  # over the steps of the current epoch
         self.history: list[dict[str, float]] = []
-        self.options.check(self.config)
         self.saved = time.monotonic()
         self.steps = -(-len(self.train) // self.options.batch_size)
         if not self.train or not self.valid:
             raise InputError("expected training and validation pairs, got none that can be used")
+        sources, targets = ([len(x[side]) + 1 for x in self.train] for side in (0, 1))
+        ratio = max(self.config.length_ratio, 2 * sum(targets) / sum(sources))
+        longest = max(self.config.longest_target, *targets)
+        self.config = replace(self.config, length_ratio=ratio, longest_target=longest)
+        self.model.length_ratio, self.model.longest_target = ratio, longest
 
-    def _fingerprint(self) -> int:
-        return zlib.crc32(repr(self.train).encode())
+    def _fingerprints(self) -> dict[str, int]:
+        """Return a checksum of the training pairs, and one of those that BLEU is measured on."""
+        both = {"pairs": self.train, "valid_pairs": [tuple(x) for x in self.valid_text]}
+        return {name: zlib.crc32(repr(pairs).encode()) for name, pairs in both.items()}
 
     def _progress(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("epoch", "step", "loss_sum", "seconds", "history")
         }
-        state["options"], state["pairs"] = asdict(self.options), self._fingerprint()
+        state |= {"options": asdict(self.options), **self._fingerprints()}
         state["optimizer"] = self.optimizer.state_dict()
         state["random"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -393,15 +405,18 @@ class Trainer:
         With more epochs than it began with it goes on, at the learning rates of the longer one.
 
         Raises:
-            InputError: the checkpoint holds no training, or one of another model, on other pairs or
-                with other options.
+            InputError: the checkpoint holds no training, or one of another model, on other pairs,
+                with another validation set or with other options.
         """
         if "training" not in state:
             raise InputError(f"{name}: expected the training's last checkpoint, got a model alone")
         training = state["training"]
         began = {**state["config"], **training["options"]}
         usual = {x.name: x.default for x in (*fields(self.config), *fields(self.options))}
+        usual["max_length"] = self.options.max_length  # of which an older version says nothing
         for option, value in {**asdict(self.config), **asdict(self.options)}.items():
+            if option in ("length_ratio", "longest_target"):  # follow from the pairs
+                continue
             first = began.get(option, usual[option])  # an older version did not have all of them
             more = option == "epochs" and value > first
             if value != first and not more and option != "save_every":
@@ -410,10 +425,16 @@ class Trainer:
                     f"{option} must be {least}{first}, as when the training of {name} began, "
                     f"got {value}"
                 )
-        if training["pairs"] != self._fingerprint():
+        fingerprints = self._fingerprints()
+        if training["pairs"] != fingerprints["pairs"]:
             raise InputError(
                 f"{name}: expected the training pairs that this training began with, and their "
                 "alignments, got others"
+            )
+        if training.get("valid_pairs", fingerprints["valid_pairs"]) != fingerprints["valid_pairs"]:
+            raise InputError(
+                f"{name}: expected the validation pairs that this training began with, got others, "
+                "whose BLEU is another"
             )
         self.optimizer.load_state_dict(training["optimizer"])
         for attribute in ("epoch", "step", "loss_sum", "seconds", "history"):
@@ -502,6 +523,11 @@ class Trainer:
             loss = validation_loss(self.model, groups, done, log)
             loss = self._finite(loss, "validation loss")
             outputs = translate(self.model, self.tokenizer, sources, beam=1, progress=done)
+        if outputs.limited:
+            report(
+                f"{len(outputs.limited)} of {len(outputs)} translations of the validation set "
+                "reached their limit of length and may lack their ends"
+            )
         score, _ = bleu(outputs, references)
         return {
             "epoch": self.epoch + 1,

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from attnfast.data import Tokenizer, pad_sources
-from attnfast.errors import optional
+from attnfast.errors import InputError, optional, out_of_memory
 from attnfast.models import UNK, Seq2Seq, beam_search, greedy_search
+from attnfast.models.search import output_limits
+
+#: Tokens of a batch of sources, its padding included, so that long lines are not too many.
+LARGEST = 2**14
+
+
+class Translations(list[str]):
+    """Lines; ``limited`` are the numbers of those that are as long as the search allowed."""
+
+    def __init__(self, lines: Sequence[str], limited: Sequence[int] = ()):
+        super().__init__(lines)
+        self.limited = list(limited)
 
 
 def translate(
@@ -16,53 +28,101 @@ def translate(
     tokenizer: Tokenizer,
     lines: Sequence[str],
     beam: int = 5,
-    max_length: int = 256,
+    max_length: int | None = None,
     batch_size: int = 64,
+    *,
+    max_output_length: int | None = None,
+    name: str = "",
     warn: Callable[[str], None] = lambda sentence: None,
     progress: Callable[[int], object] = lambda done: None,
-) -> list[str]:
+) -> Translations:
     """Translate lines; every line in gives a line out, an empty one an empty one.
 
     Args:
         model: it is used in evaluation mode, whatever mode it is in.
         lines: one sentence each.
         beam: width of the search; 1 is greedy.
-        max_length: a longer source, in tokens, is cut to this.
-        batch_size: sentences of like length that are searched together.
-        warn: called with a sentence about a line that was cut or holds unknown words.
+        max_length: a longer source, in tokens, is cut to this; None reads it whole.
+        batch_size: sentences of like length that are searched together, fewer where they are long.
+        max_output_length: the most tokens of a translation; None leaves it to the model.
+        name: of the text, for the sentences on its lines.
+        warn: called with a sentence about a line that was cut or holds unknown words, or whose
+            translation is as long as the search allows.
         progress: called after each batch with the number of lines in it.
+
+    Raises:
+        InputError: too little memory for a line; as for the searches.
     """
+    for size, least in (("max_length", max_length), ("batch_size", batch_size)):
+        if least is not None and least < 1:
+            raise InputError(f"{size} must be at least 1, got {least}")
+    title = f"{name}, line" if name else "line"
     sources, owns = [], []
     for number, line in enumerate(lines, 1):
         own = [] if model.pointer is None else tokenizer.own_words(line)
         ids = tokenizer.encode(line, own)
-        if len(ids) > max_length:
-            warn(f"line {number}: cut from {len(ids)} tokens to the limit of {max_length}")
+        if max_length is not None and len(ids) > max_length:
+            warn(f"{title} {number}: cut from {len(ids)} tokens to the limit of {max_length}")
             ids = ids[:max_length]
         if UNK in ids:
-            warn(f"line {number}: {ids.count(UNK)} of its tokens are unknown to the model")
+            warn(f"{title} {number}: {ids.count(UNK)} of its tokens are unknown to the model")
         sources.append(ids)
         owns.append(own)
 
-    outputs = [""] * len(lines)
-    order = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i]))
-    device = next(model.parameters()).device
+    outputs, limited = [""] * len(lines), []
     training = model.training
     model.eval()
     try:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            source, lengths = pad_sources([sources[i] for i in chosen])
-            if beam == 1:
-                found = greedy_search(model, source.to(device), lengths)
-            else:
-                found = beam_search(model, source.to(device), lengths, beam)
-            for i, ids in zip(chosen, found):
+        for chosen in _batches([len(ids) for ids in sources], batch_size):
+            try:
+                batch = [sources[i] for i in chosen]
+                found, limits = _search(model, batch, beam, max_output_length)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise InputError(
+                    f"{title} {chosen[-1] + 1}: too little memory to translate "
+                    f"{len(batch[-1])} tokens with a beam of {beam}: shorter lines or a smaller "
+                    "beam may fit"
+                ) from error
+            for i, ids, limit in zip(chosen, found, limits):
                 outputs[i] = tokenizer.decode(ids, owns[i])
+                if len(ids) + 1 >= limit:
+                    limited.append(i + 1)
+                    warn(
+                        f"{title} {i + 1}: its translation reached the limit of {limit - 1} tokens "
+                        "and may lack its end"
+                    )
             progress(len(chosen))
     finally:
         model.train(training)
-    return outputs
+    return Translations(outputs, sorted(limited))
+
+
+def _search(
+    model: Seq2Seq, sources: Sequence[list[int]], beam: int, max_output_length: int | None
+) -> tuple[list[list[int]], list[int]]:
+    """Return the translations of a batch, and how many tokens each might have, the end included."""
+    source, lengths = pad_sources(sources)
+    limits = output_limits(model, lengths, max_output_length).tolist()
+    source = source.to(next(model.parameters()).device)
+    if beam == 1:
+        found = greedy_search(model, source, lengths, max_output_length=max_output_length)
+    else:
+        found = beam_search(model, source, lengths, beam, max_output_length=max_output_length)
+    return found, limits
+
+
+def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Put the numbers of sequences that are not empty into batches, the shortest first."""
+    batch: list[int] = []
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lengths.__getitem__):
+        if len(batch) == batch_size or (batch and (len(batch) + 1) * lengths[i] > LARGEST):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 @torch.no_grad()

@@ -1,21 +1,23 @@
 """The command line apart from what it computes: options, packages, streams and signals."""
 
 import errno
+import gzip
 import io
 import os
 import re
-import signal
 import resource
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
+import torch
 
 from attnfast import checkpoint, cli, translation
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
-from attnfast.models import Config, build
+from attnfast.models import EOS, Config, build
 
 TRAIN = [
     "train",
@@ -64,25 +66,28 @@ def test_version(capsys):
         ([*TRAIN, "--batch-size=0"], "--batch-size must be at least 1, got 0"),
         ([*TRAIN, "--save-every=nan"], "--save-every must be a number, at least 0, got nan"),
         ([*TRAIN, "--coverage-loss=-1"], "--coverage-loss must be a number, at least 0, got -1.0"),
-        ([*TRAIN, "--copying", "--attention=none"], "--copying must be False for attention 'none'"),
-        ([*TRAIN, "--input-feeding"], "--input-feeding must be False for attention 'bahdanau'"),
-        ([*TRAIN, "--device=abacus"], "--device: expected a device of this machine, got abacus"),
         ([*TRAIN, "--coverage-loss=0.5"], "--coverage-loss must be 1.0 for attention 'bahdanau', "),
+        ([*TRAIN, "--alignment-loss=2"], "--alignment-loss: expected alignments to learn from"),
+        ([*TRAIN, "--alignment-until=1"], "--alignment-until: expected alignments to learn from"),
         ([*TRAIN, "--window=5"], "--window must be 10 for attention 'bahdanau', got 5"),
         ([*TRAIN, "--stride=2", "--attention=local"], "--stride must be 4 for attention 'local'"),
         (
             [*TRAIN, "--words", "--normalisation=NFC"],
             "--normalisation: expected subwords, got --wo",
         ),
+        ([*TRAIN, "--copying", "--attention=none"], "--copying must be False for attention 'none'"),
+        ([*TRAIN, "--input-feeding"], "--input-feeding must be False for attention 'bahdanau'"),
+        ([*TRAIN, "--device=abacus"], "--device: expected a device of this machine, got abacus"),
     ],
 )
 def test_errors_name_what_was_typed(arguments, message, capsys):
     assert re.match(message, refused(arguments, capsys))
 
 
-def test_the_beam_is_named_as_it_was_typed(files, capsys):
-    arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--beam=0"]
-    assert refused(arguments, capsys) == "--beam must be at least 1, got 0"
+@pytest.mark.parametrize("option", ["--beam", "--max-length", "--max-output-length"])
+def test_options_of_a_search_are_named_as_they_were_typed(option, files, capsys):
+    arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text")]
+    assert refused([*arguments, f"{option}=0"], capsys) == f"{option} must be at least 1, got 0"
 
 
 # Packages
@@ -171,11 +176,6 @@ def test_a_full_output_is_said_and_a_broken_pipe_is_not():
         os.close(writer)
 
 
-def test_closed_streams_are_said(files, monkeypatch, capsys):
-    translate = ["translate", str(files / "model.pt")]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdin", None)
-        assert refused(translate, capsys) == "cannot read the standard input: it is closed"
 def test_an_unbuffered_output_is_written_whole_or_refused(tmp_path, monkeypatch, capsys):
     """PYTHONUNBUFFERED=1 lets a write end early on a full disk without an error."""
 
@@ -210,6 +210,11 @@ def test_the_standard_input_may_be_gzipped(files, tmp_path, monkeypatch):
     assert outputs[0] == outputs[1] and outputs[0].count("\n") == 1
 
 
+def test_closed_streams_are_said(files, monkeypatch, capsys):
+    translate = ["translate", str(files / "model.pt")]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", None)
+        assert refused(translate, capsys) == "cannot read the standard input: it is closed"
     monkeypatch.setattr(sys, "stdout", None)
     texts = ["--source", str(files / "text"), "--target", str(files / "text")]
     for arguments in (
@@ -248,6 +253,50 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(files, monk
     assert said == f"cannot write to the folder {files}: Read-only file system"
 
 
+# Limits
+
+
+def test_a_translation_as_long_as_allowed_is_said(files):
+    _, model, tokenizer = checkpoint.restore(checkpoint.load(files / "model.pt"), "reference")
+    lines = ["eins zwei drei eins", "", "zwei"]
+    for beam in (1, 3):
+        with torch.no_grad():
+            model.bias[EOS] = -1e4
+        said = []
+        options = {"max_length": 3, "max_output_length": 6, "name": "x", "warn": said.append}
+        outputs = translation.translate(model, tokenizer, lines, beam, **options)
+        assert [len(x.split()) for x in outputs] == [6, 0, 6] and outputs.limited == [1, 3]
+        assert said == [
+            "x, line 1: cut from 4 tokens to the limit of 3",
+            "x, line 3: its translation reached the limit of 6 tokens and may lack its end",
+            "x, line 1: its translation reached the limit of 6 tokens and may lack its end",
+        ]
+        outputs = translation.translate(model, tokenizer, lines, beam)
+        assert [len(x.split()) for x in outputs] == [2 * 5 + 9, 0, 2 * 2 + 9]
+        with torch.no_grad():
+            model.bias[EOS] = 1e4
+        assert translation.translate(model, tokenizer, lines, beam).limited == []
+
+
+def test_long_lines_make_small_batches():
+    lengths = [1, 0, 300, 20_000, 7, 0, 9000, 8000, 2, 300]
+    found = list(translation._batches(lengths, 3))
+    assert found == [[0, 8, 4], [2, 9], [7], [6], [3]]
+
+
+def test_a_line_too_long_for_the_memory_is_named(files, monkeypatch, capsys):
+    def full(*args, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    monkeypatch.setattr(translation, "beam_search", full)
+    arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text")]
+    said = refused(arguments, capsys)
+    assert said.startswith(
+        f"{files / 'text'}, line 1: too little memory to translate 2 tokens with"
+    )
+    assert said.endswith("shorter lines or a smaller beam may fit")
+
+
 # Signals
 
 
@@ -270,7 +319,11 @@ def test_signals_end_a_translation_in_one_sentence(files, tmp_path, number, monk
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [((), ""), (("--beam", "--hidden-dim"), ": a smaller --hidden-dim or --beam may fit")],
+    [
+        ((), ""),
+        (("--beam", "--hidden-dim"), ": a smaller --hidden-dim or --beam may fit"),
+        (("--batch-size", "--max-length"), ": a smaller --batch-size or --max-length may fit"),
+    ],
 )
 def test_too_little_memory(options, said, capsys):
     def function(args):

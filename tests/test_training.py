@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from attnfast.data import Batch, Example, collate
+from attnfast import checkpoint
+from attnfast.data import Batch, Example, WordTokenizer, collate
+from attnfast.errors import InputError
 from attnfast.models import Config, build
 from attnfast.training import (
     Options,
+    Trainer,
     make_optimizer,
     sequence_loss,
     train_step,
@@ -78,6 +81,37 @@ def test_what_the_loss_is_of():
         wanted = wanted - smoothing * log_probs.mean() if smoothing else wanted
         loss = train_step(model, make_optimizer(model, options), batch, options, 1e-3)
         assert loss == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_options_without_effect_are_refused():
+    for name, attention, usual in (
+        ("coverage_loss", "bahdanau", "coverage"), ("attention_lr_scale", "none", "dot"),
+    ):  # fmt: skip
+        options = Options(**{name: 0.5})
+        with pytest.raises(InputError, match=f"{name} must be 1.0 for attention '{attention}', "):
+            options.check(Config(11, attention))
+        options.check(Config(11, usual))
+
+
+def test_a_trainer_sets_how_long_translations_may_become(tmp_path):
+    model, _ = made()
+    pairs = [Example([4], list(range(4, 10)) * 5), Example([4] * 9, [5] * 9)]
+    config, text = Config(11, embed_dim=8, hidden_dim=6), [("4", "5")]
+    both = (pairs, pairs[:1])
+    for examples, ratio in zip(both, (2 * 41 / 12, 31.0)):
+        trainer = Trainer(
+            config, model, WordTokenizer([*"4567890"]), Options(), examples, pairs, text, tmp_path
+        )
+        trainer.save("best.pt")
+        again = checkpoint.restore(checkpoint.load(tmp_path / "best.pt"))[1]
+        for x in (trainer.config, model, again):
+            assert (x.length_ratio, x.longest_target) == (pytest.approx(ratio), 31)
+        assert again.output_limit(torch.tensor([2])).tolist() == [max(31, int(2 * ratio) + 10)]
+    more = Config(11, embed_dim=8, hidden_dim=6, length_ratio=40.0, longest_target=99)
+    trainer = Trainer(
+        more, model, WordTokenizer([*"4567890"]), Options(), pairs, pairs, text, tmp_path
+    )
+    assert trainer.config == more
 
 
 def test_validation_counts_words():

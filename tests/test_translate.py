@@ -13,9 +13,10 @@ import time
 import pytest
 import torch
 
-from attnfast import checkpoint, progress, training
+from attnfast import checkpoint, data, progress, training
 from attnfast.cli import main
-from attnfast.translation import bleu_by_length, translate
+from attnfast.data import read_lines
+from attnfast.translation import Translations, bleu_by_length, translate
 
 pytest.importorskip("sentencepiece")
 pytest.importorskip("sacrebleu")
@@ -346,6 +347,14 @@ def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tm
             "--epochs must be at least 9, as when the training of .*last.pt began, got 2",
         ),
         (
+            ["--resume", "--epochs", "9", "--learning-rate", "0.02", "--max-length", "60"],
+            "--max-length must be 100, as when the training of .*last.pt began, got 60",
+        ),
+        (
+            ["--resume", "--normalisation", "NFC"],
+            "--normalisation must be None, as when the training of .*last.pt began, got NFC",
+        ),
+        (
             ["--resume", "--hidden-dim", "8"],
             "--hidden-dim must be 16, as when the training of .*last.pt began, got 8",
         ),
@@ -362,6 +371,69 @@ def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tm
     more = ["--resume", "--epochs", "9", "--learning-rate", "0.02"]
     assert main(command(shorter, trained, *more)) == 2
     assert "expected the training pairs that this training began with" in sentence(capsys)
+    write_pairs(shorter, "train", 240, 1)
+    write_pairs(shorter, "valid", 20, 3)
+    assert main(command(shorter, trained, *more)) == 2
+    assert "expected the validation pairs that this training began with" in sentence(capsys)
+
+
+def test_a_folder_is_one_trainings(corpus, tmp_path, capsys):
+    with checkpoint.lock(tmp_path):
+        assert main(command(corpus, tmp_path)) == 2
+        said = f"attnfast: cannot write to the folder {tmp_path}: another training does"
+        assert sentence(capsys) == said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    program = (
+        "import os, pathlib, signal, sys; from attnfast.checkpoint import lock\n"
+        "with lock(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
+    assert done.returncode == -signal.SIGKILL and list(tmp_path.iterdir()) != []
+    with checkpoint.lock(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_subwords_are_learnt(corpus, tmp_path, monkeypatch, capsys):
+    def interrupted(text, form):
+        signal.raise_signal(signal.SIGINT)
+        return text
+
+    monkeypatch.setattr(data, "_normalised", interrupted)
+    assert main(command(corpus, tmp_path)) == 130
+    assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
+
+
+def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys):
+    """Before the training begins, of which this needs none."""
+    files = tmp_path / "files"
+    shutil.copytree(corpus, files)
+    (files / "valid.en").write_text("one 漢 two\u200c\n" * 20)
+    monkeypatch.setattr(training.Trainer, "run", lambda *_: sys.exit())
+    assert main(command(files, tmp_path / "a")) == 0
+    (said,) = (x for x in capsys.readouterr().err.splitlines() if "vocabulary" in x)
+    valid = f"{files / 'valid.de'}, {files / 'valid.en'}"
+    assert said == (
+        f"attnfast: {valid}: the vocabulary lacks 2 characters that stand there 40 times and "
+        "cannot be written: '漢', '\\u200c'"
+    )
+    assert main(command(files, tmp_path / "b", "--words", "--vocab-size=9")) == 0
+    said = capsys.readouterr().err
+    assert "train.en: the vocabulary lacks 5 words that stand there" in said
+
+
+def test_a_validation_says_how_many_translations_may_lack_their_ends(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        training, "translate", lambda *_, **__: Translations(["one"] * 20, [1, 4, 5])
+    )
+    assert main(command(corpus, tmp_path, "--epochs", "1")) == 0
+    said = "3 of 20 translations of the validation set reached their limit of length"
+    assert said in capsys.readouterr().err
 
 
 # Commands
@@ -440,7 +512,7 @@ def test_an_unwritable_folder_is_refused(corpus, tmp_path, capsys):
 
 
 def test_translate_keeps_every_line(trained, tmp_path, capsys):
-    (tmp_path / "in").write_text("eins zwei drei\n\ndrei 漢\n" + "vier " * 300 + "\n")
+    (tmp_path / "in").write_text("eins zwei drei\n\ndrei 漢\n" + "vier " * 270 + "\n")
     checkpoint_path = str(trained / "best.pt")
     arguments = ["translate", checkpoint_path, "--backend", "reference", "--device", "cpu"]
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
@@ -449,10 +521,16 @@ def test_translate_keeps_every_line(trained, tmp_path, capsys):
     assert len(lines) == 4 and all(lines[i] for i in (0, 2, 3)) and lines[1] == ""
     said = capsys.readouterr().err
     assert "in, line 3: 1 of its tokens are unknown to the model" in said
-    assert "in, line 4: cut from " in said and "to the limit of 256" in said
+    assert "in, line 4: cut " not in said  # a source is read whole
+    short = ["--output", str(tmp_path / "short"), "--max-length=5", "--max-output-length=2"]
+    assert main([*arguments, *files, *short]) == 0
+    said = capsys.readouterr().err
+    assert "in, line 4: cut from " in said and "to the limit of 5" in said
+    assert "in, line 1: its translation reached the limit of 2 tokens" in said
+    assert len((tmp_path / "short").read_text().splitlines()[0].split()) <= 2
 
     _, model, tokenizer = checkpoint.restore(checkpoint.load(checkpoint_path), "reference")
-    sources = (tmp_path / "in").read_text().splitlines()
+    sources = read_lines(tmp_path / "in")
     assert translate(model, tokenizer, sources[:3]) == lines[:3]
     assert [translate(model, tokenizer, [line])[0] for line in sources] == lines
     assert translate(model, tokenizer, []) == []

@@ -164,8 +164,8 @@ def greedy_search(
         InputError: scores are NaN.
     """
     check_model(model)
-    memory, state = model.encode(source, lengths)
     limits = output_limits(model, lengths, max_output_length).to(source.device).unsqueeze(1)
+    memory, state = model.encode(source, lengths)
     if (rows := _in_one_call(model, memory, state, limits)) is not None:
         return rows
     words = torch.full((source.shape[0], 1), BOS, device=source.device)
@@ -246,12 +246,12 @@ def beam_search(
     ):
         refuse_type("scorer", "an object with score(...), or None", describe(scorer))
     if beam == 1 and (scorer is None or not scorer_weight) and not length_bonus:
-        return greedy_search(model, source, lengths)
+        return greedy_search(model, source, lengths, max_output_length=max_output_length)
+    limits = output_limits(model, lengths, max_output_length)
     memory, state = model.encode(source, lengths)
     batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
-    limits = output_limits(model, lengths, max_output_length)
     words, scores = torch.full((batch * beam, 1), BOS, device=device), None
     judged = judgement = None  # the scorer's state, and what it says
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
