@@ -92,8 +92,8 @@ def _say_lacking(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str
     if lacking:
         examples = ", ".join(repr(part) for part, _ in lacking.most_common(5))
         say(
-            f"{name}: the vocabulary lacks {len(lacking)} {tokenizer.parts} that stand there "
-            f"{lacking.total()} times and cannot be written: {examples}"
+            f"{name}: {tokenizer.parts} that the vocabulary lacks and cannot write: "
+            f"{lacking.total()}, {len(lacking)} different, such as {examples}"
         )
 
 
@@ -267,8 +267,9 @@ def inspect(args: argparse.Namespace) -> None:
 
     _check_output()
     check_file(Path(args.page))
-    if args.most < 1:
-        raise InputError(f"--most must be at least 1, got {args.most}")
+    for option in ("most", "max_length"):
+        if getattr(args, option) < 1:
+            raise InputError(f"{option} must be at least 1, got {getattr(args, option)}")
     if args.alignments is not None and args.target is None:
         raise InputError("--alignments: expected the translations that they are of in --target")
     model, tokenizer = _load(args)
@@ -277,17 +278,25 @@ def inspect(args: argparse.Namespace) -> None:
     if args.target is None:
         sources = read_lines(args.source)
         with Progress("translating", sum(map(bool, sources)), "sentence") as progress:
-            targets = translate_lines(model, tokenizer, sources, beam=1, progress=progress)
+            targets = translate_lines(
+                model, tokenizer, sources, 1, args.max_length, name=args.source, warn=say,
+                progress=progress,
+            )  # fmt: skip
         pairs = list(zip(sources, targets))
     else:
         pairs = read_pairs(args.source, args.target)
     links = None if args.alignments is None else read_alignments(args.alignments, pairs)
     with Progress("inspecting", len(pairs), "sentence") as progress:
-        found = inspection.inspect(model, tokenizer, pairs, links, progress=progress)
+        found = inspection.inspect(
+            model, tokenizer, pairs, links, max_length=args.max_length, progress=progress
+        )
     if not found:
         raise InputError(f"{args.source}: expected sentences that can be used, got none")
     if len(found) < len(pairs):
-        say(f"left out {len(pairs) - len(found)} of {len(pairs)} pairs: empty or too long")
+        say(
+            f"left out {len(pairs) - len(found)} of {len(pairs)} pairs: empty or longer than "
+            f"{args.max_length} tokens"
+        )
     text = inspection.page(found, Path(args.checkpoint).name, args.most)
     write_atomically(Path(args.page), text.encode())
     print(inspection.table(found))
@@ -460,6 +469,7 @@ def _parser() -> Parser:
     sub.add_argument("--target", metavar="FILE", help="None takes the model's own translations")
     sub.add_argument("--alignments", metavar="FILE", help="the true ones, such as 0-0 1-2")
     sub.add_argument("--page", default="attention.html", metavar="FILE", help="where to write it")
+    sub.add_argument("--max-length", type=whole, default=256, help="leave out longer pairs, tokens")
     sub.add_argument("--most", type=whole, default=200, help="sentences on the page")
     placement(sub)
 

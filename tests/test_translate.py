@@ -417,12 +417,13 @@ def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys
     (said,) = (x for x in capsys.readouterr().err.splitlines() if "vocabulary" in x)
     valid = f"{files / 'valid.de'}, {files / 'valid.en'}"
     assert said == (
-        f"attnfast: {valid}: the vocabulary lacks 2 characters that stand there 40 times and "
-        "cannot be written: '漢', '\\u200c'"
+        f"attnfast: {valid}: characters that the vocabulary lacks and cannot write: 40, "
+        "2 different, such as '漢', '\\u200c'"
     )
     assert main(command(files, tmp_path / "b", "--words", "--vocab-size=9")) == 0
     said = capsys.readouterr().err
-    assert "train.en: the vocabulary lacks 5 words that stand there" in said
+    assert "train.en: words that the vocabulary lacks and cannot write: " in said
+    assert ", 5 different, such as" in said
 
 
 def test_a_validation_says_how_many_translations_may_lack_their_ends(
