@@ -67,7 +67,8 @@ def train(args: argparse.Namespace) -> None:
     plan = {f.name for f in dataclasses.fields(Options)} & set(vars(args))
     options = Options(**{name: getattr(args, name) for name in plan})
     config = Config(**{name: getattr(args, name) for name in shape})
-    options.check(config)
+    if not args.resume:
+        options.check(config)
     for option in ("alignment_loss", "alignment_until"):
         if args.alignments is None and getattr(options, option) != getattr(Options, option):
             name = option.replace("_", "-")

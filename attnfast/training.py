@@ -84,16 +84,17 @@ class Options:
             raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
 
     def check(self, config: Config) -> None:
-        """Refuse what would change nothing in the training of a model of this config."""
-        for name, has in (
-            ("coverage_loss", config.attention == "coverage"),
-            ("attention_lr_scale", config.attention != "none"),
+        """Refuse what changes nothing in the training of a model of this config: in it, too."""
+        attention, sparse = config.attention, config.self_attention
+        for x, name, has in (
+            (config, "window", sparse or attention in ("local", "predictive")),
+            (config, "stride", sparse or attention == "strided"),
+            (self, "coverage_loss", attention == "coverage"),
+            (self, "attention_lr_scale", attention != "none"),
         ):
-            usual, value = getattr(Options, name), getattr(self, name)
+            usual, value = getattr(type(x), name), getattr(x, name)
             if value != usual and not has:
-                raise InputError(
-                    f"{name} must be {usual} for attention {config.attention!r}, got {value}"
-                )
+                raise InputError(f"{name} must be {usual} for attention {attention!r}, got {value}")
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
@@ -357,7 +358,6 @@ class Trainer:
     directory: Path
 
     def __post_init__(self):
-        self.options.check(self.config)
         self.device = next(self.model.parameters()).device
         self.optimizer = make_optimizer(self.model, self.options)
         self.epoch, self.step = 0, 0  # the next step of the current epoch

@@ -84,13 +84,20 @@ def test_what_the_loss_is_of():
 
 
 def test_options_without_effect_are_refused():
-    for name, attention, usual in (
-        ("coverage_loss", "bahdanau", "coverage"), ("attention_lr_scale", "none", "dot"),
-    ):  # fmt: skip
-        options = Options(**{name: 0.5})
-        with pytest.raises(InputError, match=f"{name} must be 1.0 for attention '{attention}', "):
-            options.check(Config(11, attention))
-        options.check(Config(11, usual))
+    """And taken where they have one: the encoder may have a window and a stride too."""
+    for name, shape, attention, usual in (
+        ("coverage_loss", {}, "bahdanau", {"attention": "coverage"}),
+        ("attention_lr_scale", {}, "none", {"attention": "dot"}),
+        ("window", {"window": 3}, "strided", {"attention": "predictive"}),
+        ("window", {"window": 3}, "dot", {"self_attention": True}),
+        ("stride", {"stride": 3}, "local", {"attention": "strided"}),
+        ("stride", {"stride": 3}, "bahdanau", {"self_attention": True}),
+    ):
+        options = Options() if shape else Options(**{name: 0.5})
+        with pytest.raises(InputError, match=f"{name} must be .* for attention '{attention}', "):
+            options.check(Config(11, attention, **shape))
+        options.check(Config(11, **{"attention": attention, **usual}, **shape))
+        Options().check(Config(11, attention))
 
 
 def test_a_trainer_sets_how_long_translations_may_become(tmp_path):

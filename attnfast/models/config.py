@@ -59,7 +59,7 @@ class Config:
         sigma, height: of the Gaussian around local attention's position, in keys: see
             :class:`attnfast.nn.LocalAttention`.
         stride: strided attention sees every stride-th key, from a word's own on, or with
-            ``fixed_stride`` from the first. Both are refused where nothing has them.
+            ``fixed_stride`` from the first.
         self_attention: let the encoder's states attend to each other with four heads, two within
             the window and two with the stride; the heads of a transformer are then these.
         input_feeding: of the Luong decoder.
@@ -117,14 +117,9 @@ class Config:
                     refuse(name, "a number, sigma above 0, or None", describe(x))
         except ValueError as error:
             raise InputError(str(error)) from None
-        encoders = ("window", "stride") if self.self_attention else ()
-        for name, *kinds in (
-            ("window", "local", "predictive"), ("stride", "strided"), ("fixed_stride", "strided"),
-            ("sigma", "local"), ("height", "local"),
-        ):  # fmt: skip
-            default = getattr(Config, name)
-            unused = self.attention not in kinds and name not in encoders
-            if unused and getattr(self, name) != default:
+        for name, kind in (("fixed_stride", "strided"), ("sigma", "local"), ("height", "local")):
+            if getattr(self, name) not in (None, False) and self.attention != kind:
+                default = getattr(Config, name)
                 raise InputError(
                     f"{name} must be {default} for attention {self.attention!r}, "
                     f"got {getattr(self, name)}"
