@@ -640,6 +640,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("coverage.sum() / words", "coverage.mean()"),
         ("    model.eval()\n    total", "    total"),
         ("label_smoothing=label_smoothing", "label_smoothing=0.0"),
+        ("2 * sum(targets) / sum(sources)", "sum(targets) / sum(sources)"),
+        ("max(self.config.longest_target, *targets)", "max(targets)"),
+        ("self.model.length_ratio, self.model.longest_target = ratio, longest", "pass"),
+        ("sparse or attention == \"strided\"", "attention == \"strided\""),
     ],
     ("attnfast/data.py", "tests/test_data.py"): [
         ("    order.sort(key=lambda example: (len(example.target), len(example.source)))\n", ""),
@@ -653,6 +657,15 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("max_sentence_length=2**30", "max_sentence_length=4192"),
         ('required_chars="".join(sorted(characters)),', ""),
         ("if end > ends[numbers[-1]]:", "if False:"),
+    ],
+    ("attnfast/translation.py", "tests/test_cli.py -k 'allowed or batches or memory'"): [
+        ("(len(batch) + 1) * lengths[i] > LARGEST", "len(batch) * lengths[i] > LARGEST"),
+        ("if len(ids) + 1 >= limit:", "if len(ids) >= limit:"),
+        ("if not out_of_memory(error):", "if True:"),
+    ],
+    ("attnfast/cli.py", "tests/test_cli.py"): [
+        ("if isinstance(out.buffer, io.RawIOBase):", "if False:"),
+        ("options.check(config)", "pass"),
     ],
     ("attnfast/backends.py", "tests/test_package.py -k 'runs_on or triton_needs or goes_'"): [
         ("any(own >= x for x in alike)", "any(own <= x for x in alike)"),
