@@ -33,11 +33,15 @@ def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = N
     """
     if max_output_length is None:
         return getattr(model, "output_limit", output_limit)(lengths)
+    _check_count("max_output_length", max_output_length)
+    return torch.full_like(lengths, max_output_length + 1, device="cpu")
+
+
+def _check_count(name: str, count: object) -> None:
     try:
-        check_whole("max_output_length", max_output_length)
+        check_whole(name, count)
     except ValueError as error:
         raise InputError(str(error)) from None
-    return torch.full_like(lengths, max_output_length + 1, device="cpu")
 
 
 class Scorer(Protocol):
@@ -164,8 +168,10 @@ def greedy_search(
         InputError: scores are NaN.
     """
     check_model(model)
-    limits = output_limits(model, lengths, max_output_length).to(source.device).unsqueeze(1)
+    if max_output_length is not None:
+        _check_count("max_output_length", max_output_length)
     memory, state = model.encode(source, lengths)
+    limits = output_limits(model, lengths, max_output_length).to(source.device).unsqueeze(1)
     if (rows := _in_one_call(model, memory, state, limits)) is not None:
         return rows
     words = torch.full((source.shape[0], 1), BOS, device=source.device)
@@ -230,10 +236,9 @@ def beam_search(
     IEEE JSTSP 11(8), 2017, for the scores of two together.
     """
     check_model(model)
-    try:
-        check_whole("beam", beam)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    _check_count("beam", beam)
+    if max_output_length is not None:
+        _check_count("max_output_length", max_output_length)
     for name, x in (("length_penalty", length_penalty), ("length_bonus", length_bonus)):
         if not is_finite(x):
             refuse(name, "a finite number", describe(x))
@@ -247,8 +252,8 @@ def beam_search(
         refuse_type("scorer", "an object with score(...), or None", describe(scorer))
     if beam == 1 and (scorer is None or not scorer_weight) and not length_bonus:
         return greedy_search(model, source, lengths, max_output_length=max_output_length)
-    limits = output_limits(model, lengths, max_output_length)
     memory, state = model.encode(source, lengths)
+    limits = output_limits(model, lengths, max_output_length)
     batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
