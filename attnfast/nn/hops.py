@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast._torch import is_autocast_on
+from attnfast.backends import check_backend
 from attnfast.decoding import Memory, attend, prepare
 from attnfast.errors import (
     check_flag,
@@ -71,6 +72,7 @@ class MultiHopAttention(nn.Module):
     ):
         super().__init__()
         check_sizes(dim=dim, hops=hops)
+        check_backend(backend)
         check_word("tying", tying, TYINGS)
         self.dim, self.hops, self.tying, self.backend = dim, hops, tying, backend
         self.linear = False

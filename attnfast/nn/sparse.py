@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.decoding import Memory
+from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.functional import additive_attention, dot_attention
-from attnfast.nn.attention import LuongAttention, MultiHeadAttention, check_sizes
-from attnfast.ops.arguments import check_tensor, is_finite, is_one
+from attnfast.nn.attention import (
+    LuongAttention,
+    MultiHeadAttention,
+    check_sizes,
+    check_target_mask,
+)
+from attnfast.ops.arguments import check_array, is_finite, is_one
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import Span, check_form, gaussian_bump, log_prior, to_form
 
@@ -49,6 +54,7 @@ class _SpanAttention(LuongAttention):
 
     def start(self, memory: Memory) -> Progress:
         """Return the history before the first row."""
+        check_memory(memory)
         return Progress()
 
     def forward(  # type: ignore[override]
@@ -76,6 +82,7 @@ class _SpanAttention(LuongAttention):
         try:
             step = state.dim() == 2
             query = self.query_proj(state.unsqueeze(1) if step else state)
+            check_target_mask(target_mask, state.shape[:-1], state)
             history = self.start(memory) if history is None else history
             context, weights, history = self._rows(query, memory, history, need_weights)
         except Exception:
@@ -297,6 +304,11 @@ class LocalPredictiveAttention(LuongAttention):
 
     def positions(self, state: Tensor, memory: Memory) -> Tensor:
         """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``."""
+        self._check_call(state, memory)
+        check_array("state", state, "real numbers", ("B", "Tq", "query_dim"))
+        return self._positions(state, memory)
+
+    def _positions(self, state: Tensor, memory: Memory) -> Tensor:
         share = self.position_weight(torch.tanh(self.position_proj(state))).squeeze(-1)
         share = share.to(accumulation_dtype(share.dtype)).sigmoid()
         if memory.lengths is None:
@@ -310,7 +322,7 @@ class LocalPredictiveAttention(LuongAttention):
             check_form(need_weights)
             step = state.dim() == 2
             rows = state.unsqueeze(1) if step else state
-            p = self.positions(rows, memory)
+            p = self._positions(rows, memory)
             left, _ = self.span.sides
             sigma = (left or 0) / 2
             # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
@@ -414,9 +426,7 @@ class SparseSelfAttention(MultiHeadAttention):
         except Exception:
             self._check_states(states)
             if mask is not None:
-                check_tensor("mask", mask)
-                if mask.dtype != torch.bool or list(mask.shape) != list(states.shape[:2]):
-                    refuse("mask", f"boolean {list(states.shape[:2])}", describe(mask))
+                check_array("mask", mask, "boolean", states.shape[:2], like=states, of="states")
             raise
         context, weights = result
         return self.out_proj(context.transpose(1, 2).flatten(2)), weights
