@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import describe, refuse
+from attnfast.errors import check_flag, describe, refuse
 from attnfast.models.seq2seq import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_device, check_tensor
 
 
 class Answer(NamedTuple):
@@ -34,6 +35,11 @@ def position_encoding(words: Tensor, features: int) -> Tensor:
     Returns:
         ``[.., L, d]``, float32; 0 for padding, whose embedding may be anything.
     """
+    check_tensor("words", words)
+    if words.dtype not in (torch.int64, torch.int32) or not words.dim():
+        refuse("words", "word ids [.., L], int64 or int32", describe(words))
+    check_device("words", words)
+    check_sizes(features=features)
     j = torch.arange(1, words.shape[-1] + 1, device=words.device)
     there = words != PAD
     share = (j / there.sum(-1, keepdim=True).clamp_min(1)).unsqueeze(-1)
@@ -109,12 +115,15 @@ class MemoryNetwork(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
+        check_flag("need_weights", need_weights)
         for name, words, axes in (("stories", stories, 3), ("questions", questions, 2)):
-            if not isinstance(words, Tensor) or words.dim() != axes:
+            check_tensor(name, words)
+            check_device(name, words, self.places, "the module")
+            if words.dim() != axes:
                 refuse(name, f"of {axes} axes", describe(words))
             check_ids(name, words.flatten(1), self.question.num_embeddings)
         if len(stories) != len(questions):
-            refuse("questions", f"{len(stories)}, one a story", len(questions))
+            refuse("questions", f"{len(stories)}, one of each of the stories", len(questions))
         order = torch.arange(1, stories.shape[1] + 1, device=stories.device)
         last = (stories != PAD).any(-1) * order
         lengths = nn.functional.pad(last, (1, 0)).amax(-1)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._torch import keep_in_pytrees
-from attnfast.errors import check_word, describe, refuse, refuse_type
+from attnfast.backends import check_backend
+from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.models.decoders import (
     CELLS,
     BahdanauDecoder,
@@ -20,7 +21,15 @@ from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfA
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.layer import RecurrentState, run_rnn
 from attnfast.nn.linear import linear
-from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
+from attnfast.ops.arguments import (
+    check_array,
+    check_device,
+    check_like,
+    check_numbers,
+    check_range,
+    check_tensor,
+    is_finite,
+)
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
@@ -38,17 +47,50 @@ def check_ids(name: str, words: object, count: int | None = None) -> None:
     assert isinstance(words, Tensor)
     if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
         refuse(name, "word ids [B, T], int64 or int32", describe(words))
-    read = words.device.type == "cpu" and words.numel() and not torch.compiler.is_compiling()
-    if count is not None and read:
-        for word in map(int, words.aminmax()):
-            if not 0 <= word < count:
-                refuse(name, f"word ids between 0 and {count - 1}", word)
+    if count is not None:
+        check_range(name, words, 0, count - 1, "word ids")
 
 
-def check_lengths(lengths: object, of: Tensor, least: int = 1, name: str = "lengths") -> None:
-    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``."""
+def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
+    """Return embedded ``words [B, T]``; refuse what are no ids of the vocabulary.
+
+    A CPU's embedding refuses those out of bounds itself, so that they are looked at no more often.
+    """
+    check_ids(name, words)
+    check_device(name, words, embedding.weight, "the module")
+    try:
+        return embedding(words)
+    except Exception:
+        check_ids(name, words, embedding.num_embeddings)
+        raise
+
+
+def check_rows(words: object, state: object, source: Tensor, name: str) -> None:
+    """Refuse words ``[B, T]`` and a state that are no continuation of a source, called ``name``."""
+    check_ids("words", words)
+    assert isinstance(words, Tensor)
+    if not isinstance(state, RecurrentState):
+        refuse_type("state", "a RecurrentState", describe(state))
+    if len(words) != len(source):
+        refuse("words", f"of {len(source)} sequences, as {name}", describe(words))
+
+
+def check_target(target_in: object, embedding: nn.Embedding, count: int | None = None) -> None:
+    """Refuse what are no targets before their source is read; ids are below ``count`` if given."""
+    check_ids("target_in", target_in, count)
+    assert isinstance(target_in, Tensor)
+    check_device("target_in", target_in, embedding.weight, "the module")
+
+
+def check_lengths(
+    lengths: object, of: Tensor, least: int = 1, name: str = "lengths", whose: str = ""
+) -> None:
+    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``.
+
+    ``whose`` is what the sequences are called.
+    """
     B, Tk = of.shape[:2]
-    check_numbers(name, lengths, B, least, Tk)
+    check_numbers(name, lengths, B, least, Tk, whose)
 
 
 class Encoder(nn.Module):
@@ -78,6 +120,7 @@ class Encoder(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
+        check_backend(backend)
         self.backend = backend
         check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
         check_word("cell", cell, CELLS)
@@ -104,10 +147,9 @@ class Encoder(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_tensor("embedded", embedded)
-        if embedded.dim() != 3 or embedded.shape[-1] != self.rnn.input_size:
-            refuse("embedded", f"[B, Tk, {self.rnn.input_size}]", describe(embedded))
-        check_lengths(lengths, embedded)
+        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.rnn.input_size))
+        check_like("embedded", embedded, next(self.parameters(), embedded))
+        check_lengths(lengths, embedded, whose="embedded")
         length = embedded.shape[1]
         done = run_rnn(self.rnn, embedded, None, lengths.to(embedded.device).long(), self.backend)
         if done is None:
@@ -195,9 +237,14 @@ class Seq2Seq(nn.Module):
 
     def embed(self, words: Tensor) -> Tensor:
         """Return the embedded words ``[B, T, E]`` of ``words [B, T]``."""
+        return self._embed("words", words)
+
+    def _embed(self, name: str, words: Tensor) -> Tensor:
         if self.pointer is not None:
+            check_ids(name, words)
             words = words.masked_fill(words >= self.embedding.num_embeddings, UNK)
-        return self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)
+        embedded = embed(name, words, self.embedding)
+        return self.dropout(embedded * self.embedding.embedding_dim**0.5)
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Source, RecurrentState]:
         """Read the source and project its keys, once.
@@ -210,9 +257,9 @@ class Seq2Seq(nn.Module):
         Returns:
             What the decoder attends to, and its state before the first word.
         """
-        check_ids("source", source)
-        check_lengths(lengths, source)
-        memory, state = self.read(self.embed(source), lengths)
+        embedded = self._embed("source", source)
+        check_lengths(lengths, source, whose="source")
+        memory, state = self.read(embedded, lengths)
         extra_words = 0
         if self.pointer is not None:
             extra_words = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
@@ -220,6 +267,8 @@ class Seq2Seq(nn.Module):
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
         """Do the same with an embedded source ``[B, Tk, E]``."""
+        check_array("embedded", embedded, "real numbers", ("B", "Tk", "E"))
+        check_lengths(lengths, embedded, whose="embedded")
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
@@ -234,9 +283,10 @@ class Seq2Seq(nn.Module):
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
-        check_ids("words", words)
+        check_flag("need_weights", need_weights)
         if not isinstance(source, Source):
             refuse_type("source", "what encode(...) returns", describe(source))
+        check_rows(words, state, source.words, "source")
         output, state, weights = self.decoder(
             self.embed(words),
             state,
@@ -263,7 +313,12 @@ class Seq2Seq(nn.Module):
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
             :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is as there.
         """
-        check_ids("target_in", target_in)
+        V = self.embedding.num_embeddings
+        check_target(target_in, self.embedding, V if self.pointer is None else None)
+        check_flag("need_weights", need_weights)
+        check_ids("source", source)
+        if len(source) != len(target_in):
+            refuse("target_in", f"of {len(source)} sequences, as source", describe(target_in))
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
         covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)
