@@ -288,6 +288,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/nn/sparse.py", "tests/test_sparse.py"): [
         ("history._replace(rows=history.rows + Tq)", "history._replace(rows=history.rows)"),
         ("key = key + best if self.span.compact else best", "key = best"),
+        ("if Tk and row.shape[1]:", "if Tk:"),
         ("memory.lengths.unsqueeze(-1) * share", "memory.key.shape[-2] * share"),
         ("sigma = (left or 0) / 2", "sigma = left or 0"),
         ("wide = sigma / self.temperature**0.5", "wide = sigma"),

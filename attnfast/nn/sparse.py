@@ -247,20 +247,19 @@ class MonotonicAttention(_SpanAttention):
         key = history.key
         key = query.new_zeros(len(query), dtype=torch.int64) if key is None else key
         contexts, weights, keys = [], [], []
-        for row in query.split(1, 1):
-            context, weight = self._attend(
-                row, memory, True, span=self.span, position=key.unsqueeze(1)
-            )
+        for row in query.split(1, 1):  # without rows one, of none
+            position = key.unsqueeze(1)[:, : row.shape[1]]
+            context, weight = self._attend(row, memory, True, span=self.span, position=position)
             contexts.append(context)
             weights.append(weight)
-            keys.append(key)
-            best = weight.detach().squeeze(1).argmax(-1) if Tk else key
-            key = key + best if self.span.compact else best
-        history = history._replace(rows=history.rows + len(contexts), key=key)
-        context, weight = torch.cat(contexts, 1), torch.cat(weights, 1)
+            keys.append(position)
+            if Tk and row.shape[1]:
+                best = weight.detach().squeeze(1).argmax(-1)
+                key = key + best if self.span.compact else best
+        context, weight, p = (torch.cat(x, 1) for x in (contexts, weights, keys))
+        history = history._replace(rows=history.rows + p.shape[1], key=key)
         if isinstance(need_weights, str):
-            p = torch.stack(keys, 1)
-            seen = self.span.keys(len(contexts), Tk, position=p, lengths=memory.lengths)
+            seen = self.span.keys(p.shape[1], Tk, position=p, lengths=memory.lengths)
             weight = to_form(need_weights, weight, seen, Tk)
         return context, weight if need_weights else None, history
 
