@@ -164,6 +164,8 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
 
 def _decide(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
     """Return logits and weights; refuse those of a model that is none."""
+    if not callable(reading):
+        refuse("reader", "to return a call that decides", describe(reading))
     result = reading() if weights is None else reading(weights)
     try:
         logits, used = result
@@ -352,7 +354,7 @@ def permuted(
 
 def _generator(seed: object) -> torch.Generator:
     check_whole("seed", seed, 0)
-    return torch.Generator().manual_seed(seed)  # type: ignore[arg-type]
+    return torch.Generator().manual_seed(int(seed))  # type: ignore[call-overload]
 
 
 class Adversarial(NamedTuple):

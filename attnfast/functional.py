@@ -287,7 +287,7 @@ def coverage_call(
         if x is None or isinstance(x, Tensor):
             x = cast(name, x)
             return x if x is None or x.dim() else x.expand(shape)
-        if not is_finite(x):
+        if not is_finite(x) or abs(x) > torch.finfo(dtype).max:
             refuse(name, "a finite number or a tensor", describe(x))
         return filled(query, shape, x, dtype)
 

@@ -171,7 +171,7 @@ class LogMel(nn.Module):
         super().__init__()
         check_sizes(rate=rate, mels=mels)
         for name, x in (("window", window), ("hop", hop)):
-            if not is_finite(x) or round(x * rate) < 1:
+            if not is_finite(x) or not is_finite(x * rate) or round(x * rate) < 1:
                 refuse(name, "seconds, of a sample at least", describe(x))
         self.rate, self.samples, self.hop = rate, round(window * rate), round(hop * rate)
         self.fft = 1 << (self.samples - 1).bit_length()

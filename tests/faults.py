@@ -159,7 +159,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("memory.memories[k if self.tying", "memory.memories[0 if self.tying"),
         ("if len(memory.memories) != wanted:", "if False:"),
         ("at.steps.check_unchanged()", "pass"),
-        ("next(self.parameters(), key).dtype", "query.dtype"),
+        ("check_like(name, x, next(self.parameters(), key), whose)", "pass"),
         ("u = self.between(u) + context", "u = u + context"),
         ("place >= memory.lengths.view(-1, 1, 1)", "place >= memory.lengths.amax()"),
         ("scores.masked_fill(~memory.mask, unseen)", "scores"),
@@ -353,7 +353,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if not (product > LEAST).all():", "if False:"),
         ("y[:, :-size] + product[:, size:]", "y[:, :-size] + product[:, :-size]"),
         ("longer = product[:, size:] + product[:, :-size]", "longer = product[:, size:]"),
-        ("heard.frame_log_probs.double()", "heard.frame_log_probs"),
+        ("        log_p = log_p.double()\n", ""),
     ],
     ("attnfast/training.py", "tests/test_speech.py -k 'scheduled'"): [
         ("logits.detach()[:, :-1]", "logits.detach()[:, 1:]"),

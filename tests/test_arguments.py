@@ -49,7 +49,7 @@ ABSENT = {
 #: Arguments that are still answered otherwise: patterns of calls and arguments.
 UNMENDED = (
     ("(Coverage|LocationAware|Forward)Attention.start", "memory"),
-    ("ForwardAttention.forward", "transition_prob"),
+    ("(Coverage|LocationAware|Forward)Attention.forward", "history|transition_prob"),
     ("sequence_loss|hybrid_loss|scheduled_sampling", ".*"),
     ("replace|register_adapter", "strict|adapter"),
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from calls import Call
+from calls import B, Call
 from calls_of_models import calls
 from torch import Tensor, nn
 
@@ -81,6 +81,37 @@ def of_tensor(x: Tensor) -> Iterator[tuple[str, Any]]:
             yield f"one of {number}", wrong
 
 
+def of_tuple(parts: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is wrong in place of a tuple of tensors, such as a memory or a state."""
+    changes: dict[str, Callable[[Tensor], Any]] = {
+        "of another batch": lambda x: torch.cat([x, x], x.shape.index(B)) if B in x.shape else x,
+        "of another dtype": lambda x: x.double() if x.dtype == torch.float32 else x,
+        "of another device": lambda x: x.to("meta"),
+        "of more features": lambda x: torch.cat([x, x], -1) if x.is_floating_point() else x,
+        "of more axes": lambda x: x.unsqueeze(0),
+        "of nothing": lambda x: None,
+    }
+    held: list[Tensor] = []
+    changed(parts, held.append)
+    for name, change in changes.items() if held else ():
+        yield name, changed(parts, change)
+    yield "as a plain tuple", tuple(parts)
+    yield "its first part", parts[0]
+
+
+def changed(x: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a tuple with all its tensors changed, those inside of its parts too."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if not isinstance(x, tuple):
+        return x
+    if not hasattr(x, "_fields"):
+        return tuple(changed(part, change) for part in x)
+    left = {"steps": None, "packed": None}  # made of the tensors
+    parts = {name: left.get(name, changed(part, change)) for name, part in x._asdict().items()}
+    return x._replace(**parts)
+
+
 def of_number(x: float) -> Iterator[tuple[str, Any]]:
     """Yield what is wrong in place of a number."""
     yield "as a tensor", torch.tensor(x)
@@ -105,6 +136,8 @@ def wrong_values(value: Any, annotation: str) -> Iterator[tuple[str, Any]]:
     of_kind: Iterator[tuple[str, Any]] = iter(())
     if isinstance(value, Tensor):
         of_kind = of_tensor(value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        of_kind = of_tuple(value)
     elif isinstance(value, bool):
         of_kind = of_flag(value)
     elif isinstance(value, (int, float)):
@@ -147,6 +180,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("position_encoding", "words", "an axis .*"),
     ),
     "real numbers of any dtype, which are taken to that of sums": (
+        (".*Attention.forward|CTCPrefixScorer.score", "history|state|heard", "of another dtype"),
         (
             "coverage_attention|attend_with_history|ForwardAttention.forward",
             "coverage.*|filters|projection|fertility|transition_prob|previous",
@@ -158,6 +192,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("best_spans|erasure", "start|end|ranking", "float64|float16"),
     ),
     "modules without parameters": (
+        ("(Fixed|Mean)Context.forward", "memory", "of another dtype|of more features"),
         ("SinusoidalPositions.forward|SpecAugment.forward", "x|features", "float64|float16"),
         ("Normalisation.forward|LogMel.forward", "features|samples", "float64|float16"),
         ("(Fixed|Mean)Context.*", "states|state|values", "float64|float16"),
@@ -166,6 +201,9 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "any hashable is a word": (
         ("repetition", "words", ".*list.*"),
         ("word_errors", "reference|hypothesis", "empty list|word"),
+    ),
+    "only shapes count": (
+        (".*Attention.start", "memory", "of another .*|of more .*"),
     ),
     "only their number counts": (("ShowAttendTell.output_limit", "sizes", "longer.*0|one of .*"),),
     "only padding is apart from other words": (("position_encoding", "words", "one of .*"),),

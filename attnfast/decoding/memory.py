@@ -182,8 +182,22 @@ def _restored(has_steps: bool, *fields) -> Memory:
 
 def check_memory(memory: object) -> None:
     """Refuse what :func:`prepare` has not made: a source's states, most likely."""
-    if not isinstance(memory, Memory):
+    if (
+        not isinstance(memory, Memory)
+        or not isinstance(memory.key, Tensor)
+        or not isinstance(memory.value, Tensor)
+    ):
         refuse_type("memory", "what prepare(...) returns", describe(memory))
+
+
+def _check_query(query: Any, memory: Memory) -> None:
+    """Refuse a query that does not fit the memory."""
+    check_tensor("query", query)
+    *lead, _, features = memory.key.shape
+    shape = list(query.shape)
+    if len(shape) != memory.key.dim() or shape[:-2] != lead or shape[-1] != features:
+        refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+    check_like("query", query, memory.key, "the memory's")
 
 
 def _usable(steps: Steps | None) -> Steps | None:
@@ -334,12 +348,7 @@ def attend(
             return dispatch.run_attention(call, backend)
         return lowering.run_within(place, call, need_weights, backend)
     except Exception:
-        key = memory.key
-        if isinstance(query, Tensor) and not query.is_nested:
-            *lead, _, features = key.shape
-            shape = list(query.shape)
-            if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
-                refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+        _check_query(query, memory)
         check(memory._call(query, scale, bias=bias))
         raise
 
@@ -400,7 +409,11 @@ def attend_with_history(
         if choose(*asked, filters=filters_of(checked)) == steps.backend:
             made_of = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, steps, made_of, need_weights)
-    return cover(call, temperature, coverage_weight, channels, need_weights, memory.backend)
+    try:
+        return cover(call, temperature, coverage_weight, channels, need_weights, memory.backend)
+    except Exception:
+        _check_query(query, memory)
+        raise
 
 
 def _attend_once_with_history(

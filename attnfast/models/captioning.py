@@ -13,8 +13,9 @@ from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import (
     EOS,
     PAD,
-    check_rows,
     check_share,
+    check_source,
+    check_step,
     check_target,
     embed,
 )
@@ -325,10 +326,10 @@ class ShowAttendTell(nn.Module):
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if asked for.
         """
-        if not isinstance(seen, Seen):
-            refuse_type("seen", "what encode(...) returns", describe(seen))
+        check_source("seen", seen, Seen)
         check_flag("need_weights", need_weights)
-        check_rows(words, state, seen.mask, "seen")
+        context_dim, hidden = self.teller.context_size, (1, self.teller.hidden_size)
+        check_step(words, state, seen, "seen", context_dim, hidden, self.output.weight)
         return self._tell(words, state, seen, need_weights, None)
 
     def _tell(

@@ -9,6 +9,8 @@ with ``embedded [B, T, E]``: the whole target in teacher forcing, T = 1 at each 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,13 +89,15 @@ class _Decoder(nn.Module):
 
     readout: nn.Linear
 
-    def __init__(self, attention: nn.Module, cell: str, input_dim: int, hidden_dim: int):
+    def __init__(self, attention: nn.Module, cell: str, input_dim: int, sizes: Sequence[int]):
         super().__init__()
+        self.context_dim, hidden_dim = sizes
         if not isinstance(attention, nn.Module):
             refuse_type("attention", "a module", describe(attention))
         check_word("cell", cell, CELLS)
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
-        self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
+        # PyTorch takes no other whole numbers
+        self.rnn = CELLS[cell](int(input_dim), int(hidden_dim), batch_first=True)
 
     @property
     def backend(self) -> str | None:
@@ -195,7 +199,8 @@ class _Decoder(nn.Module):
         if not isinstance(state, RecurrentState):
             refuse_type("state", "a RecurrentState", describe(state))
         check_memory(memory)
-        B = len(state.hidden)
+        B, H = len(memory.key), self.rnn.hidden_size
+        check_array("state.hidden", state.hidden, "real numbers", (B, H), of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
             refuse("embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded))
         if embedded.dtype != state.hidden.dtype or embedded.device != state.hidden.device:
@@ -203,6 +208,10 @@ class _Decoder(nn.Module):
             refuse("embedded", like, f"{embedded.dtype} on {embedded.device}")
         if not embedded.shape[1]:
             refuse("embedded", f"[{B}, T, {features}] with T of at least 1", describe(embedded))
+        check_like("memory", memory.key, embedded, "the inputs'")
+        *heads, _, found = memory.value.shape[1:]
+        if math.prod(heads) * found != self.context_dim:
+            refuse("memory", f"of values of {self.context_dim} features", describe(memory.value))
 
     def initial(self, hidden: Tensor) -> RecurrentState:
         """Return the state before the first word, given ``hidden [B, D]``."""
@@ -235,7 +244,7 @@ class BahdanauDecoder(_Decoder):
         cell: str = "gru",
     ):
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
-        super().__init__(attention, cell, embed_dim + context_dim, hidden_dim)
+        super().__init__(attention, cell, embed_dim + context_dim, (context_dim, hidden_dim))
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
@@ -284,7 +293,8 @@ class LuongDecoder(_Decoder):
     ):
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
         check_flag("input_feeding", input_feeding)
-        super().__init__(attention, cell, embed_dim * (1 + input_feeding), hidden_dim)
+        input_dim = embed_dim * (1 + input_feeding)
+        super().__init__(attention, cell, input_dim, (context_dim, hidden_dim))
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +67,42 @@ def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
         raise
 
 
-def check_rows(words: object, state: object, source: Tensor, name: str) -> None:
-    """Refuse words ``[B, T]`` and a state that are no continuation of a source, called ``name``."""
+def check_source(name: str, source: Any, kind: type) -> None:
+    """Refuse what a model's ``encode`` has not returned."""
+    memory = getattr(source, "memory", None)
+    if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
+        refuse_type(name, "what encode(...) returns", describe(source))
+
+
+def check_step(
+    words: object,
+    state: Any,
+    source: Any,
+    name: str,
+    context_dim: int,
+    hidden: Sequence[int],
+    like: Tensor,
+) -> None:
+    """Refuse words ``[B, T]`` and a state that do not go on with a source, called ``name``.
+
+    ``context_dim`` is the size of a context, ``hidden`` the shape of a state but for B, and
+    ``like`` a parameter.
+    """
     check_ids("words", words)
     assert isinstance(words, Tensor)
     if not isinstance(state, RecurrentState):
         refuse_type("state", "a RecurrentState", describe(state))
-    if len(words) != len(source):
-        refuse("words", f"of {len(source)} sequences, as {name}", describe(words))
+    *layers, features = hidden
+    B = len(words)
+    value = getattr(source.memory, "value", None)
+    if isinstance(value, Tensor):  # as of all attention here
+        check_like(name, value, like)
+        if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
+            refuse(name, f"of contexts of {context_dim} features", describe(value))
+        if len(value) != B:
+            refuse("words", f"of {len(value)} sequences, as {name}", describe(words))
+    check_array("state.hidden", state.hidden, "real numbers", (*layers, B, features), of="words")
+    check_like("state.hidden", state.hidden, like)
 
 
 def check_target(target_in: object, embedding: nn.Embedding, count: int | None = None) -> None:
@@ -132,9 +162,9 @@ class Encoder(nn.Module):
             self.norm = nn.LayerNorm(2 * hidden_dim)
             self.dropout = nn.Dropout(dropout)
         self.rnn = CELLS[cell](
-            embed_dim,
-            hidden_dim,
-            layers,
+            int(embed_dim),  # PyTorch takes no other whole numbers
+            int(hidden_dim),
+            int(layers),
             batch_first=True,
             bidirectional=True,
             dropout=dropout if layers > 1 else 0.0,
@@ -284,9 +314,10 @@ class Seq2Seq(nn.Module):
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
         check_flag("need_weights", need_weights)
-        if not isinstance(source, Source):
-            refuse_type("source", "what encode(...) returns", describe(source))
-        check_rows(words, state, source.words, "source")
+        check_source("source", source, Source)
+        decoder = self.decoder
+        hidden = [decoder.rnn.hidden_size]
+        check_step(words, state, source, "source", decoder.context_dim, hidden, self.bias)
         output, state, weights = self.decoder(
             self.embed(words),
             state,

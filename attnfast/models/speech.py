@@ -15,8 +15,9 @@ from attnfast.models.seq2seq import (
     Encoder,
     check_ids,
     check_lengths,
-    check_rows,
     check_share,
+    check_source,
+    check_step,
     check_target,
     embed,
 )
@@ -229,10 +230,10 @@ class ListenAttendSpell(nn.Module):
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
             ``weights [B, T, Tk]`` if asked for, in the columns of its span if attention has one.
         """
-        if not isinstance(heard, Heard):
-            refuse_type("heard", "what encode(...) returns", describe(heard))
+        check_source("heard", heard, Heard)
         check_flag("need_weights", need_weights)
-        check_rows(words, state, heard.lengths, "heard")
+        context_dim, hidden = self.speller.context_size, (1, self.speller.hidden_size)
+        check_step(words, state, heard, "heard", context_dim, hidden, self.output.weight)
         return self._spell(words, state, heard, need_weights, None)
 
     def _spell(
@@ -316,12 +317,19 @@ class CTCPrefixScorer:
         if not hasattr(heard, "frame_log_probs"):
             got = type(heard).__name__
             refuse_type("heard", "of a model with frame_log_probs, as ListenAttendSpell's", got)
-        log_p = heard.frame_log_probs.double()
-        R, _, V = log_p.shape
+        log_p = heard.frame_log_probs
+        check_array("heard.frame_log_probs", log_p, "real numbers", ("R", "T", "V"))
+        R, T, V = log_p.shape
+        log_p = log_p.double()
         check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
         check_ids("words", words, V)
         if not isinstance(state, (Prefix, type(None))):
             refuse_type("state", "what score(...) returned, or None", describe(state))
+        shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
+        for name, shape in {}.items() if state is None else shapes.items():
+            kind = "int64" if name == "last" else "real numbers"
+            x = getattr(state, name)
+            check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
         if state is None:
             blank = _summed(log_p[..., BLANK])
             label = torch.full_like(blank, -torch.inf)

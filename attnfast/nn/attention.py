@@ -160,6 +160,10 @@ class _Attention(nn.Module):
             expected = f"[{B}, {features}] or [{B}, Tq, {features}] to fit module and memory"
             refuse("state", expected, list(state.shape))
         self._check_dtype("state", state)
+        check_like("memory", memory.key, state, "the state's")
+        if self.weight is not None and memory.key.shape[-1] != self.weight.shape[-1]:
+            got = memory.key.shape[-1]
+            refuse("memory", f"of keys of {self.weight.shape[-1]} features, as the module", got)
         check_temperature(self.temperature)
 
     def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:

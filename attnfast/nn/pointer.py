@@ -44,8 +44,8 @@ class PointerNetwork(nn.Module):
     def __init__(self, item_dim: int, hidden_dim: int, attn_dim: int, backend: str | None = None):
         super().__init__()
         check_sizes(item_dim=item_dim, hidden_dim=hidden_dim, attn_dim=attn_dim)
-        self.encoder = nn.LSTM(item_dim, hidden_dim, batch_first=True)
-        self.decoder = nn.LSTM(item_dim, hidden_dim, batch_first=True)
+        self.encoder = nn.LSTM(int(item_dim), int(hidden_dim), batch_first=True)
+        self.decoder = nn.LSTM(int(item_dim), int(hidden_dim), batch_first=True)
         self.attention = BahdanauAttention(hidden_dim, hidden_dim, attn_dim, backend=backend)
         self.start = nn.Parameter(torch.empty(item_dim))
         self.end = nn.Parameter(torch.empty(hidden_dim))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attnfast.decoding import Memory
 from attnfast.errors import describe, refuse, refuse_type
 from attnfast.nn.attention import MultiHeadAttention, check_sizes, check_target_mask
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import check_array, check_tensor, is_finite
 from attnfast.ops.span import check_form
 
 
@@ -180,6 +180,9 @@ class HardAttention(nn.Module):
         check_tensor("state", state)
         if not isinstance(history, (Drawn, type(None))):
             refuse_type("history", "a Drawn or None", describe(history))
+        for name, x in {} if history is None else history._asdict().items():
+            kind = "boolean" if name == "averaged" else "real numbers"
+            check_array(f"history.{name}", x, kind, state.shape[:1], like=state, of="state")
         check_form(need_weights)
         check_target_mask(target_mask, state.shape[:-1], state)
         step = state.dim() == 2

@@ -89,6 +89,11 @@ class _SpanAttention(LuongAttention):
             self._check_call(state, memory)
             if not isinstance(history, (Progress, type(None))):
                 refuse_type("history", "a Progress or None", describe(history))
+            if history is not None:
+                check_whole("history.rows", history.rows, 0)
+            if history is not None and history.key is not None:
+                key, B = history.key, len(state)
+                check_array("history.key", key, "int64", (B,), like=state, of="state")
             raise
         if step:
             return context.squeeze(1), None if weights is None else _first_row(weights), history

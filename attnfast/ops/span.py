@@ -288,7 +288,7 @@ def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: 
         assert isinstance(lengths, Tensor)
         check_numbers("lengths", lengths, lengths.numel(), 0, Tk, "Tk keys [B]")
     if isinstance(position, Tensor):
-        rows = torch.Size([Tq]) if lengths is None else lengths.shape + (Tq,)
+        rows = torch.Size([*([] if lengths is None else lengths.shape), int(Tq)])
         _check_rows("position", position, rows, lengths, whole=True)
     try:
         fits = device is None or isinstance(torch.device(device), torch.device)  # type: ignore[call-overload]
