@@ -21,8 +21,9 @@ from calls import (
     words,
 )
 
-from attnfast import Span, diagnostics, explanation, models, speech, training
+from attnfast import Span, diagnostics, explanation, models, plots, speech, training
 from attnfast import nn as modules
+from attnfast.measure import Cost
 
 
 def translators() -> Table:
@@ -279,6 +280,46 @@ def sounds() -> Table:
     return {name: Call(*of) for name, of in table.items()}
 
 
+def pictures() -> Table:
+    """Return what draws."""
+    texts = {"source": list("abcde"), "target": list("xyz"), "titles": ("read", "written")}
+    weights, spanned = rows()[0], Span(window=1).keys(TQ, TK)
+    cost = [Cost(0.5, 9), Cost(0.75, 10)]
+    table: dict[str, Any] = {
+        "draw_alignment": (plots.draw_alignment, {"weights": weights, **texts, "keys": None}),
+        "draw_alignment, keys": (
+            plots.draw_alignment, {"weights": weights[..., :3], **texts, "keys": spanned},
+        ),
+        "draw_listening": (
+            plots.draw_listening,
+            {"features": torch.randn(9, A), "weights": weights, "letters": list("xyz"),
+             "hop": 0.01},
+        ),
+        "draw_hops": (
+            plots.draw_hops, {"weights": weights, "sentences": list("abcde"), "question": "q"},
+        ),
+        "draw_pointing": (
+            plots.draw_pointing,
+            {"points": torch.rand(4, 2), "wanted": [0, 1, 2], "answer": [0, 2, 3],
+             "weights": weights},
+        ),
+        "draw_addressing": (
+            plots.draw_addressing,
+            {"x": torch.rand(TQ, A), "output": torch.rand(TQ, A), "read": rows(2).transpose(0, 1),
+             "written": rows(2).transpose(0, 1)},
+        ),
+        "draw_looking": (
+            plots.draw_looking,
+            {"image": torch.rand(4, 5), "maps": torch.rand(3, 4, 5), "words": list("xyz")},
+        ),
+        "draw_speed": (
+            plots.draw_speed,
+            {"rows": {"title": {"curve": cost}}, "sizes": [1, 2], "note": "n", "axis": "words"},
+        ),
+    }  # fmt: skip
+    return {name: Call(*of) for name, of in table.items()}
+
+
 def teachers() -> Table:
     """Return what training computes with tensors."""
     logits, target = torch.randn(B, TQ, V), words(B, TQ)
@@ -302,5 +343,5 @@ def teachers() -> Table:
 def calls() -> Table:
     """Return every public callable with a call that fits, the same each time."""
     torch.manual_seed(0)
-    parts = (functions_and_modules, translators, readers, judges, sounds, teachers)
+    parts = (functions_and_modules, translators, readers, judges, sounds, pictures, teachers)
     return {name: call for part in parts for name, call in part().items()}
