@@ -622,7 +622,9 @@ def test_a_picture_of_what_is_looked_at(captioning):
     drawn = captioning.draw_looking(image, maps, list("abcdefghi"))
     pixels = importlib.import_module("matplotlib.image").imread(io.BytesIO(drawn))
     assert len({tuple(x) for x in pixels.reshape(-1, pixels.shape[-1])}) > 100
-    with pytest.raises(ValueError, match=r"maps must be \[T, 12, 16\], as the image, got"):
+    with pytest.raises(
+        ValueError, match=r"maps must be real numbers \[T, 12, 16\] to fit image, got"
+    ):
         captioning.draw_looking(image, maps[..., :5], list("abcdefghi"))
-    with pytest.raises(ValueError, match="words must be 9, one a map, got 1"):
+    with pytest.raises(ValueError, match="words must be 9 words, as maps have, got 1"):
         captioning.draw_looking(image, maps, ["a"])

@@ -238,9 +238,9 @@ def test_picture():
     points, weights = torch.rand(5, 2), torch.rand(3, 6)
     assert plots.draw_pointing(points, [0, 1, 2], [0, 1], weights).startswith(b"\x89PNG")
     assert plots.draw_pointing(points, [0, 1, 2], [], weights).startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"points must be \[N, 2\]"):
+    with pytest.raises(ValueError, match=r"points must be real numbers \[N, 2\]"):
         plots.draw_pointing(points[0], [0], [0], weights)
-    with pytest.raises(ValueError, match=r"weights must be \[T, 6\] to fit the points"):
+    with pytest.raises(ValueError, match=r"weights must be real numbers \[T, 6\] to fit points"):
         plots.draw_pointing(points, [0], [0], weights[:, 1:])
 
 

@@ -788,5 +788,5 @@ def test_picture():
     pytest.importorskip("matplotlib")
     drawn = plots.draw_listening(numbers(30, 8), torch.rand(3, 7), ["a", " ", "b"], 0.01)
     assert drawn.startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="letters must be 3, one a row of the weights, got 2"):
+    with pytest.raises(ValueError, match="letters must be 3 words, as weights have, got 2"):
         plots.draw_listening(numbers(30, 8), torch.rand(3, 7), ["a", "b"], 0.01)

@@ -274,9 +274,11 @@ def test_picture():
     x, output, weights = torch.rand(6, 3), torch.rand(6, 2), torch.rand(6, 2, 5)
     drawn = plots.draw_addressing(x, output, weights[:, :1], weights)
     assert drawn.startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"read and written must be \[T, heads, N\]"):
+    with pytest.raises(ValueError, match=r"read must be real numbers \[6, heads, N\] to fit x"):
         plots.draw_addressing(x, output, weights[:, 0], weights)
-    with pytest.raises(ValueError, match="output, read and written must be 6 steps, as x, got"):
+    with pytest.raises(
+        ValueError, match=r"output must be real numbers \[6, features\] to fit x, got"
+    ):
         plots.draw_addressing(x, output[1:], weights, weights)
 
 

@@ -326,11 +326,14 @@ class ShowAttendTell(nn.Module):
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if asked for.
         """
-        check_source("seen", seen, Seen)
+        check_source("seen", seen, Seen, state)
         check_flag("need_weights", need_weights)
-        context_dim, hidden = self.teller.context_size, (1, self.teller.hidden_size)
-        check_step(words, state, seen, "seen", context_dim, hidden, self.output.weight)
-        return self._tell(words, state, seen, need_weights, None)
+        try:
+            return self._tell(words, state, seen, need_weights, None)
+        except Exception:
+            context_dim, hidden = self.teller.context_size, (1, self.teller.hidden_size)
+            check_step(words, state, seen, "seen", context_dim, hidden, self.output.weight)
+            raise
 
     def _tell(
         self, words: Tensor, state: Any, seen: Seen, need_weights: bool, lengths: Tensor | None

@@ -67,11 +67,13 @@ def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
         raise
 
 
-def check_source(name: str, source: Any, kind: type) -> None:
-    """Refuse what a model's ``encode`` has not returned."""
+def check_source(name: str, source: Any, kind: type, state: object) -> None:
+    """Refuse a source, called ``name``, and a state that a model's ``encode`` has not returned."""
     memory = getattr(source, "memory", None)
     if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
         refuse_type(name, "what encode(...) returns", describe(source))
+    if not isinstance(state, RecurrentState):
+        refuse_type("state", "a RecurrentState", describe(state))
 
 
 def check_step(
@@ -90,8 +92,6 @@ def check_step(
     """
     check_ids("words", words)
     assert isinstance(words, Tensor)
-    if not isinstance(state, RecurrentState):
-        refuse_type("state", "a RecurrentState", describe(state))
     *layers, features = hidden
     B = len(words)
     value = getattr(source.memory, "value", None)
@@ -297,8 +297,6 @@ class Seq2Seq(nn.Module):
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
         """Do the same with an embedded source ``[B, Tk, E]``."""
-        check_array("embedded", embedded, "real numbers", ("B", "Tk", "E"))
-        check_lengths(lengths, embedded, whose="embedded")
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
@@ -314,10 +312,18 @@ class Seq2Seq(nn.Module):
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
         check_flag("need_weights", need_weights)
-        check_source("source", source, Source)
-        decoder = self.decoder
-        hidden = [decoder.rnn.hidden_size]
-        check_step(words, state, source, "source", decoder.context_dim, hidden, self.bias)
+        check_source("source", source, Source, state)
+        try:
+            return self._decode(words, state, source, need_weights)
+        except Exception:
+            decoder = self.decoder
+            hidden = [decoder.rnn.hidden_size]
+            check_step(words, state, source, "source", decoder.context_dim, hidden, self.bias)
+            raise
+
+    def _decode(
+        self, words: Tensor, state: RecurrentState, source: Source, need_weights: bool
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         output, state, weights = self.decoder(
             self.embed(words),
             state,

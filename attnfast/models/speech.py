@@ -230,11 +230,14 @@ class ListenAttendSpell(nn.Module):
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
             ``weights [B, T, Tk]`` if asked for, in the columns of its span if attention has one.
         """
-        check_source("heard", heard, Heard)
+        check_source("heard", heard, Heard, state)
         check_flag("need_weights", need_weights)
-        context_dim, hidden = self.speller.context_size, (1, self.speller.hidden_size)
-        check_step(words, state, heard, "heard", context_dim, hidden, self.output.weight)
-        return self._spell(words, state, heard, need_weights, None)
+        try:
+            return self._spell(words, state, heard, need_weights, None)
+        except Exception:
+            context_dim, hidden = self.speller.context_size, (1, self.speller.hidden_size)
+            check_step(words, state, heard, "heard", context_dim, hidden, self.output.weight)
+            raise
 
     def _spell(
         self, words: Tensor, state: Any, heard: Heard, need_weights: bool, lengths: Tensor | None

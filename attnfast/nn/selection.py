@@ -90,6 +90,12 @@ class Drawn(NamedTuple):
         return Drawn(*(x.index_select(0, index) for x in self))
 
 
+def _fits(history: Drawn, state: Tensor) -> bool:
+    """Whether what was drawn is that of a state's sequences, on its device."""
+    batch, device = state.shape[:1], state.device
+    return all([isinstance(x, Tensor) and x.shape == batch and x.device == device for x in history])
+
+
 class HardAttention(nn.Module):
     r"""Attention to one key, which is drawn by the weights.
 
@@ -180,9 +186,10 @@ class HardAttention(nn.Module):
         check_tensor("state", state)
         if not isinstance(history, (Drawn, type(None))):
             refuse_type("history", "a Drawn or None", describe(history))
-        for name, x in {} if history is None else history._asdict().items():
-            kind = "boolean" if name == "averaged" else "real numbers"
-            check_array(f"history.{name}", x, kind, state.shape[:1], like=state, of="state")
+        if history is not None and not _fits(history, state):
+            for name, x in history._asdict().items():
+                kind = "boolean" if name == "averaged" else "real numbers"
+                check_array(f"history.{name}", x, kind, state.shape[:1], like=state, of="state")
         check_form(need_weights)
         check_target_mask(target_mask, state.shape[:-1], state)
         step = state.dim() == 2
