@@ -13,7 +13,8 @@ Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any
 In the formulas α are the weights, i is a row of m, j a key of n; :math:`p_{ij} = \alpha_{ij} /
 \sum_j \alpha_{ij}` are those of a row whose weights do not add up to 1, as where a Gaussian
 multiplies them, and else the same. Entropies are in nats. Sums are float32, or float64 for float64.
-What lies in padding does not count, NaN neither, and its results are 0. An argument that does not
+What lies in padding does not count, NaN neither, and its results are 0. Lengths and keys are below
+2³¹. An argument that does not
 fit raises ValueError or TypeError, and the sentence names it.
 """
 
