@@ -267,6 +267,12 @@ def why_not(backend: str, *asked) -> str | None:
     return BACKENDS[backend].why_not(Request(*asked))
 
 
+def check_backend(backend: object) -> None:
+    """Refuse what is no backend's name, nor None."""
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
+
+
 def in_order(request: Request) -> list[str]:
     """Return the backends to try for a call, the best first."""
     ranks = {name: backend.rank(request) for name, backend in BACKENDS.items()}
@@ -294,8 +300,6 @@ def _choose(backend: str | None, *asked) -> str:
                 stacklevel=5,
             )
         return chosen
-    if backend not in BACKENDS:
-        refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
     reason = why_not(backend, *asked)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
@@ -328,7 +332,6 @@ def choose(
 
     The other arguments are those of a :class:`Request`.
     """
-    if backend is not None and not isinstance(backend, str):
-        refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
+    check_backend(backend)
     name = backend if backend is None else str.__str__(backend)  # of an enumeration, its word
     return _choose(name, device, dtype, operator, step, filters)

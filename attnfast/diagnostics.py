@@ -13,7 +13,8 @@ Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any
 In the formulas α are the weights, i is a row of m, j a key of n; :math:`p_{ij} = \alpha_{ij} /
 \sum_j \alpha_{ij}` are those of a row whose weights do not add up to 1, as where a Gaussian
 multiplies them, and else the same. Entropies are in nats. Sums are float32, or float64 for float64.
-What lies in padding does not count, NaN neither, and its results are 0. An argument that does not
+What lies in padding does not count, NaN neither, and its results are 0. Lengths and keys are below
+2³¹. An argument that does not
 fit raises ValueError or TypeError, and the sentence names it.
 """
 
@@ -23,14 +24,20 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnfast.errors import check_whole, describe, refuse, refuse_type
-from attnfast.losses import check_keys
-from attnfast.ops.arguments import check_dense, check_tensor, is_finite
+from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
+from attnfast.losses import check_keys, check_weights
+from attnfast.ops.arguments import (
+    MOST,
+    check_array,
+    check_device,
+    check_number,
+    check_numbers,
+)
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import to_dense
 from attnfast.results import RowStatistics
@@ -66,21 +73,14 @@ class _Given:
     """
 
     def __init__(self, weights: object, lengths: object, target_lengths: object, keys: object):
-        check_dense("weights", weights)
+        check_weights(weights)
         assert isinstance(weights, Tensor)
-        if weights.dim() not in (3, 4) or not weights.is_floating_point():
-            got = f"{weights.dtype} {list(weights.shape)}"
-            refuse("weights", "real numbers [B, Tq, Tk] or [B, H, Tq, Tk]", got)
         self.heads = weights.dim() - 3
         Tq, W = weights.shape[-2:]
         columns = torch.arange(W, device=weights.device)
         if keys is None:
             self.keys, self.Tk = columns, W
         else:
-            check_tensor("keys", keys)
-            if keys.device != weights.device:  # type: ignore[attr-defined]
-                where = keys.device  # type: ignore[attr-defined]
-                refuse("keys", f"on the weights' device {weights.device}", where)
             self.keys = check_keys(keys, weights)  # type: ignore[arg-type]
             self.Tk = int(self.keys.max()) + 1 if self.keys.numel() else 0
         self.n = self._lengths("lengths", lengths, None if keys is not None else W, weights)
@@ -98,16 +98,9 @@ class _Given:
         B = like.shape[0]
         if x is None:
             return torch.full((B,), self.Tk if most is None else most, device=like.device)
-        check_tensor(name, x)
+        check_device(name, x, like, "weights")  # type: ignore[arg-type]
+        check_numbers(name, x, B, 0, MOST if most is None else most, "weights")
         assert isinstance(x, Tensor)
-        if x.dtype not in (torch.int32, torch.int64) or list(x.shape) != [B]:
-            refuse(name, f"int64 or int32 of shape [{B}]", f"{x.dtype} {list(x.shape)}")
-        if x.device != like.device:
-            refuse(name, f"on the weights' device {like.device}", x.device)
-        if x.device.type == "cpu":
-            for length in x.tolist():
-                if length < 0 or (most is not None and length > most):
-                    refuse(name, "at least 0" if most is None else f"between 0 and {most}", length)
         return x.long()
 
     def each(self, x: Tensor, axes: int = 0) -> Tensor:
@@ -153,12 +146,6 @@ class _Given:
     def keys_exist(self) -> Tensor:
         """Return which keys are no padding, ``[B, (1,) Tk]``."""
         return torch.arange(self.Tk, device=self.n.device) < self.each(self.n, 1)
-
-
-def _check_share(argument: str, x: object) -> None:
-    """Refuse what is no number from 0 to 1."""
-    if not is_finite(x) or not 0 <= x <= 1:  # type: ignore[operator]
-        refuse(argument, "a number from 0 to 1", describe(x))
 
 
 def _shares(x: Tensor) -> Tensor:
@@ -283,8 +270,7 @@ def diagonality(
         of :math:`\sum_j (j - d_i) p_{ij}`, below 0 where rows look back; ``distance``, that of
         :math:`\sum_j |j - d_i| p_{ij}`.
     """
-    if not is_finite(radius) or radius < 0:
-        refuse("radius", "a number of at least 0", describe(radius))
+    check_number("radius", radius, 0)
     of = _Given(weights, lengths, target_lengths, keys)
     apart = of.keys - of.diagonal().unsqueeze(-1)
     ways = of.p * (apart.abs() <= radius), of.p * apart, of.p * apart.abs()
@@ -344,12 +330,8 @@ def translated(
     n, m = (of.each(x, 1).to(total.dtype) for x in (of.n, of.m))
     asked = m / n.clamp_min(1)
     if fertility is not None:
-        check_tensor("fertility", fertility)
-        wanted, got = [total.shape[0], of.Tk], f"{fertility.dtype} {list(fertility.shape)}"
-        if not fertility.is_floating_point() or list(fertility.shape) != wanted:
-            refuse("fertility", f"real numbers {wanted}", got)
-        if fertility.device != total.device:
-            refuse("fertility", f"on the weights' device {total.device}", fertility.device)
+        shape = (total.shape[0], of.Tk)
+        check_array("fertility", fertility, "real numbers", shape, like=total, of="weights")
         if fertility.device.type == "cpu" and not (fertility > 0).all():
             refuse("fertility", "above 0", float(fertility.min()))
         asked = (fertility.unsqueeze(1) if of.heads else fertility).to(total.dtype)
@@ -363,8 +345,13 @@ def repetition(words: Sequence[Hashable], size: int = 1) -> float:
     """Return the share of a sentence's n-grams of ``size`` words that it has said before."""
     check_whole("size", size)
     if isinstance(words, Tensor):
+        check_array("words", words, "int64 or int32", ("T",))
         words = words.tolist()
-    if not isinstance(words, Sequence) or not all(isinstance(x, Hashable) for x in words):
+    if (
+        not isinstance(words, Sequence)
+        or isinstance(words, str)
+        or not all(isinstance(x, Hashable) for x in words)
+    ):
         refuse_type("words", "a sequence of words or word ids", describe(words))
     grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
@@ -394,8 +381,8 @@ def links(
 
     With heads it is the mean of their weights.
     """
-    _check_share("least", least)
-    if null is not None and (isinstance(null, bool) or not isinstance(null, int) or null < -1):
+    check_number("least", least, 0, 1)
+    if null is not None and (not is_whole(null) or not -1 <= null <= MOST):
         refuse("null", "None, −1 or the number of a key", describe(null))
     of = _Given(weights, lengths, target_lengths, keys)
     if of.heads:
@@ -414,6 +401,14 @@ def links(
             largest.tolist(), position.tolist(), of.m.tolist(), nulls
         )
     ]
+
+
+def _link_sets(name: str, x: Any) -> list[LinkSet]:
+    """Return every sentence's links; refuse what are no sets of them."""
+    sets: Any = list(x) if isinstance(x, Iterable) and not isinstance(x, Tensor) else [None]
+    if not all(isinstance(each, (set, frozenset)) for each in sets):
+        refuse_type(name, "sets of links", describe(x))
+    return sets
 
 
 class AlignmentScore(NamedTuple):
@@ -443,14 +438,11 @@ def alignment_score(
     Paper: Och and Ney, "A Systematic Comparison of Various Statistical Alignment Models",
     Computational Linguistics 29(1), 2003.
     """
-    found, sure = list(found), list(sure)
-    possible = [set() for _ in sure] if possible is None else list(possible)
+    found, sure = _link_sets("found", found), _link_sets("sure", sure)
+    possible = [set()] * len(sure) if possible is None else _link_sets("possible", possible)
     for name, x in (("found", found), ("possible", possible)):
         if len(x) != len(sure):
             refuse(name, f"of as many sentences as sure, {len(sure)}", len(x))
-    for name, x in (("found", found), ("sure", sure), ("possible", possible)):
-        if not all(isinstance(each, (set, frozenset)) for each in x):
-            refuse_type(name, "sets of links", describe(x))
     counts: Counter[str] = Counter()
     for a, s, p in zip(found, sure, possible):
         counts.update(A=len(a), S=len(s), AS=len(a & s), AP=len(a & (p | s)))
@@ -562,7 +554,7 @@ class Thresholds:
             if field.name == "stuck":
                 check_whole("stuck", self.stuck, 2)
             else:
-                _check_share(field.name, getattr(self, field.name))
+                check_number(field.name, getattr(self, field.name), 0, 1)
 
 
 class Failures(NamedTuple):

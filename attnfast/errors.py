@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 from types import ModuleType
+from typing import NoReturn
 
 #: No error has more letters.
 LONGEST = 200
@@ -46,12 +47,12 @@ def sentence(argument: str, expected: str, got: object) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def refuse(argument: str, expected: str, got: object) -> None:
+def refuse(argument: str, expected: str, got: object) -> NoReturn:
     """Raise ValueError with one :func:`sentence`."""
     raise ValueError(sentence(argument, expected, got)) from None
 
 
-def refuse_type(argument: str, expected: str, got: object) -> None:
+def refuse_type(argument: str, expected: str, got: object) -> NoReturn:
     """Raise TypeError with one :func:`sentence`."""
     raise TypeError(sentence(argument, expected, got)) from None
 

@@ -25,6 +25,7 @@ Attention Interpretable?", ACL 2019, arXiv:1906.03731.
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,7 +35,7 @@ from attnfast.errors import check_flag, check_whole, describe, refuse, refuse_ty
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import Seq2Seq, Source, check_ids, check_lengths
 from attnfast.nn import Memory
-from attnfast.ops.arguments import check_dense, is_finite
+from attnfast.ops.arguments import check_array, check_device, check_number
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = [
@@ -108,7 +109,8 @@ def next_word(model: Seq2Seq, words: Tensor) -> Reader:
     if unfit or hasattr(attention, "num_heads") or model.pointer is not None:
         expected = "one whose attention has weights [B, Tk] and no history, and that copies nothing"
         refuse("model", expected, f"{type(attention).__name__}" + ", copying" * bool(model.pointer))
-    check_ids("words", words)
+    check_ids("words", words, model.embedding.num_embeddings)
+    check_device("words", words, model.embedding.weight, "model")
     if not words.shape[1]:
         refuse("words", "ids [B, T] of at least one word", describe(words))
 
@@ -137,27 +139,33 @@ def next_word(model: Seq2Seq, words: Tensor) -> Reader:
 
 def _check(reader: object, embedded: object, lengths: object) -> None:
     """Refuse what is no model or nothing to read."""
-    if not callable(reader):
+    try:
+        call = reader.forward if isinstance(reader, nn.Module) else reader
+        inspect.signature(call).bind(embedded, lengths)  # type: ignore[arg-type]
+        fits = not isinstance(reader, type)
+    except TypeError:
+        fits = False
+    except ValueError:  # a callable of C says nothing of its arguments
+        fits = not isinstance(reader, type)
+    if not fits:
         refuse_type("reader", "a call with embedded inputs and lengths", describe(reader))
-    check_dense("embedded", embedded)
+    check_array("embedded", embedded, "real numbers", ("B", "n", "E"))
     assert isinstance(embedded, Tensor)
-    if embedded.dim() != 3 or not embedded.is_floating_point():
-        refuse("embedded", "real numbers [B, n, E]", describe(embedded))
-    check_lengths(lengths, embedded)
+    check_lengths(lengths, embedded, whose="embedded")
 
 
-def _check_numbers(name: str, x: object, like: Tensor) -> None:
-    """Refuse what are no real numbers, one for each key."""
-    check_dense(name, x)
-    wanted = list(like.shape[:2])
-    if not x.is_floating_point() or list(x.shape) != wanted:  # type: ignore[attr-defined]
-        refuse(name, f"real numbers {wanted}", describe(x))
-    if x.device != like.device:  # type: ignore[attr-defined]
-        refuse(name, f"on {like.device}", x.device)  # type: ignore[attr-defined]
+def _check_pair(p: Tensor, q: Tensor) -> None:
+    """Refuse what are no two distributions of one shape."""
+    check_array("p", p, "real numbers")
+    if not p.dim():
+        refuse("p", "real numbers [.., C]", describe(p))
+    check_array("q", q, "real numbers", p.shape, like=p, of="p")
 
 
 def _decide(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
     """Return logits and weights; refuse those of a model that is none."""
+    if not callable(reading):
+        refuse("reader", "to return a call that decides", describe(reading))
     result = reading() if weights is None else reading(weights)
     try:
         logits, used = result
@@ -188,6 +196,7 @@ def _exist(embedded: Tensor, lengths: Tensor) -> Tensor:
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
     r"""Return :math:`\frac12 \sum_c |p_c - q_c|` of distributions ``[.., C]``, from 0 to 1."""
+    _check_pair(p, q)
     return (p - q).abs().sum(-1) / 2
 
 
@@ -197,6 +206,7 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     .. math:: \frac12 \sum_j p_j \ln \frac{p_j}{m_j} + \frac12 \sum_j q_j \ln \frac{q_j}{m_j},
               \quad m = (p + q) / 2
     """
+    _check_pair(p, q)
     ways = (p, 0.5), (q, 0.5), ((p + q) / 2, -1.0)
     parts = (c * x * x.clamp_min(torch.finfo(x.dtype).tiny).log() for x, c in ways)
     return sum(parts, torch.zeros_like(p)).sum(-1).clamp_min(0)
@@ -218,13 +228,11 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     Paper: Kendall, "The Treatment of Ties in Ranking Problems", Biometrika 33(3), 1945.
     """
-    check_dense("a", a)
-    if a.dim() != 2 or not a.is_floating_point():
-        refuse("a", "real numbers [B, n]", describe(a))
-    _check_numbers("b", b, a)
+    check_array("a", a, "real numbers", ("B", "n"))
+    check_array("b", b, "real numbers", a.shape, like=a, of="a")
     exists = torch.ones_like(a, dtype=torch.bool)
     if lengths is not None:
-        check_lengths(lengths, a)
+        check_lengths(lengths, a, whose="a")
         exists = _exist(a, lengths)
     both = exists.unsqueeze(1) & exists.unsqueeze(2)
     s, t = (
@@ -346,7 +354,7 @@ def permuted(
 
 def _generator(seed: object) -> torch.Generator:
     check_whole("seed", seed, 0)
-    return torch.Generator().manual_seed(seed)  # type: ignore[arg-type]
+    return torch.Generator().manual_seed(int(seed))  # type: ignore[call-overload]
 
 
 class Adversarial(NamedTuple):
@@ -393,8 +401,7 @@ def adversarial(
         divergence that any weights have, all of it on the key that has least.
     """
     _check(reader, embedded, lengths)
-    if not is_finite(epsilon) or not 0 <= epsilon <= 1:
-        refuse("epsilon", "a number from 0 to 1", describe(epsilon))
+    check_number("epsilon", epsilon, 0, 1)
     check_whole("restarts", restarts)
     check_whole("steps", steps)
     generator = _generator(seed)
@@ -449,7 +456,8 @@ def erasure(reader: Reader, embedded: Tensor, lengths: Tensor, ranking: Tensor) 
         ``[B]``, above 0; 1 where the last key alone still gives the decision.
     """
     _check(reader, embedded, lengths)
-    _check_numbers("ranking", ranking, embedded)
+    shape = embedded.shape[:2]
+    check_array("ranking", ranking, "real numbers", shape, like=embedded, of="embedded")
     reading = reader(embedded, lengths)
     output, weights = _output(reading, embedded)
     decision, hidden = output.argmax(-1), ~_exist(embedded, lengths)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from attnfast import dispatch, lowering
 from attnfast.backends import HALF, Triton, choose
-from attnfast.errors import check_flag, check_word, describe, refuse
+from attnfast.errors import check_flag, check_word, describe, is_whole, refuse
 from attnfast.lowering import Place
 from attnfast.ops import attention, copying
 from attnfast.ops.arguments import (
     as_returned,
     autocast_call,
     check_activation,
+    check_array,
     check_inputs,
     check_scale,
     check_temperature,
@@ -58,6 +59,8 @@ def _attend(
         else:
             check_scale(call.scale, "a finite number or None")
         if not is_one(temperature):
+            if call.bias is not None and not call.bias.is_floating_point():
+                attention.check(call)  # a quotient would be one of real numbers
             bias = None if call.bias is None else call.bias / temperature
             call = call._replace(scale=call.scale / temperature, bias=bias)
         query = call.query
@@ -257,27 +260,35 @@ def coverage_call(
     check_scale(scale, "a finite number or None")
     dtype = accumulation_dtype(query.dtype)
     if coverage_weight is not None:
-        heads = list(query.shape[1:-2])
-        shapes = [[query.shape[-1]], [*heads, query.shape[-1]]]
-        if not isinstance(coverage_weight, Tensor) or list(coverage_weight.shape) not in shapes:
-            refuse("coverage_weight", f"{shapes[-1]} to fit the query", describe(coverage_weight))
+        A, heads = query.shape[-1], query.shape[1:-2]
+        shapes = ([A], [*heads, A]) if heads else ([A],)
+        check_array(
+            "coverage_weight", coverage_weight, "real numbers", *shapes, like=query, of="the query"
+        )
 
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
+    def cast(name: str, x: Any) -> Any:
+        """Return x in the dtype of sums, as its parameters may be of another."""
+        if not isinstance(x, Tensor) or x.dtype == dtype:
+            return x
+        check_array(name, x, "real numbers")
+        return x.to(dtype)
 
-    filters, projection = cast(call.filters), cast(call.projection)
+    filters, projection = cast("filters", call.filters), cast("projection", call.projection)
     if filters is not None or projection is not None:
         plain = Coverage(query, call.key, call.value, call.weight, score=call.score)
         check_history(plain._replace(filters=filters, projection=projection))
     check_word("channels", channels, ("previous", "coverage"))
     if channels == "coverage" and filters is not None and filters.shape[-2] == 1:
         filters = torch.nn.functional.pad(filters, (0, 0, 1, 0))  # the second channel
-    filters, projection = _with_coverage_feature(filters, projection, cast(coverage_weight))
+    filters, projection = _with_coverage_feature(
+        filters, projection, cast("coverage_weight", coverage_weight)
+    )
 
     def number(name: str, x: Any, shape) -> Any:
         if x is None or isinstance(x, Tensor):
-            return x if x is None or x.dim() else x.expand(shape).to(dtype)
-        if not is_finite(x):
+            x = cast(name, x)
+            return x if x is None or x.dim() else x.expand(shape)
+        if not is_finite(x) or abs(x) > torch.finfo(dtype).max:
             refuse(name, "a finite number or a tensor", describe(x))
         return filled(query, shape, x, dtype)
 
@@ -285,9 +296,14 @@ def coverage_call(
     transition_prob = number("transition_prob", call.transition_prob, query.shape[:-1])
     if isinstance(call.transition_prob, (int, float)) and not 0 <= call.transition_prob <= 1:
         refuse("transition_prob", "from 0 to 1", call.transition_prob)
-    previous = _previous_of(cast(call.previous), cast(log_previous), transition_prob is not None)
-    fertility = call.inverse_fertility
-    inverse = 1 / cast(fertility) if isinstance(fertility, Tensor) else fertility
+    previous, log_previous = (
+        cast(name, x) for name, x in (("previous", call.previous), ("log_previous", log_previous))
+    )
+    previous = _previous_of(previous, log_previous, transition_prob is not None)
+    inverse = call.inverse_fertility
+    if isinstance(inverse, Tensor):
+        check_tensor("fertility", inverse)
+        inverse = 1 / cast("fertility", inverse)
     if not is_one(temperature):
         scale, bias = scale / temperature, None if bias is None else bias / temperature
         penalty = None if penalty is None else penalty / temperature
@@ -295,10 +311,10 @@ def coverage_call(
         bias=bias,
         filters=filters,
         projection=projection,
-        penalty=cast(penalty),
+        penalty=penalty,
         inverse_fertility=inverse,
-        transition_prob=cast(transition_prob),
-        coverage=cast(call.coverage),
+        transition_prob=transition_prob,
+        coverage=cast("coverage", call.coverage),
         previous=previous,
         scale=scale,
     )
@@ -504,7 +520,8 @@ def copy_distribution(
             x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
             for x in (logits, weights, gate)
         )
-    if not isinstance(extra_words, (int, torch.SymInt)) or extra_words >= 2**31:
+    whole = is_whole(extra_words) or isinstance(extra_words, torch.SymInt)
+    if not whole or extra_words >= 2**31:
         refuse("extra_words", "an integer, at least 0", describe(extra_words))
     check_flag("log", log)
     call = Copy(logits, weights, source, gate, extra_words, bool(log))

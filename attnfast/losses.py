@@ -6,8 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.errors import check_word, describe, refuse
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import (
+    MOST,
+    check_array,
+    check_device,
+    check_range,
+    check_tensor,
+    is_finite,
+)
 from attnfast.ops.operators import accumulation_dtype
+
+__all__ = ["Reinforce", "alignment_loss", "doubly_stochastic_loss", "pointer_loss"]
 
 KINDS = ("cross_entropy", "squared")
 #: Of a weight below it the logarithm is taken as if it were this.
@@ -45,39 +54,32 @@ def alignment_loss(
     2016, arXiv:1608.00112; Liu et al., "Neural Machine Translation with Supervised Attention",
     COLING 2016, arXiv:1609.04186.
     """
-    check_tensor("weights", weights)
-    check_tensor("alignment", alignment)
-    if keys is not None:
-        check_tensor("keys", keys)
+    check_weights(weights, "W")
+    if not isinstance(alignment, Tensor) or alignment.layout != torch.sparse_coo:
+        check_tensor("alignment", alignment)
     check_word("kind", kind, KINDS)
-    if weights.dim() not in (3, 4) or not weights.is_floating_point():
-        got = f"{weights.dtype} {list(weights.shape)}"
-        refuse("weights", "real numbers [B, Tq, W] or [B, H, Tq, W]", got)
-    for name, x in (("alignment", alignment), ("keys", keys)):
-        if x is not None and x.device != weights.device:
-            refuse(name, f"on the weights' device {weights.device}", x.device)
+    check_device("alignment", alignment, weights, "weights")
     weights = weights.to(accumulation_dtype(weights.dtype))
     if keys is not None:
         keys = check_keys(keys, weights)
-    whole = not alignment.is_floating_point()
-    if alignment.dtype == torch.bool:
-        refuse("alignment", "int64 or real numbers", alignment.dtype)
+    whole = alignment.dtype == torch.int64 and not alignment.is_sparse
     rows = list(alignment.shape if whole else alignment.shape[:-1])
     wanted = list(weights.shape[:-1])
     heads = len(wanted) == 3 and not alignment.is_sparse
     fits = rows in (wanted, [wanted[0], 1, *wanted[2:]] if heads else wanted)
-    if not fits or (not whole and keys is None and alignment.shape[-1] != weights.shape[-1]):
+    if (
+        not fits
+        or not (whole or alignment.is_floating_point())
+        or (not whole and keys is None and alignment.shape[-1] != weights.shape[-1])
+    ):
         refuse(
             "alignment",
             f"int64 {wanted} or real numbers {list(weights.shape)} to fit the weights",
             f"{alignment.dtype} {list(alignment.shape)}",
         )
     if whole:
-        readable = alignment.device.type == "cpu" and not torch.compiler.is_compiling()
-        if keys is None and readable and alignment.numel():
-            most = int(alignment.max())
-            if most >= weights.shape[-1]:
-                refuse("alignment", f"below {weights.shape[-1]}, the number of keys", most)
+        most = weights.shape[-1] - 1 if keys is None else MOST
+        check_range("alignment", alignment, -1, most, "keys of weights, or -1 for none,")
         return _of_keys(weights, alignment.long(), keys, kind)
     if alignment.is_sparse:
         return _of_entries(weights, alignment.coalesce(), keys, kind)
@@ -108,14 +110,10 @@ def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tenso
 
     Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.2.1.
     """
-    check_tensor("weights", weights)
-    if weights.dim() != 3 or not weights.is_floating_point():
-        refuse("weights", "real numbers [B, Tq, Tk]", describe(weights))
+    check_array("weights", weights, "real numbers", ("B", "Tq", "Tk"))
     left = (1 - weights.to(accumulation_dtype(weights.dtype)).sum(1)).square()
     if mask is not None:
-        check_tensor("mask", mask)
-        if mask.dtype != torch.bool or mask.shape != left.shape:
-            refuse("mask", f"boolean of shape {list(left.shape)}", describe(mask))
+        check_array("mask", mask, "boolean", left.shape, like=weights, of="weights")
         left = left.masked_fill(~mask, 0)
     return left.sum(-1)
 
@@ -165,13 +163,13 @@ class Reinforce(nn.Module):
         Raises:
             ValueError, TypeError: they do not fit; the sentence names which.
         """
-        check_tensor("log_likelihood", log_likelihood)
-        if log_likelihood.dim() != 1 or not len(log_likelihood):
+        check_array("log_likelihood", log_likelihood, "real numbers", ("B",))
+        check_device("log_likelihood", log_likelihood, self.baseline, "the module")
+        if not len(log_likelihood):
             refuse("log_likelihood", "[B], of one target at least", describe(log_likelihood))
+        of = "log_likelihood"
         for name, x in (("log_prob", log_prob), ("entropy", entropy)):
-            check_tensor(name, x)
-            if x.shape != log_likelihood.shape:
-                refuse(name, f"{list(log_likelihood.shape)}", describe(x))
+            check_array(name, x, "real numbers", log_likelihood.shape, like=log_likelihood, of=of)
         reward = log_likelihood.detach().double()
         before = torch.where(self.baseline.isnan(), reward.mean(), self.baseline)
         if self.training:
@@ -183,8 +181,16 @@ class Reinforce(nn.Module):
         return -terms.mean()
 
 
+def check_weights(weights: object, columns: str = "Tk") -> None:
+    """Refuse what are no weights of attention, ``[B, (H,) Tq, Tk]``."""
+    shapes = ("B", "Tq", columns), ("B", "H", "Tq", columns)
+    check_array("weights", weights, "real numbers", *shapes)
+
+
 def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
     """Return the keys of the columns of ``weights``, with an axis for heads; refuse misfits."""
+    check_tensor("keys", keys)
+    check_device("keys", keys, weights, "weights")
     if keys.dim() == 3 and weights.dim() == 4:
         keys = keys.unsqueeze(1)
     try:
@@ -192,8 +198,9 @@ def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
     except RuntimeError:
         fits = False
     if not fits or keys.dtype != torch.int64 or keys.shape[-1] != weights.shape[-1]:
-        got = f"{keys.dtype} {list(keys.shape)}"
-        refuse("keys", f"int64 {list(weights.shape)}, or 1 in place of B and H", got)
+        expected = f"int64 {list(weights.shape)}, or 1 in place of B and H, to fit weights"
+        refuse("keys", expected, describe(keys))
+    check_range("keys", keys, -1, MOST, "keys, or -1 for none,")
     return keys
 
 
@@ -258,12 +265,10 @@ def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
     """
-    check_tensor("log_probs", log_probs)
-    check_tensor("pointers", pointers)
-    if log_probs.dim() != 3:
-        refuse("log_probs", "[B, T, 1 + N]", describe(log_probs))
-    if pointers.dtype != torch.int64 or pointers.shape != log_probs.shape[:-1]:
-        refuse("pointers", f"int64 {list(log_probs.shape[:-1])}", describe(pointers))
+    check_array("log_probs", log_probs, "real numbers", ("B", "T", "1 + N"))
+    check_array("pointers", pointers, "int64", log_probs.shape[:-1], of="log_probs")
+    items = log_probs.shape[-1] - 1
+    check_range("pointers", pointers, 0, items, "0 for the end, or items of log_probs,")
     pointers = pointers.to(log_probs.device)
     ends = pointers == 0
     counts = ends.cumsum(-1) - ends.long() == 0

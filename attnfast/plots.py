@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from attnfast.errors import describe, optional, refuse
+from attnfast.errors import describe, is_whole, optional, refuse, refuse_type
 from attnfast.measure import Cost
+from attnfast.ops.arguments import check_array, check_number, check_range
 from attnfast.ops.span import to_dense
 
 COLOURS = {
@@ -65,6 +66,19 @@ def _fonts_for(words: Iterable[str]) -> list[str]:
     return names
 
 
+def _check_words(name: str, words: object, count: int | None = None, of: str = "weights") -> None:
+    """Refuse what are no texts, or not as many as weights, or what else, have rows or columns."""
+    if not isinstance(words, Sequence) or not all(isinstance(x, str) for x in words):
+        refuse_type(name, "texts", describe(words))
+    if count is not None and len(words) != count:
+        refuse(name, f"{count} words, as {of} have", len(words))
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        refuse_type(name, "a text", describe(text))
+
+
 def draw_alignment(
     weights: Tensor,
     source: Sequence[str],
@@ -89,16 +103,18 @@ def draw_alignment(
     Raises:
         ValueError: there are not as many words as rows and columns.
     """
+    check_array("weights", weights, "real numbers", ("T", "Tk"), ("H", "T", "Tk"))
+    for name, words in (("source", source), ("target", target), ("titles", titles)):
+        _check_words(name, words)
+    if len(titles) != 2:
+        refuse("titles", "two, of columns and of rows", len(titles))
     if keys is not None:
+        check_array("keys", keys, "int64", weights.shape[-2:], weights.shape, of="weights")
+        check_range("keys", keys, -1, len(source) - 1, "words of source, or -1 for none,")
         weights = to_dense(weights, keys.to(weights.device), len(source))
     weights = weights.detach().float().cpu()
-    if weights.dim() not in (2, 3):
-        refuse("weights", "[T, Tk] or [H, T, Tk]", describe(weights))
-    for name, words, count in (
-        ("source", source, weights.shape[-1]), ("target", target, weights.shape[-2]),
-    ):  # fmt: skip
-        if len(words) != count:
-            refuse(name, f"{count} words, as the weights have", len(words))
+    _check_words("source", source, weights.shape[-1])
+    _check_words("target", target, weights.shape[-2])
     heads = weights.unsqueeze(0) if weights.dim() == 2 else weights
     across = min(len(heads), 2 if max(len(source), len(target)) > 12 else 4)
     down = -(-len(heads) // max(across, 1))
@@ -164,10 +180,10 @@ def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], ho
         letters: L.
         hop: seconds from a frame to the next.
     """
-    if features.dim() != 2 or weights.dim() != 2:
-        refuse("features and weights", "[T, M] and [L, Tk]", (features.dim(), weights.dim()))
-    if len(letters) != len(weights):
-        refuse("letters", f"{len(weights)}, one a row of the weights", len(letters))
+    check_array("features", features, "real numbers", ("T", "M"))
+    check_array("weights", weights, "real numbers", ("L", "Tk"))
+    _check_words("letters", letters, len(weights))
+    check_number("hop", hop, 0)
     seconds = hop * len(features)
     figure = _figure(min(3 + 2.2 * seconds, MOST_INCHES), 2.6 + 0.17 * len(letters))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1.6, 0.6 + 0.17 * len(letters)])
@@ -197,8 +213,9 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
         sentences: S.
         question: what was asked, above the columns.
     """
-    if weights.dim() != 2 or weights.shape[1] != len(sentences):
-        refuse("weights", f"[K, {len(sentences)}], a column a sentence", list(weights.shape))
+    _check_words("sentences", sentences)
+    _check_text("question", question)
+    check_array("weights", weights, "real numbers", ("K", len(sentences)), of="sentences")
     hops, longest = len(weights), max(map(len, [*sentences, question]))
     figure = _figure(1.5 + 0.08 * longest + 0.5 * hops, 0.9 + 0.24 * len(sentences))
     axes = figure.subplots()
@@ -222,10 +239,14 @@ def draw_pointing(
         wanted, answer: the corners of both, each a number of a point, from 0 on.
         weights: ``[T, 1 + N]``, a row a step: of the end, and of the points.
     """
-    if points.dim() != 2 or points.shape[-1] != 2:
-        refuse("points", "[N, 2]", describe(points))
-    if weights.dim() != 2 or weights.shape[-1] != 1 + len(points):
-        refuse("weights", f"[T, {1 + len(points)}] to fit the points", describe(weights))
+    check_array("points", points, "real numbers", ("N", 2))
+    check_array("weights", weights, "real numbers", ("T", 1 + len(points)), of="points")
+    for name, corners in (("wanted", wanted), ("answer", answer)):
+        if not isinstance(corners, Sequence) or not all(map(is_whole, corners)):
+            refuse_type(name, "numbers of points", describe(corners))
+        for corner in corners:
+            if not 0 <= corner < len(points):
+                refuse(name, f"below {len(points)}, the number of points", corner)
     figure = _figure(9, 4.2)
     left, right = figure.subplots(1, 2)
     for corners, style in (
@@ -262,14 +283,15 @@ def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) ->
         x, output: ``[T, ·]``, what comes in and what goes out, from 0 to 1.
         read, written: ``[T, heads, N]``, the weights of heads that read and of those that write.
     """
+    check_array("x", x, "real numbers", ("T", "features"))
+    steps = len(x)
+    check_array("output", output, "real numbers", (steps, "features"), of="x")
+    check_array("read", read, "real numbers", (steps, "heads", "N"), of="x")
+    check_array("written", written, "real numbers", (steps, "heads", "N"), of="x")
     parts = {"input": x, "output": output}
     for name, weights in (("written at", written), ("read at", read)):
-        if weights.dim() != 3:
-            refuse("read and written", "[T, heads, N]", describe(weights))
         for h in range(weights.shape[1]):
             parts[f"{name}, head {h + 1}" if weights.shape[1] > 1 else name] = weights[:, h]
-    if len({len(part) for part in parts.values()}) > 1:
-        refuse("output, read and written", f"{len(x)} steps, as x", list(map(len, parts.values())))
     figure = _figure(1 + min(0.12 * len(x), 14), 1 + 0.07 * sum(p.shape[1] for p in parts.values()))
     ratios = [part.shape[1] for part in parts.values()]
     rows = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
@@ -295,10 +317,9 @@ def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
         maps: ``[T, H, W]``, the weights brought to the image's size.
         words: T.
     """
-    if image.dim() != 2 or list(maps.shape[1:]) != list(image.shape):
-        refuse("maps", f"[T, {', '.join(map(str, image.shape))}], as the image", describe(maps))
-    if len(words) != len(maps):
-        refuse("words", f"{len(maps)}, one a map", len(words))
+    check_array("image", image, "real numbers", ("H", "W"))
+    check_array("maps", maps, "real numbers", ("T", *image.shape), of="image")
+    _check_words("words", words, len(maps), "maps")
     across = 8
     down = -(-(len(words) + 1) // across)
     figure = _figure(1.5 * across, 1.7 * down)
@@ -327,6 +348,16 @@ def draw_speed(
         note: what was measured, above all charts.
         axis: what the sizes are.
     """
+    if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
+        refuse_type("rows", "costs by title and by curve", describe(rows))
+    if not isinstance(sizes, Sequence) or not all(map(is_whole, sizes)):
+        refuse_type("sizes", "whole numbers", describe(sizes))
+    _check_text("note", note)
+    _check_text("axis", axis)
+    for curves in rows.values():
+        for measured in curves.values():
+            if not isinstance(measured, Sequence) or len(measured) != len(sizes):
+                refuse("rows", f"of {len(sizes)} costs a curve, as sizes", describe(measured))
     ticker = optional("matplotlib.ticker", "drawing")
     figure = _figure(10, 3.5 * len(rows) + 0.4)
     figure.suptitle(note, fontsize=11)

@@ -13,16 +13,31 @@ import wave
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnfast.backends import HALF
-from attnfast.errors import InputError, check_whole, describe, first_line, reason, refuse
+from attnfast.errors import (
+    InputError,
+    check_whole,
+    describe,
+    first_line,
+    reason,
+    refuse,
+    refuse_type,
+)
 from attnfast.models.seq2seq import check_lengths
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
+from attnfast.ops.arguments import (
+    check_array,
+    check_device,
+    check_number,
+    check_numbers,
+    check_tensor,
+    is_finite,
+)
 from attnfast.ops.operators import accumulation_dtype
 
 #: Of an energy below it the logarithm is taken as if it were this.
@@ -157,7 +172,7 @@ class LogMel(nn.Module):
         super().__init__()
         check_sizes(rate=rate, mels=mels)
         for name, x in (("window", window), ("hop", hop)):
-            if not is_finite(x) or round(x * rate) < 1:
+            if not is_finite(x) or not is_finite(x * rate) or round(x * rate) < 1:
                 refuse(name, "seconds, of a sample at least", describe(x))
         self.rate, self.samples, self.hop = rate, round(window * rate), round(hop * rate)
         self.fft = 1 << (self.samples - 1).bit_length()
@@ -179,11 +194,12 @@ class LogMel(nn.Module):
         check_tensor("samples", samples)
         if samples.dim() != 2 or samples.dtype not in (torch.float32, torch.float64):
             refuse("samples", "float32 or float64 [B, n]", describe(samples))
+        check_device("samples", samples, self.window, "the module")
         if not samples.isfinite().all():
             refuse("samples", "finite numbers", "NaN or infinity")
         if samples.shape[1] < self.samples:
             refuse("samples", f"at least {self.samples} a recording", samples.shape[1])
-        check_lengths(lengths, samples)
+        check_lengths(lengths, samples, whose="samples")
         if len(lengths) and int(lengths.min()) < self.samples:
             refuse("lengths", f"at least {self.samples}, a window", int(lengths.min()))
         if self.filters.dtype in HALF:
@@ -207,6 +223,14 @@ def _cut(features: Tensor, lengths: Tensor) -> Tensor:
     place = torch.arange(features.shape[1], device=features.device)
     exists = place < lengths.to(features.device).unsqueeze(-1)
     return features.masked_fill(~exists.unsqueeze(-1), 0)
+
+
+def _listed(name: str, x: Any) -> list[Any]:
+    """Return a list of what comes one after the other; refuse what does not."""
+    try:
+        return list(x)
+    except TypeError:
+        return refuse_type(name, "one after the other", describe(x))
 
 
 class Normalisation(nn.Module):
@@ -239,14 +263,12 @@ class Normalisation(nn.Module):
         """
         S, M = self.mean.shape
         sums = self.mean.new_zeros(3, S, M, dtype=torch.float64)  # of 1, x and x²
-        recordings = list(recordings)
-        numbers = [0] * len(recordings) if speakers is None else list(speakers)
+        recordings = _listed("recordings", recordings)
+        numbers = [0] * len(recordings) if speakers is None else _listed("speakers", speakers)
         if len(numbers) != len(recordings):
-            refuse("speakers", f"{len(recordings)}, one a recording", len(numbers))
+            refuse("speakers", f"{len(recordings)}, one of each of the recordings", len(numbers))
         for x, speaker in zip(recordings, numbers):
-            check_tensor("recordings", x)
-            if x.dim() != 2 or x.shape[1] != M:
-                refuse("recordings", f"[T, {M}] each", describe(x))
+            check_array("recordings", x, "real numbers", ("T", M))
             if not x.isfinite().all():
                 refuse("recordings", "finite numbers", "NaN or infinity")
             check_whole("speakers", speaker, 0)
@@ -263,10 +285,9 @@ class Normalisation(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor, speaker: Tensor | None = None) -> Tensor:
         """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0."""
-        check_tensor("features", features)
-        if features.dim() != 3 or features.shape[-1] != self.mean.shape[-1]:
-            refuse("features", f"[B, T, {self.mean.shape[-1]}]", describe(features))
-        check_lengths(lengths, features, 0)
+        check_array("features", features, "real numbers", ("B", "T", self.mean.shape[-1]))
+        check_device("features", features, self.mean, "the module")
+        check_lengths(lengths, features, 0, whose="features")
         number = torch.zeros_like(lengths) if speaker is None else speaker
         check_numbers("speaker", number, len(lengths), 0, len(self.mean) - 1)
         number = number.to(self.mean.device)
@@ -304,17 +325,14 @@ class SpecAugment(nn.Module):
             ("frame_masks", frame_masks), ("frame_width", frame_width),
         ):  # fmt: skip
             check_whole(name, x, 0)
-        if not is_finite(share) or not 0 <= share <= 1:
-            refuse("share", "a number from 0 to 1", describe(share))
+        check_number("share", share, 0, 1)
         self.feature_masks, self.feature_width = feature_masks, feature_width
         self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return ``features [B, T, M]``, of which ``lengths [B]`` frames exist, masked."""
-        check_tensor("features", features)
-        if features.dim() != 3:
-            refuse("features", "[B, T, M]", describe(features))
-        check_lengths(lengths, features, 0)
+        check_array("features", features, "real numbers", ("B", "T", "M"))
+        check_lengths(lengths, features, 0, whose="features")
         if not self.training:
             return features
         B, T, M = features.shape
@@ -363,6 +381,9 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErro
     Paper: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals",
     Soviet Physics Doklady 10(8), 1966.
     """
+    for name, x in (("reference", reference), ("hypothesis", hypothesis)):
+        if not isinstance(x, Sequence) or not all(isinstance(word, str) for word in x):
+            refuse_type(name, "a sequence of words", describe(x))
     # errors of the words so far against every beginning of the hypothesis: total, then S, D, I
     row = [(j, 0, 0, j) for j in range(len(hypothesis) + 1)]
     for i, word in enumerate(reference, 1):

@@ -765,7 +765,7 @@ GOOD = Case("tanh", 2, 3, 5, 8, 7)
         ({"key": torch.zeros(3, 5, 8)}, "key must be"),
         ({"key": torch.zeros(2, 5, 8).double()}, "key must be of the query's dtype torch.float32"),
         ({"value": torch.zeros(2, 6, 7)}, r"value must be \[2, 5, Dv\].*got \[2, 6, 7\]"),
-        ({"weight": torch.zeros(7)}, r"weight must be \[8\] to fit the query, got \[7\]"),
+        ({"weight": torch.zeros(7)}, r"weight must be \[8\] to fit the query and key, got \[7\]"),
         ({"weight": torch.zeros(8, device="meta")}, "weight must be on the query's device cpu"),
         ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
         ({"mask": torch.zeros(2, 3, 5)}, "mask must be boolean"),

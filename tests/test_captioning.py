@@ -364,8 +364,8 @@ def test_doubly_stochastic():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda m, x: m(x[:, :1], SIZES, words()), "images must be [B, 2, H, W], got"),
-        (lambda m, x: m(x[0], SIZES, words()), "images must be [B, 2, H, W], got"),
+        (lambda m, x: m(x[:, :1], SIZES, words()), "images must be real numbers [B, 2, H, W], got"),
+        (lambda m, x: m(x[0], SIZES, words()), "images must be real numbers [B, 2, H, W], got"),
         (lambda m, x: m(x.float(), SIZES, words()), "images must be of the module's dtype"),
         (lambda m, x: m(x * torch.nan, SIZES, words()), "images must be finite numbers, got NaN"),
         (lambda m, x: m(x, SIZES[:2], words()), "sizes must be int64 or int32 of shape [3, 2]"),
@@ -375,7 +375,8 @@ def test_doubly_stochastic():
         (lambda m, x: m(x, SIZES, words()[:2]), "as many captions of each of 3 images, got 2"),
         (lambda m, x: m(x, SIZES, words() + 3), "target_in must be word ids between 0 and 10"),
         (lambda m, x: m(x, SIZES, words() - 1), "word ids between 0 and 10, got -1"),
-        (lambda m, x: m.decode(words() + 3, None, x), "words must be word ids between 0 and 10, g"),
+        (lambda m, x: m.decode(words() + 3, *m.encode(x, SIZES)[::-1]),
+         "words must be word ids between 0 and 10, got"),
         (lambda m, x: m(x, SIZES, words(), "yes"), "need_weights must be True or False, got"),
         (lambda m, x: m.train()(x[:1, :, :2, :2], SIZES[:1] * 0 + 2, words()[:1]),
          "sizes must be of two cells of 2 × 2 pixels at least in training, got 1"),
@@ -395,7 +396,7 @@ def test_doubly_stochastic():
         (lambda m, x: HardAttention(MeanContext()), "must be one with weights to draw by, got Mea"),
         (lambda m, x: Reinforce(-1.0), "weight must be a number, at least 0, got"),
         (lambda m, x: Reinforce(decay=1.0), "decay must be at least 0 and below 1, got"),
-        (lambda m, x: Reinforce()(x[:, 0, 0, 0], x, x), "log_prob must be [3], got"),
+        (lambda m, x: Reinforce()(x[:, 0, 0, 0], x, x), "log_prob must be real numbers [3] to"),
         (lambda m, x: doubly_stochastic_loss(x), "weights must be real numbers [B, Tq, Tk], got"),
         (lambda m, x: doubly_stochastic_loss(x[0], SIZES), "mask must be boolean of shape [2, 12]"),
     ],
@@ -622,7 +623,9 @@ def test_a_picture_of_what_is_looked_at(captioning):
     drawn = captioning.draw_looking(image, maps, list("abcdefghi"))
     pixels = importlib.import_module("matplotlib.image").imread(io.BytesIO(drawn))
     assert len({tuple(x) for x in pixels.reshape(-1, pixels.shape[-1])}) > 100
-    with pytest.raises(ValueError, match=r"maps must be \[T, 12, 16\], as the image, got"):
+    with pytest.raises(
+        ValueError, match=r"maps must be real numbers \[T, 12, 16\] to fit image, got"
+    ):
         captioning.draw_looking(image, maps[..., :5], list("abcdefghi"))
-    with pytest.raises(ValueError, match="words must be 9, one a map, got 1"):
+    with pytest.raises(ValueError, match="words must be 9 words, as maps have, got 1"):
         captioning.draw_looking(image, maps, ["a"])

@@ -749,7 +749,10 @@ X = torch.ones(2, 3, 4)
         ({"key": torch.ones(2, 3, 5)}, r"key must be \[2, Tk, 4\]"),
         ({"penalty": math.nan}, "penalty must be a finite number or a tensor, got nan"),
         ({"penalty": torch.ones(3)}, r"penalty must be \[1\].*got \[3\]"),
-        ({"coverage_weight": torch.ones(5)}, r"coverage_weight must be \[4\] to fit the query"),
+        (
+            {"coverage_weight": torch.ones(5)},
+            r"coverage_weight must be real numbers \[4\] to fit the query",
+        ),
         (
             {"weight": None, "coverage_weight": torch.ones(4)},
             "weight must be given: coverage_weight",

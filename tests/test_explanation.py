@@ -292,7 +292,10 @@ def test_classifier(pooling):
         (lambda: Classifier(Encoder(6, 5), 20, 6, 3, "sum"), "pooling must be 'attention', 'mean'"),
         (lambda: Classifier(Encoder(6, 5), 20, 6, 3, dropout=1), "dropout must be .*below 1"),
         (lambda: classifier()(WORDS.float(), LENGTHS), "words must be word ids"),
-        (lambda: classifier()(WORDS, LENGTHS + 1), "lengths must be between 1 and 7, got 8"),
+        (
+            lambda: classifier()(WORDS, LENGTHS + 1),
+            "lengths must be between 1 and 7 to fit words, got 8",
+        ),
     ],
 )
 def test_classifiers_refuse_in_one_sentence(call, words):
@@ -379,7 +382,10 @@ def none(embedded, lengths):
         (lambda: ex.leave_one_out(toy, X[0], L), r"embedded must be real numbers \[B, n, E\]"),
         (lambda: ex.leave_one_out(toy, X.long(), L), "embedded must be real numbers"),
         (lambda: ex.leave_one_out(toy, X, None), "lengths must be a torch.Tensor"),
-        (lambda: ex.leave_one_out(toy, X, L - 2), "lengths must be between 1 and 3, got 0"),
+        (
+            lambda: ex.leave_one_out(toy, X, L - 2),
+            "lengths must be between 1 and 3 to fit embedded, got 0",
+        ),
         (lambda: ex.leave_one_out(wrong, X, L), r"reader must .*weights \[2, 3\]"),
         (lambda: ex.leave_one_out(none, X, L), r"reader must .*got a Tensor"),
         (lambda: ex.gradient_times_input(*CALL, fixed=2), "fixed must be True or False"),

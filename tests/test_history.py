@@ -272,5 +272,7 @@ def test_bad_arguments():
     x = torch.ones(1, 3)
     with pytest.raises(ValueError, match=r"features must be 4 in all to fit the module, got \[3\]"):
         PointerGenerator(4)(x, x, torch.ones(1, 3).long(), x)
-    with pytest.raises(ValueError, match=r"target_mask must be boolean of shape \[3\], got"):
+    with pytest.raises(
+        ValueError, match=r"target_mask must be boolean of shape \[3\] to fit state, got"
+    ):
         module(torch.randn(B, Q), memory, target_mask=torch.ones(B))

@@ -276,7 +276,7 @@ def test_stories_that_cannot_be():
         model(stories, questions)
     with pytest.raises(ValueError, match="stories must be of 3 axes, got a Tensor"):
         model(questions, questions)
-    with pytest.raises(ValueError, match="questions must be 2, one a story, got 1"):
+    with pytest.raises(ValueError, match="questions must be 2, one of each of the stories, got 1"):
         model(stories[:, :2], questions[:1])
     with pytest.raises(ValueError, match="questions must be word ids"):
         model(stories[:, :2], questions.float())

@@ -95,8 +95,14 @@ def test_half_types_are_taken_wider():
         ({"alignment": [1]}, "alignment must be a torch.Tensor, got list"),
         ({"keys": torch.zeros(2, 6, 4)}, r"keys must be int64 \[2, 6, 5\]"),
         ({"keys": [1]}, "keys must be a torch.Tensor, got list"),
-        ({"alignment": torch.full((2, 6), 5)}, "alignment must be below 5, .* got 5"),
-        ({"alignment": torch.zeros(2, 6) > 0}, "alignment must be int64 or real numbers, got"),
+        (
+            {"alignment": torch.full((2, 6), 5)},
+            "alignment must be keys of weights.* between -1 and 4, got 5",
+        ),
+        (
+            {"alignment": torch.zeros(2, 6) > 0},
+            r"alignment must be int64 .* or real numbers .*, got torch.bool",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_sentence(change, message):

@@ -188,11 +188,17 @@ def test_what_the_loss_counts():
     log_probs[1, 3:] = -math.inf
     assert float(pointer_loss(log_probs, POINTERS)) == pytest.approx(float(loss_by_hand(log_probs)))
     for bad, said in (
-        ((log_probs[0], POINTERS), r"log_probs must be \[B, T, 1 \+ N\], got a Tensor of"),
-        ((log_probs, POINTERS[:, 1:]), r"pointers must be int64 \[4, 5\], got a Tensor of"),
+        (
+            (log_probs[0], POINTERS),
+            r"log_probs must be real numbers \[B, T, 1 \+ N\], got a Tensor of",
+        ),
+        (
+            (log_probs, POINTERS[:, 1:]),
+            r"pointers must be int64 of shape \[4, 5\] to fit log_probs, got",
+        ),
         (
             (log_probs, POINTERS.int()),
-            r"pointers must be int64 \[4, 5\], got a Tensor of torch.int",
+            r"pointers must be int64 of shape \[4, 5\] to fit log_probs, got a Tensor of torch.int",
         ),
     ):
         with pytest.raises(ValueError, match=said):
@@ -232,9 +238,9 @@ def test_picture():
     points, weights = torch.rand(5, 2), torch.rand(3, 6)
     assert plots.draw_pointing(points, [0, 1, 2], [0, 1], weights).startswith(b"\x89PNG")
     assert plots.draw_pointing(points, [0, 1, 2], [], weights).startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"points must be \[N, 2\]"):
+    with pytest.raises(ValueError, match=r"points must be real numbers \[N, 2\]"):
         plots.draw_pointing(points[0], [0], [0], weights)
-    with pytest.raises(ValueError, match=r"weights must be \[T, 6\] to fit the points"):
+    with pytest.raises(ValueError, match=r"weights must be real numbers \[T, 6\] to fit points"):
         plots.draw_pointing(points, [0], [0], weights[:, 1:])
 
 

@@ -86,7 +86,7 @@ def test_what_does_not_fit():
     for name, lengths, most in (("text", TEXTS, T), ("question", QUESTIONS, J)):
         for wrong in (0, -1, 9):
             given = {f"{name}_lengths": lengths.clone().fill_(wrong)}
-            message = f"^{name}_lengths must be between 1 and {most}, got {wrong}$"
+            message = f"^{name}_lengths must be between 1 and {most} to fit {name}, got {wrong}$"
             with pytest.raises(ValueError, match=message):
                 module(text, question, **given)
     with pytest.raises(ValueError, match="question must be of at least one word, got"):
@@ -130,9 +130,13 @@ def test_a_reader():
     total = sum(x.gather(1, torch.zeros(B, 1).long()).sum() for x in found[:2])
     total.backward()
     assert all(x.grad.isfinite().all() and x.grad.any() for x in model.parameters())
-    with pytest.raises(ValueError, match=r"^text_lengths must be between 1 and 6, got 0"):
+    with pytest.raises(
+        ValueError, match=r"^text_lengths must be between 1 and 6 to fit text, got 0"
+    ):
         model(text, TEXTS - 1, question, QUESTIONS)
-    with pytest.raises(ValueError, match=r"^question_lengths must be between 1 and 4, got 5"):
+    with pytest.raises(
+        ValueError, match=r"^question_lengths must be between 1 and 4 to fit question, got 5"
+    ):
         model(text, TEXTS, question, QUESTIONS + 1)
     for word in (-1, 12):
         with pytest.raises(
@@ -159,7 +163,9 @@ def test_the_best_span(longest):
     with pytest.raises(ValueError, match=r"start and end must be of the same \[B, T\]"):
         best_spans(start, end[:, 1:])
     for dtype in (torch.int64, torch.bool):
-        with pytest.raises(ValueError, match=r"^end must be log-probabilities, got a Tensor of"):
+        with pytest.raises(
+            ValueError, match=r"^end must be real numbers \[B, T\], got a Tensor of"
+        ):
             best_spans(start, end.to(dtype))
     start[0, 2] = torch.nan
     with pytest.raises(ValueError, match=r"^start must be log-probabilities, got NaN"):

@@ -241,3 +241,16 @@ def test_modules_compile():
     state, source = (x.detach().float() for x in states())
     compiled = torch.compile(both, fullgraph=True)
     torch.testing.assert_close(compiled(state, source), both(state, source))
+
+
+@pytest.mark.parametrize("form", [False, True, "dense"])
+@pytest.mark.parametrize("ahead", [None, 2])
+def test_no_rows_leave_a_monotonic_position_where_it_was(ahead, form):
+    attention = MonotonicAttention(4, 4, ahead)
+    memory = attention.prepare(torch.randn(2, 5, 4))
+    _, _, before = attention(torch.randn(2, 3, 4), memory)
+    context, weights, after = attention(torch.empty(2, 0, 4), memory, before, form)
+    assert context.shape == (2, 0, 4)
+    columns = 5 if ahead is None or form == "dense" else 3
+    assert weights is None if not form else weights.shape == (2, 0, columns)
+    assert after.rows == 3 and after.key.equal(before.key)

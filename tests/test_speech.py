@@ -216,7 +216,7 @@ def test_silence_and_padding():
         (torch.full((1, 400), torch.nan), [400], "samples must be finite numbers, got NaN"),
         (torch.zeros(1, 199), [199], "samples must be at least 200 a recording, got 199"),
         (torch.zeros(2, 400), [400, 199], "lengths must be at least 200, a window, got 199"),
-        (torch.zeros(1, 400), [0], "lengths must be between 1 and 400, got 0"),
+        (torch.zeros(1, 400), [0], "lengths must be between 1 and 400 to fit samples, got 0"),
         (torch.zeros(400), [400], r"samples must be float32 or float64 \[B, n\]"),
         (torch.zeros(1, 400, dtype=torch.int16), [400], "samples must be float32 or float64"),
     ],
@@ -246,8 +246,8 @@ def test_what_features_do_not_fit():
             norm(x, lengths, speaker)
     for of, said in (
         (torch.tensor([5]), r"lengths must be int64 or int32 of shape \[2\]"),
-        (torch.tensor([6, 5]), "lengths must be between 0 and 5, got 6"),
-        (torch.tensor([5, -1]), "lengths must be between 0 and 5, got -1"),
+        (torch.tensor([6, 5]), "lengths must be between 0 and 5 to fit features, got 6"),
+        (torch.tensor([5, -1]), "lengths must be between 0 and 5 to fit features, got -1"),
     ):
         for module in (norm, augment, augment.eval()):
             with pytest.raises(ValueError, match=said):
@@ -573,13 +573,13 @@ def test_frames_that_exist_are_finite(frames):
 @pytest.mark.parametrize(
     ("x", "lengths", "said"),
     [
-        (torch.zeros(1, 8, 4), [8], r"frames must be \[B, T, 5\]"),
+        (torch.zeros(1, 8, 4), [8], r"frames must be real numbers \[B, T, 5\]"),
         (
             torch.zeros(2, 8, FEATURES),
             [8, 3],
             r"lengths must be at least 4, what the pyramid .* got 3",
         ),
-        (torch.zeros(1, 8, FEATURES), [9], "lengths must be between 1 and 8, got 9"),
+        (torch.zeros(1, 8, FEATURES), [9], "lengths must be between 1 and 8 to fit frames, got 9"),
         (torch.zeros(1, 0, FEATURES), [0], "frames must be at least 4 a recording, .*, got 0"),
     ],
 )
@@ -812,5 +812,5 @@ def test_picture():
     pytest.importorskip("matplotlib")
     drawn = plots.draw_listening(numbers(30, 8), torch.rand(3, 7), ["a", " ", "b"], 0.01)
     assert drawn.startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="letters must be 3, one a row of the weights, got 2"):
+    with pytest.raises(ValueError, match="letters must be 3 words, as weights have, got 2"):
         plots.draw_listening(numbers(30, 8), torch.rand(3, 7), ["a", "b"], 0.01)

@@ -257,14 +257,14 @@ def states(made, **changed):
             lambda m, x: m(x, states(m, memory=x[:, :0, :3], weights=x.new_zeros(3, 2, 0))),
             "state.memory must be of at least 1 slots, as shift is, got 0",
         ),
-        (lambda m, x: m(x, m.start(2)), r"state.hidden must be \[3, 7\], got \[2, 7\]"),
+        (lambda m, x: m(x, m.start(2)), r"state.hidden must be \[3, 7\] to fit .*, got \[2, 7\]"),
         (
             lambda m, x: m(x, states(m, memory=x)),
-            r"state.memory must be \[3, 6, 3\], got \[3, 6, 4\]",
+            r"state.memory must be \[3, 6, 3\] to fit .*, got \[3, 6, 4\]",
         ),
         (
             lambda m, x: m(x, states(m, memory=x[..., :3])),
-            r"state.weights must be \[3, 2, 6\], got \[3, 2, 5\]",
+            r"state.weights must be \[3, 2, 6\] to fit .*, got \[3, 2, 5\]",
         ),
         (lambda m, x: m(x, states(m, read=None)), "state.read must be a torch.Tensor, got None"),
         (lambda m, x: m(x, states(m, cell=x[:, 0, :1].expand(B, H).float())), "state.cell must be"),
@@ -289,9 +289,9 @@ def test_picture():
     x, output, weights = torch.rand(6, 3), torch.rand(6, 2), torch.rand(6, 2, 5)
     drawn = plots.draw_addressing(x, output, weights[:, :1], weights)
     assert drawn.startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"read and written must be \[T, heads, N\]"):
+    with pytest.raises(ValueError, match=r"read must be real numbers \[6, heads, N\] to fit x"):
         plots.draw_addressing(x, output, weights[:, 0], weights)
-    with pytest.raises(ValueError, match="output, read and written must be 6 steps, as x, got"):
+    with pytest.raises(ValueError, match=r"output must be real numbers \[6, feat"):
         plots.draw_addressing(x, output[1:], weights, weights)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnfast import dispatch, lowering
-from attnfast._torch import is_autocast_on, is_intercepted, saves_elsewhere
+from attnfast._torch import is_intercepted, saves_elsewhere
 from attnfast.backends import FLOATS, choose
 from attnfast.decoding.growing import Room, append_rows
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
@@ -25,7 +25,7 @@ from attnfast.ops.arguments import (
     autocast,
     autocast_call,
     check_activation,
-    check_dense,
+    check_like,
     check_scale,
     check_tensor,
     fold_scale,
@@ -34,7 +34,7 @@ from attnfast.ops.arguments import (
 from attnfast.ops.attention import Attention, check
 from attnfast.ops.coverage import COVERAGE, Coverage, Covered
 from attnfast.ops.operators import is_recorded, made
-from attnfast.ops.span import Position, Span, Spans, check_span
+from attnfast.ops.span import Position, Span, Spans, check_form, check_span
 from attnfast.results import (
     AttentionResult,
     CoverageResult,
@@ -116,17 +116,15 @@ class Memory(NamedTuple):
             refuse("memory", "one without fertility, to grow", describe(self.fertility))
         new: list[Tensor] = []
         for name, x, like in (("key", key, self.key), ("value", value, self.value)):
-            check_dense(name, x)
+            check_tensor(name, x)
             *lead, _, features = like.shape
             shape, one = list(x.shape), [*lead, features]
             several = [*lead, new[0].shape[-2] if new else "n", features]
             x = x.unsqueeze(-2) if shape == one else x
             if x.dim() != like.dim() or any(a != b for a, b in zip(x.shape, several) if b != "n"):
-                refuse(name, f"{one} or {shape_of(*several)} to fit the memory", shape)
-            if x.device != like.device:
-                refuse(name, f"on the memory's device {like.device}", x.device)
-            if x.dtype != like.dtype and not is_autocast_on():
-                refuse(name, f"of the memory's dtype {like.dtype}", x.dtype)
+                fit = "the memory and key" if new else "the memory"
+                refuse(name, f"{one} or {shape_of(*several)} to fit {fit}", shape)
+            check_like(name, x, like, "the memory's")
             new.append(x.to(like.dtype))
         return new
 
@@ -183,8 +181,22 @@ def _restored(has_steps: bool, *fields) -> Memory:
 
 def check_memory(memory: object) -> None:
     """Refuse what :func:`prepare` has not made: a source's states, most likely."""
-    if not isinstance(memory, Memory):
+    if (
+        not isinstance(memory, Memory)
+        or not isinstance(memory.key, Tensor)
+        or not isinstance(memory.value, Tensor)
+    ):
         refuse_type("memory", "what prepare(...) returns", describe(memory))
+
+
+def _check_query(query: Any, memory: Memory) -> None:
+    """Refuse a query that does not fit the memory."""
+    check_tensor("query", query)
+    *lead, _, features = memory.key.shape
+    shape = list(query.shape)
+    if len(shape) != memory.key.dim() or shape[:-2] != lead or shape[-1] != features:
+        refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+    check_like("query", query, memory.key, "the memory's")
 
 
 def _usable(steps: Steps | None) -> Steps | None:
@@ -258,6 +270,12 @@ def prepare(
         refuse("key", "float32, float64, bfloat16 or float16", key.dtype)
     if key.dim() not in (3, 4):
         refuse("key", "[B, Tk, A] or [B, H, Tk, A]", list(key.shape))
+    for name, x in (("value", value), ("weight", weight)):
+        if x is not None or name == "value":
+            check_tensor(name, x)
+            check_like(name, x, key, "the key's")
+    if mask is not None:
+        check_tensor("mask", mask)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
@@ -310,6 +328,7 @@ def attend(
     (query,) = autocast(query)
     plain = span is position is sigma is None and not isinstance(need_weights, str)
     place = None if plain else Place(Span() if span is None else span, position, sigma)
+    check_form(need_weights)
     need_statistics = check_flag("need_statistics", need_statistics)
     steps = _usable(memory.steps)
     try:
@@ -328,12 +347,7 @@ def attend(
             return dispatch.run_attention(call, backend)
         return lowering.run_within(place, call, need_weights, backend)
     except Exception:
-        key = memory.key
-        if isinstance(query, Tensor):
-            *lead, _, features = key.shape
-            shape = list(query.shape)
-            if len(shape) != key.dim() or shape[:-2] != lead or shape[-1] != features:
-                refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+        _check_query(query, memory)
         check(memory._call(query, scale, bias=bias))
         raise
 
@@ -395,9 +409,13 @@ def attend_with_history(
         if choose(*asked, filters=filters_of(checked)) == steps.backend:
             made_of = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, steps, made_of, need_weights)
-    return cover(
-        call, temperature, coverage_weight, channels, log_previous, need_weights, memory.backend
-    )
+    try:
+        return cover(
+            call, temperature, coverage_weight, channels, log_previous, need_weights, memory.backend
+        )
+    except Exception:
+        _check_query(query, memory)
+        raise
 
 
 def _attend_once_with_history(

@@ -8,9 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_flag, check_whole, describe, refuse, refuse_type
+from attnfast.errors import check_flag, check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.models.decoders import FixedContext
-from attnfast.models.seq2seq import EOS, PAD, check_ids, check_share
+from attnfast.models.seq2seq import (
+    EOS,
+    PAD,
+    check_share,
+    check_source,
+    check_step,
+    check_target,
+    embed,
+)
 from attnfast.nn import (
     AttentionLSTM,
     GatedAttention,
@@ -21,7 +29,13 @@ from attnfast.nn import (
 )
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import (
+    check_array,
+    check_device,
+    check_like,
+    check_numbers,
+    is_finite,
+)
 from attnfast.ops.operators import accumulation_dtype
 
 #: Of every convolution.
@@ -70,10 +84,11 @@ class GridEncoder(nn.Module):
     ):
         super().__init__()
         for name, x in (("features", features), ("strides", strides)):
-            if not isinstance(x, Sequence):
+            if not isinstance(x, Sequence) or not all(map(is_whole, x)):
                 refuse_type(name, "whole numbers, one a layer", describe(x))
         if not len(features) == len(strides) > 0:
-            refuse("strides", f"{len(features)}, one a layer, and a layer at least", len(strides))
+            expected = f"{len(features)}, one a layer of features, and a layer at least"
+            refuse("strides", expected, len(strides))
         check_sizes(channels=channels)
         if not is_finite(place_scale):
             refuse("place_scale", "a finite number", describe(place_scale))
@@ -93,16 +108,11 @@ class GridEncoder(nn.Module):
         self.output_dim = before + 2
 
     def _check(self, images: Any, sizes: Any) -> None:
-        check_tensor("images", images)
-        if images.dim() != 4 or images.shape[1] != self.channels:
-            refuse("images", f"[B, {self.channels}, H, W]", describe(images))
-        like = self.layers[0].weight
-        if images.dtype != like.dtype:
-            refuse("images", f"of the module's dtype {like.dtype}", images.dtype)
-        check_tensor("sizes", sizes)
+        check_array("images", images, "real numbers", ("B", self.channels, "H", "W"))
+        like: Any = self.layers[0].weight
+        check_like("images", images, like)
         B, _, H, W = images.shape
-        if sizes.dtype not in (torch.int64, torch.int32) or list(sizes.shape) != [B, 2]:
-            refuse("sizes", f"int64 or int32 of shape [{B}, 2]", describe(sizes))
+        check_array("sizes", sizes, "int64 or int32", (B, 2), of="images")
         for name, size, most in zip(("heights", "widths"), sizes.unbind(-1), (H, W)):
             for pixels in size.tolist():
                 if not self.stride <= pixels <= most:
@@ -168,10 +178,17 @@ class MeanContext(FixedContext):
         values: Tensor | None = None,
     ) -> Memory:
         """Keep the mean of ``states [B, Tk, F]``, or of values, as the only value ``[B, 1, F]``."""
+        check_array("states", states, "real numbers", ("B", "Tk", "F"))
+        if values is not None:
+            B, Tk, _ = states.shape
+            check_array("values", values, "real numbers", (B, Tk, "Dv"), like=states, of="states")
         states = states if values is None else values
         if mask is None:
             mask = states.new_ones(states.shape[:2], dtype=torch.bool)
+        check_array("mask", mask, "boolean", states.shape[:2], like=states, of="states")
         if lengths is not None:
+            check_device("lengths", lengths, states, "states")
+            check_numbers("lengths", lengths, len(states), 0, states.shape[1], "states")
             place = torch.arange(states.shape[1], device=states.device)
             mask = mask & (place < lengths.unsqueeze(-1))
         value = masked_mean(states, mask).unsqueeze(1)
@@ -280,6 +297,7 @@ class ShowAttendTell(nn.Module):
 
     def output_limit(self, sizes: Tensor) -> Tensor:
         """Return how many words, the end included, captions of images of ``sizes [B, 2]`` have."""
+        check_array("sizes", sizes, "int64 or int32", ("B", 2))
         return torch.full((len(sizes),), self.longest)
 
     def encode(self, images: Tensor, sizes: Tensor) -> tuple[Seen, RecurrentState]:
@@ -308,15 +326,19 @@ class ShowAttendTell(nn.Module):
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if asked for.
         """
-        check_ids("words", words, self.embedding.num_embeddings)
-        if not isinstance(seen, Seen):
-            refuse_type("seen", "what encode(...) returns", describe(seen))
-        return self._tell(words, state, seen, need_weights, None)
+        check_source("seen", seen, Seen, state)
+        check_flag("need_weights", need_weights)
+        try:
+            return self._tell(words, state, seen, need_weights, None)
+        except Exception:
+            context_dim, hidden = self.teller.context_size, (1, self.teller.hidden_size)
+            check_step(words, state, seen, "seen", context_dim, hidden, self.output.weight)
+            raise
 
     def _tell(
         self, words: Tensor, state: Any, seen: Seen, need_weights: bool, lengths: Tensor | None
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        embedded = self.dropout(self.embedding(words))
+        embedded = self.dropout(embed("words", words, self.embedding))
         result = self.teller(
             embedded, seen.memory, state, target_lengths=lengths, need_weights=need_weights
         )
@@ -334,7 +356,7 @@ class ShowAttendTell(nn.Module):
         An image has N captions, one after the other, and is looked at once. What is returned has
         as many rows as captions.
         """
-        check_ids("target_in", target_in, self.embedding.num_embeddings)
+        check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
         if isinstance(self.encoder, GridEncoder):  # in training to look at images moves its norms
             self.encoder._check(images, sizes)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from attnfast.backends import check_backend
 from attnfast.errors import check_word, describe, refuse, refuse_type
-from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_share
+from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_lengths, check_share, embed
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_exact
@@ -56,6 +57,7 @@ class Classifier(nn.Module):
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, classes=classes)
         check_word("pooling", pooling, POOLINGS)
         check_share("dropout", dropout)
+        check_backend(backend)
         self.encoder, self.pooling = encoder, pooling
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
         self.dropout = nn.Dropout(dropout)
@@ -67,8 +69,7 @@ class Classifier(nn.Module):
 
     def embed(self, words: Tensor) -> Tensor:
         """Return the embedded words ``[B, n, E]`` of ``words [B, n]``."""
-        check_ids("words", words)
-        return self.dropout(self.embedding(words))
+        return self.dropout(embed("words", words, self.embedding))
 
     def read(
         self, embedded: Tensor, lengths: Tensor
@@ -107,6 +108,8 @@ class Classifier(nn.Module):
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
         """Return the logits ``[B, C]`` of ``words [B, n]``, of which ``lengths [B]`` exist."""
+        check_ids("words", words)
+        check_lengths(lengths, words, whose="words")
         if self.pooling != "max":
             return self.read(self.embed(words), lengths)(None)[0]
         states, exists = self._states(self.embed(words), lengths)

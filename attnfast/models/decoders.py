@@ -9,18 +9,23 @@ with ``embedded [B, T, E]``: the whole target in teacher forcing, T = 1 at each 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attnfast._torch import is_autocast_on
+from attnfast.backends import check_backend
 from attnfast.decoding import check_memory
 from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
 from attnfast.nn.layer import Layer, RecurrentState, Steps, run_layer, run_rnn
 from attnfast.nn.linear import project
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_array, check_like, check_numbers, check_tensor
+from attnfast.ops.span import check_form
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -54,10 +59,13 @@ class FixedContext(nn.Module):
 
     def __init__(self, backend: str | None = None):
         super().__init__()
+        check_backend(backend)
         self.backend = backend
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
         """Keep the :func:`summary` of the source as its only value ``[B, 1, 2H]``."""
+        check_array("states", states, "real numbers", ("B", "Tk", "2H"))
+        check_numbers("lengths", lengths, len(states), 1, states.shape[1], "states")
         value = summary(states, lengths).unsqueeze(1)
         return Memory(value, value)
 
@@ -65,6 +73,12 @@ class FixedContext(nn.Module):
         self, state: Tensor, memory: Memory, need_weights: bool = False
     ) -> tuple[Tensor, None]:
         """Return that value, whatever the state ``[B, D]`` or ``[B, Tq, D]``; no weights."""
+        check_memory(memory)
+        B, value = len(memory.value), memory.value
+        check_array(
+            "state", state, "real numbers", (B, "D"), (B, "Tq", "D"), like=value, of="memory"
+        )
+        check_form(need_weights)
         if state.dim() == 2:
             return memory.value.squeeze(1), None
         return memory.value.expand(-1, state.shape[1], -1), None
@@ -75,13 +89,15 @@ class _Decoder(nn.Module):
 
     readout: nn.Linear
 
-    def __init__(self, attention: nn.Module, cell: str, input_dim: int, hidden_dim: int):
+    def __init__(self, attention: nn.Module, cell: str, input_dim: int, sizes: Sequence[int]):
         super().__init__()
+        self.context_dim, hidden_dim = sizes
         if not isinstance(attention, nn.Module):
             refuse_type("attention", "a module", describe(attention))
         check_word("cell", cell, CELLS)
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
-        self.rnn = CELLS[cell](input_dim, hidden_dim, batch_first=True)
+        # PyTorch takes no other whole numbers
+        self.rnn = CELLS[cell](int(input_dim), int(hidden_dim), batch_first=True)
 
     @property
     def backend(self) -> str | None:
@@ -157,9 +173,13 @@ class _Decoder(nn.Module):
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
         try:
+            check_flag("need_weights", need_weights)
+            check_target_mask(target_mask, embedded.shape[:2], embedded, "embedded")
+            if embedded.dtype != state.hidden.dtype and not is_autocast_on():
+                self._check_call(embedded, state, memory)  # PyTorch would join both dtypes
             return self._words(embedded, state, memory, need_weights, target_mask)
         except Exception:
-            self._check_call(embedded, state, memory, need_weights, target_mask)
+            self._check_call(embedded, state, memory)
             raise
 
     def _words(
@@ -172,16 +192,15 @@ class _Decoder(nn.Module):
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         raise NotImplementedError
 
-    def _check_call(
-        self, embedded: Any, state: Any, memory: Any, need_weights: Any, target_mask: Any
-    ) -> None:
+    def _check_call(self, embedded: Any, state: Any, memory: Any) -> None:
         """Say in one sentence what of a call does not fit, if anything."""
         features = self.readout.out_features
         check_tensor("embedded", embedded)
         if not isinstance(state, RecurrentState):
             refuse_type("state", "a RecurrentState", describe(state))
         check_memory(memory)
-        B = len(state.hidden)
+        B, H = len(memory.key), self.rnn.hidden_size
+        check_array("state.hidden", state.hidden, "real numbers", (B, H), of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
             refuse("embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded))
         if embedded.dtype != state.hidden.dtype or embedded.device != state.hidden.device:
@@ -189,14 +208,15 @@ class _Decoder(nn.Module):
             refuse("embedded", like, f"{embedded.dtype} on {embedded.device}")
         if not embedded.shape[1]:
             refuse("embedded", f"[{B}, T, {features}] with T of at least 1", describe(embedded))
-        check_flag("need_weights", need_weights)
-        check_target_mask(target_mask, list(embedded.shape[:2]))
+        check_like("memory", memory.key, embedded, "the inputs'")
+        *heads, _, found = memory.value.shape[1:]
+        if math.prod(heads) * found != self.context_dim:
+            refuse("memory", f"of values of {self.context_dim} features", describe(memory.value))
 
     def initial(self, hidden: Tensor) -> RecurrentState:
         """Return the state before the first word, given ``hidden [B, D]``."""
-        check_tensor("hidden", hidden)
-        if hidden.dim() != 2 or hidden.shape[1] != self.rnn.hidden_size:
-            refuse("hidden", f"[B, {self.rnn.hidden_size}]", describe(hidden))
+        check_array("hidden", hidden, "real numbers", ("B", self.rnn.hidden_size))
+        check_like("hidden", hidden, next(self.parameters(), hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
         return RecurrentState(hidden, torch.zeros_like(hidden) if lstm else None)
 
@@ -224,7 +244,7 @@ class BahdanauDecoder(_Decoder):
         cell: str = "gru",
     ):
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
-        super().__init__(attention, cell, embed_dim + context_dim, hidden_dim)
+        super().__init__(attention, cell, embed_dim + context_dim, (context_dim, hidden_dim))
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
@@ -273,7 +293,8 @@ class LuongDecoder(_Decoder):
     ):
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
         check_flag("input_feeding", input_feeding)
-        super().__init__(attention, cell, embed_dim * (1 + input_feeding), hidden_dim)
+        input_dim = embed_dim * (1 + input_feeding)
+        super().__init__(attention, cell, input_dim, (context_dim, hidden_dim))
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import describe, refuse
+from attnfast.errors import check_flag, describe, refuse
 from attnfast.models.seq2seq import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import check_device, check_tensor
 from attnfast.ops.operators import accumulation_dtype
 
 
@@ -36,6 +37,11 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
     Returns:
         ``[.., L, d]``; 0 for padding, whose embedding may be anything.
     """
+    check_tensor("words", words)
+    if words.dtype not in (torch.int64, torch.int32) or not words.dim():
+        refuse("words", "word ids [.., L], int64 or int32", describe(words))
+    check_device("words", words)
+    check_sizes(features=features)
     j, k = (
         torch.arange(1, n + 1, dtype=accumulation_dtype(dtype), device=words.device)
         for n in (words.shape[-1], features)
@@ -114,12 +120,15 @@ class MemoryNetwork(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
+        check_flag("need_weights", need_weights)
         for name, words, axes in (("stories", stories, 3), ("questions", questions, 2)):
-            if not isinstance(words, Tensor) or words.dim() != axes:
+            check_tensor(name, words)
+            check_device(name, words, self.places, "the module")
+            if words.dim() != axes:
                 refuse(name, f"of {axes} axes", describe(words))
             check_ids(name, words.flatten(1), self.question.num_embeddings)
         if len(stories) != len(questions):
-            refuse("questions", f"{len(stories)}, one a story", len(questions))
+            refuse("questions", f"{len(stories)}, one of each of the stories", len(questions))
         order = torch.arange(1, stories.shape[1] + 1, device=stories.device)
         last = (stories != PAD).any(-1) * order
         lengths = nn.functional.pad(last, (1, 0)).amax(-1)

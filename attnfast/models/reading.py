@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_whole, describe, refuse, refuse_type
-from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_lengths, check_share
+from attnfast.errors import check_flag, check_whole, describe, refuse, refuse_type
+from attnfast.models.seq2seq import PAD, Encoder, check_lengths, check_share, embed
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_array, check_device
 
 
 class Located(NamedTuple):
@@ -60,7 +60,9 @@ class BiDAF(nn.Module):
         super().__init__()
         if not isinstance(attention, nn.Module):
             refuse_type("attention", "a module", describe(attention))
-        check_sizes(features=features, vocab_size=vocab_size, embed_dim=embed_dim)
+        check_sizes(
+            features=features, vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim
+        )
         check_share("dropout", dropout)
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
         self.encoder = Encoder(embed_dim, hidden_dim, backend=backend)
@@ -89,12 +91,15 @@ class BiDAF(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
+        check_flag("need_weights", need_weights)
         read = []
         for name, words in (("text", text), ("question", question)):
-            check_ids(name, words, self.embedding.num_embeddings)
+            embedded = self.dropout(embed(name, words, self.embedding))
+            if len(words) != len(text):
+                refuse("question", f"of {len(text)} sequences, as text", describe(words))
             lengths = text_lengths if name == "text" else question_lengths
-            check_lengths(lengths, words, name=f"{name}_lengths")
-            read.append(self.encoder(self.dropout(self.embedding(words)), lengths))
+            check_lengths(lengths, words, name=f"{name}_lengths", whose=name)
+            read.append(self.encoder(embedded, lengths))
         both = (x.to(text.device) for x in (text_lengths, question_lengths))
         g, weights = self.attention(*read, *both, need_weights)
         g = self.dropout(g)
@@ -122,15 +127,13 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
     Returns:
         ``[B, 2]``, int64.
     """
-    check_tensor("start", start)
-    check_tensor("end", end)
     for name, x in (("start", start), ("end", end)):
-        if not x.is_floating_point():
-            refuse(name, "log-probabilities", describe(x))
+        check_array(name, x, "real numbers", ("B", "T"))
         if x.isnan().any():
             refuse(name, "log-probabilities", "NaN")
-    if start.dim() != 2 or start.shape != end.shape or not start.shape[1]:
+    if start.shape != end.shape or not start.shape[1]:
         refuse("start and end", "of the same [B, T]", f"{describe(start)} and {describe(end)}")
+    check_device("end", end, start, "start")
     T = start.shape[1]
     if longest is not None:
         check_whole("longest", longest)

@@ -96,7 +96,8 @@ def _refuse_nan(found: Tensor | bool) -> None:
 
 def check_model(model: object) -> None:
     """Refuse what has not the two calls of a :class:`Seq2Seq`."""
-    if not callable(getattr(model, "encode", None)) or not callable(getattr(model, "decode", None)):
+    has_both = all(callable(getattr(model, name, None)) for name in ("encode", "decode"))
+    if not has_both or isinstance(model, type):
         refuse_type("model", "a Seq2Seq", describe(model))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._torch import keep_in_pytrees
-from attnfast.errors import check_word, describe, refuse, refuse_type
+from attnfast.backends import check_backend
+from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.models.decoders import (
     CELLS,
     BahdanauDecoder,
@@ -20,7 +23,15 @@ from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfA
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.layer import RecurrentState, run_rnn
 from attnfast.nn.linear import linear
-from attnfast.ops.arguments import check_numbers, check_tensor, is_finite
+from attnfast.ops.arguments import (
+    check_array,
+    check_device,
+    check_like,
+    check_numbers,
+    check_range,
+    check_tensor,
+    is_finite,
+)
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
@@ -46,19 +57,80 @@ def check_ids(name: str, words: object, count: int | None = None) -> None:
     assert isinstance(words, Tensor)
     if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
         refuse(name, "word ids [B, T], int64 or int32", describe(words))
-    read = words.device.type == "cpu" and words.numel() and not torch.compiler.is_compiling()
-    if count is not None and read:
-        for word in map(int, words.aminmax()):
-            if not 0 <= word < count:
-                refuse(name, f"word ids between 0 and {count - 1}", word)
+    if count is not None:
+        check_range(name, words, 0, count - 1, "word ids")
 
 
-def check_lengths(lengths: object, of: Tensor, least: int = 1, name: str = "lengths") -> None:
-    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``."""
+def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
+    """Return embedded ``words [B, T]``; refuse what are no ids of the vocabulary.
+
+    A CPU's embedding refuses those out of bounds itself, so that they are looked at no more often.
+    """
+    check_ids(name, words)
+    check_device(name, words, embedding.weight, "the module")
+    try:
+        return embedding(words)
+    except Exception:
+        check_ids(name, words, embedding.num_embeddings)
+        raise
+
+
+def check_source(name: str, source: Any, kind: type, state: object) -> None:
+    """Refuse a source, called ``name``, and a state that a model's ``encode`` has not returned."""
+    memory = getattr(source, "memory", None)
+    if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
+        refuse_type(name, "what encode(...) returns", describe(source))
+    if not isinstance(state, RecurrentState):
+        refuse_type("state", "a RecurrentState", describe(state))
+
+
+def check_step(
+    words: object,
+    state: Any,
+    source: Any,
+    name: str,
+    context_dim: int,
+    hidden: Sequence[int],
+    like: Tensor,
+) -> None:
+    """Refuse words ``[B, T]`` and a state that do not go on with a source, called ``name``.
+
+    ``context_dim`` is the size of a context, ``hidden`` the shape of a state but for B, and
+    ``like`` a parameter.
+    """
+    check_ids("words", words)
+    assert isinstance(words, Tensor)
+    *layers, features = hidden
+    B = len(words)
+    value = getattr(source.memory, "value", None)
+    if isinstance(value, Tensor):  # as of all attention here
+        check_like(name, value, like)
+        if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
+            refuse(name, f"of contexts of {context_dim} features", describe(value))
+        if len(value) != B:
+            refuse("words", f"of {len(value)} sequences, as {name}", describe(words))
+    check_array("state.hidden", state.hidden, "real numbers", (*layers, B, features), of="words")
+    check_like("state.hidden", state.hidden, like)
+
+
+def check_target(target_in: object, embedding: nn.Embedding, count: int | None = None) -> None:
+    """Refuse what are no targets before their source is read; ids are below ``count`` if given."""
+    check_ids("target_in", target_in, count)
+    assert isinstance(target_in, Tensor)
+    check_device("target_in", target_in, embedding.weight, "the module")
+
+
+def check_lengths(
+    lengths: object, of: Tensor, least: int = 1, name: str = "lengths", whose: str = ""
+) -> None:
+    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``.
+
+    ``whose`` is what the sequences are called.
+    """
     B, Tk = of.shape[:2]
     if B and Tk < least:
         refuse(name, f"at least {least}", f"sequences of length {Tk}")
-    check_numbers(name, lengths, B, least, Tk)
+    check_numbers(name, lengths, B, least, Tk, whose)
 
 
 class Encoder(nn.Module):
@@ -88,6 +160,7 @@ class Encoder(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
+        check_backend(backend)
         self.backend = backend
         check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
         check_word("cell", cell, CELLS)
@@ -99,9 +172,9 @@ class Encoder(nn.Module):
             self.norm = nn.LayerNorm(2 * hidden_dim)
             self.dropout = nn.Dropout(dropout)
         self.rnn = CELLS[cell](
-            embed_dim,
-            hidden_dim,
-            layers,
+            int(embed_dim),  # PyTorch takes no other whole numbers
+            int(hidden_dim),
+            int(layers),
             batch_first=True,
             bidirectional=True,
             dropout=dropout if layers > 1 else 0.0,
@@ -114,10 +187,9 @@ class Encoder(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_tensor("embedded", embedded)
-        if embedded.dim() != 3 or embedded.shape[-1] != self.rnn.input_size:
-            refuse("embedded", f"[B, Tk, {self.rnn.input_size}]", describe(embedded))
-        check_lengths(lengths, embedded)
+        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.rnn.input_size))
+        check_like("embedded", embedded, next(self.parameters(), embedded))
+        check_lengths(lengths, embedded, whose="embedded")
         length = embedded.shape[1]
         done = run_rnn(self.rnn, embedded, None, lengths.to(embedded.device).long(), self.backend)
         if done is None:
@@ -215,9 +287,14 @@ class Seq2Seq(nn.Module):
 
     def embed(self, words: Tensor) -> Tensor:
         """Return the embedded words ``[B, T, E]`` of ``words [B, T]``."""
+        return self._embed("words", words)
+
+    def _embed(self, name: str, words: Tensor) -> Tensor:
         if self.pointer is not None:
+            check_ids(name, words)
             words = words.masked_fill(words >= self.embedding.num_embeddings, UNK)
-        return self.dropout(self.embedding(words) * self.embedding.embedding_dim**0.5)
+        embedded = embed(name, words, self.embedding)
+        return self.dropout(embedded * self.embedding.embedding_dim**0.5)
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Source, RecurrentState]:
         """Read the source and project its keys, once.
@@ -230,9 +307,9 @@ class Seq2Seq(nn.Module):
         Returns:
             What the decoder attends to, and its state before the first word.
         """
-        check_ids("source", source)
-        check_lengths(lengths, source)
-        memory, state = self.read(self.embed(source), lengths)
+        embedded = self._embed("source", source)
+        check_lengths(lengths, source, whose="source")
+        memory, state = self.read(embedded, lengths)
         extra_words = 0
         if self.pointer is not None:
             extra_words = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
@@ -254,9 +331,19 @@ class Seq2Seq(nn.Module):
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
-        check_ids("words", words)
-        if not isinstance(source, Source):
-            refuse_type("source", "what encode(...) returns", describe(source))
+        check_flag("need_weights", need_weights)
+        check_source("source", source, Source, state)
+        try:
+            return self._decode(words, state, source, need_weights)
+        except Exception:
+            decoder = self.decoder
+            hidden = [decoder.rnn.hidden_size]
+            check_step(words, state, source, "source", decoder.context_dim, hidden, self.bias)
+            raise
+
+    def _decode(
+        self, words: Tensor, state: RecurrentState, source: Source, need_weights: bool
+    ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         output, state, weights = self.decoder(
             self.embed(words),
             state,
@@ -283,7 +370,12 @@ class Seq2Seq(nn.Module):
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
             :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is as there.
         """
-        check_ids("target_in", target_in)
+        V = self.embedding.num_embeddings
+        check_target(target_in, self.embedding, V if self.pointer is None else None)
+        check_flag("need_weights", need_weights)
+        check_ids("source", source)
+        if len(source) != len(target_in):
+            refuse("target_in", f"of {len(source)} sequences, as source", describe(target_in))
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
         covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)

@@ -8,13 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.backends import BACKENDS
-from attnfast.errors import check_word, describe, refuse, refuse_type
-from attnfast.models.seq2seq import EOS, PAD, Encoder, check_ids, check_lengths, check_share
+from attnfast.errors import check_flag, describe, refuse, refuse_type
+from attnfast.models.seq2seq import (
+    EOS,
+    PAD,
+    Encoder,
+    check_ids,
+    check_lengths,
+    check_share,
+    check_source,
+    check_step,
+    check_target,
+    embed,
+)
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.linear import linear
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import MOST, check_array, check_like, check_numbers, check_tensor
 from attnfast.ops.operators import accumulation_dtype
 
 #: CTC's blank: the id of padding, which is no label.
@@ -64,8 +74,6 @@ class PyramidEncoder(nn.Module):
         super().__init__()
         check_sizes(features=features, hidden_dim=hidden_dim, layers=layers, join=join)
         check_share("dropout", dropout)
-        if backend is not None:
-            check_word("backend", backend, BACKENDS)
         self.features, self.output_dim, self.join = features, 2 * hidden_dim, join
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
@@ -85,14 +93,13 @@ class PyramidEncoder(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
-        check_tensor("frames", frames)
-        if frames.dim() != 3 or frames.shape[-1] != self.features:
-            refuse("frames", f"[B, T, {self.features}]", describe(frames))
+        check_array("frames", frames, "real numbers", ("B", "T", self.features))
+        check_like("frames", frames, next(self.parameters(), frames))
         least = self.join ** len(self.layers)
         if len(frames) and frames.shape[1] < least:
             expected = f"at least {least} a recording, what the pyramid makes one state of"
             refuse("frames", expected, frames.shape[1])
-        check_lengths(lengths, frames)
+        check_lengths(lengths, frames, whose="frames")
         if len(lengths) and int(lengths.min()) < least:
             found = int(lengths.min())
             refuse("lengths", f"at least {least}, what the pyramid makes one of", found)
@@ -192,6 +199,8 @@ class ListenAttendSpell(nn.Module):
 
         They are as many as states, the end beside: no label is shorter than a state.
         """
+        check_tensor("lengths", lengths)
+        check_numbers("lengths", lengths, lengths.numel(), 0, MOST)
         for _ in self.encoder.layers:
             lengths = (lengths + self.encoder.join - 1) // self.encoder.join
         return lengths.cpu() + 1
@@ -224,16 +233,20 @@ class ListenAttendSpell(nn.Module):
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
             ``weights [B, T, Tk]`` if asked for, in the columns of its span if attention has one.
         """
-        check_ids("words", words)
-        if not isinstance(heard, Heard):
-            refuse_type("heard", "what encode(...) returns", describe(heard))
-        return self._spell(words, state, heard, need_weights, None)
+        check_source("heard", heard, Heard, state)
+        check_flag("need_weights", need_weights)
+        try:
+            return self._spell(words, state, heard, need_weights, None)
+        except Exception:
+            context_dim, hidden = self.speller.context_size, (1, self.speller.hidden_size)
+            check_step(words, state, heard, "heard", context_dim, hidden, self.output.weight)
+            raise
 
     def _spell(
         self, words: Tensor, state: Any, heard: Heard, need_weights: bool, lengths: Tensor | None
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         result = self.speller(
-            self.dropout(self.embedding(words)), heard.memory, state,
+            self.dropout(embed("words", words, self.embedding)), heard.memory, state,
             target_lengths=lengths, need_weights=need_weights,
         )  # fmt: skip
         backend = getattr(self.speller.attention, "backend", None)
@@ -246,7 +259,11 @@ class ListenAttendSpell(nn.Module):
         self, frames: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> Spelled:
         """Read the true letters before each, ``target_in [B, T]``, padded with 0."""
-        check_ids("target_in", target_in)
+        check_target(target_in, self.embedding, self.embedding.num_embeddings)
+        check_flag("need_weights", need_weights)
+        check_array("frames", frames, "real numbers", ("B", "T", "features"))
+        if len(frames) != len(target_in):
+            refuse("target_in", f"of {len(frames)} sequences, as frames", describe(target_in))
         heard, state = self.encode(frames, lengths)
         counts = (target_in != PAD).sum(-1)
         logits, _, weights = self._spell(target_in, state, heard, need_weights, counts)
@@ -307,7 +324,19 @@ class CTCPrefixScorer:
         if not hasattr(heard, "frame_log_probs"):
             got = type(heard).__name__
             refuse_type("heard", "of a model with frame_log_probs, as ListenAttendSpell's", got)
-        log_p = heard.frame_log_probs.double()
+        log_p = heard.frame_log_probs
+        check_array("heard.frame_log_probs", log_p, "real numbers", ("R", "T", "V"))
+        R, T, V = log_p.shape
+        log_p = log_p.double()
+        check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
+        check_ids("words", words, V)
+        if not isinstance(state, (Prefix, type(None))):
+            refuse_type("state", "what score(...) returned, or None", describe(state))
+        shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
+        for name, shape in {}.items() if state is None else shapes.items():
+            kind = "int64" if name == "last" else "real numbers"
+            x = getattr(state, name)
+            check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
         if state is None:
             blank = _summed(log_p[..., BLANK])
             label = torch.full_like(blank, -torch.inf)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attnfast._torch import is_autocast_on
-from attnfast.errors import describe, refuse
+from attnfast.errors import refuse
 from attnfast.models.seq2seq import check_lengths, check_share
 from attnfast.nn import SinusoidalPositions, SparseSelfAttention, TransformerEncoderLayer
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_array, check_like
 from attnfast.ops.span import Span
 
 
@@ -68,13 +67,9 @@ class TransformerEncoder(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_tensor("embedded", embedded)
-        if embedded.dim() != 3 or embedded.shape[-1] != self.embed_dim:
-            refuse("embedded", f"[B, Tk, {self.embed_dim}]", describe(embedded))
-        dtype = self.proj.weight.dtype
-        if embedded.dtype != dtype and not is_autocast_on():
-            refuse("embedded", f"of the module's dtype {dtype}", embedded.dtype)
-        check_lengths(lengths, embedded)
+        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.embed_dim))
+        check_like("embedded", embedded, next(self.parameters(), embedded))
+        check_lengths(lengths, embedded, whose="embedded")
         lengths = lengths.to(embedded.device)
         states = self.dropout(self.positions(self.proj(embedded)))
         for layer in self.layers:

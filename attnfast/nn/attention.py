@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._torch import is_autocast_on
+from attnfast.backends import check_backend
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.errors import (
     check_flag,
@@ -21,7 +22,14 @@ from attnfast.errors import (
 )
 from attnfast.nn.linear import project
 from attnfast.nn.positions import RelativePositions
-from attnfast.ops.arguments import check_activation, check_temperature, check_tensor, is_one
+from attnfast.ops.arguments import (
+    check_activation,
+    check_array,
+    check_like,
+    check_temperature,
+    check_tensor,
+    is_one,
+)
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
 from attnfast.results import AttentionResult
@@ -33,13 +41,12 @@ def check_sizes(**sizes: Any) -> None:
         check_whole(name, size)
 
 
-def check_target_mask(mask: Any, rows: list[int]) -> None:
+def check_target_mask(
+    mask: Any, rows: Sequence[int], like: Tensor | None = None, of: str = "state"
+) -> None:
     """Refuse what does not say of every row whether it is more than padding."""
-    if mask is None:
-        return
-    check_tensor("target_mask", mask)
-    if mask.dtype != torch.bool or list(mask.shape) != rows:
-        refuse("target_mask", f"boolean of shape {rows}", f"{mask.dtype} {list(mask.shape)}")
+    if mask is not None:
+        check_array("target_mask", mask, "boolean", rows, like=like, of=of)
 
 
 class _Attention(nn.Module):
@@ -55,6 +62,7 @@ class _Attention(nn.Module):
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
         super().__init__()
+        check_backend(backend)
         self.scale = scale
         self.backend = backend
         self.weight = None
@@ -106,6 +114,9 @@ class _Attention(nn.Module):
             self._check_states(states, values)
             if values is None and self._wants_values(memory, states):
                 refuse("values", "given, for the memory's are apart from its states", None)
+            if values is not None and len(values) == len(memory.key):
+                features = memory.value.shape[-1]
+                refuse("values", f"of {features} features, as the memory's", list(values.shape))
             if len(states) != len(memory.key):
                 refuse("states", f"of {len(memory.key)} sequences, as the memory", len(states))
             raise
@@ -137,11 +148,7 @@ class _Attention(nn.Module):
         self._check_dtype("values", values)
 
     def _check_dtype(self, name: str, x: Tensor) -> None:
-        like = next(self.parameters(), x)
-        if x.device != like.device:
-            refuse(name, f"on the module's device {like.device}", x.device)
-        if x.dtype != like.dtype and not is_autocast_on():
-            refuse(name, f"of the module's dtype {like.dtype}", x.dtype)
+        check_like(name, x, next(self.parameters(), x))
 
     def _check_call(self, state: Any, memory: Any) -> None:
         """Say in one sentence what of a call does not fit the module, if anything."""
@@ -153,6 +160,10 @@ class _Attention(nn.Module):
             expected = f"[{B}, {features}] or [{B}, Tq, {features}] to fit module and memory"
             refuse("state", expected, list(state.shape))
         self._check_dtype("state", state)
+        check_like("memory", memory.key, state, "the state's")
+        if self.weight is not None and memory.key.shape[-1] != self.weight.shape[-1]:
+            got = memory.key.shape[-1]
+            refuse("memory", f"of keys of {self.weight.shape[-1]} features, as the module", got)
         check_temperature(self.temperature)
 
     def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._torch import is_autocast_on
+from attnfast.backends import check_backend
 from attnfast.errors import check_flag, refuse
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_numbers, check_tensor
+from attnfast.ops.arguments import check_device, check_like, check_numbers, check_tensor
 
 
 class BidirectionalAttention(nn.Module):
@@ -39,6 +39,7 @@ class BidirectionalAttention(nn.Module):
     def __init__(self, dim: int, backend: str | None = None):
         super().__init__()
         check_sizes(dim=dim)
+        check_backend(backend)
         self.dim, self.backend = dim, backend
         bound = dim**-0.5
         self.weight = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
@@ -77,14 +78,10 @@ class BidirectionalAttention(nn.Module):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.dim or len(x) != len(text):
                 refuse(name, f"[B, T, {self.dim}], as many as texts", list(x.shape))
-            if x.dtype != self.weight.dtype and not is_autocast_on():
-                refuse(name, f"of the module's dtype {self.weight.dtype}", x.dtype)
+            check_like(name, x, self.weight)
             if lengths is not None:
-                check_numbers(f"{name}_lengths", lengths, len(text), 1, x.shape[1])
-                if lengths.device != x.device:
-                    refuse(
-                        f"{name}_lengths", f"on the device of {name}, {x.device}", lengths.device
-                    )
+                check_device(f"{name}_lengths", lengths, x, name)
+                check_numbers(f"{name}_lengths", lengths, len(text), 1, x.shape[1], name)
                 place = torch.arange(x.shape[1], device=x.device)
                 beyond[name] = place >= lengths.unsqueeze(-1)
                 x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # it may hold anything

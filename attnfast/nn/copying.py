@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attnfast._torch import is_autocast_on
+from attnfast.backends import check_backend
 from attnfast.errors import check_whole, describe, refuse, shape_of
 from attnfast.functional import copy_distribution
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_like, check_tensor
 
 
 class PointerGenerator(nn.Module):
@@ -31,6 +31,7 @@ class PointerGenerator(nn.Module):
             refuse("feature_dims", "one size or more", "none")
         for size in feature_dims:
             check_whole("feature_dims", size)
+        check_backend(backend)
         self.gate = nn.Linear(sum(feature_dims), 1)
         self.backend = backend
 
@@ -63,9 +64,7 @@ class PointerGenerator(nn.Module):
             if x.shape[:-1] != rows or x.device != logits.device:
                 expected = f"{shape_of(*rows, '·')} on {logits.device} to fit the logits"
                 refuse("features", expected, f"{describe(x)} on {x.device}")
-            wanted = self.gate.weight.dtype
-            if x.dtype != wanted and not is_autocast_on():
-                refuse("features", f"of the module's dtype {wanted}", x.dtype)
+            check_like("features", x, self.gate.weight)
         sizes = [x.shape[-1] for x in features]
         if sum(sizes) != self.gate.in_features:
             refuse("features", f"{self.gate.in_features} in all to fit the module", sizes)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._torch import is_autocast_on
-from attnfast.decoding import Memory, attend, prepare
+from attnfast.backends import check_backend
+from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.errors import (
     check_flag,
     check_whole,
@@ -24,7 +24,7 @@ from attnfast.errors import (
 from attnfast.functional import additive_attention
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.nn.linear import is_plain
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_like, check_tensor
 from attnfast.ops.operators import accumulation_dtype, is_recorded
 from attnfast.reference import ACTIVATIONS
 
@@ -72,6 +72,7 @@ class MultiHopAttention(nn.Module):
     ):
         super().__init__()
         check_sizes(dim=dim, hops=hops)
+        check_backend(backend)
         check_word("tying", tying, TYINGS)
         self.dim, self.hops, self.tying, self.backend = dim, hops, tying, backend
         self.linear = False
@@ -120,12 +121,13 @@ class MultiHopAttention(nn.Module):
         """
         check_tensor("query", query)
         check_flag("need_weights", need_weights)
-        if not isinstance(memory, Hops):
+        if not isinstance(memory, Hops) or not isinstance(memory.memories, tuple):
             refuse_type("memory", "what prepare(...) returns", describe(memory))
         wanted = self.hops if self.tying == "adjacent" else 1
         if len(memory.memories) != wanted:
             got = len(memory.memories)
             refuse("memory", f"of {wanted} pairs of keys and values, one a hop or one for all", got)
+        check_memory(memory.memories[0])
         key = memory.memories[0].key
         if key.shape[-1] != self.dim:
             refuse("memory", f"of {self.dim} features", key.shape[-1])
@@ -133,11 +135,9 @@ class MultiHopAttention(nn.Module):
         if query.dim() not in (2, 3) or (len(query), query.shape[-1]) != (B, self.dim):
             expected = f"[{B}, {self.dim}] or [{B}, Tq, {self.dim}] to fit the memory"
             refuse("query", expected, list(query.shape))
-        dtype = next(self.parameters(), key).dtype
+        whose = "the memory's" if self.tying == "adjacent" else "the module's"
         for name, x in (("memory", key), ("query", query)):
-            if x.dtype != dtype and not is_autocast_on():
-                whose = "memory" if self.tying == "adjacent" else "module"
-                refuse(name, f"of the {whose}'s dtype {dtype}", x.dtype)
+            check_like(name, x, next(self.parameters(), key), whose)
         step = query.dim() == 2
         u = query.unsqueeze(1) if step else query
         found = []

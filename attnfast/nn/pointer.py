@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast._torch import is_autocast_on
-from attnfast.decoding import Memory
+from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_flag, describe, refuse
 from attnfast.nn.attention import BahdanauAttention, check_sizes
 from attnfast.nn.layer import run_rnn
-from attnfast.ops.arguments import check_tensor
+from attnfast.ops.arguments import check_array, check_like, check_tensor
 from attnfast.reference import score
 
 
@@ -45,8 +44,8 @@ class PointerNetwork(nn.Module):
     def __init__(self, item_dim: int, hidden_dim: int, attn_dim: int, backend: str | None = None):
         super().__init__()
         check_sizes(item_dim=item_dim, hidden_dim=hidden_dim, attn_dim=attn_dim)
-        self.encoder = nn.LSTM(item_dim, hidden_dim, batch_first=True)
-        self.decoder = nn.LSTM(item_dim, hidden_dim, batch_first=True)
+        self.encoder = nn.LSTM(int(item_dim), int(hidden_dim), batch_first=True)
+        self.decoder = nn.LSTM(int(item_dim), int(hidden_dim), batch_first=True)
         self.attention = BahdanauAttention(hidden_dim, hidden_dim, attn_dim, backend=backend)
         self.start = nn.Parameter(torch.empty(item_dim))
         self.end = nn.Parameter(torch.empty(hidden_dim))
@@ -55,17 +54,12 @@ class PointerNetwork(nn.Module):
 
     def _check(self, items: Any, lengths: Any) -> None:
         check_tensor("items", items)
-        F, like = self.encoder.input_size, self.start
+        F = self.encoder.input_size
         if items.dim() != 3 or items.shape[-1] != F or not items.numel():
             refuse("items", f"[B, N, {F}] with an item at least", list(items.shape))
-        if items.dtype != like.dtype and not is_autocast_on():
-            refuse("items", f"of the module's dtype {like.dtype}", items.dtype)
-        if items.device != like.device:
-            refuse("items", f"on the module's device {like.device}", items.device)
-        check_tensor("lengths", lengths)
+        check_like("items", items, self.start)
         B, N, _ = items.shape
-        if lengths.dtype not in (torch.int64, torch.int32) or list(lengths.shape) != [B]:
-            refuse("lengths", f"int64 or int32 of shape [{B}]", describe(lengths))
+        check_array("lengths", lengths, "int64 or int32", (B,), of="items")
         for length in lengths.tolist():
             if not 1 <= length <= N:
                 refuse("lengths", f"between 1 and {N}, the items", length)
@@ -99,6 +93,11 @@ class PointerNetwork(nn.Module):
             states: ``[B, T, hidden_dim]``, of the decoder.
             memory: from :meth:`encode`.
         """
+        check_array("states", states, "real numbers", ("B", "T", self.encoder.hidden_size))
+        check_memory(memory)
+        check_like("states", states, self.start)
+        if len(states) != len(memory.key):
+            refuse("states", f"of {len(memory.key)} sequences, as memory", len(states))
         attended = self.attention(states, memory, need_weights=True)
         weights, total = attended.weights, attended.log_sum_exp
         faint = torch.finfo(weights.dtype).tiny ** 0.5
@@ -136,10 +135,9 @@ class PointerNetwork(nn.Module):
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
         memory, state = self.encode(items, lengths)
-        check_tensor("pointers", pointers)
         B = len(items)
-        fits = pointers.dim() == 2 and len(pointers) == B and pointers.numel()
-        if pointers.dtype != torch.int64 or not fits:
+        check_array("pointers", pointers, "int64", (B, "T"), of="items")
+        if not pointers.numel():
             refuse("pointers", f"int64 of shape [{B}, T], T at least 1", describe(pointers))
         beyond = (pointers < 0) | (pointers > lengths.to(pointers.device).unsqueeze(-1))
         if beyond.any():

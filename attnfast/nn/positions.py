@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_whole, describe, refuse
-from attnfast.ops.arguments import check_tensor
-
-
-def _check(x: Any, dim: int | None = None) -> None:
-    check_tensor("x", x)
-    if x.dim() != 3 or dim not in (None, x.shape[-1]):
-        refuse("x", f"[B, T, {dim or 'D'}]", describe(x))
+from attnfast.errors import check_whole, refuse
+from attnfast.ops.arguments import check_array, check_like
 
 
 class SinusoidalPositions(nn.Module):
@@ -29,7 +22,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """Return ``x [B, T, D]`` with the positions from ``first`` on added."""
-        _check(x)
+        check_array("x", x, "real numbers", ("B", "T", "D"))
         check_whole("first", first, 0)
         T, D = x.shape[1:]
         t = torch.arange(first, first + T, device=x.device, dtype=torch.float64).unsqueeze(-1)
@@ -59,7 +52,8 @@ class LearnedPositions(nn.Module):
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """Return ``x [B, T, dim]`` with the positions from ``first`` on added."""
         longest, dim = self.weight.shape
-        _check(x, dim)
+        check_array("x", x, "real numbers", ("B", "T", dim))
+        check_like("x", x, self.weight)
         check_whole("first", first, 0)
         if first + x.shape[1] > longest:
             refuse("x", f"of {longest} positions at most", first + x.shape[1])

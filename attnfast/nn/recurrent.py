@@ -216,7 +216,7 @@ class AttentionRNN(nn.Module):
             check_memory(memory)
         if isinstance(memory, Memory):
             if memory.key.shape[0] != B:
-                refuse("memory", f"of {B} sources, as many as inputs", memory.key.shape[0])
+                refuse("memory", f"of {B} sources, as input has", memory.key.shape[0])
             features = memory.value.shape[-1] * math.prod(memory.value.shape[1:-2])  # of all heads
             if features != self.context_size:
                 refuse("memory", f"of values of {self.context_size} features", features)

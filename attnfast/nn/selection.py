@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from attnfast.decoding import Memory
 from attnfast.errors import describe, refuse, refuse_type
 from attnfast.nn.attention import MultiHeadAttention, check_sizes, check_target_mask
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import check_array, check_tensor, is_finite
+from attnfast.ops.span import check_form
 
 
 def _check_attention(attention: object, histories: bool) -> None:
@@ -89,6 +90,12 @@ class Drawn(NamedTuple):
         return Drawn(*(x.index_select(0, index) for x in self))
 
 
+def _fits(history: Drawn, state: Tensor) -> bool:
+    """Whether what was drawn is that of a state's sequences, on its device."""
+    batch, device = state.shape[:1], state.device
+    return all([isinstance(x, Tensor) and x.shape == batch and x.device == device for x in history])
+
+
 class HardAttention(nn.Module):
     r"""Attention to one key, which is drawn by the weights.
 
@@ -144,6 +151,8 @@ class HardAttention(nn.Module):
 
     def start(self, memory: Memory) -> Drawn:
         """Return the history before the first row; in training it draws which take averages."""
+        if not isinstance(getattr(memory, "value", None), Tensor):  # any module's memory has values
+            refuse_type("memory", "what prepare(...) returns", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
         share = self.average if self.training else 0.0
@@ -177,7 +186,12 @@ class HardAttention(nn.Module):
         check_tensor("state", state)
         if not isinstance(history, (Drawn, type(None))):
             refuse_type("history", "a Drawn or None", describe(history))
-        check_target_mask(target_mask, list(state.shape[:-1]))
+        if history is not None and not _fits(history, state):
+            for name, x in history._asdict().items():
+                kind = "boolean" if name == "averaged" else "real numbers"
+                check_array(f"history.{name}", x, kind, state.shape[:1], like=state, of="state")
+        check_form(need_weights)
+        check_target_mask(target_mask, state.shape[:-1], state)
         step = state.dim() == 2
         rows = state.unsqueeze(1) if step else state
         mean, weights = self.attention(rows, memory, "dense")

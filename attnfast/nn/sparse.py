@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.decoding import Memory
+from attnfast.decoding import Memory, check_memory
 from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.functional import additive_attention, dot_attention
-from attnfast.nn.attention import LuongAttention, MultiHeadAttention, check_sizes
-from attnfast.ops.arguments import check_tensor, is_finite, is_one
+from attnfast.nn.attention import (
+    LuongAttention,
+    MultiHeadAttention,
+    check_sizes,
+    check_target_mask,
+)
+from attnfast.ops.arguments import check_array, is_finite, is_one
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import Span, check_form, gaussian_bump, log_prior, to_form
 
@@ -49,6 +54,7 @@ class _SpanAttention(LuongAttention):
 
     def start(self, memory: Memory) -> Progress:
         """Return the history before the first row."""
+        check_memory(memory)
         return Progress()
 
     def forward(  # type: ignore[override]
@@ -76,12 +82,18 @@ class _SpanAttention(LuongAttention):
         try:
             step = state.dim() == 2
             query = self.query_proj(state.unsqueeze(1) if step else state)
+            check_target_mask(target_mask, state.shape[:-1], state)
             history = self.start(memory) if history is None else history
             context, weights, history = self._rows(query, memory, history, need_weights)
         except Exception:
             self._check_call(state, memory)
             if not isinstance(history, (Progress, type(None))):
                 refuse_type("history", "a Progress or None", describe(history))
+            if history is not None:
+                check_whole("history.rows", history.rows, 0)
+            if history is not None and history.key is not None:
+                key, B = history.key, len(state)
+                check_array("history.key", key, "int64", (B,), like=state, of="state")
             raise
         if step:
             return context.squeeze(1), None if weights is None else _first_row(weights), history
@@ -240,20 +252,19 @@ class MonotonicAttention(_SpanAttention):
         key = history.key
         key = query.new_zeros(len(query), dtype=torch.int64) if key is None else key
         contexts, weights, keys = [], [], []
-        for row in query.split(1, 1):
-            context, weight = self._attend(
-                row, memory, True, span=self.span, position=key.unsqueeze(1)
-            )
+        for row in query.split(1, 1):  # without rows one, of none
+            position = key.unsqueeze(1)[:, : row.shape[1]]
+            context, weight = self._attend(row, memory, True, span=self.span, position=position)
             contexts.append(context)
             weights.append(weight)
-            keys.append(key)
-            best = weight.detach().squeeze(1).argmax(-1) if Tk else key
-            key = key + best if self.span.compact else best
-        history = history._replace(rows=history.rows + len(contexts), key=key)
-        context, weight = torch.cat(contexts, 1), torch.cat(weights, 1)
+            keys.append(position)
+            if Tk and row.shape[1]:
+                best = weight.detach().squeeze(1).argmax(-1)
+                key = key + best if self.span.compact else best
+        context, weight, p = (torch.cat(x, 1) for x in (contexts, weights, keys))
+        history = history._replace(rows=history.rows + p.shape[1], key=key)
         if isinstance(need_weights, str):
-            p = torch.stack(keys, 1)
-            seen = self.span.keys(len(contexts), Tk, position=p, lengths=memory.lengths)
+            seen = self.span.keys(p.shape[1], Tk, position=p, lengths=memory.lengths)
             weight = to_form(need_weights, weight, seen, Tk)
         return context, weight if need_weights else None, history
 
@@ -297,6 +308,11 @@ class LocalPredictiveAttention(LuongAttention):
 
     def positions(self, state: Tensor, memory: Memory) -> Tensor:
         """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``."""
+        self._check_call(state, memory)
+        check_array("state", state, "real numbers", ("B", "Tq", "query_dim"))
+        return self._positions(state, memory)
+
+    def _positions(self, state: Tensor, memory: Memory) -> Tensor:
         share = self.position_weight(torch.tanh(self.position_proj(state))).squeeze(-1)
         share = share.to(accumulation_dtype(share.dtype)).sigmoid()
         if memory.lengths is None:
@@ -310,7 +326,7 @@ class LocalPredictiveAttention(LuongAttention):
             check_form(need_weights)
             step = state.dim() == 2
             rows = state.unsqueeze(1) if step else state
-            p = self.positions(rows, memory)
+            p = self._positions(rows, memory)
             left, _ = self.span.sides
             sigma = (left or 0) / 2
             # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
@@ -414,9 +430,7 @@ class SparseSelfAttention(MultiHeadAttention):
         except Exception:
             self._check_states(states)
             if mask is not None:
-                check_tensor("mask", mask)
-                if mask.dtype != torch.bool or list(mask.shape) != list(states.shape[:2]):
-                    refuse("mask", f"boolean {list(states.shape[:2])}", describe(mask))
+                check_array("mask", mask, "boolean", states.shape[:2], like=states, of="states")
             raise
         context, weights = result
         return self.out_proj(context.transpose(1, 2).flatten(2)), weights

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnfast.errors import describe, refuse, refuse_type
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.sparse import SparseSelfAttention
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast.ops.arguments import check_array, check_like, check_numbers, is_finite
 
 
 class TransformerEncoderLayer(nn.Module):
@@ -56,10 +56,10 @@ class TransformerEncoderLayer(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
-        check_tensor("states", states)
-        if states.dim() != 3 or states.shape[-1] != self.dim:
-            refuse("states", f"[B, T, {self.dim}]", list(states.shape))
-        self.attention._check_dtype("states", states)
+        check_array("states", states, "real numbers", ("B", "T", self.dim))
+        check_like("states", states, self.norms[0].weight)  # type: ignore[arg-type]
+        if lengths is not None:
+            check_numbers("lengths", lengths, len(states), 0, states.shape[1], "states")
         found, weights = self.attention(
             self.norms[0](states), lengths=lengths, need_weights=need_weights
         )

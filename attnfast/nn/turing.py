@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnfast._torch import is_autocast_on, name_in_exports
 from attnfast.errors import check_flag, describe, refuse, refuse_type
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import HALF, check_dense
+from attnfast.ops.arguments import HALF, check_tensor
 from attnfast.ops.operators import accumulation_dtype
 
 #: Directions of vectors that are shorter count for less, down to nothing at 0.
@@ -208,7 +208,7 @@ class NeuralTuringMachine(nn.Module):
 
     def _check(self, x: Any, state: Any) -> None:
         """Refuse what does not fit."""
-        check_dense("x", x)
+        check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.input_size or not x.numel():
             expected = f"[B, T, {self.input_size}] with a sequence and a step at least"
             refuse("x", expected, list(x.shape))
@@ -219,7 +219,7 @@ class NeuralTuringMachine(nn.Module):
         if not isinstance(state, TuringState):
             refuse_type("state", "a TuringState or None", describe(state))
         for name, part in state._asdict().items():
-            check_dense(f"state.{name}", part)
+            check_tensor(f"state.{name}", part)
         B, heads = x.shape[0], self.num_reads + self.num_writes
         slots = state.memory.shape[1] if state.memory.dim() == 3 else self.num_slots
         shapes = {
@@ -232,7 +232,7 @@ class NeuralTuringMachine(nn.Module):
         for name, shape in shapes.items():
             part = getattr(state, name)
             if list(part.shape) != shape:
-                refuse(f"state.{name}", str(shape), list(part.shape))
+                refuse(f"state.{name}", f"{shape} to fit x and module", list(part.shape))
             self._check_kind(f"state.{name}", part)
         if slots < self.shift:
             refuse("state.memory", f"of at least {self.shift} slots, as shift is", slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,30 +18,92 @@ from attnfast.ops.operators import accumulation_dtype
 SCORES = ("dot", "tanh", "relu", "leaky_relu")
 
 
-def check_tensor(name: str, x: object) -> None:
-    """Refuse what is no tensor."""
+#: No length, and no number of a key, is larger.
+MOST = 2**31 - 1
+#: What a tensor holds, as sentences call it.
+KINDS: dict[str, Callable[[torch.dtype], bool]] = {
+    "real numbers": lambda dtype: dtype.is_floating_point,
+    "whole or real numbers": lambda dtype: (
+        dtype.is_floating_point or dtype in (torch.int64, torch.int32)
+    ),
+    "int64": lambda dtype: dtype == torch.int64,
+    "int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
+    "boolean": lambda dtype: dtype == torch.bool,
+}
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Refuse what is no tensor, or one that does not hold all its numbers."""
     if not isinstance(x, Tensor):
         refuse_type(name, "a torch.Tensor", type(x).__name__)
-
-
-def check_numbers(name: str, x: object, count: int, least: int, most: int) -> None:
-    """Refuse what are not so many whole numbers ``[count]``, each in bounds, which are read on a
-    CPU alone."""
-    check_tensor(name, x)
-    assert isinstance(x, Tensor)
-    if x.dtype not in (torch.int64, torch.int32) or list(x.shape) != [count]:
-        refuse(name, f"int64 or int32 of shape [{count}]", describe(x))
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        for number in x.tolist():
-            if not least <= number <= most:
-                refuse(name, f"between {least} and {most}", number)
-
-
-def check_dense(name: str, x: Any) -> None:
-    """Refuse what is no tensor, or one that does not hold all its numbers."""
-    check_tensor(name, x)
     if x.layout != torch.strided or x.is_nested:
         refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
+
+
+check_dense = check_tensor  #: as ops/coverage.py and ops/recurrent.py call it
+
+
+def check_array(
+    name: str,
+    x: Any,
+    kind: str,
+    *shapes: Sequence[int | str],
+    like: Tensor | None = None,
+    of: str = "",
+) -> None:
+    """Refuse what is no tensor of a kind of :data:`KINDS`, or of none of the shapes, if given.
+
+    A size in a shape is a number, or a name where any number fits. ``like`` is a tensor on whose
+    device it must be, and ``of`` is what that is called.
+    """
+    check_tensor(name, x)
+    shape = x.shape
+    fits = not shapes or any(
+        len(sizes) == len(shape) and all(isinstance(a, str) or a == b for a, b in zip(sizes, shape))
+        for sizes in shapes
+    )
+    if not fits or not KINDS[kind](x.dtype):
+        expected = " or ".join([shape_of(*sizes) for sizes in shapes])
+        if shapes:
+            expected = f"{kind} {'' if kind.endswith('real numbers') else 'of shape '}{expected}"
+        expected = expected or kind
+        refuse(name, f"{expected} to fit {of}" if of else expected, describe(x))
+    check_device(name, x, like, of)
+
+
+def check_device(name: str, x: Tensor, like: Tensor | None = None, of: str = "") -> None:
+    """Refuse a tensor on another device than ``like``, which is called ``of``, or without data."""
+    if not isinstance(x, Tensor):
+        check_tensor(name, x)
+    if like is not None and x.device != like.device:
+        refuse(name, f"on {like.device}" + f", as {of}" * bool(of), x.device)
+    if x.is_meta and (like is None or not like.is_meta):
+        refuse(name, "a tensor that holds numbers", "one on meta")
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether values may be looked at: not in a graph, nor on a GPU, which would synchronize."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_like(name: str, x: Tensor, like: Tensor, whose: str = "the module's") -> None:
+    """Refuse a tensor on another device than ``like``, or of another dtype without autocast."""
+    if x.device != like.device:
+        refuse(name, f"on {whose} device {like.device}", x.device)
+    if x.dtype != like.dtype and not is_autocast_on():
+        refuse(name, f"of {whose} dtype {like.dtype}", x.dtype)
+
+
+def check_numbers(name: str, x: object, count: int, least: int, most: int, of: str = "") -> None:
+    """Refuse what are not so many whole numbers ``[count]``, each in bounds, which are read on a
+    CPU alone. ``of`` is what they must fit."""
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    fit = f" to fit {of}" if of else ""
+    if x.dtype not in (torch.int64, torch.int32) or list(x.shape) != [count]:
+        refuse(name, f"int64 or int32 of shape [{count}]{fit}", describe(x))
+    check_device(name, x)
+    check_range(name, x, least, most, of=of)
 
 
 def check_inputs(call: Any) -> None:
@@ -49,13 +111,13 @@ def check_inputs(call: Any) -> None:
 
     ``call`` is the arguments of an operator of attention, with a history or not.
     """
-    check_dense("query", call.query)
+    check_tensor("query", call.query)
     device, dtype = call.query.device, call.query.dtype
     for name in ("key", "value", "weight", "bias", "mask", "lengths"):
         x = getattr(call, name)
         if x is None and name not in ("key", "value"):
             continue
-        check_dense(name, x)
+        check_tensor(name, x)
         if x.device != device:
             refuse(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):
@@ -78,7 +140,7 @@ def check_inputs(call: Any) -> None:
         refuse("score", f"{scores} with{more} a weight", call.score)
     if call.weight is not None and call.weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
-        refuse("weight", f"{shapes} to fit the query", list(call.weight.shape))
+        refuse("weight", f"{shapes} to fit the query and key", list(call.weight.shape))
 
 
 def check_terms(call: Any, columns: int) -> None:
@@ -93,16 +155,29 @@ def check_terms(call: Any, columns: int) -> None:
         if x is not None and (
             x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
         ):
-            refuse(name, f"{list(scores)}, or 1 in place of a size", list(x.shape))
+            expected = f"{list(scores)}, or 1 in place of a size, to fit query and key"
+            refuse(name, expected, list(x.shape))
     if lengths is not None:
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != scores[:1]:
             got = f"{lengths.dtype} {list(lengths.shape)}"
             refuse("lengths", f"int64 or int32 of shape [{scores[0]}]", got)
-        readable = type(lengths) is Tensor and lengths.device.type == "cpu"  # not a fake one
-        if readable and not torch.compiler.is_compiling():
+        if is_readable(lengths):
             for length in lengths.tolist():
                 if not 0 <= length <= keys:
                     refuse("lengths", f"between 0 and {keys}, the number of keys", length)
+
+
+def check_range(name: str, x: Tensor, least: int, most: int, what: str = "", of: str = "") -> None:
+    """Refuse whole numbers out of bounds, read on a CPU alone.
+
+    ``what`` they stand for, and ``of`` is what they must fit.
+    """
+    if not is_readable(x) or not x.numel():
+        return
+    for number in x.tolist() if x.dim() == 1 else map(int, x.aminmax()):
+        if not least <= number <= most:
+            expected = f"{what} between {least} and {most}".lstrip()
+            refuse(name, f"{expected} to fit {of}" if of else expected, number)
 
 
 def check_exact(
@@ -134,6 +209,13 @@ def is_finite(x: object) -> bool:
     """Whether this is a finite number; unlike math.isfinite, in a graph that is compiled too."""
     largest = 1.7976931348623157e308  # a number of the module would be an input of the graph
     return isinstance(x, (int, float)) and not isinstance(x, bool) and -largest <= x <= largest
+
+
+def check_number(name: str, x: object, least: float, most: float | None = None) -> None:
+    """Refuse what is no finite number, or out of bounds."""
+    if not is_finite(x) or x < least or (most is not None and x > most):  # type: ignore[operator]
+        expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+        refuse(name, f"a number {expected}", describe(x))
 
 
 def is_one(x: float) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_dense, check_exact, check_inputs, check_terms
+from attnfast.ops.arguments import check_exact, check_inputs, check_tensor, check_terms
 from attnfast.ops.operators import (
     LIBRARIES,
     Operator,
@@ -136,7 +136,7 @@ def check(call: Attention) -> None:
             refuse("span", f"int64 on {call.query.device}", f"{span.dtype} on {span.device}")
     check_terms(call, columns or keys)
     if call.prepared is not None:
-        check_dense("prepared", call.prepared)
+        check_tensor("prepared", call.prepared)
         if call.prepared.device != call.query.device:
             refuse("prepared", f"on the query's device {call.query.device}", call.prepared.device)
 

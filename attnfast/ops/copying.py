@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnfast.backends import FLOATS
 from attnfast.errors import describe, refuse
-from attnfast.ops.arguments import check_dense, check_exact
+from attnfast.ops.arguments import check_exact, check_tensor, is_readable
 from attnfast.ops.operators import Operator, implement
 
 #: The log-probability of a word that cannot come: that of the smallest normal float32.
@@ -74,7 +74,7 @@ def check(call: Copy | CopyBackward) -> None:
     extra_words = call.extra_words
     named = {"logits": logits, "weights": weights, "source": source, "gate": gate}
     for name, x in named.items():
-        check_dense(name, x)
+        check_tensor(name, x)
         if x.device != logits.device:
             refuse(name, f"on the logits' device {logits.device}", x.device)
         if name in ("weights", "gate") and x.dtype != logits.dtype:
@@ -94,8 +94,7 @@ def check(call: Copy | CopyBackward) -> None:
         refuse("source", f"int64 or int32 of shape {shape} to fit the weights", got)
     if not isinstance(extra_words, (int, torch.SymInt)) or not 0 <= extra_words < 2**31:
         refuse("extra_words", "an integer, at least 0", describe(extra_words))
-    readable = type(source) is Tensor and source.device.type == "cpu" and source.numel()
-    if readable and not torch.compiler.is_compiling():
+    if is_readable(source) and source.numel():
         for word in (int(source.min()), int(source.max())):
             if not 0 <= word < V + extra_words:
                 refuse("source", f"between 0 and {V + extra_words - 1}, a word", word)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_dense, check_exact
+from attnfast.ops.arguments import check_exact, check_tensor
 from attnfast.ops.operators import Operator
 
 
@@ -52,12 +52,12 @@ class LinearGradients(NamedTuple):
 
 def check(call: Linear | LinearBackward) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    check_dense("input", call.input)
+    check_tensor("input", call.input)
     if call.input.dim() != 2:
         refuse("input", "[M, K]", list(call.input.shape))
     if call.input.dtype not in (torch.float32, torch.float64):
         refuse("input", "float32 or float64", call.input.dtype)
-    check_dense("weight", call.weight)
+    check_tensor("weight", call.weight)
     if call.weight.dim() != 2:
         refuse("weight", "[N, K]", list(call.weight.shape))
     (M, K), N, dtype = call.input.shape, call.weight.shape[0], call.input.dtype

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_dense, check_exact
+from attnfast.ops.arguments import check_exact, check_tensor
 from attnfast.ops.operators import ForwardOperator
 from attnfast.ops.recurrent import GATES, WEIGHTS, Recurrent, dtype_of_weights, fed
 from attnfast.ops.recurrent import check as check_recurrent
@@ -99,7 +99,7 @@ def check(call: Search) -> None:
         ("embedding", "[V, E]"), ("weight_vocab", "[V, R]"), ("limits", "[B]"),
         ("key", "[B, Tk, A]"), ("value", "[B, Tk, Dv]"),
     ):  # fmt: skip
-        check_dense(name, getattr(call, name))
+        check_tensor(name, getattr(call, name))
         if getattr(call, name).dim() != axes.count(",") + 1:
             refuse(name, axes, list(getattr(call, name).shape))
     if not 0 <= call.most < 2**31:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast.errors import check_flag, check_whole, describe, is_whole, refuse
-from attnfast.ops.arguments import is_finite
+from attnfast.errors import check_flag, check_whole, describe, is_whole, refuse, shape_of
+from attnfast.ops.arguments import KINDS, check_device, check_numbers, check_tensor, is_finite
 
 #: Where rows stand among the keys: see :class:`Span`.
 Position = int | str | Tensor | None
@@ -99,6 +99,8 @@ class Span:
 
     def columns(self, Tk: int) -> int:
         """Return W, how many columns the weights have."""
+        if not isinstance(Tk, torch.SymInt):
+            check_whole("Tk", Tk, 0)
         left, right = self.sides
         if left is None or right is None:
             return _steps(Tk, self.stride)
@@ -160,11 +162,7 @@ class Span:
         check_whole("Tq", Tq, 0)
         check_whole("Tk", Tk, 0)
         check_position(position, [self])
-        if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dim() != 1):
-            refuse("lengths", "a tensor [B]", describe(lengths))
-        given = isinstance(position, Tensor) and lengths is not None
-        if given and position.device != lengths.device:  # type: ignore[union-attr]
-            refuse("position", f"on the lengths' device {lengths.device}", position.device)  # type: ignore[union-attr]
+        _check_place(Tq, Tk, position, lengths, device)
         p = positions(position, Tq, Tk, lengths, device)
         return self.columns_of(self.locate(p, Tk), Tk, lengths, self.compact)
 
@@ -246,13 +244,18 @@ def check_span(
     for name, x in (("position", position), ("sigma", sigma)):
         if not isinstance(x, Tensor):
             continue
+        check_tensor(name, x)
         shape = list(x.shape)
         if shape[-1:] != [Tq] or not any(
             len(shape) == len(want) and all(a in (1, b) for a, b in zip(shape, want))
             for want in ([Tq], [lead[0], Tq], [*lead, Tq])
         ):
             refuse(
-                name, f"[{Tq}], {[lead[0], Tq]}" + (f" or {[*lead, Tq]}" if heads else ""), shape
+                name,
+                f"[{Tq}], {[lead[0], Tq]}"
+                + f" or {[*lead, Tq]}" * bool(heads)
+                + " to fit the query",
+                shape,
             )
         if x.device != query.device:
             refuse(name, f"on the query's device {query.device}", x.device)
@@ -278,14 +281,49 @@ def check_position(position: object, spans: Sequence[Span]) -> None:
         refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
 
 
+def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: object) -> None:
+    """Refuse lengths, a tensor of positions and a device that do not go together."""
+    if lengths is not None:
+        check_tensor("lengths", lengths)
+        assert isinstance(lengths, Tensor)
+        check_numbers("lengths", lengths, lengths.numel(), 0, Tk, "Tk keys [B]")
+    if isinstance(position, Tensor):
+        rows = torch.Size([*([] if lengths is None else lengths.shape), int(Tq)])
+        _check_rows("position", position, rows, lengths, whole=True)
+    try:
+        fits = device is None or isinstance(torch.device(device), torch.device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError):
+        fits = False
+    if not fits or isinstance(device, int):
+        refuse("device", "a torch.device or None", describe(device))
+
+
+def _check_rows(
+    name: str, x: Tensor, rows: torch.Size, like: object, whole: bool = False
+) -> torch.Size:
+    """Refuse a tensor that has not a number for each row; return the shape of all rows."""
+    check_tensor(name, x)
+    try:
+        shape = torch.broadcast_shapes(x.shape, rows)
+        fits = x.dim() <= 3 and shape[-1] == rows[-1] and not (whole and x.shape[-1:] != rows[-1:])
+    except RuntimeError:
+        shape, fits = rows, False
+    kind = "whole or real numbers" if whole else "real numbers"
+    if not fits or not KINDS[kind](x.dtype):
+        others = "Tq and lengths" if whole else "Tq and position"
+        refuse(name, f"{kind} {shape_of('..', rows[-1])} to fit {others}", describe(x))
+    check_device(name, x, like, "lengths" if whole else "position")  # type: ignore[arg-type]
+    return shape
+
+
 def check_form(need_weights: object) -> None:
     """Refuse what is no form of the weights."""
-    if need_weights is True or need_weights is False or need_weights is None:
+    if need_weights is True or need_weights is False:
         return
     if isinstance(need_weights, str):
         fits = need_weights in ("dense", "sparse")
     else:
-        fits = isinstance(need_weights, int)
+        fits = isinstance(need_weights, int) and need_weights in (0, 1)
     if not fits:
         refuse("need_weights", "True, False, 'dense' or 'sparse'", describe(need_weights))
 
@@ -335,16 +373,17 @@ def gaussian_bump(
     check_whole("Tq", Tq, 0)
     check_whole("Tk", Tk, 0)
     check_position(position, [])
-    if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dim() != 1):
-        refuse("lengths", "a tensor [B]", describe(lengths))
+    _check_place(Tq, Tk, position, lengths, device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        refuse("dtype", "a torch.dtype of real numbers", describe(dtype))
+    p = positions(position, Tq, Tk, lengths, device)
+    rows = p.shape
     for name, x in (("sigma", sigma), ("height", height)):
-        number = is_finite(x) and (x > 0 or name == "height")  # type: ignore[operator]
-        if not (number or isinstance(x, Tensor)):
+        if isinstance(x, Tensor):
+            rows = _check_rows(name, x, rows, p)
+        elif not is_finite(x) or (x <= 0 and name == "sigma"):
             expected = "a positive number" if name == "sigma" else "a finite number"
             refuse(name, f"{expected} or a tensor of them", describe(x))
-    p = positions(position, Tq, Tk, lengths, device)
-    if isinstance(position, Tensor) and position.shape[-1:] != (Tq,):
-        refuse("position", f"[.., {Tq}]", list(position.shape))
     j = torch.arange(Tk, device=p.device)
     if isinstance(height, Tensor) and height.dim():
         height = height.unsqueeze(-1)
