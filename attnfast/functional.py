@@ -339,7 +339,10 @@ def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
         return previous
     if log_previous is None and previous is None:
         refuse("previous", "given with a transition_prob: the weights that it starts from", None)
-    return logarithm(previous) if isinstance(previous, Tensor) else previous or log_previous
+    if previous is None:
+        return log_previous
+    check_array("previous", previous, "real numbers")
+    return logarithm(previous)
 
 
 def filters_of(call: Coverage) -> int:

@@ -16,12 +16,18 @@ from torch import Tensor, nn
 
 from attnfast import checkpoint, diagnostics
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.errors import InputError, describe, refuse, sentence
+from attnfast.errors import InputError, describe, refuse, refuse_type, sentence
 from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.losses import alignment_loss
 from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled
 from attnfast.models.seq2seq import check_ids
-from attnfast.ops.arguments import check_numbers, is_finite
+from attnfast.ops.arguments import (
+    check_array,
+    check_device,
+    check_numbers,
+    check_range,
+    is_finite,
+)
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate
@@ -109,6 +115,11 @@ class Options:
 
 def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy of ``logits [B, T, V]`` over words that are not padding."""
+    check_array("logits", logits, "real numbers", ("B", "T", "V"))
+    *shape, V = logits.shape
+    check_array("target_out", target_out, "int64", shape, like=logits, of="logits")
+    check_range("target_out", target_out, 0, V - 1, "word ids")
+    _check_share("label_smoothing", label_smoothing)
     return nn.functional.cross_entropy(
         logits.flatten(0, 1),
         target_out.flatten(),
@@ -147,10 +158,19 @@ def hybrid_loss(
     Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
     """
     _check_share("ctc_weight", ctc_weight)
+    _check_share("label_smoothing", label_smoothing)
+    if not isinstance(spelled, Spelled):
+        refuse_type("spelled", "what a ListenAttendSpell returns", describe(spelled))
+    check_array("spelled.logits", spelled.logits, "real numbers", ("B", "T", "V"))
+    B, _, V = spelled.logits.shape
+    like, log_probs = spelled.logits, spelled.frame_log_probs
+    check_array("spelled.frame_log_probs", log_probs, "real numbers", (B, "Tk", V), like=like)
+    check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
+    check_device("target_out", target_out, like, "spelled.logits")
     check_ids("target_out", target_out)
     *shape, V = spelled.logits.shape
     if list(target_out.shape) != shape:
-        refuse("target_out", f"word ids {shape}, as the logits", describe(target_out))
+        refuse("target_out", f"word ids {shape}, as the logits of spelled", describe(target_out))
     check_numbers("target_out", target_out.flatten(), target_out.numel(), 0, V - 1)
     target_out = target_out.long()
     loss = spelled.logits.new_zeros(())
@@ -204,6 +224,10 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
     student workshop, arXiv:1906.07651.
     """
+    check_ids("target_in", target_in)
+    shape = (*target_in.shape, "V")
+    check_array("logits", logits, "real numbers", shape, like=target_in, of="target_in")
+    check_range("target_in", target_in, 0, logits.shape[-1] - 1, "word ids")
     _check_share("share", share)
     if not share or target_in.shape[1] < 2:
         return target_in

@@ -70,6 +70,7 @@ def functions() -> Table:
         "fertility": torch.rand(B, TK) + 1, "transition_prob": 0.5,
         "coverage": torch.rand(B, TK), "previous": torch.rand(B, TK), "scale": 1.0,
     }  # fmt: skip
+    logarithms = {"transition_prob": 0.5, "log_previous": torch.rand(B, TK).log()}
     query = torch.randn(B, TQ, A)
     of_memory = {x: inputs()[x] for x in ("query", "mask", "bias", "temperature", "need_weights")}
     target = {"weights": rows(), "alignment": words(B, TQ) % TK}
@@ -82,6 +83,9 @@ def functions() -> Table:
         "dot_attention, span": (attnfast.dot_attention, spanned | at),
         "coverage_attention": (
             attnfast.coverage_attention, inputs() | weight | terms | {"activation": "relu"},
+        ),
+        "coverage_attention, logarithms": (
+            attnfast.coverage_attention, inputs() | weight | logarithms,
         ),
         "copy_distribution": (
             attnfast.copy_distribution,
@@ -105,6 +109,9 @@ def functions() -> Table:
         ),
         "attend_with_history": (
             attend_with_history, of_memory | terms | {"memory": memory},
+        ),
+        "attend_with_history, logarithms": (
+            attend_with_history, of_memory | logarithms | {"memory": memory},
         ),
         "Memory.append": (
             memory.append, {"key": torch.randn(B, 2, A), "value": torch.randn(B, 2, 3)},

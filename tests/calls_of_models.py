@@ -62,6 +62,7 @@ def translators() -> Table:
             {"encoder": model.encoder, "decoder": model.decoder, "vocab_size": V, "embed_dim": A,
              "dropout": 0.1, "pointer": modules.PointerGenerator(A)},
         ),
+        "Seq2Seq.output_limit": (model.output_limit, {"lengths": lengths()}),
         "Seq2Seq.embed": (model.embed, {"words": words(B, TK)}),
         "Seq2Seq.encode": (model.encode, pair),
         "Seq2Seq.read": (model.read, embedded),

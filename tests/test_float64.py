@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_arguments import TK, TQ, A, B, V, calls, words
+from calls import TK, TQ, A, B, V, functions_and_modules, words
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,11 +46,11 @@ def alphas(*shape: int) -> torch.Tensor:
 
 
 def functions() -> Cases:
-    """Return the table of test_arguments.py, but for what makes modules."""
+    """Return the calls of functions and modules, but for what makes modules."""
     return {
-        name: lambda call=call, arguments=arguments: call(**arguments)
-        for name, (call, arguments) in calls().items()
-        if "made" not in name and name not in ("build", "PointerGenerator")
+        name: lambda call=call: call.function(**call.arguments)
+        for name, call in functions_and_modules().items()
+        if not isinstance(call.function, type) and name not in ("build", "register_adapter")
     }
 
 
@@ -202,7 +202,7 @@ def test_float64_throughout(of):
                     results = tree_leaves(call())
                     ends = [x.sum() for x in results if getattr(x, "requires_grad", False)]
                     if ends:
-                        torch.stack(ends).sum().backward()
+                        torch.stack(ends).sum().backward(retain_graph=True)  # calls share sources
             except AssertionError as error:
                 found[name] = str(error)
     assert not found

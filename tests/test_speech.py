@@ -536,11 +536,11 @@ def test_hybrid_loss_of_half_types(frames, dtype):
         (torch.full((3, 2), -1), f"target_out must be between 0 and {VOCAB - 1}, got -1"),
         (
             torch.full((3, 4), 4),
-            r"target_out must be word ids \[3, 2\], as the logits, got",
+            r"target_out must be word ids \[3, 2\], as the logits of spelled, got",
         ),
         (
             torch.full((2, 2), 4),
-            r"target_out must be word ids \[3, 2\], as the logits, got",
+            r"target_out must be word ids \[3, 2\], as the logits of spelled, got",
         ),
         (torch.zeros(3, 2), r"target_out must be word ids \[B, T\], int64 or int32, got a Tensor"),
     ],

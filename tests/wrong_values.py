@@ -169,7 +169,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("gaussian_bump, tensors", "position", "int64"),
     ),
     "a number may be a tensor of one number": (
-        ("coverage_attention|attend_with_history", "penalty|transition_prob", "scalar|as a tensor"),
+        ("(coverage_att|attend_with_h).*", "penalty|transition_prob", "scalar|as a tensor"),
         ("gaussian_bump.*", "sigma|height", "scalar|as a tensor"),
         ("ForwardAttention.forward", "transition_prob", "scalar"),
     ),
@@ -182,8 +182,8 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "real numbers of any dtype, which are taken to that of sums": (
         (".*Attention.forward|CTCPrefixScorer.score", "history|state|heard", "of another dtype"),
         (
-            "coverage_attention|attend_with_history|ForwardAttention.forward",
-            "coverage.*|filters|projection|fertility|transition_prob|previous",
+            "coverage_attention.*|attend_with_history.*|ForwardAttention.forward",
+            "coverage.*|filters|projection|fertility|transition_prob|.*previous",
             "float64|float16",
         ),
         ("dot_attention, span|gaussian_bump, tensors", "position|sigma|height", "float64|float16"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from attnfast.errors import describe, refuse_type
 from attnfast.integrations import (
     allennlp,
     bentrevett,
@@ -65,7 +66,7 @@ def register_adapter(adapter: Adapter) -> None:
         TypeError: ``adapter`` is not an :class:`Adapter`.
     """
     if not isinstance(adapter, Adapter):
-        raise TypeError(f"adapter must be an attnfast.integrations.Adapter, got {adapter!r}")
+        refuse_type("adapter", "an attnfast.integrations.Adapter", describe(adapter))
     ADAPTERS[adapter.name] = adapter
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from attnfast.backends import best, choose
+from attnfast.errors import check_flag
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import why_left
@@ -104,6 +105,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_flag("strict", strict)
     report = Report()
     inner: set[nn.Module] = set()  # parts of known attention
     for path, module in _modules(model):

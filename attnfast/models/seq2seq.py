@@ -42,6 +42,8 @@ def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tenso
 
     .. math:: \max(\lfloor r n \rfloor + 10, \text{longest})
     """
+    check_array("lengths", lengths, "int64 or int32", ("B",))
+    check_range("lengths", lengths, 0, 2**31 - 1, "lengths")
     return ((ratio * lengths.cpu().double()).long() + 10).clamp_min(longest)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.decoding import Memory, attend_with_history
+from attnfast.decoding import Memory, attend_with_history, check_memory
 from attnfast.errors import (
     check_flag,
     check_whole,
@@ -19,7 +19,7 @@ from attnfast.errors import (
 )
 from attnfast.functional import logarithm
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
-from attnfast.ops.arguments import check_activation, is_finite
+from attnfast.ops.arguments import check_activation, check_array, is_finite
 from attnfast.ops.span import check_form
 
 
@@ -41,13 +41,13 @@ class History(NamedTuple):
         kept = {name: x for name, x in self._asdict().items() if x is not None}
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
-    def state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Tensor]:
         """Return the arguments of :func:`attnfast.coverage_attention` that continue from it."""
         if self.log_previous is None:
             return {"coverage": self.coverage, "previous": self.previous}
         return {"coverage": self.coverage, "log_previous": self.log_previous}
 
-    def after(
+    def _after(
         self,
         weights: Tensor,
         log_weights: Tensor | None,
@@ -109,6 +109,7 @@ class HistoryAttention(_Attention):
 
     def start(self, memory: Memory) -> History:
         """Return the history before the first row."""
+        check_memory(memory)
         zeros = memory.key.new_zeros(memory.key.shape[:-1])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
         return History(zeros, zeros)
@@ -143,6 +144,8 @@ class HistoryAttention(_Attention):
             mask = memory.mask
             if not isinstance(history, (History, type(None))):
                 refuse_type("history", "a History or None", describe(history))
+            if history is not None and (history.coverage is None or history.previous is None):
+                refuse("history", "with a coverage and the last weights", describe(history))
             if target_mask is not None:
                 check_target_mask(target_mask, list(query.shape[: 1 if step else 2]))
                 seen = target_mask.reshape(*query.shape[:2], 1)
@@ -154,15 +157,21 @@ class HistoryAttention(_Attention):
                 mask=mask,
                 temperature=self.temperature,
                 need_weights=True,
-                **{**history.state(), **self._terms(memory), **terms},
+                **{**history._state(), **self._terms(memory), **terms},
             )
         except Exception:
             self._check_call(state, memory)
+            if isinstance(history, History):
+                for name in ("coverage", "previous"):
+                    x, shape = getattr(history, name), memory.key.shape[:2]
+                    check_array(
+                        f"history.{name}", x, "real numbers", shape, like=state, of="memory"
+                    )
             raise
         context, weights, coverage = result
         assert weights is not None
         counts = None if target_mask is None else target_mask.reshape(query.shape[:2]).sum(-1)
-        history = history.after(weights, result.log_weights, coverage, result.loss, counts)
+        history = history._after(weights, result.log_weights, coverage, result.loss, counts)
         shown = weights if need_weights else None
         if step:
             return context.squeeze(1), None if shown is None else shown.squeeze(1), history
@@ -352,6 +361,8 @@ class ForwardAttention(LocationAwareAttention):
         target_mask: Tensor | None = None,
         transition_prob: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, History]:
+        if transition_prob is None:  # which would be attention without a transition
+            refuse_type("transition_prob", "a number or a tensor", "None")
         one = isinstance(state, Tensor) and state.dim() == 2
         if one and isinstance(transition_prob, Tensor) and transition_prob.dim() == 1:
             transition_prob = transition_prob.unsqueeze(1)

@@ -276,7 +276,7 @@ def run_layer(
     if isinstance(history, History):
         lengths = target_lengths if target_mask is None else target_mask.sum(-1)
         log_weights = None if call.transition_prob is None else done.log_weights
-        history = history.after(done.weights, log_weights, done.coverage, done.loss, lengths)
+        history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)
     if _is_half(input):  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
@@ -342,7 +342,7 @@ def _remembered(
     if target_mask is not None:
         seen = target_mask.unsqueeze(-1)
         mask = seen if mask is None else seen & mask
-    of, state = attention._terms(memory), history.state()
+    of, state = attention._terms(memory), history._state()
     query = input.new_empty(*input.shape[:2], memory.key.shape[-1])
     call = Coverage(
         query, memory.key, memory.value, memory.weight, None, mask, memory.lengths,

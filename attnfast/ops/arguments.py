@@ -40,9 +40,6 @@ def check_tensor(name: str, x: Any) -> None:
         refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
 
 
-check_dense = check_tensor  #: as ops/coverage.py and ops/recurrent.py call it
-
-
 def check_array(
     name: str,
     x: Any,

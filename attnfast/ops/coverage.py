@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_dense, check_exact, check_inputs, check_terms
+from attnfast.ops.arguments import check_exact, check_inputs, check_tensor, check_terms
 from attnfast.ops.operators import (
     Operator,
     accumulation_dtype,
@@ -155,7 +155,7 @@ def check_history(call: Coverage, previous: str = "previous") -> None:
     for name, (x, allowed) in shapes.items():
         if x is None:
             continue
-        check_dense(name, x)
+        check_tensor(name, x)
         if x.device != query.device:
             refuse(name, f"on the query's device {query.device}", x.device)
         if x.dtype != dtype:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnfast.errors import refuse
-from attnfast.ops.arguments import check_dense, check_exact
+from attnfast.ops.arguments import check_exact, check_tensor
 from attnfast.ops.attention import Attention
 from attnfast.ops.attention import check as check_attention
 from attnfast.ops.coverage import Coverage
@@ -290,7 +290,7 @@ def coverage_of(call: Any, query: Tensor, t: slice, coverage: Tensor, previous: 
 
 def check(call: Recurrent) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
-    check_dense("input", call.input)
+    check_tensor("input", call.input)
     if call.input.dim() != 3:
         refuse("input", "[B, T, E]", list(call.input.shape))
     if call.input.dtype not in (torch.float32, torch.float64):
@@ -304,7 +304,7 @@ def check(call: Recurrent) -> None:
         x = getattr(call, name)
         if x is None and name != "hidden":
             continue
-        check_dense(name, x)
+        check_tensor(name, x)
         if name == "hidden" and call.weight_above is not None:
             axes = "L", *axes
         if x.dim() != len(axes):
@@ -349,7 +349,7 @@ def check(call: Recurrent) -> None:
         check_exact(call.input, [(name, getattr(call, name), wanted, shape)])
     check_exact(call.input, [("target_lengths", call.target_lengths, torch.int64, (B,))])
     if call.packed is not None:
-        check_dense("packed", call.packed)
+        check_tensor("packed", call.packed)
         if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
             refuse("packed", "what the backend has packed", call.packed.dtype)
     if call.key is not None:
