@@ -31,12 +31,16 @@ from attnfast.integrations.patch import adapter_serving, patch
 __all__ = ["tensors", "why_left"]
 
 OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
+LARGE = 1 << 20  # elements of parameters whose gradients are compared after short targets alone
+BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
 #: In code that draws numbers of its own or asks for gradients, which an example need not show.
 HIDDEN = {
     "random", "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "uniform",
     "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
     "is_grad_enabled",
 }  # fmt: skip
+#: How code looks for an attribute that need not be there.
+BY_NAME = {"getattr", "hasattr", "attrgetter", "vars", "__dict__", "__getattribute__"}
 FIXED = (torch.dtype, torch.device, str, type(None), logging.Logger)  # what a global may be
 INTERNAL = {*vars(nn.Module()), PLACE}
 
@@ -115,15 +119,35 @@ def methods_of(cls: type) -> dict[str, list[FunctionType]]:
     return found
 
 
-def read_of_self(function: FunctionType) -> set[str]:
-    """Return the attributes that a function reads of its first argument."""
+READS, WRITES = ("LOAD_ATTR", "LOAD_METHOD"), ("STORE_ATTR",)
+
+
+def of_self(function: FunctionType, operations: tuple[str, ...] = READS) -> set[str]:
+    """Return the attributes that a function reads, or writes, of its first argument."""
     code, found, is_self = function.__code__, set(), False
     for step in dis.get_instructions(code):
-        if is_self and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        if is_self and step.opname in operations:
             found.add(step.argval)
         last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-        is_self = step.opname.startswith("LOAD_") and last == code.co_varnames[0]
+        is_self = step.opname.startswith("LOAD_") and last in code.co_varnames[:1]
     return found
+
+
+def read_by_name(code: CodeType) -> set[str]:
+    """Return the strings of code that looks attributes up by their names."""
+    inner = [read_by_name(x) for x in code.co_consts if isinstance(x, CodeType)]
+    strings = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+    return (strings if BY_NAME.intersection(code.co_names) else set()).union(*inner)
+
+
+def integers(cls: type) -> list[int]:
+    """Return the integers that stand in the code of a class: words of its own, most likely."""
+    todo = [f.__code__ for methods in methods_of(cls).values() for f in methods]
+    found = set()
+    for code in todo:
+        todo += [x for x in code.co_consts if isinstance(x, CodeType)]
+        found |= {x for x in code.co_consts if type(x) is int}
+    return sorted(found)
 
 
 def is_ready_made(x: Any, project: str) -> bool:
@@ -143,14 +167,15 @@ def is_ready_made(x: Any, project: str) -> bool:
 
 def used_by(
     names: Iterable[str], methods: dict[str, list[FunctionType]]
-) -> tuple[set[str], set[str]]:
-    """Return the words of these methods and of all that they call, and the globals that they read.
+) -> tuple[set[FunctionType], set[str], set[str]]:
+    """Return these methods and all that they call, their words, and the globals that they read.
 
     Of modules and classes the globals are those attributes that are neither functions nor classes.
     """
     found: set[str] = set()
     read: set[str] = set()
-    todo, seen = [f for name in names for f in methods.get(name, ())], set()
+    todo = [f for name in names for f in methods.get(name, ())]
+    seen: set[FunctionType] = set()
     while todo:
         function = todo.pop()
         if function in seen:
@@ -173,11 +198,11 @@ def used_by(
                     places += [] if path else [(f"{name}.", vars(x))]
                 elif not isinstance(x, FIXED):
                     read.add(path + name)
-    return found, read
+    return seen, found, read
 
 
 def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say which attributes the code of a copied class reads and its replacement does not, or None.
+    """Say which attributes a copied class reads, or writes, and its replacement does not, or None.
 
     What an attribute does may not show on the example: a temperature that is 1 for now.
     """
@@ -190,10 +215,11 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     beside = vars(sys.modules[adapter.methods.__module__]).values()
     helpers = [f for f in beside if isinstance(f, FunctionType)]
     helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
-    known = known.union(*(read_of_self(f) for f in (*chain(*ours.values()), *helpers)))
+    served = [*chain(*ours.values()), *helpers]
+    known = known.union(*(of_self(f) for f in served))
     replaced = own.keys() & ours.keys()
     runs = known - replaced  # its own methods that the replacement calls
-    read, shared = used_by(replaced, {name: own[name] for name in own.keys() - runs})
+    code, read, shared = used_by(replaced, {name: own[name] for name in own.keys() - runs})
     state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
     for cls in type(module).__mro__:
         if not issubclass(nn.Module, cls):
@@ -203,10 +229,17 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
         for name, part in module.named_children()
         if type(part).__module__ == "torch.nn.modules.activation"
     }
+    methods = code.intersection(chain(*own.values()))
+    named = set().union(*(of_self(f) for f in methods), *(read_by_name(f.__code__) for f in code))
+    state |= {name for name in named if not hasattr(module, name)}  # yet
     unknown = sorted(read & (state | HIDDEN) - known - plain)
     unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"
+    written = set().union(*(of_self(f, WRITES) for f in methods))
+    lost = sorted(written.difference(adapter.reads, *(of_self(f, WRITES) for f in served)))
+    if lost:
+        return f"its own code writes {', '.join(lost)}, which its replacement does not"
     return None
 
 
@@ -225,6 +258,7 @@ class Way:
     larger: float | None = None  # drawn parameters, of this size; else the module's own
     others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
     repeats: bool = False  # rows of zeros and of the same numbers among the input's
+    late: bool = False  # one long target, of words that stand in every row at once
 
 
 def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
@@ -232,15 +266,27 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
     cpu = torch.device("cpu")
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
     exact = adapter.dtype == torch.float64
-    for training in (False, True):
-        yield Way(adapter.dtype, cpu, 1e-9 if exact else 1e-4, training)
+    least = 1e-9 if exact else 1e-4
+    yield Way(adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
+    yield Way(adapter.dtype, cpu, least, training=True, late=True)
     if parameter.dtype in (torch.float32, torch.float64):
         yield Way(parameter.dtype, parameter.device, 1e-4)
     yield Way(adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS)
-    yield Way(adapter.dtype, cpu, 1e-9 if exact else 1e-4, repeats=True)
     yield Way(torch.float32, parameter.device, 0.1, autocast=True)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: on a busy machine several of them wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
     """Say in what the module and its replacement differ on the adapter's example, or None."""
     for way in ways(module, adapter):
@@ -263,48 +309,58 @@ def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
 
 def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> tuple[Any, ...]:
     """Run the adapter's example on a copy of the module; return results, state and gradients."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more of them only wait for one another
-    try:
-        with (
-            torch.random.fork_rng(),
-            torch.enable_grad(),
-            torch.device(way.device),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            twin = _copy(module).to(way.device, way.dtype).train(way.training)
-            for p in twin.parameters():
-                if p.is_floating_point() and way.larger is not None:
-                    size = way.larger * max(p.shape[-1:], default=1) ** -0.5
-                    p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
-            if served:
-                patch(twin, adapter)
-            cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
-            with cast if way.autocast else contextlib.nullcontext():
-                return run(
-                    twin,
-                    adapter.example,
-                    Draw(way.dtype, way.device, others=way.others, repeats=way.repeats),
-                )
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        torch.random.fork_rng(),
+        torch.enable_grad(),
+        torch.device(way.device),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        twin = _copy(module).to(way.device, way.dtype).train(way.training)
+        for p in twin.parameters():
+            if p.numel() > LARGE and (way.late or way.others):
+                p.requires_grad_(False)  # each step of a loop makes one as large as a vocabulary
+            if p.is_floating_point() and way.larger is not None:
+                size = way.larger * max(p.shape[-1:], default=1) ** -0.5
+                p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
+        if served:
+            patch(twin, adapter)
+        cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
+        with cast if way.autocast else contextlib.nullcontext():
+            return run(
+                twin,
+                adapter.example,
+                Draw(
+                    way.dtype, way.device, others=way.others, repeats=way.repeats,
+                    late=way.late, known=integers(type(module)),
+                ),  # fmt: skip
+            )
 
 
 def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
-    """Run an example; return its results, the module's state, and the gradients of all of it."""
-    results = dict(_flat("", list(example(module, draw))))
+    """Run an example; return its results, the module's state, and the gradients of all of it.
+
+    The state is that after every call, for one call may write what another overwrites.
+    """
+    results: dict[str, Any] = {}
+    state = {}
+    for number, result in enumerate(example(module, draw), 1):
+        results |= _flat(f"[{number}]", result)
+        state |= {f"{name} after call {number}": x for name, x in state_of(module).items()}
     if not any(isinstance(x, Tensor) for x in results.values()):
         raise ValueError("the example yields no tensor")
-    state = state_of(module)
     every = (*results.values(), *state.values())
     made = [x for x in every if isinstance(x, Tensor) and x.requires_grad]
-    leaves = [x for x in (*draw.leaves, *module.parameters()) if x.requires_grad]
+    parameters = dict(module.named_parameters())
+    leaves = {f"{i}": x for i, x in enumerate(draw.leaves)} | parameters
+    leaves = {name: x for name, x in leaves.items() if x.requires_grad}
     weighted = Draw(torch.float64, draw.device, seed=1)
     loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if made else [None] * len(leaves)
-    return results, state, {f"{i}": x for i, x in enumerate(grads)}
+    grads: Any = [None] * len(leaves)
+    if made:
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return results, state, dict(zip(leaves, grads))
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -358,7 +414,7 @@ def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | 
     for what, a, b in zip(("results", "state", "gradients"), old, new):
         # Under autocast some gradients are rounding noise: they are compared with the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
-        sizes = [float(x.detach().abs().max()) for x in every if way.autocast and x.numel()]
+        sizes = [float(_numbers(x).abs().max()) for x in every if way.autocast and x.numel()]
         least = max(sizes, default=0.0)
         for name, x in a.items():
             if name in b and not _close(x, b[name], way.tolerance, least):
@@ -374,22 +430,35 @@ def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
         a, b = torch.tensor(a), torch.tensor(b)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and a == b
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if _form(a) != _form(b):
         return False
-    a, b = a.detach().double(), b.detach().double()
+    a, b = _numbers(a), _numbers(b)
     if not a.numel():
+        return True
+    if (a - b).abs().max() <= tolerance * max(1.0, least):  # False for NaN
         return True
     finite = a[a.isfinite()].abs()
     most = max(1.0, least, float(finite.max()) if finite.numel() else 0.0)
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
 
 
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.layout
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor, also of the gradient of an embedding that is sparse."""
+    return x.detach().to_dense().double()
+
+
 def _far(a: Any, b: Any) -> str:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return f"being {_short(b)} instead of {_short(a)}"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"form: {b.dtype} {list(b.shape)} instead of {a.dtype} {list(a.shape)}"
-    return f"{float((a.double() - b.double()).detach().abs().max()):.2g}"
+    if _form(a) != _form(b):
+        layouts = ["" if x.layout == torch.strided else f" {x.layout}" for x in (b, a)]
+        forms = [f"{x.dtype} {list(x.shape)}{y}" for x, y in zip((b, a), layouts)]
+        return f"form: {forms[0]} instead of {forms[1]}"
+    return f"{float((_numbers(a) - _numbers(b)).abs().max()):.2g}"
 
 
 def _short(x: Any) -> str:
