@@ -31,7 +31,8 @@ from attnfast.integrations.patch import adapter_serving, patch
 __all__ = ["tensors", "why_left"]
 
 OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
-LARGE = 1 << 20  # elements of parameters whose gradients are compared after short targets alone
+LARGE = 1 << 20  # elements of a parameter whose gradients are compared in one way alone
+OWN = (torch.float32, torch.float64)  # dtypes of modules that are compared as they are
 BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
 #: In code that draws numbers of its own or asks for gradients, which an example need not show.
 HIDDEN = {
@@ -259,6 +260,7 @@ class Way:
     others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
     repeats: bool = False  # rows of zeros and of the same numbers among the input's
     late: bool = False  # one long target, of words that stand in every row at once
+    large: bool = False  # gradients of large parameters too
 
 
 def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
@@ -269,10 +271,11 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
     least = 1e-9 if exact else 1e-4
     yield Way(adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
     yield Way(adapter.dtype, cpu, least, training=True, late=True)
-    if parameter.dtype in (torch.float32, torch.float64):
-        yield Way(parameter.dtype, parameter.device, 1e-4)
+    if parameter.dtype in OWN:
+        yield Way(parameter.dtype, parameter.device, 1e-4, large=True)
     yield Way(adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS)
-    yield Way(torch.float32, parameter.device, 0.1, autocast=True)
+    half = parameter.dtype not in OWN
+    yield Way(torch.float32, parameter.device, 0.1, autocast=True, large=half)
 
 
 @contextlib.contextmanager
@@ -319,23 +322,20 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
         torch.manual_seed(0)
         twin = _copy(module).to(way.device, way.dtype).train(way.training)
         for p in twin.parameters():
-            if p.numel() > LARGE and (way.late or way.others):
-                p.requires_grad_(False)  # each step of a loop makes one as large as a vocabulary
+            if p.numel() > LARGE and not way.large:
+                p.requires_grad_(False)  # every step of a loop makes one as large as the parameter
             if p.is_floating_point() and way.larger is not None:
                 size = way.larger * max(p.shape[-1:], default=1) ** -0.5
                 p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
         if served:
             patch(twin, adapter)
         cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
+        draw = Draw(
+            way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
+            known=integers(type(module)),
+        )  # fmt: skip
         with cast if way.autocast else contextlib.nullcontext():
-            return run(
-                twin,
-                adapter.example,
-                Draw(
-                    way.dtype, way.device, others=way.others, repeats=way.repeats,
-                    late=way.late, known=integers(type(module)),
-                ),  # fmt: skip
-            )
+            return run(twin, adapter.example, draw)
 
 
 def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
@@ -344,7 +344,7 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     The state is that after every call, for one call may write what another overwrites.
     """
     results: dict[str, Any] = {}
-    state = {}
+    state: dict[str, Any] = {}
     for number, result in enumerate(example(module, draw), 1):
         results |= _flat(f"[{number}]", result)
         state |= {f"{name} after call {number}": x for name, x in state_of(module).items()}
