@@ -338,7 +338,9 @@ def test_the_report_says_it_all():
     register(note="nothing else")
     m = nn.ModuleDict({"x": Plain(), "MultiheadAttention": nn.MultiheadAttention(4, 2)})
     text = str(attnfast.replace(m)).splitlines()
-    assert text[0].startswith("x: Plain served by ") and text[0].endswith("as plain; nothing else")
+    still = "gradient 0 instead of rounding errors: energy.bias"
+    assert text[0].startswith("x: Plain served by ")
+    assert text[0].endswith(f"as plain; nothing else; {still}")
     assert text[1].startswith("MultiheadAttention: MultiheadAttention left alone: ")
     assert all(a != b for a, b in itertools.pairwise(text))
 
@@ -361,4 +363,21 @@ def test_the_adapter_of_the_docs():
     (code,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "example(" in x)
     Attention.__module__, Attention.__qualname__ = "speller", "Attention"
     exec(code, {"attnfast": attnfast})
-    assert str(attnfast.replace(Attention(), strict=True)).endswith("as speller")
+    report = str(attnfast.replace(Attention(), strict=True))
+    assert report.endswith("as speller; gradient 0 instead of rounding errors: v.bias")
+
+
+def test_parameters_that_an_optimiser_no_longer_moves_are_named():
+    """The own code's gradients of a bias before a softmax are not quite 0."""
+    plain = Plain()
+    served = copy.deepcopy(plain)
+    (found,) = attnfast.replace(served).replaced
+    assert found.still == ["energy.bias"]
+    grads = []
+    for m in (plain.double(), served.double()):
+        states, memory, mask = inputs()
+        context, _ = m(states[0].double(), memory.double(), mask)
+        context.square().sum().backward()
+        grads.append({name: p.grad for name, p in m.named_parameters()})
+    assert [name for name, x in grads[1].items() if not x.any()] == ["energy.bias"]
+    assert attnfast.replace(Plain().requires_grad_(False)).replaced[0].still == []

@@ -28,7 +28,7 @@ from attnfast.integrations.adapter import Adapter, Draw, arguments
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving, patch
 
-__all__ = ["tensors", "why_left"]
+__all__ = ["judge", "tensors"]
 
 OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
 LARGE = 1 << 20  # elements of a parameter whose gradients are compared in one way alone
@@ -46,8 +46,14 @@ FIXED = (torch.dtype, torch.device, str, type(None), logging.Logger)  # what a g
 INTERNAL = {*vars(nn.Module()), PLACE}
 
 
-def why_left(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say why a module of a known class is left alone, or None."""
+def judge(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
+    """Say why a module of a known class is left alone, or None; see :func:`compare`."""
+    why = why_left_unseen(module, adapter)
+    return (why, []) if why else compare(module, adapter)
+
+
+def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say why a module of a known class is left alone without a comparison, or None."""
     if adapter_serving(module) is not None:
         return "it is served already"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
@@ -60,7 +66,6 @@ def why_left(module: nn.Module, adapter: Adapter) -> str | None:
         or why_not_inherited(module, adapter)
         or why_not_read_alike(module, adapter)
         or why_not_hooked(module)
-        or why_not_alike(module, adapter)
     )
 
 
@@ -279,19 +284,30 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: on a busy machine several of them wait for one another."""
-    threads = torch.get_num_threads()
+def quietly() -> Iterator[None]:
+    """Compute with one thread, for several wait for one another on a busy machine; log nothing."""
+    threads, level = torch.get_num_threads(), logging.root.manager.disable
+    handlers = list(logging.root.handlers)
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        logging.disable(level)
+        logging.root.handlers[:] = handlers  # the first warning makes one
 
 
-@one_thread()
-def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say in what the module and its replacement differ on the adapter's example, or None."""
+@quietly()
+def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
+    """Call the module and its replacement on the adapter's example, in every way.
+
+    Returns:
+        In what they differ, or None; the parameters that now have a gradient of 0, where the
+        module's own code gives them rounding errors.
+    """
+    theirs: set[str] = set()
+    ours: set[str] = set()
     for way in ways(module, adapter):
         outcomes = []
         for served in (False, True):
@@ -300,14 +316,24 @@ def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
             except Exception as error:
                 if way.autocast and not served:
                     break  # its own class does not know autocast either
-                whose = "its replacement" if served else "its own class"
-                what = " ".join(str(error).split())
-                return f"{whose} fails on an example: {type(error).__name__}: {what}"
+                return _failure("its replacement" if served else "its own class", error), []
         else:
-            difference = why_not_same(outcomes[0], outcomes[1], way)
+            try:
+                difference = why_not_same(outcomes[0], outcomes[1], way)
+                for moved, (*_, grads) in zip((theirs, ours), outcomes):
+                    given = {name: x for name, x in grads.items() if x is not None}
+                    moved |= {name for name, x in given.items() if _numbers(x).any()}
+            except Exception as error:  # of kinds of tensors that cannot be compared
+                return _failure("the comparison", error), []
             if difference is not None:
-                return difference
-    return None
+                return difference, []
+    names = [name for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    return None, [name for name in names if name in theirs - ours]
+
+
+def _failure(whose: str, error: Exception) -> str:
+    what = " ".join(str(error).split())
+    return f"{whose} fails on an example: {type(error).__name__}: {what}"
 
 
 def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from attnfast.backends import best, choose
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
-from attnfast.integrations.probe import why_left
+from attnfast.integrations.probe import judge
 from attnfast.integrations.registry import adapter_of, why_unknown
 from attnfast.ops.recurrent import RECURRENT
 
@@ -24,21 +24,28 @@ ATTENTION = re.compile("Att|attention|attn|LSA")  # in the names of classes that
 
 @dataclass
 class Found:
-    """One module of a report: where it is, what it is, what serves it or why it was left alone."""
+    """One module of a report: where it is, what it is, what serves it or why it was left alone.
+
+    ``still`` are the parameters whose gradient is 0, as a softmax has it, where the project's own
+    code leaves rounding errors: an optimiser does not move them any more.
+    """
 
     path: str
     module: nn.Module
     adapter: Adapter | None
     backend: str = ""
     left: str = ""
+    still: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         what = f"{self.path or '(the model)'}: {type(self.module).__name__}"
         if self.left:
             return f"{what} left alone: {self.left}"
         assert self.adapter is not None
-        note = f"; {self.adapter.note}" if self.adapter.note else ""
-        return f"{what} served by {self.backend}, as {self.adapter.name}{note}"
+        notes = [self.adapter.note] if self.adapter.note else []
+        if self.still:
+            notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.still)}")
+        return "; ".join([f"{what} served by {self.backend}, as {self.adapter.name}", *notes])
 
 
 @dataclass
@@ -122,7 +129,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
             continue
         if not adapter.attention:
             inner.update(module.modules())
-        found.left = why_left(module, adapter) or ""
+        why, found.still = judge(module, adapter)
+        found.left = why or ""
     for found in report.replaced:
         _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]

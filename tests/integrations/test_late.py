@@ -9,6 +9,7 @@ import torch
 from integrations import doubles
 from integrations.doubles import MAX_LENGTH, SOS_token
 from integrations.test_decoders import WORDS, d2l, pytestmark, served, tutorial
+from torch import nn
 
 import attnfast
 from attnfast.integrations.adapter import LATE, Draw
@@ -105,11 +106,18 @@ def test_a_copy_that_calls_its_base_is_served():
     served(AttnDecoderRNN(8, WORDS))
 
 
+def test_a_sparse_embedding():
+    """Its gradients have a layout of their own, and are added up in both."""
+    plain = tutorial()
+    plain.embedding = nn.Embedding(WORDS, 8, sparse=True)
+    served(plain)
+
+
 def test_what_one_call_writes_and_the_next_overwrites():
     """The probe's last call runs the own code on both sides."""
     adapter = attnfast.integrations.registry.adapter_of(tutorial())
     decoder = Keeps(8, WORDS)
-    why = attnfast.integrations.probe.why_not_alike(decoder, adapter)
+    why, _ = attnfast.integrations.probe.compare(decoder, adapter)
     assert why is not None and why.startswith("state differ in last after call")
 
 
