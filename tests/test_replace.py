@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 from integrations.doubles import Plain
-from integrations.plain import Served, as_plain, inputs, model, projections, register, run, same
+from integrations.plain import Served, as_plain, inputs, model, register, run, same
 from torch import nn
 
 import attnfast
 from attnfast import integrations
-from attnfast.integrations import ADAPTERS
+from attnfast.integrations import ADAPTERS, attend
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving
 from attnfast.integrations.registry import PROJECTS
@@ -244,13 +244,19 @@ def test_an_optional_argument_that_is_new_goes_to_the_own_class():
     plain = Tempered()
     served = copy.deepcopy(plain)
     attnfast.replace(served, strict=True)
-    calls = projections(served)
     (state, *_), memory, mask = inputs()
-    for more in ({"mask": mask}, {"heat": 3.0, "mask": mask}, {"heat": None, "mask": mask}):
-        torch.testing.assert_close(served(state, memory, **more), plain(state, memory, **more))
-    torch.testing.assert_close(served(state, memory, 3.0, mask), plain(state, memory, 3.0, mask))
-    torch.testing.assert_close(served(state, memory, None, mask), plain(state, memory, None, mask))
-    assert len(calls) == 3  # of its own twice, of its replacement once
+    calls = [
+        ((), {"mask": mask}, True),
+        ((), {"heat": 3.0, "mask": mask}, False),
+        ((), {"heat": None, "mask": mask}, True),
+        ((3.0, mask), {}, False),
+        ((None, mask), {}, True),
+    ]
+    for args, more, ours in calls:
+        with mock.patch("integrations.plain.attend", wraps=attend) as attending:
+            got = served(state, memory, *args, **more)
+        torch.testing.assert_close(got, plain(state, memory, *args, **more))
+        assert attending.called == ours
 
 
 def test_twice_and_nothing():
