@@ -77,23 +77,26 @@ class Report:
 def replace(model: nn.Module, *, strict: bool = False) -> Report:
     """Let attnfast compute the attention of a model, in place.
 
-    Every module whose class and parameters are known is first called beside its replacement, on
+    Every module whose class and parameters are known is first called next to its replacement, on
     copies of both: several steps on small random padded input, in float64, as the model is, under
     autocast, and with larger parameters on a long source. Where outputs, gradients, buffers or
     attributes differ, its methods need arguments that the replacement does not know, a subclass has
-    methods of its own, a copied class reads other attributes, or an inner layer has hooks, it is
-    left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks, arguments, results
-    and attributes stay as they are; a call with an optional argument that the replacement does not
-    know goes to the module's own code; models can be copied and pickled. Of a whole decoder that is
-    known the steps of a target become one call; where they cannot, its attention is served alone.
+    methods of its own, a copied class reads or writes other attributes, or an inner layer has
+    hooks, it is left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks,
+    arguments, results and attributes stay as they are; models can be copied and pickled. A call
+    goes to the module's own code with an optional argument that the replacement does not know,
+    within ``torch.func`` and forward mode, where TorchScript or ONNX record a graph, and while
+    inner layers have hooks or are of another class than before. Of a whole decoder that is known
+    the steps of a target become one call; where they cannot, its attention is served alone.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
-    same tensors, unchanged in place. A parameter that is written through ``.data`` between two
+    same tensors, unchanged. On a CPU every change of a source is seen, also through NumPy or
+    another tensor over its memory, but for writes through ``.data`` to a source with a ``grad_fn``;
+    on a GPU those that PyTorch counts. A parameter that is written through ``.data`` between two
     calls with one source, as running averages are, is seen by some of its values: not where a write
     spares these, and not on a GPU, where ``train()`` or ``eval()`` after it says so. Of several
-    backwards over one source all but the last need ``retain_graph=True``. Weights of inner layers
-    may be read without a call of the layer: prune, normalise or adapt layers before, or
-    ``report.undo()`` first.
+    backwards over one source all but the last need ``retain_graph=True``; second derivatives need
+    ``report.undo()`` before. Prune, normalise or adapt inner layers before.
 
     Args:
         model: any module; its parameters are not touched.
