@@ -645,7 +645,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("or own[\"_backward_hooks\"]\n", ""),
         ("or \"forward\" in own", ""),
         ("is_transformed() or has_global_hooks()", "is_transformed()"),
-        ("torch.jit.is_tracing() or", "False or"),
+        ("if torch.jit.is_tracing():", "if False:"),
+        ("if torch.onnx.is_in_onnx_export():", "if False:"),
     ],
     ("attnfast/integrations/decoders.py", "tests/integrations/test_decoders.py"): [
         ("x.training and x.p > 0", "x.training and x.p > 1"),

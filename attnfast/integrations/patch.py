@@ -114,9 +114,12 @@ def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
 
 def _is_served(module: Any) -> bool:
     """Whether attnfast computes a call, and not the module's own code."""
-    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
-        return False  # other programs than PyTorch with attnfast may run the graph
-    if not torch.compiler.is_compiling() and (is_transformed() or has_global_hooks()):
+    if torch.jit.is_tracing():
+        return False  # programs without attnfast may run the graph, as ONNX's do
+    if torch.compiler.is_compiling():
+        if torch.onnx.is_in_onnx_export():
+            return False
+    elif is_transformed() or has_global_hooks():
         return False
     kinds = module._attnfast_kinds
     return kinds is None or _is_as_it_was(module, kinds)
