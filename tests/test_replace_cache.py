@@ -172,6 +172,20 @@ def test_training_and_evaluation_end_what_is_kept():
             assert not vars(m).get(PLACE)
 
 
+@torch.no_grad()
+def test_a_source_that_a_graph_made_and_that_changes_in_place():
+    """Its version tells, and no copy is kept."""
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    with torch.enable_grad():
+        made = memory * 2
+    for state in states:
+        torch.testing.assert_close(m(state, made, mask), plain(state, made, mask))
+        made.mul_(-1.5)
+
+
 def test_backward_twice_over_one_source():
     """The graph of the kept keys is gone after the first."""
     m = model()["a0"]

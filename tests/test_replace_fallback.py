@@ -116,14 +116,19 @@ def test_what_has_no_second_derivative_names_the_way_back(both):
 # ---- inner layers that are no longer as they were ------------------------------------------------
 
 
-def calls_of_hooks(m, query, keys):
-    calls = []
-    for layer in m.children():
-        layer.register_forward_hook(lambda *_: calls.append(1))
-        layer.register_full_backward_hook(lambda *_: calls.append(10))
-    for _ in range(2):
-        total(m, query.requires_grad_(), keys.requires_grad_()).backward()
-    return torch.tensor(calls)
+def calls_of(hook):
+    def calls_of_hooks(m, query, keys):
+        calls = []
+        for number, layer in enumerate(m.children()):
+            getattr(layer, f"register_{hook}")(lambda *_, n=number: calls.append(n))
+        for _ in range(2):
+            total(m, query.requires_grad_(), keys.requires_grad_()).backward()
+        return torch.tensor(calls)
+
+    return calls_of_hooks
+
+
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 
 
 def doubling_hook(m, query, keys):
@@ -171,7 +176,7 @@ def quantised(m, query, keys):
 
 @pytest.mark.parametrize(
     "change",
-    [calls_of_hooks, doubling_hook, global_hook, exchanged, assigned_forward, quantised],
+    [*map(calls_of, HOOKS), doubling_hook, global_hook, exchanged, assigned_forward, quantised],
 )
 def test_inner_layers_that_changed(both, change):
     both(change)
