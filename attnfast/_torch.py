@@ -6,6 +6,7 @@ tests/test_private_torch.py says of each what breaks where PyTorch drops it. ``T
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,6 +42,29 @@ def is_intercepted() -> bool:
 
 def _functorch_level() -> int:
     return torch._C._functorch.maybe_current_level() or 0
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` differentiates or maps, or derivatives are taken in forward mode."""
+    return _functorch_level() > 0 or has_tangents()
+
+
+_HOOKS = [
+    getattr(torch.nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+]
+
+
+def has_global_hooks() -> bool:
+    """Whether some hook is called with every module."""
+    return any(_HOOKS)
+
+
+def class_of(module: Any) -> type:
+    """Return a module's class, without the proxy that torch.export takes for a second name."""
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    proxied = tracing is not None and isinstance(module, tracing._AttrProxy)
+    return type(module).__bases__[1] if proxied else type(module)
 
 
 def keep_in_pytrees(result: type, *names: str) -> None:

@@ -428,13 +428,15 @@ def test_compile(recurrence, attention):
 
 
 @torch.no_grad()
-def test_export():
-    """With sizes that are not known."""
+@pytest.mark.parametrize("twice", [False, True])
+def test_export(twice):
+    """With sizes that are not known; the attention may have two names."""
     layer, x, source, _ = layer_and_inputs(attn.AttentionGRU, "bahdanau")
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
+            self.attention = layer.attention if twice else None
             self.layer = layer
 
         def forward(self, x, source):

@@ -233,9 +233,25 @@ def test_info_needs_no_optional_package():
     assert re.search(r"^triton +off: ", done.stdout, re.MULTILINE)
 
 
-def test_kernels_shadow_no_other_package():
-    done = python(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import kernels")
-    assert "importable as attnfast.kernels only" in done.stderr
+def test_kernels_shadow_no_other_package(tmp_path):
+    """Hugging Face's transformers, for one, look for a package of this name."""
+    here = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}];"
+    names = "'__file__', '__version__'"
+    done = python(f"{here} import kernels; print([x for x in ({names}) if hasattr(kernels, x)])")
+    assert done.stdout.strip() == "[]", done.stderr
+    for use in ("from kernels import get_kernel", "import kernels; kernels.get_kernel"):
+        done = python(f"{here} {use}")
+        assert "ImportError: get_kernel is not here: these are attnfast's Triton" in done.stderr
+        assert "importable as attnfast.kernels only" in done.stderr
+    assert (
+        "No module named 'kernels.attention'" in python(f"{here} import kernels.attention").stderr
+    )
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("from .layers import get_kernel")
+    (tmp_path / "kernels" / "layers.py").write_text("get_kernel = 3")
+    use = "import kernels; from kernels import get_kernel; print(get_kernel, kernels.__file__)"
+    done = python(f"{here} {use}; import attnfast.kernels.attention")
+    assert done.stdout.split() == ["3", str(tmp_path / "kernels" / "__init__.py")], done.stderr
 
 
 def public():

@@ -67,6 +67,44 @@ def test_a_mode_that_records():
     assert seen == [True, True] and not _torch.is_intercepted()
 
 
+def test_transforms():
+    """A served module fails within torch.func, where its own code would run."""
+    seen = []
+    torch.func.grad(lambda x: seen.append(_torch.is_transformed()) or x * 2)(torch.ones(()))
+    with forward_ad.dual_level():
+        seen.append(_torch.is_transformed())
+    assert seen == [True, True] and not _torch.is_transformed()
+
+
+def test_hooks_of_all_modules():
+    """A hook of every module is not called with the inner layers of a served one."""
+    handles = [
+        getattr(torch.nn.modules.module, f"register_module_{name}_hook")(lambda *_: None)
+        for name in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    ]
+    for handle in handles:
+        assert _torch.has_global_hooks()
+        handle.remove()
+    assert not _torch.has_global_hooks()
+
+
+def test_the_class_of_a_module_with_two_names():
+    """The number of a layer's steps becomes a constant of an exported graph."""
+    seen = []
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = self.b = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            seen.extend(_torch.class_of(layer) for layer in (self.a, self.b))
+            return self.a(x) + self.b(x)
+
+    torch.export.export(Twice(), (torch.ones(1, 1),), strict=False)
+    assert set(seen) == {torch.nn.Linear}
+
+
 def test_results_in_pytrees():
     """``vmap`` and ``export`` take a result's log-sum-exp and statistics away."""
     x = torch.ones(1, 2, 4)

@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 from integrations.doubles import Plain
-from integrations.plain import Served, as_plain, inputs, model, projections, register, run, same
+from integrations.plain import Served, as_plain, inputs, model, register, run, same
 from torch import nn
 
 import attnfast
 from attnfast import integrations
-from attnfast.integrations import ADAPTERS
+from attnfast.integrations import ADAPTERS, attend
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving
 from attnfast.integrations.registry import PROJECTS
@@ -42,7 +42,7 @@ def test_same_numbers_in_place():
     report = attnfast.replace(m)
     assert [x.path for x in report.replaced] == ["a0"] and not report.left
     same(run(m["a0"], *args), run(plain["a0"], *args))
-    assert type(m["a0"]).forward is Served.forward
+    assert adapter_serving(m["a0"]).methods is Served
     assert isinstance(m["a0"], Plain) and repr(m) == repr(plain)
     assert m.state_dict().keys() == plain.state_dict().keys()
     torch.testing.assert_close(m["a0"].last, run(plain["a0"], *args)[0][-1])
@@ -244,13 +244,19 @@ def test_an_optional_argument_that_is_new_goes_to_the_own_class():
     plain = Tempered()
     served = copy.deepcopy(plain)
     attnfast.replace(served, strict=True)
-    calls = projections(served)
     (state, *_), memory, mask = inputs()
-    for more in ({"mask": mask}, {"heat": 3.0, "mask": mask}, {"heat": None, "mask": mask}):
-        torch.testing.assert_close(served(state, memory, **more), plain(state, memory, **more))
-    torch.testing.assert_close(served(state, memory, 3.0, mask), plain(state, memory, 3.0, mask))
-    torch.testing.assert_close(served(state, memory, None, mask), plain(state, memory, None, mask))
-    assert len(calls) == 3  # of its own twice, of its replacement once
+    calls = [
+        ((), {"mask": mask}, True),
+        ((), {"heat": 3.0, "mask": mask}, False),
+        ((), {"heat": None, "mask": mask}, True),
+        ((3.0, mask), {}, False),
+        ((None, mask), {}, True),
+    ]
+    for args, more, ours in calls:
+        with mock.patch("integrations.plain.attend", wraps=attend) as attending:
+            got = served(state, memory, *args, **more)
+        torch.testing.assert_close(got, plain(state, memory, *args, **more))
+        assert attending.called == ours
 
 
 def test_twice_and_nothing():
@@ -338,7 +344,9 @@ def test_the_report_says_it_all():
     register(note="nothing else")
     m = nn.ModuleDict({"x": Plain(), "MultiheadAttention": nn.MultiheadAttention(4, 2)})
     text = str(attnfast.replace(m)).splitlines()
-    assert text[0].startswith("x: Plain served by ") and text[0].endswith("as plain; nothing else")
+    still = "gradient 0 instead of rounding errors: energy.bias"
+    assert text[0].startswith("x: Plain served by ")
+    assert text[0].endswith(f"as plain; nothing else; {still}")
     assert text[1].startswith("MultiheadAttention: MultiheadAttention left alone: ")
     assert all(a != b for a, b in itertools.pairwise(text))
 
@@ -361,4 +369,21 @@ def test_the_adapter_of_the_docs():
     (code,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "example(" in x)
     Attention.__module__, Attention.__qualname__ = "speller", "Attention"
     exec(code, {"attnfast": attnfast})
-    assert str(attnfast.replace(Attention(), strict=True)).endswith("as speller")
+    report = str(attnfast.replace(Attention(), strict=True))
+    assert report.endswith("as speller; gradient 0 instead of rounding errors: v.bias")
+
+
+def test_parameters_that_an_optimiser_no_longer_moves_are_named():
+    """The own code's gradients of a bias before a softmax are not quite 0."""
+    plain = Plain()
+    served = copy.deepcopy(plain)
+    (found,) = attnfast.replace(served).replaced
+    assert found.still == ["energy.bias"]
+    grads = []
+    for m in (plain.double(), served.double()):
+        states, memory, mask = inputs()
+        context, _ = m(states[0].double(), memory.double(), mask)
+        context.square().sum().backward()
+        grads.append({name: p.grad for name, p in m.named_parameters()})
+    assert [name for name, x in grads[1].items() if not x.any()] == ["energy.bias"]
+    assert attnfast.replace(Plain().requires_grad_(False)).replaced[0].still == []

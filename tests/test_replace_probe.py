@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 from unittest import mock
 
 import pytest
@@ -396,6 +397,53 @@ def test_one_thread_compares():
         assert set(threads) == {1} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_nothing_is_logged_and_no_log_is_set_up(monkeypatch, caplog):
+    class Logging(Plain):
+        def forward(self, state, memory, mask=None):
+            logging.warning("a step")
+            return Plain.forward(self, state, memory, mask)
+
+    register(classes=[f"{Logging.__module__}.{Logging.__qualname__}"])
+    assert attnfast.replace(Logging()).replaced and not caplog.records
+    monkeypatch.setattr(logging.root, "handlers", [])
+    attnfast.replace(Logging())
+    assert not logging.root.handlers and logging.root.manager.disable == 0
+
+
+class Worded(Plain):
+    """Has an embedding whose gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 6, sparse=True)
+
+    def forward(self, state, memory, mask=None):
+        return Plain.forward(self, state + word(self, state), memory, mask)
+
+
+def word(module, state, sparse=True):
+    index = torch.arange(len(state), device=state.device)
+    return nn.functional.embedding(index, module.words.weight, sparse=sparse)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_sparse_gradients_are_compared(sparse):
+    class Ours(Served):
+        def forward(self, state, memory, mask=None):
+            return super().forward(state + word(self, state, sparse), memory, mask)
+
+    names = [n for n, _ in Worded().named_parameters()]
+    register(Ours, classes=[f"{__name__}.Worded"], parameters=names)
+    report = attnfast.replace(Worded())
+    assert bool(report.replaced) == sparse, report
+    assert sparse or "gradients differ by form: torch.float64 [20, 6] instead" in str(report)
+
+
+def test_what_cannot_be_compared_is_left_alone():
+    with mock.patch("attnfast.integrations.probe.why_not_same", side_effect=NotImplementedError):
+        assert "the comparison fails on an example" in str(attnfast.replace(Plain()))
 
 
 def test_another_type_under_autocast_is_left_alone():

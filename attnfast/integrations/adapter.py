@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 __all__ = ["Adapter", "Draw", "arguments"]
 
+LATE = 40  # steps of a long target
+
 
 class Draw:
     """Random input of a probe, the same for the same seed."""
@@ -24,9 +26,12 @@ class Draw:
         seed: int = 0,
         others: tuple[tuple[int, ...], ...] = (),
         repeats: bool = False,
+        late: bool = False,
+        known: Iterable[int] = (),
     ):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.device, self.others, self.repeats = dtype, device, others, repeats
+        self.late, self.known, self.most = late, tuple(known), LATE if late else 0
         self.leaves: list[Tensor] = []
 
     def __call__(self, *shape: int, grad: bool = True) -> Tensor:
@@ -48,14 +53,25 @@ class Draw:
         """Return whole numbers, such as lengths."""
         return torch.tensor(values, device=self.device)
 
-    def words(self, most: int, *shape: int) -> Tensor:
-        """Return random whole numbers below ``most``, half of them the first few.
+    def steps(self, *counts: int) -> tuple[int, ...]:
+        """Return how many steps targets have: the counts given, and once many."""
+        most, self.most = self.most, 0
+        return (*counts, most) if most else counts
 
-        These are what padding and other words with a meaning of their own are.
+    def words(self, most: int, B: int, T: int, *shape: int) -> Tensor:
+        """Return random words ``[B, T, ...]`` below ``most``, half of them the first few.
+
+        These are what padding and other words with a meaning of their own are. Of a late target
+        every other word is the same in all rows: the first few, the last, and the integers that
+        stand in the module's own code, for all rows may end at one of them.
         """
-        x = torch.randint(most, shape, generator=self.generator, device="cpu")
-        first = torch.rand(shape, generator=self.generator) < 0.5
-        return torch.where(first, x % 4, x).to(self.device)
+        x = torch.randint(most, (B, T, *shape), generator=self.generator, device="cpu")
+        x = torch.where(torch.rand(x.shape, generator=self.generator) < 0.5, x % 4, x)
+        marks = [*range(4), most - 1, *self.known]
+        marks = [word for word in dict.fromkeys(marks) if 0 <= word < most]
+        for t in range(1, T if self.late else 0, 2):
+            x[:, t] = marks[t // 2 % len(marks)]
+        return x.to(self.device)
 
     def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:
         """Return a boolean mask ``[B, Tk]``, True up to the lengths."""
@@ -77,9 +93,10 @@ class Adapter:
         optional: the names of those that it may have; any other is a reason to leave it alone.
         example: ``example(module, draw)`` calls a module of this kind, several steps on padded
             input, and yields what it returns; ``draw(*shape)`` makes the input, and
-            ``draw.sources(...)`` adds a long source to the lengths (see :class:`Draw`).
-        reads: the attributes and globals that the original's code reads and ``methods`` need not,
-            where it is one that people copy; a copy that reads any other is left alone.
+            ``draw.sources(...)`` adds a long source and large batches to the lengths, and
+            ``draw.steps(...)`` a long target (see :class:`Draw`).
+        reads: the attributes and globals that the original's code reads or writes and ``methods``
+            need not, where it is one that people copy; a copy with any other is left alone.
         attention: of a whole decoder, the name of its attention, which must be served too.
         larger: the size of parameters drawn for one comparison, times 1/√n for n features, so that
             scores are large; 1 where a note says that large ones differ.

@@ -4,10 +4,16 @@ A project calls its attention at every decoder step with the same source. What d
 alone is kept until one of the tensors that it was made of is another, was changed in place, or the
 way of calling changed; a backward through it ends it too, for its graph is gone then. Where source
 after source comes once, as in a beam search that indexes it at every step, nothing is kept.
+
+PyTorch counts changes in place as versions, but not those through ``.data``, through NumPy or
+through another tensor over the same memory. A tensor that a graph made, in memory of PyTorch's own,
+is known by its version; of any other on a CPU a copy is kept, and compared at every call.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,14 +33,27 @@ PATIENCE = 3  # so many sources in a row that come once, before nothing is kept 
 class _Kept:
     """A result, and what it was made of; ``missed``: how many before it nobody asked for again."""
 
-    def __init__(self, result: Any, of: tuple[Any, ...], way: tuple[Any, ...], missed: int):
+    def __init__(
+        self, result: Any, of: tuple[Any, ...], source: Any, way: tuple[Any, ...], missed: int,
+        made_here: list[Tensor],
+    ):  # fmt: skip
         self.result, self.way, self.missed = result, way, missed
-        self.of = tuple(Seen(x) if isinstance(x, Tensor) else x for x in of)
+        bases = [_base(x) for x in (*of, source) if isinstance(x, Tensor)]
+        self.base = _base(result) if isinstance(result, Tensor) else None
+        if any(self.base is x for x in bases):
+            self.base = None  # a view of what is not of our making
+        self.of = tuple(
+            Seen(x, exact=not any(_base(x) is made for made in made_here))
+            if isinstance(x, Tensor) else x
+            for x in of
+        )  # fmt: skip
+        self.source = Seen(source) if isinstance(source, Tensor) else source
 
-    def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
+    def holds(self, of: tuple[Any, ...], source: Any, way: tuple[Any, ...]) -> bool:
         return (
             self.way == way
             and len(of) == len(self.of)
+            and (source is None if self.source is None else self.source.again(source))
             and all(
                 seen.again(x) if isinstance(seen, Seen) else not isinstance(x, Tensor) and x == seen
                 for x, seen in zip(of, self.of)
@@ -47,12 +66,14 @@ class _Passed:
 
     result = None
 
-    def __init__(self, of: tuple[Any, ...], missed: int):
-        self.missed = missed
-        self.of = [weakref.ref(_base(x)) for x in of if isinstance(x, Tensor)]
+    base = None
 
-    def holds(self, of: tuple[Any, ...], way: tuple[Any, ...]) -> bool:
-        now = [_base(x) for x in of if isinstance(x, Tensor)]
+    def __init__(self, of: tuple[Any, ...], source: Any, missed: int):
+        self.missed = missed
+        self.of = [weakref.ref(_base(x)) for x in (*of, source) if isinstance(x, Tensor)]
+
+    def holds(self, of: tuple[Any, ...], source: Any, way: tuple[Any, ...]) -> bool:
+        now = [_base(x) for x in (*of, source) if isinstance(x, Tensor)]
         return len(now) == len(self.of) and all(x is y() for x, y in zip(now, self.of))
 
 
@@ -60,23 +81,53 @@ class Seen:
     """A tensor as it was: the object, or that of which it is a view, and what is told of it.
 
     Of a parameter also some of its values, for what is written through ``.data`` has no version.
+    With ``exact`` all values of another tensor whose version does not tell of all changes.
     """
 
-    def __init__(self, x: Tensor):
+    def __init__(self, x: Tensor, exact: bool = False):
         self.itself, self.base = weakref.ref(x), weakref.ref(_base(x))
         self.state, self.part = _state(x), _part(x)
-        self.some = _some(x) if type(x) is nn.Parameter and x.device.type == "cpu" else None
-        self.values = None if self.some is None else self.some.tolist()
+        self.some = self.values = self.copy = None
+        if x.device.type == "cpu" and type(x) is nn.Parameter:
+            self.some = _some(x)
+            self.values = self.some.tolist()
+        elif x.device.type == "cpu" and exact and not _tells_of_changes(x):
+            self.copy = x.detach().clone()
 
     def again(self, x: Any) -> bool:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.is_inference() or _state(x) != self.state:
             return False
         if x is self.itself():
             same = self.some is None or self.some.tolist() == self.values
-            return same and _state(x) == self.state
-        if x.is_inference() or self.base() is not _base(x):
-            return False
-        return _state(x) == self.state and _part(x) == self.part
+        else:
+            same = self.base() is _base(x) and _part(x) == self.part
+        return same and (self.copy is None or _is_equal(x, self.copy))
+
+
+def _tells_of_changes(x: Tensor) -> bool:
+    """Whether nobody writes to a tensor but through itself and its views, as far as can be told.
+
+    A graph made it, and not a user; and its memory is PyTorch's own, which NumPy has no view of.
+    """
+    base = _base(x)
+    return base.grad_fn is not None and not _is_shared(base)
+
+
+def _is_shared(x: Tensor) -> bool:
+    """Whether others than PyTorch may write to a tensor's memory: NumPy, another process."""
+    return not x.untyped_storage().resizable()
+
+
+_compare = ctypes.CDLL(None if os.name == "posix" else "msvcrt").memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _is_equal(x: Tensor, copy: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits; twice as fast as PyTorch."""
+    if x.stride() == copy.stride():  # dense, for copies are
+        return _compare(x.data_ptr(), copy.data_ptr(), x.numel() * x.itemsize) == 0
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
+    return torch.equal(x.detach().view(integers), copy.view(integers))
 
 
 def _some(x: Tensor) -> Tensor:
@@ -118,6 +169,7 @@ def cached_per_source(
     name: str,
     make: Callable[[], Any],
     *of: Any,
+    source: Tensor | None = None,
     once: Callable[[], Any] | None = None,
 ) -> Any:
     """Return ``make()``, or what it returned last time if it was made ``of`` the same.
@@ -126,35 +178,41 @@ def cached_per_source(
         module: the project's module, which keeps the result, a tensor or a memory, under
             ``name``.
         make: computes it from nothing that may change but ``of``.
-        of: tensors, compared by identity and version, and other values, compared as they are.
+        of: what it is computed from: tensors, compared by identity and version, and on a CPU by
+            their values where a version does not tell of every change; other values, compared as
+            they are.
+        source: a tensor that is not read, or of which the result is a view: another one, or
+            another version, ends what is kept.
         once: computes what serves a single call, where nothing is kept.
 
-    Changes without a version (through ``.data``, by a fused optimiser, in NumPy's view of a tensor)
-    are seen in some elements of a CPU's parameters, so not where they leave those as they are, nor
-    in other tensors, nor on a GPU, which would have to wait; ``train()`` and ``eval()`` end what is
-    kept, and so does another source where it is among what it is made ``of``.
+    Changes of parameters without a version (through ``.data``, by a fused optimiser, in NumPy's
+    view of a tensor) are seen in some elements, so not where they leave those as they are, nor on a
+    GPU, which would have to wait. Of other tensors on a CPU they are all seen, but for writes
+    through ``.data`` to what a graph made. ``train()`` and ``eval()`` end what is kept.
     """
-    way = _way(next(x for x in of if isinstance(x, Tensor)))
+    tensors = [x for x in (*of, source) if isinstance(x, Tensor)]
+    way = _way(tensors[0])
     kept = module.__dict__.setdefault(PLACE, {})
     if way is None:
         kept.pop(name, None)
         return make()
     found, missed = kept.get(name), 0
     if found is not None:
-        if found.holds(of, way):
+        if found.holds(of, source, way):
             found.missed = 0
             if found.result is not None:
                 return found.result
         else:
             missed = found.missed + 1
-    if any(isinstance(x, Tensor) and x.is_inference() for x in of):
+    if any(x.is_inference() or (x.device.type != "cpu" and _is_shared(x)) for x in tensors):
         kept.pop(name, None)  # these do not know that they were changed
         return (once or make)()
     if missed > PATIENCE:
-        kept[name] = _Passed(of, missed)
+        kept[name] = _Passed(of, source, missed)
         return (once or make)()
     result = make()
-    entry = kept[name] = _Kept(result, of, way, missed)
+    made_here = [x.base for key, x in list(kept.items()) if key != name and x.base is not None]
+    entry = kept[name] = _Kept(result, of, source, way, missed, made_here)
     node: Any = result.steps and result.steps.token if isinstance(result, Memory) else result
     if getattr(node, "grad_fn", None) is not None:
         owner, made = weakref.ref(module), weakref.ref(entry)

@@ -68,7 +68,8 @@ ADAPTERS = [
             *("ta.weight", "ta.bias"),
         ],
         example=example,
-        reads=["_mask_value", "win_idx"],  # of masks, and of the windows that its own code makes
+        # of masks, and of the windows that its own code makes
+        reads=["_mask_value", "win_idx", "win_back", "win_front"],
         why_not=lambda attention: (
             None if attention.norm == "softmax" else "its weights are normalised sigmoids"
         ),

@@ -97,7 +97,7 @@ def translate(decoder, draw):
         of_state = decoder.rnn.num_layers, B, decoder.rnn.hidden_size
         for seen in (draw.numbers(*lengths), None):
             state = decoder.init_state((source, draw(*of_state)), seen)
-            for T in (4, 1, 2):
+            for T in draw.steps(4, 1, 2):
                 out, state = decoder(draw.words(words, B, T), state)
                 yield out, list(state), list(decoder._attention_weights)
 

@@ -25,7 +25,7 @@ class Total:
 
 def total(self, weights):
     """Return the sum of all weights before, of a source and its mask."""
-    return cached_per_source(self, "total", Total, self.enc_h, self.mask)(weights)
+    return cached_per_source(self, "total", Total, self.mask, source=self.enc_h)(weights)
 
 
 class Coverage:
@@ -35,7 +35,9 @@ class Coverage:
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)) + self.wvec.bias
         att_prev_list = [uniform(self)] if att_prev_list is None else att_prev_list
         weight = self.wvec.weight
-        feature = cached_per_source(self, "feature", lambda: weight.view(-1), weight, self.enc_h)
+        feature = cached_per_source(
+            self, "feature", lambda: weight.view(-1), weight, source=self.enc_h
+        )
         history = {"coverage": total(self, att_prev_list), "coverage_weight": feature}
         context, weights = score(self, query, scaling, **history)
         att_prev_list += [weights]  # the project's own list

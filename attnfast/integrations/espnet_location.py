@@ -18,7 +18,9 @@ def uniform(self):
 def located(self, query, scale, previous, **more):
     """Return context and weights, the score with features U (F ∗ previous)."""
     kernel, projection = self.loc_conv.weight, self.mlp_att.weight
-    filters = cached_per_source(self, "filters", lambda: kernel.squeeze(2), kernel, self.enc_h)
+    filters = cached_per_source(
+        self, "filters", lambda: kernel.squeeze(2), kernel, source=self.enc_h
+    )
     more = {"filters": filters, "projection": projection, "previous": previous, **more}
     return score(self, query, scale, **more)
 

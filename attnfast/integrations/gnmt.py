@@ -10,7 +10,7 @@ from attnfast.integrations.serve import attend, batch_first, project
 def normalized(self, keys):
     """Return the weight g v / ‖v‖, the same tensor at every step."""
     v, g = self.linear_att, self.normalize_scalar
-    return cached_per_source(self, "weight", lambda: v / v.norm() * g, v, g, keys)
+    return cached_per_source(self, "weight", lambda: v / v.norm() * g, v, g, source=keys)
 
 
 class GNMT:

@@ -124,7 +124,7 @@ def translate(decoder, draw):
             decoder.state["coverage"] = None
             decoder.state["hidden"] = tuple(draw(layers, B, size) for _ in range(cells))
             decoder.state["input_feed"] = draw(1, B, size)
-            for T in (4, 1, 2):
+            for T in draw.steps(4, 1, 2):
                 yield decoder(draw.words(min(words), B, T, len(words)), source, src_len)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
+from attnfast._torch import has_global_hooks, is_transformed
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.registry import ADAPTERS
@@ -30,7 +33,14 @@ class _Patched:
     def __reduce_ex__(self, protocol):
         """Say how the own class makes a copy, and that this is patched again."""
         made, args, *rest = (_of_own(x, type(self)) for x in super().__reduce_ex__(protocol))
-        return (_remade, (type(self)._attnfast_adapter.name, made, *args), *rest)
+        how = type(self)._attnfast_adapter.name, type(self)._attnfast_kinds
+        return (_remade, (how, made, *args), *rest)
+
+    def __prepare_scriptable__(self):
+        """Return what ``torch.jit.script`` compiles: the module's own code."""
+        twin = copy(self)
+        unpatch(twin)
+        return twin
 
 
 def _of_own(x: Any, patched: Any) -> Any:
@@ -53,13 +63,14 @@ def _of_own(x: Any, patched: Any) -> Any:
     return x
 
 
-def _remade(name: str, made: Callable[..., Any], *args: Any) -> Any:
+def _remade(how: tuple[str, frozenset[type] | None], made: Callable[..., Any], *args: Any) -> Any:
     """Make a patched module again, from a pickle or as a copy."""
+    name, kinds = how
     if name not in ADAPTERS:
         raise RuntimeError(f"a pickled module was replaced as {name}: register that adapter first")
     module = made(*args)
     if adapter_serving(module) is None:
-        patch(module, ADAPTERS[name])
+        _patch(module, ADAPTERS[name], kinds)
     return module
 
 
@@ -74,7 +85,7 @@ def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
         twin = theirs(self, *memos)
         memo.pop(id(kept), None)
         if type(twin) is type(self)._attnfast_own:
-            patch(twin, type(self)._attnfast_adapter)
+            _patch(twin, type(self)._attnfast_adapter, type(self)._attnfast_kinds)
         if twin is not self:
             vars(twin).pop(PLACE, None)
         return twin
@@ -82,16 +93,48 @@ def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _falling_back(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield methods that leave a call to the own class where an argument is new to ours."""
+def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
+    """Whether the inner layers are of kinds that were compared, and have no hooks to be called."""
+    for part in module._modules.values():
+        if part is None:
+            continue
+        own = vars(part)
+        if (
+            type(part) not in kinds
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or (own["_modules"] and not _is_as_it_was(part, kinds))
+        ):
+            return False
+    return True
+
+
+def _is_served(module: Any) -> bool:
+    """Whether attnfast computes a call, and not the module's own code."""
+    if torch.jit.is_tracing():
+        return False  # programs without attnfast may run the graph, as ONNX's do
+    if torch.compiler.is_compiling():
+        if torch.onnx.is_in_onnx_export():
+            return False
+    elif is_transformed() or has_global_hooks():
+        return False
+    kinds = module._attnfast_kinds
+    return kinds is None or _is_as_it_was(module, kinds)
+
+
+def _serving(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield methods that leave a call to the own class where it is not served, or new to ours."""
     for name, ours in inspect.getmembers(methods, inspect.isfunction):
         theirs, taken = getattr(own, name, None), inspect.signature(ours).parameters
-        if not inspect.isfunction(theirs) or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        if not inspect.isfunction(theirs):
             continue
         order = list(inspect.signature(theirs).parameters.values())[1:]
-        new = {p.name: p.default for p in order if p.name not in taken}
-        if new:
-            yield name, _either(theirs, ours, [p.name for p in order], new)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        new = {p.name: p.default for p in order if not takes_all and p.name not in taken}
+        yield name, _either(theirs, ours, [p.name for p in order], new)
 
 
 def _either(
@@ -99,6 +142,10 @@ def _either(
 ) -> Callable[..., Any]:
     @wraps(theirs)
     def method(self, *args, **kwargs):
+        if not _is_served(self):
+            return theirs(self, *args, **kwargs)
+        if not new:
+            return ours(self, *args, **kwargs)
         given = {**dict(zip(order, args)), **kwargs}
         for name, default in new.items():
             if given.pop(name, default) is not default:
@@ -109,12 +156,12 @@ def _either(
 
 
 @cache
-def _patched_class(own: type, adapter: Adapter) -> type:
+def _patched_class(own: type, adapter: Adapter, kinds: frozenset[type] | None) -> type:
     """Return a subclass of the module's own class with the adapter's methods."""
     names = {
         "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__,
-        "_attnfast_own": own, "_attnfast_adapter": adapter,
-        **dict(_falling_back(own, adapter.methods)),
+        "_attnfast_own": own, "_attnfast_adapter": adapter, "_attnfast_kinds": kinds,
+        **dict(_serving(own, adapter.methods)),
     }  # fmt: skip
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(own, name):
@@ -124,7 +171,14 @@ def _patched_class(own: type, adapter: Adapter) -> type:
 
 def patch(module: nn.Module, adapter: Adapter) -> None:
     """Give the module the adapter's methods."""
-    _set_class(module, _patched_class(type(module), adapter))  # type: ignore[arg-type]
+    kinds = None  # whole decoders look after their parts themselves
+    if not adapter.attention:
+        kinds = frozenset(type(x) for x in module.modules() if x is not module)
+    _patch(module, adapter, kinds)
+
+
+def _patch(module: nn.Module, adapter: Adapter, kinds: frozenset[type] | None) -> None:
+    _set_class(module, _patched_class(type(module), adapter, kinds))  # type: ignore[arg-type]
 
 
 def unpatch(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ class PointerGenerator:
             coverage = coverage.view(-1, key.size(1))
             weight = self.W_c.weight
             feature = cached_per_source(
-                self, "feature", lambda: weight.view(-1), weight, encoder_feature
+                self, "feature", lambda: weight.view(-1), weight, source=encoder_feature
             )
             history = {"coverage": coverage, "coverage_weight": feature}
         context, weights = attend(

@@ -28,21 +28,32 @@ from attnfast.integrations.adapter import Adapter, Draw, arguments
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving, patch
 
-__all__ = ["tensors", "why_left"]
+__all__ = ["judge", "tensors"]
 
 OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
+LARGE = 1 << 20  # elements of a parameter whose gradients are compared in one way alone
+OWN = (torch.float32, torch.float64)  # dtypes of modules that are compared as they are
+BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
 #: In code that draws numbers of its own or asks for gradients, which an example need not show.
 HIDDEN = {
     "random", "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "uniform",
     "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
     "is_grad_enabled",
 }  # fmt: skip
+#: How code looks for an attribute that need not be there.
+BY_NAME = {"getattr", "hasattr", "attrgetter", "vars", "__dict__", "__getattribute__"}
 FIXED = (torch.dtype, torch.device, str, type(None), logging.Logger)  # what a global may be
 INTERNAL = {*vars(nn.Module()), PLACE}
 
 
-def why_left(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say why a module of a known class is left alone, or None."""
+def judge(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
+    """Say why a module of a known class is left alone, or None; see :func:`compare`."""
+    why = why_left_unseen(module, adapter)
+    return (why, []) if why else compare(module, adapter)
+
+
+def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
+    """Say why a module of a known class is left alone without a comparison, or None."""
     if adapter_serving(module) is not None:
         return "it is served already"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
@@ -55,7 +66,6 @@ def why_left(module: nn.Module, adapter: Adapter) -> str | None:
         or why_not_inherited(module, adapter)
         or why_not_read_alike(module, adapter)
         or why_not_hooked(module)
-        or why_not_alike(module, adapter)
     )
 
 
@@ -115,15 +125,35 @@ def methods_of(cls: type) -> dict[str, list[FunctionType]]:
     return found
 
 
-def read_of_self(function: FunctionType) -> set[str]:
-    """Return the attributes that a function reads of its first argument."""
+READS, WRITES = ("LOAD_ATTR", "LOAD_METHOD"), ("STORE_ATTR",)
+
+
+def of_self(function: FunctionType, operations: tuple[str, ...] = READS) -> set[str]:
+    """Return the attributes that a function reads, or writes, of its first argument."""
     code, found, is_self = function.__code__, set(), False
     for step in dis.get_instructions(code):
-        if is_self and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        if is_self and step.opname in operations:
             found.add(step.argval)
         last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-        is_self = step.opname.startswith("LOAD_") and last == code.co_varnames[0]
+        is_self = step.opname.startswith("LOAD_") and last in code.co_varnames[:1]
     return found
+
+
+def read_by_name(code: CodeType) -> set[str]:
+    """Return the strings of code that looks attributes up by their names."""
+    inner = [read_by_name(x) for x in code.co_consts if isinstance(x, CodeType)]
+    strings = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+    return (strings if BY_NAME.intersection(code.co_names) else set()).union(*inner)
+
+
+def integers(cls: type) -> list[int]:
+    """Return the integers that stand in the code of a class: words of its own, most likely."""
+    todo = [f.__code__ for methods in methods_of(cls).values() for f in methods]
+    found = set()
+    for code in todo:
+        todo += [x for x in code.co_consts if isinstance(x, CodeType)]
+        found |= {x for x in code.co_consts if type(x) is int}
+    return sorted(found)
 
 
 def is_ready_made(x: Any, project: str) -> bool:
@@ -143,14 +173,15 @@ def is_ready_made(x: Any, project: str) -> bool:
 
 def used_by(
     names: Iterable[str], methods: dict[str, list[FunctionType]]
-) -> tuple[set[str], set[str]]:
-    """Return the words of these methods and of all that they call, and the globals that they read.
+) -> tuple[set[FunctionType], set[str], set[str]]:
+    """Return these methods and all that they call, their words, and the globals that they read.
 
     Of modules and classes the globals are those attributes that are neither functions nor classes.
     """
     found: set[str] = set()
     read: set[str] = set()
-    todo, seen = [f for name in names for f in methods.get(name, ())], set()
+    todo = [f for name in names for f in methods.get(name, ())]
+    seen: set[FunctionType] = set()
     while todo:
         function = todo.pop()
         if function in seen:
@@ -173,11 +204,11 @@ def used_by(
                     places += [] if path else [(f"{name}.", vars(x))]
                 elif not isinstance(x, FIXED):
                     read.add(path + name)
-    return found, read
+    return seen, found, read
 
 
 def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say which attributes the code of a copied class reads and its replacement does not, or None.
+    """Say which attributes a copied class reads, or writes, and its replacement does not, or None.
 
     What an attribute does may not show on the example: a temperature that is 1 for now.
     """
@@ -190,10 +221,11 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     beside = vars(sys.modules[adapter.methods.__module__]).values()
     helpers = [f for f in beside if isinstance(f, FunctionType)]
     helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
-    known = known.union(*(read_of_self(f) for f in (*chain(*ours.values()), *helpers)))
+    served = [*chain(*ours.values()), *helpers]
+    known = known.union(*(of_self(f) for f in served))
     replaced = own.keys() & ours.keys()
     runs = known - replaced  # its own methods that the replacement calls
-    read, shared = used_by(replaced, {name: own[name] for name in own.keys() - runs})
+    code, read, shared = used_by(replaced, {name: own[name] for name in own.keys() - runs})
     state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
     for cls in type(module).__mro__:
         if not issubclass(nn.Module, cls):
@@ -203,10 +235,17 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
         for name, part in module.named_children()
         if type(part).__module__ == "torch.nn.modules.activation"
     }
+    methods = code.intersection(chain(*own.values()))
+    named = set().union(*(of_self(f) for f in methods), *(read_by_name(f.__code__) for f in code))
+    state |= {name for name in named if not hasattr(module, name)}  # yet
     unknown = sorted(read & (state | HIDDEN) - known - plain)
     unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"
+    written = set().union(*(of_self(f, WRITES) for f in methods))
+    lost = sorted(written.difference(adapter.reads, *(of_self(f, WRITES) for f in served)))
+    if lost:
+        return f"its own code writes {', '.join(lost)}, which its replacement does not"
     return None
 
 
@@ -225,6 +264,8 @@ class Way:
     larger: float | None = None  # drawn parameters, of this size; else the module's own
     others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
     repeats: bool = False  # rows of zeros and of the same numbers among the input's
+    late: bool = False  # one long target, of words that stand in every row at once
+    large: bool = False  # gradients of large parameters too
 
 
 def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
@@ -232,17 +273,41 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
     cpu = torch.device("cpu")
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
     exact = adapter.dtype == torch.float64
-    for training in (False, True):
-        yield Way(adapter.dtype, cpu, 1e-9 if exact else 1e-4, training)
-    if parameter.dtype in (torch.float32, torch.float64):
-        yield Way(parameter.dtype, parameter.device, 1e-4)
+    least = 1e-9 if exact else 1e-4
+    yield Way(adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
+    yield Way(adapter.dtype, cpu, least, training=True, late=True)
+    if parameter.dtype in OWN:
+        yield Way(parameter.dtype, parameter.device, 1e-4, large=True)
     yield Way(adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS)
-    yield Way(adapter.dtype, cpu, 1e-9 if exact else 1e-4, repeats=True)
-    yield Way(torch.float32, parameter.device, 0.1, autocast=True)
+    half = parameter.dtype not in OWN
+    yield Way(torch.float32, parameter.device, 0.1, autocast=True, large=half)
 
 
-def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say in what the module and its replacement differ on the adapter's example, or None."""
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Compute with one thread, for several wait for one another on a busy machine; log nothing."""
+    threads, level = torch.get_num_threads(), logging.root.manager.disable
+    handlers = list(logging.root.handlers)
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        logging.disable(level)
+        logging.root.handlers[:] = handlers  # the first warning makes one
+
+
+@quietly()
+def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
+    """Call the module and its replacement on the adapter's example, in every way.
+
+    Returns:
+        In what they differ, or None; the parameters that now have a gradient of 0, where the
+        module's own code gives them rounding errors.
+    """
+    theirs: set[str] = set()
+    ours: set[str] = set()
     for way in ways(module, adapter):
         outcomes = []
         for served in (False, True):
@@ -251,60 +316,77 @@ def why_not_alike(module: nn.Module, adapter: Adapter) -> str | None:
             except Exception as error:
                 if way.autocast and not served:
                     break  # its own class does not know autocast either
-                whose = "its replacement" if served else "its own class"
-                what = " ".join(str(error).split())
-                return f"{whose} fails on an example: {type(error).__name__}: {what}"
+                return _failure("its replacement" if served else "its own class", error), []
         else:
-            difference = why_not_same(outcomes[0], outcomes[1], way)
+            try:
+                difference = why_not_same(outcomes[0], outcomes[1], way)
+                for moved, (*_, grads) in zip((theirs, ours), outcomes):
+                    given = {name: x for name, x in grads.items() if x is not None}
+                    moved |= {name for name, x in given.items() if _numbers(x).any()}
+            except Exception as error:  # of kinds of tensors that cannot be compared
+                return _failure("the comparison", error), []
             if difference is not None:
-                return difference
-    return None
+                return difference, []
+    names = [name for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    return None, [name for name in names if name in theirs - ours]
+
+
+def _failure(whose: str, error: Exception) -> str:
+    what = " ".join(str(error).split())
+    return f"{whose} fails on an example: {type(error).__name__}: {what}"
 
 
 def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> tuple[Any, ...]:
     """Run the adapter's example on a copy of the module; return results, state and gradients."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more of them only wait for one another
-    try:
-        with (
-            torch.random.fork_rng(),
-            torch.enable_grad(),
-            torch.device(way.device),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            twin = _copy(module).to(way.device, way.dtype).train(way.training)
-            for p in twin.parameters():
-                if p.is_floating_point() and way.larger is not None:
-                    size = way.larger * max(p.shape[-1:], default=1) ** -0.5
-                    p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
-            if served:
-                patch(twin, adapter)
-            cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
-            with cast if way.autocast else contextlib.nullcontext():
-                return run(
-                    twin,
-                    adapter.example,
-                    Draw(way.dtype, way.device, others=way.others, repeats=way.repeats),
-                )
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        torch.random.fork_rng(),
+        torch.enable_grad(),
+        torch.device(way.device),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        twin = _copy(module).to(way.device, way.dtype).train(way.training)
+        for p in twin.parameters():
+            if p.numel() > LARGE and not way.large:
+                p.requires_grad_(False)  # every step of a loop makes one as large as the parameter
+            if p.is_floating_point() and way.larger is not None:
+                size = way.larger * max(p.shape[-1:], default=1) ** -0.5
+                p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
+        if served:
+            patch(twin, adapter)
+        cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
+        draw = Draw(
+            way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
+            known=integers(type(module)),
+        )  # fmt: skip
+        with cast if way.autocast else contextlib.nullcontext():
+            return run(twin, adapter.example, draw)
 
 
 def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
-    """Run an example; return its results, the module's state, and the gradients of all of it."""
-    results = dict(_flat("", list(example(module, draw))))
+    """Run an example; return its results, the module's state, and the gradients of all of it.
+
+    The state is that after every call, for one call may write what another overwrites.
+    """
+    results: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for number, result in enumerate(example(module, draw), 1):
+        results |= _flat(f"[{number}]", result)
+        state |= {f"{name} after call {number}": x for name, x in state_of(module).items()}
     if not any(isinstance(x, Tensor) for x in results.values()):
         raise ValueError("the example yields no tensor")
-    state = state_of(module)
     every = (*results.values(), *state.values())
     made = [x for x in every if isinstance(x, Tensor) and x.requires_grad]
-    leaves = [x for x in (*draw.leaves, *module.parameters()) if x.requires_grad]
+    parameters = dict(module.named_parameters())
+    leaves = {f"{i}": x for i, x in enumerate(draw.leaves)} | parameters
+    leaves = {name: x for name, x in leaves.items() if x.requires_grad}
     weighted = Draw(torch.float64, draw.device, seed=1)
     loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if made else [None] * len(leaves)
-    return results, state, {f"{i}": x for i, x in enumerate(grads)}
+    grads: Any = [None] * len(leaves)
+    if made:
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return results, state, dict(zip(leaves, grads))
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -358,7 +440,7 @@ def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | 
     for what, a, b in zip(("results", "state", "gradients"), old, new):
         # Under autocast some gradients are rounding noise: they are compared with the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
-        sizes = [float(x.detach().abs().max()) for x in every if way.autocast and x.numel()]
+        sizes = [float(_numbers(x).abs().max()) for x in every if way.autocast and x.numel()]
         least = max(sizes, default=0.0)
         for name, x in a.items():
             if name in b and not _close(x, b[name], way.tolerance, least):
@@ -374,22 +456,35 @@ def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
         a, b = torch.tensor(a), torch.tensor(b)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and a == b
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if _form(a) != _form(b):
         return False
-    a, b = a.detach().double(), b.detach().double()
+    a, b = _numbers(a), _numbers(b)
     if not a.numel():
+        return True
+    if (a - b).abs().max() <= tolerance * max(1.0, least):  # False for NaN
         return True
     finite = a[a.isfinite()].abs()
     most = max(1.0, least, float(finite.max()) if finite.numel() else 0.0)
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
 
 
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.layout
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor, also of the gradient of an embedding that is sparse."""
+    return x.detach().to_dense().double()
+
+
 def _far(a: Any, b: Any) -> str:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return f"being {_short(b)} instead of {_short(a)}"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"form: {b.dtype} {list(b.shape)} instead of {a.dtype} {list(a.shape)}"
-    return f"{float((a.double() - b.double()).detach().abs().max()):.2g}"
+    if _form(a) != _form(b):
+        layouts = ["" if x.layout == torch.strided else f" {x.layout}" for x in (b, a)]
+        forms = [f"{x.dtype} {list(x.shape)}{y}" for x, y in zip((b, a), layouts)]
+        return f"form: {forms[0]} instead of {forms[1]}"
+    return f"{float((_numbers(a) - _numbers(b)).abs().max()):.2g}"
 
 
 def _short(x: Any) -> str:

@@ -14,7 +14,7 @@ from attnfast.backends import best, choose
 from attnfast.errors import check_flag
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
-from attnfast.integrations.probe import why_left
+from attnfast.integrations.probe import judge
 from attnfast.integrations.registry import adapter_of, why_unknown
 from attnfast.ops.recurrent import RECURRENT
 
@@ -25,21 +25,28 @@ ATTENTION = re.compile("Att|attention|attn|LSA")  # in the names of classes that
 
 @dataclass
 class Found:
-    """One module of a report: where it is, what it is, what serves it or why it was left alone."""
+    """One module of a report: where it is, what it is, what serves it or why it was left alone.
+
+    ``still`` are the parameters whose gradient is 0, as a softmax has it, where the project's own
+    code leaves rounding errors: an optimiser does not move them any more.
+    """
 
     path: str
     module: nn.Module
     adapter: Adapter | None
     backend: str = ""
     left: str = ""
+    still: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         what = f"{self.path or '(the model)'}: {type(self.module).__name__}"
         if self.left:
             return f"{what} left alone: {self.left}"
         assert self.adapter is not None
-        note = f"; {self.adapter.note}" if self.adapter.note else ""
-        return f"{what} served by {self.backend}, as {self.adapter.name}{note}"
+        notes = [self.adapter.note] if self.adapter.note else []
+        if self.still:
+            notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.still)}")
+        return "; ".join([f"{what} served by {self.backend}, as {self.adapter.name}", *notes])
 
 
 @dataclass
@@ -71,23 +78,26 @@ class Report:
 def replace(model: nn.Module, *, strict: bool = False) -> Report:
     """Let attnfast compute the attention of a model, in place.
 
-    Every module whose class and parameters are known is first called beside its replacement, on
+    Every module whose class and parameters are known is first called next to its replacement, on
     copies of both: several steps on small random padded input, in float64, as the model is, under
     autocast, and with larger parameters on a long source. Where outputs, gradients, buffers or
     attributes differ, its methods need arguments that the replacement does not know, a subclass has
-    methods of its own, a copied class reads other attributes, or an inner layer has hooks, it is
-    left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks, arguments, results
-    and attributes stay as they are; a call with an optional argument that the replacement does not
-    know goes to the module's own code; models can be copied and pickled. Of a whole decoder that is
-    known the steps of a target become one call; where they cannot, its attention is served alone.
+    methods of its own, a copied class reads or writes other attributes, or an inner layer has
+    hooks, it is left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks,
+    arguments, results and attributes stay as they are; models can be copied and pickled. A call
+    goes to the module's own code with an optional argument that the replacement does not know,
+    within ``torch.func`` and forward mode, where TorchScript or ONNX record a graph, and while
+    inner layers have hooks or are of another class than before. Of a whole decoder that is known
+    the steps of a target become one call; where they cannot, its attention is served alone.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
-    same tensors, unchanged in place. A parameter that is written through ``.data`` between two
+    same tensors, unchanged. On a CPU every change of a source is seen, also through NumPy or
+    another tensor over its memory, but for writes through ``.data`` to a source with a ``grad_fn``;
+    on a GPU those that PyTorch counts. A parameter that is written through ``.data`` between two
     calls with one source, as running averages are, is seen by some of its values: not where a write
     spares these, and not on a GPU, where ``train()`` or ``eval()`` after it says so. Of several
-    backwards over one source all but the last need ``retain_graph=True``. Weights of inner layers
-    may be read without a call of the layer: prune, normalise or adapt layers before, or
-    ``report.undo()`` first.
+    backwards over one source all but the last need ``retain_graph=True``; second derivatives need
+    ``report.undo()`` before. Prune, normalise or adapt inner layers before.
 
     Args:
         model: any module; its parameters are not touched.
@@ -124,7 +134,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
             continue
         if not adapter.attention:
             inner.update(module.modules())
-        found.left = why_left(module, adapter) or ""
+        why, found.still = judge(module, adapter)
+        found.left = why or ""
     for found in report.replaced:
         _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]

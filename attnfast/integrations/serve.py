@@ -35,7 +35,7 @@ def together(
     join: Callable[[list[Tensor]], Tensor] = torch.stack,
 ) -> Tensor:
     """Return the parts of all heads in one tensor, ``join(parts)``, once per source."""
-    return cached_per_source(module, name, lambda: join(parts), *parts, source)
+    return cached_per_source(module, name, lambda: join(parts), *parts, source=source)
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
@@ -59,7 +59,9 @@ def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple
     """
     weight: Any = layer.weight
     sizes = [n, weight.shape[1] - n]
-    return cached_per_source(module, "halves", lambda: weight.split(sizes, 1), weight, n, source)
+    return cached_per_source(
+        module, "halves", lambda: weight.split(sizes, 1), weight, n, source=source
+    )
 
 
 def project_both(
@@ -86,7 +88,7 @@ def project_joined(
 
 def batch_first(module: nn.Module, states: Tensor) -> Tensor:
     """Return time-first states with the batch first, the same tensor at every step."""
-    return cached_per_source(module, "states", lambda: states.transpose(0, 1), states)
+    return cached_per_source(module, "states", lambda: states.transpose(0, 1), source=states)
 
 
 def attend(
@@ -133,7 +135,8 @@ def attend(
 
     memory = cached_per_source(
         module, "memory", lambda: made(prepare, activation=activation),
-        key, value, weight, lengths, activation, once=lambda: made(Memory, score=score),
+        key, weight, lengths, activation, source=value,
+        once=lambda: made(Memory, score=score),
     )  # fmt: skip
     rows = None
     B, sources = query.shape[0], key.shape[0]

@@ -103,7 +103,7 @@ def translate(decoder, draw):
     for lengths in draw.sources((5, 5, 5), (4, 4)):
         B, Tk = len(lengths), max(lengths)
         inputs = draw(B, Tk, size), draw(1, B, size)
-        for T in (most, most + 2):
+        for T in (most, most + 2) if B < 9 else (most,):
             yield decoder(*inputs, draw.words(words, B, T))
         yield decoder(*inputs)
 

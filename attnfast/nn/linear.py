@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast import dispatch
-from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
+from attnfast._torch import class_of, has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import best
 from attnfast.ops.linear import LINEAR, Linear
 from attnfast.ops.operators import is_recorded
@@ -20,7 +20,12 @@ LEAST_ROWS, LEAST_WORK = 64, 1 << 22
 
 def is_plain(module: Any, *kinds: type) -> bool:
     """Whether a module's parameters stand for it: one of these kinds, which need not be called."""
-    if type(module) not in kinds or "forward" in vars(module):
+    if type(module) not in kinds and (
+        class_of(module) not in kinds
+        or isinstance(module, nn.RNNBase)  # whose kind is told by its type
+    ):
+        return False
+    if "forward" in vars(module):
         return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     return not any((*hooks, module._backward_pre_hooks))

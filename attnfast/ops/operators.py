@@ -296,7 +296,7 @@ class Operator(ForwardOperator):
     def _no_second_derivative(self, ctx: Any, *_):
         raise RuntimeError(
             f"{self.name} has no second derivative on the compiled backends; "
-            "backend='reference' has"
+            "backend='reference' has, and a replaced model after report.undo()"
         )
 
     def _eager(self) -> type[Function]:

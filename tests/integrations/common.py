@@ -95,6 +95,13 @@ def alone(name: str, *unused: str):
         return real(name, *unused)
 
 
+def _is_close(x, y, tolerance):
+    """Whether two tensors are alike, in a thousandth of the time of what says how they differ."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, **tolerance))
+
+
 def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False, True)):
     """Compare ``run(module, draw)`` before and after: results, state and gradients of all."""
     name = type(module).__qualname__
@@ -119,7 +126,8 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             for x, y in zip(got, want, strict=True):
                 if isinstance(x, torch.Tensor):
                     assert y is not None, f"{name}: a gradient is missing"
-                    torch.testing.assert_close(x, y, **tolerance)
+                    if not _is_close(x, y, tolerance):
+                        torch.testing.assert_close(x, y, **tolerance)
                 else:
                     assert x == y, f"{name}: {x} in the place of {y}"
         if dtype == torch.float32:
