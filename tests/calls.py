@@ -162,37 +162,40 @@ def functions() -> Table:
     return {name: Call(*of) for name, of in table.items()}
 
 
-#: Attention with a memory and the arguments of its constructor, but for its dimensions.
-KINDS: dict[str, dict[str, Any]] = {
-    "BahdanauAttention": {"attn_dim": A, "bias": True, "activation": "tanh"},
-    "LuongAttention": {"score": "concat", "attn_dim": A},
-    "MultiHeadAttention": {
-        "attn_dim": A, "num_heads": 2, "score": "dot", "value_dim": A,
-        "positions": modules.RelativePositions(2, 3),
-    },
-    "CoverageAttention": {
-        "attn_dim": A, "feature": True, "penalty": 0.5, "fertility": 2.0, "bias": True,
-        "activation": "tanh",
-    },
-    "LocationAwareAttention": {
-        "attn_dim": A, "filters": 2, "width": 3, "channels": "both", "bias": True,
-        "activation": "tanh",
-    },
-    "ForwardAttention": {
-        "attn_dim": A, "filters": 2, "width": 3, "channels": "previous", "bias": True,
-        "activation": "tanh",
-    },
-    "LocalAttention": {
-        "window": 2, "score": "general", "attn_dim": A, "causal": False, "slope": 1.5,
-        "sigma": 2.0, "height": 1.0,
-    },
-    "LocalPredictiveAttention": {"window": 2, "score": "general", "attn_dim": A},
-    "StridedAttention": {
-        "stride": 2, "score": "general", "attn_dim": A, "fixed": False, "causal": False,
-    },
-    "MonotonicAttention": {"ahead": 2, "score": "general", "attn_dim": A},
-}  # fmt: skip
-#: Attention that is around another, and the arguments besides it.
+def kinds() -> dict[str, dict[str, Any]]:
+    """Return attention with a memory: the arguments of its constructor, but for its dimensions."""
+    return {
+        "BahdanauAttention": {"attn_dim": A, "bias": True, "activation": "tanh"},
+        "LuongAttention": {"score": "concat", "attn_dim": A},
+        "MultiHeadAttention": {
+            "attn_dim": A, "num_heads": 2, "score": "dot", "value_dim": A,
+            "positions": modules.RelativePositions(2, 3),
+        },
+        "CoverageAttention": {
+            "attn_dim": A, "feature": True, "penalty": 0.5, "fertility": 2.0, "bias": True,
+            "activation": "tanh",
+        },
+        "LocationAwareAttention": {
+            "attn_dim": A, "filters": 2, "width": 3, "channels": "both", "bias": True,
+            "activation": "tanh",
+        },
+        "ForwardAttention": {
+            "attn_dim": A, "filters": 2, "width": 3, "channels": "previous", "bias": True,
+            "activation": "tanh",
+        },
+        "LocalAttention": {
+            "window": 2, "score": "general", "attn_dim": A, "causal": False, "slope": 1.5,
+            "sigma": 2.0, "height": 1.0,
+        },
+        "LocalPredictiveAttention": {"window": 2, "score": "general", "attn_dim": A},
+        "StridedAttention": {
+            "stride": 2, "score": "general", "attn_dim": A, "fixed": False, "causal": False,
+        },
+        "MonotonicAttention": {"ahead": 2, "score": "general", "attn_dim": A},
+    }  # fmt: skip
+    #: Attention that is around another, and the arguments besides it.
+
+
 AROUND: dict[str, dict[str, Any]] = {
     "GatedAttention": {"query_dim": A},
     "HardAttention": {"average": 0.5},
@@ -204,15 +207,15 @@ def made(name: str) -> Any:
     """Return an attention of this kind."""
     if name in AROUND:
         return getattr(modules, name)(modules.BahdanauAttention(A, A, A), **AROUND[name])
-    return getattr(modules, name)(query_dim=A, key_dim=A, **KINDS[name])
+    return getattr(modules, name)(query_dim=A, key_dim=A, **kinds()[name])
 
 
 def attentions() -> Table:
     """Return constructors, ``prepare`` and calls of all attention that is asked with a state."""
     table: dict[str, Any] = {}
-    for name in (*KINDS, *AROUND):
+    for name in (*kinds(), *AROUND):
         attention = made(name)
-        own = KINDS.get(name) or AROUND[name]
+        own = kinds().get(name) or AROUND[name]
         dims = {"query_dim": A, "key_dim": A, "backend": None}
         if name in AROUND:
             dims = {"attention": modules.BahdanauAttention(A, A, A)}
@@ -235,7 +238,7 @@ def attentions() -> Table:
         if name == "TopKAttention":
             choose = {x: call[x] for x in ("state", "memory")}
             table["TopKAttention.choose"] = attention.choose, choose
-        if name in KINDS and name != "CoverageAttention":
+        if name in kinds() and name != "CoverageAttention":
             more = {"memory": memory, "states": torch.randn(B, 2, A), "values": states[:, :2]}
             table[name + ".append"] = attention.append, more
         table[name + ".prepare"] = attention.prepare, prepare

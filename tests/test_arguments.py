@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calls import KINDS, TK, TQ, A, B, made
+from calls import TK, TQ, A, B, kinds, made
 from calls_of_models import calls
 from wrong_values import attempt, tries
 
@@ -85,7 +85,7 @@ def test_a_wrong_argument_is_one_sentence(name):
     assert [str(x) for x in answers if x.answer] == []
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", kinds())
 def test_states_in_the_place_of_a_memory(name):
     module, states = made(name), torch.randn(B, TK, A)
     for state in (torch.randn(B, A), torch.randn(B, TQ, A)):
@@ -96,7 +96,7 @@ def test_states_in_the_place_of_a_memory(name):
         )
 
 
-@pytest.mark.parametrize("name", [x for x in KINDS if x != "LocalPredictiveAttention"])
+@pytest.mark.parametrize("name", [x for x in kinds() if x != "LocalPredictiveAttention"])
 def test_a_mask_of_keys_says_the_same_as_lengths(name):
     module, states, lengths = made(name), torch.randn(B, TK, A), torch.tensor([4, 2])
     mask = torch.arange(TK) < lengths[:, None]
