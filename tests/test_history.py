@@ -276,3 +276,21 @@ def test_bad_arguments():
         ValueError, match=r"target_mask must be boolean of shape \[3\] to fit state, got"
     ):
         module(torch.randn(B, Q), memory, target_mask=torch.ones(B))
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", [LocationAwareAttention, ForwardAttention])
+def test_quantised(kind):
+    """Linear layers in 8 bits give contexts near those in 32."""
+    torch.manual_seed(0)
+    module = kind(Q, K, 16, filters=4, width=3)
+    query, source = (x.float() for x in states())
+    wanted = module(query, module.prepare(source, LENGTHS))[0]
+    quantised = torch.ao.quantization.quantize_dynamic(
+        torch.nn.ModuleDict({"attention": module}), {torch.nn.Linear}, dtype=torch.qint8
+    )["attention"]
+    assert not isinstance(quantised.location_proj.weight, torch.Tensor)
+    with torch.no_grad():
+        context = quantised(query, quantised.prepare(source, LENGTHS))[0]
+    assert 0 < (context - wanted).abs().max() < 0.05 * wanted.abs().max()

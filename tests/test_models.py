@@ -415,3 +415,29 @@ def test_coverage_loss_passes_over_padding(input_feeding):
 def test_copying_needs_an_attention():
     with pytest.raises(InputError, match="copying must be False for attention 'none', got True"):
         Config(VOCAB, "none", copying=True)
+
+
+def test_export_of_any_batch():
+    """A whole model's graph takes other numbers of sentences, words and steps."""
+    torch.manual_seed(0)
+    model = build(Config(30, embed_dim=8, hidden_dim=8)).eval()
+
+    def example(B, Tk, T):
+        lengths = torch.randint(1, Tk + 1, (B,))
+        return torch.randint(4, 30, (B, Tk)), lengths, torch.randint(4, 30, (B, T))
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, source, lengths, target):
+            return self.model(source, lengths, target)[0]
+
+    sizes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
+    graph = torch.export.export(
+        Logits(), example(2, 5, 4), dynamic_shapes=(*sizes, sizes[0])
+    ).module()
+    for other in ((3, 5, 4), (2, 9, 4), (2, 5, 7)):
+        x = example(*other)
+        torch.testing.assert_close(graph(*x), model(*x)[0])

@@ -188,7 +188,7 @@ class MeanContext(FixedContext):
         check_array("mask", mask, "boolean", states.shape[:2], like=states, of="states")
         if lengths is not None:
             check_device("lengths", lengths, states, "states")
-            check_numbers("lengths", lengths, len(states), 0, states.shape[1], "states")
+            check_numbers("lengths", lengths, states.shape[0], 0, states.shape[1], "states")
             place = torch.arange(states.shape[1], device=states.device)
             mask = mask & (place < lengths.unsqueeze(-1))
         value = masked_mean(states, mask).unsqueeze(1)
@@ -360,10 +360,10 @@ class ShowAttendTell(nn.Module):
         check_flag("need_weights", need_weights)
         if isinstance(self.encoder, GridEncoder):  # in training to look at images moves its norms
             self.encoder._check(images, sizes)
-        B = len(images)
-        count = max(len(target_in) // max(B, 1), 1)
-        if len(target_in) != B * count:
-            refuse("target_in", f"as many captions of each of {B} images", len(target_in))
+        B = images.shape[0]
+        count = max(target_in.shape[0] // max(B, 1), 1)
+        if target_in.shape[0] != B * count:
+            refuse("target_in", f"as many captions of each of {B} images", target_in.shape[0])
         seen, state = self.encode(images, sizes)
         if count != 1:
             index = torch.arange(B, device=images.device).repeat_interleave(count)

@@ -65,7 +65,7 @@ class FixedContext(nn.Module):
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
         """Keep the :func:`summary` of the source as its only value ``[B, 1, 2H]``."""
         check_array("states", states, "real numbers", ("B", "Tk", "2H"))
-        check_numbers("lengths", lengths, len(states), 1, states.shape[1], "states")
+        check_numbers("lengths", lengths, states.shape[0], 1, states.shape[1], "states")
         value = summary(states, lengths).unsqueeze(1)
         return Memory(value, value)
 
@@ -74,7 +74,7 @@ class FixedContext(nn.Module):
     ) -> tuple[Tensor, None]:
         """Return that value, whatever the state ``[B, D]`` or ``[B, Tq, D]``; no weights."""
         check_memory(memory)
-        B, value = len(memory.value), memory.value
+        B, value = memory.value.shape[0], memory.value
         check_array(
             "state", state, "real numbers", (B, "D"), (B, "Tq", "D"), like=value, of="memory"
         )
@@ -199,7 +199,7 @@ class _Decoder(nn.Module):
         if not isinstance(state, RecurrentState):
             refuse_type("state", "a RecurrentState", describe(state))
         check_memory(memory)
-        B, H = len(memory.key), self.rnn.hidden_size
+        B, H = memory.key.shape[0], self.rnn.hidden_size
         check_array("state.hidden", state.hidden, "real numbers", (B, H), of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
             refuse("embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded))

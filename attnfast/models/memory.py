@@ -127,8 +127,10 @@ class MemoryNetwork(nn.Module):
             if words.dim() != axes:
                 refuse(name, f"of {axes} axes", describe(words))
             check_ids(name, words.flatten(1), self.question.num_embeddings)
-        if len(stories) != len(questions):
-            refuse("questions", f"{len(stories)}, one of each of the stories", len(questions))
+        if stories.shape[0] != questions.shape[0]:
+            refuse(
+                "questions", f"{stories.shape[0]}, one of each of the stories", questions.shape[0]
+            )
         order = torch.arange(1, stories.shape[1] + 1, device=stories.device)
         last = (stories != PAD).any(-1) * order
         lengths = nn.functional.pad(last, (1, 0)).amax(-1)

@@ -95,8 +95,8 @@ class BiDAF(nn.Module):
         read = []
         for name, words in (("text", text), ("question", question)):
             embedded = self.dropout(embed(name, words, self.embedding))
-            if len(words) != len(text):
-                refuse("question", f"of {len(text)} sequences, as text", describe(words))
+            if words.shape[0] != text.shape[0]:
+                refuse("question", f"of {text.shape[0]} sequences, as text", describe(words))
             lengths = text_lengths if name == "text" else question_lengths
             check_lengths(lengths, words, name=f"{name}_lengths", whose=name)
             read.append(self.encoder(embedded, lengths))

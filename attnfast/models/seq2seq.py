@@ -103,14 +103,14 @@ def check_step(
     check_ids("words", words)
     assert isinstance(words, Tensor)
     *layers, features = hidden
-    B = len(words)
+    B = words.shape[0]
     value = getattr(source.memory, "value", None)
     if isinstance(value, Tensor):  # as of all attention here
         check_like(name, value, like)
         if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
             refuse(name, f"of contexts of {context_dim} features", describe(value))
-        if len(value) != B:
-            refuse("words", f"of {len(value)} sequences, as {name}", describe(words))
+        if value.shape[0] != B:
+            refuse("words", f"of {value.shape[0]} sequences, as {name}", describe(words))
     check_array("state.hidden", state.hidden, "real numbers", (*layers, B, features), of="words")
     check_like("state.hidden", state.hidden, like)
 
@@ -376,8 +376,8 @@ class Seq2Seq(nn.Module):
         check_target(target_in, self.embedding, V if self.pointer is None else None)
         check_flag("need_weights", need_weights)
         check_ids("source", source)
-        if len(source) != len(target_in):
-            refuse("target_in", f"of {len(source)} sequences, as source", describe(target_in))
+        if source.shape[0] != target_in.shape[0]:
+            refuse("target_in", f"of {source.shape[0]} sequences, as source", describe(target_in))
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
         covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)

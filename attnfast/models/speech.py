@@ -96,7 +96,7 @@ class PyramidEncoder(nn.Module):
         check_array("frames", frames, "real numbers", ("B", "T", self.features))
         check_like("frames", frames, next(self.parameters(), frames))
         least = self.join ** len(self.layers)
-        if len(frames) and frames.shape[1] < least:
+        if frames.shape[0] and frames.shape[1] < least:
             expected = f"at least {least} a recording, what the pyramid makes one state of"
             refuse("frames", expected, frames.shape[1])
         check_lengths(lengths, frames, whose="frames")
@@ -221,7 +221,7 @@ class ListenAttendSpell(nn.Module):
         backend = getattr(self.speller.attention, "backend", None)
         labels = linear(states, self.ctc.weight, self.ctc.bias, backend)
         labels = labels.log_softmax(-1, dtype=accumulation_dtype(labels.dtype))
-        zeros = states.new_zeros(1, len(states), self.speller.hidden_size)
+        zeros = states.new_zeros(1, states.shape[0], self.speller.hidden_size)
         return Heard(memory, labels, lengths), RecurrentState(zeros, zeros)
 
     def decode(
@@ -262,8 +262,8 @@ class ListenAttendSpell(nn.Module):
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
         check_array("frames", frames, "real numbers", ("B", "T", "features"))
-        if len(frames) != len(target_in):
-            refuse("target_in", f"of {len(frames)} sequences, as frames", describe(target_in))
+        if frames.shape[0] != target_in.shape[0]:
+            refuse("target_in", f"of {frames.shape[0]} sequences, as frames", describe(target_in))
         heard, state = self.encode(frames, lengths)
         counts = (target_in != PAD).sum(-1)
         logits, _, weights = self._spell(target_in, state, heard, need_weights, counts)

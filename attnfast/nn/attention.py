@@ -114,11 +114,13 @@ class _Attention(nn.Module):
             self._check_states(states, values)
             if values is None and self._wants_values(memory, states):
                 refuse("values", "given, for the memory's are apart from its states", None)
-            if values is not None and len(values) == len(memory.key):
+            if values is not None and values.shape[0] == memory.key.shape[0]:
                 features = memory.value.shape[-1]
                 refuse("values", f"of {features} features, as the memory's", list(values.shape))
-            if len(states) != len(memory.key):
-                refuse("states", f"of {len(memory.key)} sequences, as the memory", len(states))
+            if states.shape[0] != memory.key.shape[0]:
+                refuse(
+                    "states", f"of {memory.key.shape[0]} sequences, as the memory", states.shape[0]
+                )
             raise
 
     def _wants_values(self, memory: Memory, states: Tensor) -> bool:
@@ -154,9 +156,9 @@ class _Attention(nn.Module):
         """Say in one sentence what of a call does not fit the module, if anything."""
         check_memory(memory)
         check_tensor("state", state)
-        B, features = len(memory.key), memory.key.shape[-1]
+        B, features = memory.key.shape[0], memory.key.shape[-1]
         features = getattr(self.query_proj, "in_features", features)
-        if state.dim() not in (2, 3) or len(state) != B or state.shape[-1] != features:
+        if state.dim() not in (2, 3) or state.shape[0] != B or state.shape[-1] != features:
             expected = f"[{B}, {features}] or [{B}, Tq, {features}] to fit module and memory"
             refuse("state", expected, list(state.shape))
         self._check_dtype("state", state)

@@ -76,12 +76,12 @@ class BidirectionalAttention(nn.Module):
             ("question", question, question_lengths),
         ):
             check_tensor(name, x)
-            if x.dim() != 3 or x.shape[-1] != self.dim or len(x) != len(text):
+            if x.dim() != 3 or x.shape[-1] != self.dim or x.shape[0] != text.shape[0]:
                 refuse(name, f"[B, T, {self.dim}], as many as texts", list(x.shape))
             check_like(name, x, self.weight)
             if lengths is not None:
                 check_device(f"{name}_lengths", lengths, x, name)
-                check_numbers(f"{name}_lengths", lengths, len(text), 1, x.shape[1], name)
+                check_numbers(f"{name}_lengths", lengths, text.shape[0], 1, x.shape[1], name)
                 place = torch.arange(x.shape[1], device=x.device)
                 beyond[name] = place >= lengths.unsqueeze(-1)
                 x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # it may hold anything

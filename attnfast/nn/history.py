@@ -19,6 +19,7 @@ from attnfast.errors import (
 )
 from attnfast.functional import logarithm
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
+from attnfast.nn.linear import weight_of
 from attnfast.ops.arguments import check_activation, check_array, is_finite
 from attnfast.ops.span import check_form
 
@@ -303,7 +304,7 @@ class LocationAwareAttention(HistoryAttention):
         return {
             "filters": self.location_conv.weight,
             "channels": "coverage" if self.channels == "cumulative" else "previous",
-            "projection": self.location_proj.weight,
+            "projection": weight_of(self.location_proj),
         }
 
 

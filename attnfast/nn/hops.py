@@ -132,7 +132,7 @@ class MultiHopAttention(nn.Module):
         if key.shape[-1] != self.dim:
             refuse("memory", f"of {self.dim} features", key.shape[-1])
         B = len(key)
-        if query.dim() not in (2, 3) or (len(query), query.shape[-1]) != (B, self.dim):
+        if query.dim() not in (2, 3) or (query.shape[0], query.shape[-1]) != (B, self.dim):
             expected = f"[{B}, {self.dim}] or [{B}, Tq, {self.dim}] to fit the memory"
             refuse("query", expected, list(query.shape))
         whose = "the memory's" if self.tying == "adjacent" else "the module's"
@@ -337,7 +337,7 @@ class TopKAttention(nn.Module):
         def chosen(x: Tensor) -> Tensor:
             """Return the k rows of x for every state, ``[B · Tq, k, ·]``."""
             picked = x.gather(1, flat.expand(-1, -1, x.shape[-1]))
-            return picked.view(len(x) * Tq, k, x.shape[-1])
+            return picked.view(x.shape[0] * Tq, k, x.shape[-1])
 
         seen = torch.ones_like(index, dtype=torch.bool)
         if keys.lengths is not None:

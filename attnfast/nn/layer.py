@@ -534,7 +534,7 @@ def run_rnn(
         lengths: ``[B]``, int64: states beyond are 0.
         backend: the only one to try, if given.
     """
-    lstm = type(rnn) is nn.LSTM
+    lstm = isinstance(rnn, nn.LSTM)
     if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
         return None
     if (lstm and lengths is None) or input.is_cuda:

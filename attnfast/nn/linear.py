@@ -20,15 +20,18 @@ LEAST_ROWS, LEAST_WORK = 64, 1 << 22
 
 def is_plain(module: Any, *kinds: type) -> bool:
     """Whether a module's parameters stand for it: one of these kinds, which need not be called."""
-    if type(module) not in kinds and (
-        class_of(module) not in kinds
-        or isinstance(module, nn.RNNBase)  # whose kind is told by its type
-    ):
+    if type(module) not in kinds and class_of(module) not in kinds:
         return False
     if "forward" in vars(module):
         return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     return not any((*hooks, module._backward_pre_hooks))
+
+
+def weight_of(layer: Any) -> Tensor:
+    """Return a linear layer's weight, dequantised if the layer was quantised."""
+    weight = layer.weight
+    return weight if isinstance(weight, Tensor) else weight().dequantize()
 
 
 def _is_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -96,8 +96,8 @@ class PointerNetwork(nn.Module):
         check_array("states", states, "real numbers", ("B", "T", self.encoder.hidden_size))
         check_memory(memory)
         check_like("states", states, self.start)
-        if len(states) != len(memory.key):
-            refuse("states", f"of {len(memory.key)} sequences, as memory", len(states))
+        if states.shape[0] != memory.key.shape[0]:
+            refuse("states", f"of {memory.key.shape[0]} sequences, as memory", states.shape[0])
         attended = self.attention(states, memory, need_weights=True)
         weights, total = attended.weights, attended.log_sum_exp
         faint = torch.finfo(weights.dtype).tiny ** 0.5

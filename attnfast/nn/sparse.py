@@ -92,7 +92,7 @@ class _SpanAttention(LuongAttention):
             if history is not None:
                 check_whole("history.rows", history.rows, 0)
             if history is not None and history.key is not None:
-                key, B = history.key, len(state)
+                key, B = history.key, state.shape[0]
                 check_array("history.key", key, "int64", (B,), like=state, of="state")
             raise
         if step:
@@ -250,7 +250,7 @@ class MonotonicAttention(_SpanAttention):
         check_form(need_weights)
         Tk = memory.key.shape[-2]
         key = history.key
-        key = query.new_zeros(len(query), dtype=torch.int64) if key is None else key
+        key = query.new_zeros(query.shape[0], dtype=torch.int64) if key is None else key
         contexts, weights, keys = [], [], []
         for row in query.split(1, 1):  # without rows one, of none
             position = key.unsqueeze(1)[:, : row.shape[1]]

@@ -59,7 +59,7 @@ class TransformerEncoderLayer(nn.Module):
         check_array("states", states, "real numbers", ("B", "T", self.dim))
         check_like("states", states, self.norms[0].weight)  # type: ignore[arg-type]
         if lengths is not None:
-            check_numbers("lengths", lengths, len(states), 0, states.shape[1], "states")
+            check_numbers("lengths", lengths, states.shape[0], 0, states.shape[1], "states")
         found, weights = self.attention(
             self.norms[0](states), lengths=lengths, need_weights=need_weights
         )
