@@ -348,7 +348,8 @@ def permuted(
         other = weights.gather(1, drawn.masked_fill(hidden, 2).argsort(1))
         moved, _ = _output(reading, embedded, other.to(embedded.dtype))
         found.append(torch.stack([total_variation(output, moved), jensen_shannon(weights, other)]))
-    distance, divergence = torch.stack(found).quantile(0.5, dim=0)
+    of_all = torch.stack(found)
+    distance, divergence = of_all.quantile(0.5, dim=0) if of_all.numel() else of_all[0]
     return Permuted(distance, divergence, weights.amax(1))
 
 
@@ -410,7 +411,7 @@ def adversarial(
         output, weights = _output(reading, embedded)
     exists = _exist(embedded, lengths)
     least = weights.masked_fill(~exists, torch.inf).argmin(1)
-    bound = jensen_shannon(weights, nn.functional.one_hot(least, len(exists[0])).to(weights))
+    bound = jensen_shannon(weights, nn.functional.one_hot(least, exists.shape[1]).to(weights))
     best = Adversarial(torch.zeros_like(bound), torch.zeros_like(bound), weights, bound)
 
     def judge(other: Tensor) -> Tensor:

@@ -114,18 +114,20 @@ class Options:
 
 
 def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy of ``logits [B, T, V]`` over words that are not padding."""
+    """Return the mean cross-entropy of ``logits [B, T, V]`` over words that are not padding.
+
+    It is 0 where there are none.
+    """
     check_array("logits", logits, "real numbers", ("B", "T", "V"))
     *shape, V = logits.shape
     check_array("target_out", target_out, "int64", shape, like=logits, of="logits")
     check_range("target_out", target_out, 0, V - 1, "word ids")
     _check_share("label_smoothing", label_smoothing)
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1),
-        target_out.flatten(),
-        ignore_index=PAD,
-        label_smoothing=label_smoothing,
-    )
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), target_out.flatten(), ignore_index=PAD,
+        label_smoothing=label_smoothing, reduction="sum",
+    )  # fmt: skip
+    return total / (target_out != PAD).sum().clamp_min(1)
 
 
 def _check_share(name: str, x: object) -> None:
@@ -168,7 +170,10 @@ def hybrid_loss(
     check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
     check_device("target_out", target_out, like, "spelled.logits")
     check_ids("target_out", target_out)
-    *shape, V = spelled.logits.shape
+    for name, x in (("spelled.logits", like), ("spelled.frame_log_probs", log_probs)):
+        if 0 in x.shape:
+            refuse(name, "of one text and one step at least", describe(x))
+    shape = list(like.shape[:2])
     if list(target_out.shape) != shape:
         refuse("target_out", f"word ids {shape}, as the logits of spelled", describe(target_out))
     check_numbers("target_out", target_out.flatten(), target_out.numel(), 0, V - 1)

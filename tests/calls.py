@@ -35,8 +35,9 @@ def words(*shape: int) -> torch.Tensor:
     return torch.randint(4, V, shape)
 
 
-def lengths() -> torch.Tensor:
-    return torch.tensor([TK, 2])
+def lengths(most: int | None = None) -> torch.Tensor:
+    most = TK if most is None else most
+    return torch.tensor([most, 2][:B], dtype=torch.int64).clamp(max=most)
 
 
 def seen() -> torch.Tensor:
@@ -73,7 +74,7 @@ def functions() -> Table:
     logarithms = {"transition_prob": 0.5, "log_previous": torch.rand(B, TK).log()}
     query = torch.randn(B, TQ, A)
     of_memory = {x: inputs()[x] for x in ("query", "mask", "bias", "temperature", "need_weights")}
-    target = {"weights": rows(), "alignment": words(B, TQ) % TK}
+    target = {"weights": rows(), "alignment": words(B, TQ) % max(TK, 1)}
     table = {
         "additive_attention": (
             attnfast.additive_attention, inputs() | weight | {"activation": "tanh"},
@@ -151,7 +152,7 @@ def functions() -> Table:
         "pointer_loss": (
             losses.pointer_loss,
             {"log_probs": torch.randn(B, TQ, 1 + TK).log_softmax(-1),
-             "pointers": words(B, TQ) % TK},
+             "pointers": words(B, TQ) % max(TK, 1)},
         ),
         "Reinforce": (losses.Reinforce, {"weight": 1.0, "entropy_weight": 0.5, "decay": 0.5}),
         "Reinforce.forward": (
@@ -301,7 +302,7 @@ def layers() -> Table:
         "BidirectionalAttention.forward": (
             modules.BidirectionalAttention(A),
             {"text": states, "question": x, "text_lengths": lengths(),
-             "question_lengths": torch.tensor([TQ, 1]), "need_weights": True},
+             "question_lengths": lengths(TQ), "need_weights": True},
         ),
         "PointerGenerator": (
             lambda feature_dims, backend: modules.PointerGenerator(feature_dims, backend=backend),
@@ -319,7 +320,9 @@ def layers() -> Table:
         ),
         "PointerNetwork.encode": (pointer.encode, items),
         "PointerNetwork.point": (pointer.point, {"states": x, "memory": memory}),
-        "PointerNetwork.forward": (pointer, items | {"pointers": torch.tensor([[1, 2, 0]] * B)}),
+        "PointerNetwork.forward": (
+            pointer, items | {"pointers": torch.tensor([1, 2, 0]).expand(B, 3).contiguous()},
+        ),
         "PointerNetwork.decode": (pointer.decode, items | {"distinct": True}),
         "LearnedPositions": (modules.LearnedPositions, {"longest": TK, "dim": A}),
         "LearnedPositions.forward": (modules.LearnedPositions(9, A), {"x": x, "first": 1}),
@@ -353,7 +356,7 @@ def layers() -> Table:
         table[name + ".forward"] = (
             layer,
             {"input": x, "memory": layer.prepare(states), "hx": torch.randn(1, B, A),
-             "target_lengths": torch.tensor([TQ, 1]), "need_weights": True},
+             "target_lengths": lengths(TQ), "need_weights": True},
         )  # fmt: skip
     return {name: Call(*of) for name, of in table.items()}
 

@@ -1,23 +1,105 @@
-"""Layers, models and searches with sizes of 0; memory is full of NaN before it is written."""
+"""Every public callable with sizes of 0; memory is full of large numbers before it is written."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import calls
+import calls_of_models
 import pytest
 import torch
 from test_nn_recurrent import ATTENTIONS
 from test_recurrent import RECURRENCES
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from attnfast import nn as attn
 from attnfast.nn import layer as layer_code
 
+#: glibc fills what it gives out with 0x7f: 3.4e38 as float32, 1.4e306 as float64.
+POISON = "glibc.malloc.perturb=128:glibc.malloc.tcache_count=0"
+
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Fill every new tensor with NaN."""
+    """Fill what PyTorch itself gives out with NaN."""
     torch.use_deterministic_algorithms(True)  # which the filling waits for
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif("GLIBC_TUNABLES" in os.environ, reason="is this run")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="for glibc")
+def test_the_others_in_poisoned_memory():
+    """The tests of this file once more, where what compiled code allocates is poisoned too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "GLIBC_TUNABLES": POISON}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def is_clean(x: object) -> bool:
+    """Return whether a result holds none of the poison."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return True
+    return not x.isnan().any() and not (x.double() > 1e30).any()
+
+
+PARTS = {
+    "functions": calls.functions, "attentions": calls.attentions, "layers": calls.layers,
+    "translators": calls_of_models.translators, "readers": calls_of_models.readers,
+    "judges": calls_of_models.judges, "sounds": calls_of_models.sounds,
+    "teachers": calls_of_models.teachers,
+}  # fmt: skip
+#: What a size of 0 makes impossible: whole parts, and answers that are one sentence.
+NONE = {("layers", "B"), ("layers", "TK"), ("translators", "TK"), ("readers", "TK")}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", ["B", "TQ", "TK"])
+@pytest.mark.parametrize("part", PARTS)
+def test_calls(part, size, monkeypatch):
+    """Results and gradients hold what was computed, or one sentence says what does not fit."""
+    torch.manual_seed(0)
+    for module in (calls, calls_of_models):
+        if hasattr(module, size):
+            monkeypatch.setattr(module, size, 0)
+    if (part, size) in NONE:
+        with pytest.raises(ValueError, match="must be"):
+            PARTS[part]()
+        return
+    answered, refused = 0, {}
+    for name, call in PARTS[part]().items():
+        leaves = list(tensors_of(call))
+        try:
+            results = tree_leaves(call.function(**call.arguments))
+        except ValueError as error:
+            refused[name] = str(error)
+            continue
+        answered += 1
+        assert all(map(is_clean, results)), name
+        ends = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+        if not ends or not leaves:
+            continue
+        total = sum(x.masked_fill(x == -torch.inf, 0).sum() for x in ends)
+        grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        assert all(map(is_clean, grads)), name
+    assert answered
+    assert [x for x in refused.items() if " must be " not in x[1]] == []
+
+
+def tensors_of(call: calls.Call) -> Iterator[Tensor]:
+    """Yield the arguments and parameters of a call that gradients are taken of."""
+    module = getattr(call.function, "__self__", call.function)
+    if isinstance(module, torch.nn.Module):
+        yield from module.parameters()
+    for x in call.arguments.values():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.is_leaf:
+            yield x.requires_grad_()
 
 
 LAYERS = {
@@ -73,5 +155,5 @@ def test_layers(kind, attention, monkeypatch):
             total = sum(y.nan_to_num(nan=torch.nan, neginf=0).sum() for y in outputs)
             grads = torch.autograd.grad(total, given, allow_unused=True, materialize_grads=True)
             found.append([y.detach() for y in (*outputs, *grads)])
-            assert not any(y.isnan().any() for y in found[-1]), (recurrence, B, T, Tk)
+            assert all(map(is_clean, found[-1])), (recurrence, B, T, Tk)
         torch.testing.assert_close(*found)
