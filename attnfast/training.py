@@ -90,7 +90,7 @@ class Options:
             raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
 
     def check(self, config: Config) -> None:
-        """Refuse what changes nothing in the training of a model of this config: in it, too."""
+        """Raise if an option of these or of the config has no effect on a training."""
         attention, sparse = config.attention, config.self_attention
         for x, name, has in (
             (config, "window", sparse or attention in ("local", "predictive")),
@@ -145,8 +145,8 @@ def hybrid_loss(
 
     The first part is :func:`sequence_loss`, whose mean counts the ends too. The second is of the
     labels alone, the ids from 4 on, in float32 at least. A text that has more labels than its
-    recording has states, or as many but repeats that need blanks between them, counts 0 in it, of
-    which a warning tells.
+    recording has states, or as many but repeats that need blanks between them, counts 0 in it,
+    with a warning.
 
     Args:
         spelled: what :class:`attnfast.models.ListenAttendSpell` returns.
@@ -169,14 +169,13 @@ def hybrid_loss(
     check_array("spelled.frame_log_probs", log_probs, "real numbers", (B, "Tk", V), like=like)
     check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
     check_device("target_out", target_out, like, "spelled.logits")
-    check_ids("target_out", target_out)
+    check_ids("target_out", target_out, V)
     for name, x in (("spelled.logits", like), ("spelled.frame_log_probs", log_probs)):
         if 0 in x.shape:
             refuse(name, "of one text and one step at least", describe(x))
     shape = list(like.shape[:2])
     if list(target_out.shape) != shape:
         refuse("target_out", f"word ids {shape}, as the logits of spelled", describe(target_out))
-    check_numbers("target_out", target_out.flatten(), target_out.numel(), 0, V - 1)
     target_out = target_out.long()
     loss = spelled.logits.new_zeros(())
     if ctc_weight < 1:
@@ -442,7 +441,7 @@ class Trainer:
         training = state["training"]
         began = {**state["config"], **training["options"]}
         usual = {x.name: x.default for x in (*fields(self.config), *fields(self.options))}
-        usual["max_length"] = self.options.max_length  # of which an older version says nothing
+        usual["max_length"] = self.options.max_length  # which an older version did not save
         for option, value in {**asdict(self.config), **asdict(self.options)}.items():
             if option in ("length_ratio", "longest_target"):  # follow from the pairs
                 continue

@@ -404,7 +404,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("not 0 <= x <= 1:  # type", "not 0 <= x:  # type"),
     ],
     ("attnfast/training.py", "tests/test_speech.py -k 'targets'"): [
-        ("target_out.numel(), 0, V - 1)", "target_out.numel(), 0, V)"),
+        ('check_ids("target_out", target_out, V)', 'check_ids("target_out", target_out)'),
         ("if list(target_out.shape) != shape:", "if False:"),
     ],
     ("attnfast/models/search.py", "tests/test_speech.py -k 'options'"): [

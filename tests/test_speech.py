@@ -532,8 +532,11 @@ def test_hybrid_loss_of_half_types(frames, dtype):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (torch.full((3, 2), VOCAB), f"target_out must be between 0 and {VOCAB - 1}, got {VOCAB}"),
-        (torch.full((3, 2), -1), f"target_out must be between 0 and {VOCAB - 1}, got -1"),
+        (
+            torch.full((3, 2), VOCAB),
+            f"target_out must be word ids between 0 and {VOCAB - 1}, got {VOCAB}",
+        ),
+        (torch.full((3, 2), -1), f"target_out must be word ids between 0 and {VOCAB - 1}, got -1"),
         (
             torch.full((3, 4), 4),
             r"target_out must be word ids \[3, 2\], as the logits of spelled, got",
