@@ -182,7 +182,7 @@ class Reinforce(nn.Module):
 
 
 def check_weights(weights: object, columns: str = "Tk") -> None:
-    """Refuse what are no weights of attention, ``[B, (H,) Tq, Tk]``."""
+    """Raise unless ``weights`` are real numbers ``[B, (H,) Tq, Tk]``."""
     shapes = ("B", "Tq", columns), ("B", "H", "Tq", columns)
     check_array("weights", weights, "real numbers", *shapes)
 
@@ -198,7 +198,7 @@ def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
     except RuntimeError:
         fits = False
     if not fits or keys.dtype != torch.int64 or keys.shape[-1] != weights.shape[-1]:
-        expected = f"int64 {list(weights.shape)}, or 1 in place of B and H, to fit weights"
+        expected = f"int64 {list(weights.shape)}, or 1 instead of B and H, to fit weights"
         refuse("keys", expected, describe(keys))
     check_range("keys", keys, -1, MOST, "keys, or -1 for none,")
     return keys

@@ -414,7 +414,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("attnfast/ops/arguments.py", "tests/test_speech.py -k 'fit'"): [
         ("if not least <= number <= most:", "if not least <= number:"),
         ("if not least <= number <= most:", "if not number <= most:"),
-        ("torch.int32) or list(x.shape) != [count]", "torch.int32) or False"),
+        ('"int64 or int32", (count,), of=of)', '"int64 or int32", of=of)'),
     ],
     ("attnfast/ops/arguments.py", "tests/test_arguments.py"): [
         ("if not fits or not KINDS[kind](x.dtype):", "if not fits:"),

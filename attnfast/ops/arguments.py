@@ -18,9 +18,9 @@ from attnfast.ops.operators import accumulation_dtype
 SCORES = ("dot", "tanh", "relu", "leaky_relu")
 
 
-#: No length, and no number of a key, is larger.
+#: The largest length and the largest index of a key.
 MOST = 2**31 - 1
-#: What a tensor holds, as sentences call it.
+#: Kinds of elements, by their names in error messages.
 KINDS: dict[str, Callable[[torch.dtype], bool]] = {
     "real numbers": lambda dtype: dtype.is_floating_point,
     "whole or real numbers": lambda dtype: (
@@ -33,7 +33,7 @@ KINDS: dict[str, Callable[[torch.dtype], bool]] = {
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Refuse what is no tensor, or one that does not hold all its numbers."""
+    """Raise unless x is a dense tensor."""
     if not isinstance(x, Tensor):
         refuse_type(name, "a torch.Tensor", type(x).__name__)
     if x.layout != torch.strided or x.is_nested:
@@ -48,10 +48,10 @@ def check_array(
     like: Tensor | None = None,
     of: str = "",
 ) -> None:
-    """Refuse what is no tensor of a kind of :data:`KINDS`, or of none of the shapes, if given.
+    """Raise unless x is a dense tensor of a kind of :data:`KINDS` and of one of the shapes, if any.
 
-    A size in a shape is a number, or a name where any number fits. ``like`` is a tensor on whose
-    device it must be, and ``of`` is what that is called.
+    A size in a shape is a number, or a name where any number fits. ``like`` is a tensor whose
+    device x must have, and ``of`` names it in the message.
     """
     check_tensor(name, x)
     shape = x.shape
@@ -60,16 +60,16 @@ def check_array(
         for sizes in shapes
     )
     if not fits or not KINDS[kind](x.dtype):
-        expected = " or ".join([shape_of(*sizes) for sizes in shapes])
+        expected = kind
         if shapes:
-            expected = f"{kind} {'' if kind.endswith('real numbers') else 'of shape '}{expected}"
-        expected = expected or kind
+            expected += " " if kind.endswith("real numbers") else " of shape "
+            expected += " or ".join([shape_of(*sizes) for sizes in shapes])
         refuse(name, f"{expected} to fit {of}" if of else expected, describe(x))
     check_device(name, x, like, of)
 
 
 def check_device(name: str, x: Tensor, like: Tensor | None = None, of: str = "") -> None:
-    """Refuse a tensor on another device than ``like``, which is called ``of``, or without data."""
+    """Raise unless x has data on the device of ``like``, which the message calls ``of``."""
     if not isinstance(x, Tensor):
         check_tensor(name, x)
     if like is not None and x.device != like.device:
@@ -79,27 +79,24 @@ def check_device(name: str, x: Tensor, like: Tensor | None = None, of: str = "")
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether values may be looked at: not in a graph, nor on a GPU, which would synchronize."""
+    """Return whether elements may be read: not while traced, nor on a GPU, to synchronize."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_like(name: str, x: Tensor, like: Tensor, whose: str = "the module's") -> None:
-    """Refuse a tensor on another device than ``like``, or of another dtype without autocast."""
+    """Raise unless x has the device of ``like`` and, without autocast, its dtype."""
     if x.device != like.device:
         refuse(name, f"on {whose} device {like.device}", x.device)
     if x.dtype != like.dtype and not is_autocast_on():
         refuse(name, f"of {whose} dtype {like.dtype}", x.dtype)
 
 
-def check_numbers(name: str, x: object, count: int, least: int, most: int, of: str = "") -> None:
-    """Refuse what are not so many whole numbers ``[count]``, each in bounds, which are read on a
-    CPU alone. ``of`` is what they must fit."""
-    check_tensor(name, x)
-    assert isinstance(x, Tensor)
-    fit = f" to fit {of}" if of else ""
-    if x.dtype not in (torch.int64, torch.int32) or list(x.shape) != [count]:
-        refuse(name, f"int64 or int32 of shape [{count}]{fit}", describe(x))
-    check_device(name, x)
+def check_numbers(name: str, x: Any, count: int, least: int, most: int, of: str = "") -> None:
+    """Raise unless x is an integer tensor ``[count]`` with elements from ``least`` to ``most``.
+
+    Elements are read on a CPU alone. ``of`` names what x must fit.
+    """
+    check_array(name, x, "int64 or int32", (count,), of=of)
     check_range(name, x, least, most, of=of)
 
 
@@ -152,7 +149,7 @@ def check_terms(call: Any, columns: int) -> None:
         if x is not None and (
             x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
         ):
-            expected = f"{list(scores)}, or 1 in place of a size, to fit query and key"
+            expected = f"{list(scores)}, or 1 instead of a size, to fit query and key"
             refuse(name, expected, list(x.shape))
     if lengths is not None:
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != scores[:1]:
@@ -165,9 +162,9 @@ def check_terms(call: Any, columns: int) -> None:
 
 
 def check_range(name: str, x: Tensor, least: int, most: int, what: str = "", of: str = "") -> None:
-    """Refuse whole numbers out of bounds, read on a CPU alone.
+    """Raise unless integers are from ``least`` to ``most``; they are read on a CPU alone.
 
-    ``what`` they stand for, and ``of`` is what they must fit.
+    ``what`` names them in the message, and ``of`` what they must fit.
     """
     if not is_readable(x) or not x.numel():
         return
@@ -209,7 +206,7 @@ def is_finite(x: object) -> bool:
 
 
 def check_number(name: str, x: object, least: float, most: float | None = None) -> None:
-    """Refuse what is no finite number, or out of bounds."""
+    """Raise unless x is a finite number from ``least`` to ``most``."""
     if not is_finite(x) or x < least or (most is not None and x > most):  # type: ignore[operator]
         expected = f"of at least {least}" if most is None else f"from {least} to {most}"
         refuse(name, f"a number {expected}", describe(x))
