@@ -151,8 +151,11 @@ def coverage_attention(call: Coverage) -> Covered:
     visible, k, v = visible_keys(call)
     zeros = k.new_zeros(k.shape[:-1])
     c = zeros if call.coverage is None else call.coverage
-    log_p = call.previous
-    p = zeros if log_p is None else log_p if u_t is None else log_p.exp()
+    p, log_p = call.previous, None
+    if p is None:
+        p = zeros
+    elif u_t is not None:
+        p, log_p = p.exp(), p
     loss = k.new_zeros(k.shape[:-2])
     rows, logarithms = [], []
     for t in range(q.shape[-2]):
@@ -174,12 +177,13 @@ def coverage_attention(call: Coverage) -> Covered:
             e = e + log_r.masked_fill(~seen, 0)
         empty = ~seen.any(-1, keepdim=True)
         e = e.masked_fill(~seen, -math.inf).masked_fill(empty, 0)
-        log_p = e.log_softmax(-1).masked_fill(~seen, -math.inf)
+        if u_t is not None:
+            log_p = e.log_softmax(-1).masked_fill(~seen, -math.inf)
+            logarithms.append(log_p)
         p = e.softmax(-1).masked_fill(~seen, 0)
         loss = loss + torch.where(p <= c, p, c).masked_fill(~visible[..., t, :], 0).sum(-1)
         c = c + (p if call.inverse_fertility is None else call.inverse_fertility * p)
         rows.append(p)
-        logarithms.append(log_p)
     weights = torch.stack(rows, -2) if rows else q @ k.mT
     log_weights = weights.new_empty(0)
     if u_t is not None:
