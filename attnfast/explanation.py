@@ -26,7 +26,7 @@ Attention Interpretable?", ACL 2019, arXiv:1906.03731.
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -139,14 +139,14 @@ def next_word(model: Seq2Seq, words: Tensor) -> Reader:
 
 def _check(reader: object, embedded: object, lengths: object) -> None:
     """Refuse what is no model or nothing to read."""
+    fits = callable(reader) and not isinstance(reader, type)
+    call: Any = reader.forward if isinstance(reader, nn.Module) else reader
     try:
-        call = reader.forward if isinstance(reader, nn.Module) else reader
-        inspect.signature(call).bind(embedded, lengths)  # type: ignore[arg-type]
-        fits = not isinstance(reader, type)
+        inspect.signature(call).bind(embedded, lengths)
     except TypeError:
         fits = False
-    except ValueError:  # a callable of C says nothing of its arguments
-        fits = not isinstance(reader, type)
+    except ValueError:
+        pass  # a callable written in C need not have a signature
     if not fits:
         refuse_type("reader", "a call with embedded inputs and lengths", describe(reader))
     check_array("embedded", embedded, "real numbers", ("B", "n", "E"))
@@ -155,7 +155,7 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
 
 
 def _check_pair(p: Tensor, q: Tensor) -> None:
-    """Refuse what are no two distributions of one shape."""
+    """Raise unless p and q are tensors ``[.., C]`` of one shape."""
     check_array("p", p, "real numbers")
     if not p.dim():
         refuse("p", "real numbers [.., C]", describe(p))

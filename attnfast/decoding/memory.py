@@ -190,7 +190,7 @@ def check_memory(memory: object) -> None:
 
 
 def _check_query(query: Any, memory: Memory) -> None:
-    """Refuse a query that does not fit the memory."""
+    """Raise unless the query fits the memory."""
     check_tensor("query", query)
     *lead, _, features = memory.key.shape
     shape = list(query.shape)
@@ -276,8 +276,8 @@ def prepare(
             check_like(name, x, key, "the key's")
     if mask is not None:
         check_tensor("mask", mask)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
+        if mask.dim() == 2:
+            mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
     activation = check_activation(activation)
     score = "dot" if weight is None else activation

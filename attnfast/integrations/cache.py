@@ -7,7 +7,7 @@ after source comes once, as in a beam search that indexes it at every step, noth
 
 PyTorch counts changes in place as versions, but not those through ``.data``, through NumPy or
 through another tensor over the same memory. A tensor that a graph made, in memory of PyTorch's own,
-is known by its version; of any other on a CPU a copy is kept, and compared at every call.
+is compared by its version; any other on a CPU is compared with a copy at every call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Kept:
         bases = [_base(x) for x in (*of, source) if isinstance(x, Tensor)]
         self.base = _base(result) if isinstance(result, Tensor) else None
         if any(self.base is x for x in bases):
-            self.base = None  # a view of what is not of our making
+            self.base = None  # a view, whose memory others may write to
         self.of = tuple(
             Seen(x, exact=not any(_base(x) is made for made in made_here))
             if isinstance(x, Tensor) else x
@@ -64,9 +64,7 @@ class _Kept:
 class _Passed:
     """What nothing was kept of; it may still come again."""
 
-    result = None
-
-    base = None
+    result = base = None
 
     def __init__(self, of: tuple[Any, ...], source: Any, missed: int):
         self.missed = missed
@@ -78,10 +76,10 @@ class _Passed:
 
 
 class Seen:
-    """A tensor as it was: the object, or that of which it is a view, and what is told of it.
+    """A snapshot of a tensor: the object or its base, its version and its form.
 
-    Of a parameter also some of its values, for what is written through ``.data`` has no version.
-    With ``exact`` all values of another tensor whose version does not tell of all changes.
+    Some elements of a parameter are kept too, because writes through ``.data`` have no version, and
+    with ``exact`` a copy of any other tensor whose version does not count every change.
     """
 
     def __init__(self, x: Tensor, exact: bool = False):
@@ -105,16 +103,17 @@ class Seen:
 
 
 def _tells_of_changes(x: Tensor) -> bool:
-    """Whether nobody writes to a tensor but through itself and its views, as far as can be told.
+    """Return whether a tensor's version counts every change of its memory.
 
-    A graph made it, and not a user; and its memory is PyTorch's own, which NumPy has no view of.
+    It does where a graph made the tensor, and not a user, in PyTorch's own memory, which NumPy has
+    no view of; only writes through ``.data`` are not counted.
     """
     base = _base(x)
     return base.grad_fn is not None and not _is_shared(base)
 
 
 def _is_shared(x: Tensor) -> bool:
-    """Whether others than PyTorch may write to a tensor's memory: NumPy, another process."""
+    """Return whether NumPy or another process may write to a tensor's memory."""
     return not x.untyped_storage().resizable()
 
 
@@ -123,8 +122,8 @@ _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _is_equal(x: Tensor, copy: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits; twice as fast as PyTorch."""
-    if x.stride() == copy.stride():  # dense, for copies are
+    """Return whether two tensors of one shape and dtype have the same bits."""
+    if x.stride() == copy.stride():  # dense, as copies are; twice as fast as torch.equal
         return _compare(x.data_ptr(), copy.data_ptr(), x.numel() * x.itemsize) == 0
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
     return torch.equal(x.detach().view(integers), copy.view(integers))
@@ -187,7 +186,7 @@ def cached_per_source(
 
     Changes of parameters without a version (through ``.data``, by a fused optimiser, in NumPy's
     view of a tensor) are seen in some elements, so not where they leave those as they are, nor on a
-    GPU, which would have to wait. Of other tensors on a CPU they are all seen, but for writes
+    GPU, which would synchronize. Of other tensors on a CPU they are all seen, but for writes
     through ``.data`` to what a graph made. ``train()`` and ``eval()`` end what is kept.
     """
     tensors = [x for x in (*of, source) if isinstance(x, Tensor)]

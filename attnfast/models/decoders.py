@@ -10,7 +10,6 @@ with ``embedded [B, T, E]``: the whole target in teacher forcing, T = 1 at each 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,14 +88,16 @@ class _Decoder(nn.Module):
 
     readout: nn.Linear
 
-    def __init__(self, attention: nn.Module, cell: str, input_dim: int, sizes: Sequence[int]):
+    def __init__(
+        self, attention: nn.Module, cell: str, input_dim: int, context_dim: int, hidden_dim: int
+    ):
         super().__init__()
-        self.context_dim, hidden_dim = sizes
         if not isinstance(attention, nn.Module):
             refuse_type("attention", "a module", describe(attention))
         check_word("cell", cell, CELLS)
+        self.context_dim = context_dim
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
-        # PyTorch takes no other whole numbers
+        # PyTorch takes no integers of NumPy
         self.rnn = CELLS[cell](int(input_dim), int(hidden_dim), batch_first=True)
 
     @property
@@ -176,7 +177,7 @@ class _Decoder(nn.Module):
             check_flag("need_weights", need_weights)
             check_target_mask(target_mask, embedded.shape[:2], embedded, "embedded")
             if embedded.dtype != state.hidden.dtype and not is_autocast_on():
-                self._check_call(embedded, state, memory)  # PyTorch would join both dtypes
+                self._check_call(embedded, state, memory)  # PyTorch would promote one of them
             return self._words(embedded, state, memory, need_weights, target_mask)
         except Exception:
             self._check_call(embedded, state, memory)
@@ -244,7 +245,7 @@ class BahdanauDecoder(_Decoder):
         cell: str = "gru",
     ):
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
-        super().__init__(attention, cell, embed_dim + context_dim, (context_dim, hidden_dim))
+        super().__init__(attention, cell, embed_dim + context_dim, context_dim, hidden_dim)
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
@@ -294,7 +295,7 @@ class LuongDecoder(_Decoder):
         check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
         check_flag("input_feeding", input_feeding)
         input_dim = embed_dim * (1 + input_feeding)
-        super().__init__(attention, cell, input_dim, (context_dim, hidden_dim))
+        super().__init__(attention, cell, input_dim, context_dim, hidden_dim)
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
 

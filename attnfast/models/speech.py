@@ -332,11 +332,12 @@ class CTCPrefixScorer:
         check_ids("words", words, V)
         if not isinstance(state, (Prefix, type(None))):
             refuse_type("state", "what score(...) returned, or None", describe(state))
-        shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
-        for name, shape in {}.items() if state is None else shapes.items():
-            kind = "int64" if name == "last" else "real numbers"
-            x = getattr(state, name)
-            check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
+        if state is not None:
+            shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
+            for name, shape in shapes.items():
+                kind = "int64" if name == "last" else "real numbers"
+                x = getattr(state, name)
+                check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
         if state is None:
             blank = _summed(log_p[..., BLANK])
             label = torch.full_like(blank, -torch.inf)

@@ -282,7 +282,7 @@ def check_position(position: object, spans: Sequence[Span]) -> None:
 
 
 def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: object) -> None:
-    """Refuse lengths, a tensor of positions and a device that do not go together."""
+    """Raise unless lengths, a tensor of positions and a device fit each other, Tq and Tk."""
     if lengths is not None:
         check_tensor("lengths", lengths)
         assert isinstance(lengths, Tensor)
@@ -290,18 +290,21 @@ def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: 
     if isinstance(position, Tensor):
         rows = torch.Size([*([] if lengths is None else lengths.shape), int(Tq)])
         _check_rows("position", position, rows, lengths, whole=True)
+    if device is None:
+        return
     try:
-        fits = device is None or isinstance(torch.device(device), torch.device)  # type: ignore[call-overload]
+        torch.device(device)  # type: ignore[call-overload]
+        fits = not isinstance(device, int)
     except (RuntimeError, TypeError, ValueError):
         fits = False
-    if not fits or isinstance(device, int):
+    if not fits:
         refuse("device", "a torch.device or None", describe(device))
 
 
 def _check_rows(
     name: str, x: Tensor, rows: torch.Size, like: object, whole: bool = False
 ) -> torch.Size:
-    """Refuse a tensor that has not a number for each row; return the shape of all rows."""
+    """Raise unless x has a number for each row; return the shape of all rows."""
     check_tensor(name, x)
     try:
         shape = torch.broadcast_shapes(x.shape, rows)
