@@ -45,7 +45,7 @@ def _functorch_level() -> int:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` differentiates or maps, or derivatives are taken in forward mode."""
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
     return _functorch_level() > 0 or has_tangents()
 
 
@@ -56,12 +56,12 @@ _HOOKS = [
 
 
 def has_global_hooks() -> bool:
-    """Whether some hook is called with every module."""
+    """Return whether a hook of all modules is registered."""
     return any(_HOOKS)
 
 
 def class_of(module: Any) -> type:
-    """Return a module's class, without the proxy that torch.export takes for a second name."""
+    """Return a module's class, also where torch.export traces its second name by a proxy."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     proxied = tracing is not None and isinstance(module, tracing._AttrProxy)
     return type(module).__bases__[1] if proxied else type(module)

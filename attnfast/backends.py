@@ -268,7 +268,7 @@ def why_not(backend: str, *asked) -> str | None:
 
 
 def check_backend(backend: object) -> None:
-    """Refuse what is no backend's name, nor None."""
+    """Raise unless ``backend`` is None or the name of a backend."""
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
 

@@ -44,10 +44,10 @@ def make_folder(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Keep a folder to one process at a time; the lock ends with the process, however that ends.
+    """Lock a folder for this process, until it leaves the context or ends in any way.
 
     Raises:
-        InputError: another process has it, or the file system has no locks.
+        InputError: another process holds the lock, or the file system has no locks.
     """
     path = directory / ".lock"
     held = filelock.FileLock(path, timeout=0)
@@ -60,7 +60,7 @@ def lock(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # nobody else can hold it
+        path.unlink(missing_ok=True)  # while no other process can hold it
         held.release()
 
 

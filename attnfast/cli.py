@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def _say_lacking(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str]]) -> None:
-    """Say what of the pairs' text the vocabulary lacks, if there is any."""
+    """Report the characters or words of the pairs that the vocabulary lacks, if any."""
     lacking = tokenizer.lacking(text for pair in pairs for text in pair)
     if lacking:
         examples = ", ".join(repr(part) for part, _ in lacking.most_common(5))
@@ -107,7 +107,7 @@ def _train(
     valid_pairs: list[tuple[str, str]],
     links: list[Links] | None,
 ) -> None:
-    """Train what was asked for, or go on with it, in the folder of ``args.out``."""
+    """Begin or resume a training in the folder ``args.out``."""
     from attnfast import checkpoint
     from attnfast.data import SubwordTokenizer, WordTokenizer, encode_pairs
     from attnfast.models import build
@@ -410,7 +410,7 @@ def _parser() -> Parser:
         help="leave out longer pairs, tokens",
     )
     sub.add_argument(
-        "--normalisation", choices=FORMS, help="Unicode's, of all text; None keeps it as it is"
+        "--normalisation", choices=FORMS, help="Unicode form of all text; None keeps it as it is"
     )
     kind: Callable[[str], float]
     for name, kind in (("embed_dim", whole), ("hidden_dim", whole), ("dropout", float)):
@@ -488,11 +488,11 @@ def _with_options(text: str, args: argparse.Namespace) -> str:
 
 
 def _prepare_output() -> None:
-    """Let the standard output write all or raise, and whatever its encoding lacks as a ``?``."""
+    """Make the standard output write everything or raise, with ``?`` for missing characters."""
     out = sys.stdout
     if not isinstance(out, io.TextIOWrapper):
         return
-    if isinstance(out.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: a write may end early, unsaid
+    if isinstance(out.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: writes may be partial
         sys.stdout = open(  # noqa: SIM115
             out.fileno(), "w", 1, encoding=out.encoding, errors="replace", closefd=False
         )

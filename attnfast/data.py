@@ -160,7 +160,7 @@ class Tokenizer(Protocol):
     def word_numbers(self, text: str) -> list[int]:
         """Return the number of the word, by white space, that each token of a text belongs to.
 
-        Where a token belongs to two words, or words by themselves have other letters, all are −1.
+        All are −1 if a token belongs to two words, or words encoded alone have other letters.
         """
         ...
 
@@ -173,8 +173,8 @@ class Tokenizer(Protocol):
         ...
 
 
-#: Characters that sentencepiece uses itself, in text, are written as others: Unicode leaves U+FDD0
-#: to U+FDEF to a program's own use.
+#: Substitutes for characters to which sentencepiece gives a meaning of its own: Unicode leaves
+#: U+FDD0 to U+FDEF to the internal use of programs.
 RESERVED = {ord(c): 0xFDD0 + i for i, c in enumerate("\0\t\n\x1f\u2581\u2585")}
 BLANK = "\u2581"
 #: Normalisation forms that text may be put into.
@@ -184,7 +184,7 @@ FORMS = ("NFC", "NFKC")
 class SubwordTokenizer:
     """A sentencepiece model, held as its serialized bytes.
 
-    Ids of a text give back all of its characters that the training text had.
+    Decoding the ids of a text gives back every character that the training text has.
 
     Args:
         proto: the serialized model.
@@ -223,7 +223,7 @@ class SubwordTokenizer:
             sentences: text; the same text gives the same subwords.
             vocab_size: V, the four special ids included.
             model_type: ``"bpe"`` or ``"unigram"``.
-            form: a normalisation form, as of the class.
+            form: as for the class.
 
         Raises:
             InputError: the text has too few or too many distinct characters for that size.
@@ -232,7 +232,7 @@ class SubwordTokenizer:
         if form is not None:
             check_word("form", form, FORMS)
         proto = io.BytesIO()
-        # A list: sentencepiece would take any exception of a generator, Ctrl-C too, for its own.
+        # A list, because sentencepiece reports an exception of a generator, Ctrl-C too, as its own.
         texts = [_normalised(text, form).translate(RESERVED) for text in sentences]
         characters = set().union(*texts) - {" "}
         try:

@@ -14,8 +14,7 @@ In the formulas α are the weights, i is a row of m, j a key of n; :math:`p_{ij}
 \sum_j \alpha_{ij}` are those of a row whose weights do not add up to 1, as where a Gaussian
 multiplies them, and else the same. Entropies are in nats. Sums are float32, or float64 for float64.
 What lies in padding does not count, NaN neither, and its results are 0. Lengths and keys are below
-2³¹. An argument that does not
-fit raises ValueError or TypeError, and the sentence names it.
+2³¹. An argument that does not fit raises ValueError or TypeError, and the sentence names it.
 """
 
 from __future__ import annotations
@@ -404,7 +403,7 @@ def links(
 
 
 def _link_sets(name: str, x: Any) -> list[LinkSet]:
-    """Return every sentence's links; refuse what are no sets of them."""
+    """Return a list of the sentences' sets of links; raise if they are anything else."""
     sets: Any = list(x) if isinstance(x, Iterable) and not isinstance(x, Tensor) else [None]
     if not all(isinstance(each, (set, frozenset)) for each in sets):
         refuse_type(name, "sets of links", describe(x))

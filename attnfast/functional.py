@@ -60,7 +60,7 @@ def _attend(
             check_scale(call.scale, "a finite number or None")
         if not is_one(temperature):
             if call.bias is not None and not call.bias.is_floating_point():
-                attention.check(call)  # a quotient would be one of real numbers
+                attention.check(call)  # integers are not accepted, and their quotient is real
             bias = None if call.bias is None else call.bias / temperature
             call = call._replace(scale=call.scale / temperature, bias=bias)
         query = call.query
@@ -267,7 +267,7 @@ def coverage_call(
         )
 
     def cast(name: str, x: Any) -> Any:
-        """Return x in the dtype of sums, as its parameters may be of another."""
+        """Return x in the accumulation dtype; parameters may have another."""
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         check_array(name, x, "real numbers")
@@ -324,13 +324,13 @@ def coverage_call(
 
 
 def logarithm(weights: Tensor) -> Tensor:
-    """Return log α, −inf for 0; the gradient is 0 where 1/α would not fit the dtype."""
+    """Return log α, −inf for 0; the gradient is 0 where 1/α nears the limit of the dtype."""
     small = weights < torch.finfo(weights.dtype).tiny * 1e6
     return torch.where(small, weights.detach().log(), weights.masked_fill(small, 1).log())
 
 
 def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
-    """Return the operator's argument: with a transition log-weights, otherwise weights."""
+    """Return the operator's ``previous``: log-weights with a transition, otherwise weights."""
     if log_previous is not None and previous is not None:
         refuse("log_previous", "None with previous", describe(log_previous))
     if not transition:
@@ -436,8 +436,8 @@ def coverage_attention(
             is exactly 0 gets gradient 0.
         coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
         previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
-        log_previous: with a transition, log-weights in the place of ``previous``, −inf for 0: the
-            last row of the result's ``log_weights``. It carries weights that underflow, too.
+        log_previous: with a transition, the logarithms of ``previous``, −inf for 0, which may be
+            given instead: the last row of the result's ``log_weights``. They do not underflow.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         scale: s; None means 1 with a weight and 1/√A without.
         lengths, mask, bias, temperature, need_weights, backend: as in

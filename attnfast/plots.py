@@ -67,7 +67,7 @@ def _fonts_for(words: Iterable[str]) -> list[str]:
 
 
 def _check_words(name: str, words: object, count: int | None = None, of: str = "weights") -> None:
-    """Refuse what are no texts, or not as many as weights, or what else, have rows or columns."""
+    """Raise unless words are texts, ``count`` of them if given, as many as ``of`` has."""
     if not isinstance(words, Sequence) or not all(isinstance(x, str) for x in words):
         refuse_type(name, "texts", describe(words))
     if count is not None and len(words) != count:

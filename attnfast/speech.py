@@ -226,11 +226,11 @@ def _cut(features: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _listed(name: str, x: Any) -> list[Any]:
-    """Return a list of what comes one after the other; refuse what does not."""
+    """Return the elements of an iterable in a list; raise if x is no iterable."""
     try:
         return list(x)
     except TypeError:
-        return refuse_type(name, "one after the other", describe(x))
+        refuse_type(name, "an iterable", describe(x))
 
 
 class Normalisation(nn.Module):

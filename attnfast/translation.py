@@ -11,12 +11,12 @@ from attnfast.errors import InputError, optional, out_of_memory
 from attnfast.models import UNK, Seq2Seq, beam_search, greedy_search
 from attnfast.models.search import output_limits
 
-#: Tokens of a batch of sources, its padding included, so that long lines are not too many.
+#: The largest number of tokens in a batch of sources, its padding included.
 LARGEST = 2**14
 
 
 class Translations(list[str]):
-    """Lines; ``limited`` are the numbers of those that are as long as the search allowed."""
+    """Translated lines; ``limited`` holds the numbers of those that reached the limit of length."""
 
     def __init__(self, lines: Sequence[str], limited: Sequence[int] = ()):
         super().__init__(lines)
@@ -45,7 +45,7 @@ def translate(
         max_length: a longer source, in tokens, is cut to this; None reads it whole.
         batch_size: sentences of like length that are searched together, fewer where they are long.
         max_output_length: the most tokens of a translation; None leaves it to the model.
-        name: of the text, for the sentences on its lines.
+        name: of the text, in warnings and errors that name a line.
         warn: called with a sentence about a line that was cut or holds unknown words, or whose
             translation is as long as the search allows.
         progress: called after each batch with the number of lines in it.
@@ -114,7 +114,7 @@ def _search(
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Put the numbers of sequences that are not empty into batches, the shortest first."""
+    """Yield batches of the numbers of sequences that are not empty, the shortest first."""
     batch: list[int] = []
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lengths.__getitem__):
         if len(batch) == batch_size or (batch and (len(batch) + 1) * lengths[i] > LARGEST):

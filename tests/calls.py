@@ -194,9 +194,9 @@ def kinds() -> dict[str, dict[str, Any]]:
         },
         "MonotonicAttention": {"ahead": 2, "score": "general", "attn_dim": A},
     }  # fmt: skip
-    #: Attention that is around another, and the arguments besides it.
 
 
+#: Attention around another, and the arguments besides that.
 AROUND: dict[str, dict[str, Any]] = {
     "GatedAttention": {"query_dim": A},
     "HardAttention": {"average": 0.5},

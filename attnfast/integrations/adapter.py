@@ -54,7 +54,7 @@ class Draw:
         return torch.tensor(values, device=self.device)
 
     def steps(self, *counts: int) -> tuple[int, ...]:
-        """Return how many steps targets have: the counts given, and once many."""
+        """Return the numbers of steps of targets: those given, and at the first call a late one."""
         most, self.most = self.most, 0
         return (*counts, most) if most else counts
 
@@ -63,7 +63,7 @@ class Draw:
 
         These are what padding and other words with a meaning of their own are. Of a late target
         every other word is the same in all rows: the first few, the last, and the integers that
-        stand in the module's own code, for all rows may end at one of them.
+        stand in the module's own code, as all rows may end at one of them.
         """
         x = torch.randint(most, (B, T, *shape), generator=self.generator, device="cpu")
         x = torch.where(torch.rand(x.shape, generator=self.generator) < 0.5, x % 4, x)

@@ -94,7 +94,7 @@ def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
-    """Whether the inner layers are of kinds that were compared, and have no hooks to be called."""
+    """Return whether the inner layers are of the kinds compared, and have no hooks."""
     for part in module._modules.values():
         if part is None:
             continue
@@ -113,9 +113,9 @@ def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
 
 
 def _is_served(module: Any) -> bool:
-    """Whether attnfast computes a call, and not the module's own code."""
+    """Return whether attnfast computes a call, and not the module's own code."""
     if torch.jit.is_tracing():
-        return False  # programs without attnfast may run the graph, as ONNX's do
+        return False  # the graph may run without attnfast, as ONNX's do
     if torch.compiler.is_compiling():
         if torch.onnx.is_in_onnx_export():
             return False
@@ -171,7 +171,7 @@ def _patched_class(own: type, adapter: Adapter, kinds: frozenset[type] | None) -
 
 def patch(module: nn.Module, adapter: Adapter) -> None:
     """Give the module the adapter's methods."""
-    kinds = None  # whole decoders look after their parts themselves
+    kinds = None  # whole decoders check their parts themselves
     if not adapter.attention:
         kinds = frozenset(type(x) for x in module.modules() if x is not module)
     _patch(module, adapter, kinds)

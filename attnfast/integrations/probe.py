@@ -285,7 +285,7 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Compute with one thread, for several wait for one another on a busy machine; log nothing."""
+    """Compute with one thread, as several wait for each other on a busy machine; log nothing."""
     threads, level = torch.get_num_threads(), logging.root.manager.disable
     handlers = list(logging.root.handlers)
     torch.set_num_threads(1)
@@ -323,7 +323,7 @@ def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]
                 for moved, (*_, grads) in zip((theirs, ours), outcomes):
                     given = {name: x for name, x in grads.items() if x is not None}
                     moved |= {name for name, x in given.items() if _numbers(x).any()}
-            except Exception as error:  # of kinds of tensors that cannot be compared
+            except Exception as error:  # tensors of a layout that cannot be compared
                 return _failure("the comparison", error), []
             if difference is not None:
                 return difference, []
@@ -367,7 +367,7 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
 def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
     """Run an example; return its results, the module's state, and the gradients of all of it.
 
-    The state is that after every call, for one call may write what another overwrites.
+    The state is that after every call, because one call may overwrite what another wrote.
     """
     results: dict[str, Any] = {}
     state: dict[str, Any] = {}
@@ -473,7 +473,7 @@ def _form(x: Tensor) -> tuple[Any, ...]:
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """Return the numbers of a tensor, also of the gradient of an embedding that is sparse."""
+    """Return a tensor's elements in float64, dense also where its layout is sparse."""
     return x.detach().to_dense().double()
 
 

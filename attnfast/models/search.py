@@ -28,8 +28,8 @@ def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = N
     """Return how many words, the end included, a search may write for ``lengths [B]``, on the CPU.
 
     Args:
-        model: its ``output_limit(lengths)`` tells, if it has one, else :func:`output_limit`.
-        max_output_length: the most words, the end not counted, in its place.
+        model: its ``output_limit(lengths)`` is asked, or :func:`output_limit` if it has none.
+        max_output_length: the most words, the end not counted; None leaves it to the model.
     """
     if max_output_length is None:
         return getattr(model, "output_limit", output_limit)(lengths)
@@ -152,9 +152,9 @@ def greedy_search(
 ) -> list[list[int]]:
     """Take the most probable word at every step.
 
-    One operator searches where it can, and a loop over single steps elsewhere. In half types they
-    need not find the same: the operator keeps states, contexts and logits in float32, where a step
-    returns them rounded.
+    One operator searches where it can, and a loop over single steps elsewhere. In half precision
+    they may find different words: the operator keeps states, contexts and logits in float32, where
+    a step returns them rounded.
 
     Args:
         model: in evaluation mode; as in :func:`beam_search`.

@@ -64,9 +64,9 @@ def check_ids(name: str, words: object, count: int | None = None) -> None:
 
 
 def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
-    """Return embedded ``words [B, T]``; refuse what are no ids of the vocabulary.
+    """Return embedded ``words [B, T]``; raise if these are not ids of the vocabulary.
 
-    A CPU's embedding refuses those out of bounds itself, so that they are looked at no more often.
+    The embedding itself raises for ids out of bounds; they are read again only then.
     """
     check_ids(name, words)
     check_device(name, words, embedding.weight, "the module")
@@ -78,7 +78,7 @@ def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
 
 
 def check_source(name: str, source: Any, kind: type, state: object) -> None:
-    """Refuse a source, called ``name``, and a state that a model's ``encode`` has not returned."""
+    """Raise unless a source, called ``name``, and a state are those of a model's ``encode``."""
     memory = getattr(source, "memory", None)
     if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
         refuse_type(name, "what encode(...) returns", describe(source))
@@ -95,17 +95,17 @@ def check_step(
     hidden: Sequence[int],
     like: Tensor,
 ) -> None:
-    """Refuse words ``[B, T]`` and a state that do not go on with a source, called ``name``.
+    """Raise unless words ``[B, T]``, a state and a source, called ``name``, fit each other.
 
     ``context_dim`` is the size of a context, ``hidden`` the shape of a state but for B, and
-    ``like`` a parameter.
+    ``like`` a parameter of the model.
     """
     check_ids("words", words)
     assert isinstance(words, Tensor)
     *layers, features = hidden
     B = words.shape[0]
     value = getattr(source.memory, "value", None)
-    if isinstance(value, Tensor):  # as of all attention here
+    if isinstance(value, Tensor):  # attention of other projects may have none
         check_like(name, value, like)
         if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
             refuse(name, f"of contexts of {context_dim} features", describe(value))
@@ -116,7 +116,7 @@ def check_step(
 
 
 def check_target(target_in: object, embedding: nn.Embedding, count: int | None = None) -> None:
-    """Refuse what are no targets before their source is read; ids are below ``count`` if given."""
+    """Raise unless targets are word ids on the model's device, below ``count`` if given."""
     check_ids("target_in", target_in, count)
     assert isinstance(target_in, Tensor)
     check_device("target_in", target_in, embedding.weight, "the module")
@@ -174,7 +174,7 @@ class Encoder(nn.Module):
             self.norm = nn.LayerNorm(2 * hidden_dim)
             self.dropout = nn.Dropout(dropout)
         self.rnn = CELLS[cell](
-            int(embed_dim),  # PyTorch takes no other whole numbers
+            int(embed_dim),  # PyTorch takes no integers of NumPy
             int(hidden_dim),
             int(layers),
             batch_first=True,

@@ -29,7 +29,7 @@ class History(NamedTuple):
 
     ``coverage [B, Tk]``, the sum of their weights; ``previous [B, Tk]``, the weights of the last;
     ``loss [B]``, the coverage loss so far, or None for 0; ``log_previous [B, Tk]``, of forward
-    attention, the logarithms of ``previous``, which do not underflow, or None for those.
+    attention, the logarithms of ``previous``, which do not underflow; None takes them from there.
     """
 
     coverage: Tensor

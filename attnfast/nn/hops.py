@@ -195,7 +195,7 @@ def _order(query: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
     return weights, 16 * torch.finfo(key.dtype).eps * (1 + most.clamp_max(WIDEST))
 
 
-#: Elements of the features that are in memory at a time while scores are computed one by one.
+#: The largest number of elements of features in memory while keys are scored by the formula.
 FEATURES = 1 << 22
 
 
@@ -216,7 +216,7 @@ def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
     """Return the k keys of the largest additive scores, ``[B, Tq, k]``, largest first.
 
     The fused kernel finds the keys that may be among them; these are scored by the formula itself,
-    which tells apart what the weights of a row do not.
+    which separates scores that the weights of a row do not. While traced all keys are scored.
     """
     order, error = _order(query, memory)
     first = order.topk(k)

@@ -91,7 +91,7 @@ class Drawn(NamedTuple):
 
 
 def _fits(history: Drawn, state: Tensor) -> bool:
-    """Whether what was drawn is that of a state's sequences, on its device."""
+    """Return whether a history has the batch and the device of a state."""
     batch, device = state.shape[:1], state.device
     return all([isinstance(x, Tensor) and x.shape == batch and x.device == device for x in history])
 
@@ -151,7 +151,7 @@ class HardAttention(nn.Module):
 
     def start(self, memory: Memory) -> Drawn:
         """Return the history before the first row; in training it draws which take averages."""
-        if not isinstance(getattr(memory, "value", None), Tensor):  # any module's memory has values
+        if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
             refuse_type("memory", "what prepare(...) returns", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()

@@ -12,8 +12,8 @@ F are filters over the keys on one channel, the last weights, or two, the covera
 projects what they find. A coverage feature is a filter of width 1, the inverse of a fertility is ρ.
 
 Forward attention is computed from logarithms, log α_tj = log r_tj + e_tj − log Σ_j r_tj exp(e_tj),
-and log α goes from row to row: a weight of e^−200 can grow again, and no gradient exceeds what it
-is a part of. The gradient of a weight that is exactly 0 is 0.
+and log α is carried from row to row: a weight of e^−200 can grow again, and no share by which a
+gradient is multiplied exceeds 1. The gradient of a weight that is exactly 0 is 0.
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
