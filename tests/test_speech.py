@@ -551,7 +551,7 @@ def test_hybrid_loss_of_half_types(frames, dtype):
 def test_targets_that_do_not_fit(frames, words, said):
     spelled = make()(frames, LENGTHS, torch.full((3, 2), BOS))
     with pytest.raises(ValueError, match=said):
-        hybrid_loss(spelled, words)
+        hybrid_loss(spelled, words, 1.0)
 
 
 def test_a_backend_that_is_none():
