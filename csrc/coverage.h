@@ -44,7 +44,7 @@ struct CoverageBackward : Backward, History {
 
 namespace {
 
-// Log-weights of less count as 0 where a weight is wanted; -x is the most that exp is taken of.
+// The exponential of less counts as 0; the exponential of more than its negative is not taken.
 template <class C>
 constexpr C kLeastLogarithm = sizeof(C) == 8 ? C(-700) : C(-87);
 

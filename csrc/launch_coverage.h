@@ -27,16 +27,16 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   ATTNFAST_HISTORY(X)        \
   ATTNFAST_SCORE(X)
 
-#define ATTNFAST_COVERAGE_SAVED(X)                                       \
-  X(Tensor, grad_context, rows, own, {Tq, Dv})                           \
-  X(Optional, grad_weights, rows, sums, {Tq, Tk})                        \
-  X(Optional, grad_coverage, rows, sums, {Tk})                           \
-  X(Optional, grad_loss, rows, sums, {})                                 \
-  X(Optional, grad_log_weights, beside, given.transition_prob, {Tq, Tk}) \
-  ATTNFAST_KEYS(X)                                                       \
-  ATTNFAST_LENGTHS(X)                                                    \
-  ATTNFAST_HISTORY(X)                                                    \
-  X(Tensor, weights, rows, sums, {Tq, Tk})                               \
+#define ATTNFAST_COVERAGE_SAVED(X)                                              \
+  X(Tensor, grad_context, rows, own, {Tq, Dv})                                  \
+  X(Optional, grad_weights, rows, sums, {Tq, Tk})                               \
+  X(Optional, grad_coverage, rows, sums, {Tk})                                  \
+  X(Optional, grad_loss, rows, sums, {})                                        \
+  X(Optional, grad_log_weights, optional_with, given.transition_prob, {Tq, Tk}) \
+  ATTNFAST_KEYS(X)                                                              \
+  ATTNFAST_LENGTHS(X)                                                           \
+  ATTNFAST_HISTORY(X)                                                           \
+  X(Tensor, weights, rows, sums, {Tq, Tk})                                      \
   X(Tensor, log_weights, present_with, given.transition_prob, {Tq, Tk})
 
 #define ATTNFAST_COVERAGE_BACKWARD(X) \
@@ -80,7 +80,7 @@ struct CoverageFit : AttentionFit, FilterSizes {
     return other ? rows(x, sums, wanted) : sizes(x, sums, {0});
   }
 
-  bool beside(const Optional& x, const Optional& other, Sizes wanted) const {
+  bool optional_with(const Optional& x, const Optional& other, Sizes wanted) const {
     return !x || present_with(*x, other, wanted);
   }
 

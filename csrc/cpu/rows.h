@@ -130,8 +130,8 @@ Vec<C> mass_of(Vec<C> x) {
   return x == x ? e : x;
 }
 
-// Add up terms of the numbers [from, to), `term(j, sums)` those of a vector, in blocks of 256 vectors: what
-// rounding loses grows with the root of the blocks' number, not of the row's length.
+// Add terms of the elements [from, to) to `sums`, a vector of them by `term(j, sums)`, in blocks of 256
+// vectors: rounding errors grow with the number of blocks, not with the length of the row.
 template <class C, int N, class Term>
 void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
   constexpr int64_t W = Vector<C>::width, kBlock = 256 * W;

@@ -56,7 +56,7 @@ __device__ C times_slope(Score score, C g, C x) {
   }
 }
 
-// A signal over the keys, 0 past both ends; null is 0 everywhere. It may be there by its logarithms.
+// A signal over the keys, 0 past both ends; null is 0 everywhere. x may hold its logarithms.
 template <class C>
 struct Signal {
   const C* x;
