@@ -17,11 +17,11 @@ if __name__ != "attnfast.kernels":  # attnfast's source folder stands on the pat
         __path__ = []
 
         def __getattr__(name: str) -> object:
-            """Say whose kernels these are not, to who wants something of them."""
+            """Raise ImportError for a name that is imported from the package."""
             if name.startswith("__"):
                 raise AttributeError(name)
             raise ImportError(
-                f"{name} is not here: these are attnfast's Triton kernels, importable as "
+                f"no {name} in kernels: these are attnfast's Triton kernels, importable as "
                 "attnfast.kernels only; for another package of this name install it, or leave "
                 "attnfast's source folder"
             )

@@ -308,7 +308,7 @@ def attempt(name: str, call: Call, argument: str, wrong: str, x: Any) -> Trial:
 
 
 def fits(*tried: str) -> bool:
-    """Whether :data:`FITS` says that a value is no wrong one for an argument of a call."""
+    """Return whether :data:`FITS` allows a value of an argument of a call."""
     return any(
         all(re.fullmatch(pattern, text) for pattern, text in zip(row, tried))
         for rows in FITS.values()

@@ -96,7 +96,7 @@ def alone(name: str, *unused: str):
 
 
 def _is_close(x, y, tolerance):
-    """Whether two tensors are alike, in a thousandth of the time of what says how they differ."""
+    """Return whether two tensors are alike, in a thousandth of the time of assert_close."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, **tolerance))
