@@ -118,8 +118,8 @@ def readers() -> Table:
     classifier = models.Classifier(models.Encoder(A, A), V, A, 3).eval()
     network = models.MemoryNetwork(V, A, 2)
     both = modules.BidirectionalAttention(2 * A)
-    told = {"need_weights": True}
-    target = {"target_in": words(B, TQ)} | told
+    flag = {"need_weights": True}
+    target = {"target_in": words(B, TQ)} | flag
     scorer = models.CTCPrefixScorer()
     sizes = {"vocab_size": V, "hidden_dim": A, "embed_dim": A, "dropout": 0.1}
     table: dict[str, Any] = {
@@ -136,7 +136,7 @@ def readers() -> Table:
         "ListenAttendSpell.output_limit": (las.output_limit, {"lengths": lengths()}),
         "ListenAttendSpell.encode": (las.encode, spoken),
         "ListenAttendSpell.decode": (
-            las.decode, {"words": words(B, TQ), "state": spelling, "heard": heard} | told,
+            las.decode, {"words": words(B, TQ), "state": spelling, "heard": heard} | flag,
         ),
         "ListenAttendSpell.forward": (las, spoken | target),
         "CTCPrefixScorer.score": (
@@ -155,7 +155,7 @@ def readers() -> Table:
         "ShowAttendTell.output_limit": (teller.output_limit, {"sizes": images["sizes"]}),
         "ShowAttendTell.encode": (teller.encode, images),
         "ShowAttendTell.decode": (
-            teller.decode, {"words": words(B, TQ), "state": telling, "seen": seen_} | told,
+            teller.decode, {"words": words(B, TQ), "state": telling, "seen": seen_} | flag,
         ),
         "ShowAttendTell.forward": (teller, images | target),
         "Classifier": (
@@ -174,7 +174,7 @@ def readers() -> Table:
              "backend": None},
         ),
         "MemoryNetwork.forward": (
-            network, {"stories": words(B, TQ, TK), "questions": words(B, TK)} | told,
+            network, {"stories": words(B, TQ, TK), "questions": words(B, TK)} | flag,
         ),
         "position_encoding": (models.position_encoding, {"words": words(B, TK), "features": A}),
         "BiDAF": (
@@ -184,7 +184,7 @@ def readers() -> Table:
         "BiDAF.forward": (
             models.BiDAF(both, 8 * A, V, A, A),
             {"text": words(B, TK), "text_lengths": lengths(), "question": words(B, TQ),
-             "question_lengths": lengths(TQ)} | told,
+             "question_lengths": lengths(TQ)} | flag,
         ),
         "best_spans": (
             models.best_spans,

@@ -47,7 +47,7 @@ ABSENT = {
     "without arguments": "SinusoidalPositions|CTCPrefixScorer",
 }  # fmt: skip
 CALLS = calls()
-#: Of the wrong values of each callable one in so many is tried; wrong_values.py tries all.
+#: One in four of the wrong values of each callable is tried; wrong_values.py tries all.
 SHARE = 4
 
 

@@ -1,8 +1,8 @@
-"""Values that do not fit an argument, and what a call answers to them.
+"""Values that do not fit an argument, and the answers of calls to them.
 
 ``python wrong_values.py`` tries all of them on every public callable of tests/calls.py and prints
-the badly answered ones; ``python wrong_values.py NAME`` those of callables with NAME in
-theirs.
+those that raise no good error; ``python wrong_values.py NAME`` only tries callables with NAME in
+their names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from attnfast.errors import LONGEST
 
-#: What no argument may be, unless its annotation has the type in brackets.
+#: Values that fit no argument, with the type of an annotation that allows them, if any does.
 ANYWHERE: dict[str, tuple[str, Callable[[], Any]]] = {
     "None": ("None", lambda: None),
     "word": ("", lambda: "word"),
@@ -52,7 +52,7 @@ OTHER_DTYPES = {"complex64": torch.complex64, "bool": torch.bool, "int16": torch
 
 
 def of_tensor(x: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield what is wrong in place of a tensor."""
+    """Yield what is wrong instead of a tensor."""
     dtypes = dict(OTHER_DTYPES)
     if x.is_floating_point():
         dtypes |= {"float64": torch.float64, "float16": torch.float16, "int64": torch.int64}
@@ -82,7 +82,7 @@ def of_tensor(x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def of_tuple(parts: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is wrong in place of a tuple of tensors, such as a memory or a state."""
+    """Yield what is wrong instead of a tuple of tensors, such as a memory or a state."""
     changes: dict[str, Callable[[Tensor], Any]] = {
         "of another batch": lambda x: torch.cat([x, x], x.shape.index(B)) if B in x.shape else x,
         "of another dtype": lambda x: x.double() if x.dtype == torch.float32 else x,
@@ -113,7 +113,7 @@ def changed(x: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def of_number(x: float) -> Iterator[tuple[str, Any]]:
-    """Yield what is wrong in place of a number."""
+    """Yield what is wrong instead of a number."""
     yield "as a tensor", torch.tensor(x)
     yield "as text", str(x)
     yield "-inf", -math.inf
@@ -125,7 +125,7 @@ def of_number(x: float) -> Iterator[tuple[str, Any]]:
 
 
 def of_flag(x: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what is wrong in place of a flag."""
+    """Yield what is wrong instead of a flag."""
     yield "two", 2
     yield "as text", str(x)
     yield "as a tensor", torch.tensor(x)
@@ -152,7 +152,7 @@ DIAGNOSTICS = (
     "(row_statistics|kl_from_uniform|key_coverage|diagonality|monotonicity|translated|links"
     "|head_roles|failures)"
 )
-#: Values that are no wrong ones, by the reason: patterns of calls, arguments and values.
+#: Values that fit, by the reason: patterns of calls, arguments and values.
 FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "a count may be 0": (
         ("copy_distribution|PointerGenerator.forward", "extra_words", "zero"),
@@ -260,7 +260,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 
 class Trial(NamedTuple):
-    """A wrong value in place of an argument, and the answer: empty if it is a good one."""
+    """A wrong value instead of an argument, and the answer: empty if it is a good one."""
 
     call: str
     argument: str
@@ -291,7 +291,7 @@ def tries(name: str, call: Call) -> Iterator[tuple[str, str, Any]]:
 
 
 def attempt(name: str, call: Call, argument: str, wrong: str, x: Any) -> Trial:
-    """Call with a wrong value in place of an argument."""
+    """Call with a wrong value instead of an argument."""
     trial = Trial(name, argument, wrong, "")
     try:
         call.function(**call.arguments | {argument: x})
