@@ -30,7 +30,7 @@ from attnfast.integrations.patch import adapter_serving, patch
 
 __all__ = ["judge", "tensors"]
 
-OTHERS = ((600,), (2, 1))  # lengths of the sources of one comparison, beside the example's own
+OTHERS = ((600,), (2, 1))  # lengths of further sources of one comparison
 LARGE = 1 << 20  # elements of a parameter whose gradients are compared in one way alone
 OWN = (torch.float32, torch.float64)  # dtypes of modules that are compared as they are
 BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))

@@ -125,7 +125,7 @@ def check_target(target_in: object, embedding: nn.Embedding, count: int | None =
 def check_lengths(
     lengths: object, of: Tensor, least: int = 1, name: str = "lengths", whose: str = ""
 ) -> None:
-    """Refuse what are no lengths of the sequences ``of [B, Tk, ..]``, each at least ``least``.
+    """Raise unless these are lengths of the sequences ``of [B, Tk, ..]``, ``least`` or more.
 
     ``whose`` is what the sequences are called.
     """
