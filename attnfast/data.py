@@ -278,8 +278,9 @@ class SubwordTokenizer:
 
     def lacking(self, texts: Iterable[str]) -> Counter[str]:
         counts: Counter[str] = Counter()
+        form = None if self.form is None else "NFC"  # marks that both forms compose are not lost
         for text in texts:
-            counts.update(text)
+            counts.update(_normalised(text, form))
         return Counter({c: n for c, n in counts.items() if self.decode(self.encode(c)) != c})
 
     def word_numbers(self, text: str) -> list[int]:
