@@ -55,7 +55,7 @@ PARTS = {
     "judges": calls_of_models.judges, "sounds": calls_of_models.sounds,
     "teachers": calls_of_models.teachers,
 }  # fmt: skip
-#: What a size of 0 makes impossible: whole parts, and answers that are one sentence.
+#: Parts that raise where a size is 0, because their modules or calls cannot be made.
 NONE = {("layers", "B"), ("layers", "TK"), ("translators", "TK"), ("readers", "TK")}
 
 
