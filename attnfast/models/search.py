@@ -169,10 +169,9 @@ def greedy_search(
         InputError: scores are NaN.
     """
     check_model(model)
-    if max_output_length is not None:
-        _check_count("max_output_length", max_output_length)
+    limits = output_limits(model, lengths, max_output_length).unsqueeze(1)
     memory, state = model.encode(source, lengths)
-    limits = output_limits(model, lengths, max_output_length).to(source.device).unsqueeze(1)
+    limits = limits.to(source.device)
     if (rows := _in_one_call(model, memory, state, limits)) is not None:
         return rows
     words = torch.full((source.shape[0], 1), BOS, device=source.device)
@@ -238,8 +237,6 @@ def beam_search(
     """
     check_model(model)
     _check_count("beam", beam)
-    if max_output_length is not None:
-        _check_count("max_output_length", max_output_length)
     for name, x in (("length_penalty", length_penalty), ("length_bonus", length_bonus)):
         if not is_finite(x):
             refuse(name, "a finite number", describe(x))
@@ -253,8 +250,8 @@ def beam_search(
         refuse_type("scorer", "an object with score(...), or None", describe(scorer))
     if beam == 1 and (scorer is None or not scorer_weight) and not length_bonus:
         return greedy_search(model, source, lengths, max_output_length=max_output_length)
-    memory, state = model.encode(source, lengths)
     limits = output_limits(model, lengths, max_output_length)
+    memory, state = model.encode(source, lengths)
     batch, device = source.shape[0], source.device
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
