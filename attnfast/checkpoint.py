@@ -54,7 +54,9 @@ def lock(directory: Path) -> Iterator[None]:
     try:
         held.acquire()
     except filelock.Timeout:
-        raise InputError(f"cannot write to the folder {directory}: another training does") from None
+        raise InputError(
+            f"cannot write to the folder {directory}: another training writes to it"
+        ) from None
     except OSError as error:
         raise InputError(f"cannot lock {path}: {reason(error)}") from error
     try:

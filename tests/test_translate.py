@@ -380,7 +380,7 @@ def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tm
 def test_a_folder_is_one_trainings(corpus, tmp_path, capsys):
     with checkpoint.lock(tmp_path):
         assert main(command(corpus, tmp_path)) == 2
-        said = f"attnfast: cannot write to the folder {tmp_path}: another training does"
+        said = f"attnfast: cannot write to the folder {tmp_path}: another training writes to it"
         assert sentence(capsys) == said
     assert list(tmp_path.iterdir()) == []
 

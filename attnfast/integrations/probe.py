@@ -237,7 +237,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     }
     methods = code.intersection(chain(*own.values()))
     named = set().union(*(of_self(f) for f in methods), *(read_by_name(f.__code__) for f in code))
-    state |= {name for name in named if not hasattr(module, name)}  # yet
+    state |= {name for name in named if not hasattr(module, name)}  # set later
     unknown = sorted(read & (state | HIDDEN) - known - plain)
     unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:

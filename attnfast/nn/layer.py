@@ -459,7 +459,7 @@ def _run_steps(
 def _run_no_step(
     layer: Layer, input: Tensor, state: Any, attention: Any, memory: Any, need_weights: bool
 ) -> Steps:
-    """Return the results of an input without steps: those of one step, and nothing of it."""
+    """Return the results of an input without steps: those of one step, cut to none."""
     if getattr(attention, "has_history", False) and state.history is None:
         state = state._replace(history=attention.start(memory))
     step = _run_steps(

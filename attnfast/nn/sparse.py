@@ -252,7 +252,7 @@ class MonotonicAttention(_SpanAttention):
         key = history.key
         key = query.new_zeros(query.shape[0], dtype=torch.int64) if key is None else key
         contexts, weights, keys = [], [], []
-        for row in query.split(1, 1):  # without rows one part, without rows
+        for row in query.split(1, 1):  # a query without rows is one part
             position = key.unsqueeze(1)[:, : row.shape[1]]
             context, weight = self._attend(row, memory, True, span=self.span, position=position)
             contexts.append(context)

@@ -79,7 +79,7 @@ def check_device(name: str, x: Tensor, like: Tensor | None = None, of: str = "")
 
 
 def is_readable(x: Tensor) -> bool:
-    """Return whether elements may be read: not while traced, nor on a GPU, to synchronize."""
+    """Return whether elements may be read: on a CPU and untraced; a GPU would synchronize."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
