@@ -201,7 +201,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("lengths=question_lengths,", ""),
         ("largest.masked_fill(beyond[\"text\"], -torch.inf)", "largest"),
         ("x = x.masked_fill(beyond[name].unsqueeze(-1), 0)", "pass"),
-        ("len(text), 1, x.shape[1], name)", "len(text), 0, x.shape[1], name)"),
+        ("text.shape[0], 1, x.shape[1], name)", "len(text), 0, x.shape[1], name)"),
     ],
     ("attnfast/models/seq2seq.py", "tests/test_reading.py -k reader"): [
         ("words, 0, count - 1,", "words, 0, count,"),
