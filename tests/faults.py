@@ -820,7 +820,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("state = state._replace(history=attention.start(memory))", "pass"),
         ("y[..., :0, :] for x, y in", "y[..., :1, :] for x, y in"),
     ],
-    ("attnfast/nn/hops.py", "tests/test_hops.py"): [
+    ("attnfast/nn/hops.py", "tests/test_hops.py -k 'best or apart'"): [
         ("first.values[..., -1:] * (1 - error)", "first.values[..., -1:]"),
         ("scores.masked_fill(order.gather(-1, index) == 0, -torch.inf)", "scores"),
     ],
