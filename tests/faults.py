@@ -549,8 +549,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/nn/hops.py", "tests/test_hops.py -k best"): [
         ("weight * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
-        ("shown = key if seen is None else key.masked_fill(~seen.transpose(1, 2), 0)",
-         "shown = key"),
         ("for x in (query, shown))", "for x in (query,))"),
         ("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype"),
     ],

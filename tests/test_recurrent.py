@@ -159,7 +159,8 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
     if "fertility" in case.terms:
         made["inverse_fertility"] = 0.5 + torch.rand(keys, generator=g, dtype=torch.float64)
     if "transition" in case.terms:
-        made["transition_prob"] = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
+        chance = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
+        made["transition_prob"] = 0.05 + 0.9 * chance  # its gradient is divided by u or 1 − u
     return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
 
 
