@@ -151,6 +151,8 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
         refuse_type("reader", "a call with embedded inputs and lengths", describe(reader))
     check_array("embedded", embedded, "real numbers", ("B", "n", "E"))
     assert isinstance(embedded, Tensor)
+    if not embedded.shape[1]:
+        refuse("embedded", "of one word at least", describe(embedded))
     check_lengths(lengths, embedded, whose="embedded")
 
 

@@ -549,8 +549,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/nn/hops.py", "tests/test_hops.py -k best"): [
         ("weight * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
-        ("shown = key if seen is None else key.masked_fill(~seen.transpose(1, 2), 0)",
-         "shown = key"),
         ("for x in (query, shown))", "for x in (query,))"),
         ("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype"),
     ],
@@ -812,6 +810,17 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("csrc/cpu/coverage_kernel.cpp", RECURRENT): [
         ("(a.sums ? *row(a.grad_penalty) : 0)", "0"),
         ("if (a.grad_last.data) copy(row(a.grad_last)", "if (false) copy(row(a.grad_last)"),
+    ],
+    ("csrc/cpu/recurrent_backward.h", "tests/test_zero_sizes.py"): [
+        ("a.grad_feed.data && a.T == 0 && b < a.B", "false"),
+    ],
+    ("attnfast/nn/layer.py", "tests/test_zero_sizes.py"): [
+        ("state = state._replace(history=attention.start(memory))", "pass"),
+        ("y[..., :0, :] for x, y in", "y[..., :1, :] for x, y in"),
+    ],
+    ("attnfast/nn/hops.py", "tests/test_hops.py -k 'best or apart'"): [
+        ("first.values[..., -1:] * (1 - error)", "first.values[..., -1:]"),
+        ("scores.masked_fill(order.gather(-1, index) == 0, -torch.inf)", "scores"),
     ],
     ("csrc/cpu/transition.h", HISTORY): [
         ("store_part(moved + j, times(r.before) * u", "store_part(moved + j, times(r.before)"),

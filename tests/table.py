@@ -129,9 +129,13 @@ def cases() -> list[Case]:
     return table
 
 
+#: Share of the sizes of a fuzz that are 0.
+ZEROS = 0.04
+
+
 def size(draw: random.Random, *most: int) -> int:
     """Return a random size up to one of ``most``, now and then 0."""
-    return 0 if draw.random() < 0.04 else draw.randint(1, draw.choice(most))
+    return 0 if draw.random() < ZEROS else draw.randint(1, draw.choice(most))
 
 
 def fuzz(seed: int, count: int, most: float) -> list[Case]:

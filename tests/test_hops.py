@@ -372,13 +372,27 @@ def test_no_story_to_test_on_is_one_to_learn_from(stories):
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 def test_the_choice_tells_close_scores_apart(activation):
-    """Scores as close as keys of 1e-7 make them are ordered as eager code orders them."""
-    attention = BahdanauAttention(8, 8, 16, activation=activation).requires_grad_(False)
+    """Small keys, and keys that differ little, are ordered as eager code orders them."""
+    torch.manual_seed(0)
+    attention = BahdanauAttention(8, 8, 256, activation=activation).requires_grad_(False)
     module = TopKAttention(attention, 5)
-    for size in (1.0, 1e-4, 1e-7):
-        query, source = (size * torch.randn(*shape) for shape in ((50, 8), (50, 200, 8)))
+    for size, spread in ((1.0, 1.0), (1e-4, 1.0), (1e-7, 1.0), (1.0, 1e-5), (1.0, 1e-6)):
+        query, source = size * torch.randn(50, 8), torch.randn(50, 1, 8)
+        source = size * (source + spread * torch.randn(50, 200, 8))
         features = attention.query_proj(query).unsqueeze(1) + attention.key_proj(source)
         scores = (torch.tanh if activation == "tanh" else torch.relu)(features) @ attention.weight
         chosen = scores.gather(1, module.choose(query, module.prepare(source)))
-        best = scores.topk(5).values
-        torch.testing.assert_close(chosen, best, rtol=0, atol=4 * 2**-24 * float(best.abs().max()))
+        assert chosen.equal(scores.topk(5).values), (size, spread)
+
+
+def test_hidden_keys_come_last_where_others_are_close():
+    """One source has five keys of one score; another shows two, and hides larger ones."""
+    attention = BahdanauAttention(1, 1, 1)
+    with torch.no_grad():
+        for x in (attention.weight, attention.query_proj.weight, attention.key_proj.weight):
+            x.fill_(1)
+    module = TopKAttention(attention, 3)
+    keys = torch.tensor([[[0.5]] * 5, [[0.1], [0.9], [0.2], [0.8], [0.7]]])
+    mask = torch.tensor([[True] * 5, [True, False, True, False, False]]).unsqueeze(1)
+    index = module.choose(torch.zeros(2, 1), module.prepare(keys, mask=mask.squeeze(1)))
+    assert index[1, :2].tolist() == [2, 0]

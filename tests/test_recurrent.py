@@ -1,5 +1,6 @@
 """A recurrent layer that attends: one operator, its oracle, and the modules on top."""
 
+import functools
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -8,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from table import CPU, DEVICE, check
+from table import CPU, DEVICE, check, size
 from torch import Tensor, nn
 
 from attnfast import reference
@@ -97,7 +98,9 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
         "input": floats(B, T, E),
         "hidden": floats(*layers, B, H),
         "weight_ih": floats(G * H, E + F, scale=(E + F) ** -0.5 if E + F else 1),
-        "weight_hh": floats(*layers, G * H, H, scale=0.6 * H**-0.5),  # so that no error grows
+        "weight_hh": floats(
+            *layers, G * H, H, scale=0.6 * max(H, 1) ** -0.5
+        ),  # so that no error grows
         "mode": case.mode,
         "attends_first": case.recurrence in ("attend_first", None),
     }
@@ -110,7 +113,7 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
     if "dropout" in terms:
         args["dropout"] = mask(*layers, B, H)
     if "stack" in terms:
-        args["weight_above"] = floats(layers[0] - 1, G * H, H, scale=H**-0.5)
+        args["weight_above"] = floats(layers[0] - 1, G * H, H, scale=max(H, 1) ** -0.5)
         if "dropout above" in terms:
             args["dropout_above"] = mask(layers[0] - 1, B, T, H)
     if case.recurrence is None:
@@ -120,10 +123,10 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
     if case.score != "dot":
         args["weight"] = floats(A, scale=2 / max(A, 1) ** 0.5)
     if "projection" in terms:
-        args["weight_query"] = floats(A, H, scale=H**-0.5)
+        args["weight_query"] = floats(A, H, scale=max(H, 1) ** -0.5)
         args["bias_query"] = floats(A) if "biases" in terms else None
     if feeds:
-        args["weight_output"] = floats(F, Dv + H, scale=(Dv + H) ** -0.5)
+        args["weight_output"] = floats(F, Dv + H, scale=max(Dv + H, 1) ** -0.5)
         args["bias_output"] = floats(F) if "biases" in terms else None
         args["dropout_output"] = mask(B, T, F) if "dropout of output" in terms else None
     if "feed" in terms and not args["attends_first"]:
@@ -156,7 +159,8 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
     if "fertility" in case.terms:
         made["inverse_fertility"] = 0.5 + torch.rand(keys, generator=g, dtype=torch.float64)
     if "transition" in case.terms:
-        made["transition_prob"] = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
+        chance = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
+        made["transition_prob"] = 0.05 + 0.9 * chance  # its gradient is divided by u or 1 − u
     return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
 
 
@@ -345,25 +349,31 @@ def test_table(case, backend):
     judge(case, backend)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_fuzz(seed, backend):
-    served(backend, torch.float32)
+def fuzz(seed: int, count: int, backend: str) -> Iterator[Case]:
+    """Yield seeded random cases, a size 0 now and then."""
     draw = random.Random(seed)
+    draw_size = functools.partial(size, draw)
     every = (*EVERYTHING, "unread", *([] if backend == "cuda" else [*STACK, *PAST, "narrow"]))
-    for _ in range(16):
-        size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
+    for _ in range(count):
         case = Case(
             draw.choice(list(GATES)),
             draw.choice((*RECURRENCES, None)),
             draw.choice(("dot", "tanh", "tanh", "relu", "leaky_relu")),
-            B=size(3, 40), T=size(4, 12), E=size(9, 70), H=size(9, 70), Tk=size(5, 70),
-            A=size(9, 70), Dv=size(9, 70), F=size(9, 70),
+            B=draw_size(3, 40), T=draw_size(4, 12), Tk=draw_size(5, 70),
+            **{x: draw_size(9, 70) for x in ("E", "H", "A", "Dv", "F")},
             terms=tuple(x for x in every if draw.random() < 0.4),
             dtype=draw.choice((torch.float32, torch.float32, torch.float64)),
             seed=draw.randint(0, 2**31),
         )  # fmt: skip
         if case.dtype == torch.float64:
             case = replace(case, terms=tuple(x for x in case.terms if x != "narrow"))
+        yield case
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz(seed, backend):
+    served(backend, torch.float32)
+    for case in fuzz(seed, 16, backend):
         judge(case, backend)  # a failure prints the case
 
 

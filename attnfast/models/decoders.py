@@ -41,7 +41,8 @@ def summary(states: Tensor, lengths: Tensor) -> Tensor:
     """
     forward, backward = states.chunk(2, -1)
     last = (lengths - 1).to(states.device).view(-1, 1, 1).expand(-1, 1, forward.shape[-1])
-    return torch.cat([forward.gather(1, last).squeeze(1), backward[:, 0]], -1)
+    first = backward[:, :1].sum(1)  # one row, or none where there is no sentence
+    return torch.cat([forward.gather(1, last).squeeze(1), first], -1)
 
 
 class FixedContext(nn.Module):

@@ -113,7 +113,7 @@ class HistoryAttention(_Attention):
         check_memory(memory)
         zeros = memory.key.new_zeros(memory.key.shape[:-1])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
-        return History(zeros, zeros)
+        return History(zeros, zeros, zeros.new_zeros(zeros.shape[:-1]))
 
     def forward(  # type: ignore[override]
         self,
