@@ -26,7 +26,7 @@ from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import check_like, check_tensor
 from attnfast.ops.operators import accumulation_dtype, is_recorded
-from attnfast.reference import score
+from attnfast.reference import ACTIVATIONS
 
 TYINGS = ("adjacent", "layer-wise")
 
@@ -202,15 +202,14 @@ FEATURES = 1 << 22
 def _score_pairs(query: Tensor, memory: Memory, index: Tensor) -> Tensor:
     """Return the additive scores of the keys ``index [B, Tq, m]`` by the formula itself."""
     assert memory.weight is not None
-    weight = memory.weight.to(query.dtype)
     (B, Tq, m), A = index.shape, query.shape[-1]
     pairs, rows = index.reshape(B, Tq * m), torch.arange(Tq * m, device=index.device) // max(m, 1)
     scores = []
     for some, of in zip(*(x.split(max(FEATURES // max(B * A, 1), 1), -1) for x in (pairs, rows))):
         key = memory.key.gather(1, some.unsqueeze(-1).expand(-1, -1, A))
-        one, other = query[:, of].unsqueeze(-2), key.unsqueeze(-2)
-        scores.append(score(one, other, weight, memory.score))
-    return torch.cat(scores, 1).view(B, Tq, m)
+        features = ACTIVATIONS[memory.score](query[:, of] + key)
+        scores.append(features @ memory.weight.to(query.dtype))
+    return torch.cat(scores, -1).view(B, Tq, m)
 
 
 def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
