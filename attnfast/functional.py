@@ -431,9 +431,9 @@ def coverage_attention(
             means 1.
         transition_prob: u of forward attention, which multiplies exp(e) by
             :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number from 0 to 1 (0.5
-            for the plain one) or ``[B, Tq]``. ``previous`` must then say where to begin. It is
-            computed from logarithms, so that no spread of the scores loses a weight; a weight that
-            is exactly 0 gets gradient 0.
+            for the plain one) or ``[B, Tq]``, whose values outside that range give NaN.
+            ``previous`` must then say where to begin. It is computed from logarithms, so that no
+            spread of the scores loses a weight; a weight that is exactly 0 gets gradient 0.
         coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
         previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
         log_previous: with a transition, the logarithms of ``previous``, −inf for 0, which may be
