@@ -130,17 +130,20 @@ Vec<C> mass_of(Vec<C> x) {
   return x == x ? e : x;
 }
 
-// Add terms of the elements [from, to) to `sums`, a vector of them by `term(j, sums)`, in about as many
-// blocks as a block has vectors, at least 16: rounding errors grow with the square root of the row's length.
+// Add terms of the elements [from, to) to `sums`, a vector of them by `term(j, sums)`: in blocks of 256
+// vectors, four sums each, for rounding errors grow with the number of terms that one sum takes.
 template <class C, int N, class Term>
 void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
-  constexpr int64_t W = Vector<C>::width;
-  int64_t vectors = 16;
-  while (vectors * vectors * W < to - from) vectors *= 2;
-  for (int64_t begin = from; begin < to; begin += vectors * W) {
-    Vec<C> of_block[N] = {};
-    for (int64_t j = begin, end = min(begin + vectors * W, to); j < end; j += W) term(j, of_block);
-    for (int n = 0; n < N; ++n) sums[n] += of_block[n];
+  constexpr int64_t W = Vector<C>::width, kBlock = 256 * W;
+  for (int64_t begin = from; begin < to; begin += kBlock) {
+    const int64_t end = min(begin + kBlock, to);
+    Vec<C> of_block[4][N] = {};
+    int64_t j = begin;
+    for (; j + 3 * W < end; j += 4 * W)
+      for (int x = 0; x < 4; ++x) term(j + x * W, of_block[x]);
+    for (; j < end; j += W) term(j, of_block[0]);
+    for (int n = 0; n < N; ++n)
+      sums[n] += (of_block[0][n] + of_block[1][n]) + (of_block[2][n] + of_block[3][n]);
   }
 }
 
