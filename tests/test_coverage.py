@@ -592,8 +592,8 @@ VANISHING = [  # the last weights, the scores
 
 
 @pytest.mark.parametrize(("previous", "bias"), VANISHING)
-def test_odds_that_vanish(previous, bias, backend):
-    """Forward attention with all its odds at keys of next to no score: finite throughout."""
+def test_weights_that_vanish(previous, bias, backend):
+    """Forward attention whose weights all lie at keys of next to no score: finite throughout."""
     skip_unless(backend, History("dot", 1, 1, 4, 1, 1))
     device = DEVICE[backend]
     key = torch.zeros(1, 4, 1, device=device)

@@ -232,7 +232,7 @@ def test_what_the_history_owes(host, monkeypatch):
         test_coverage.test_hidden_keys_change_nothing(terms, host)
     test_coverage.test_a_key_out_of_reach_may_have_any_score(host)
     for previous, bias in test_coverage.VANISHING:
-        test_coverage.test_odds_that_vanish(previous, bias, host)
+        test_coverage.test_weights_that_vanish(previous, bias, host)
     for factor in (1e4, -5e4):
         test_coverage.test_large_scores(factor, host)
     test_coverage.test_empty_rows(host)
