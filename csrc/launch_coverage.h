@@ -184,7 +184,8 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Tensor grad_coverage = gradient_of_numbers(given.coverage, query, fit, a.grad_coverage_in);
   const Tensor grad_previous = gradient_of_numbers(given.previous, query, fit, a.grad_previous);
   const bool need_grad_weight = need_grad_key && given.weight;
-  const int64_t of_weight = need_grad_weight ? (fit.K ? 1 : grad_weight_parts(a)) : 0;
+  std::optional<int64_t> of_weight;
+  if (need_grad_weight) of_weight = fit.K ? 1 : grad_weight_parts(a);
   const Parts parts(query, fit, of_weight, need_grad_filters, given.penalty.has_value(), a);
   if constexpr (into) put_sums(given, fit, a);
 

@@ -74,11 +74,11 @@ struct Parts {
     return x;
   }
 
-  // Room for what is wanted, put where it is to be filled in.
+  // Room for what is wanted, put where it is to be filled in; of the weight so many parts.
   template <class Sizes>
-  Parts(const Tensor& like, const Sizes& fit, int64_t of_weight, bool of_filters, bool of_penalty,
-        CoverageBackward& a)
-      : weight(part(of_weight, like, fit, {of_weight, fit.A}, a.grad_weight)),
+  Parts(const Tensor& like, const Sizes& fit, std::optional<int64_t> of_weight, bool of_filters,
+        bool of_penalty, CoverageBackward& a)
+      : weight(part(of_weight.has_value(), like, fit, {of_weight.value_or(0), fit.A}, a.grad_weight)),
         filters(part(of_filters, like, fit, {fit.K, fit.channels, fit.taps}, a.grad_filters)),
         projection(part(of_filters, like, fit, {fit.A, fit.K}, a.grad_projection)),
         penalty(part(of_penalty, like, fit, {}, a.grad_penalty)) {}

@@ -87,8 +87,9 @@ struct HistorySums {
 
   HistorySums(const RecurrentBackwardArguments& given, const LayerFit& fit, RecurrentBackward& a,
               RecurrentGradients& grads, Keep& keep)
-      : parts(given.input, fit, fit.K && given.need_grad_key, given.filters && given.need_grad_parameters,
-              given.penalty && given.need_grad_parameters, a.attention) {
+      : parts(given.input, fit, fit.K && given.need_grad_key ? std::optional(1) : std::nullopt,
+              given.filters && given.need_grad_parameters, given.penalty && given.need_grad_parameters,
+              a.attention) {
     CoverageBackward& h = a.attention;
     put_past(given, fit, a, keep);
     a.grad_coverage = view_of_numbers(given.grad_coverage, keep);
