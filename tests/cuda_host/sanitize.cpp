@@ -71,6 +71,7 @@ History history(const Problem& a, const Sizes& make, bool additive) {
   if (additive) h.projection = make.tensor(a.A, h.filters_count);
   for (View* x : {&h.inverse_fertility, &h.coverage_in, &h.previous}) *x = make.tensor(1, a.Tk);
   h.transition_prob = make.tensor(1, a.Tq);
+  for (float& u : memory.back()) u = 0.5f + 0.4f * u;  // a probability
   h.penalty = make.tensor(1, 1);
   return h;
 }
