@@ -23,6 +23,7 @@ import test_statistics
 import torch
 from table import Case, cases, fuzz
 
+import attnfast
 import attnfast.decoding.memory
 import attnfast.functional
 from attnfast.backends import why_not
@@ -122,13 +123,39 @@ def blocks(request, library):
 def test_a_step_on_frozen_keys(case, host, blocks, library):
     library.take_launches()
     test_attention.judge_step(case, host)
-    parts = -(-case.Tk // 64)  # a launch forward and one backward, or two and two
-    assert library.take_launches() == (2 if parts <= blocks else 4)
+    parts = -(-case.Tk // 64)  # a launch forward and one backward, or two and three
+    assert library.take_launches() == (2 if parts <= blocks else 5)
 
 
 @pytest.mark.parametrize(("case", "span", "position"), test_span.STEPS, ids=lambda x: None)
 def test_a_step_within_a_span(case, span, position, host, blocks):
     test_span.judge(case, span, position, host, freeze=True)
+
+
+@pytest.fixture(params=[1, 3, 1000])
+def places(request, library):
+    """Blocks that run at once; with 1 no tile's keys are cut into parts."""
+    library.set_places(request.param)
+    yield request.param
+    library.set_places(8)
+
+
+CUT = [case for case in SMALL if case.Tq > 1 and case.Tk > 32]
+
+
+@pytest.mark.parametrize("case", [*CUT[::6], WIDE], ids=test_attention.name)
+def test_keys_in_parts(case, host, places, monkeypatch):
+    test_attention.judge(case, host)
+    if case in test_statistics.TABLE:
+        monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
+        test_statistics.judge(case, host)
+
+
+def test_parts_are_joined_by_a_launch_of_their_own(host, library, places):
+    query, key, value = (torch.randn(1, n, 8) for n in (20, 100, 100))
+    library.take_launches()
+    attnfast.dot_attention(query, key, value, backend=host)
+    assert library.take_launches() == (1 if places == 1 else 2)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +205,15 @@ def test_what_relu_may_not_see_may_be_infinite(Tq, host, monkeypatch):
 SPANS = [x for x in test_span.cases() if tiles(x[0]) < 20 and x[0].seed % 8 in (0, 2, 3)]
 
 
+@pytest.mark.parametrize(
+    ("case", "span", "position"),
+    [x for x in SPANS if x[0].Tq > 1 and x[0].Tk > 32][::4],
+    ids=test_span.name,
+)
+def test_keys_within_spans_in_parts(case, span, position, host, places):
+    test_span.judge(case, span, position, host)
+
+
 @pytest.mark.parametrize(("case", "span", "position"), SPANS, ids=test_span.name)
 def test_spans(case, span, position, host):
     test_span.judge(case, span, position, host)
@@ -211,6 +247,10 @@ LONG = [case for case in HISTORIES if case.Tk > 128]
 @pytest.mark.parametrize("case", LONG, ids=test_coverage.name)
 def test_coverage_by_fewer_blocks(case, host, blocks):
     test_coverage.check(case, host)
+
+
+def test_coverage_of_no_rows(host):
+    test_coverage.check(test_coverage.History("tanh", 2, 0, 3, 5, 4, filters=(2, 1, 3)), host)
 
 
 @pytest.mark.parametrize("case", test_coverage.STEPS, ids=test_coverage.name)

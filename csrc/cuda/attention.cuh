@@ -4,7 +4,8 @@
 //
 // A block takes a tile of query rows and runs along the keys with a running softmax: no score is
 // stored unless weights are asked for. What a row may not see is left out by selection, never
-// multiplied by 0, for it may be NaN.
+// multiplied by 0, for it may be NaN. Where tiles are too few to fill the GPU, a tile's keys are cut
+// into parts, of a block each, which step.cuh's combine joins.
 #pragma once
 #include "score.cuh"
 #include "step.cuh"
@@ -89,15 +90,54 @@ __device__ void add_values(const Forward& a, const Tile& tile, int64_t j0, int k
   }
 }
 
+// The parts of each row, if there are several; see step.cuh.
+struct KeyParts {
+  View of;
+  int count;
+};
+
+// The keys [from, to) of a part.
+struct PartKeys {
+  int from, to;
+};
+__device__ inline PartKeys keys_of_part(const Seen& all, int part, int count) {
+  const int first = all.from, end = all.to;
+  const int share = (end - first + count * kKeys - 1) / (count * kKeys) * kKeys;
+  const int from = min(first + part * share, end);
+  return {from, min(from + share, end)};
+}
+
+// What the rows of a tile have come to in this block's part.
+template <class C, int columns>
+__device__ void put_part(const Forward& a, const Tile& tile, int rows, int column,
+                         const Softmax<C>& softmax, const C (&context)[kQueries][columns],
+                         const KeyParts& parts) {
+  const int part = blockIdx.x % parts.count;
+#pragma unroll
+  for (int r = 0; r < kQueries; ++r) {
+    if (r >= rows) break;
+    C* out = at<C>(parts.of, tile, (tile.row + r) * parts.count + part);
+    for (int x = 0; x < columns; ++x)
+      if (const int c = column + kThreads * x; c < a.Dv) out[c] = context[r][x];
+  }
+  if (const int r = threadIdx.x; blockIdx.y == 0 && r < rows) {
+    C* out = at<C>(parts.of, tile, (tile.row + r) * parts.count + part);
+    auto* const end = reinterpret_cast<End<C>*>(out + a.Dv);
+    end->top = softmax.mass[r] == 0 ? 0 : softmax.highest[r];
+    end->mass = softmax.mass[r];
+    if (a.statistics.data) end->row = softmax.described[r];
+  }
+}
+
 template <class T, Score S, int columns>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
                                             : columns == 1 ? 4
                                                            : 3)
-    forward(const Forward a, const Factored factored) {
+    forward(const Forward a, const Factored factored, const KeyParts parts) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   __shared__ Softmax<C> softmax;
-  const Tile tile = locate(a, a.Tq, kQueries);
+  const Tile tile = locate(a, a.Tq, kQueries, blockIdx.x / parts.count);
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b);
   const bool first = blockIdx.y == 0;
@@ -106,10 +146,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   if (threadIdx.x < kQueries) softmax.highest[threadIdx.x] = -INFINITY, softmax.mass[threadIdx.x] = 0;
 
   const Seen all = seen_by_all(a, tile, rows, n);
+  const auto [from, to] = keys_of_part(all, blockIdx.x % parts.count, parts.count);
 #pragma unroll 1
-  for (int left = all.to - all.from; left > 0; left -= kKeys) {
-    const int64_t j0 = all.to - left;
-    const int keys = min(left, kKeys);
+  for (int left = to - from; left > 0; left -= kKeys) {
+    const int j0 = to - left, keys = min(left, kKeys);
     constexpr bool near = columns < 4;  // with more registers spill on sm_100
     score_tile<S, T, near>(a, factored, tile, j0, keys, staged);
     update_softmax<T>(a, tile, j0, rows, n, a.weights.data && first, staged, softmax);
@@ -121,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   }
 
   __syncthreads();  // and scores come back to other lanes than wrote them
+  if (parts.count > 1) return put_part(a, tile, rows, column, softmax, context, parts);
   if (first)
     for (int r = threadIdx.x / 32; r < rows; r += kWarps) {
       const int64_t i = tile.row + r;
@@ -153,44 +194,58 @@ __device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0,
   score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, nullptr);
 }
 
-// grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
-// x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
-template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) grad_score(const Backward a) {
+// The scores of all pairs in the place of the weights, or grad_context_i . v_j in that of the scores'
+// gradients; blocks that differ in y share the keys.
+template <class T, Score S, bool backward>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
-  const int64_t n = keys_seen(a, tile.b), i0 = tile.row + warp * kRows;
-  C products[kRows] = {};
-  const Seen all = seen_by_all(a, tile, up_to(kQueries, a.Tq - tile.row), n);
-  for (int64_t j0 = all.from; j0 < all.to; j0 += kKeys) {
-    score_gradients<T>(a, tile, j0, up_to(kKeys, all.to - j0), staged);
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t i = i0 + r, j = j0 + lane;
-      const Seen own = i < a.Tq ? seen_by(a, tile, i, n) : Seen{0, 0, 0};
-      const int64_t column = j - own.origin;
+  const int rows = up_to(kQueries, a.Tq - tile.row);
+  const int64_t n = keys_seen(a, tile.b);
+  const Seen all = seen_by_all(a, tile, rows, n);
+#pragma unroll 1
+  for (int64_t j0 = all.from + blockIdx.y * kKeys; j0 < all.to; j0 += gridDim.y * kKeys) {
+    const int keys = up_to(kKeys, all.to - j0);
+    if constexpr (backward) score_gradients<T>(a, tile, j0, keys, staged);
+    else score_tile<S, T>(a, factored, tile, j0, keys, staged);
+#pragma unroll 1
+    for (int r = warp; r < rows; r += kWarps) {
+      const int64_t i = tile.row + r, j = j0 + lane;
+      const Seen own = seen_by(a, tile, i, n);
       if (j < own.from || j >= own.to) continue;
-      C x = staged.score(warp * kRows + r, lane);
-      if (a.grad_weights.data) x += at<C>(a.grad_weights, tile, i)[column];
-      const C p = at<C>(a.weights, tile, i)[column];
-      if (p != 0) products[r] += p * x;
-      at<C>(a.grad_score, tile, i)[column] = x;
+      const C s = staged.score(r, lane);
+      if constexpr (backward) at<C>(a.grad_score, tile, i)[j - own.origin] = s;
+      else at<C>(a.weights, tile, i)[j - own.origin] = finish_score<T>(a, tile, i, j - own.origin, s);
     }
   }
-  __syncwarp();  // scores come back to other lanes than wrote them
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t i = i0 + r;
-    const C mean = of_warp<Add>(products[r]);
-    if (i >= a.Tq) break;
-    const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, i) : 0;
-    const C* weights = at<C>(a.weights, tile, i);
-    C* out = at<C>(a.grad_score, tile, i);
-    const int64_t columns = a.span.data ? a.W : n;  // weights are 0 where a row sees no key
-    for (int64_t j = lane; j < a.W; j += 32) {
-      const C p = j < columns ? weights[j] : 0;
-      out[j] = p == 0 ? 0 : p * (out[j] - mean + extra);  // one key: x - mean is exactly 0
-    }
+}
+
+// The products of grad_context and values, in their place, become the scores' gradients of a row:
+//   grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
+//   x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
+template <class T>
+__global__ void __launch_bounds__(kThreads) grad_score(const Backward a) {
+  using C = typename Accumulate<T>::type;
+  const Tile tile = locate(a, a.Tq, 1);
+  const C *weights = at<C>(a.weights, tile, tile.row),
+          *given = a.grad_weights.data ? at<C>(a.grad_weights, tile, tile.row) : nullptr;
+  C* out = at<C>(a.grad_score, tile, tile.row);
+  const int64_t columns = a.span.data ? a.W : keys_seen(a, tile.b);
+  const auto x = [&](int64_t j) { return given ? out[j] + given[j] : out[j]; };
+  C product = 0;
+#pragma unroll 4
+  for (int64_t j = threadIdx.x; j < columns; j += kThreads)
+    if (const C p = weights[j]; p != 0) product += p * x(j);  // it is 0 where a row sees no key
+  int turn = 0;
+  const C mean = of_blocks<Add>(product, turn);
+  const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, tile.row) : 0;
+#pragma unroll 4
+  for (int64_t j = threadIdx.x; j < a.W; j += kThreads) {
+    const C p = j < columns ? weights[j] : 0;
+    out[j] = p == 0 ? 0 : p * (x(j) - mean + extra);  // one key: x - mean is exactly 0
   }
 }
 
@@ -218,6 +273,19 @@ constexpr int kSlice = 64;                  // features of a block, two for each
 template <class C>
 struct StagedSum {
   alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], weight[kWarps][kSlice];
+  C total[kHeight + 1][2][kThreads];  // a thread's own
+
+  // Take in what some columns have given, which starts from 0 again: sums of sums lose less.
+  __device__ void add(C (&out)[kHeight][2], C (&grad_weight)[2]) {
+    for (int half = 0; half < 2; ++half) {
+      for (int r = 0; r < kHeight; ++r) {
+        total[r][half][threadIdx.x] += out[r][half];
+        out[r][half] = 0;
+      }
+      total[kHeight][half][threadIdx.x] += grad_weight[half];
+      grad_weight[half] = 0;
+    }
+  }
 };
 
 // For every block of kSumRows keys, which rows see any of them, from the first to the last: Tq minus
@@ -334,7 +402,7 @@ __device__ void stage(const C (&y)[2][kPart], const C (&g)[kPart], bool quick, S
 // Write the sums of a block, each feature times its factor, and what its rows give the weight.
 template <class T, Score S, bool weighs, class C>
 __device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t slice,
-                            const C (&out)[kHeight][2], const C (&grad_weight)[2], StagedSum<C>& staged) {
+                            StagedSum<C>& staged) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t width = sum.width - slice;
   for (int half = 0; half < 2; ++half) {
@@ -344,9 +412,10 @@ __device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, 
     for (int r = 0; sum.out.data && r < kHeight; ++r) {
       const int64_t row = warp + r * kWarps;
       if (row < rows && c < width)
-        narrow(factor * out[r][half], at<T>(sum.out, tile, tile.row + row)[slice + c]);
+        narrow(factor * staged.total[r][half][threadIdx.x],
+               at<T>(sum.out, tile, tile.row + row)[slice + c]);
     }
-    staged.weight[warp][c] = grad_weight[half];
+    staged.weight[warp][c] = staged.total[kHeight][half][threadIdx.x];
   }
   if (S == Score::dot || !weighs || !sum.grad_weight.data) return;
   __syncthreads();
@@ -377,6 +446,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
   const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
 
   C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
+  for (auto& row : staged.total) row[0][threadIdx.x] = row[1][threadIdx.x] = 0;
   bool far = false, wide = false;
   const auto beyond_small = [](const auto& x) { return beyond(x, kSmallTanhLimit / 2); };
   if constexpr (S != Score::dot) {
@@ -407,23 +477,33 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
     if (factorable) quick &= __syncthreads_or(large) != 0;
     stage<keys_are_rows, factorable>(y, g, quick, staged);
     __syncthreads();
-    if constexpr (factorable || S == Score::dot) {
-      if (quick) {
-        sum_columns<S, true, weighs>(staged, count, e, out, grad_weight);
-        continue;
-      }
-    }
-    sum_columns<S, false, weighs>(staged, count, x, out, grad_weight);
+    constexpr bool has_quick = factorable || S == Score::dot;
+    if (has_quick && quick) sum_columns<S, has_quick, weighs>(staged, count, e, out, grad_weight);
+    else sum_columns<S, false, weighs>(staged, count, x, out, grad_weight);
+    staged.add(out, grad_weight);
   }
-
-  finish_sums<T, S, weighs>(a, sum, tile, rows, slice, out, grad_weight, staged);
+  finish_sums<T, S, weighs>(a, sum, tile, rows, slice, staged);
 }
 
 // ---- launches -----------------------------------------------------------------------------------
 //
 // Each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments). launch.together does
 // so with blocks that differ in y as a cluster, of which launch.most_together(kernel) tells the
-// largest; launch.scratch<C>(numbers) is memory that lasts until the kernels are through.
+// largest; launch.places(kernel) is how many blocks run at once; launch.scratch<C>(numbers) is memory
+// that lasts until the kernels are through.
+
+// Into how many parts to cut the keys of each of these blocks, so that together they take the fewest
+// turns on the GPU, a turn being as long as a part.
+template <class Launch, class Kernel>
+int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel kernel) {
+  const int64_t places = launch.places(kernel), keys = min(a.Tk, a.W + kQueries);
+  const int64_t most = min(tiles(keys, kKeys), 2 * places / max(blocks, int64_t{1}));
+  const auto turns = [&](int64_t count) { return double(tiles(blocks * count, places)) / count; };
+  int best = 1;
+  for (int count = 2; count <= most; ++count)
+    if (turns(count) < 0.75 * turns(best)) best = count;  // to join them costs, too
+  return best;
+}
 
 inline int64_t grad_weight_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
 
@@ -439,12 +519,23 @@ void launch_forward(const Forward& a, const Launch& launch, const View& added = 
       const auto kernel =
           by_score(a.score, [](auto known) { return forward<T, decltype(known)::score, N>; });
       const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // the weights are due at 0
-      launch(kernel, a.B * a.H * tiles(a.Tq, kQueries), slices, a, of);
+      const int64_t blocks = a.B * a.H * tiles(a.Tq, kQueries);
+      KeyParts parts = {{}, key_parts(a, blocks * slices, launch, kernel)};
+      if (parts.count > 1) parts.of = room_for_parts<typename Accumulate<T>::type>(a, parts.count, launch);
+      launch(kernel, blocks * parts.count, slices, a, of, parts);
+      if (parts.count > 1) launch_combine<T>(a, launch, View{}, parts.of, parts.count);
     };
     if (a.Dv <= kThreads) return with(std::integral_constant<int, 1>{});
     if (a.Dv <= 2 * kThreads) return with(std::integral_constant<int, 2>{});
     with(std::integral_constant<int, kColumns<typename Accumulate<T>::type>>{});
   });
+}
+
+template <class Call, class Launch>
+void launch_products(const Call& a, const Factored& factored, const Launch& launch,
+                     void (*kernel)(Call, Factored)) {
+  const int64_t blocks = a.B * a.H * tiles(a.Tq, kQueries);
+  launch(kernel, blocks, key_parts(a, blocks, launch, kernel), a, factored);
 }
 
 template <class T, class Launch>
@@ -490,7 +581,10 @@ void launch_backward(const Backward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (launch_step_backward<T>(a, launch)) return;
-    if (!a.grad_score_given) launch(grad_score<T>, a.B * a.H * tiles(a.Tq, kQueries), 1, a);
+    if (!a.grad_score_given) {
+      launch_products(a, Factored{}, launch, products<T, Score::dot, true>);
+      launch(grad_score<T>, a.B * a.H * a.Tq, 1, a);
+    }
     launch_grad_inputs<T>(a, launch);
   });
 }

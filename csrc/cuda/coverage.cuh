@@ -13,28 +13,6 @@
 namespace attnfast {
 namespace {
 
-// The scores, in the place of the weights, or grad_context_i . v_j, in that of the scores' gradients.
-template <class T, Score S, bool backward>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
-  using C = typename Accumulate<T>::type;
-  __shared__ Staged<C> staged;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = locate(a, a.Tq, kQueries);
-  const int64_t n = keys_seen(a, tile.b), j0 = blockIdx.y * int64_t{kKeys};
-  if (j0 >= n) return;
-  const int keys = up_to(kKeys, n - j0);
-  if constexpr (backward) score_gradients<T>(a, tile, j0, keys, staged);
-  else score_tile<S, T>(a, factored, tile, j0, keys, staged);
-  for (int r = warp; r < kQueries; r += kWarps) {
-    const int64_t i = tile.row + r, j = j0 + lane;
-    if (i >= a.Tq || j >= n) continue;
-    const C s = staged.score(r, lane);
-    if constexpr (backward) at<C>(a.grad_score, tile, i)[j] = s;
-    else at<C>(a.weights, tile, i)[j] = finish_score<T>(a, tile, i, j, s);
-  }
-}
-
 // An activation, and g times its slope where it is x, of a score that is known at run time alone.
 template <class C>
 __device__ C activated(Score score, C z) {
@@ -479,9 +457,7 @@ void launch_forward(const CoverageForward& a, const Launch& launch) {
     using T = decltype(zero);
     const auto scores =
         by_score(a.score, [](auto known) { return products<T, decltype(known)::score, false>; });
-    if (!a.filters_count)
-      launch(scores, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
-             factored<T>(rows, launch));
+    if (!a.filters_count) launch_products(rows, factored<T>(rows, launch), launch, scores);
     launch_scan<T, Scan<T, CoverageForward>>(a, scan<T>, launch);
     launch_sum<T>(a, context, launch, grad_rows<T, Score::dot, false>);
   });
@@ -492,8 +468,7 @@ void launch_backward(const CoverageBackward& a, const Launch& launch) {
   const Backward& rows = a;
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch(products<T, Score::dot, true>, a.B * a.H * tiles(a.Tq, kQueries), tiles(a.Tk, kKeys), rows,
-           Factored{});
+    launch_products(rows, Factored{}, launch, products<T, Score::dot, true>);
     const auto scan = a.transition_prob.data ? scan_backward<T, true> : scan_backward<T, false>;
     launch_scan<T, BackwardScan<T>>(a, scan, launch);
     if (a.filters_count) launch_grad_value<T>(rows, {}, launch);

@@ -86,6 +86,20 @@ class Launch {
     return most = std::clamp(most, 1, kMostBlocks);
   }
 
+  // Blocks that the device runs at once.
+  template <class... Args>
+  int places(void (*kernel)(Args...)) const {
+    static std::mutex one;
+    static std::map<std::pair<const void*, int>, int> known;
+    const std::lock_guard lock(one);
+    int& places = known[{reinterpret_cast<const void*>(kernel), device.index()}];
+    if (places) return places;
+    int processors = 0, blocks = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.index()));
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0));
+    return places = std::max(processors * blocks, 1);
+  }
+
   // Memory that lasts until the kernels are through.
   template <class C>
   C* scratch(int64_t numbers) const {

@@ -114,8 +114,13 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   float most[kRows] = {};
   for (int64_t first = 0; first < width; first += 128) {
     const int64_t c = first + 4 * lane;
-    float w[4], total;
+    float w[4], total, x[kRows][4];
     load(at<T>(a.weight, tile, 0) + c, false, a.A - c, w);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = warp * kRows + r;
+      load(rows.data + row * rows.stride + c, fours, row < rows.count ? a.A - c : 0, x[r]);
+    }
     divide_by_second(w, total);
     if (c >= width) break;
     if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
@@ -131,13 +136,11 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
     for (int r = 0; r < kRows; ++r) {
       const int row = warp * kRows + r;
       if (row >= rows.count) break;
-      float x[4];
-      load(rows.data + row * rows.stride + c, fours, a.A - c, x);
       Quad<float> e, near;
       for (int i = 0; i < 4; ++i) {
-        near.x[i] = x[i];
-        most[r] = fmax(most[r], fabs(x[i]));  // passes over NaN
-        e.x[i] = fabs(x[i]) <= kFactoredEachLimit ? expf(2 * x[i]) : NAN;
+        near.x[i] = x[r][i];
+        most[r] = fmax(most[r], fabs(x[r][i]));  // passes over NaN
+        e.x[i] = fabs(x[r][i]) <= kFactoredEachLimit ? expf(2 * x[r][i]) : NAN;
         if (!keys && i % 2) e.x[i] *= w[i];
       }
       auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c);

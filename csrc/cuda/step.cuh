@@ -2,12 +2,15 @@
 // blocks. Where these are a cluster (sm_90 and later, up to 512 keys) one launch is enough.
 #pragma once
 #include "cluster.cuh"
+#include "score.cuh"
 
 namespace attnfast {
 namespace {
 
 constexpr int kStepKeys = 64;  // of a block
 constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way together
+constexpr int kUnderWay = 16;  // loads of a thread that sums over keys
+constexpr int kJoined = 64;    // parts of a row, by a block
 
 // ---- a block's keys -----------------------------------------------------------------------------
 
@@ -23,16 +26,12 @@ __device__ inline StepKeys keys_of_block(const Problem& a, const Tile& tile) {
   return {own, from, max(0, up_to(kStepKeys, own.to - from))};
 }
 
-// Two features of a score. Every pair of a query and a key meets once, so nothing is factored.
+// A feature of a score. Every pair of a query and a key meets once, so nothing is factored.
 template <Score S, class C>
-__device__ C pair_score(C q0, C q1, C k0, C k1, C w0, C w1) {
-  if constexpr (S == Score::dot) {
-    return q0 * k0 + q1 * k1;
-  } else if constexpr (S == Score::tanh) {
-    return w0 * tanh(q0 + k0) + w1 * tanh(q1 + k1);
-  } else {
-    return w0 * activation<S, C>(q0 + k0) + w1 * activation<S, C>(q1 + k1);
-  }
+__device__ C feature_score(C q, C k, C w) {
+  if constexpr (S == Score::dot) return q * k;
+  else if constexpr (S == Score::tanh) return w * tanh(q + k);
+  else return w * activation<S, C>(q + k);
 }
 
 // The scores of a query row and the block's keys, each handed to finish(key, score) once.
@@ -40,19 +39,22 @@ template <Score S, class C, class T, class Finish>
 __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t width,
                            const Finish& finish) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool fours = aligned(keys) && aligned(Rows<T>{q, 0, 1}) && (!w || aligned(Rows<T>{w, 0, 1}));
   for (int first = warp * kAtOnce; first < keys.count; first += kWarps * kAtOnce) {
     C s[kAtOnce] = {};
     const T* k[kAtOnce];
 #pragma unroll
     for (int x = 0; x < kAtOnce; ++x) k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
-#pragma unroll 1
-    for (int64_t c = 2 * lane; c < width; c += 64) {
-      const bool two = c + 1 < width;
-      const C q0 = widen(q[c]), q1 = two ? widen(q[c + 1]) : 0;
-      const C w0 = w ? widen(w[c]) : 0, w1 = w && two ? widen(w[c + 1]) : 0;
+#pragma unroll 2
+    for (int64_t c = 4 * lane; c < width; c += 128) {
+      C of_q[4], of_w[4] = {}, of_k[kAtOnce][4];
+      load(q + c, fours, width - c, of_q);
+      if (w) load(w + c, fours, width - c, of_w);
+#pragma unroll
+      for (int x = 0; x < kAtOnce; ++x) load(k[x] + c, fours, width - c, of_k[x]);
 #pragma unroll
       for (int x = 0; x < kAtOnce; ++x)
-        s[x] += pair_score<S>(q0, q1, widen(k[x][c]), two ? widen(k[x][c + 1]) : C(0), w0, w1);
+        for (int i = 0; i < 4; ++i) s[x] += feature_score<S>(of_q[i], of_k[x][i], of_w[i]);
     }
 #pragma unroll
     for (int x = 0; x < kAtOnce; ++x) {
@@ -60,6 +62,25 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
       if (lane == x && first + x < keys.count) finish(first + x, s[x]);
     }
   }
+}
+
+// Add up term(share, x) over the numbers x of a column of the block's keys, but where a share is 0: what
+// is not seen may be NaN. Shares beyond the keys are 0.
+template <class C, class T, class Term>
+__device__ C sum_column(const C* share, const T* column, int64_t row, int keys, const Term& term) {
+  C sum = 0;
+#pragma unroll 1
+  for (int j = 0; j < keys; j += kUnderWay) {
+    C x[kUnderWay];
+#pragma unroll
+    for (int i = 0; i < kUnderWay; ++i) x[i] = j + i < keys ? widen(column[(j + i) * row]) : C(0);
+#pragma unroll
+    for (int i = 0; i < kUnderWay; ++i) {
+      const C more = term(share[j + i], x[i]);
+      sum += share[j + i] == 0 ? C(0) : more;
+    }
+  }
+  return sum;
 }
 
 // ---- forward ------------------------------------------------------------------------------------
@@ -84,10 +105,9 @@ __device__ End<C> join(int64_t parts, const Part& part) {
   return all;
 }
 
-// One thread's work.
+// What describes a row, from its parts in order; one thread's work.
 template <class C, class Part>
-__device__ void put_statistics(const Forward& a, const Tile& tile, const End<C>& all, int64_t parts,
-                               const Part& part) {
+__device__ Described<C> described(int64_t parts, const Part& part) {
   End<C> before = {};
   for (int64_t i = 0; i < parts; ++i) {
     const End<C> next = part(i);
@@ -97,19 +117,19 @@ __device__ void put_statistics(const Forward& a, const Tile& tile, const End<C>&
     before.mass = before.mass * before.faded(top) + next.mass * next.faded(top);
     before.top = top;
   }
-  put_statistics(a, tile, 0, all.top, all.mass, before.row);
+  return before.row;
 }
 
 // A column of a row's context x; where something is `added`, tanh(x + added) stands in its place.
 template <class T, class C>
 __device__ void put_context(const Forward& a, const View& added, const Tile& tile, int64_t c, C x) {
-  if (added.data) x = tanh(x + widen(at<T>(added, tile, 0)[c]));
-  narrow(x, at<T>(a.context, tile, 0)[c]);
+  if (added.data) x = tanh(x + widen(at<T>(added, tile, tile.row)[c]));
+  narrow(x, at<T>(a.context, tile, tile.row)[c]);
 }
 
 // Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View added, const View parts) {
+__global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View added, const View parts) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // scores, then e^{score - top}
   __shared__ End<C> end;
@@ -133,15 +153,11 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
   End<C> of_block = {shift, mass, {}};
   if (a.statistics.data) of_block.row = describe(scores, mine, shift, mass, C(from + lane));
   __syncthreads();  // every warp has read the scores
-  if (warp < 2 && lane + 32 * warp < keys) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
+  if (warp < 2) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
 
   const auto weighted_sum = [&, from = from, keys = keys](int64_t c) {
-    const T* value = at<T>(a.value, tile, from) + c;
-    C sum = 0;
-#pragma unroll 4
-    for (int j = 0; j < keys; ++j, value += a.value.row)
-      if (share[j] != 0) sum += share[j] * widen(*value);
-    return sum;
+    const auto product = [](C p, C v) { return p * v; };
+    return sum_column(share, at<T>(a.value, tile, from) + c, a.value.row, keys, product);
   };
   if (parts.data) {
     __syncthreads();
@@ -154,7 +170,8 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
   wait_for_blocks();
   const auto of = [&](unsigned block) { return *of_another(&end, block); };
   const End<C> all = join<C>(gridDim.y, of);
-  if (a.statistics.data && threadIdx.x + blockIdx.y == 0) put_statistics(a, tile, all, gridDim.y, of);
+  if (a.statistics.data && threadIdx.x + blockIdx.y == 0)
+    put_statistics(a, tile, 0, all.top, all.mass, described<C>(gridDim.y, of));
   const C factor = end.faded(all.top) * all.share();
   finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads, kThreads * gridDim.y);
   add_up_blocks<C>(
@@ -162,24 +179,54 @@ __global__ void __launch_bounds__(kThreads, 4) step(const Forward a, const View 
       [&](int64_t c, C total) { put_context<T>(a, added, tile, c, total); });
 }
 
-// What the parts of a row add up to.
+// What the parts of each row add up to, kJoined of them; where there are more, blocks that differ in y
+// leave parts again, in `joined`.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    combine(const Forward a, const View added, const View parts, int64_t count) {
+    combine(const Forward a, const View added, const View parts, int64_t count, const View joined) {
   using C = typename Accumulate<T>::type;
-  const Tile tile = locate(a, 1, 1);
+  __shared__ C share[kJoined];
+  const int lane = threadIdx.x % 32;
+  const Tile tile = locate(a, a.Tq, 1);
+  const int64_t first = blockIdx.y * int64_t{kJoined};
+  const int mine = up_to(kJoined, count - first);
+  const C* const columns = at<C>(parts, tile, tile.row * count + first);
   const auto part = [&](int64_t i) {
-    return *reinterpret_cast<const End<C>*>(at<C>(parts, tile, i) + a.Dv);
+    return reinterpret_cast<const End<C>*>(columns + i * parts.row + a.Dv);
   };
-  const End<C> all = join<C>(count, part);
-  for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
-    C sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += at<C>(parts, tile, i)[c] * part(i).faded(all.top);
-    put_context<T>(a, added, tile, c, sum * all.share());
+  C top[kJoined / 32], mass[kJoined / 32];
+#pragma unroll
+  for (int x = 0; x < kJoined / 32; ++x) {
+    const int i = lane + 32 * x;
+    mass[x] = i < mine ? part(i)->mass : C(0);
+    top[x] = mass[x] == 0 ? C(-INFINITY) : part(i)->top;
   }
-  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
-  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x, kThreads);
-  if (a.statistics.data && threadIdx.x == 0) put_statistics(a, tile, all, count, part);
+  End<C> all = {of_warp<Max>(fmax(top[0], top[1])), 0, {}};
+  if (all.top == -INFINITY) all.top = 0;
+#pragma unroll
+  for (int x = 0; x < kJoined / 32; ++x) {
+    const C faded = exp(top[x] - all.top);
+    all.mass += mass[x] * faded;
+    if (threadIdx.x < 32) share[lane + 32 * x] = faded;
+  }
+  all.mass = of_warp<Add>(all.mass);
+  __syncthreads();
+  C* const out = joined.data ? at<C>(joined, tile, tile.row * gridDim.y + blockIdx.y) : nullptr;
+  for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
+    const auto product = [](C p, C x) { return p * x; };
+    const C sum = sum_column(share, columns + c, parts.row, mine, product);
+    if (out) out[c] = sum;
+    else put_context<T>(a, added, tile, c, sum * all.share());
+  }
+  if (a.statistics.data && threadIdx.x == 0)
+    all.row = described<C>(mine, [&](int64_t i) { return *part(i); });
+  if (out) {
+    if (threadIdx.x == 0) *reinterpret_cast<End<C>*>(out + a.Dv) = all;
+    return;
+  }
+  finish_row(a, tile, tile.row, seen_by(a, tile, tile.row, keys_seen(a, tile.b)), all.top, all.mass,
+             threadIdx.x, kThreads);
+  if (a.statistics.data && threadIdx.x == 0) put_statistics(a, tile, tile.row, all.top, all.mass, all.row);
 }
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -187,7 +234,7 @@ __global__ void __launch_bounds__(kThreads)
 // The gradients of scores and query, all that a step over a prepared memory wants; see grad_score
 // and grad_rows for the formulas. In one kernel, for what a step costs is its launches.
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
+__global__ void __launch_bounds__(kThreads, 3) step_backward(const Backward a) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // x, then grad_score
   __shared__ C product;
@@ -215,10 +262,10 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
   for (unsigned block = 0; block < gridDim.y; ++block) mean += *of_another(&product, block);
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
   C* grad_score = at<C>(a.grad_score, tile, 0);
-  if (const int j = lane + 32 * warp; warp < 2 && j < keys) {
+  if (const int j = lane + 32 * warp; warp < 2) {
     const C weight = warp ? p[1] : p[0];
     share[j] = weight == 0 ? 0 : weight * ((warp ? x[1] : x[0]) - mean + extra);
-    grad_score[column + j] = share[j];
+    if (j < keys) grad_score[column + j] = share[j];
   }
   for (int64_t c = threadIdx.x + blockIdx.y * kThreads; c < a.W; c += kThreads * gridDim.y)
     if (c + own.origin < own.from || c + own.origin >= own.to) grad_score[c] = 0;
@@ -226,21 +273,18 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
 
   const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
   const auto gradient = [&, from = from, keys = keys](int64_t c) {
-    const T* k = at<T>(a.key, tile, from) + c;
     const C q0 = widen(q[c]);
-    C sum = 0;
-#pragma unroll 4
-    for (int j = 0; j < keys; ++j, k += a.key.row) {
-      if (share[j] == 0) continue;
+    const auto term = [&](C g, C k) {
       if constexpr (S == Score::dot) {
-        sum += share[j] * widen(*k);
+        return g * k;
       } else if constexpr (S == Score::tanh) {
-        const C t = tanh(q0 + widen(*k));
-        sum += share[j] * (1 - t * t);
+        const C t = tanh(q0 + k);
+        return g * (1 - t * t);
       } else {
-        sum += times_slope<S, C>(share[j], activation<S, C>(q0 + widen(*k)));
+        return times_slope<S, C>(g, activation<S, C>(q0 + k));
       }
-    }
+    };
+    const C sum = sum_column(share, at<T>(a.key, tile, from) + c, a.key.row, keys, term);
     return S == Score::dot ? sum : sum * widen(w[c]);
   };
   add_up_blocks<C>(a.A, gradient, [&](int64_t c, C total) {
@@ -252,17 +296,36 @@ __global__ void __launch_bounds__(kThreads, 4) step_backward(const Backward a) {
 
 inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}); }
 
+// For every row its parts, each with the context's columns and an End.
+template <class C, class Launch>
+View room_for_parts(const Problem& a, int64_t count, const Launch& launch) {
+  const int64_t row = a.Dv + int64_t{sizeof(End<C>) / sizeof(C)};
+  const int64_t head = a.Tq * count * row, batch = a.H * head;
+  return {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
+}
+
+// Join the parts of all rows.
+template <class T, class Launch>
+void launch_combine(const Forward& a, const Launch& launch, const View& added, View parts, int64_t count) {
+  while (count > kJoined) {
+    const int64_t fewer = tiles(count, kJoined);
+    const View joined = room_for_parts<typename Accumulate<T>::type>(a, fewer, launch);
+    launch(combine<T>, a.B * a.H * a.Tq, fewer, a, View{}, parts, count, joined);
+    parts = joined;
+    count = fewer;
+  }
+  launch(combine<T>, a.B * a.H * a.Tq, 1, a, added, parts, count, View{});
+}
+
 template <class T, class Launch>
 void launch_step(const Forward& a, const Launch& launch, const View& added) {
   const int64_t blocks = key_parts(a);
   const auto kernel = by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
   if (blocks == 1 || blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, added, View{});
-  using C = typename Accumulate<T>::type;
-  const int64_t row = a.Dv + int64_t{sizeof(End<C>) / sizeof(C)}, head = blocks * row, batch = a.H * head;
-  const View parts = {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
+  const View parts = room_for_parts<typename Accumulate<T>::type>(a, blocks, launch);
   launch(kernel, a.B * a.H, blocks, a, added, parts);
-  launch(combine<T>, a.B * a.H, 1, a, added, parts, blocks);
+  launch_combine<T>(a, launch, added, parts, blocks);
 }
 
 // Whether it was a step's backward that one launch can do.

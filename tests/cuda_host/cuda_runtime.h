@@ -199,6 +199,7 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
 inline int most_together = 8;  // blocks of a cluster; without any, 1
+inline int places = 8;         // blocks that run at once
 inline int launches = 0;
 
 template <unsigned threads>
@@ -284,6 +285,7 @@ struct LaunchOnHost {
   }
 
   int most_together(...) const { return ::most_together; }
+  int places(...) const { return ::places; }
 
   template <class C>
   C* scratch(int64_t numbers) const {
