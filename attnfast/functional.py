@@ -65,7 +65,7 @@ def _attend(
             call = call._replace(scale=call.scale / temperature, bias=bias)
         query = call.query
         step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (a constant for torch.compile)
-        backend = choose(backend, query.device, query.dtype, step=step)
+        backend = choose(backend, query.device, query.dtype, step=step, score=call.score)
         if need_weights:
             call = call._replace(need_weights=True)
         if backend != "reference":

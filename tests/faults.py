@@ -679,7 +679,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("any(own >= x for x in alike)", "any(own <= x for x in alike)"),
         ("own >= built[-1]", "own >= built[0]"),
         ("OLDEST_FOR_TRITON = (8, 0)", "OLDEST_FOR_TRITON = (7, 5)"),
-        ("return 0 if request.step or", "return 2 if request.step or"),
+        ("and request.dtype in HALF and not request.step", "and not request.step"),
+        ("2 if products or request.operator", "2 if request.operator"),
         ("ranks[name] < math.inf", "True"),
         ("if request.filters > self.most_filters:", "if False:"),
     ],
@@ -979,7 +980,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("clear_outside(out, n, own.from, own.to);", ""),
     ],
     ("csrc/cuda/attention.cuh", CUDA.format("table or owes or large or vanish")): [
-        ("? 0 : p * (out[j] - mean + extra);", "? 0 : p * (out[j] - mean);"),
+        ("? 0 : p * (x(j) - mean + extra);", "? 0 : p * (x(j) - mean);"),
         ("context[r][x] *= softmax.factor[r];", ";"),
         ("if (decltype(finite)::value || p != 0)", "if (true)"),
         ("const C share = share_of(softmax.highest[r], softmax.mass[r]);",

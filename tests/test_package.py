@@ -475,21 +475,25 @@ def test_triton_needs_a_capability(own, runs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("operator", "step", "wanted"),
+    ("asked", "wanted"),
     [
-        ("attention", False, "triton"),
-        ("attention", True, "cuda"),
-        ("coverage_attention", False, "cuda"),
-        ("copy_distribution", False, "triton"),
+        ({}, "cuda"),
+        ({"score": "dot"}, "cuda"),
+        ({"score": "dot", "dtype": torch.bfloat16}, "triton"),
+        ({"score": "dot", "dtype": torch.bfloat16, "step": True}, "cuda"),
+        ({"dtype": torch.bfloat16}, "cuda"),
+        ({"operator": "coverage_attention"}, "cuda"),
+        ({"operator": "copy_distribution"}, "triton"),
     ],
+    ids=str,
 )
-def test_the_backend_goes_by_operator_and_shape(operator, step, wanted, monkeypatch):
-    """What is bound by latency goes to CUDA C++ first, where a GPU can run both."""
+def test_the_backend_goes_by_what_is_asked(asked, wanted, monkeypatch):
+    """Products of half types go to Triton first, which has tensor cores for them."""
     monkeypatch.setattr(backends, "why_not", lambda *_: None)
     monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)
-    device = torch.device("cuda")
-    assert backends.choose(None, device, torch.float32, operator, step) == wanted
+    asked = {"dtype": torch.float32, **asked}
+    assert backends.choose(None, torch.device("cuda"), **asked) == wanted
 
 
 def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
