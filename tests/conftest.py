@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.backends.cudnn.allow_tf32 = False  # eager code is what kernels are measured by
 
 from attnfast.backends import BACKENDS, not_installed, why_not
 

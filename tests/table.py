@@ -362,10 +362,16 @@ def nearby(args: dict[str, Tensor | None], run) -> Iterator[dict[str, Tensor]]:
         yield {k: want + plain[k].double() - exact[k] for k, want in wanted.items()}
 
 
+def devices() -> list[torch.device]:
+    """Return where eager code may lose digits: the CPU, and the GPU if there is one."""
+    return [CPU, torch.device("cuda")] if torch.cuda.is_available() else [CPU]
+
+
 def losses(case: Case, how, names=NAMES) -> Iterator[dict[str, Tensor]]:
     """Yield the results of eager code in five orders, for :func:`check`; then those nearby."""
     args = inputs(case)
     yield from (results(case, args, run, names) for run in in_orders(how))
+    yield from (results(case, inputs(case, x), how, names) for x in devices()[1:])
     yield from nearby(args, lambda near: results(case, near, how, names))
 
 

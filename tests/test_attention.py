@@ -621,8 +621,8 @@ def test_no_heads():
     assert (context.shape, weights.shape) == ((1, 0, 9, 64), (1, 0, 9, 9))
 
 
-def _double(case):
-    args = inputs(case)
+def _double(case, backend):
+    args = inputs(case, DEVICE[backend])
     names = [k for k, v in args.items() if v is not None and v.requires_grad]
 
     def call(*leaves, backend):
@@ -637,16 +637,15 @@ def test_gradcheck(score, layout, backend):
     if backend == "triton":
         pytest.skip("hundreds of calls; the table checks Triton's gradients against the oracle")
     case = Case(score, 2, 3, 4, 5, 3, None, torch.float64, ("mask", "bias"), layout)
-    call, leaves = _double(case)
+    call, leaves = _double(case, backend)
     assert gradcheck(lambda *x: call(*x, backend=backend), leaves)
 
 
 def test_second_derivatives(backend):
-    call, leaves = _double(Case("tanh", 1, 2, 3, 4, 3, None, torch.float64))
+    call, leaves = _double(Case("tanh", 1, 2, 3, 4, 3, None, torch.float64), backend)
     if backend == "reference":
         assert gradgradcheck(lambda *x: call(*x, backend=backend)[:2], leaves)
         return
-    leaves = [x.to(DEVICE[backend]) for x in leaves]
     context = call(*leaves, backend=backend)[0]
     (grad,) = torch.autograd.grad(context.sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):

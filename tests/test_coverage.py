@@ -200,6 +200,7 @@ def check(case: History, backend: str, how=attend) -> None:
     orders = table.in_orders(attend("reference"))
     plain = itertools.chain(
         (table.results(case, args, how, NAMES) for how in orders),
+        (run(case, arguments(case, x), "reference") for x in table.devices()[1:]),
         table.nearby(args, lambda near: run(case, near, "reference")),
     )
     table.check(case, run(case, arguments(case, DEVICE[backend]), backend, how), wanted, plain)

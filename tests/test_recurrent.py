@@ -9,8 +9,9 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from table import CPU, DEVICE, check, size
+from table import CPU, DEVICE, check, devices, size
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from attnfast import reference
 from attnfast.backends import why_not
@@ -241,7 +242,8 @@ def losses(case: Case, wanted: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]
         narrow = [x for x in args._fields if "narrow" in case.terms and x not in OF_HISTORY]
         return as_bfloat16(args, narrow)
 
-    yield results(case, plain_of(call(case)), reference.recurrent)
+    for device in devices():
+        yield results(case, plain_of(call(case, device)), reference.recurrent)
     for seed in range(12):
         g, kept = torch.Generator().manual_seed(seed), {}
         for name, x in call(case)._asdict().items():
@@ -512,16 +514,15 @@ def test_without_attention_it_is_pytorchs_layer(mode, backend):
     wanted, last = layer(packed)
     wanted, _ = nn.utils.rnn.pad_packed_sequence(wanted, batch_first=True)
     zeros = x.new_zeros(4, 7)
-    made = operator(backend)(
-        Recurrent(
-            x, zeros, layer.weight_ih_l0, layer.weight_hh_l0, zeros if mode == "lstm" else None,
-            None, layer.bias_ih_l0, layer.bias_hh_l0, target_lengths=lengths, mode=mode,
-        )
+    args = Recurrent(
+        x, zeros, layer.weight_ih_l0, layer.weight_hh_l0, zeros if mode == "lstm" else None,
+        None, layer.bias_ih_l0, layer.bias_hh_l0, target_lengths=lengths, mode=mode,
     )  # fmt: skip
-    torch.testing.assert_close(made.states, wanted)
+    made = operator(backend)(tree_map_only(Tensor, lambda x: x.to(DEVICE[backend]), args))
+    torch.testing.assert_close(made.states.cpu(), wanted)
     last = last if mode == "lstm" else (last,)
     for x, y in zip((made.states, made.cells), last):
-        torch.testing.assert_close(layer_code.last_of(x, zeros, lengths), y[0])
+        torch.testing.assert_close(layer_code.last_of(x.cpu(), zeros, lengths), y[0])
 
 
 def test_misfits(backend):
@@ -533,7 +534,8 @@ def test_misfits(backend):
         terms = tuple(x for x in every if draw.random() < 0.6)
         terms = tuple(x for x in terms if x not in (*STACK, "narrow") or backend == "cpu")
         kind = draw.choice(list(GATES)), draw.choice((*RECURRENCES, None))
-        args = call(Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed))
+        case = Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed)
+        args = call(case, DEVICE[backend])
         name, given = "recurrent", args
         if draw.random() < 0.5:
             name, given = "recurrent_backward", backward_of(args, RECURRENT(backend, args))
@@ -547,7 +549,7 @@ def test_misfits(backend):
             axis = draw.randrange(x.dim())
             grown = list(x.shape)
             grown[axis] = draw.choice((0, 1, grown[axis] + 1, 30))
-            x = torch.zeros(grown, dtype=x.dtype)
+            x = x.new_zeros(grown)
         if how == "dtype":
             x = x.to(draw.choice((torch.float64, torch.int64, torch.bfloat16, torch.bool)))
         if how == "none":
