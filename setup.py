@@ -109,7 +109,8 @@ class BuildLibraries(build_ext):
         temp = ROOT / "build" / name
         temp.mkdir(parents=True, exist_ok=True)
         units, link, summary = build(torch, temp)
-        headers = [p for p in ROOT.glob("csrc/**/*.*") if p.suffix not in (".cpp", ".cu")]
+        shared = [*ROOT.glob("csrc/*"), *ROOT.glob(f"csrc/{name[3:]}/*")]
+        headers = [p for p in shared if p.suffix == ".h" or p.suffix == ".cuh"]
         if not units:
             raise SystemExit(f"attnfast: {name} cannot be built: its sources in csrc/ are missing")
 
