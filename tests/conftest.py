@@ -7,12 +7,12 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-torch.backends.cudnn.allow_tf32 = False  # eager code is what kernels are measured by
 
 from attnfast.backends import BACKENDS, not_installed, why_not
 
 if reason := not_installed():
     pytest.exit(reason, returncode=1)  # what is skipped with a reason would look green
+torch.backends.cudnn.allow_tf32 = False  # eager code is what kernels are measured by
 
 
 #: Files of whose tables Triton's interpreter is asked half; `make test` asks the oldest Triton all.
