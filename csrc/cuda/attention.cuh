@@ -501,7 +501,7 @@ int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel ker
   const auto turns = [&](int64_t count) { return double(tiles(blocks * count, places)) / count; };
   int best = 1;
   for (int count = 2; count <= most; ++count)
-    if (turns(count) < 0.75 * turns(best)) best = count;  // to join them costs, too
+    if (turns(count) < 0.9 * turns(best)) best = count;  // to join them costs, too
   return best;
 }
 
