@@ -147,6 +147,42 @@ def test_a_decoders_mask_of_words_is_padding_to_a_history(attention, monkeypatch
     assert not torch.allclose(served_so[0][2], without[0][2])
 
 
+@pytest.mark.parametrize("in_one", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: attn.LocalAttention(12, 10, window=1),
+        lambda: attn.LocalAttention(12, 10, window=1, slope=1.5),
+        lambda: attn.LocalAttention(12, 10, window=2, sigma=1.0, height=0.5),
+        lambda: attn.StridedAttention(12, 10, 2, fixed=True),
+        lambda: attn.MonotonicAttention(12, 10, ahead=2),
+        lambda: attn.CoverageAttention(12, 10, 5),
+    ],
+)
+def test_a_state_goes_on_from_the_last_step_before_padding(make, in_one, monkeypatch):
+    """In a batch of ragged targets as for each of them alone, in one operator or step by step."""
+    torch.manual_seed(0)
+    layer = attn.AttentionGRU(6, 12, 10, make()).double()
+    x, more, source = (torch.randn(3, n, m).double() for n, m in ((5, 6), (2, 6), (9, 10)))
+    ends = torch.tensor([3, 5, 0])
+    if not in_one:
+        monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    memory = layer.prepare(source)
+    got = layer(more, memory, layer(x, memory, target_lengths=ends).state).output
+    for b, n in enumerate(ends.tolist()):
+        alone = layer.prepare(source[b : b + 1])
+        state = layer(x[b : b + 1, :n], alone).state
+        torch.testing.assert_close(got[b], layer(more[b : b + 1], alone, state).output[0])
+
+
+def test_a_stride_cannot_go_on_from_steps_of_several_phases():
+    layer = attn.AttentionGRU(6, 12, 10, attn.StridedAttention(12, 10, 2))
+    x, memory = torch.randn(3, 5, 6), layer.prepare(torch.randn(3, 9, 10))
+    _, state = layer(x, memory, target_lengths=torch.tensor([3, 5, 0]))
+    with pytest.raises(ValueError, match=r"history.rows must be one number for all sequences"):
+        layer(x, memory, state)
+
+
 def test_a_history_that_does_not_fit():
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "location")
     memory = layer.prepare(source, lengths)

@@ -273,8 +273,10 @@ def run_layer(
     except Exception:
         RECURRENT.check(call)  # says in one sentence what does not fit
         raise
+    lengths = target_lengths if target_mask is None else target_mask.sum(-1)
+    if isinstance(history, Progress):
+        history = history.after(input.shape[1] if lengths is None else lengths)
     if isinstance(history, History):
-        lengths = target_lengths if target_mask is None else target_mask.sum(-1)
         log_weights = None if call.transition_prob is None else done.log_weights
         history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)
     if _is_half(input):  # rounded once; a history keeps its sums
@@ -309,7 +311,8 @@ def terms_of(
         history = attention.start(memory) if history is None else history
         terms = _remembered(attention, history, memory, input, target_mask)
     elif isinstance(attention, LocalAttention):
-        terms["span"], history = _within(attention, history or Progress(), memory, input)
+        history = history or Progress()
+        terms["span"] = _within(attention, history, memory, input)
     return _terms(attention, memory, backend, terms.get("filters") is None) | terms, history
 
 
@@ -359,14 +362,12 @@ def _remembered(
     return {x: getattr(call, x) for x in names}
 
 
-def _within(
-    attention: LocalAttention, history: Progress, memory: Memory, input: Tensor
-) -> tuple[Tensor, Progress]:
-    """Return which keys the rows of a window see, ``[1, T, 2]``, and the history after them."""
+def _within(attention: LocalAttention, history: Progress, memory: Memory, input: Tensor) -> Tensor:
+    """Return which keys the rows of a window see, ``[1, T, 2]`` or ``[B, T, 2]``."""
     T, Tk = input.shape[1], memory.key.shape[1]
     positions = attention.positions(history.rows, T, input.device)
     seen = attention.span.locate(rows_at(positions, input, Tk, memory.lengths), Tk)
-    return torch.stack([seen.start, seen.stop], -1), history._replace(rows=history.rows + T)
+    return torch.stack([seen.start, seen.stop], -1)
 
 
 def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | None:
@@ -453,6 +454,9 @@ def _run_steps(
         for values, y in zip(rows, shown):
             values.append(y)
     done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
+    if isinstance(history, Progress) and target_lengths is not None:
+        first = 0 if state.history is None else state.history.rows
+        history = history._replace(rows=first + target_lengths)
     return Steps(done[0], done[1], done[2], done[3], done[4], history)
 
 

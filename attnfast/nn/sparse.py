@@ -25,15 +25,21 @@ from attnfast.ops.span import Span, check_form, gaussian_bump, log_prior, to_for
 class Progress(NamedTuple):
     """How far attention has come: passed from step to step, reordered by a search.
 
-    ``rows``, how many rows it has seen; ``key [B]``, the key that a hard monotonic one has reached.
+    ``rows``, how many rows it has seen, ``[B]`` where that differs by sequence; ``key [B]``, the
+    key that a hard monotonic one has reached.
     """
 
-    rows: int = 0
+    rows: int | Tensor = 0
     key: Tensor | None = None
 
     def index_select(self, index: Tensor) -> Progress:
         """Return the progress of the sequences ``index``."""
-        return self if self.key is None else self._replace(key=self.key.index_select(0, index))
+        kept = {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
+
+    def after(self, rows: int | Tensor) -> Progress:
+        """Return the progress after so many more rows, ``[B]`` where padding is not among them."""
+        return self._replace(rows=self.rows + rows)
 
 
 def is_number(x: object) -> bool:
@@ -48,8 +54,10 @@ class _SpanAttention(LuongAttention):
     knows_order = True
     span: Span
 
-    def positions(self, rows: int, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         """Return where Tq rows stand that come after so many ``rows``."""
+        if isinstance(rows, Tensor):
+            return rows.unsqueeze(-1) + torch.arange(Tq, device=device)
         return rows
 
     def start(self, memory: Memory) -> Progress:
@@ -73,7 +81,9 @@ class _SpanAttention(LuongAttention):
             history: what the last call returned, or None before the first row.
             need_weights: return the weights too, in the columns of the span (see
                 :class:`attnfast.Span`), or ``"dense"`` or ``"sparse"``.
-            target_mask: no row depends on what others see, so that it changes nothing.
+            target_mask: ``[B]`` or ``[B, Tq]``, False for rows of padding: the history goes on
+                from the last row before them. A stride that is not fixed counts them, too, for
+                all sequences must stand at the same phase.
 
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, the weights or None, and the history after the
@@ -84,16 +94,18 @@ class _SpanAttention(LuongAttention):
             query = self.query_proj(state.unsqueeze(1) if step else state)
             check_target_mask(target_mask, state.shape[:-1], state)
             history = self.start(memory) if history is None else history
-            context, weights, history = self._rows(query, memory, history, need_weights)
+            mask = target_mask.unsqueeze(1) if step and target_mask is not None else target_mask
+            context, weights, history = self._rows(query, memory, history, need_weights, mask)
         except Exception:
             self._check_call(state, memory)
             if not isinstance(history, (Progress, type(None))):
                 refuse_type("history", "a Progress or None", describe(history))
-            if history is not None:
-                check_whole("history.rows", history.rows, 0)
-            if history is not None and history.key is not None:
-                key, B = history.key, state.shape[0]
-                check_array("history.key", key, "int64", (B,), like=state, of="state")
+            for name, x in [] if history is None else history._asdict().items():
+                if isinstance(x, Tensor) or (name == "key" and x is not None):
+                    B = state.shape[0]
+                    check_array(f"history.{name}", x, "int64", (B,), like=state, of="state")
+                elif name == "rows":
+                    check_whole("history.rows", x, 0)
             raise
         if step:
             return context.squeeze(1), None if weights is None else _first_row(weights), history
@@ -103,14 +115,23 @@ class _SpanAttention(LuongAttention):
         """Return what is added to the scores of rows at positions, as :func:`attend` takes it."""
         return {}
 
-    def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
+    def _rows(
+        self,
+        query: Tensor,
+        memory: Memory,
+        history: Progress,
+        need_weights: bool | str,
+        target_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Progress]:
+        """Return the contexts of rows, their weights and the history after them."""
         Tq = query.shape[1]
         position = self.positions(history.rows, Tq, query.device)
         context, weights = self._attend(
             query, memory, need_weights,
             span=self.span, position=position, **self.terms(query, memory, position),
         )  # fmt: skip
-        return context, weights, history._replace(rows=history.rows + Tq)
+        some = None if self.span.phases > 1 else target_mask
+        return context, weights, history.after(Tq if some is None else some.sum(-1))
 
 
 def _first_row(weights: Tensor) -> Tensor:
@@ -165,14 +186,15 @@ class LocalAttention(_SpanAttention):
         self.span = Span(window=window, causal=causal)
         self.slope, self.sigma, self.height = slope, sigma, height
 
-    def positions(self, rows: int, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         if self.slope is None:
-            if rows:
+            if isinstance(rows, Tensor) or rows:
                 raise ValueError("slope must be a number where rows come one after the other")
             return "diagonal"
         if is_one(self.slope):
-            return rows
-        return self.slope * torch.arange(rows, rows + Tq, device=device, dtype=torch.float64)
+            return super().positions(rows, Tq, device)
+        first = rows.unsqueeze(-1) if isinstance(rows, Tensor) else rows
+        return self.slope * (first + torch.arange(Tq, device=device, dtype=torch.float64))
 
     def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
         if self.height is None or self.sigma is None:
@@ -215,6 +237,12 @@ class StridedAttention(_SpanAttention):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         self.span = Span(stride=stride, fixed=fixed, causal=causal)
 
+    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
+        if isinstance(rows, Tensor) and self.span.phases > 1:
+            expected = "one number for all sequences, whose rows have one phase"
+            refuse("history.rows", expected, describe(rows))
+        return super().positions(rows, Tq, device)
+
 
 class MonotonicAttention(_SpanAttention):
     r"""Hard monotonic: no row sees a key before the one of largest weight in the row before.
@@ -246,13 +274,20 @@ class MonotonicAttention(_SpanAttention):
             refuse("ahead", "a whole number of at least 0, or None", describe(ahead))
         self.span = Span(window=(0, ahead))
 
-    def _rows(self, query: Tensor, memory: Memory, history: Progress, need_weights: bool | str):
+    def _rows(
+        self,
+        query: Tensor,
+        memory: Memory,
+        history: Progress,
+        need_weights: bool | str,
+        target_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Progress]:
         check_form(need_weights)
         Tk = memory.key.shape[-2]
         key = history.key
         key = query.new_zeros(query.shape[0], dtype=torch.int64) if key is None else key
         contexts, weights, keys = [], [], []
-        for row in query.split(1, 1):  # a query without rows is one part
+        for t, row in enumerate(query.split(1, 1)):  # a query without rows is one part
             position = key.unsqueeze(1)[:, : row.shape[1]]
             context, weight = self._attend(row, memory, True, span=self.span, position=position)
             contexts.append(context)
@@ -260,9 +295,11 @@ class MonotonicAttention(_SpanAttention):
             keys.append(position)
             if Tk and row.shape[1]:
                 best = weight.detach().squeeze(1).argmax(-1)
-                key = key + best if self.span.compact else best
+                best = key + best if self.span.compact else best
+                key = best if target_mask is None else torch.where(target_mask[:, t], best, key)
         context, weight, p = (torch.cat(x, 1) for x in (contexts, weights, keys))
-        history = history._replace(rows=history.rows + p.shape[1], key=key)
+        rows = p.shape[1] if target_mask is None else target_mask.sum(-1)
+        history = history.after(rows)._replace(key=key)
         if isinstance(need_weights, str):
             seen = self.span.keys(p.shape[1], Tk, position=p, lengths=memory.lengths)
             weight = to_form(need_weights, weight, seen, Tk)
