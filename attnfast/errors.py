@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import NoReturn
 
+import torch
+
 #: No error has more letters.
 LONGEST = 200
 _short = reprlib.Repr()
@@ -73,8 +75,8 @@ def check_flag(argument: str, got: object) -> bool:
 
 
 def is_whole(x: object) -> bool:
-    """Whether this is a whole number."""
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    """Whether this is a whole number, or stands for one in what torch.compile traces."""
+    return isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
 def check_whole(argument: str, got: object, least: int = 1) -> None:

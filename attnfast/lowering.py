@@ -6,6 +6,7 @@ the form in which they were asked for.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,11 @@ def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
     spread = isinstance(form, str)
     need_keys = spread or sigma is not None or (some and terms)
     need_narrow = form and not spread and span.compact and not compact
+    if isinstance(position, Tensor) and position.is_floating_point():
+        # a row that stands nowhere is NaN, as its scores would be
+        lost = rows_at(position, query, Tk, lengths).isnan().unsqueeze(-1)
+        query = query.masked_fill(lost, math.nan)
+        call = call._replace(query=query)
     need_bounds = span.phases == 1 and span.sides != (None, None)  # phases have their own
     keys: Any = None
     narrow = None

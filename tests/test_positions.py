@@ -81,6 +81,26 @@ def scores_of(m, x, positions):
     return (q @ k.mT / (D // H) ** 0.5 + positions(T, T)) / m.temperature, v
 
 
+def test_relative_positions_export_with_lengths_of_any_size():
+    class Attend(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            positions = RelativePositions(2, 3)
+            self.attention = MultiHeadAttention(6, 6, 8, 2, positions=positions)
+
+        def forward(self, state, source):
+            return self.attention(state, self.attention.prepare(source))[0]
+
+    module = Attend()
+    of_batch, of_rows, of_keys = (torch.export.Dim(x, min=2, max=64) for x in "bqk")
+    sizes = {0: of_batch, 1: of_rows}, {0: of_batch, 1: of_keys}
+    program = torch.export.export(
+        module, (torch.randn(2, 3, 6), torch.randn(2, 7, 6)), dynamic_shapes=sizes
+    )
+    args = torch.randn(4, 5, 6), torch.randn(4, 11, 6)
+    torch.testing.assert_close(program.module()(*args), module(*args))
+
+
 @pytest.mark.parametrize("heads", SPANS)
 def test_relative_positions_in_self_attention(heads):
     positions, x = relative(), states().requires_grad_()

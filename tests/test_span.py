@@ -365,6 +365,19 @@ def test_a_row_ends_with_its_columns(backend):
         torch.testing.assert_close(value.cpu().double(), exact[key].double(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("score", ["dot", "tanh"])
+@pytest.mark.parametrize("sigma", [None, 1.0])
+@pytest.mark.parametrize("span", [None, Span(window=1), Span(causal=True), Span(window=(None, 9))])
+def test_a_row_that_stands_nowhere_is_nan(span, sigma, score, backend):
+    args = inputs(Case(score, 2, 3, 6, 4, 3), DEVICE[backend])
+    position = torch.tensor([0.0, math.nan, 2.0], device=DEVICE[backend])
+    got = attend(args, span=span, position=position, sigma=sigma, backend=backend)
+    lost = torch.tensor([False, True, False]).expand(2, 3)
+    assert torch.equal(got.context.isnan().any(-1).cpu(), lost)
+    assert torch.equal(got.log_sum_exp.isnan().cpu(), lost)
+
+
 def test_window_wider_than_the_keys(backend):
     """The columns are the window's all the same."""
     leave_out(backend, True)
@@ -730,3 +743,14 @@ def test_a_bump_draws_attention_to_the_diagonal(spans, backend):
 def test_a_bump_that_cannot_be(options, words):
     with pytest.raises((TypeError, ValueError), match=words):
         attnfast.gaussian_bump(2, 6, **options)
+
+
+def test_keys_of_positions_by_head_and_of_lengths():
+    """The lengths are the batch's, whatever the number of heads."""
+    position, lengths = torch.arange(24.0).view(2, 3, 4) % 6, torch.tensor([6, 2])
+    keys = Span(window=1).keys(4, 6, position=position, lengths=lengths)
+    for h in range(3):
+        alone = Span(window=1).keys(4, 6, position=position[:, h], lengths=lengths)
+        assert torch.equal(keys[:, h], alone)
+    with pytest.raises(ValueError, match="position must be whole or real numbers"):
+        Span(window=1).keys(4, 6, position=position, lengths=torch.tensor([6, 2, 1]))

@@ -99,8 +99,7 @@ class Span:
 
     def columns(self, Tk: int) -> int:
         """Return W, how many columns the weights have."""
-        if not isinstance(Tk, torch.SymInt):
-            check_whole("Tk", Tk, 0)
+        check_whole("Tk", Tk, 0)
         left, right = self.sides
         if left is None or right is None:
             return _steps(Tk, self.stride)
@@ -114,7 +113,7 @@ class Span:
         k = self.stride
         far = Tk + max(left or 0, right or 0) + k  # beyond it a row sees all keys or none
         if p.is_floating_point():
-            p = p.detach().double().clamp(-far, far)
+            p = p.detach().double().nan_to_num(0).clamp(-far, far)
             first = p if left is None else (p - left).ceil().long()
             last = p if right is None else (p + right).floor().long()
         else:
@@ -288,7 +287,8 @@ def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: 
         assert isinstance(lengths, Tensor)
         check_numbers("lengths", lengths, lengths.numel(), 0, Tk, "Tk keys [B]")
     if isinstance(position, Tensor):
-        rows = torch.Size([*([] if lengths is None else lengths.shape), int(Tq)])
+        batch = [] if lengths is None else [*lengths.shape, *[1] * (position.dim() - 2)]
+        rows = (*batch, Tq)
         _check_rows("position", position, rows, lengths, whole=True)
     if device is None:
         return
@@ -302,13 +302,17 @@ def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: 
 
 
 def _check_rows(
-    name: str, x: Tensor, rows: torch.Size, like: object, whole: bool = False
-) -> torch.Size:
+    name: str, x: Tensor, rows: Sequence[int], like: object, whole: bool = False
+) -> Sequence[int]:
     """Raise unless x has a number for each row; return the shape of all rows."""
     check_tensor(name, x)
     try:
         shape = torch.broadcast_shapes(x.shape, rows)
-        fits = x.dim() <= 3 and shape[-1] == rows[-1] and not (whole and x.shape[-1:] != rows[-1:])
+        fits = (
+            x.dim() <= 3
+            and shape[-1] == rows[-1]
+            and not (whole and [*x.shape[-1:]] != [*rows[-1:]])
+        )
     except RuntimeError:
         shape, fits = rows, False
     kind = "whole or real numbers" if whole else "real numbers"
@@ -380,7 +384,7 @@ def gaussian_bump(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         refuse("dtype", "a torch.dtype of real numbers", describe(dtype))
     p = positions(position, Tq, Tk, lengths, device)
-    rows = p.shape
+    rows: Sequence[int] = p.shape
     for name, x in (("sigma", sigma), ("height", height)):
         if isinstance(x, Tensor):
             rows = _check_rows(name, x, rows, p)
