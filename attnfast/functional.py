@@ -124,7 +124,7 @@ def additive_attention(
         mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
             a key may be attended to.
         bias: added to the score, shaped like ``mask``, differentiable; of the query's dtype, or
-            float32 beside half types.
+            float32 beside half types. −inf hides the key.
         span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
             before it. Memory is in proportion to the keys seen, and so is time, on a GPU as far as
             rows that follow each other see keys near each other. With heads also a list of one for

@@ -230,6 +230,16 @@ def test_temperature(module):
     torch.testing.assert_close(warmed, root / root.sum(-1, keepdim=True))
 
 
+def test_a_temperature_is_a_number(module):
+    """No gradient would reach a parameter, whatever its value."""
+    query, source = states(module)
+    memory = module.prepare(source, LENGTHS)
+    for value in (1.0, 0.5):
+        module.temperature = torch.tensor(value, requires_grad=True)
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            module(query, memory)
+
+
 def test_a_mask_says_the_same_as_lengths(module):
     query, source = states(module)
     mask = torch.arange(TK) < LENGTHS[:, None]

@@ -189,6 +189,7 @@ class _Attention(nn.Module):
         """
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
         temperature = self.temperature
+        check_temperature(temperature)
         if not is_one(temperature):
             scale = scale / temperature
             if span.get("bias") is not None:
