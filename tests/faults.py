@@ -104,8 +104,11 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())",
          "neighbours = True"),
         ("prior if call.bias is None else call.bias + prior", "prior"),
+        ("query = query.masked_fill(lost, math.nan)", "pass"),
     ],
     ("attnfast/ops/span.py", SPANS): [
+        (".nan_to_num(0)", ""),
+        ("*[1] * (position.dim() - 2)", ""),
         ("return left, 0 if self.causal else right", "return left, right"),
         ("right // self.stride + 1\n", "right // self.stride\n"),
         ("(p + right).floor()", "(p + right).ceil()"),
@@ -235,6 +238,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("x.to(accumulation_dtype(x.dtype))", "x"),
         ("(self.value_proj, values))", "(self.value_proj, states))"),
         ("return key, states if values is None else values", "return key, states"),
+        ("        check_temperature(temperature)\n", ""),
+        ("if (memory.weight is None) != (self.weight is None):", "if False:"),
     ],
     ("attnfast/decoding/memory.py", "tests/test_sparse.py -k m-"): [
         ("steps.prepared(), bias)", "steps.prepared())"),
@@ -305,13 +310,22 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("1 + (channels == \"both\")", "1"),
     ],
     ("attnfast/nn/sparse.py", "tests/test_sparse.py"): [
-        ("history._replace(rows=history.rows + Tq)", "history._replace(rows=history.rows)"),
-        ("key = key + best if self.span.compact else best", "key = best"),
+        ("self._replace(rows=self.rows + rows)", "self"),
+        ("best = key + best if self.span.compact else best", "pass"),
         ("if Tk and row.shape[1]:", "if Tk:"),
         ("memory.lengths.unsqueeze(-1) * share", "memory.key.shape[-2] * share"),
         ("sigma = (left or 0) / 2", "sigma = left or 0"),
         ("wide = sigma / self.temperature**0.5", "wide = sigma"),
         ("context = context * scale", "pass"),
+    ],
+    ("attnfast/nn/sparse.py", "tests/test_nn_recurrent.py -k go"): [
+        ("(Tq if some is None else some.sum(-1))", "(Tq)"),
+        ("torch.where(target_mask[:, t], best, key)", "best"),
+        ("isinstance(rows, Tensor) and self.span.phases > 1", "False"),
+    ],
+    ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k go"): [
+        ("input.shape[1] if lengths is None else lengths", "input.shape[1]"),
+        ("rows=first + target_lengths", "rows=target_lengths"),
     ],
     ("attnfast/nn/copying.py", "tests/test_history.py -k pointer"): [
         ("log=log, backend", "log=True, backend"),
@@ -985,6 +999,21 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if (decltype(finite)::value || p != 0)", "if (true)"),
         ("const C share = share_of(softmax.highest[r], softmax.mass[r]);",
          "const C share = 1 / softmax.mass[r];"),
+    ],
+    ("csrc/cuda/attention.cuh", CUDA.format("parts")): [
+        ("return {from, min(from + share, end)};", "return {from, from + share};"),
+        ("softmax.mass[r] == 0 ? 0 : softmax.highest[r]", "softmax.highest[r]"),
+        ("if (a.statistics.data) end->row = softmax.described[r];", ""),
+    ],
+    ("csrc/cuda/step.cuh", CUDA.format("parts or step")): [
+        ("sum += share[j + i] == 0 ? C(0) : more;", "sum += more;"),
+        ("mass[x] == 0 ? C(-INFINITY) : part(i)->top", "part(i)->top"),
+        ("while (count > kJoined) {", "while (false) {"),
+        ("all.mass += mass[x] * faded;", "all.mass += mass[x];"),
+        ("at<C>(parts, tile, tile.row * count + first)", "at<C>(parts, tile, first)"),
+    ],
+    ("csrc/launch_coverage.h", CUDA.format("of_no_rows")): [
+        ("if (need_grad_weight) of_weight", "if (need_grad_weight && a.Tq) of_weight"),
     ],
     ("csrc/cuda/tile.cuh", CUDA.format("diverged")): [
         ("top == kLeast<C> ? C(NAN) :", ""),

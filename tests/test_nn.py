@@ -240,6 +240,15 @@ def test_a_temperature_is_a_number(module):
             module(query, memory)
 
 
+def test_a_memory_of_another_score_is_refused():
+    dot, additive = LuongAttention(4, 5), BahdanauAttention(4, 5, 4)
+    state, source = torch.randn(2, 4), torch.randn(2, 7, 5)
+    with pytest.raises(ValueError, match=r"memory must be of an additive score, .* one of dot"):
+        additive(state, dot.prepare(source))
+    with pytest.raises(ValueError, match=r"memory must be of a dot score, .* one of tanh"):
+        dot(state, additive.prepare(source))
+
+
 def test_a_mask_says_the_same_as_lengths(module):
     query, source = states(module)
     mask = torch.arange(TK) < LENGTHS[:, None]
