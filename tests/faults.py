@@ -73,7 +73,6 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("attnfast/nn/attention.py", GROWING): [
         ("key, states if values is None else values", "key, states"),
-        ("(self.value_proj, values)", "(self.value_proj, states)"),
     ],
     ("attnfast/reference.py", ORACLE): [
         ("visible = visible & (call.bias != -math.inf)", "pass"),
