@@ -189,8 +189,8 @@ class Triton(Backend):
 class Cuda(Backend):
     """CUDA C++.
 
-    On an H100 it is quicker than Triton (bench/results), but for products of half types, which have
-    tensor cores there, and for copying, which has not been timed.
+    On an H100 it is faster than Triton (bench/results), except for dot scores in half precision,
+    where Triton uses tensor cores, and for copying (docs/performance.md).
     """
 
     name = "cuda"

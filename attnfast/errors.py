@@ -75,7 +75,7 @@ def check_flag(argument: str, got: object) -> bool:
 
 
 def is_whole(x: object) -> bool:
-    """Whether this is a whole number, or stands for one in what torch.compile traces."""
+    """Return whether x is an integer, or a torch.SymInt in a graph that is traced."""
     return isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool)
 
 

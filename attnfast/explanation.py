@@ -167,7 +167,7 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
 def _decide(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
     """Return logits and weights; refuse those of a model that is none."""
     if not callable(reading):
-        refuse("reader", "to return a call that decides", describe(reading))
+        refuse("reader(embedded, lengths)", "a callable", describe(reading))
     result = reading() if weights is None else reading(weights)
     try:
         logits, used = result

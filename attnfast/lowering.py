@@ -99,7 +99,7 @@ def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
     need_keys = spread or sigma is not None or (some and terms)
     need_narrow = form and not spread and span.compact and not compact
     if isinstance(position, Tensor) and position.is_floating_point():
-        # a row that stands nowhere is NaN, as its scores would be
+        # a row whose position is NaN gets a NaN query, so that its results are NaN
         lost = rows_at(position, query, Tk, lengths).isnan().unsqueeze(-1)
         query = query.masked_fill(lost, math.nan)
         call = call._replace(query=query)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All that a machine with an NVIDIA GPU has to say, within 6 minutes: bench/gpu.sh FOLDER [checks|timings]
+# Checks and benchmarks for a machine with an NVIDIA GPU, within 6 minutes: bench/gpu.sh FOLDER [checks|timings]
 # Python is that of PYTHON, with attnfast installed. FOLDER gets a log of every step, and of what was
 # timed the JSON, a report and a chart; what fails does not stop what follows, and a step that is out
 # of time is interrupted: a benchmark then still writes what it has. Every shape: make bench.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-build/gpu} only=${2:-checks timings} python=${PYTHON:-.venv/bin/python} failed=0
-# A warning that is new to us is not to cost a result, nor a run that is out of time the failures' names.
+# A new warning must not fail a test, and a run that is stopped must have printed the names of failures.
 pytest=("$python" -m pytest -v -W default)
 export PYTHONSAFEPATH=1  # attnfast as installed, not the sources in this folder
 mkdir -p "$out"

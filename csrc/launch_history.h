@@ -74,7 +74,8 @@ struct Parts {
     return x;
   }
 
-  // Room for what is wanted, put where it is to be filled in; of the weight so many parts.
+  // Allocate the requested gradients and store their Views in a. The weight's gradient has of_weight
+  // parts; nullopt: not requested.
   template <class Sizes>
   Parts(const Tensor& like, const Sizes& fit, std::optional<int64_t> of_weight, bool of_filters,
         bool of_penalty, CoverageBackward& a)

@@ -87,13 +87,13 @@ def _features(
 
 @triton.jit
 def _log(u):
-    """The logarithm of a probability, −inf of 0."""
+    """Return log u, −inf for u = 0."""
     return tl.where(u == 0, -float("inf"), tl.log(tl.where(u == 0, 1, u)))
 
 
 @triton.jit
 def _transition(p_past, o_k, m_k, u):
-    """p_j, p_j−1 and r_j = (1 − u) p_j + u p_j−1, divided by its larger term; log r_j."""
+    """Return p_j, p_j−1, r_j = (1 − u) p_j + u p_j−1, divided by r's larger term; and log r_j."""
     b_here = tl.load(p_past + o_k, mask=m_k, other=-float("inf"))
     b_before = tl.load(p_past + o_k - 1, mask=m_k & (o_k > 0), other=-float("inf"))
     b_stay, b_move = b_here + _log(1 - u), b_before + _log(u)

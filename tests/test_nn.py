@@ -243,9 +243,13 @@ def test_a_temperature_is_a_number(module):
 def test_a_memory_of_another_score_is_refused():
     dot, additive = LuongAttention(4, 5), BahdanauAttention(4, 5, 4)
     state, source = torch.randn(2, 4), torch.randn(2, 7, 5)
-    with pytest.raises(ValueError, match=r"memory must be of an additive score, .* one of dot"):
+    with pytest.raises(
+        ValueError, match=r"memory must be prepared for an additive score, .* one for dot"
+    ):
         additive(state, dot.prepare(source))
-    with pytest.raises(ValueError, match=r"memory must be of a dot score, .* one of tanh"):
+    with pytest.raises(
+        ValueError, match=r"memory must be prepared for a dot score, .* one for tanh"
+    ):
         dot(state, additive.prepare(source))
 
 

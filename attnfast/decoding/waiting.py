@@ -24,8 +24,8 @@ class _Differentiated(Function):
     @staticmethod
     def backward(ctx: Any, *_):
         raise RuntimeError(
-            "a decoder's steps have no second derivative on the compiled backends; 'reference' "
-            "has, and a replaced model after report.undo()"
+            "a decoder's steps have no second derivative on the compiled backends: use "
+            "backend='reference', or report.undo() in a replaced model"
         )
 
 

@@ -97,7 +97,7 @@ class PyramidEncoder(nn.Module):
         check_like("frames", frames, next(self.parameters(), frames))
         least = self.join ** len(self.layers)
         if frames.shape[0] and frames.shape[1] < least:
-            expected = f"at least {least} a recording, of which the pyramid makes one state"
+            expected = f"at least {least} a recording, which the pyramid joins into one state"
             refuse("frames", expected, frames.shape[1])
         check_lengths(lengths, frames, whose="frames")
         if len(lengths) and int(lengths.min()) < least:

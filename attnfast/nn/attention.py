@@ -199,7 +199,9 @@ class _Attention(nn.Module):
         check_form(need_weights)
         if (memory.weight is None) != (self.weight is None):
             kind = "a dot" if self.weight is None else "an additive"
-            refuse("memory", f"of {kind} score, as the module's is", f"one of {memory.score}")
+            refuse(
+                "memory", f"prepared for {kind} score, as the module has", f"one for {memory.score}"
+            )
         need_weights = need_weights if span else bool(need_weights)
         return attend(
             query, memory, scale=scale, need_weights=need_weights, need_statistics=need_statistics,

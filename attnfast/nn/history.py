@@ -146,7 +146,11 @@ class HistoryAttention(_Attention):
             if not isinstance(history, (History, type(None))):
                 refuse_type("history", "a History or None", describe(history))
             if history is not None and (history.coverage is None or history.previous is None):
-                refuse("history", "with a coverage and the last weights", describe(history))
+                refuse(
+                    "history",
+                    "a History whose coverage and previous are tensors",
+                    describe(history),
+                )
             if target_mask is not None:
                 check_target_mask(target_mask, list(query.shape[: 1 if step else 2]))
                 seen = target_mask.reshape(*query.shape[:2], 1)

@@ -23,10 +23,10 @@ from attnfast.ops.span import Span, check_form, gaussian_bump, log_prior, to_for
 
 
 class Progress(NamedTuple):
-    """How far attention has come: passed from step to step, reordered by a search.
+    """The state of attention within a span: each step returns it, and a beam search reorders it.
 
-    ``rows``, how many rows it has seen, ``[B]`` where that differs by sequence; ``key [B]``, the
-    key that a hard monotonic one has reached.
+    ``rows``, the number of rows so far: an int, or ``[B]`` if it differs by sequence; ``key [B]``,
+    the key of largest weight in the last row of :class:`MonotonicAttention`.
     """
 
     rows: int | Tensor = 0
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
 
 
 def is_number(x: object) -> bool:
-    """Whether this is a finite number, and neither True nor False."""
+    """Return whether x is a finite number, and neither True nor False."""
     return is_finite(x) and not isinstance(x, bool)
 
 
@@ -81,9 +81,9 @@ class _SpanAttention(LuongAttention):
             history: what the last call returned, or None before the first row.
             need_weights: return the weights too, in the columns of the span (see
                 :class:`attnfast.Span`), or ``"dense"`` or ``"sparse"``.
-            target_mask: ``[B]`` or ``[B, Tq]``, False for rows of padding: the history goes on
-                from the last row before them. A stride that is not fixed counts them, too, for
-                all sequences must stand at the same phase.
+            target_mask: ``[B]`` or ``[B, Tq]``, False for rows of padding, which the history does
+                not count. A stride that is not fixed counts them, because its rows must have the
+                same phase in all sequences.
 
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, the weights or None, and the history after the
@@ -189,7 +189,7 @@ class LocalAttention(_SpanAttention):
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         if self.slope is None:
             if isinstance(rows, Tensor) or rows:
-                raise ValueError("slope must be a number where rows come one after the other")
+                refuse("slope", "a number to continue from earlier rows", None)
             return "diagonal"
         if is_one(self.slope):
             return super().positions(rows, Tq, device)
@@ -239,7 +239,7 @@ class StridedAttention(_SpanAttention):
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         if isinstance(rows, Tensor) and self.span.phases > 1:
-            expected = "one number for all sequences, whose rows have one phase"
+            expected = "one number for all sequences, because the stride is not fixed"
             refuse("history.rows", expected, describe(rows))
         return super().positions(rows, Tq, device)
 

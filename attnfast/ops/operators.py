@@ -295,8 +295,8 @@ class Operator(ForwardOperator):
 
     def _no_second_derivative(self, ctx: Any, *_):
         raise RuntimeError(
-            f"{self.name} has no second derivative on the compiled backends; "
-            "backend='reference' has, and a replaced model after report.undo()"
+            f"{self.name} has no second derivative on the compiled backends: use "
+            "backend='reference', or report.undo() in a replaced model"
         )
 
     def _eager(self) -> type[Function]:

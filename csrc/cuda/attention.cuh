@@ -107,7 +107,7 @@ __device__ inline PartKeys keys_of_part(const Seen& all, int part, int count) {
   return {from, min(from + share, end)};
 }
 
-// What the rows of a tile have come to in this block's part.
+// Store this block's part of the rows of a tile: context, largest score, mass and statistics.
 template <class C, int columns>
 __device__ void put_part(const Forward& a, const Tile& tile, int rows, int column,
                          const Softmax<C>& softmax, const C (&context)[kQueries][columns],
@@ -194,8 +194,8 @@ __device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0,
   score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, nullptr);
 }
 
-// The scores of all pairs in the place of the weights, or grad_context_i . v_j in that of the scores'
-// gradients; blocks that differ in y share the keys.
+// Store the scores of all pairs in weights (forward), or grad_context_i . v_j in grad_score (backward).
+// Blocks with different y take different keys.
 template <class T, Score S, bool backward>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
@@ -275,7 +275,7 @@ struct StagedSum {
   alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], weight[kWarps][kSlice];
   C total[kHeight + 1][2][kThreads];  // a thread's own
 
-  // Take in what some columns have given, which starts from 0 again: sums of sums lose less.
+  // Add the sums of some columns to the totals and reset them to 0: sums of sums have smaller errors.
   __device__ void add(C (&out)[kHeight][2], C (&grad_weight)[2]) {
     for (int half = 0; half < 2; ++half) {
       for (int r = 0; r < kHeight; ++r) {
@@ -492,16 +492,16 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
 // largest; launch.places(kernel) is how many blocks run at once; launch.scratch<C>(numbers) is memory
 // that lasts until the kernels are through.
 
-// Into how many parts to cut the keys of each of these blocks, so that together they take the fewest
-// turns on the GPU, a turn being as long as a part.
+// Return the number of parts to cut each block's keys into, so that all blocks need the fewest waves; a
+// wave takes as long as one part.
 template <class Launch, class Kernel>
 int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel kernel) {
   const int64_t places = launch.places(kernel), keys = min(a.Tk, a.W + kQueries);
   const int64_t most = min(tiles(keys, kKeys), 2 * places / max(blocks, int64_t{1}));
-  const auto turns = [&](int64_t count) { return double(tiles(blocks * count, places)) / count; };
+  const auto waves = [&](int64_t count) { return double(tiles(blocks * count, places)) / count; };
   int best = 1;
   for (int count = 2; count <= most; ++count)
-    if (turns(count) < 0.9 * turns(best)) best = count;  // to join them costs, too
+    if (waves(count) < 0.9 * waves(best)) best = count;  // to join them costs, too
   return best;
 }
 

@@ -64,8 +64,8 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
   }
 }
 
-// Add up term(share, x) over the numbers x of a column of the block's keys, but where a share is 0: what
-// is not seen may be NaN. Shares beyond the keys are 0.
+// Return the sum of term(share_j, x_j) over the block's keys, x a column of them. Terms whose share is 0
+// are skipped, because a hidden x_j may be NaN. Shares beyond the keys are 0.
 template <class C, class T, class Term>
 __device__ C sum_column(const C* share, const T* column, int64_t row, int keys, const Term& term) {
   C sum = 0;
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
       [&](int64_t c, C total) { put_context<T>(a, added, tile, c, total); });
 }
 
-// What the parts of each row add up to, kJoined of them; where there are more, blocks that differ in y
-// leave parts again, in `joined`.
+// Join up to kJoined parts of each row. If there are more, each block in y joins kJoined of them and
+// stores the result in `joined`.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     combine(const Forward a, const View added, const View parts, int64_t count, const View joined) {
