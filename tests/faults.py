@@ -317,8 +317,10 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("wide = sigma / self.temperature**0.5", "wide = sigma"),
         ("context = context * scale", "pass"),
     ],
-    ("attnfast/nn/sparse.py", "tests/test_nn_recurrent.py -k go"): [
+    ("attnfast/nn/sparse.py", "tests/test_sparse.py -k padding"): [
         ("(Tq if some is None else some.sum(-1))", "(Tq)"),
+    ],
+    ("attnfast/nn/sparse.py", "tests/test_nn_recurrent.py -k go"): [
         ("torch.where(target_mask[:, t], best, key)", "best"),
         ("isinstance(rows, Tensor) and self.span.phases > 1", "False"),
     ],

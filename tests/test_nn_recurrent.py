@@ -163,15 +163,17 @@ def test_a_state_goes_on_from_the_last_step_before_padding(make, in_one, monkeyp
     """In a batch of ragged targets as for each of them alone, in one operator or step by step."""
     torch.manual_seed(0)
     layer = attn.AttentionGRU(6, 12, 10, make()).double()
-    x, more, source = (torch.randn(3, n, m).double() for n, m in ((5, 6), (2, 6), (9, 10)))
-    ends = torch.tensor([3, 5, 0])
+    first, x, more = (torch.randn(3, n, 6).double() for n in (2, 5, 2))
+    source, ends = torch.randn(3, 9, 10).double(), torch.tensor([3, 5, 0])
     if not in_one:
         monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
     memory = layer.prepare(source)
-    got = layer(more, memory, layer(x, memory, target_lengths=ends).state).output
+    state = layer(x, memory, layer(first, memory).state, target_lengths=ends).state
+    got = layer(more, memory, state).output
     for b, n in enumerate(ends.tolist()):
         alone = layer.prepare(source[b : b + 1])
-        state = layer(x[b : b + 1, :n], alone).state
+        steps = torch.cat([first[b : b + 1], x[b : b + 1, :n]], 1)
+        state = layer(steps, alone).state
         torch.testing.assert_close(got[b], layer(more[b : b + 1], alone, state).output[0])
 
 

@@ -254,3 +254,29 @@ def test_no_rows_leave_a_monotonic_position_where_it_was(ahead, form):
     columns = 5 if ahead is None or form == "dense" else 3
     assert weights is None if not form else weights.shape == (2, 0, columns)
     assert after.rows == 3 and after.key.equal(before.key)
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalAttention(4, 5, window=1),
+        lambda: LocalAttention(4, 5, window=1, slope=1.5),
+        lambda: MonotonicAttention(4, 5, ahead=2),
+    ],
+)
+def test_a_history_does_not_count_padding(make, in_steps):
+    attention = make().double()
+    states, more, source = (torch.randn(2, n, m).double() for n, m in ((4, 4), (2, 4), (9, 5)))
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    memory, history = attention.prepare(source), None
+    if in_steps:
+        for t in range(4):
+            history = attention(states[:, t], memory, history, target_mask=mask[:, t])[2]
+    else:
+        history = attention(states, memory, target_mask=mask)[2]
+    context = attention(more, memory, history)[0]
+    for b, n in enumerate(mask.sum(-1).tolist()):
+        alone = attention.prepare(source[b : b + 1])
+        history = attention(states[b : b + 1, :n], alone)[2]
+        torch.testing.assert_close(context[b], attention(more[b : b + 1], alone, history)[0][0])
