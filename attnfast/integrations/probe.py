@@ -146,16 +146,6 @@ def read_by_name(code: CodeType) -> set[str]:
     return (strings if BY_NAME.intersection(code.co_names) else set()).union(*inner)
 
 
-def integers(cls: type) -> list[int]:
-    """Return the integers that stand in the code of a class: words of its own, most likely."""
-    todo = [f.__code__ for methods in methods_of(cls).values() for f in methods]
-    found = set()
-    for code in todo:
-        todo += [x for x in code.co_consts if isinstance(x, CodeType)]
-        found |= {x for x in code.co_consts if type(x) is int}
-    return sorted(found)
-
-
 def is_ready_made(x: Any, project: str) -> bool:
     """Whether this is of Python or of an installed package, in which a project changes nothing.
 
@@ -205,6 +195,26 @@ def used_by(
                 elif not isinstance(x, FIXED):
                     read.add(path + name)
     return seen, found, read
+
+
+def integers(cls: type) -> list[int]:
+    """Return the integers in the code of a class and of what it calls: words, most likely."""
+    methods = methods_of(cls)
+    todo: list[Any] = []
+    for function in used_by(methods, methods)[0]:
+        shared, code = function.__globals__, function.__code__
+        todo += [code, function.__defaults__, tuple((function.__kwdefaults__ or {}).values())]
+        todo += [shared[name] for name in words(code) & shared.keys()]
+    found = set()
+    for x in todo:
+        if isinstance(x, CodeType):
+            todo += x.co_consts
+            todo += [s.argval for s in dis.get_instructions(x) if s.opname == "LOAD_SMALL_INT"]
+        elif isinstance(x, (tuple, frozenset)):
+            todo += x
+        elif type(x) in (int, float) and x % 1 == 0:
+            found.add(int(x))
+    return sorted(found)
 
 
 def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
@@ -358,7 +368,7 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
         cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
         draw = Draw(
             way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
-            known=integers(type(module)),
+            known=integers(type(module)) if way.late else (),
         )  # fmt: skip
         with cast if way.autocast else contextlib.nullcontext():
             return run(twin, adapter.example, draw)
@@ -371,7 +381,7 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     """
     results: dict[str, Any] = {}
     state: dict[str, Any] = {}
-    for number, result in enumerate(example(module, draw), 1):
+    for number, result in enumerate(calls(module, example, draw), 1):
         results |= _flat(f"[{number}]", result)
         state |= {f"{name} after call {number}": x for name, x in state_of(module).items()}
     if not any(isinstance(x, Tensor) for x in results.values()):
@@ -387,6 +397,14 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     if made:
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return results, state, dict(zip(leaves, grads))
+
+
+def calls(module: nn.Module, example: Any, draw: Draw) -> Iterator[Any]:
+    """Yield an example's results, and again until its targets have had all words that they must."""
+    before = None
+    while before is None or before < draw.marked < draw.marks:
+        before = draw.marked
+        yield from example(module, draw)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
