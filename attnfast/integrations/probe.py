@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
 HIDDEN = {
     "random", "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "uniform",
     "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
-    "is_grad_enabled",
+    "data", "no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "requires_grad_",
+    "requires_grad", "is_grad_enabled", "is_inference", "is_inference_mode_enabled", "is_leaf",
+    "grad", "grad_fn", "retain_grad", "retains_grad", "register_hook",
 }  # fmt: skip
 #: How code looks for an attribute that need not be there.
 BY_NAME = {"getattr", "hasattr", "attrgetter", "vars", "__dict__", "__getattribute__"}
@@ -72,8 +74,10 @@ def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
 def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
     """Say which arguments the module's methods need and their replacements do not take, or None."""
     for name, method in inspect.getmembers(adapter.methods, inspect.isfunction):
-        if not inspect.isfunction(getattr(type(module), name, None)):
+        if not hasattr(type(module), name):
             continue
+        if not inspect.isfunction(getattr(type(module), name)):
+            return f"its own {name} is not a plain method"
         taken = inspect.signature(method).parameters
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             continue
@@ -116,12 +120,16 @@ def words(code: CodeType) -> set[str]:
 
 
 def methods_of(cls: type) -> dict[str, list[FunctionType]]:
-    """Return the methods of a class and of its bases, without those of ``nn.Module``."""
+    """Return the methods of a class and of its bases, without those of ``nn.Module``.
+
+    Of a decorated one also the method that it wraps.
+    """
     found: dict[str, list[FunctionType]] = {}
     for base in cls.__mro__:
         for name, method in () if issubclass(nn.Module, base) else vars(base).items():
-            if isinstance(method, FunctionType):
-                found.setdefault(name, []).append(inspect.unwrap(method))
+            while isinstance(method, FunctionType):
+                found.setdefault(name, []).append(method)
+                method = vars(method).get("__wrapped__")
     return found
 
 
@@ -149,9 +157,10 @@ def read_by_name(code: CodeType) -> set[str]:
 def is_ready_made(x: Any, project: str) -> bool:
     """Whether this is of Python or of an installed package, in which a project changes nothing.
 
-    What it may change is a value of a class from there, such as a tensor or the command's options.
+    What it may change is a value of a class from there, such as a tensor, the command's options, a
+    layer or a ``functools.partial``.
     """
-    if not callable(x) and not isinstance(x, ModuleType):
+    if not isinstance(x, (type, FunctionType, BuiltinFunctionType, ModuleType)):
         return False
     name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or ""
     package = name.partition(".")[0]
@@ -161,12 +170,30 @@ def is_ready_made(x: Any, project: str) -> bool:
     return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file
 
 
+def bound_to(function: FunctionType) -> dict[str, Any]:
+    """Return a function's variables of enclosing functions and its defaults but numbers, by name.
+
+    What has no value yet is its cell.
+    """
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    cells.pop("__class__", None)  # of ``super()``
+    found: dict[str, Any] = dict(cells)
+    for name, cell in cells.items():
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    for p in inspect.signature(function, follow_wrapped=False).parameters.values():
+        if p.default is not p.empty and not isinstance(p.default, (int, float, tuple)):
+            found[p.name] = p.default
+    return found
+
+
 def used_by(
     names: Iterable[str], methods: dict[str, list[FunctionType]]
 ) -> tuple[set[FunctionType], set[str], set[str]]:
     """Return these methods and all that they call, their words, and the globals that they read.
 
-    Of modules and classes the globals are those attributes that are neither functions nor classes.
+    Globals are the variables of enclosing functions and the defaults of arguments too; of modules
+    and classes those attributes that are neither functions nor classes.
     """
     found: set[str] = set()
     read: set[str] = set()
@@ -177,11 +204,16 @@ def used_by(
         if function in seen:
             continue
         seen.add(function)
-        used = words(function.__code__)
+        home = str(function.__globals__.get("__name__"))
+        project = str(function.__module__).partition(".")[0]
+        if is_ready_made(sys.modules.get(home), project):  # a decorator of another package
+            read.add(function.__code__.co_name)
+            continue
+        used, bound = words(function.__code__), bound_to(function)
         found |= used
         todo += [f for name in used for f in methods.get(name, ())]
-        project = function.__module__.partition(".")[0]
-        places = [("", function.__globals__)]
+        used |= bound.keys()
+        places = [("", {**function.__globals__, **bound})]
         while places:
             path, names_here = places.pop()
             for name in used & names_here.keys():
@@ -189,7 +221,7 @@ def used_by(
                 if is_ready_made(x, project):
                     continue
                 if isinstance(x, FunctionType):
-                    todo.append(inspect.unwrap(x))
+                    todo.append(x)
                 elif isinstance(x, (ModuleType, type)):
                     places += [] if path else [(f"{name}.", vars(x))]
                 elif not isinstance(x, FIXED):
@@ -239,7 +271,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
     for cls in type(module).__mro__:
         if not issubclass(nn.Module, cls):
-            state.update(k for k, v in vars(cls).items() if not callable(v) and k[:2] != "__")
+            state.update(k for k in vars(cls) if k not in own and k[:2] != "__")
     plain = {
         name  # ReLU, Softmax: nothing to change in them
         for name, part in module.named_children()
