@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Adapter", "Draw", "arguments"]
+__all__ = ["Adapter", "Draw", "UnsupportedCall", "arguments"]
 
 LATE = 40  # steps of a long target
+
+
+class UnsupportedCall(Exception):
+    """Raised by an adapter's method for a call that the module's own code is to compute."""
 
 
 class Draw:
