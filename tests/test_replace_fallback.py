@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from integrations.doubles import BahdanauAttention, Plain
+from integrations.doubles import BahdanauAttention, Plain, bentrevett
 from integrations.plain import inputs, register
 from torch import nn
 from torch.autograd import forward_ad
@@ -195,6 +195,57 @@ def test_a_copy_knows_its_layers_too(copied):
     (state, *_), memory, mask = inputs()
     plain.energy.weight.data.mul_(2)
     torch.testing.assert_close(m(state, memory, mask), plain(state, memory, mask))
+
+
+# ---- shapes that its own code broadcasts or refuses ----------------------------------------------
+
+
+def same_outcome(served, plain, *args):
+    """Compare the results, or the error."""
+    outcomes = []
+    for m in (served, plain):
+        try:
+            outcomes.append(tree_leaves(m(*args)))
+        except (RuntimeError, IndexError, ValueError) as error:
+            outcomes.append(f"{type(error)}: {error}")
+    if any(isinstance(x, str) for x in outcomes):
+        assert outcomes[0] == outcomes[1]
+    else:
+        torch.testing.assert_close(*outcomes)
+
+
+def arguments(make, B, S):
+    """Return the states of B decoders and S sources of seven words."""
+    if make is bentrevett:
+        return torch.randn(B, 4), torch.randn(7, S, 6)
+    return torch.randn(B, 6), torch.randn(S, 7, 6)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 7), (1, 7), (3, 1), (1, 1), (7,), (1,), (), (2, 3, 7), (1, 3, 7), (2, 7), (3, 6)]
+)
+@pytest.mark.parametrize("make", [bentrevett, Plain])
+def test_masks_of_other_shapes(make, shape):
+    torch.manual_seed(0)
+    plain = make()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    args = arguments(make, 3, 3)
+    mask = torch.rand(shape) < (0.7 if 7 in shape else 1.0)
+    same_outcome(served, plain, *args, mask)
+
+
+@pytest.mark.parametrize("rows", [(1, 3), (3, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("make", [bentrevett, Plain])
+def test_batches_that_differ(make, rows):
+    """Its own code broadcasts them, or says in its words that it does not."""
+    torch.manual_seed(0)
+    plain = make()
+    served = copy.deepcopy(plain)
+    attnfast.replace(served, strict=True)
+    args = arguments(make, *rows)
+    for mask in (torch.ones(3, 7) > 0, torch.ones(1, 7) > 0):
+        same_outcome(served, plain, *args, mask)
 
 
 # ---- graphs that other programs run --------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import logging
 from unittest import mock
 
@@ -234,6 +236,112 @@ class HeatedByWeight(Clamped):
         return self.energy(features).squeeze(2) / self.weight
 
 
+TEMPERATURE, SEEN = 1.0, []
+
+
+def observed(method):
+    """Read a global around a method, and write another."""
+
+    @functools.wraps(method)
+    def wrapper(*args):
+        SEEN.append(len(args))
+        return method(*args) / TEMPERATURE
+
+    return wrapper
+
+
+def logged(method):
+    @functools.wraps(method)
+    def wrapper(*args):
+        logging.getLogger().debug("called")
+        return method(*args)
+
+    return wrapper
+
+
+class Divided:
+    """A function that is an object."""
+
+    by = 1.0
+
+    def __call__(self, scores):
+        return scores / self.by
+
+
+@as_plain
+class Decorated(Clamped):
+    @logged
+    @observed
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2)
+
+
+@as_plain
+class DecoratedSetLater(Clamped):
+    @logged
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        with contextlib.suppress(AttributeError):
+            features = features * self.gain
+        return self.energy(features).squeeze(2)
+
+
+@as_plain
+class Static(Clamped):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.scaled(self.energy(features).squeeze(2))
+
+    @staticmethod
+    def scaled(scores):
+        return scores / TEMPERATURE
+
+
+@as_plain
+class StaticObject(Static):
+    scaled = Divided()
+
+
+ByTemperature = functools.partial(torch.mul, other=torch.ones(1))
+
+
+@as_plain
+class Partial(Clamped):
+    def scores(self, state, memory):
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return ByTemperature(self.energy(features).squeeze(2))
+
+
+@as_plain
+class Remembering(Clamped):
+    def scores(self, state, memory, *, calls=[], scale=1.0):  # noqa: B006
+        calls.append(1)
+        features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+        return self.energy(features).squeeze(2) / scale
+
+
+def enclosing(change):
+    """Return a class whose code calls a variable of this function."""
+
+    @as_plain
+    class Enclosed(Clamped):
+        def scores(self, state, memory):
+            features = torch.tanh(self.query(state).unsqueeze(1) + self.key(memory))
+            return change(self.energy(features).squeeze(2), memory)
+
+    return Enclosed
+
+
+def divided_by(options):
+    return lambda scores, memory: scores / options[0]
+
+
+def where(ask):
+    """Change the scores where something else than in the comparison is so."""
+    return lambda scores, memory: scores * 2 if ask(memory) else scores
+
+
 class Counting(Plain):
     """Known by its own name; counts where its replacement does not."""
 
@@ -262,6 +370,12 @@ class Counting(Plain):
         (HeatedElsewhere, "its own code reads Settings.temperature, which"),
         (HeatedByHelper, "its own code reads warmth, which"),
         (HeatedByWeight, "its own code reads weight, which"),
+        (Decorated, "its own code reads SEEN, TEMPERATURE, which"),
+        (DecoratedSetLater, "its own code reads gain, which"),
+        (Static, "its own code reads scaled, which"),
+        (StaticObject, "its own code reads scaled, which"),
+        (Remembering, "its own code reads calls, which"),
+        (Partial, "its own code reads ByTemperature, which"),
         (Padded, "results differ"),
         (ByHand, "results differ"),
         (Linear, "results differ"),
@@ -271,6 +385,50 @@ class Counting(Plain):
 )
 def test_copies_that_compute_something_else_are_left_alone(cls, why):
     assert why in str(attnfast.replace(cls()))
+
+
+@pytest.mark.parametrize("options", [[1.0], {0: 1.0}, torch.ones(1), (1.0,)])
+def test_what_an_enclosing_function_keeps_is_read(options):
+    report = str(attnfast.replace(enclosing(divided_by(options))()))
+    assert "its own code reads options, which" in report
+    report = str(attnfast.replace(enclosing(Divided())()))
+    assert "its own code reads change, which" in report
+
+
+@pytest.mark.parametrize(
+    ("decorator", "why"),
+    [
+        (torch.enable_grad(), "its own code reads decorate_context, which"),
+        (functools.lru_cache, "its own forward is not a plain method"),
+    ],
+)
+def test_decorators_of_other_packages(decorator, why):
+    class Decorated(Plain):
+        forward = decorator(Plain.forward)
+
+    report = str(attnfast.replace(as_plain(Decorated)()))
+    assert f"left alone: {why}" in report
+
+
+def test_functions_that_change_nothing_may_enclose():
+    assert attnfast.replace(enclosing(logged(lambda scores, memory: scores))()).replaced
+    assert attnfast.replace(enclosing(where(lambda memory: len(memory) < 0))()).replaced
+
+
+ASKS = {
+    "requires_grad": lambda x: not x.requires_grad,
+    "is_leaf": lambda x: not x.is_leaf,
+    "grad_fn": lambda x: x.grad_fn is not None,
+    "grad": lambda x: x.grad is not None,
+    "is_inference": lambda x: x.is_inference(),
+    "is_inference_mode_enabled": lambda x: torch.is_inference_mode_enabled(),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_whether_gradients_are_wanted_is_not_asked(name):
+    report = str(attnfast.replace(enclosing(where(ASKS[name]))()))
+    assert f"its own code reads {name}, which" in report
 
 
 @pytest.mark.parametrize(("how", "what"), [("buffer", "calls"), ("list", "list"), ("", "number")])

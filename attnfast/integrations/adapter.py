@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Adapter", "Draw", "arguments"]
+__all__ = ["Adapter", "Draw", "UnsupportedCall", "arguments"]
 
 LATE = 40  # steps of a long target
+
+
+class UnsupportedCall(Exception):
+    """Raised by an adapter's method for a call that the module's own code is to compute."""
 
 
 class Draw:
@@ -32,6 +36,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.device, self.others, self.repeats = dtype, device, others, repeats
         self.late, self.known, self.most = late, tuple(known), LATE if late else 0
+        self.marked = self.marks = 0  # words that targets have had in all rows, and are to have
         self.leaves: list[Tensor] = []
 
     def __call__(self, *shape: int, grad: bool = True) -> Tensor:
@@ -63,14 +68,16 @@ class Draw:
 
         These are what padding and other words with a meaning of their own are. Of a late target
         every other word is the same in all rows: the first few, the last, and the integers that
-        stand in the module's own code, as all rows may end at one of them.
+        stand in the module's own code, as all rows may end at one of them. The next target goes on
+        where one has no place for all; the last word has none, as some decoders do not use it.
         """
         x = torch.randint(most, (B, T, *shape), generator=self.generator, device="cpu")
         x = torch.where(torch.rand(x.shape, generator=self.generator) < 0.5, x % 4, x)
-        marks = [*range(4), most - 1, *self.known]
-        marks = [word for word in dict.fromkeys(marks) if 0 <= word < most]
-        for t in range(1, T if self.late else 0, 2):
-            x[:, t] = marks[t // 2 % len(marks)]
+        marks = dict.fromkeys([*range(4), most - 1, *self.known])
+        words = [word for word in marks if 0 <= word < most]
+        for t in range(0, T - 1 if self.late else 0, 2):
+            x[:, t] = words[self.marked % len(words)]
+            self.marked, self.marks = self.marked + 1, len(words)
         return x.to(self.device)
 
     def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:

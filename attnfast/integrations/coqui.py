@@ -69,7 +69,7 @@ ADAPTERS = [
         ],
         example=example,
         # of masks, and of the windows that its own code makes
-        reads=["_mask_value", "win_idx", "win_back", "win_front"],
+        reads=["data", "_mask_value", "win_idx", "win_back", "win_front"],
         why_not=lambda attention: (
             None if attention.norm == "softmax" else "its weights are normalised sigmoids"
         ),

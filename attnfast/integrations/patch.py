@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from attnfast._torch import has_global_hooks, is_transformed
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.registry import ADAPTERS
 
@@ -144,13 +144,17 @@ def _either(
     def method(self, *args, **kwargs):
         if not _is_served(self):
             return theirs(self, *args, **kwargs)
-        if not new:
-            return ours(self, *args, **kwargs)
-        given = {**dict(zip(order, args)), **kwargs}
-        for name, default in new.items():
-            if given.pop(name, default) is not default:
-                return theirs(self, *args, **kwargs)
-        return ours(self, **given)
+        try:
+            if not new:
+                return ours(self, *args, **kwargs)
+            given = {**dict(zip(order, args)), **kwargs}
+            for name, default in new.items():
+                if given.pop(name, default) is not default:
+                    raise UnsupportedCall
+            return ours(self, **given)
+        except UnsupportedCall:
+            pass
+        return theirs(self, *args, **kwargs)
 
     return method
 

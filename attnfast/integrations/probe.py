@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
 HIDDEN = {
     "random", "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "uniform",
     "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
-    "is_grad_enabled",
+    "data", "no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "requires_grad_",
+    "requires_grad", "is_grad_enabled", "is_inference", "is_inference_mode_enabled", "is_leaf",
+    "grad", "grad_fn", "retain_grad", "retains_grad", "register_hook",
 }  # fmt: skip
 #: How code looks for an attribute that need not be there.
 BY_NAME = {"getattr", "hasattr", "attrgetter", "vars", "__dict__", "__getattribute__"}
@@ -72,8 +74,10 @@ def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
 def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
     """Say which arguments the module's methods need and their replacements do not take, or None."""
     for name, method in inspect.getmembers(adapter.methods, inspect.isfunction):
-        if not inspect.isfunction(getattr(type(module), name, None)):
+        if not hasattr(type(module), name):
             continue
+        if not inspect.isfunction(getattr(type(module), name)):
+            return f"its own {name} is not a plain method"
         taken = inspect.signature(method).parameters
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             continue
@@ -116,12 +120,16 @@ def words(code: CodeType) -> set[str]:
 
 
 def methods_of(cls: type) -> dict[str, list[FunctionType]]:
-    """Return the methods of a class and of its bases, without those of ``nn.Module``."""
+    """Return the methods of a class and of its bases, without those of ``nn.Module``.
+
+    Of a decorated one also the method that it wraps.
+    """
     found: dict[str, list[FunctionType]] = {}
     for base in cls.__mro__:
         for name, method in () if issubclass(nn.Module, base) else vars(base).items():
-            if isinstance(method, FunctionType):
-                found.setdefault(name, []).append(inspect.unwrap(method))
+            while isinstance(method, FunctionType):
+                found.setdefault(name, []).append(method)
+                method = vars(method).get("__wrapped__")
     return found
 
 
@@ -146,22 +154,13 @@ def read_by_name(code: CodeType) -> set[str]:
     return (strings if BY_NAME.intersection(code.co_names) else set()).union(*inner)
 
 
-def integers(cls: type) -> list[int]:
-    """Return the integers that stand in the code of a class: words of its own, most likely."""
-    todo = [f.__code__ for methods in methods_of(cls).values() for f in methods]
-    found = set()
-    for code in todo:
-        todo += [x for x in code.co_consts if isinstance(x, CodeType)]
-        found |= {x for x in code.co_consts if type(x) is int}
-    return sorted(found)
-
-
 def is_ready_made(x: Any, project: str) -> bool:
     """Whether this is of Python or of an installed package, in which a project changes nothing.
 
-    What it may change is a value of a class from there, such as a tensor or the command's options.
+    What it may change is a value of a class from there, such as a tensor, the command's options, a
+    layer or a ``functools.partial``.
     """
-    if not callable(x) and not isinstance(x, ModuleType):
+    if not isinstance(x, (type, FunctionType, BuiltinFunctionType, ModuleType)):
         return False
     name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or ""
     package = name.partition(".")[0]
@@ -171,12 +170,30 @@ def is_ready_made(x: Any, project: str) -> bool:
     return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file
 
 
+def bound_to(function: FunctionType) -> dict[str, Any]:
+    """Return a function's variables of enclosing functions and its defaults but numbers, by name.
+
+    What has no value yet is its cell.
+    """
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    cells.pop("__class__", None)  # of ``super()``
+    found: dict[str, Any] = dict(cells)
+    for name, cell in cells.items():
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    for p in inspect.signature(function, follow_wrapped=False).parameters.values():
+        if p.default is not p.empty and not isinstance(p.default, (int, float, tuple)):
+            found[p.name] = p.default
+    return found
+
+
 def used_by(
     names: Iterable[str], methods: dict[str, list[FunctionType]]
 ) -> tuple[set[FunctionType], set[str], set[str]]:
     """Return these methods and all that they call, their words, and the globals that they read.
 
-    Of modules and classes the globals are those attributes that are neither functions nor classes.
+    Globals are the variables of enclosing functions and the defaults of arguments too; of modules
+    and classes those attributes that are neither functions nor classes.
     """
     found: set[str] = set()
     read: set[str] = set()
@@ -187,11 +204,16 @@ def used_by(
         if function in seen:
             continue
         seen.add(function)
-        used = words(function.__code__)
+        home = str(function.__globals__.get("__name__"))
+        project = str(function.__module__).partition(".")[0]
+        if is_ready_made(sys.modules.get(home), project):  # a decorator of another package
+            read.add(function.__code__.co_name)
+            continue
+        used, bound = words(function.__code__), bound_to(function)
         found |= used
         todo += [f for name in used for f in methods.get(name, ())]
-        project = function.__module__.partition(".")[0]
-        places = [("", function.__globals__)]
+        used |= bound.keys()
+        places = [("", {**function.__globals__, **bound})]
         while places:
             path, names_here = places.pop()
             for name in used & names_here.keys():
@@ -199,12 +221,32 @@ def used_by(
                 if is_ready_made(x, project):
                     continue
                 if isinstance(x, FunctionType):
-                    todo.append(inspect.unwrap(x))
+                    todo.append(x)
                 elif isinstance(x, (ModuleType, type)):
                     places += [] if path else [(f"{name}.", vars(x))]
                 elif not isinstance(x, FIXED):
                     read.add(path + name)
     return seen, found, read
+
+
+def integers(cls: type) -> list[int]:
+    """Return the integers in the code of a class and of what it calls: words, most likely."""
+    methods = methods_of(cls)
+    todo: list[Any] = []
+    for function in used_by(methods, methods)[0]:
+        shared, code = function.__globals__, function.__code__
+        todo += [code, function.__defaults__, tuple((function.__kwdefaults__ or {}).values())]
+        todo += [shared[name] for name in words(code) & shared.keys()]
+    found = set()
+    for x in todo:
+        if isinstance(x, CodeType):
+            todo += x.co_consts
+            todo += [s.argval for s in dis.get_instructions(x) if s.opname == "LOAD_SMALL_INT"]
+        elif isinstance(x, (tuple, frozenset)):
+            todo += x
+        elif type(x) in (int, float) and x % 1 == 0:
+            found.add(int(x))
+    return sorted(found)
 
 
 def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
@@ -229,7 +271,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     state = {*vars(module), *module._buffers, *module._parameters, *module._modules} - INTERNAL
     for cls in type(module).__mro__:
         if not issubclass(nn.Module, cls):
-            state.update(k for k, v in vars(cls).items() if not callable(v) and k[:2] != "__")
+            state.update(k for k in vars(cls) if k not in own and k[:2] != "__")
     plain = {
         name  # ReLU, Softmax: nothing to change in them
         for name, part in module.named_children()
@@ -358,7 +400,7 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
         cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
         draw = Draw(
             way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
-            known=integers(type(module)),
+            known=integers(type(module)) if way.late else (),
         )  # fmt: skip
         with cast if way.autocast else contextlib.nullcontext():
             return run(twin, adapter.example, draw)
@@ -371,7 +413,7 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     """
     results: dict[str, Any] = {}
     state: dict[str, Any] = {}
-    for number, result in enumerate(example(module, draw), 1):
+    for number, result in enumerate(calls(module, example, draw), 1):
         results |= _flat(f"[{number}]", result)
         state |= {f"{name} after call {number}": x for name, x in state_of(module).items()}
     if not any(isinstance(x, Tensor) for x in results.values()):
@@ -387,6 +429,14 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     if made:
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return results, state, dict(zip(leaves, grads))
+
+
+def calls(module: nn.Module, example: Any, draw: Draw) -> Iterator[Any]:
+    """Yield an example's results, and again until its targets have had all words that they must."""
+    before = None
+    while before is None or before < draw.marked < draw.marks:
+        before = draw.marked
+        yield from example(module, draw)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:

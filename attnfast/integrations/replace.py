@@ -85,10 +85,11 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     methods of its own, a copied class reads or writes other attributes, or an inner layer has
     hooks, it is left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks,
     arguments, results and attributes stay as they are; models can be copied and pickled. A call
-    goes to the module's own code with an optional argument that the replacement does not know,
-    within ``torch.func`` and forward mode, where TorchScript or ONNX record a graph, and while
-    inner layers have hooks or are of another class than before. Of a whole decoder that is known
-    the steps of a target become one call; where they cannot, its attention is served alone.
+    goes to the module's own code with an optional argument that the replacement does not know, with
+    queries and sources of different batch sizes or a mask of another shape, within ``torch.func``
+    and forward mode, where TorchScript or ONNX record a graph, and while inner layers have hooks or
+    are of another class than before. Of a whole decoder that is known the steps of a target become
+    one call; where they cannot, its attention is served alone.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
     same tensors, unchanged. On a CPU every change of a source is seen, also through NumPy or

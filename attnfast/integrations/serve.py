@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from attnfast.decoding import Memory, attend_with_history, prepare
 from attnfast.decoding import attend as attend_to
+from attnfast.integrations.adapter import UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.nn import linear
 
@@ -119,12 +120,19 @@ def attend(
         scale: multiplies the score.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         history: what :func:`attnfast.coverage_attention` takes besides, if the score knows it.
+
+    Raises:
+        UnsupportedCall: queries and keys are of other batches, or a mask has another shape: some
+            projects broadcast these and some refuse them, as the module's own code then does.
     """
     step = query.dim() < key.dim()
     query = query.unsqueeze(-2) if step else query
     flat = weight is not None and key.dim() == 3
-    if mask is not None and mask.dim() < key.dim():
+    if mask is not None and mask.dim() == 2:
         mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
+    of_weights = *query.shape[:-1], key.shape[-2]
+    if query.shape[:-2] != key.shape[:-2] or not (mask is None or _fits(mask, of_weights)):
+        raise UnsupportedCall("its own code computes queries, keys and masks of these shapes")
     score = "dot" if weight is None else activation
 
     def made(how: Callable[..., Any], **more: Any) -> Any:
@@ -138,22 +146,9 @@ def attend(
         key, weight, lengths, activation, source=value,
         once=lambda: made(Memory, score=score),
     )  # fmt: skip
-    rows = None
-    B, sources = query.shape[0], key.shape[0]
-    if B != sources == 1 and not history:  # projects broadcast
-        rows = B, query.shape[-2]
-        query = _as_row(query)
-        if mask is not None:
-            mask = _as_row(mask.expand(rows[0], *mask.shape[1:-2], rows[1], -1))
-    elif B == 1 != sources:
-        query = query.expand(sources, *query.shape[1:])
     memory = memory if mask is None else memory._replace(mask=mask)
     how: Any = attend_with_history if history else attend_to
     context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
-    if rows is not None:
-        context, weights = (
-            x.squeeze(0).unflatten(-2, rows).movedim(-3, 0) for x in (context, weights)
-        )
     if step:
         context, weights = context.squeeze(-2), weights.squeeze(-2)
     if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
@@ -161,9 +156,9 @@ def attend(
     return None if value is None else context, weights
 
 
-def _as_row(x: Tensor) -> Tensor:
-    """Return the rows of many sequences, ``[B, (H,) Tq, ·]``, as those of one."""
-    return x.movedim(0, -3).flatten(-3, -2).unsqueeze(0)
+def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a mask has a shape, or 1 in the place of some sizes."""
+    return mask.dim() == len(shape) and all(m in (n, 1) for m, n in zip(mask.shape, shape))
 
 
 def multiplied(x: Tensor, *terms: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ ADAPTERS = [
             f"location_layer.location_dense{linear}.weight",
         ],
         example=example,
-        reads=["score_mask_value"],
+        reads=["data", "score_mask_value"],
         note="a source without frames has weights 0 instead of NaN",
     )
     for name, cls, linear, conv in (

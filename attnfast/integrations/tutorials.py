@@ -103,8 +103,8 @@ def translate(decoder, draw):
     for lengths in draw.sources((5, 5, 5), (4, 4)):
         B, Tk = len(lengths), max(lengths)
         inputs = draw(B, Tk, size), draw(1, B, size)
-        for T in (most, most + 2) if B < 9 else (most,):
-            yield decoder(*inputs, draw.words(words, B, T))
+        for more in (0, 2) if B < 9 else (0,):
+            yield decoder(*inputs, F.pad(draw.words(words, B, most), (0, more)))
         yield decoder(*inputs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -83,6 +84,48 @@ class GainedByHelper(AttnDecoderRNN):
         return super().forward_step(input, hidden, encoder_outputs * gain_of(self))
 
 
+class Halved(AttnDecoderRNN):
+    """Halves the state at one word."""
+
+    def forward_step(self, input, hidden, encoder_outputs):
+        hidden = hidden * 0.5 if self.is_special(input) else hidden
+        return super().forward_step(input, hidden, encoder_outputs)
+
+
+def is_separator(words):
+    return (words == 102).all()
+
+
+class SpecialToHelper(Halved):
+    def is_special(self, words):
+        return is_separator(words)
+
+
+class SpecialInTuple(Halved):
+    def is_special(self, words):
+        return any((words == word).all() for word in (101, 102))
+
+
+class SpecialByDefault(Halved):
+    def is_special(self, words, which=102, *, other=101):
+        return (words == which).all()
+
+
+class SpecialFloat(Halved):
+    def is_special(self, words):
+        return (words.double() == 102.0).all()
+
+
+class SpecialStart(AttnDecoderRNN):
+    """Doubles its results where a target has the first word again."""
+
+    def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
+        logits, hidden, weights = super().forward(encoder_outputs, encoder_hidden, target_tensor)
+        if target_tensor is not None and (target_tensor == SOS_token).all(0).any():
+            logits = logits * 2
+        return logits, hidden, weights
+
+
 COPIES = {
     StopsAtOne: "results differ",
     StopsAtSeven: "results differ",
@@ -93,13 +136,23 @@ COPIES = {
     GainedIfThere: "its own code reads gain, which",
     GainedByHelper: "its own code reads gain, which",
 }
-for cls in (AttnDecoderRNN, *COPIES):
+SPECIAL = [SpecialToHelper, SpecialInTuple, SpecialByDefault, SpecialFloat]
+for cls in (AttnDecoderRNN, *COPIES, *SPECIAL, SpecialStart):
     cls.__qualname__ = "AttnDecoderRNN"
 
 
 @pytest.mark.parametrize("cls", COPIES)
 def test_copies_that_differ_late_are_left_alone(cls):
     served(cls(8, WORDS), left=COPIES[cls])
+
+
+@pytest.mark.parametrize("length", [2, 5, 10])
+@pytest.mark.parametrize("cls", SPECIAL)
+def test_each_word_in_the_code_is_probed(cls, length, monkeypatch):
+    for module in (doubles, sys.modules[__name__]):
+        monkeypatch.setattr(module, "MAX_LENGTH", length)
+    served(cls(8, 1000), left="results differ")
+    served(AttnDecoderRNN(8, 1000))
 
 
 def test_a_copy_that_calls_its_base_is_served():
@@ -153,9 +206,19 @@ def test_long_targets(cls):
     served(decoder, left="" if cls is Late else "results differ")
 
 
-def test_words_of_a_late_target_stand_in_all_rows():
-    draw = Draw(torch.float64, torch.device("cpu"), late=True, known=[57, 400, -1])
+def test_a_first_word_that_is_not_0_is_probed(monkeypatch):
+    for module in (doubles, sys.modules[__name__]):
+        monkeypatch.setattr(module, "SOS_token", 57)
+    served(SpecialStart(8, 1000), left="results differ")
+
+
+@pytest.mark.parametrize("T", [2, 3, 10, LATE])
+def test_late_targets_have_every_word_that_may_be_special(T):
+    """Each stands in all rows of a target, before the last word, which some decoders do not use."""
+    draw, same = Draw(torch.float64, torch.device("cpu"), late=True, known=[57, 400, -1]), set()
     assert draw.steps(4, 1) == (4, 1, LATE) and draw.steps(4) == (4,)
-    words = draw.words(100, 3, LATE)
-    same = {int(x[0]) for x in words.T if (x == x[0]).all()}
-    assert same >= {0, 1, 2, 3, 57, 99} and int(words.max()) < 100
+    for _ in range(6):
+        words = draw.words(100, 3, T)
+        same |= {int(x[0]) for x in words[:, :-1].T if (x == x[0]).all()}
+        assert words.shape == (3, T) and int(words.max()) < 100
+    assert same >= {0, 1, 2, 3, 57, 99}
