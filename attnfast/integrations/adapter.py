@@ -66,10 +66,11 @@ class Draw:
     def words(self, most: int, B: int, T: int, *shape: int) -> Tensor:
         """Return random words ``[B, T, ...]`` below ``most``, half of them the first few.
 
-        These are what padding and other words with a meaning of their own are. Of a late target
-        every other word is the same in all rows: the first few, the last, and the integers that
-        stand in the module's own code, as all rows may end at one of them. The next target goes on
-        where one has no place for all; the last word has none, as some decoders do not use it.
+        The first few ids are usually padding and other special words. In a late target every
+        second word is equal in all rows, so that all rows can end there: the first few ids, the
+        last, and the integers in the module's own code. Where a target is too short for all of
+        them, the next one has the rest; the last word of a target is none of them, as some
+        decoders do not read it.
         """
         x = torch.randint(most, (B, T, *shape), generator=self.generator, device="cpu")
         x = torch.where(torch.rand(x.shape, generator=self.generator) < 0.5, x % 4, x)

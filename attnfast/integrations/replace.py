@@ -25,10 +25,10 @@ ATTENTION = re.compile("Att|attention|attn|LSA")  # in the names of classes that
 
 @dataclass
 class Found:
-    """One module of a report: where it is, what it is, what serves it or why it was left alone.
+    """The entry of a report for one module: its path, class, and backend or reason for skipping it.
 
-    ``still`` are the parameters whose gradient is 0, as a softmax has it, where the project's own
-    code leaves rounding errors: an optimiser does not move them any more.
+    ``still`` names parameters whose gradient is now exactly 0 because a softmax cancels them. The
+    project's own code gives them rounding errors, which an optimiser follows.
     """
 
     path: str
