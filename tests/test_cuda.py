@@ -151,6 +151,16 @@ def test_keys_in_parts(case, host, places, monkeypatch):
         test_statistics.judge(case, host)
 
 
+@pytest.mark.parametrize("case", [Case("dot", 1, 1, 4300, 3, 2), Case("tanh", 1, 2, 2300, 3, 2)])
+def test_more_parts_than_a_block_joins(case, host, library, monkeypatch):
+    """64 at a time, and then what has come of them."""
+    monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
+    library.set_places(1000)
+    test_attention.judge(case, host)
+    test_statistics.judge(case, host)
+    library.set_places(8)
+
+
 def test_parts_are_joined_by_a_launch_of_their_own(host, library, places):
     query, key, value = (torch.randn(1, n, 8) for n in (20, 100, 100))
     library.take_launches()
@@ -288,7 +298,9 @@ def test_what_every_backend_owes(score, host):
     """The properties that test_attention.py asks of every backend, by name."""
     test_attention.test_empty_rows(score, (4, 70, 8, 8), host)
     for by in ("mask", "bias"):
-        test_attention.test_what_is_not_seen_changes_nothing(by, score, (5, 40, 16, 8), host)
+        for Tq in (1, 5):
+            size = (Tq, 40, 16, 8)
+            test_attention.test_what_is_not_seen_changes_nothing(by, score, size, host)
     test_attention.test_a_row_is_not_touched_by_what_others_see(score, (3, 20, 16, 8), host)
     test_attention.test_offsets_past_two_to_the_31(score, host)
     test_attention.test_results_do_not_depend_on_what_is_asked(600, host)
