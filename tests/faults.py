@@ -733,7 +733,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("backend_of(None, None, like, stack=drops or layers > 1) is not None", "True"),
         ("x.shape[:2] == (layers, len(source))", "True"),
         ("zip(dropouts, masks)", "zip(dropouts[::-1], masks[::-1])"),
-        (".movedim(0, 2)", ".movedim(1, 0).movedim(1, 2)"),
+        (".movedim(0, 2)", ".movedim(0, 1)"),
     ],
     ("attnfast/integrations/d2l.py", "tests/integrations/test_decoders.py -k d2l"): [
         (".roll(-source.shape[2], 1)", ""),
