@@ -38,7 +38,7 @@ class Progress(NamedTuple):
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
     def after(self, rows: int | Tensor) -> Progress:
-        """Return the progress after so many more rows, ``[B]`` where padding is not among them."""
+        """Return the progress after more rows: their number, or ``[B]`` numbers without padding."""
         return self._replace(rows=self.rows + rows)
 
 

@@ -105,7 +105,7 @@ __device__ End<C> join(int64_t parts, const Part& part) {
   return all;
 }
 
-// What describes a row, from its parts in order; one thread's work.
+// Return what a row's statistics come from, joined from its parts in order; for one thread.
 template <class C, class Part>
 __device__ Described<C> described(int64_t parts, const Part& part) {
   End<C> before = {};
