@@ -110,7 +110,7 @@ class BuildLibraries(build_ext):
         temp.mkdir(parents=True, exist_ok=True)
         units, link, summary = build(torch, temp)
         shared = [*ROOT.glob("csrc/*"), *ROOT.glob(f"csrc/{name[3:]}/*")]
-        headers = [p for p in shared if p.suffix == ".h" or p.suffix == ".cuh"]
+        headers = [p for p in shared if p.suffix in (".h", ".cuh")]
         if not units:
             raise SystemExit(f"attnfast: {name} cannot be built: its sources in csrc/ are missing")
 

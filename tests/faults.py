@@ -318,7 +318,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("context = context * scale", "pass"),
     ],
     ("attnfast/nn/sparse.py", "tests/test_sparse.py -k padding"): [
-        ("(Tq if some is None else some.sum(-1))", "(Tq)"),
+        ("(query.shape[1] if counted is None else counted.sum(-1))", "(query.shape[1])"),
     ],
     ("attnfast/nn/sparse.py", "tests/test_nn_recurrent.py -k go"): [
         ("torch.where(target_mask[:, t], best, key)", "best"),

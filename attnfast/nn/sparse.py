@@ -96,6 +96,8 @@ class _SpanAttention(LuongAttention):
             history = self.start(memory) if history is None else history
             mask = target_mask.unsqueeze(1) if step and target_mask is not None else target_mask
             context, weights, history = self._rows(query, memory, history, need_weights, mask)
+            counted = None if self.span.phases > 1 else mask
+            history = history.after(query.shape[1] if counted is None else counted.sum(-1))
         except Exception:
             self._check_call(state, memory)
             if not isinstance(history, (Progress, type(None))):
@@ -123,15 +125,13 @@ class _SpanAttention(LuongAttention):
         need_weights: bool | str,
         target_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Progress]:
-        """Return the contexts of rows, their weights and the history after them."""
-        Tq = query.shape[1]
-        position = self.positions(history.rows, Tq, query.device)
+        """Return the contexts of rows, their weights, and the history but for their number."""
+        position = self.positions(history.rows, query.shape[1], query.device)
         context, weights = self._attend(
             query, memory, need_weights,
             span=self.span, position=position, **self.terms(query, memory, position),
         )  # fmt: skip
-        some = None if self.span.phases > 1 else target_mask
-        return context, weights, history.after(Tq if some is None else some.sum(-1))
+        return context, weights, history
 
 
 def _first_row(weights: Tensor) -> Tensor:
@@ -298,8 +298,7 @@ class MonotonicAttention(_SpanAttention):
                 best = key + best if self.span.compact else best
                 key = best if target_mask is None else torch.where(target_mask[:, t], best, key)
         context, weight, p = (torch.cat(x, 1) for x in (contexts, weights, keys))
-        rows = p.shape[1] if target_mask is None else target_mask.sum(-1)
-        history = history.after(rows)._replace(key=key)
+        history = history._replace(key=key)
         if isinstance(need_weights, str):
             seen = self.span.keys(p.shape[1], Tk, position=p, lengths=memory.lengths)
             weight = to_form(need_weights, weight, seen, Tk)
