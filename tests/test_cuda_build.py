@@ -28,7 +28,7 @@ BUDGETS = {
         *(("forward", f", {score}, 2", 168, 255, 19) for score in range(len(SCORES))),
         *(("forward", f", {score}, 4", 168, 0, 19) for score in range(len(SCORES))),
         *(("step", f", {score}", 168, 168, 5) for score in range(len(SCORES))),
-        *(("step_backward", f", {score}", 168, 168, 5) for score in range(len(SCORES))),
+        *(("step_backward", f", {score}", 168, 240, 5) for score in range(len(SCORES))),
         ("combine", "", 128, 168, 1),
         ("factor", "", 80, 0, 0),
         ("products", ", 0, true", 168, 240, 16),
@@ -42,7 +42,7 @@ BUDGETS = {
         *(("grad_rows", f", {score}, true", 128, 216, 23) for score in range(2, len(SCORES))),
         ("scan", "", 168, 168, 1),
         ("scan_backward", ", false", 168, 168, 5),
-        ("scan_backward", ", true", 168, 240, 5),
+        ("scan_backward", ", true", 216, 240, 5),
         ("distribution", "", 80, 80, 1),
         ("distribution_gradient", "", 80, 80, 1),
     )

@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads)
 // The gradients of scores and query, all that a step over a prepared memory wants; see grad_score
 // and grad_rows for the formulas. In one kernel, for what a step costs is its launches.
 template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, 3) step_backward(const Backward a) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backward(const Backward a) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // x, then grad_score
   __shared__ C product;
