@@ -768,6 +768,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("{name for name in named if not hasattr(module, name)}", "set()"),
         ("before < draw.marked < draw.marks", "False"),
         ("elif isinstance(x, (tuple, frozenset)):", "elif False:"),
+        ("words = max(WORDS, *(1 + x for x in special if x < most))", "words = WORDS"),
+        ("None if way.large else words)", "words)"),
     ],
     ("attnfast/integrations/adapter.py", "tests/integrations/test_late.py"): [
         ("range(0, T - 1 if self.late else 0, 2)", "range(0)"),

@@ -32,10 +32,12 @@ class Draw:
         repeats: bool = False,
         late: bool = False,
         known: Iterable[int] = (),
+        first: bool = False,
     ):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.device, self.others, self.repeats = dtype, device, others, repeats
         self.late, self.known, self.most = late, tuple(known), LATE if late else 0
+        self.first = first
         self.marked = self.marks = 0  # words that targets have had in all rows, and are to have
         self.leaves: list[Tensor] = []
 
@@ -51,8 +53,8 @@ class Draw:
         return x
 
     def sources(self, *lengths: Iterable[int]) -> tuple[Iterable[int], ...]:
-        """Return the lengths of batches of sources: those given, and once those of others."""
-        return (*lengths, *self.others)
+        """Return the lengths of batches of sources: those given, or the first, and the others."""
+        return (*lengths[: 1 if self.first else None], *self.others)
 
     def numbers(self, *values: int) -> Tensor:
         """Return whole numbers, such as lengths."""

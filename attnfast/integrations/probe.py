@@ -31,7 +31,8 @@ from attnfast.integrations.patch import adapter_serving, patch
 __all__ = ["judge", "tensors"]
 
 OTHERS = ((600,), (2, 1))  # lengths of further sources of one comparison
-LARGE = 1 << 20  # elements of a parameter whose gradients are compared in one way alone
+LARGE = 1 << 18  # elements of a parameter whose gradients are compared in one way alone
+WORDS = 512  # of a larger vocabulary, in all ways but that one
 OWN = (torch.float32, torch.float64)  # dtypes of modules that are compared as they are
 BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
 #: In code that draws numbers of its own or asks for gradients, which an example need not show.
@@ -307,7 +308,7 @@ class Way:
     others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
     repeats: bool = False  # rows of zeros and of the same numbers among the input's
     late: bool = False  # one long target, of words that stand in every row at once
-    large: bool = False  # gradients of large parameters too
+    large: bool = False  # the whole vocabulary and gradients of large parameters; one batch
 
 
 def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
@@ -350,11 +351,12 @@ def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]
     """
     theirs: set[str] = set()
     ours: set[str] = set()
+    words = words_to_compare(module, adapter)
     for way in ways(module, adapter):
         outcomes = []
         for served in (False, True):
             try:
-                outcomes.append(outcome_of(module, adapter, way, served))
+                outcomes.append(outcome_of(module, adapter, way, served, words))
             except Exception as error:
                 if way.autocast and not served:
                     break  # its own class does not know autocast either
@@ -378,7 +380,29 @@ def _failure(whose: str, error: Exception) -> str:
     return f"{whose} fails on an example: {type(error).__name__}: {what}"
 
 
-def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> tuple[Any, ...]:
+def words_to_compare(module: nn.Module, adapter: Adapter) -> int | None:
+    """Return how many words of a large vocabulary are enough to compare, or None for all.
+
+    All that the module's code names are among them, and its own code must run with so many: it may
+    keep the size of its vocabulary in an attribute. A step of a decoder with tens of thousands of
+    words is a product with these, forward and backward, and the comparison takes hundreds of steps.
+    """
+    tables = [x for x in module.modules() if type(x) is nn.Embedding and x.num_embeddings > WORDS]
+    if not tables:
+        return None
+    most = min(x.num_embeddings for x in tables)
+    special = [*integers(type(module)), *(x.padding_idx or 0 for x in tables)]
+    words = max(WORDS, *(1 + x for x in special if x < most))
+    try:
+        outcome_of(module, adapter, next(ways(module, adapter)), False, words)
+    except Exception:
+        return None
+    return words if words < most else None
+
+
+def outcome_of(
+    module: nn.Module, adapter: Adapter, way: Way, served: bool, words: int | None = None
+) -> tuple[Any, ...]:
     """Run the adapter's example on a copy of the module; return results, state and gradients."""
     with (
         torch.random.fork_rng(),
@@ -388,7 +412,11 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
     ):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        twin = _copy(module).to(way.device, way.dtype).train(way.training)
+        twin = _copy(module, None if way.large else words)
+        twin.to(way.device, way.dtype).train(way.training)
+        compared = _with_vocabulary(twin, words) if words else []  # with fewer words
+        for part, _ in compared:
+            part.requires_grad_(False)
         for p in twin.parameters():
             if p.numel() > LARGE and not way.large:
                 p.requires_grad_(False)  # every step of a loop makes one as large as the parameter
@@ -400,7 +428,7 @@ def outcome_of(module: nn.Module, adapter: Adapter, way: Way, served: bool) -> t
         cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
         draw = Draw(
             way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
-            known=integers(type(module)) if way.late else (),
+            known=integers(type(module)) if way.late else (), first=way.large,
         )  # fmt: skip
         with cast if way.autocast else contextlib.nullcontext():
             return run(twin, adapter.example, draw)
@@ -473,16 +501,33 @@ def _flat(name: str, x: Any) -> Iterator[tuple[str, Any]]:
         yield name, type(x)
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    """Return a copy without hooks, and without the history of what it keeps."""
+def _copy(module: nn.Module, words: int | None = None) -> nn.Module:
+    """Return a copy without hooks, and without the history of what it keeps.
+
+    With so many words its tables of words and the linear layers of as many features are cut.
+    """
     every = [list(vars(part).values()) for part in module.modules()]
-    kept = [x for x in tensors(every) if not x.is_leaf]
-    twin = copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
+    memo = {id(x): x.detach().clone() for x in tensors(every) if not x.is_leaf}
+    cut = _with_vocabulary(module, words) if words else []
+    for part, _ in cut:
+        for p in part.parameters():
+            memo[id(p)] = nn.Parameter(p.detach()[:words].clone(), p.requires_grad)
+    twin = copy.deepcopy(module, memo)
+    for part, size in cut:
+        setattr(memo[id(part)], size, words)
     for part in twin.modules():
         for name, value in vars(part).items():
             if name.endswith("_hooks") and hasattr(value, "clear"):
                 value.clear()
     return twin
+
+
+def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str]]:
+    """Return tables of more words and the layers that score them, with their sizes' names."""
+    tables = [x for x in module.modules() if type(x) is nn.Embedding and x.num_embeddings > words]
+    sizes = {x.num_embeddings for x in tables}
+    scores = [x for x in module.modules() if type(x) is nn.Linear and x.out_features in sizes]
+    return [(x, "num_embeddings") for x in tables] + [(x, "out_features") for x in scores]
 
 
 def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | None:

@@ -146,13 +146,56 @@ def test_copies_that_differ_late_are_left_alone(cls):
     served(cls(8, WORDS), left=COPIES[cls])
 
 
-@pytest.mark.parametrize("length", [2, 5, 10])
+@pytest.mark.parametrize("length", [2, 10])
 @pytest.mark.parametrize("cls", SPECIAL)
 def test_each_word_in_the_code_is_probed(cls, length, monkeypatch):
     for module in (doubles, sys.modules[__name__]):
         monkeypatch.setattr(module, "MAX_LENGTH", length)
     served(cls(8, 1000), left="results differ")
     served(AttnDecoderRNN(8, 1000))
+
+
+class SpecialLate(Halved):
+    def is_special(self, words):
+        return (words == 900).all()
+
+
+class LargeVocabulary(Halved):
+    def is_special(self, words):
+        return self.out.out_features > 1000.5
+
+
+class SizedByAttribute(AttnDecoderRNN):
+    """Its own code does not run with fewer words."""
+
+    def __init__(self, hidden_size, words):
+        super().__init__(hidden_size, words)
+        self.out_bias = nn.Parameter(torch.zeros(words))
+
+    def forward_step(self, input, hidden, encoder_outputs):
+        logits, hidden, weights = super().forward_step(input, hidden, encoder_outputs)
+        return logits + self.out_bias, hidden, weights
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "compared"),
+    [
+        (AttnDecoderRNN, 512, None),
+        (AttnDecoderRNN, 513, 512),
+        (SpecialLate, 1200, 901),
+        (SpecialLate, 800, 512),
+        (LargeVocabulary, 1200, 512),
+        (SizedByAttribute, 1200, None),
+    ],
+)
+def test_of_a_large_vocabulary_the_words_in_the_code_are_compared(cls, words, compared):
+    cls.__qualname__ = "AttnDecoderRNN"
+    decoder = cls(8, words)
+    adapter = attnfast.integrations.registry.adapter_of(AttnDecoderRNN(8, 9))
+    assert attnfast.integrations.probe.words_to_compare(decoder, adapter) == compared
+    if cls is not SizedByAttribute:
+        differs = cls is LargeVocabulary or (cls is SpecialLate and words > 900)
+        served(decoder, left="results differ" if differs else "")
 
 
 def test_a_copy_that_calls_its_base_is_served():
