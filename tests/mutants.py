@@ -1,11 +1,11 @@
-"""Plant the faults of tests/faults.py, one at a time, and count those that the tests catch.
+"""Plant the faults of tests/mutations.py, one at a time, and count those that the tests catch.
 
     python tests/mutants.py [word in a fault's file ...]
 
 Faults are planted in build/mutants, a copy of the tree, never in the tree itself. For each, only
 the tests that concern it run, up to the first that fails; one that hangs counts as caught. What has
 been caught is not tried again until the fault or its file changes: `rm -r build/mutants` starts
-over. Survivors end the run with 1, as does a fault whose text is not once in its file.
+over. Survivors end the run with 1, as does a fault whose pattern is not once in its function.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from faults import FAULTS
+from mutation_points import plant
+from mutations import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
@@ -81,8 +83,8 @@ def build() -> bool:
     return run(*command, limit=3600, ATTNFAST_BUILD_CUDA="0")
 
 
-def outcome(file: str, old: str, new: str, tests: str) -> str:
-    """Plant a fault, run its tests, and take it back; say what became of it."""
+def outcome(file: str, faulty: str, tests: str) -> str:
+    """Run tests on a faulty version of a file, and restore it; return what became of the fault."""
     seconds = sound(tests)
     if seconds is None:
         return "unfit: its tests fail without it"
@@ -91,7 +93,7 @@ def outcome(file: str, old: str, new: str, tests: str) -> str:
     compiled = is_compiled(file)
     library = LIBRARY.read_bytes() if compiled else b""
     try:
-        path.write_text(text.replace(old, new))
+        path.write_text(faulty)
         if compiled and not build():
             return "unfit: it does not compile"
         return "survived" if passes(tests, 60 + 5 * seconds) else "caught"
@@ -101,6 +103,14 @@ def outcome(file: str, old: str, new: str, tests: str) -> str:
             LIBRARY.write_bytes(library)
 
 
+def every_fault() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield each fault: its file, tests, function, pattern and replacement."""
+    for (file, tests), by_function in FAULTS.items():
+        for function, faults in by_function.items():
+            for old, new in faults:
+                yield file, tests, function, old, new
+
+
 def main(words: list[str]) -> int:
     """Try the faults whose file has one of the words in its name, or all; return the status."""
     COPY.mkdir(parents=True, exist_ok=True)
@@ -108,23 +118,25 @@ def main(words: list[str]) -> int:
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     ready = False  # whether the library is the copy's own
     score = {"caught": 0, "survived": 0, "unfit": 0}
-    for (file, tests), faults in FAULTS.items():
-        for old, new in faults:
-            if words and not any(word in file for word in words):
-                continue
-            text = (COPY / file).read_text()
-            key = hashlib.sha256("\0".join((file, tests, old, new, text)).encode()).hexdigest()
-            start, result = time.monotonic(), known.get(key, "")
-            if text.count(old) != 1:
-                result = "unfit: its text is not once in the file"
-            elif result != "caught":
+    for file, tests, function, old, new in every_fault():
+        if words and not any(word in file for word in words):
+            continue
+        text = (COPY / file).read_text()
+        key = hashlib.sha256("\0".join((file, tests, old, new, text)).encode()).hexdigest()
+        start, result = time.monotonic(), known.get(key, "")
+        try:
+            faulty = plant(text, file, function, old, new)
+        except ValueError as error:
+            result = f"unfit: {error}"
+        else:
+            if result != "caught":
                 if is_compiled(file) and not ready:
                     ready = build()
-                known[key] = result = outcome(file, old, new, tests)
+                known[key] = result = outcome(file, faulty, tests)
                 KNOWN.write_text(json.dumps(known))
-            score[result.partition(":")[0]] += 1
-            seconds = time.monotonic() - start
-            print(f"{result:9} {seconds:4.0f} s  {file}: {old!r} -> {new!r}", flush=True)
+        score[result.partition(":")[0]] += 1
+        seconds = time.monotonic() - start
+        print(f"{result:9} {seconds:4.0f} s  {file}, {function}: {old!r} -> {new!r}", flush=True)
     print(", ".join(f"{n} {name}" for name, n in score.items()))
     return 0 if score["survived"] == score["unfit"] == 0 else 1
 

@@ -1,0 +1,1506 @@
+"""The faults that tests/mutants.py plants: a file and its tests, a function, a pattern, a fault.
+
+One line each, as a slip of the hand would make it: a term left out, a bound off by one, a sign, a
+case forgotten. A change that no test can tell from the right code (a shortcut not taken) is none.
+"""
+
+OURS = "not (triton or cuda or reference or fuzz or compile or opcheck or gradcheck)"
+CPU = f"tests/test_attention.py -k '{OURS}'"
+ORACLE = "tests/test_attention.py -k '(reference or scale) and not (check or compile or fuzz)'"
+STEPS = f"tests/test_memory.py -k '{OURS}'"
+GROWING = f"tests/test_growing.py -k '{OURS}'"
+HISTORY = f"tests/test_coverage.py -k '{OURS}'"
+SPANS = f"tests/test_span.py -k '{OURS}'"
+TRITON = "tests/test_attention.py -k 'triton and not fuzz and not check and not compile'"
+TRITON_HISTORY = "tests/test_coverage.py -k 'triton and not fuzz and not check and not compile'"
+REFUSALS = "tests/test_attention.py tests/test_memory.py -k 'bad or forward_mode or autocast'"
+RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bits)'"
+CUDA = "tests/test_cuda.py -k '{}'"
+
+FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
+    ("attnfast/decoding/steps.py", "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): {
+        "Steps.features": [("a[0] is not b[0] or a[1] != b[1]", "a[0] is not b[0]")],
+        "Prepared.backward": [(".masked_fill(hidden, 0)", "")],
+    },
+    ("attnfast/decoding/steps.py", STEPS): {
+        "Steps.serve": [
+            ("and source[4] == score", ""),
+            ("source[0] is key", "True"),
+        ],
+        "Prepared.backward": [("scale=1.0, score=ctx.shared.score,", "scale=1.0, score='tanh',")],
+        "Steps.check_unchanged": [("if x._version != version:", "if False:")],
+        "Steps.defers": [
+            ("number_of_backward() == self.task", "number_of_backward() != -2"),
+            ("if saves_elsewhere():", "if False:"),
+        ],
+        "Steps.prepared": [("if is_intercepted():", "if False:")],
+    },
+    ("attnfast/decoding/waiting.py", STEPS): {
+        "no_double_backward.run": [("if not torch.is_grad_enabled() or not roots:", "if True:")],
+    },
+    ("attnfast/decoding/steps.py", "tests/test_memory.py -k several"): {
+        "Prepared.backward": [
+            ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
+        ],
+        "Step.backward": [("grad_score = grad_score * of.scale", "pass")],
+    },
+    ("attnfast/ops/operators.py", "tests/test_attention.py -k 'table and cpu'"): {
+        "Operator.of_bias": [("grad_score.sum_to_size(shape).to(dtype)", "grad_score * 0")],
+    },
+    ("attnfast/decoding/steps.py", HISTORY): {
+        "HistoryStep.backward": [("gradients.grad_score * of.scale", "gradients.grad_score")],
+    },
+    ("attnfast/decoding/memory.py", "tests/test_history.py -k reorder"): {
+        "Memory.index_select": [
+            ('names = ("key", "value", "lengths", "mask", "fertility")',
+             'names = ("key", "value", "lengths", "mask")'),
+        ],
+    },
+    ("attnfast/decoding/memory.py", f"tests/test_sparse.py {STEPS}"): {
+        "attend": [
+            ("is sigma is None and not isinstance(need_weights, str)", "is sigma is None"),
+            ("isinstance(place.span, Span) and place.span.stride == 1",
+             "isinstance(place.span, Span)"),
+        ],
+    },
+    ("attnfast/decoding/growing.py", GROWING): {
+        "Room.fits": [
+            ("return self.newest() is old and rows", "return rows"),
+            ("and rows <= self.rows.shape[-2]", ""),
+        ],
+        "Room.write": [
+            ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
+        ],
+        "Room.like": [("with torch.inference_mode(False):  # or", "if True:  # or")],
+        "Room.prepared": [
+            ("if self._kept_for != (backend, score):", "if self._kept_for is None:"),
+            ("start == 0 or self._kept is not None", "True"),
+        ],
+        "append_rows": [
+            ("= Room.like(old, 2 * rows)", "= Room.like(old, rows)"),
+            ("room.write(0, old)", ""),
+        ],
+        "_Appended.backward": [
+            ("return grad[..., : ctx.rows, :], new, None", "return None, new, None"),
+        ],
+    },
+    ("attnfast/decoding/memory.py", GROWING): {
+        "Memory.append": [
+            ("value=True)", "value=False)"),
+            ("lengths=None, mask=mask, steps", "mask=mask, steps"),
+            ("is_recorded() or is_intercepted()", "is_recorded()"),
+            ("_usable(self.steps)", ""),
+        ],
+        "Memory._whole_mask": [("else seen & mask", "else seen")],
+        "Memory._with_steps": [("self.mask, self.rooms[0])", "self.mask)")],
+    },
+    ("attnfast/nn/attention.py", GROWING): {
+        "_Attention._keys": [("key, states if values is None else values", "key, states")],
+    },
+    ("attnfast/reference.py", ORACLE): {
+        "visible_keys": [("visible = visible & (call.bias != -math.inf)", "pass")],
+        "attention": [("e = call.scale * score(call.query, k,", "e = score(call.query, k,")],
+    },
+    ("attnfast/reference.py", "tests/test_statistics.py -k 'nowhere and reference'"): {
+        "row_statistics": [(".masked_fill(largest.isnan(), math.nan)", "")],
+    },
+    ("attnfast/reference.py", CPU): {
+        "attention": [
+            ("log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)", "pass"),
+        ],
+        "score": [("ACTIVATIONS[name](features)", "features.tanh()")],
+    },
+    ("attnfast/functional.py", CPU): {
+        "_attend": [
+            ("scale=max(call.query.shape[-1], 1) ** -0.5",
+             "scale=max(call.query.shape[-1], 1) ** 0.5"),
+            ("bias = None if call.bias is None else call.bias / temperature\n            call",
+             "bias = call.bias\n            call"),
+        ],
+    },
+    ("attnfast/ops/attention.py", CPU): {
+        "": [('"need_grad_key": ("key", "value", "weight")', '"need_grad_key": ("key", "value")')],
+    },
+    ("attnfast/functional.py", SPANS): {
+        "_attend": [("sigma * temperature**0.5", "sigma * temperature")],
+    },
+    ("attnfast/lowering.py", SPANS): {
+        "_every": [("(lengths + (k - 1)).div(k", "lengths.div(k")],
+        "_in_phases": [("weight = weight.repeat_interleave(k, 0)", "weight = weight.repeat(k, 1)")],
+        "lower": [
+            ("query.shape[-2], Tk) % span.stride", "query.shape[-2], Tk) * 0"),
+            ("prior if call.bias is None else call.bias + prior", "prior"),
+            ("query = query.masked_fill(lost, math.nan)", "pass"),
+        ],
+        "run_within": [
+            ("neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())",
+             "neighbours = True"),
+        ],
+    },
+    ("attnfast/ops/span.py", SPANS): {
+        "Span.locate": [
+            (".nan_to_num(0)", ""),
+            ("(p + right).floor()", "(p + right).ceil()"),
+            ("phase = 0 if self.fixed else p % k", "phase = p % k"),
+        ],
+        "_check_place": [("*[1] * (position.dim() - 2)", "")],
+        "Span.sides": [("return left, 0 if self.causal else right", "return left, right")],
+        "Span.columns": [
+            ("right // self.stride + 1", "right // self.stride"),
+            ("return _steps(Tk, self.stride)\n        if", "return Tk // self.stride\n        if"),
+        ],
+        "first_position": [
+            ('return Tk - Tq if position == "end"', 'return Tq - Tk if position == "end"'),
+        ],
+        "positions": [("return rows * ends / max(Tq, 1)", "return rows * Tk / max(Tq, 1)")],
+        "log_prior": [("return -0.5 * ((keys", "return -1.0 * ((keys")],
+        "bounds_in_phases": [
+            ("(row < 0) | (row >= Tq)", "row >= Tq"),
+            ("stop = torch.minimum(stop, _steps(ends - phase, k))", "pass"),
+        ],
+        "": [("inside, 0))\n\n\ndef to_columns", "inside, 1))\n\n\ndef to_columns")],
+    },
+    ("attnfast/reference.py", HISTORY): {
+        "coverage_attention": [
+            ("(p if call.inverse_fertility is None else call.inverse_fertility * p)", "p"),
+            ("seen = seen & (log_r != -math.inf)", "pass"),
+            ("e = e - call.penalty.unsqueeze(-1) * c", "e = e - call.penalty.unsqueeze(-1)"),
+        ],
+        "log_transition": [
+            ("pad(log_p, (1, 0), value=-math.inf)[..., :-1]",
+             "pad(log_p, (0, 1), value=-math.inf)[..., 1:]"),
+        ],
+    },
+    ("attnfast/ops/coverage.py", HISTORY): {
+        "": [('("filters", "projection"),\n    },', '("filters",),\n    },')],
+        "check_history": [("or filters.shape[-1] % 2 == 0:", ":")],
+    },
+    ("attnfast/ops/copying.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
+        "check": [
+            ("if not 0 <= word < V + extra_words:", "if not 0 <= word <= V + extra_words:"),
+            ("or not 0 <= extra_words < 2**31", "or not -1 <= extra_words < 2**31"),
+        ],
+    },
+    ("attnfast/reference.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
+        "copy_distribution": [("masked_fill(never, LOWEST)", "masked_fill(never, -math.inf)")],
+    },
+    ("attnfast/ops/arguments.py", REFUSALS): {
+        "check_terms": [("if not 0 <= length <= keys:", "if not 0 <= length:")],
+        "check_scale": [("if not is_finite(scale):", "if False:")],
+        "autocast": [("narrow = (torch.float32, *HALF)", "narrow = (torch.float32,)")],
+        "check_inputs": [("if v[:-1] != k[:-1]:", "if v[:-2] != k[:-2]:")],
+    },
+    ("attnfast/_torch.py", REFUSALS): {
+        "has_tangents": [("forward_ad._current_level >= 0", "forward_ad._current_level > 0")],
+    },
+    ("attnfast/ops/operators.py", "tests/test_attention.py -k lies_in"): {
+        "empty_rows": [("key=lambda axis: -lead[axis]", "key=lambda axis: lead[axis]")],
+    },
+    ("attnfast/ops/operators.py", "tests/test_attention.py -k gradcheck"): {
+        "accumulation_dtype": [
+            ("torch.float64 if dtype == torch.float64 else torch.float32", "torch.float32"),
+        ],
+    },
+    ("attnfast/nn/attention.py", "tests/test_nn.py -k 'not compile and not parallel'"): {
+        "_Attention._attend": [("scale = scale / temperature", "scale = scale * temperature")],
+        "LuongAttention.__init__": [('None if score == "scaled_dot" else 1.0', "1.0")],
+        "_Attention.__init__": [
+            ("bound = weight_shape[-1] ** -0.5", "bound = weight_shape[-1] ** 0.5"),
+        ],
+        "BahdanauAttention.__init__": [
+            ("self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)",
+             "self.query_proj = nn.Linear(query_dim, attn_dim, bias=True)"),
+        ],
+    },
+    ("attnfast/nn/hops.py", "tests/test_hops.py"): {
+        "MultiHopAttention.forward": [
+            ("memory.memories[k if self.tying", "memory.memories[0 if self.tying"),
+            ("if len(memory.memories) != wanted:", "if False:"),
+            ("at.steps.check_unchanged()", "pass"),
+            ("check_like(name, x, next(self.parameters(), key), whose)", "pass"),
+            ("u = self.between(u) + context", "u = u + context"),
+        ],
+        "_scores": [
+            ("place >= memory.lengths.view(-1, 1, 1)", "place >= memory.lengths.amax()"),
+            ("scores.masked_fill(~memory.mask, unseen)", "scores"),
+        ],
+        "TopKAttention.forward": [
+            ("seen = index < keys.lengths", "seen = index < 1 + keys.lengths"),
+            ("seen = seen & of.reshape", "seen = seen | of.reshape"),
+            ("flat = index.reshape(len(index), Tq", "flat = 0 * index.reshape(len(index), Tq"),
+            ("dense.scatter(-1, index,", "dense.scatter(-1, index.flip(-1),"),
+        ],
+        "TopKAttention.choose": [("_scores(rows, keys, -torch.inf)", "_scores(rows, keys, 0)")],
+    },
+    ("attnfast/models/memory.py", "tests/test_hops.py -k network"): {
+        "position_encoding": [
+            ("* there.unsqueeze(-1)", ""),
+            ("- k / features * (1 - 2 * share)", "- k / features * (1 - share)"),
+        ],
+        "MemoryNetwork.forward": [
+            ("lengths.unsqueeze(-1) - 1 - torch", "lengths.unsqueeze(-1) - torch"),
+            ("pad(last, (1, 0)).amax(-1)", "pad((last > 0).long(), (1, 0)).sum(-1)"),
+        ],
+        "MemoryNetwork.__init__": [("self.output.weight = last.weight", "pass")],
+    },
+    ("attnfast/models/memory.py", "tests/test_float64.py"): {
+        "position_encoding": [("dtype=accumulation_dtype(dtype), device", "device")],
+    },
+    ("attnfast/models/classifier.py", "tests/test_float64.py"): {
+        "Classifier.read": [("exists.to(accumulation_dtype(states.dtype)) /", "exists /")],
+    },
+    ("attnfast/models/search.py", "tests/test_float64.py"): {
+        "_log_probs": [("logits.to(accumulation_dtype(logits.dtype))", "logits.float()")],
+    },
+    ("attnfast/diagnostics.py", "tests/test_float64.py"): {
+        "monotonicity": [("back.sum(-1, dtype=of.weights.dtype)", "back.sum(-1)")],
+    },
+    ("attnfast/explanation.py", "tests/test_float64.py"): {
+        "erasure": [("(~hidden).sum(-1, dtype=output.dtype)", "(~hidden).sum(-1)")],
+    },
+    ("attnfast/nn/bidirectional.py", "tests/test_reading.py"): {
+        "BidirectionalAttention.forward": [
+            ("+ statistics.largest.log()", ""),
+            ("+ self.text_proj(text).squeeze(-1)", ""),
+            ("bias=self.question_proj(question).mT,", ""),
+            ("lengths=question_lengths,", ""),
+            ('largest.masked_fill(beyond["text"], -torch.inf)', "largest"),
+            ("x = x.masked_fill(beyond[name].unsqueeze(-1), 0)", "pass"),
+            ("text.shape[0], 1, x.shape[1], name)", "text.shape[0], 0, x.shape[1], name)"),
+        ],
+    },
+    ("attnfast/models/seq2seq.py", "tests/test_reading.py -k reader"): {
+        "check_ids": [
+            ("words, 0, count - 1,", "words, 0, count,"),
+            ("words, 0, count - 1,", "words, -1, count - 1,"),
+        ],
+        "embed": [("check_ids(name, words, embedding.num_embeddings)", "")],
+    },
+    ("attnfast/models/reading.py", "tests/test_reading.py"): {
+        "BiDAF.forward": [
+            ("self.ending(m, text_lengths)", "m"),
+            (".masked_fill(beyond, -torch.inf)", ""),
+        ],
+        "best_spans": [
+            ("if x.isnan().any():", "if False:"),
+            ("else longest - 1)", "else longest)"),
+            ("dtype=torch.bool, device=start.device).triu()",
+             "dtype=torch.bool, device=start.device)"),
+        ],
+    },
+    ("attnfast/nn/sparse.py", "tests/test_sparse.py -k m-"): {
+        "LocalAttention.terms": [
+            ("position=position, lengths=memory.lengths, device", "position=position, device"),
+            ("self.sigma, height=self.height", "self.sigma, height=1.0"),
+            ('return {"sigma": self.sigma}', "return {}"),
+        ],
+    },
+    ("attnfast/nn/attention.py", "tests/test_sparse.py -k formula"): {
+        "_Attention._attend": [
+            ('span["bias"] = span["bias"] / temperature', "pass"),
+            ('span["sigma"] * temperature**0.5', 'span["sigma"]'),
+        ],
+    },
+    ("attnfast/nn/attention.py", "tests/test_nn.py -k missing"): {
+        "_Attention._wants_values": [
+            ("(features or memory.value.shape[-1])", "(features or states.shape[-1])"),
+        ],
+    },
+    ("attnfast/nn/attention.py", "tests/test_positions.py -k many_heads"): {
+        "MultiHeadAttention.__init__": [
+            ("isinstance(positions, RelativePositions) and len", "positions is not None and len"),
+        ],
+    },
+    ("attnfast/nn/attention.py", "tests/test_nn.py"): {
+        "_Unit.forward": [
+            ("F.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1)", "x"),
+            ("x.to(accumulation_dtype(x.dtype))", "x"),
+        ],
+        "MultiHeadAttention._keys": [("(self.value_proj, values))", "(self.value_proj, states))")],
+        "_Attention._keys": [
+            ("return key, states if values is None else values", "return key, states"),
+        ],
+        "_Attention._attend": [
+            ("check_temperature(temperature)", ""),
+            ("if (memory.weight is None) != (self.weight is None):", "if False:"),
+        ],
+    },
+    ("attnfast/decoding/memory.py", "tests/test_sparse.py -k m-"): {
+        "_attend_once": [("steps.prepared(), bias)", "steps.prepared())")],
+    },
+    ("examples/stories.py", "tests/test_hops.py -k answers"): {
+        "stays": [("found[-1] = (place_of.what, [x.at, place_of.at])", "pass")],
+        "counting": [("held ^= {x.what}", "held |= {x.what}")],
+        "paths": [
+            ('f"the {a} is {OPPOSITE[way] if turned else way} of the {b}"',
+             'f"the {a} is {way} of the {b}"'),
+        ],
+    },
+    ("examples/stories.py", "tests/test_hops.py -k learn_from"): {
+        "draw_parts": [
+            ("while (*story.sentences, story.question) in known:", "while False:"),
+            ("(*x.sentences, x.question) for x in parts", "(*x.sentences, '') for x in parts"),
+        ],
+    },
+    ("examples/stories.py", "tests/test_trials.py -k stories"): {
+        "Training.__init__": [('"linear_start", "learning_rate"', '"linear_start"')],
+        "Training.judge": [("float(each.mean()) if len(each) else None", "float(each.mean())")],
+    },
+    ("examples/reading.py", "tests/test_reading.py -k 'answers or tested or ratings or values'"): {
+        "pose": [
+            ("first += len(others[0]) + 1", "first += len(others[0])"),
+            ("first += len(others[0]) + 1", "pass"),
+            ("or any(find(value, x) for x in others)", ""),
+            ("== asked == left_out == 1", "== left_out == 1"),
+            ("== asked == left_out == 1", "== asked == 1"),
+            ("and find(another, others[0])", ""),
+            ("or value in AMBIGUOUS", ""),
+            ("if not any(tells_apart(", "if False and any(tells_apart("),
+            ("if x != kind):", "):"),
+        ],
+        "ask": [
+            ("one.texts[:i] + one.texts[i + 1 :]", "one.texts"),
+            ("draw.sample(other.texts, 2)", "draw.choices(other.texts, k=2)"),
+        ],
+        "split": [
+            ("if tuple(y) not in known]", "]"),
+            ("and words not in texts", ""),
+        ],
+    },
+    ("attnfast/nn/positions.py", "tests/test_positions.py"): {
+        "SinusoidalPositions.forward": [
+            ("stack([angle.sin(), angle.cos()], -1)", "stack([angle.cos(), angle.sin()], -1)"),
+        ],
+        "LearnedPositions.forward": [
+            ("self.weight[first : first + x.shape[1]]", "self.weight[: x.shape[1]]"),
+            ("first + x.shape[1] > longest", "x.shape[1] > longest"),
+        ],
+        "RelativePositions.forward": [
+            ("(keys - (first + rows).unsqueeze(-1))", "((first + rows).unsqueeze(-1) - keys)"),
+        ],
+    },
+    ("attnfast/nn/transformer.py", "tests/test_positions.py"): {
+        "TransformerEncoderLayer.forward": [
+            ("self.norms[0](states), lengths=lengths", "states, lengths=lengths"),
+            ("states = states + self.dropout(found)", "states = self.dropout(found)"),
+            ("lengths=lengths, need_weights", "need_weights"),
+        ],
+    },
+    ("attnfast/models/transformer.py", "tests/test_positions.py -k translator"): {
+        "TransformerEncoder.forward": [("* exists.unsqueeze(-1)", "")],
+        "TransformerEncoder.__init__": [
+            ("heads = [Span()] * 4 if heads is None else heads", "heads = [Span()] * 4"),
+            ("heads is None and self.output_dim % 4", "False"),
+        ],
+    },
+    ("attnfast/models/transformer.py", "tests/test_positions.py -k pytorchs"): {
+        "TransformerEncoder.forward": [
+            ('check_like("embedded", embedded, next(self.parameters(), embedded))', ""),
+        ],
+    },
+    ("attnfast/nn/transformer.py", "tests/test_positions.py -k pytorchs"): {
+        "TransformerEncoderLayer.forward": [
+            ('check_like("states", states, self.norms[0].weight)', "pass"),
+        ],
+    },
+    ("attnfast/models/config.py", "tests/test_positions.py -k translator"): {
+        "Config.__post_init__": [
+            ("self.hidden_dim % 2 and (self.self_attention or",
+             "self.hidden_dim % 2 and (False or"),
+        ],
+    },
+    ("attnfast/nn/history.py", "tests/test_history.py"): {
+        "History._after": [
+            ("loss if self.loss is None else self.loss + loss,", "loss,"),
+            ("self.previous, lengths),", "self.previous, None),"),
+            ("last_of(log_weights, first, lengths)", "last_of(log_weights, first, None)"),
+        ],
+        "ForwardAttention.start": [("first[:, :1] = 1", "first[:, -1:] = 1")],
+        "last_of": [("torch.where((lengths > 0)", "torch.where((lengths >= 0)")],
+        "HistoryAttention.__init__": [("self.activation = activation", "pass")],
+        "CoverageAttention.prepare": [("fertility=self.fertility * asked", "fertility=asked")],
+        "HistoryAttention.forward": [("seen if mask is None else seen & mask", "seen")],
+        "LocationAwareAttention._terms": [
+            ('"coverage" if self.channels == "cumulative" else "previous"', '"previous"'),
+        ],
+        "LocationAwareAttention.__init__": [('1 + (channels == "both")', "1")],
+    },
+    ("attnfast/nn/sparse.py", "tests/test_sparse.py"): {
+        "Progress.after": [("self._replace(rows=self.rows + rows)", "self")],
+        "MonotonicAttention._rows": [
+            ("best = key + best if self.span.compact else best", "pass"),
+            ("if Tk and row.shape[1]:", "if Tk:"),
+        ],
+        "LocalPredictiveAttention._positions": [
+            ("memory.lengths.unsqueeze(-1) * share", "memory.key.shape[-2] * share"),
+        ],
+        "LocalPredictiveAttention.forward": [
+            ("sigma = (left or 0) / 2", "sigma = left or 0"),
+            ("wide = sigma / self.temperature**0.5", "wide = sigma"),
+            ("context = context * scale", "pass"),
+        ],
+    },
+    ("attnfast/nn/sparse.py", "tests/test_sparse.py -k padding"): {
+        "_SpanAttention.forward": [
+            ("(query.shape[1] if counted is None else counted.sum(-1))", "(query.shape[1])"),
+        ],
+    },
+    ("attnfast/nn/sparse.py", "tests/test_nn_recurrent.py -k go"): {
+        "MonotonicAttention._rows": [("torch.where(target_mask[:, t], best, key)", "best")],
+        "StridedAttention.positions": [
+            ("isinstance(rows, Tensor) and self.span.phases > 1", "False"),
+        ],
+    },
+    ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k go"): {
+        "run_layer": [("input.shape[1] if lengths is None else lengths", "input.shape[1]")],
+        "_run_steps": [("rows=first + target_lengths", "rows=target_lengths")],
+    },
+    ("attnfast/nn/copying.py", "tests/test_history.py -k pointer"): {
+        "PointerGenerator.forward": [
+            ("log=log, backend", "log=True, backend"),
+            ("extra_words=extra_words, log", "log"),
+        ],
+    },
+    ("attnfast/losses.py", "tests/test_losses.py"): {
+        "alignment_loss": [
+            ("return loss + _unseen(aligned, inside, kind)", "return loss"),
+            ("masked_fill(keys < 0, 0)", "masked_fill(keys < 1, 0)"),
+        ],
+        "_of_keys": [
+            ("return loss.masked_fill(~exists, 0)", "return loss"),
+            ("- 2 * aligned + 1)", "- 2 * aligned)"),
+        ],
+        "": [("SMALLEST = 1e-8", "SMALLEST = 1e-6")],
+    },
+    ("attnfast/models/search.py",
+     "tests/test_models.py -k 'beam or search or gnmt or bonus or said'"): {
+        "beam_search": [
+            ("((5 + step) / 6)", "((6 + step) / 6)"),
+            ("topk(2 * beam)", "topk(beam + 1)"),
+            ("total[:, 1:] = -math.inf", "pass"),
+            ("[..., EOS + 1 :] += length_bonus", "[..., EOS:] += length_bonus"),
+            ("return [max(hypotheses)[1]", "return [min(hypotheses)[1]"),
+            ("index // vocab + offset", "index // vocab"),
+        ],
+        "_log_probs": [("logits[:, :EOS] = -math.inf", "pass")],
+    },
+    ("attnfast/models/seq2seq.py", "tests/test_models.py -k 'limit'"): {
+        "output_limit": [
+            (".long() + 10)", ".long() + 11)"),
+            (".clamp_min(longest)", ""),
+        ],
+    },
+    ("attnfast/models/search.py", "tests/test_models.py -k 'limit or never_end'"): {
+        "output_limits": [("max_output_length + 1, device", "max_output_length, device")],
+        "beam_search": [
+            ("words[i * beam, 1:].tolist()))", "words[i, 1:].tolist()))"),
+            ("last[i] or ahead[i] == -math.inf", "last[i]"),
+        ],
+    },
+    ("attnfast/models/search.py", "tests/test_models.py -k waited"): {
+        "beam_search": [("or max(finished[j])[0] < ahead[i])", ")")],
+    },
+    ("attnfast/models/search.py", "tests/test_speech.py -k 'wide or share or searches'"): {
+        "_log_probs": [
+            ("(1 - share) * log_probs + share * other", "log_probs + share * other"),
+            ("both.masked_fill(log_probs == -math.inf, -math.inf)", "both"),
+        ],
+        "beam_search": [
+            ("if scorer is not None and scorer_weight:", "if scorer is not None:"),
+            ("total[..., EOS + 1 :] += length_bonus", "total[..., EOS + 2 :] += length_bonus"),
+            ("None if judged is None else judged.index_select(rows)", "judged"),
+        ],
+        "output_limits": [('getattr(model, "output_limit", output_limit)', "output_limit")],
+    },
+    ("attnfast/models/speech.py", "tests/test_speech.py -k 'pyramid or odd or fit or padding'"): {
+        "join_frames": [
+            ("(lengths + size - 1) // size", "lengths // size"),
+            ("(0, 0, 0, -T % size)", "(0, 0, -T % size, 0)"),
+        ],
+        "PyramidEncoder.forward": [
+            ("frames.masked_fill(~exists.unsqueeze(-1), 0)", "frames"),
+            ("int(lengths.min()) < least", "int(lengths.max()) < least"),
+        ],
+    },
+    ("attnfast/models/speech.py", "tests/test_speech.py -k 'no_rec or finite or backend'"): {
+        "PyramidEncoder.forward": [("and not states.isfinite().all()", "and False")],
+        "join_frames": [("B, -(-T // size), size", "B, -1, size")],
+    },
+    ("attnfast/models/speech.py", "tests/test_speech.py -k 'hand or teacher or searches'"): {
+        "ListenAttendSpell.__init__": [('recurrence="attend_last"', 'recurrence="attend_first"')],
+        "ListenAttendSpell._spell": [
+            ("torch.cat([result.states, result.contexts], -1)",
+             "torch.cat([result.contexts, result.states], -1)"),
+        ],
+        "ListenAttendSpell.output_limit": [
+            ("return lengths.cpu() + 1", "return lengths.cpu() + 2"),
+        ],
+        "Heard.index_select": [("(x[index] for x in self[1:])", "self[1:]")],
+    },
+    ("attnfast/models/speech.py", "tests/test_speech.py -k 'prefix or impossible'"): {
+        "CTCPrefixScorer.score": [
+            ("torch.where(words == state.last, state.blank, entering)", "entering"),
+            ("again = blank[:, :-1] +", "again = both[:, :-1] +"),
+            ("blank = _walked(label, log_p[..., BLANK])",
+             "blank = _walked(both, log_p[..., BLANK])"),
+            ("(place >= heard.lengths.unsqueeze(-1))", "(place > heard.lengths.unsqueeze(-1))"),
+            ("both.gather(-1, heard.lengths.unsqueeze(-1)).squeeze(-1)", "both[:, -1]"),
+            ("torch.where(total == -torch.inf, total, scores - total)", "scores - total"),
+            ("log_p = log_p.double()", ""),
+        ],
+        "_walked": [
+            ("(entering - product)[:, :-1]", "(entering - product)[:, 1:]"),
+            ("if not (product > LEAST).all():", "if False:"),
+            ("y[:, :-size] + product[:, size:]", "y[:, :-size] + product[:, :-size]"),
+            ("longer = product[:, size:] + product[:, :-size]", "longer = product[:, size:]"),
+        ],
+    },
+    ("attnfast/training.py", "tests/test_speech.py -k 'scheduled'"): {
+        "scheduled_sampling": [
+            ("logits.detach()[:, :-1]", "logits.detach()[:, 1:]"),
+            ("< share) & (given > EOS)", "< share)"),
+            ("before[..., EOS + 1 :].softmax(-1)", "before[..., EOS + 1 :].sigmoid()"),
+            (".multinomial(1) + EOS + 1", ".multinomial(1) + EOS"),
+            ("(chances < share)", "(chances > share)"),
+        ],
+    },
+    ("attnfast/training.py", "tests/test_speech.py -k 'hybrid'"): {
+        "hybrid_loss": [
+            ("loss + (1 - ctc_weight) * own", "loss + own"),
+            ("counts = (target_out > EOS).sum(-1)", "counts = (target_out > PAD).sum(-1)"),
+            ("zero_infinity=True", "zero_infinity=False"),
+            ("paths / counts.sum().clamp_min(1)", "paths / len(counts)"),
+            ("labels = target_out.gather(1, first)", "labels = target_out"),
+            ("log_probs.to(accumulation_dtype(log_probs.dtype))", "log_probs"),
+            ("target_out = target_out.long()", ""),
+        ],
+        "_warn_of_long_texts": [
+            ("(counts + repeats > states", "(counts > states"),
+            ("& pairs).sum(-1)", ").sum(-1)"),
+        ],
+        "_check_share": [("not 0 <= x <= 1:  # type", "not 0 <= x:  # type")],
+    },
+    ("attnfast/training.py", "tests/test_speech.py -k 'targets'"): {
+        "hybrid_loss": [
+            ('check_ids("target_out", target_out, V)', 'check_ids("target_out", target_out)'),
+            ("if list(target_out.shape) != shape:", "if False:"),
+        ],
+    },
+    ("attnfast/models/search.py", "tests/test_speech.py -k 'options'"): {
+        "beam_search": [
+            ("if abs(x) > MOST:", "if x > MOST:"),
+            ("isinstance(scorer, type) or", ""),
+        ],
+    },
+    ("attnfast/ops/arguments.py", "tests/test_speech.py -k 'fit'"): {
+        "check_range": [
+            ("if not least <= number <= most:", "if not least <= number:"),
+            ("if not least <= number <= most:", "if not number <= most:"),
+        ],
+        "check_numbers": [('"int64 or int32", (count,), of=of)', '"int64 or int32", of=of)')],
+    },
+    ("attnfast/ops/arguments.py", "tests/test_arguments.py"): {
+        "check_array": [
+            ("if not fits or not KINDS[kind](x.dtype):", "if not fits:"),
+            ("if not fits or not KINDS[kind](x.dtype):", "if not KINDS[kind](x.dtype):"),
+        ],
+        "check_device": [("x.is_meta and (like is None or not like.is_meta)", "False")],
+        "check_tensor": [("x.layout != torch.strided or x.is_nested", "x.layout != torch.strided")],
+        "check_range": [("if not is_readable(x) or not x.numel():", "if True:")],
+    },
+    ("attnfast/backends.py", "tests/test_speech.py -k backend"): {
+        "check_backend": [
+            ("backend is not None and (not isinstance(backend, str) or backend not in BACKENDS)",
+             "False"),
+        ],
+    },
+    ("examples/trials.py", "tests/test_trials.py"): {
+        "at_least.read": [("if number < least:", "if False:")],
+        "Trial.test": [('if self.found.get("asked") != self.asked:', "if not self.found:")],
+        "learn_all": [
+            ("if one.options.seed == 1:", "if True:"),
+            ("(text, last(done))", "(text, last(done[:1]))"),
+        ],
+        "Trial.learn": [
+            ("if not norm.isfinite():", "if False:"),
+            ("self.step == self.steps or time", "time"),
+        ],
+        "Trial.save": [("if not all(p.isfinite().all() for p in self.parameters):", "if False:")],
+        "Trial.__init__": [
+            ('.replace(", ", "-")', ""),
+            ("for x in like | began if", "for x in like if"),
+            ("KeyError, RuntimeError, TypeError", "KeyError, RuntimeError"),
+            ("KeyError, RuntimeError, TypeError", "KeyError, TypeError"),
+        ],
+        "Once.__call__": [("list(dict.fromkeys(values))", "list(values)")],
+    },
+    ("examples/speech.py", "tests/test_trials.py -k 'speech or recordings'"): {
+        "Digits.__init__": [
+            ("if len(samples) < window:", "if False:"),
+            ("for content in (name.encode(), samples.numpy().tobytes()):",
+             "for content in (name.encode(),):"),
+        ],
+        "Training.__init__": [('"recordings": digits.fingerprint,', "")],
+    },
+    ("examples/reading.py", "tests/test_trials.py -k 'reading or descriptions'"): {
+        "fingerprint": [("zlib.crc32(repr(asked).encode())", "len(asked)")],
+    },
+    ("attnfast/speech.py", "tests/test_speech.py"): {
+        "read_wav": [
+            ("samples.float() / 2**15", "samples.float() / 2**16"),
+            ("size < STREAMED or", "size or"),
+            ("or len(frames) % file.getsampwidth()", ""),
+            ("(EOFError, RuntimeError, wave.Error)", "(EOFError, wave.Error)"),
+        ],
+        "_is_recording": [('and not name.startswith("._")', "")],
+        "_contents": [
+            ("if member.isfile() and", "if"),
+            ("while archive.fileobj.read(2**20):", "while False:"),
+        ],
+        "read_recordings": [("if name in found:", "if False:")],
+        "LogMel.forward": [
+            ("if self.filters.dtype in HALF:", "if False:"),
+            ("if not len(lengths):", "if False:"),
+            ("spectrum.abs().square()", "spectrum.abs()"),
+            ("1 + (lengths - self.samples) // self.hop", "lengths // self.hop"),
+            ("spare // 2, spare - spare // 2", "0, spare"),
+            ("return _cut(features, counts), counts", "return features, counts"),
+        ],
+        "Normalisation.fit": [
+            ("if not x.isfinite().all():", "if False:"),
+            ("(second / count - mean.square())", "(second / count)"),
+        ],
+        "SpecAugment.forward": [
+            ('check_lengths(lengths, features, 0, whose="features")\n        if not self.',
+             "if not self."),
+            ("(self.share * n.to(dtype)).clamp_max(self.frame_width)", "self.share * n.to(dtype)"),
+            ("(drawn[0] * (most.floor() + 1)).floor()", "(drawn[0] * most).floor()"),
+            ("(drawn[1] * (total - width + 1)).floor()", "(drawn[1] * total).floor()"),
+        ],
+        "mel_filters": [
+            ("2595 * torch.tensor(1 + rate / 1400", "2595 * torch.tensor(1 + rate / 700"),
+            ("torch.minimum((f - low) / (middle - low)", "torch.minimum((f - low) / (high - low)"),
+        ],
+        "Normalisation.forward": [("self.mean[number].unsqueeze(1)", "self.mean[:1]")],
+        "word_errors": [
+            ("key=lambda x: (x[0], -x[1])", "key=lambda x: (x[0], x[1])"),
+            ("row = row, [(i, 0, i, 0)]", "row = row, [(i, 0, 0, i)]"),
+        ],
+    },
+    ("attnfast/models/captioning.py", "tests/test_captioning.py"): {
+        "GridEncoder.forward": [
+            ("norm(x.permute(0, 2, 3, 1)[inside])",
+             "norm(x.permute(0, 2, 3, 1).flatten(0, 2)).view(*inside.shape, -1)[inside]"),
+            ("self.place_scale * place * inside.unsqueeze(-1)", "self.place_scale * place"),
+            ("self.place_scale * place", "place"),
+            ("images.masked_fill(~inside.unsqueeze(1), 0)", "images.nan_to_num()"),
+            ("(2 * cell + 1) /", "(2 * cell) /"),
+            ("sizes = -(-sizes // stride)\n            inside", "inside"),
+        ],
+        "ShowAttendTell.forward": [
+            (".repeat_interleave(count)", ".repeat(count)"),
+            ('check_flag("need_weights", need_weights)\n        if isinstance(self.encoder',
+             "if isinstance(self.encoder"),
+        ],
+        "GridEncoder._check": [
+            ("self.stride <= pixels <= most", "0 < pixels <= most"),
+            ("if norm.training and cells < 2", "if norm.training and cells < 1"),
+        ],
+        "masked_mean": [
+            ("mask.sum(-1, keepdim=True).clamp_min(1)", "mask.shape[-1]"),
+            ("sum(1, dtype=dtype)", "sum(1)"),
+        ],
+        "ShowAttendTell._tell": [
+            ("torch.cat([result.states, result.contexts], -1)",
+             "torch.cat([result.contexts, result.states], -1)"),
+            ("read = embedded + linear(", "read = linear("),
+        ],
+        "ShowAttendTell.output_limit": [
+            ("(len(sizes),), self.longest)", "(len(sizes),), self.longest + 1)"),
+        ],
+        "ShowAttendTell.__init__": [
+            ("vocab_size, EOS + 2)", "vocab_size, EOS + 1)"),
+            ('getattr(inner, "knows_order", False)', 'getattr(attention, "knows_order", False)'),
+        ],
+    },
+    ("attnfast/nn/selection.py", "tests/test_captioning.py"): {
+        "GatedAttention.forward": [
+            ("self.gate(state).sigmoid() * context", "self.gate(state).tanh() * context"),
+        ],
+        "HardAttention.forward": [
+            ("index = weights.argmax(-1)", "index = weights.argmin(-1)"),
+            ("torch.where(history.averaged.view(-1, 1, 1), mean, one)", "one"),
+            ("counts = counts & target_mask.reshape(counts.shape)", "counts = counts & True"),
+            ("left_out = ~counts | history.averaged.unsqueeze(-1)", "left_out = ~counts"),
+            ("entropy = -(safe * safe.log())", "entropy = (safe * safe.log())"),
+            ("one.masked_fill(~counts.unsqueeze(-1), 0)", "one"),
+            ("one.masked_fill(damaged.unsqueeze(-1), torch.nan)", "one"),
+            ("(~counts | damaged)", "(~counts)"),
+            ("if not weights.shape[-1]:", "if False:"),
+            ("chances = weights.detach().to(", "chances = torch.ones_like(weights).to("),
+        ],
+        "HardAttention.start": [
+            ("torch.rand_like(zeros) < share", "torch.rand_like(zeros) > share"),
+            ("< share if share else", "< share if True else"),
+        ],
+        "HardAttention.__init__": [("if isinstance(attention, GatedAttention):", "if False:")],
+    },
+    ("examples/captioning.py", "tests/test_trials.py -k captioning"): {
+        "compare": [("if args.captions > 16:", "if False:")],
+        "main": [('"--dim", type=at_least(2)', '"--dim", type=count')],
+    },
+    ("attnfast/losses.py", "tests/test_captioning.py"): {
+        "doubly_stochastic_loss": [
+            ("(1 - weights.to(accumulation_dtype(weights.dtype)).sum(1))",
+             "(1 - weights.to(accumulation_dtype(weights.dtype)).sum(2))"),
+            ("left = left.masked_fill(~mask, 0)", "left = left"),
+        ],
+        "Reinforce.forward": [
+            ("self.decay * before + (1 - self.decay)", "(1 - self.decay) * before + self.decay"),
+            ("if self.training:\n            mean", "if True:\n            mean"),
+            ("torch.where(mean.isfinite(), moved, self.baseline)", "moved"),
+            ("gain = (reward - before)", "gain = (before - reward)"),
+            ("reward = log_likelihood.detach().double()", "reward = log_likelihood.double()"),
+        ],
+    },
+    ("attnfast/nn/pointer.py", "tests/test_pointer.py -k 'not example and not hulls'"): {
+        "PointerNetwork.point": [
+            ("weights < faint", "weights < 0"),
+            ("e - total[b, t])", "e)"),
+            ("weights.clamp_min(faint).log()", "weights.log()"),
+            ("masked_fill(~visible, -math.inf)", "masked_fill(~visible, 0)"),
+        ],
+        "PointerNetwork.encode": [
+            ("torch.cat([self.end.to(states).expand(len(items), 1, -1), states], 1)",
+             "torch.cat([states, self.end.to(states).expand(len(items), 1, -1)], 1)"),
+            ("states, there + 1)", "states, there)"),
+        ],
+        "PointerNetwork._read": [
+            ("(pointers - 1).clamp_min(0)", "pointers.clamp_max(items.shape[1] - 1)"),
+            ("pointers.unsqueeze(-1) > 0, chosen", "pointers.unsqueeze(-1) >= 0, chosen"),
+        ],
+        "PointerNetwork.forward": [
+            ("pointers.to(items.device), (1, -1))", "pointers.to(items.device), (0, 0))"),
+        ],
+        "PointerNetwork.decode": [
+            ("ended = ended | (step >= lengths)", "ended = ended | (step > lengths)"),
+            ("ended = last == 0", "ended = last < 0"),
+            ("last.unsqueeze(1), True)", "last.unsqueeze(1), step > 0)"),
+            ("if distinct:", "if True:"),
+        ],
+        "PointerNetwork._check": [("if not 1 <= length <= N", "if not 0 <= length <= N")],
+    },
+    ("attnfast/nn/hops.py", "tests/test_hops.py -k best"): {
+        "_order": [
+            ("weight * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
+            ("for x in (query, shown))", "for x in (query,))"),
+        ],
+        "TopKAttention.choose": [("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype")],
+    },
+    ("attnfast/decoding/memory.py", "tests/test_growing.py -k 'empty or one_mask'"): {
+        "Memory._whole_mask": [("seen.view(len(seen), *[1]", "seen.view(-1, *[1]")],
+        "Memory.index_select": [("len(self.mask) != len(self.key)", "False")],
+    },
+    ("attnfast/nn/turing.py", "tests/test_turing.py -k 'not example and not tasks'"): {
+        "NeuralTuringMachine._start": [
+            ("weights[..., 0] = 1", "weights[..., -1] = 1"),
+            ("expand(batch, self.num_slots, -1).clone()", "expand(batch, self.num_slots, -1)"),
+            ("hidden, cell = slot.new_zeros(2, batch, self.hidden_size)",
+             "hidden = cell = slot.new_zeros(batch, self.hidden_size)"),
+        ],
+        "NeuralTuringMachine.address": [
+            ("F.softplus(strength) *", "strength *"),
+            ("* key / norm(key).unsqueeze(-1)", "* key"),
+            ("/ norm(memory).unsqueeze(1)", ""),
+            ("dtype = accumulation_dtype(before.dtype)", "dtype = before.dtype"),
+            ("before + gate.sigmoid() * (content - before)",
+             "content + gate.sigmoid() * (before - content)"),
+            ("torch.cat([mixed[..., -S:], mixed, mixed[..., :S]], -1)", "F.pad(mixed, (S, S))"),
+            ("shift.softmax(-1).flip(-1)", "shift.softmax(-1)"),
+            ("shifted.clamp_min(torch.finfo(dtype).tiny).log()", "shifted.log()"),
+            ("((1 + F.softplus(sharpness)) * log)", "(F.softplus(sharpness) * log)"),
+        ],
+        "norm": [
+            ("clamp_min(SHORT**2).sqrt()", "sqrt()"),
+            ("clamp_min(SHORT**2)", "clamp_min(SHORT)"),
+        ],
+        "NeuralTuringMachine.step": [
+            ("if is_autocast_on() else nullcontext()", "if False else nullcontext()"),
+            ("read = weights[:, :R] @ memory", "read = before[:, :R] @ memory"),
+            ("weights[:, R:].transpose(1, 2)", "weights[:, : self.num_writes].transpose(1, 2)"),
+            ("erase[:, None, h]", "erase[:, None, 0]"),
+            ("torch.addcmul(memory, erased, memory, value=-1)", "memory - erased"),
+            ("writing, add.tanh())", "writing, add)"),
+            ("[hidden, read.flatten(1).to(hidden.dtype)]",
+             "[hidden, state.read.flatten(1).to(hidden.dtype)]"),
+        ],
+        "NeuralTuringMachine._check": [("if slots < self.shift:", "if False:")],
+        "NeuralTuringMachine._check_kind": [("x.dtype in (torch.float32, *HALF)", "True")],
+        "NeuralTuringMachine.forward": [
+            ("x = x.to(self.slot.dtype)", "pass"),
+            ("state = self._start(x.shape[0]) if state is None else state",
+             "state = self._start(x.shape[0])"),
+        ],
+        "": [("name_in_exports(TuringResult)", "")],
+        "TuringState.index_select": [("x.index_select(0, index) for x in self", "x for x in self")],
+    },
+    ("examples/turing.py", "tests/test_turing.py -k 'tasks or size'"): {
+        "copy": [("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1")],
+        "repeat": [
+            ("bits.repeat(1, times, 1)", "bits.repeat_interleave(times, 1)"),
+            ("wanted[:, -1, 8] = 1", "wanted[:, 0, 8] = 1"),
+            ("times / 10", "times"),
+        ],
+        "recall": [
+            ("bits[rows, asked + 1]", "bits[rows, asked]"),
+            ("x[:, size.n :, 0, 7] = 1", "x[:, size.n, 0, 7] = 1"),
+            ("x[:, size.n, 1:, :6] = bits[rows, asked]", "x[:, size.n, 1:, :6] = bits[:, 0]"),
+        ],
+        "Teller.__init__": [("+ wanted * (size + 1) >= most", "+ wanted * (size + 1) >= 2 * most")],
+    },
+    ("attnfast/losses.py", "tests/test_pointer.py -k 'counts or given'"): {
+        "pointer_loss": [
+            ("ends.cumsum(-1) - ends.long() == 0", "ends.cumsum(-1) == 0"),
+            ("/ counts.sum().clamp_min(1)", "/ len(counts)"),
+        ],
+    },
+    ("examples/pointers.py", "tests/test_pointer.py -k 'hulls or polygons'"): {
+        "turn": [("a[..., 0] * b[..., 1] - a", "a[..., 0] * b[..., 1] + a")],
+        "hull": [
+            ("(left | one | one.unsqueeze(1))", "(left | one)"),
+            ("(place + 1).masked_fill(ended, 0)", "place + 1"),
+        ],
+        "is_simple.cross": [("turn(d - c, a - c) * turn(d - c, b - c) < 0", "True")],
+        "is_simple": [("return K > 2 and not any", "return not any")],
+        "judge_hull": [("set(got) == set(wanted)", "got == wanted")],
+    },
+    ("examples/pointers.py", "tests/test_trials.py -k pointers"): {
+        "Training.judge": [("if n <= self.row.largest]", "]")],
+    },
+    ("attnfast/diagnostics.py", "tests/test_diagnostics.py"): {
+        "failures": [("(of.each(of.m, 1) + 2) // 3", "(of.each(of.m, 1) + 1) // 3")],
+    },
+    ("attnfast/checkpoint.py", "tests/test_checkpoint.py -k umask"): {
+        "write_atomically": [("os.chmod(temporary, 0o666 & ~umask)", "pass")],
+    },
+    ("attnfast/diagnostics.py", "tests/test_speech.py -k monotonicity"): {
+        "monotonicity": [
+            ("position[..., 1:] < position[..., :-1]", "position[..., 1:] <= position[..., :-1]"),
+            (") & of.rows[..., 1:]", ")"),
+            ("of.each(of.m - 1)", "of.each(of.m)"),
+        ],
+    },
+    ("attnfast/models/decoders.py", "tests/test_models.py"): {
+        "LuongDecoder._words": [("state._replace(feed=done.attentional[:, -1])", "state")],
+        "_Decoder._together": [
+            ("target_mask=target_mask, need_weights", "target_mask=None, need_weights"),
+        ],
+        "_Decoder.initial": [
+            ("torch.zeros_like(hidden) if lstm", "torch.ones_like(hidden) if lstm"),
+        ],
+        "_Decoder._run": [("hidden=hx[0][0], cell=hx[1][0])", "hidden=hx[0][0])")],
+    },
+    ("attnfast/models/seq2seq.py", "tests/test_models.py tests/test_translate.py -k 'not train'"): {
+        "Seq2Seq._embed": [
+            ("words >= self.embedding.num_embeddings", "words > self.embedding.num_embeddings"),
+            ("self.dropout(embedded * self.embedding.embedding_dim**0.5)",
+             "self.dropout(embedded)"),
+        ],
+        "Encoder.forward": [("return states * exists.unsqueeze(-1)", "return states")],
+        "Seq2Seq._decode": [("words != PAD,", "None,")],
+        "Seq2Seq.__init__": [("self.embedding.weight[PAD] = 0", "pass")],
+    },
+    ("attnfast/training.py", "tests/test_training.py"): {
+        "train_step": [
+            ("nn.utils.clip_grad_norm_(model.parameters(), options.clip)", ""),
+            ('group["lr"] = rate', "pass"),
+            ("smoothing = 0.0 if copying else options.label_smoothing",
+             "smoothing = options.label_smoothing"),
+            ("optimizer.zero_grad(set_to_none=True)", "pass"),
+            ("coverage.sum() / words", "coverage.mean()"),
+        ],
+        "validation_loss": [
+            ("batch.target_out).item() * count", "batch.target_out).item()"),
+            ("model.eval()\n    total", "total"),
+        ],
+        "sequence_loss": [("label_smoothing=label_smoothing", "label_smoothing=0.0")],
+        "Trainer.__post_init__": [
+            ("2 * sum(targets) / sum(sources)", "sum(targets) / sum(sources)"),
+            ("max(self.config.longest_target, *targets)", "max(targets)"),
+            ("self.model.length_ratio, self.model.longest_target = ratio, longest", "pass"),
+        ],
+        "Options.check": [('sparse or attention == "strided"', 'attention == "strided"')],
+    },
+    ("attnfast/data.py", "tests/test_data.py"): {
+        "batches": [
+            ("order.sort(key=lambda example: (len(example.target), len(example.source)))", ""),
+            ('f"{seed} {epoch}"', 'f"{seed}"'),
+        ],
+        "encode_pairs": [("elif longer > max_length:", "elif longer >= max_length:")],
+        "WordTokenizer.train": [("words[: vocab_size - 4]", "words[:vocab_size]")],
+        "pad_sources": [("[len(ids) + 1 for ids in sources]", "[len(ids) for ids in sources]")],
+        "decode_lines": [('b"\\n" not in content and b"\\r" in content', "False")],
+        "SubwordTokenizer.train": [
+            ('normalization_rule_name="identity"', 'normalization_rule_name="nfkc"'),
+            ("remove_extra_whitespaces=False", "remove_extra_whitespaces=True"),
+            ("max_sentence_length=2**30", "max_sentence_length=4192"),
+            ('required_chars="".join(sorted(characters)),', ""),
+        ],
+        "SubwordTokenizer.word_numbers": [("if end > ends[numbers[-1]]:", "if False:")],
+    },
+    ("attnfast/translation.py", "tests/test_cli.py -k 'allowed or batches or memory'"): {
+        "_batches": [
+            ("(len(batch) + 1) * lengths[i] > LARGEST", "len(batch) * lengths[i] > LARGEST"),
+        ],
+        "translate": [
+            ("if len(ids) + 1 >= limit:", "if len(ids) >= limit:"),
+            ("if not out_of_memory(error):", "if True:"),
+        ],
+    },
+    ("attnfast/cli.py", "tests/test_cli.py"): {
+        "_prepare_output": [("if isinstance(out.buffer, io.RawIOBase):", "if False:")],
+        "train": [("options.check(config)", "pass")],
+    },
+    ("attnfast/backends.py", "tests/test_package.py -k 'runs_on or triton_needs or goes_'"): {
+        "not_built_for": [
+            ("any(own >= x for x in alike)", "any(own <= x for x in alike)"),
+            ("own >= built[-1]", "own >= built[0]"),
+        ],
+        "": [("OLDEST_FOR_TRITON = (8, 0)", "OLDEST_FOR_TRITON = (7, 5)")],
+        "Cuda.rank": [
+            ("and request.dtype in HALF and not request.step", "and not request.step"),
+            ("2 if products or request.operator", "2 if request.operator"),
+        ],
+        "in_order": [("ranks[name] < math.inf", "True")],
+        "Triton._unable": [("if request.filters > self.most_filters:", "if False:")],
+    },
+    ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
+        "_remembered": [
+            ("mask = seen if mask is None else seen & mask", "pass"),
+            ('state.get("previous"), None,', 'state["coverage"], None,'),
+        ],
+        "RecurrentState.index_select": [('"cell": -2, "feed": 0}', '"cell": -2}')],
+        "_packed": [("all(x is y for x, y in zip(parameters, before.parameters))", "True")],
+        "_run_steps": [
+            ("(steps >= target_lengths[:, None]).unsqueeze(-1), 0)",
+             "steps.view(1, -1, 1) < 0, 0)"),
+        ],
+        "_terms": [("of_memory.check_unchanged()", "pass")],
+        "_reversed": [
+            ("return x.flip(1)", "return x"),
+            ("lengths[:, None] - 1 - steps, steps)", "lengths[:, None] - 1 - steps, 0)"),
+        ],
+    },
+    ("attnfast/integrations/cache.py", "tests/test_replace_cache.py"): {
+        "_state": [("return x._version, x.data_ptr()", "return 0, x.data_ptr()")],
+        "_Kept.holds": [("self.way == way", "True")],
+        "Seen.again": [("is _base(x) and _part(x) == self.part", "is _base(x)")],
+    },
+    ("attnfast/integrations/cache.py", "tests/test_replace_refilled.py"): {
+        "Seen.again": [("self.copy is None or _is_equal(x, self.copy)", "True")],
+        "_is_equal": [("x.numel() * x.itemsize) == 0", "x.itemsize) == 0")],
+        "_tells_of_changes": [
+            ("base.grad_fn is not None and not _is_shared(base)", "base.grad_fn is not None"),
+        ],
+    },
+    ("attnfast/integrations/patch.py", "tests/test_replace_fallback.py"): {
+        "_is_as_it_was": [
+            ("type(part) not in kinds", "False"),
+            ('or own["_backward_hooks"]', ""),
+            ('or "forward" in own', ""),
+        ],
+        "_is_served": [
+            ("is_transformed() or has_global_hooks()", "is_transformed()"),
+            ("if torch.jit.is_tracing():", "if False:"),
+            ("if torch.onnx.is_in_onnx_export():", "if False:"),
+        ],
+    },
+    ("attnfast/integrations/decoders.py", "tests/integrations/test_decoders.py"): {
+        "is_one_operator": [
+            ("x.training and x.p > 0", "x.training and x.p > 1"),
+            ("is_plain(attention, type(attention))", "True"),
+            ("backend_of(None, None, like, stack=drops or layers > 1) is not None", "True"),
+            ("x.shape[:2] == (layers, len(source))", "True"),
+        ],
+        "masks_of": [
+            ("zip(dropouts, masks)", "zip(dropouts[::-1], masks[::-1])"),
+            (".movedim(0, 2)", ".movedim(0, 1)"),
+        ],
+    },
+    ("attnfast/integrations/d2l.py", "tests/integrations/test_decoders.py -k d2l"): {
+        "Decoder.forward": [
+            (".roll(-source.shape[2], 1)", ""),
+            ("valid_lens is not None and valid_lens.dim() != 1", "False"),
+            ("attention.attention_weights = self._attention_weights[-1]", "pass"),
+        ],
+    },
+    ("attnfast/integrations/tutorials.py", "tests/integrations/test_decoders.py"): {
+        "TranslationDecoder.forward": [
+            ("words[:, : T - 1]", "words[:, 1:T]"),
+            ("torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)",
+             "self.dropout(embedded)"),
+        ],
+    },
+    ("attnfast/integrations/onmt.py", "tests/integrations/test_decoders.py"): {
+        "InputFeed._run_forward_pass": [
+            ("*hidden, feed=feed[0])", "*hidden)"),
+            ("not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)", "False"),
+        ],
+        "lengths_of.count": [("(place < src_len.view(-1, 1)).sum(1).expand(B)", "src_len.long()")],
+    },
+    ("attnfast/integrations/probe.py", "tests/test_replace.py -k hooks"): {
+        "why_not_hooked": [("if part is not module and any(hooks):", "if any(hooks):")],
+    },
+    ("attnfast/integrations/probe.py", "tests/test_replace_probe.py"): {
+        "methods_of": [('method = vars(method).get("__wrapped__")', "method = None")],
+        "used_by": [("{**function.__globals__, **bound}", "function.__globals__")],
+        "why_not_read_alike": [("if k not in own and", "if not callable(vars(cls)[k]) and")],
+        "is_ready_made": [
+            ("if not isinstance(x, (type, FunctionType, BuiltinFunctionType, ModuleType)):",
+             "if not callable(x) and not isinstance(x, ModuleType):"),
+        ],
+    },
+    ("attnfast/integrations/probe.py", "tests/integrations/test_decoders.py -k copies"): {
+        "why_not_read_alike": [("(state | HIDDEN)", "state")],
+    },
+    ("attnfast/integrations/probe.py", "tests/integrations/test_late.py"): {
+        "ways": [("others=BATCHES, repeats=True, late=True", "repeats=True, late=True")],
+        "read_by_name": [("strings if BY_NAME.intersection(code.co_names) else set()", "set()")],
+        "why_not_read_alike": [("{name for name in named if not hasattr(module, name)}", "set()")],
+        "calls": [("before < draw.marked < draw.marks", "False")],
+        "integers": [("elif isinstance(x, (tuple, frozenset)):", "elif False:")],
+        "words_to_compare": [
+            ("words = max(WORDS, *(1 + x for x in special if x < most))", "words = WORDS"),
+        ],
+        "outcome_of": [("None if way.large else words)", "words)")],
+    },
+    ("attnfast/integrations/adapter.py", "tests/integrations/test_late.py"): {
+        "Draw.words": [
+            ("range(0, T - 1 if self.late else 0, 2)", "range(0)"),
+            ("words[self.marked % len(words)]", "words[t // 2 % len(words)]"),
+        ],
+    },
+    ("attnfast/integrations/replace.py", "tests/integrations/test_decoders.py -k left_alone"): {
+        "replace": [("if x.adapter and not x.adapter.attention]", "if x.adapter]")],
+        "_choose_backend": [
+            ("if all(attention is not x.module", "if False and all(attention is not x.module"),
+        ],
+    },
+    ("attnfast/integrations/serve.py", "tests/test_replace_fallback.py"): {
+        "attend": [
+            ("query.shape[:-2] != key.shape[:-2]", "False"),
+            ("mask is None or _fits(mask, of_weights)", "True"),
+        ],
+    },
+    ("attnfast/integrations/serve.py", "tests/test_replace.py"): {
+        "keep_in_graph": [("x = x + p.flatten()[:0].sum()", "pass")],
+    },
+    ("kernels/attention.py", TRITON): {
+        "_forward": [
+            ('m_s = m_s & (b_bias != -float("inf"))  # also', "m_s = m_s  # also"),
+            ('b_shift = tl.where(b_max == -float("inf"), 0, b_max)', "b_shift = b_max"),
+            ("b_l = b_l * b_rescale + tl.sum(b_p, 1)", "b_l = b_l + tl.sum(b_p, 1)"),
+            ("m_k = tl.max(m_s.to(tl.int32), 0) > 0", "m_k = o_k < n"),
+            ('tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))',
+             "1 / tl.where(m_empty, 1, b_l)"),
+            ("LEAST, b_s * SHORT))", "LEAST, b_s))"),
+        ],
+        "_exponentials": [
+            ("tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)",
+             "tl.max(tl.abs(b_chunks), 1) * 0.0, 2.0**-120)"),
+        ],
+        "": [("FACTORED_LIMIT = tl.constexpr(21.8)", "FACTORED_LIMIT = tl.constexpr(40.0)")],
+        "_exp_twice": [("1.4286068203094172e-06", "1.4286068203094172e-04")],
+        "_score_gradient": [("b_g - b_delta[:, None] + b_dlse[:, None]", "b_g - b_delta[:, None]")],
+        "_additive_gradient": [
+            ("b_dw = -2 * scale * tl.sum(b_dw, 0)", "b_dw = -2 * tl.sum(b_dw, 0)"),
+            ("m_1 = o_x < tl.where(y + 1 < end, Tx, 0)", "m_1 = m_x"),
+        ],
+        "_seen_keys": [("tl.load(p_lengths + i_b), 0), Tk)", "tl.load(p_lengths), 0), Tk)")],
+        "_activation": [("0.25 * b_ones, 0.05 * b_ones)", "0.25 * b_ones, 0.25 * b_ones)")],
+    },
+    ("kernels/coverage.py", TRITON_HISTORY): {
+        "_scan_gradient": [
+            ("b_g += tl.where(b_p <= b_c, grad_loss, 0)",
+             "b_g += tl.where(b_p < b_c, grad_loss, 0)"),
+            ("b_dpenalty -= b_ds * b_c", "b_dpenalty += b_ds * b_c"),
+            ("+ u * b_this * (b_next / b_sum)", ""),
+            ("m_k = b_ds != 0  #", "m_k = o_k < n  #"),
+            ("- b_p * total", ""),
+        ],
+        "_scan": [("b_c + b_rate * b_p", "b_c + b_p")],
+    },
+    ("kernels/copying.py", "tests/test_copying.py -k 'triton and not check and not compile'"): {
+        "_distribution_gradient": [
+            ("every += tl.sum(b_plus, 0)", "pass"),
+            ("tl.where(b_da > HIGHEST, HIGHEST,", "tl.where(b_da > HIGHEST, b_da,"),
+        ],
+        "_word": [("b_u = _exp(b_d)", "b_u = tl.exp(b_d)")],
+    },
+    ("csrc/score.h", CPU): {
+        "activation": [("return z < V{} ? z * C(0.2) : z;", "return z < V{} ? z * C(0.21) : z;")],
+        "times_slope": [("return f > V{} ? g : g * C(0.2);", "return f > V{} ? g : g;")],
+    },
+    ("csrc/arguments.h", "tests/test_schemas.py"): {
+        "pop_string": [("TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));", "")],
+    },
+    ("csrc/launch_coverage.h", "tests/test_misfits.py tests/test_schemas.py"): {
+        "ATTNFAST_HISTORY": [
+            ("X(Optional, previous, rows, sums, {Tk})", "X(Optional, previous, any)"),
+        ],
+    },
+    ("csrc/cpu/attention_kernel.cpp", CPU): {
+        "softmax_backward": [
+            ("const C rest = a.grad_log_sum_exp.data ?", "const C rest = false ?"),
+            ("pj == 0 ? pj : pj * (xj - mean + rest) * scale", "pj * (xj - mean + rest) * scale"),
+        ],
+        "multiply": [("x = x == x ? x : again[r * width + c];", "x = x;")],
+        "pack_slice": [("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v")],
+        "weights": [("multiply_by((C)a.scale, item.seen, row(i));", ";")],
+    },
+    ("csrc/cpu/coverage_kernel.cpp", HISTORY): {
+        "softmax_backward": [("x += part(past) - w * total;", "x += part(past);")],
+        "forward": [
+            ("lost += x <= c ? x : c;", "lost += x;"),
+            ("for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;", ""),
+        ],
+    },
+    ("csrc/cpu/coverage_kernel.cpp", RECURRENT): {
+        "run": [
+            ("(a.sums ? *row(a.grad_penalty) : 0)", "0"),
+            ("if (a.grad_last.data) copy(row(a.grad_last)", "if (false) copy(row(a.grad_last)"),
+        ],
+    },
+    ("csrc/cpu/recurrent_backward.h", "tests/test_zero_sizes.py"): {
+        "begin": [("a.grad_feed.data && a.T == 0 && b < a.B", "false")],
+    },
+    ("attnfast/nn/layer.py", "tests/test_zero_sizes.py"): {
+        "_run_no_step": [
+            ("state = state._replace(history=attention.start(memory))", "pass"),
+            ("y[..., :0, :] for x, y in", "y[..., :1, :] for x, y in"),
+        ],
+    },
+    ("attnfast/nn/hops.py", "tests/test_hops.py -k 'best or apart'"): {
+        "_largest": [
+            ("first.values[..., -1:] * (1 - error)", "first.values[..., -1:]"),
+            ("scores.masked_fill(order.gather(-1, index) == 0, -torch.inf)", "scores"),
+        ],
+    },
+    ("csrc/cpu/transition.h", HISTORY): {
+        "transition_backward": [
+            ("store_part(moved + j, times(r.before) * u", "store_part(moved + j, times(r.before)"),
+        ],
+        "log": [("top + log_of_one_more(sum - (C)1)", "top")],
+    },
+    ("csrc/cpu/copying_kernel.cpp", "tests/test_copying.py -k 'cpu and not compile'"): {
+        "add_up": [
+            ("mass[source[i]] += widen(weights[i]);", "mass[source[i]] = widen(weights[i]);"),
+        ],
+        "generates": [("w < V && x[w] != -infinity<C>()", "w < V")],
+    },
+    ("csrc/cpu/recurrent_steps.h", RECURRENT): {
+        "remember": [
+            ("step.log_weights.data ? step.log_weights : step.weights", "step.weights"),
+            ("if (a.step_lengths) step.lengths =", "if (false) step.lengths ="),
+        ],
+    },
+    ("csrc/cpu/recurrent_forward.h", RECURRENT): {
+        "add_losses": [
+            ("sum += *row<C>(a.attention.loss, b, t);", "sum = *row<C>(a.attention.loss, b, t);"),
+        ],
+        "move_row": [
+            ("if (pads) unit = Unit<Vec<C>>{};", ""),
+            ("if (lift) store_part(", "if (false) store_part("),
+        ],
+        "add_biases": [("out[of_state(a.cell, gate) * width]", "out[gate * width]")],
+        "move_block": [
+            ("{masked[t % 2] + (layer * a.B + b) * a.H, a.H}", "{masked[t % 2] + b * a.H, a.H}"),
+            ("packed.hidden.at(own)", "packed.hidden.at(panel)"),
+        ],
+        "attend": [("in_place.scores = step.weights;", "")],
+    },
+    ("csrc/cpu/recurrent_backward.h", RECURRENT): {
+        "begin_history": [
+            ("clear(row<C>(room.kept, b), room.kept.batch);", "{}"),
+            ("row<C>(h.grad_previous, b)[j] = 0;", ""),
+        ],
+        "run": [("if (room.kept.data) finish_history();", "")],
+        "put_fed": [
+            ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
+            ("f = mask == 0 ? Vec<C>{} : f / mask;", ""),
+        ],
+        "move_row_back": [("if (given_cell) grad_cell += part(given_cell);", "")],
+        "put_first": [
+            ("if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);", ""),
+        ],
+        "move_back_block": [("if (layer == a.layers - 1) add_attended(", "add_attended(")],
+        "reach_below": [("x, at_layer<C>(a.dropout_above, layer - 1), t);", "x, View{}, t);")],
+        "list_gradients": [
+            ("below(a.dropout_above), gates", "none, gates"),
+            ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
+        ],
+        "pack_right": [
+            ("there = runs(a, b, t) && (!before || x.first.data)",
+             "there = !before || x.first.data"),
+            ("if (n > 0 && x.factor.data) v *=", "if (false) v *="),
+        ],
+    },
+    ("csrc/cell.h", RECURRENT): {
+        "__attribute__": [
+            ("u.state = n + z * (state - n);", "u.state = n + z * state;"),
+            ("const V to_cell = grad_cell + g * o", "const V to_cell = g * o"),
+        ],
+    },
+    ("csrc/cpu/panels.h", "tests/test_linear.py"): {
+        "multiply_rows": [
+            ("if (bias) sum += load_part", "if (false) sum += load_part"),
+            ("k ? sum + load_part", "false ? sum + load_part"),
+            ("const bool gathers = x.sums || x.column != 1;",
+             "const bool gathers = x.column != 1;"),
+            ("gathers ? own : x.left + k;", "gathers ? own : x.left;"),
+        ],
+        "gather_left": [("sums[m] += of_block[m];", "sums[m] = of_block[m];")],
+    },
+    ("csrc/cpu/linear_kernel.cpp", "tests/test_linear.py"): {
+        "multiply": [("min(kProductRows, a.M - first_row)", "a.M - first_row")],
+        "pack_panel": [("if (a.right_column == 1) pack(", "if (a.right_row == 1) pack(")],
+    },
+    ("csrc/cpu/linear.cpp", "tests/test_linear.py"): {
+        "ATTNFAST_LINEAR_BACKWARD": [
+            ("X(Tensor, grad_output, sizes, own, {M, N})", "X(Tensor, grad_output, any)"),
+        ],
+    },
+    ("attnfast/nn/linear.py", "tests/test_linear.py"): {
+        "linear": [
+            ("or is_autocast_on()", ""),
+            ("x.requires_grad != weight.requires_grad", "False"),
+            ('or backend not in (None, "cpu")', ""),
+            ("or is_intercepted()", ""),
+        ],
+        "_is_own": [
+            ("type(y) in (Tensor, nn.Parameter)", "True"),
+            ("x.dtype in (torch.float32, torch.float64)", "True"),
+        ],
+        "project": [("if not is_plain(layer, nn.Linear):", "if not isinstance(layer, nn.Linear):")],
+    },
+    ("csrc/cpu/recurrent.cpp", "tests/test_nn_recurrent.py -k pack_once"): {
+        "recurrent": [
+            ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
+        ],
+    },
+    ("attnfast/models/search.py", "tests/test_search.py"): {
+        "beam_search": [("if beam == 1 and", "if False and")],
+        "_in_one_call": [
+            ("or (model.dropout.training and model.dropout.p)", ""),
+            ("or words.max_norm", ""),
+            ("begin=BOS, end=EOS", "begin=EOS, end=EOS"),
+            ("embedding_scale=words.embedding_dim**0.5,", ""),
+            ("if isinstance(attention, HistoryAttention):\n        return None", ""),
+        ],
+    },
+    ("csrc/cpu/greedy_search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
+        "__attribute__": [
+            ("~(scores <= score) & (score == score)", "~(scores < score) & (score == score)"),
+            ("~(scores <= score) & (score == score) & among", "~(scores <= score) & among"),
+        ],
+        "find": [("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)")],
+        "first": [("score[i] == best.score && word[i] < best.word", "false")],
+        "choose": [("a.limits[b] <= t + 1", "a.limits[b] <= t")],
+        "pack_words": [("{0, H, H + a.even.Dv}, which", "{0, H, H}, which")],
+        "step_at": [
+            ("step = t % 2 ? a.odd : a.even", "step = a.even"),
+            ("move_on(of.span, t, sizeof(int64_t));", ""),
+        ],
+        "begin": [("if (!last.attends_first && last.F) put(", "if (false) put(")],
+        "embed": [("* (C)a.embedding_scale", "")],
+        "leave_out": [
+            ("if (item == 0) keep(", "if (item == 9) keep("),
+            ("if (item == 3) keep(", "if (item == 9) keep("),
+            ("if (item == 4) keep(", "if (item == 9) keep("),
+            (", in_place(step.cells, step.H)", ""),
+            ("in_place(step.contexts, step.Dv);", ""),
+            ("in_place(a.even.input, step.E);", ""),
+            ("if (of.lengths) of.lengths = room.lengths;", ""),
+            ("keep(View{room.sequence, 1}, room.sequence, n, 1, 1);", ""),
+        ],
+        "keep": [("if (from.column == 1)", "if (true)")],
+    },
+    ("csrc/cpu/narrow.h", "tests/test_recurrent.py tests/test_search.py -k 'narrow or bfloat16'"): {
+        "pack_rows": [
+            ("x[0] | (k + 1 < depth ? (uint32_t)x[1] << 16 : 0)", "x[1] | ((uint32_t)x[0] << 16)"),
+            ("k = depth / 16 * 16;", "k = depth / 8 * 8;"),
+        ],
+        "pack": [("k + 1 < depth ? weight + stride : nullptr", "weight + stride")],
+        "round_pairs": [("_mm512_cvtne2ps_pbh(high, low)", "_mm512_cvtne2ps_pbh(low, high)")],
+        "multiply_narrow": [
+            ("run(narrow_tile<8>, 8)", "run(narrow_tile<4>, 8)"),
+            ("panel += kPairs * kNarrowPanel", "panel += 2 * kPairs * kNarrowPanel"),
+        ],
+    },
+    ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): {
+        "LayerFit": [
+            ('needs(given.coverage, given.previous, "previous");', ""),
+            ('check(!given.coverage || !given.span, "span");', ""),
+            ('needs(given.dropout_output, given.weight_output, "dropout_output");', ""),
+            ('check(layers > 1, "hidden")', "0"),
+        ],
+        "ATTNFAST_RECURRENT_BACKWARD": [
+            ("X(Optional, grad_loss, after, given.coverage, {B})", "X(Optional, grad_loss, any)"),
+            ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
+        ],
+        "ATTNFAST_LAYER_KEYS": [
+            ("X(Optional, dropout, layered, own, {B, N})", "X(Optional, dropout, any)"),
+        ],
+    },
+    ("csrc/cpu/team.h", RECURRENT): {
+        "share": [("expected += items;", "")],
+    },
+    ("csrc/cpu/rows.h", "tests/test_attention.py -k 'diverged and cpu'"): {
+        "diverge": [("if (seen == -(C)__builtin_inf()) continue;", "")],
+        "finish_row": [
+            ("!(mass > 0) && diverge<T>", "false && diverge<T>"),
+            ('statistics[x] = diverged ? __builtin_nan("") : 0;', "statistics[x] = 0;"),
+        ],
+    },
+    ("csrc/cpu/rows.h", "tests/test_statistics.py -k two_million"): {
+        "add_up": [("kBlock = 256 * W;", "kBlock = INT64_MAX / 2;")],
+    },
+    ("csrc/cpu/rows.h", "tests/test_statistics.py -k cpu"): {
+        "exponentiate": [
+            ("sums[1] += e == 0 ? e : e * x;", "sums[1] += e * x;"),
+            ("(x == 0) & (-number > earliest);", "x == 0;"),
+            ("number = numbers - mean;", "number = numbers;"),
+            ("statistics[kMean] = (C)first + mean;", "statistics[kMean] = mean;"),
+        ],
+    },
+    ("attnfast/lowering.py", "tests/test_statistics.py -k 'span or nothing'"): {
+        "Lowered._on_all_keys": [
+            ("k * position + first, k * mean + first", "k * position, k * mean"),
+            ("* (largest != 0)", "* 1"),
+            ("k * k * variance", "k * variance"),
+        ],
+    },
+    ("attnfast/ops/attention.py", "tests/test_statistics.py -k 'cpu or steps or compiled'"): {
+        "_through_weights": [
+            ("through = through - of_entropy", "through = through + of_entropy"),
+            ("of_mean + of_variance * j", "of_mean + 2 * of_variance * j"),
+            ("j = j - (weights * j)", "j = j - 0 * (weights * j)"),
+        ],
+        "_AttentionOperator.arguments": [("more = more + of.grad_weights", "pass")],
+    },
+    ("kernels/attention.py", "tests/test_statistics.py -k 'triton and not fuzz'"): {
+        "_described": [
+            ("b_rescale * (b_drop + b_l * b_gap)", "b_rescale * b_drop"),
+            ("tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)",
+             "tl.where(b_l == 0, 0, b_m - b_shift)"),
+            ("tl.where(b_highest > b_m,", "tl.where(b_highest >= b_m,"),
+            ("b_squares += b_step * b_step * b_old * b_share", "pass"),
+        ],
+    },
+    ("csrc/cuda/tile.cuh", CUDA.format("statistics")): {
+        "join": [
+            ("step * step * mass * fade * share;", "0;"),
+            ("if (its_top > top) row.position", "row.position"),
+            ("fade * (row.drop + mass * gap)", "fade * row.drop"),
+            ("gap = fade == 0 ? C(0) : top - both,", "gap = top - both,"),
+        ],
+    },
+    ("csrc/cpu/span.h", SPANS): {
+        "spread": [("clear_outside(out, n, own.from, own.to);", "")],
+    },
+    ("csrc/cuda/attention.cuh", CUDA.format("table or owes or large or vanish")): {
+        "__launch_bounds__": [
+            ("? 0 : p * (x(j) - mean + extra);", "? 0 : p * (x(j) - mean);"),
+            ("context[r][x] *= softmax.factor[r];", ";"),
+            ("const C share = share_of(softmax.highest[r], softmax.mass[r]);",
+             "const C share = 1 / softmax.mass[r];"),
+        ],
+        "add_values": [("if (decltype(finite)::value || p != 0)", "if (true)")],
+    },
+    ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
+        "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],
+    },
+    ("csrc/cuda/attention.cuh", "tests/test_cuda_build.py -k 'sanitizers and address'"): {
+        "keys_of_part": [
+            ("return {from, min(from + share, end)};", "return {from, from + share};"),
+        ],
+    },
+    ("csrc/cuda/step.cuh", CUDA.format("owes")): {
+        "sum_column": [("sum += share[j + i] == 0 ? C(0) : more;", "sum += more;")],
+    },
+    ("csrc/cuda/step.cuh", CUDA.format("parts or step")): {
+        "__launch_bounds__": [
+            ("mass[x] == 0 ? C(-INFINITY) : part(i)->top", "part(i)->top"),
+            ("all.mass += mass[x] * faded;", "all.mass += mass[x];"),
+            ("at<C>(parts, tile, tile.row * count + first)", "at<C>(parts, tile, first)"),
+        ],
+        "launch_combine": [("while (count > kJoined) {", "while (false) {")],
+    },
+    ("csrc/launch_coverage.h", CUDA.format("of_no_rows")): {
+        "coverage_gradients": [
+            ("if (need_grad_weight) of_weight", "if (need_grad_weight && a.Tq) of_weight"),
+        ],
+    },
+    ("csrc/cuda/tile.cuh", CUDA.format("diverged")): {
+        "share_of": [("top == kLeast<C> ? C(NAN) :", "")],
+        "finish_score": [("? least : least * (1 - kUlp<C>);", "? least : s;")],
+    },
+    ("csrc/cuda/attention.cuh", CUDA.format("spans")): {
+        "__launch_bounds__": [
+            ("last = tile.row + 31 - __clz(lanes);", "last = tile.row + 30 - __clz(lanes);"),
+        ],
+    },
+    ("csrc/cuda/coverage.cuh", CUDA.format("coverage or owes")): {
+        "__launch_bounds__": [
+            ("loss += p <= c ? p : c;", "loss += p;"),
+            ("if (!smaller) s.grad_coverage[j] = c + grad_loss;", ""),
+            ("s.grad_coverage[j] -= s.penalty * x;", ""),
+        ],
+        "past_backward": [("i < j + 2 && i < n; ++i)", "i < j + 1; ++i)")],
+    },
+    ("csrc/cuda/coverage.cuh", "tests/test_cuda_build.py -k 'sanitizers and thread'"): {
+        "__launch_bounds__": [
+            ("if (s.K || logarithms) wait_for_blocks();", "if (s.K) wait_for_blocks();"),
+        ],
+    },
+    ("csrc/cuda/recurrent.cuh", CUDA.format("recurrent")): {
+        "__launch_bounds__": [
+            ("sums[of_state(K, gate)] +=", "sums[gate] +="),
+            ("a.t >= a.target_lengths[b]) u = Unit<C>{};", "false) u = Unit<C>{};"),
+            ("u.gates[of_state(K, gate)];", "u.gates[gate];"),
+            ("place.i / columns >= target_lengths", "place.i / columns > target_lengths"),
+            ("staged.score(row, lane) + *at<C>(a.of_state, b + row, i + lane)",
+             "staged.score(row, lane)"),
+        ],
+        "sum": [("+ read<C>(asked, b, i);", ";")],
+    },
+    ("csrc/cuda/step.cuh", CUDA.format("recurrent")): {
+        "__launch_bounds__": [
+            ("put_context<T>(a, added, tile, c, total);", "put_context<T>(a, {}, tile, c, total);"),
+            ("put_context<T>(a, added, tile, c, sum * all.share());",
+             "put_context<T>(a, {}, tile, c, sum * all.share());"),
+        ],
+    },
+    ("csrc/cuda/recurrent.h", CUDA.format("recurrent")): {
+        "run_recurrent_backward": [
+            ("asks_last || t + 1 < a.T) take(t + 1)", "t + 1 < a.T) take(t + 1)"),
+            ("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}"),
+            ("loop.clear(a, input);", ";"),
+            ("if (!given.grad_contexts) projected =", "projected ="),
+            ("if (projected && given.need_grad_key)", "if (false)"),
+        ],
+        "OfState": [
+            ("given.weight_hh, given.bias_hh, gates, masked(a))",
+             "given.weight_hh, given.bias_hh, gates, 0)"),
+        ],
+        "run_recurrent": [
+            ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
+             "0, a.T, 0, a.A), made.queries"),
+            ("cuda::run_backward(sum, hidden);", ""),
+        ],
+    },
+    ("csrc/cuda/copying.cuh", CUDA.format("copying")): {
+        "__launch_bounds__": [("all += of_blocks<Add>(plus, turn);", "")],
+        "generates": [("w < V && widen(logits[w]) != -INFINITY", "w < V")],
+    },
+}  # fmt: skip
