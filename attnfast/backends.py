@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._torch import constant_in_graphs, has_kernel
-from attnfast.errors import describe, refuse
+from attnfast._utils.checks import describe, refuse
+from attnfast._utils.torch_private import constant_in_graphs, has_kernel
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)

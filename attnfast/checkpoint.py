@@ -20,8 +20,8 @@ from typing import Any
 import filelock
 import torch
 
+from attnfast._utils.checks import InputError, first_line, reason
 from attnfast.data import Tokenizer, load_tokenizer
-from attnfast.errors import InputError, first_line, reason
 from attnfast.models import Config, Seq2Seq, build
 
 #: Of what is written.

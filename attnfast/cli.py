@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from attnfast._utils.checks import InputError, optional, out_of_memory, reason
+from attnfast._utils.progress import Progress, say
+from attnfast._utils.signals import Interrupted, raise_on_signal
 from attnfast.backends import BACKENDS, why_not
-from attnfast.errors import InputError, optional, out_of_memory, reason
-from attnfast.interrupts import Interrupted, raise_on_signal
-from attnfast.progress import Progress, say
 from attnfast.version import __version__
 
 if TYPE_CHECKING:

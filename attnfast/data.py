@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnfast.errors import InputError, check_word, optional, reason
+from attnfast._utils.checks import InputError, check_word, optional, reason
 from attnfast.models import BOS, EOS, PAD, UNK
 
 #: First bytes of compressed files that are not read.

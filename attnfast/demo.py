@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from attnfast._utils.benchmark import Cost, best_device, costs, peak_memory
+from attnfast._utils.checks import optional
+from attnfast._utils.progress import Progress
 from attnfast.checkpoint import make_folder, write_atomically
 from attnfast.data import (
     Batch,
@@ -21,14 +24,11 @@ from attnfast.data import (
     collate,
     encode_pairs,
 )
-from attnfast.errors import optional
 from attnfast.functional import additive_attention
 from attnfast.grammar import ADVERBS, Pair, corpus
-from attnfast.measure import Cost, best_device, costs, peak_memory
 from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
 from attnfast.nn import LuongAttention
 from attnfast.plots import draw_alignment, draw_speed
-from attnfast.progress import Progress
 from attnfast.training import Options, make_optimizer, train_step
 from attnfast.translation import alignment, bleu, bleu_by_length, translate
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
+from attnfast._utils.checks import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.losses import check_keys, check_weights
 from attnfast.ops.arguments import (
     MOST,

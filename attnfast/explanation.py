@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_flag, check_whole, describe, refuse, refuse_type
+from attnfast._utils.checks import check_flag, check_whole, describe, refuse, refuse_type
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import Seq2Seq, Source, check_ids, check_lengths
 from attnfast.nn import Memory

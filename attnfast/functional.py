@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnfast import dispatch, lowering
+from attnfast._utils.checks import check_flag, check_word, describe, is_whole, refuse
 from attnfast.backends import HALF, Triton, choose
-from attnfast.errors import check_flag, check_word, describe, is_whole, refuse
 from attnfast.lowering import Place
 from attnfast.ops import attention, copying
 from attnfast.ops.arguments import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_word, describe, refuse
+from attnfast._utils.checks import check_word, describe, refuse
 from attnfast.ops.arguments import (
     MOST,
     check_array,

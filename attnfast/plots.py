@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from attnfast.errors import describe, is_whole, optional, refuse, refuse_type
-from attnfast.measure import Cost
+from attnfast._utils.benchmark import Cost
+from attnfast._utils.checks import describe, is_whole, optional, refuse, refuse_type
 from attnfast.ops.arguments import check_array, check_number, check_range
 from attnfast.ops.span import to_dense
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnfast._torch import keep_in_pytrees, name_in_exports
+from attnfast._utils.torch_private import keep_in_pytrees, name_in_exports
 
 __all__ = ["AttentionResult", "CoverageResult", "RecurrentResult", "RowStatistics"]
 

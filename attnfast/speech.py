@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.backends import HALF
-from attnfast.errors import (
+from attnfast._utils.checks import (
     InputError,
     check_whole,
     describe,
@@ -28,6 +27,7 @@ from attnfast.errors import (
     refuse,
     refuse_type,
 )
+from attnfast.backends import HALF
 from attnfast.models.seq2seq import check_lengths
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import (

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attnfast import checkpoint, diagnostics
+from attnfast._utils.checks import InputError, describe, refuse, refuse_type, sentence
+from attnfast._utils.progress import Progress, say
+from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.errors import InputError, describe, refuse, refuse_type, sentence
-from attnfast.interrupts import Interrupted, stop_on_signal
 from attnfast.losses import alignment_loss
 from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled
 from attnfast.models.seq2seq import check_ids
@@ -29,7 +30,6 @@ from attnfast.ops.arguments import (
     is_finite,
 )
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.progress import Progress, say
 from attnfast.translation import bleu, translate
 
 

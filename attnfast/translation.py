@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from attnfast._utils.checks import InputError, optional, out_of_memory
 from attnfast.data import Tokenizer, pad_sources
-from attnfast.errors import InputError, optional, out_of_memory
 from attnfast.models import UNK, Seq2Seq, beam_search, greedy_search
 from attnfast.models.search import output_limits
 

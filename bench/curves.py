@@ -20,7 +20,7 @@ from race import eager, timed
 from table import Case, attend, inputs
 from tqdm import tqdm
 
-from attnfast.measure import best_device, costs
+from attnfast._utils.benchmark import best_device, costs
 from attnfast.plots import draw_speed
 
 

@@ -10,7 +10,7 @@ import time
 import torch
 
 from attnfast import Span, additive_attention, attend, dot_attention, prepare
-from attnfast.measure import peak_memory
+from attnfast._utils.benchmark import peak_memory
 
 ROUNDS = 3
 STEPS = {"decoding": 1000, "reordered": 1000, "training": 200}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 import attnfast
+from attnfast._utils.benchmark import best_device, peak_memory
 from attnfast.backends import Request, in_order, why_not
-from attnfast.measure import best_device, peak_memory
 
 DEVICE = best_device()
 

@@ -12,7 +12,7 @@ from peers import eager, eager_dot
 from race import DEVICE, race
 from torch import Tensor, nn
 
-from attnfast.measure import memory_of
+from attnfast._utils.benchmark import memory_of
 from attnfast.models import BOS, EOS, GridEncoder, ShowAttendTell, Told
 from attnfast.models.captioning import masked_mean
 from attnfast.nn import BahdanauAttention, LuongAttention

@@ -19,7 +19,7 @@ from integrations import common, doubles
 from race import DEVICE, race, timed
 
 import attnfast
-from attnfast.measure import memory_of
+from attnfast._utils.benchmark import memory_of
 
 logging.disable(logging.WARNING)  # ESPnet warns at every step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

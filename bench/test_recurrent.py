@@ -11,7 +11,7 @@ from peers import alike, eager, eager_with_history, loop
 from race import DEVICE, DIRECTIONS, race, timed
 from torch import Tensor, nn
 
-from attnfast.measure import memory_of
+from attnfast._utils.benchmark import memory_of
 from attnfast.nn import (
     AttentionGRU,
     AttentionLSTM,

@@ -13,7 +13,7 @@ from race import DEVICE, race
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast.measure import memory_of
+from attnfast._utils.benchmark import memory_of
 from attnfast.models import BOS, EOS, ListenAttendSpell, PyramidEncoder, Spelled
 from attnfast.models.speech import join_frames
 from attnfast.nn import (

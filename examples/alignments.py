@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 
 from attnfast import checkpoint, diagnostics
+from attnfast._utils.checks import optional
+from attnfast._utils.progress import say
+from attnfast._utils.signals import Interrupted
 from attnfast.cli import Parser, run
 from attnfast.data import Links, WordTokenizer, collate, encode_pairs
-from attnfast.errors import optional
 from attnfast.grammar import Aligned, aligned_corpus
-from attnfast.interrupts import Interrupted
 from attnfast.models import Config, build
-from attnfast.progress import say
 from attnfast.training import Options, Trainer
 from attnfast.translation import bleu, translate
 

@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 
 from attnfast import checkpoint
+from attnfast._utils.checks import InputError, optional, reason
+from attnfast._utils.progress import Progress, say
+from attnfast._utils.signals import Interrupted
 from attnfast.cli import Parser, run
 from attnfast.data import WordTokenizer, encode_pairs
-from attnfast.errors import InputError, optional, reason
-from attnfast.interrupts import Interrupted
 from attnfast.models import Config, build
-from attnfast.progress import Progress, say
 from attnfast.training import Options, Trainer
 from attnfast.translation import translate
 

@@ -32,14 +32,14 @@ import torch
 from torch import Tensor, nn
 
 from attnfast import checkpoint, explanation
+from attnfast._utils.checks import InputError, optional
+from attnfast._utils.progress import Progress, say
+from attnfast._utils.signals import Interrupted
 from attnfast.cli import Parser, run
 from attnfast.data import Example, WordTokenizer, batches, collate, encode_pairs, pad, read_lines
-from attnfast.errors import InputError, optional
 from attnfast.explanation import jensen_shannon, total_variation
 from attnfast.grammar import aligned_corpus
-from attnfast.interrupts import Interrupted
 from attnfast.models import POOLINGS, Classifier, Config, Encoder, build
-from attnfast.progress import Progress, say
 from attnfast.training import Options, Trainer
 
 SEEDS = 1, 2, 3

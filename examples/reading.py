@@ -38,9 +38,9 @@ from e2e import read
 from torch import Tensor
 from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
+from attnfast._utils.checks import InputError, optional
 from attnfast.cli import run
 from attnfast.data import pad
-from attnfast.errors import InputError, optional
 from attnfast.models import BiDAF, best_spans
 from attnfast.nn import BidirectionalAttention
 from attnfast.plots import draw_alignment

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnfast.errors import check_whole, describe, refuse
+from attnfast._utils.checks import check_whole, describe, refuse
 
 NUMBERS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 #: How a caption may say that a digit is there, as seen from the next one: of each two ways.

@@ -38,10 +38,11 @@ from torch import Tensor, nn
 from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 
 from attnfast import diagnostics
+from attnfast._utils.checks import InputError, optional
+from attnfast._utils.progress import Progress
+from attnfast._utils.signals import stop_on_signal
 from attnfast.cli import run
 from attnfast.data import pad
-from attnfast.errors import InputError, optional
-from attnfast.interrupts import stop_on_signal
 from attnfast.models import (
     BOS,
     EOS,
@@ -58,7 +59,6 @@ from attnfast.nn import (
     LuongAttention,
 )
 from attnfast.plots import draw_listening
-from attnfast.progress import Progress
 from attnfast.speech import (
     LogMel,
     Normalisation,

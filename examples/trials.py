@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from attnfast import checkpoint
+from attnfast._utils.benchmark import costs
+from attnfast._utils.checks import InputError, describe, first_line
+from attnfast._utils.progress import Progress, say
+from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.cli import Parser, whole
-from attnfast.errors import InputError, describe, first_line
-from attnfast.interrupts import Interrupted, stop_on_signal
-from attnfast.measure import costs
-from attnfast.progress import Progress, say
 from attnfast.training import Options
 
 SAVE_EVERY = 60.0  # seconds

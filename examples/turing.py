@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
+from attnfast._utils.checks import optional
 from attnfast.cli import run
-from attnfast.errors import optional
 from attnfast.nn import NeuralTuringMachine
 from attnfast.plots import draw_addressing
 from attnfast.training import Options

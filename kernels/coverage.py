@@ -28,8 +28,8 @@ from attnfast.kernels.attention import (
     _strides,
 )
 
+from attnfast._utils.checks import refuse
 from attnfast.backends import Triton
-from attnfast.errors import refuse
 from attnfast.ops.attention import Attention, AttentionBackward
 from attnfast.ops.coverage import (
     SUMS,

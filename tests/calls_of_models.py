@@ -23,7 +23,7 @@ from calls import (
 
 from attnfast import Span, diagnostics, explanation, models, plots, speech, training
 from attnfast import nn as modules
-from attnfast.measure import Cost
+from attnfast._utils.benchmark import Cost
 
 
 def translators() -> Table:

@@ -190,7 +190,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "autocast": [("narrow = (torch.float32, *HALF)", "narrow = (torch.float32,)")],
         "check_inputs": [("if v[:-1] != k[:-1]:", "if v[:-2] != k[:-2]:")],
     },
-    ("attnfast/_torch.py", REFUSALS): {
+    ("attnfast/_utils/torch_private.py", REFUSALS): {
         "has_tangents": [("forward_ad._current_level >= 0", "forward_ad._current_level > 0")],
     },
     ("attnfast/ops/operators.py", "tests/test_attention.py -k lies_in"): {

@@ -8,6 +8,7 @@ import torch
 
 from attnfast import alignment_loss, checkpoint
 from attnfast import diagnostics as diag
+from attnfast._utils.checks import InputError
 from attnfast.cli import main
 from attnfast.data import (
     Example,
@@ -18,7 +19,6 @@ from attnfast.data import (
     encode_pairs,
     read_alignments,
 )
-from attnfast.errors import InputError
 from attnfast.grammar import aligned_corpus
 from attnfast.models import Config, build
 from attnfast.training import Options, make_optimizer, sequence_loss, train_step

@@ -16,7 +16,7 @@ from calls import TK, TQ, A, B, kinds, made
 from calls_of_models import calls
 from wrong_values import attempt, tries
 
-from attnfast.errors import LONGEST, describe, refuse
+from attnfast._utils.checks import LONGEST, describe, refuse
 
 #: The modules whose callables are for users of tensors; the others are the command line's.
 PUBLIC = (

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from attnfast import checkpoint
+from attnfast._utils.checks import InputError
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
-from attnfast.errors import InputError
 from attnfast.models import Config, build
 
 TOKENIZER = WordTokenizer(["eins", "zwei", "drei", "one", "two", "three"])

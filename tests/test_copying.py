@@ -12,8 +12,8 @@ from table import CPU, DEVICE, LAYOUTS, size
 from torch.autograd import gradcheck
 
 import attnfast
+from attnfast._utils.benchmark import peak_memory
 from attnfast.backends import HALF, why_not
-from attnfast.measure import peak_memory
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.autograd import forward_ad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import attnfast
+from attnfast._utils.benchmark import peak_memory
 from attnfast.backends import why_not
 from attnfast.decoding import attend_with_history, prepare
-from attnfast.measure import peak_memory
 from attnfast.ops.arguments import SCORES
 
 NAMES = ("context", "weights", "coverage", "loss", "log_weights")

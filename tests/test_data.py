@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 
+from attnfast._utils.checks import InputError
 from attnfast.data import (
     Example,
     SubwordTokenizer,
@@ -22,7 +23,6 @@ from attnfast.data import (
     load_tokenizer,
     read_pairs,
 )
-from attnfast.errors import InputError
 from attnfast.models import BOS, EOS, UNK
 
 pytest.importorskip("sentencepiece")

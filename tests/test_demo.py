@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnfast import checkpoint, demo
+from attnfast._utils.benchmark import best_device, median_times, peak_memory
 from attnfast.backends import why_not
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
@@ -24,7 +25,6 @@ from attnfast.grammar import (
     agreement,
     corpus,
 )
-from attnfast.measure import best_device, median_times, peak_memory
 from attnfast.models import Config, build
 from attnfast.translation import alignment
 

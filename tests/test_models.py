@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from attnfast._utils.checks import InputError
 from attnfast.backends import FLOATS
-from attnfast.errors import InputError
 from attnfast.models import BOS, EOS, UNK, Config, beam_search, build, greedy_search, search
 from attnfast.ops.copying import LOWEST
 

@@ -9,7 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import attnfast
-from attnfast import _torch, dot_attention
+from attnfast import dot_attention
+from attnfast._utils import torch_private
 from attnfast.backends import choose
 
 
@@ -17,21 +18,21 @@ def test_all_private_names_stand_in_one_file():
     sources = Path(inspect.getfile(attnfast)).parent.rglob("*.py")
     private = ("torch._C", "_execution_engine", "_dynamo_marked", "forward_ad._")
     using = {x.name for x in sources if any(name in x.read_text() for name in private)}
-    assert using == {"_torch.py"}
+    assert using == {"torch_private.py"}
 
 
 def test_below_autograd():
     """A call without gradients takes half as long again."""
     x = torch.ones(2, requires_grad=True)
-    with _torch.below_autograd():
+    with torch_private.below_autograd():
         assert not (x * 2).requires_grad
 
 
 def test_autocast():
     """Modules under autocast are refused for their types, or are computed in float32."""
-    assert not _torch.is_autocast_on()
+    assert not torch_private.is_autocast_on()
     with torch.autocast("cpu", torch.bfloat16):
-        assert _torch.is_autocast_on()
+        assert torch_private.is_autocast_on()
 
 
 def test_the_backward_that_runs():
@@ -39,15 +40,15 @@ def test_the_backward_that_runs():
     seen, ended = [], []
 
     def look(_):
-        seen.append(_torch.number_of_backward())
-        _torch.at_end_of_backward(lambda: ended.append(len(seen)))
+        seen.append(torch_private.number_of_backward())
+        torch_private.at_end_of_backward(lambda: ended.append(len(seen)))
 
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(look)
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    assert _torch.number_of_backward() == -1 and ended == [1, 2]
+    assert torch_private.number_of_backward() == -1 and ended == [1, 2]
     assert -1 not in seen and seen[0] != seen[1]
 
 
@@ -55,25 +56,27 @@ def test_saved_tensors_go_elsewhere():
     """A checkpointed replaced model keeps the keys that the checkpoint is to forget."""
     seen = []
     x = torch.ones(2, requires_grad=True)
-    checkpoint(lambda x: seen.append(_torch.saves_elsewhere()) or x * 2, x, use_reentrant=False)
-    assert seen == [True] and not _torch.saves_elsewhere()
+    checkpoint(
+        lambda x: seen.append(torch_private.saves_elsewhere()) or x * 2, x, use_reentrant=False
+    )
+    assert seen == [True] and not torch_private.saves_elsewhere()
 
 
 def test_a_mode_that_records():
     """A graph that make_fx records of a replaced model has the keys of one source as constants."""
     seen = []
-    make_fx(lambda x: seen.append(_torch.is_intercepted()) or x * 2)(torch.ones(2))
-    torch.func.vmap(lambda x: seen.append(_torch.is_intercepted()) or x * 2)(torch.ones(2))
-    assert seen == [True, True] and not _torch.is_intercepted()
+    make_fx(lambda x: seen.append(torch_private.is_intercepted()) or x * 2)(torch.ones(2))
+    torch.func.vmap(lambda x: seen.append(torch_private.is_intercepted()) or x * 2)(torch.ones(2))
+    assert seen == [True, True] and not torch_private.is_intercepted()
 
 
 def test_transforms():
     """A served module fails within torch.func, where its own code would run."""
     seen = []
-    torch.func.grad(lambda x: seen.append(_torch.is_transformed()) or x * 2)(torch.ones(()))
+    torch.func.grad(lambda x: seen.append(torch_private.is_transformed()) or x * 2)(torch.ones(()))
     with forward_ad.dual_level():
-        seen.append(_torch.is_transformed())
-    assert seen == [True, True] and not _torch.is_transformed()
+        seen.append(torch_private.is_transformed())
+    assert seen == [True, True] and not torch_private.is_transformed()
 
 
 def test_hooks_of_all_modules():
@@ -83,9 +86,9 @@ def test_hooks_of_all_modules():
         for name in ("forward", "forward_pre", "full_backward", "full_backward_pre")
     ]
     for handle in handles:
-        assert _torch.has_global_hooks()
+        assert torch_private.has_global_hooks()
         handle.remove()
-    assert not _torch.has_global_hooks()
+    assert not torch_private.has_global_hooks()
 
 
 def test_the_class_of_a_module_with_two_names():
@@ -98,7 +101,7 @@ def test_the_class_of_a_module_with_two_names():
             self.a = self.b = torch.nn.Linear(1, 1)
 
         def forward(self, x):
-            seen.extend(_torch.class_of(layer) for layer in (self.a, self.b))
+            seen.extend(torch_private.class_of(layer) for layer in (self.a, self.b))
             return self.a(x) + self.b(x)
 
     torch.export.export(Twice(), (torch.ones(1, 1),), strict=False)
@@ -129,20 +132,20 @@ def test_statistics_in_exports(tmp_path):
 
 def test_forward_mode():
     """A derivative in forward mode is 0 without a word."""
-    assert not _torch.has_tangents()
+    assert not torch_private.has_tangents()
     with forward_ad.dual_level():
-        assert _torch.has_tangents()
+        assert torch_private.has_tangents()
 
 
 def test_kernels_that_are_registered():
     """A backend is chosen that lacks the operator, and the call fails."""
-    assert _torch.has_kernel("aten::add.Tensor", "CPU")
-    assert not _torch.has_kernel("attnfast_triton::attention", "CUDA")
+    assert torch_private.has_kernel("aten::add.Tensor", "CPU")
+    assert not torch_private.has_kernel("attnfast_triton::attention", "CUDA")
 
 
 def test_what_is_sure_in_a_graph():
     """A graph is compiled anew for every scale and temperature."""
-    assert _torch.is_surely(True) and not _torch.is_surely(False)
+    assert torch_private.is_surely(True) and not torch_private.is_surely(False)
 
 
 def test_a_constant_in_graphs():

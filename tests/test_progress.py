@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from attnfast import progress
-from attnfast.progress import Progress
+from attnfast._utils import progress
+from attnfast._utils.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnfast import dispatch, reference
+from attnfast._utils.checks import InputError
 from attnfast.backends import HALF, why_not
-from attnfast.errors import InputError
 from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS

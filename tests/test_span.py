@@ -27,7 +27,7 @@ from table import (
 
 import attnfast
 from attnfast import Span, dispatch
-from attnfast.measure import peak_memory
+from attnfast._utils.benchmark import peak_memory
 from attnfast.ops.attention import Attention
 
 SPANS = (

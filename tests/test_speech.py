@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnfast import diagnostics, plots, speech
-from attnfast.errors import InputError
+from attnfast._utils.checks import InputError
 from attnfast.models import (
     BOS,
     EOS,

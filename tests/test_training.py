@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from attnfast import checkpoint
+from attnfast._utils.checks import InputError
 from attnfast.data import Batch, Example, WordTokenizer, collate
-from attnfast.errors import InputError
 from attnfast.models import Config, build
 from attnfast.training import (
     Options,

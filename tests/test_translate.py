@@ -13,7 +13,8 @@ import time
 import pytest
 import torch
 
-from attnfast import checkpoint, data, progress, training
+from attnfast import checkpoint, data, training
+from attnfast._utils import progress
 from attnfast.cli import main
 from attnfast.data import read_lines
 from attnfast.translation import Translations, bleu_by_length, translate

@@ -13,8 +13,8 @@ import torch
 import trials
 
 from attnfast import checkpoint, training
-from attnfast.errors import InputError
-from attnfast.measure import Cost, costs
+from attnfast._utils.benchmark import Cost, costs
+from attnfast._utils.checks import InputError
 
 
 def looking(image, maps, words):

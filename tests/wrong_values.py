@@ -21,7 +21,7 @@ from calls import B, Call
 from calls_of_models import calls
 from torch import Tensor, nn
 
-from attnfast.errors import LONGEST
+from attnfast._utils.checks import LONGEST
 
 #: Values that fit no argument, with the type of an annotation that allows them, if any does.
 ANYWHERE: dict[str, tuple[str, Callable[[], Any]]] = {

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnfast import dispatch, lowering
-from attnfast._torch import is_intercepted, saves_elsewhere
+from attnfast._utils.checks import check_flag, describe, refuse, refuse_type, shape_of
+from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
 from attnfast.backends import FLOATS, choose
 from attnfast.decoding.growing import Room, append_rows
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
-from attnfast.errors import check_flag, describe, refuse, refuse_type, shape_of
 from attnfast.functional import cover, coverage_call, covered, filters_of
 from attnfast.lowering import Place, lower
 from attnfast.ops.arguments import (

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast._torch import is_intercepted, number_of_backward, saves_elsewhere
+from attnfast._utils.torch_private import is_intercepted, number_of_backward, saves_elsewhere
 from attnfast.backends import BACKENDS
 from attnfast.decoding.growing import Room
 from attnfast.decoding.waiting import Waiting, no_double_backward

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast._torch import at_end_of_backward, number_of_backward
+from attnfast._utils.torch_private import at_end_of_backward, number_of_backward
 
 
 class _Differentiated(Function):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._torch import is_intercepted, saves_elsewhere
+from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
 from attnfast.decoding import Memory
 
 __all__ = ["PLACE", "Seen", "cached_per_source"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnfast._torch import has_global_hooks, is_transformed
+from attnfast._utils.torch_private import has_global_hooks, is_transformed
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.registry import ADAPTERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from attnfast.errors import describe, refuse_type
+from attnfast._utils.checks import describe, refuse_type
 from attnfast.integrations import (
     allennlp,
     bentrevett,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnfast._utils.checks import check_flag
 from attnfast.backends import best, choose
-from attnfast.errors import check_flag
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import judge

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_flag, check_whole, describe, is_whole, refuse, refuse_type
+from attnfast._utils.checks import check_flag, check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import (
     EOS,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from attnfast._utils.checks import check_word, describe, refuse, refuse_type
 from attnfast.backends import check_backend
-from attnfast.errors import check_word, describe, refuse, refuse_type
 from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_lengths, check_share, embed
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes

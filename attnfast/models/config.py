@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attnfast.errors import (
+from attnfast._utils.checks import (
     InputError,
     check_flag,
     check_whole,

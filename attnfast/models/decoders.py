@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._torch import is_autocast_on
+from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
+from attnfast._utils.torch_private import is_autocast_on
 from attnfast.backends import check_backend
 from attnfast.decoding import check_memory
-from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn import Memory
 from attnfast.nn.attention import check_sizes, check_target_mask
 from attnfast.nn.layer import Layer, RecurrentState, Steps, run_layer, run_rnn

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_flag, describe, refuse
+from attnfast._utils.checks import check_flag, describe, refuse
 from attnfast.models.seq2seq import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast import dispatch
-from attnfast.errors import InputError, check_whole, describe, refuse, refuse_type
+from attnfast._utils.checks import InputError, check_whole, describe, refuse, refuse_type
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source, output_limit
 from attnfast.nn.history import HistoryAttention

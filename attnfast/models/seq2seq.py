@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast._torch import keep_in_pytrees
+from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
+from attnfast._utils.torch_private import keep_in_pytrees
 from attnfast.backends import check_backend
-from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.models.decoders import (
     CELLS,
     BahdanauDecoder,

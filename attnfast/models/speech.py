@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.errors import check_flag, describe, refuse, refuse_type
+from attnfast._utils.checks import check_flag, describe, refuse, refuse_type
 from attnfast.models.seq2seq import (
     EOS,
     PAD,

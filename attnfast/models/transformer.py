@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import refuse
+from attnfast._utils.checks import refuse
 from attnfast.models.seq2seq import check_lengths, check_share
 from attnfast.nn import SinusoidalPositions, SparseSelfAttention, TransformerEncoderLayer
 from attnfast.nn.attention import check_sizes

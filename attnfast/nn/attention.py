@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.backends import check_backend
-from attnfast.decoding import Memory, attend, check_memory, prepare
-from attnfast.errors import (
+from attnfast._utils.checks import (
     check_flag,
     check_whole,
     check_word,
@@ -20,6 +18,8 @@ from attnfast.errors import (
     refuse_type,
     shape_of,
 )
+from attnfast.backends import check_backend
+from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn.linear import project
 from attnfast.nn.positions import RelativePositions
 from attnfast.ops.arguments import (

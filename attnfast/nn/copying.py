@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from attnfast._utils.checks import check_whole, describe, refuse, shape_of
 from attnfast.backends import check_backend
-from attnfast.errors import check_whole, describe, refuse, shape_of
 from attnfast.functional import copy_distribution
 from attnfast.ops.arguments import check_like, check_tensor
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast.decoding import Memory, attend_with_history, check_memory
-from attnfast.errors import (
+from attnfast._utils.checks import (
     check_flag,
     check_whole,
     check_word,
@@ -17,6 +16,7 @@ from attnfast.errors import (
     refuse,
     refuse_type,
 )
+from attnfast.decoding import Memory, attend_with_history, check_memory
 from attnfast.functional import logarithm
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
 from attnfast.nn.linear import weight_of

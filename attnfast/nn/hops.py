@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.backends import check_backend
-from attnfast.decoding import Memory, attend, check_memory, prepare
-from attnfast.errors import (
+from attnfast._utils.checks import (
     check_flag,
     check_whole,
     check_word,
@@ -21,6 +19,8 @@ from attnfast.errors import (
     refuse_type,
     shape_of,
 )
+from attnfast.backends import check_backend
+from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.nn.linear import is_plain

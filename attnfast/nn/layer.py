@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast import dispatch
-from attnfast._torch import has_tangents, is_autocast_on, is_intercepted
+from attnfast._utils.torch_private import has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import BACKENDS, HALF, best
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast import dispatch
-from attnfast._torch import class_of, has_tangents, is_autocast_on, is_intercepted
+from attnfast._utils.torch_private import class_of, has_tangents, is_autocast_on, is_intercepted
 from attnfast.backends import best
 from attnfast.ops.linear import LINEAR, Linear
 from attnfast.ops.operators import is_recorded

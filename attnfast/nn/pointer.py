@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from attnfast._utils.checks import check_flag, describe, refuse
 from attnfast.decoding import Memory, check_memory
-from attnfast.errors import check_flag, describe, refuse
 from attnfast.nn.attention import BahdanauAttention, check_sizes
 from attnfast.nn.layer import run_rnn
 from attnfast.ops.arguments import check_array, check_like, check_tensor

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnfast.errors import check_whole, refuse
+from attnfast._utils.checks import check_whole, refuse
 from attnfast.ops.arguments import check_array, check_like
 
 

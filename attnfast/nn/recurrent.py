@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._torch import is_autocast_on, is_intercepted
+from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
+from attnfast._utils.torch_private import is_autocast_on, is_intercepted
 from attnfast.decoding import Memory, check_memory
-from attnfast.errors import check_flag, check_word, describe, refuse, refuse_type
 from attnfast.nn.attention import _Attention, check_sizes
 from attnfast.nn.history import last_of
 from attnfast.nn.layer import NAMES, Layer, RecurrentState, run_layer

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnfast._utils.checks import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.decoding import Memory, check_memory
-from attnfast.errors import check_whole, describe, is_whole, refuse, refuse_type
 from attnfast.functional import additive_attention, dot_attention
 from attnfast.nn.attention import (
     LuongAttention,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast.errors import refuse
+from attnfast._utils.checks import refuse
 from attnfast.ops.arguments import check_exact, check_inputs, check_tensor, check_terms
 from attnfast.ops.operators import (
     LIBRARIES,

@@ -14,8 +14,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from attnfast._utils.checks import describe, refuse
 from attnfast.backends import FLOATS
-from attnfast.errors import describe, refuse
 from attnfast.ops.arguments import check_exact, check_tensor, is_readable
 from attnfast.ops.operators import Operator, implement
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast._torch import below_autograd
+from attnfast._utils.torch_private import below_autograd
 
 LIBRARIES = {
     backend: torch.library.Library(f"attnfast_{backend}", "DEF")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast.errors import refuse
+from attnfast._utils.checks import refuse
 from attnfast.ops.arguments import check_exact, check_tensor
 from attnfast.ops.attention import Attention
 from attnfast.ops.attention import check as check_attention

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast.errors import check_flag, check_whole, describe, is_whole, refuse, shape_of
+from attnfast._utils.checks import check_flag, check_whole, describe, is_whole, refuse, shape_of
 from attnfast.ops.arguments import KINDS, check_device, check_numbers, check_tensor, is_finite
 
 #: Where rows stand among the keys: see :class:`Span`.

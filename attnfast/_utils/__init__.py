@@ -1,0 +1,1 @@
+"""Private helpers: checks of arguments, PyTorch's private parts, timing, progress, signals."""
