@@ -181,7 +181,7 @@ class BuildLibraries(build_ext):
             raise SystemExit(f"attnfast: TORCH_CUDA_ARCH_LIST must be like 8.0 9.0, got {wanted!r}")
         archs = sorted({major + minor for major, minor in found}, key=int)
         code = [f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs]
-        # Later GPUs compile it when it is loaded: see attnfast/backends.py.
+        # Later GPUs compile it when it is loaded: see attnfast/ops/backends.py.
         code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET]
         # Flushing denormal numbers makes a reciprocal one instruction.

@@ -17,9 +17,10 @@ from attnfast.functional import (
 )
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
-from attnfast.ops.span import Span, gaussian_bump
-from attnfast.results import AttentionResult, CoverageResult, RowStatistics
-from attnfast.version import __version__
+from attnfast.outputs import AttentionResult, CoverageResult, RowStatistics
+from attnfast.spans import Span, gaussian_bump
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AttentionResult",

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from attnfast import __version__
 from attnfast._utils.checks import InputError, optional, out_of_memory, reason
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted, raise_on_signal
-from attnfast.backends import BACKENDS, why_not
-from attnfast.version import __version__
+from attnfast.ops.backends import BACKENDS, why_not
 
 if TYPE_CHECKING:
     from attnfast.data import Links, Tokenizer

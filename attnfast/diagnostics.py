@@ -39,7 +39,7 @@ from attnfast.ops.arguments import (
 )
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import to_dense
-from attnfast.results import RowStatistics
+from attnfast.outputs import RowStatistics
 
 __all__ = [
     "AlignmentScore",

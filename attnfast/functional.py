@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnfast import dispatch, lowering
 from attnfast._utils.checks import check_flag, check_word, describe, is_whole, refuse
-from attnfast.backends import HALF, Triton, choose
-from attnfast.lowering import Place
-from attnfast.ops import attention, copying
+from attnfast.ops import attention, copying, dispatch, lowering
 from attnfast.ops.arguments import (
     as_returned,
     autocast_call,
@@ -28,15 +25,18 @@ from attnfast.ops.arguments import (
     is_one,
 )
 from attnfast.ops.attention import Attention
+from attnfast.ops.backends import HALF, Triton, choose
 from attnfast.ops.copying import COPYING, Copy
 from attnfast.ops.coverage import COVERAGE, Coverage, Covered, check_history
+from attnfast.ops.lowering import Place
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.span import Position, Spans, check_form, check_span
-from attnfast.results import (
+from attnfast.ops.span import check_form, check_span
+from attnfast.outputs import (
     AttentionResult,
     CoverageResult,
     coverage_result,
 )
+from attnfast.spans import Position, Spans
 
 __all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot_attention"]
 

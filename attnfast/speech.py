@@ -27,7 +27,6 @@ from attnfast._utils.checks import (
     refuse,
     refuse_type,
 )
-from attnfast.backends import HALF
 from attnfast.models.seq2seq import check_lengths
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import (
@@ -38,6 +37,7 @@ from attnfast.ops.arguments import (
     check_tensor,
     is_finite,
 )
+from attnfast.ops.backends import HALF
 from attnfast.ops.operators import accumulation_dtype
 
 #: Of an energy below it the logarithm is taken as if it were this.

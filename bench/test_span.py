@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnfast
 from attnfast import Span
-from attnfast.backends import choose
+from attnfast.ops.backends import choose
 
 A = 64  # features of queries, keys and values
 SPANS = {

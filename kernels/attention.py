@@ -26,15 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnfast.backends import HALF, triton_interpreted
 from attnfast.ops.attention import (
     Attended,
     Attention,
     AttentionBackward,
     AttentionGradients,
 )
+from attnfast.ops.backends import HALF, triton_interpreted
 from attnfast.ops.operators import accumulation_dtype, empty_rows
-from attnfast.results import RowStatistics
+from attnfast.outputs import RowStatistics
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())

@@ -29,8 +29,8 @@ from attnfast.kernels.attention import (
 )
 
 from attnfast._utils.checks import refuse
-from attnfast.backends import Triton
 from attnfast.ops.attention import Attention, AttentionBackward
+from attnfast.ops.backends import Triton
 from attnfast.ops.coverage import (
     SUMS,
     Coverage,

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from attnfast.backends import BACKENDS, not_installed, why_not
+from attnfast.ops.backends import BACKENDS, not_installed, why_not
 
 if reason := not_installed():
     pytest.exit(reason, returncode=1)  # what is skipped with a reason would look green

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from attnfast.backends import FLOATS, load_library
 from attnfast.ops.arguments import SCORES
+from attnfast.ops.backends import FLOATS, load_library
 from attnfast.ops.operators import ARGUMENTS, CHECKS
 
 #: Marks, dtype and sizes. The dtype is that of the first argument (q), of its sums (s), or its own.

@@ -97,14 +97,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/nn/attention.py", GROWING): {
         "_Attention._keys": [("key, states if values is None else values", "key, states")],
     },
-    ("attnfast/reference.py", ORACLE): {
+    ("attnfast/ops/reference.py", ORACLE): {
         "visible_keys": [("visible = visible & (call.bias != -math.inf)", "pass")],
         "attention": [("e = call.scale * score(call.query, k,", "e = score(call.query, k,")],
     },
-    ("attnfast/reference.py", "tests/test_statistics.py -k 'nowhere and reference'"): {
+    ("attnfast/ops/reference.py", "tests/test_statistics.py -k 'nowhere and reference'"): {
         "row_statistics": [(".masked_fill(largest.isnan(), math.nan)", "")],
     },
-    ("attnfast/reference.py", CPU): {
+    ("attnfast/ops/reference.py", CPU): {
         "attention": [
             ("log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)", "pass"),
         ],
@@ -124,7 +124,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/functional.py", SPANS): {
         "_attend": [("sigma * temperature**0.5", "sigma * temperature")],
     },
-    ("attnfast/lowering.py", SPANS): {
+    ("attnfast/ops/lowering.py", SPANS): {
         "_every": [("(lengths + (k - 1)).div(k", "lengths.div(k")],
         "_in_phases": [("weight = weight.repeat_interleave(k, 0)", "weight = weight.repeat(k, 1)")],
         "lower": [
@@ -137,7 +137,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "neighbours = True"),
         ],
     },
-    ("attnfast/ops/span.py", SPANS): {
+    ("attnfast/spans.py", SPANS): {
         "Span.locate": [
             (".nan_to_num(0)", ""),
             ("(p + right).floor()", "(p + right).ceil()"),
@@ -147,20 +147,22 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Span.sides": [("return left, 0 if self.causal else right", "return left, right")],
         "Span.columns": [
             ("right // self.stride + 1", "right // self.stride"),
-            ("return _steps(Tk, self.stride)\n        if", "return Tk // self.stride\n        if"),
+            ("return ceil_div(Tk, self.stride)", "return Tk // self.stride"),
         ],
         "first_position": [
             ('return Tk - Tq if position == "end"', 'return Tq - Tk if position == "end"'),
         ],
         "positions": [("return rows * ends / max(Tq, 1)", "return rows * Tk / max(Tq, 1)")],
         "log_prior": [("return -0.5 * ((keys", "return -1.0 * ((keys")],
+    },
+    ("attnfast/ops/span.py", SPANS): {
         "bounds_in_phases": [
             ("(row < 0) | (row >= Tq)", "row >= Tq"),
-            ("stop = torch.minimum(stop, _steps(ends - phase, k))", "pass"),
+            ("stop = torch.minimum(stop, ceil_div(ends - phase, k))", "pass"),
         ],
         "": [("inside, 0))\n\n\ndef to_columns", "inside, 1))\n\n\ndef to_columns")],
     },
-    ("attnfast/reference.py", HISTORY): {
+    ("attnfast/ops/reference.py", HISTORY): {
         "coverage_attention": [
             ("(p if call.inverse_fertility is None else call.inverse_fertility * p)", "p"),
             ("seen = seen & (log_r != -math.inf)", "pass"),
@@ -181,7 +183,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("or not 0 <= extra_words < 2**31", "or not -1 <= extra_words < 2**31"),
         ],
     },
-    ("attnfast/reference.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
+    ("attnfast/ops/reference.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
         "copy_distribution": [("masked_fill(never, LOWEST)", "masked_fill(never, -math.inf)")],
     },
     ("attnfast/ops/arguments.py", REFUSALS): {
@@ -608,7 +610,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "check_tensor": [("x.layout != torch.strided or x.is_nested", "x.layout != torch.strided")],
         "check_range": [("if not is_readable(x) or not x.numel():", "if True:")],
     },
-    ("attnfast/backends.py", "tests/test_speech.py -k backend"): {
+    ("attnfast/ops/backends.py", "tests/test_speech.py -k backend"): {
         "check_backend": [
             ("backend is not None and (not isinstance(backend, str) or backend not in BACKENDS)",
              "False"),
@@ -961,7 +963,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_prepare_output": [("if isinstance(out.buffer, io.RawIOBase):", "if False:")],
         "train": [("options.check(config)", "pass")],
     },
-    ("attnfast/backends.py", "tests/test_package.py -k 'runs_on or triton_needs or goes_'"): {
+    ("attnfast/ops/backends.py", "tests/test_package.py -k 'runs_on or triton_needs or goes_'"): {
         "not_built_for": [
             ("any(own >= x for x in alike)", "any(own <= x for x in alike)"),
             ("own >= built[-1]", "own >= built[0]"),
@@ -1373,7 +1375,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("statistics[kMean] = (C)first + mean;", "statistics[kMean] = mean;"),
         ],
     },
-    ("attnfast/lowering.py", "tests/test_statistics.py -k 'span or nothing'"): {
+    ("attnfast/ops/lowering.py", "tests/test_statistics.py -k 'span or nothing'"): {
         "Lowered._on_all_keys": [
             ("k * position + first, k * mean + first", "k * position, k * mean"),
             ("* (largest != 0)", "* 1"),

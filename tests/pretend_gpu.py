@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from attnfast import backends
 from attnfast.models import seq2seq
+from attnfast.ops import backends
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 #: Operators that take a CPU's tensor beside a GPU's; of the first, some may be masks.

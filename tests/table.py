@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import attnfast
-from attnfast import reference
-from attnfast.backends import BACKENDS, why_not
+from attnfast.ops import reference
 from attnfast.ops.arguments import SCORES
 from attnfast.ops.attention import Attention
+from attnfast.ops.backends import BACKENDS, why_not
 
 CPU = torch.device("cpu")
 DEVICE = {name: torch.device("cuda" if torch.cuda.is_available() else "cpu") for name in BACKENDS}

@@ -32,8 +32,8 @@ from table import (
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import attnfast
-from attnfast.backends import why_not
 from attnfast.ops.attention import Attended, Attention, AttentionBackward
+from attnfast.ops.backends import why_not
 
 
 def everything(args, **options) -> tuple:

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 
 import attnfast
 from attnfast._utils.benchmark import peak_memory
-from attnfast.backends import HALF, why_not
+from attnfast.ops.backends import HALF, why_not
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import attnfast
 from attnfast._utils.benchmark import peak_memory
-from attnfast.backends import why_not
 from attnfast.decoding import attend_with_history, prepare
 from attnfast.ops.arguments import SCORES
+from attnfast.ops.backends import why_not
 
 NAMES = ("context", "weights", "coverage", "loss", "log_weights")
 #: What a row may know of its past, and what only the additive score has.

@@ -26,7 +26,7 @@ from table import Case, cases, fuzz
 import attnfast
 import attnfast.decoding.memory
 import attnfast.functional
-from attnfast.backends import why_not
+from attnfast.ops.backends import why_not
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"

@@ -10,7 +10,6 @@ import torch
 
 from attnfast import checkpoint, demo
 from attnfast._utils.benchmark import best_device, median_times, peak_memory
-from attnfast.backends import why_not
 from attnfast.cli import main
 from attnfast.data import WordTokenizer
 from attnfast.grammar import (
@@ -26,6 +25,7 @@ from attnfast.grammar import (
     corpus,
 )
 from attnfast.models import Config, build
+from attnfast.ops.backends import why_not
 from attnfast.translation import alignment
 
 for name in ("matplotlib", "sacrebleu", "tqdm"):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import attnfast
-from attnfast.backends import why_not
 from attnfast.data import Example, collate
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, beam_search, build
+from attnfast.ops.backends import why_not
 from attnfast.ops.recurrent import RECURRENT, Recurrent
 from attnfast.training import Options, make_optimizer, train_step, validation_loss
 

@@ -15,7 +15,7 @@ from attnfast.nn import (
     MultiHopAttention,
     TopKAttention,
 )
-from attnfast.reference import score
+from attnfast.ops.reference import score
 
 B, TQ, TK, D = 3, 4, 9, 6
 LENGTHS = torch.tensor([9, 1, 4])

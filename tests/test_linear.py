@@ -14,10 +14,10 @@ from torch import nn
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
-from attnfast import dispatch
-from attnfast.backends import why_not
 from attnfast.nn import BahdanauAttention
 from attnfast.nn import linear as code
+from attnfast.ops import dispatch
+from attnfast.ops.backends import why_not
 from attnfast.ops.linear import LINEAR, Linear
 from attnfast.ops.operators import CHECKS
 

@@ -8,7 +8,7 @@ import misfits
 import pytest
 import torch
 
-from attnfast.backends import why_not
+from attnfast.ops.backends import why_not
 
 
 def test_compiled_operators_refuse_misfits(tmp_path):

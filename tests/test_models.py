@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnfast._utils.checks import InputError
-from attnfast.backends import FLOATS
 from attnfast.models import BOS, EOS, UNK, Config, beam_search, build, greedy_search, search
+from attnfast.ops.backends import FLOATS
 from attnfast.ops.copying import LOWEST
 
 VOCAB = 23

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import attnfast
 from attnfast import nn as attn
-from attnfast.backends import why_not
 from attnfast.models import BahdanauDecoder
 from attnfast.nn import layer as layer_code
+from attnfast.ops.backends import why_not
 
 
 def number() -> nn.Parameter:

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import attnfast
-from attnfast import backends
-from attnfast.backends import load_library, why_not
 from attnfast.integrations.registry import PROJECTS
+from attnfast.ops import backends
+from attnfast.ops.backends import load_library, why_not
 
 ROOT = Path(__file__).parent.parent
 CARD = backends.Request(torch.device("cuda", 0), torch.float32)
@@ -86,13 +86,13 @@ def test_the_cuda_library_finds_its_symbols(tmp_path):
         import ctypes, torch, attnfast
         for library in ({str(runtime)!r}, {str(stand_in)!r}):
             ctypes.CDLL(library)
-        from attnfast.backends import load_library
+        from attnfast.ops.backends import load_library
         print(load_library("_C_cuda"))
         names = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith("attnfast_cuda:")]
         assert len(names) > 6, names
         for name in names:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name
-        print(attnfast.backends.architectures())
+        print(attnfast.ops.backends.architectures())
     """)
     assert done.returncode == 0, done.stdout + done.stderr
     failure, built = done.stdout.splitlines()

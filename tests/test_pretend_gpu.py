@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnfast.backends import why_not
+from attnfast.ops.backends import why_not
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here they run on a GPU"),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import attnfast
 from attnfast import dot_attention
 from attnfast._utils import torch_private
-from attnfast.backends import choose
+from attnfast.ops.backends import choose
 
 
 def test_all_private_names_stand_in_one_file():

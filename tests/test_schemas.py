@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnfast
-from attnfast.backends import load_library
+from attnfast.ops.backends import load_library
 from attnfast.ops.operators import ARGUMENTS
 
 FAMILIES = {

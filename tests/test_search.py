@@ -11,10 +11,10 @@ from test_recurrent import call as layer_call
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnfast import dispatch, reference
 from attnfast._utils.checks import InputError
-from attnfast.backends import HALF, why_not
 from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
+from attnfast.ops import dispatch, reference
+from attnfast.ops.backends import HALF, why_not
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
 from attnfast.ops.search import SEARCH, Search, layer_of

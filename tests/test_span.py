@@ -26,8 +26,9 @@ from table import (
 )
 
 import attnfast
-from attnfast import Span, dispatch
+from attnfast import Span
 from attnfast._utils.benchmark import peak_memory
+from attnfast.ops import dispatch
 from attnfast.ops.attention import Attention
 
 SPANS = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast.backends import BACKENDS
+from attnfast.ops.backends import BACKENDS
 
 __all__ = ["Room", "append_rows"]
 

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnfast import dispatch, lowering
 from attnfast._utils.checks import check_flag, describe, refuse, refuse_type, shape_of
 from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
-from attnfast.backends import FLOATS, choose
 from attnfast.decoding.growing import Room, append_rows
 from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
 from attnfast.functional import cover, coverage_call, covered, filters_of
-from attnfast.lowering import Place, lower
+from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (
     as_returned,
     autocast,
@@ -32,14 +30,17 @@ from attnfast.ops.arguments import (
     refuse_tangents,
 )
 from attnfast.ops.attention import Attention, check
+from attnfast.ops.backends import FLOATS, choose
 from attnfast.ops.coverage import COVERAGE, Coverage, Covered
+from attnfast.ops.lowering import Place, lower
 from attnfast.ops.operators import is_recorded, made
-from attnfast.ops.span import Position, Span, Spans, check_form, check_span
-from attnfast.results import (
+from attnfast.ops.span import check_form, check_span
+from attnfast.outputs import (
     AttentionResult,
     CoverageResult,
     attention_result,
 )
+from attnfast.spans import Position, Span, Spans
 
 __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from attnfast._utils.torch_private import is_intercepted, number_of_backward, saves_elsewhere
-from attnfast.backends import BACKENDS
 from attnfast.decoding.growing import Room
 from attnfast.decoding.waiting import Waiting, no_double_backward
 from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
+from attnfast.ops.backends import BACKENDS
 from attnfast.ops.coverage import COVERAGE, backward_into
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from attnfast._utils.checks import check_flag
-from attnfast.backends import best, choose
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import judge
 from attnfast.integrations.registry import adapter_of, why_unknown
+from attnfast.ops.backends import best, choose
 from attnfast.ops.recurrent import RECURRENT
 
 __all__ = ["Report", "replace"]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_word, describe, refuse, refuse_type
-from attnfast.backends import check_backend
 from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_lengths, check_share, embed
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_exact
+from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 
 POOLINGS = ("attention", "mean", "max")

@@ -32,7 +32,7 @@ from attnfast.nn import (
     StridedAttention,
 )
 from attnfast.ops.arguments import is_finite
-from attnfast.ops.span import Span
+from attnfast.spans import Span
 
 HISTORIES = {
     "coverage": CoverageAttention,

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
 from attnfast._utils.torch_private import keep_in_pytrees
-from attnfast.backends import check_backend
 from attnfast.models.decoders import (
     CELLS,
     BahdanauDecoder,
@@ -32,6 +31,7 @@ from attnfast.ops.arguments import (
     check_tensor,
     is_finite,
 )
+from attnfast.ops.backends import check_backend
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three

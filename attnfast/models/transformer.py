@@ -12,7 +12,7 @@ from attnfast.models.seq2seq import check_lengths, check_share
 from attnfast.nn import SinusoidalPositions, SparseSelfAttention, TransformerEncoderLayer
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_array, check_like
-from attnfast.ops.span import Span
+from attnfast.spans import Span
 
 
 class TransformerEncoder(nn.Module):

@@ -18,7 +18,6 @@ from attnfast._utils.checks import (
     refuse_type,
     shape_of,
 )
-from attnfast.backends import check_backend
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn.linear import project
 from attnfast.nn.positions import RelativePositions
@@ -30,9 +29,10 @@ from attnfast.ops.arguments import (
     check_tensor,
     is_one,
 )
+from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
-from attnfast.results import AttentionResult
+from attnfast.outputs import AttentionResult
 
 
 def check_sizes(**sizes: Any) -> None:

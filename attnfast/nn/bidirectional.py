@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_flag, refuse
-from attnfast.backends import check_backend
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_device, check_like, check_numbers, check_tensor
+from attnfast.ops.backends import check_backend
 
 
 class BidirectionalAttention(nn.Module):

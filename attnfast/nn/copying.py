@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_whole, describe, refuse, shape_of
-from attnfast.backends import check_backend
 from attnfast.functional import copy_distribution
 from attnfast.ops.arguments import check_like, check_tensor
+from attnfast.ops.backends import check_backend
 
 
 class PointerGenerator(nn.Module):

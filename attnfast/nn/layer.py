@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast import dispatch
 from attnfast._utils.torch_private import has_tangents, is_autocast_on, is_intercepted
-from attnfast.backends import BACKENDS, HALF, best
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
@@ -25,12 +23,14 @@ from attnfast.nn.history import (
 )
 from attnfast.nn.linear import is_plain
 from attnfast.nn.sparse import LocalAttention, Progress
+from attnfast.ops import dispatch
 from attnfast.ops.arguments import check_temperature
+from attnfast.ops.backends import BACKENDS, HALF, best
 from attnfast.ops.coverage import Coverage
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import RECURRENT, WEIGHTS, Recurrent, fed
+from attnfast.ops.reference import cell_step
 from attnfast.ops.span import rows_at
-from attnfast.reference import cell_step
 
 #: The parameters of a cell.
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

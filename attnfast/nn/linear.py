@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast import dispatch
 from attnfast._utils.torch_private import class_of, has_tangents, is_autocast_on, is_intercepted
-from attnfast.backends import best
+from attnfast.ops import dispatch
+from attnfast.ops.backends import best
 from attnfast.ops.linear import LINEAR, Linear
 from attnfast.ops.operators import is_recorded
 

@@ -14,7 +14,7 @@ from attnfast.decoding import Memory, check_memory
 from attnfast.nn.attention import BahdanauAttention, check_sizes
 from attnfast.nn.layer import run_rnn
 from attnfast.ops.arguments import check_array, check_like, check_tensor
-from attnfast.reference import score
+from attnfast.ops.reference import score
 
 
 class PointerNetwork(nn.Module):

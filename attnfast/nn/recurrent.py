@@ -20,7 +20,7 @@ from attnfast.nn.layer import NAMES, Layer, RecurrentState, run_layer
 from attnfast.ops.arguments import check_tensor, is_finite
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import GATES
-from attnfast.results import RecurrentResult, recurrent_result
+from attnfast.outputs import RecurrentResult, recurrent_result
 
 __all__ = ["AttentionGRU", "AttentionLSTM", "AttentionRNN", "RecurrentState"]
 

@@ -19,7 +19,8 @@ from attnfast.nn.attention import (
 )
 from attnfast.ops.arguments import check_array, is_finite, is_one
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.span import Span, check_form, gaussian_bump, log_prior, to_form
+from attnfast.ops.span import check_form, to_form
+from attnfast.spans import Span, gaussian_bump, log_prior
 
 
 class Progress(NamedTuple):

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from attnfast._utils.checks import check_word, describe, refuse, refuse_type, shape_of
 from attnfast._utils.torch_private import has_tangents, is_autocast_on, is_surely
-from attnfast.backends import FLOATS, HALF
+from attnfast.ops.backends import FLOATS, HALF
 from attnfast.ops.operators import accumulation_dtype
 
 #: q·k, and Σ_a w_a f(q_a + k_a) by the name of f.

@@ -9,12 +9,12 @@ and, on request, statistics of a row's weights, for which nothing need be stored
     H_i = −Σ_j α_ij ln α_ij,  max_j α_ij and its first j,  μ_i = Σ_j j α_ij,  Σ_j (j − μ_i)² α_ij
 
 with ``score(q, k) = q·k`` (``dot``), or the additive ``Σ_a w_a f(q_a + k_a)``, which has the name
-of f, as :data:`attnfast.reference.ACTIVATIONS` lists them. What a row may see is a span of keys
+of f, as :data:`attnfast.ops.reference.ACTIVATIONS` lists them. What a row may see is a span of keys
 (:mod:`attnfast.ops.span`), a length, a mask.
 
 This file is the contract: what goes into the operator and its backward, and what comes out. Every
 backend implements the two under its own namespace ``attnfast_<backend>``, and may have a
-``prepare``. :mod:`attnfast.reference` is the oracle.
+``prepare``. :mod:`attnfast.ops.reference` is the oracle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attnfast.ops.operators import (
     empty_rows,
     implement,
 )
-from attnfast.results import RowStatistics
+from attnfast.outputs import RowStatistics
 
 #: The numbers of a row.
 STATISTICS = len(RowStatistics._fields)

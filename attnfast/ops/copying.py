@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from attnfast._utils.checks import describe, refuse
-from attnfast.backends import FLOATS
 from attnfast.ops.arguments import check_exact, check_tensor, is_readable
+from attnfast.ops.backends import FLOATS
 from attnfast.ops.operators import Operator, implement
 
 #: The log-probability of a word that cannot come: that of the smallest normal float32.

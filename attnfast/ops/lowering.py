@@ -12,26 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast import dispatch
+from attnfast.ops import dispatch
 from attnfast.ops.attention import Attention
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import (
-    Position,
-    Span,
-    Spans,
     at_keys,
     bounds_in_phases,
     by_head,
-    first_position,
     from_phases,
     join_heads,
-    log_prior,
     rows_at,
     to_columns,
     to_form,
     to_phases,
 )
-from attnfast.results import AttentionResult, attention_result
+from attnfast.outputs import AttentionResult, attention_result
+from attnfast.spans import Position, Span, Spans, first_position, log_prior
 
 __all__ = ["Lowered", "Place", "lower", "run_within"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnfast import reference
+from attnfast.ops import reference
 from attnfast.ops.arguments import as_returned, refuse_tangents
 from attnfast.ops.attention import ATTENTION, Attention
 from attnfast.ops.operators import ForwardOperator, is_recorded, made
-from attnfast.results import AttentionResult, attention_result
+from attnfast.outputs import AttentionResult, attention_result
 
 __all__ = ["run", "run_attention"]
 

@@ -26,6 +26,8 @@ FLOATS = (torch.float32, torch.float64, *HALF)
 OLDEST_FOR_TRITON = (8, 0)
 #: NVIDIA's systems on a chip: they run no machine code but their own.
 ALONE = {(7, 2), (8, 7), (10, 1)}
+#: Where the compiled libraries are.
+PACKAGE = Path(__file__).parents[1]
 
 
 @functools.cache
@@ -37,7 +39,7 @@ def not_installed() -> str | None:
     if importlib.util.find_spec("attnfast.kernels") is not None:
         return None
     return (
-        f"attnfast was imported from its sources in {Path(__file__).parent}, not as installed: "
+        f"attnfast was imported from its sources in {PACKAGE}, not as installed: "
         "start Python in another folder, or install with pip install -e"
     )
 
@@ -45,7 +47,7 @@ def not_installed() -> str | None:
 @functools.cache
 def load_library(name: str) -> str | None:
     """Load the compiled library ``attnfast/<name>.so`` once; return why it cannot be, or None."""
-    path = Path(__file__).with_name(f"{name}.so")
+    path = PACKAGE / f"{name}.so"
     if not path.exists():
         if reason := not_installed():
             return reason
@@ -61,7 +63,7 @@ def load_library(name: str) -> str | None:
 
 def _library(name: str) -> ctypes.CDLL:
     """Return a library that is loaded, for what it exports beside its operators."""
-    return ctypes.CDLL(str(Path(__file__).with_name(f"{name}.so")))
+    return ctypes.CDLL(str(PACKAGE / f"{name}.so"))
 
 
 def triton_interpreted() -> bool:

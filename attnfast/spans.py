@@ -1,0 +1,337 @@
+r"""Spans: which keys a query row may see.
+
+A span is an arithmetic progression of key positions for every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnfast._utils.checks import check_flag, check_whole, describe, is_whole, refuse, shape_of
+from attnfast.ops.arguments import KINDS, check_device, check_numbers, check_tensor, is_finite
+
+__all__ = ["Position", "Span", "gaussian_bump"]
+
+#: Where rows stand among the keys: see :class:`Span`.
+Position = int | str | Tensor | None
+
+
+@dataclass(frozen=True)
+class Span:
+    r"""The keys that a row may see: those that all its conditions allow.
+
+    ==============================  =========================================================
+    ``window=(left, right)``        p_i − left ≤ j ≤ p_i + right; None for a side without end,
+                                    one number for both
+    ``causal=True``                 j ≤ p_i
+    ``stride=k``                    j ≡ p_i (mod k)
+    ``stride=k, fixed=True``        j ≡ 0 (mod k)
+    ==============================  =========================================================
+
+    p_i is where row i stands among the keys, the argument ``position`` of the calls:
+
+    ==============================  =========================================================
+    None                            p_i = i
+    a number n                      p_i = n + i: rows from the n-th on, a decoder's n-th step
+    ``"end"``                       p_i = i + Tk − Tq: the last row at the last key
+    ``"diagonal"``                  p_i = i · S / Tq, S the sequence's length: Luong's local-m
+    a tensor                        ``[Tq]``, ``[B, Tq]`` or ``[B, H, Tq]``, whole numbers or
+                                    not: Luong's local-p
+    ==============================  =========================================================
+
+    A stride that is not fixed needs one of the first three. A dilated window of radius r is
+    ``window=r * k, stride=k``.
+
+    Where the window ends on both sides, weights are compact: ``[B, Tq, W]`` with a column for each
+    of the W keys that a row may see at most (:meth:`keys` tells which; those outside of the
+    sequence have weight 0). With a stride alone the columns are the keys of the row's progression;
+    else they are all keys.
+
+    Raises:
+        ValueError: a negative window, a stride below 1, or one of them 2³¹ and more.
+
+    Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025, for local attention; Child et
+    al., "Generating Long Sequences with Sparse Transformers", arXiv:1904.10509, for strides.
+    """
+
+    window: int | tuple[int | None, int | None] | None = None
+    causal: bool = False
+    stride: int = 1
+    fixed: bool = False
+
+    def __post_init__(self):
+        window = self.window
+        sides = window if isinstance(window, (tuple, list)) else (window, window)
+        if len(sides) != 2 or not all(x is None or (is_whole(x) and 0 <= x < 2**31) for x in sides):
+            refuse(
+                "window",
+                "a number, (left, right) or None, none negative, all below 2**31",
+                describe(window),
+            )
+        if not is_whole(self.stride) or not 1 <= self.stride < 2**31:
+            refuse("stride", "a whole number of at least 1, below 2**31", describe(self.stride))
+        check_flag("causal", self.causal)
+        check_flag("fixed", self.fixed)
+        object.__setattr__(self, "window", tuple(None if x is None else int(x) for x in sides))
+        object.__setattr__(self, "stride", int(self.stride))
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """How far a row sees to the left and to the right, None for no end."""
+        left, right = self.window  # type: ignore[misc]
+        return left, 0 if self.causal else right
+
+    @property
+    def compact(self) -> bool:
+        """Whether a row sees no more keys than the window holds."""
+        return None not in self.sides
+
+    @property
+    def phases(self) -> int:
+        """How many phases rows and keys fall into, each with its own keys: 1 for a fixed stride."""
+        return 1 if self.fixed else self.stride
+
+    def columns(self, Tk: int) -> int:
+        """Return W, how many columns the weights have."""
+        check_whole("Tk", Tk, 0)
+        left, right = self.sides
+        if left is None or right is None:
+            return ceil_div(Tk, self.stride)
+        if self.stride == 1 or not self.fixed:
+            return left // self.stride + right // self.stride + 1
+        return (left + right) // self.stride + 1
+
+    def locate(self, p: Tensor, Tk: int) -> Rows:
+        """Return what rows at the positions ``p [*, Tq]`` see of Tk keys, all of them existing."""
+        left, right = self.sides
+        k = self.stride
+        far = Tk + max(left or 0, right or 0) + k  # beyond it a row sees all keys or none
+        if p.is_floating_point():
+            p = p.detach().double().nan_to_num(0).clamp(-far, far)
+            first = p if left is None else (p - left).ceil().long()
+            last = p if right is None else (p + right).floor().long()
+        else:
+            p = p.long()
+            p = p if self.phases > 1 else p.clamp(-far, far)
+            first = p if left is None else p - left
+            last = p if right is None else p + right
+        first = torch.zeros_like(p, dtype=torch.int64) if left is None else first
+        last = torch.full_like(p, Tk - 1, dtype=torch.int64) if right is None else last
+        if k == 1:
+            return Rows(0, first, last + 1)
+        phase = 0 if self.fixed else p % k
+        return Rows(phase, ceil_div(first - phase, k), ceil_div(last + 1 - phase, k))
+
+    def stop(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
+        """Return where rows stop seeing keys that their sequences have."""
+        end: Any = Tk
+        if lengths is not None:
+            end = lengths.clamp(0, Tk).view(-1, *[1] * (max(rows.stop.dim(), 2) - 1))
+        end = ceil_div(end - rows.phase, self.stride)
+        if isinstance(end, Tensor):
+            return torch.minimum(rows.stop, end)
+        return rows.stop.clamp(max=end)
+
+    def keys(
+        self,
+        Tq: int,
+        Tk: int,
+        *,
+        position: Position = None,
+        lengths: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return the key of every column of the weights, int64, −1 where there is none.
+
+        Args:
+            Tq, Tk: how many rows and keys there are.
+            position: where the rows stand.
+            lengths: ``[B]``, the keys of each sequence.
+            device: of the result, if no other argument is a tensor.
+
+        Returns:
+            ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
+        """
+        check_whole("Tq", Tq, 0)
+        check_whole("Tk", Tk, 0)
+        check_position(position, [self])
+        _check_place(Tq, Tk, position, lengths, device)
+        p = positions(position, Tq, Tk, lengths, device)
+        return self.columns_of(self.locate(p, Tk), Tk, lengths, self.compact)
+
+    def columns_of(self, rows: Rows, Tk: int, lengths: Tensor | None, compact: bool) -> Tensor:
+        """Return the key of every column of these rows, −1 where there is none."""
+        stop = self.stop(rows, Tk, lengths)
+        wide = self.columns(Tk) if compact else ceil_div(Tk, self.stride)
+        column = torch.arange(wide, device=rows.start.device)
+        if compact:
+            column = rows.start.unsqueeze(-1) + column
+        seen = column >= rows.start.clamp_min(0).unsqueeze(-1)
+        seen = seen & (column < stop.unsqueeze(-1))
+        phase = rows.phase.unsqueeze(-1) if isinstance(rows.phase, Tensor) else rows.phase
+        return torch.where(seen, column * self.stride + phase, -1)
+
+
+class Rows(NamedTuple):
+    """What rows see: the keys ``phase + k·u`` with start ≤ u < stop, those before 0 left out."""
+
+    phase: Tensor | int
+    start: Tensor
+    stop: Tensor
+
+
+Spans = Span | Sequence[Span] | None
+
+
+def ceil_div(n: Any, k: int) -> Any:
+    """Return how many steps of k it takes to n, rounded up."""
+    if k == 1:
+        return n
+    n = n + (k - 1)
+    return n.div(k, rounding_mode="floor") if isinstance(n, Tensor) else n // k
+
+
+def positions(
+    position: Position, Tq: int, Tk: int, lengths: Tensor | None, device: torch.device | None
+) -> Tensor:
+    """Return where the rows stand, ``[Tq]`` or what was given."""
+    if isinstance(position, Tensor):
+        return position
+    if lengths is not None:
+        device = lengths.device
+    if position == "diagonal":
+        rows = torch.arange(Tq, device=device, dtype=torch.float64)
+        ends = Tk if lengths is None else lengths.clamp(0, Tk).view(-1, 1)
+        return rows * ends / max(Tq, 1)
+    first = first_position(position, Tq, Tk)
+    return torch.arange(first, first + Tq, device=device)
+
+
+def first_position(position: int | str | None, Tq: int, Tk: int) -> int:
+    """Return where the first row stands if the others follow it key by key."""
+    if is_whole(position):
+        return int(position)  # type: ignore[arg-type]
+    return Tk - Tq if position == "end" else 0
+
+
+def check_position(position: object, spans: Sequence[Span]) -> None:
+    """Refuse what is no position, or none for these spans."""
+    given = isinstance(position, Tensor)
+    named = position is None or (isinstance(position, str) and position in ("end", "diagonal"))
+    number = is_whole(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
+    if not (given or named or number):
+        refuse("position", "None, a number, 'end', 'diagonal' or a tensor", describe(position))
+    strides = any(x.phases > 1 for x in spans)
+    if strides and (given or (named and position == "diagonal")):
+        got = "a tensor" if given else describe(position)
+        refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
+
+
+def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: object) -> None:
+    """Raise unless lengths, a tensor of positions and a device fit each other, Tq and Tk."""
+    if lengths is not None:
+        check_tensor("lengths", lengths)
+        assert isinstance(lengths, Tensor)
+        check_numbers("lengths", lengths, lengths.numel(), 0, Tk, "Tk keys [B]")
+    if isinstance(position, Tensor):
+        batch = [] if lengths is None else [*lengths.shape, *[1] * (position.dim() - 2)]
+        rows = (*batch, Tq)
+        _check_rows("position", position, rows, lengths, whole=True)
+    if device is None:
+        return
+    try:
+        torch.device(device)  # type: ignore[call-overload]
+        fits = not isinstance(device, int)
+    except (RuntimeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        refuse("device", "a torch.device or None", describe(device))
+
+
+def _check_rows(
+    name: str, x: Tensor, rows: Sequence[int], like: object, whole: bool = False
+) -> Sequence[int]:
+    """Raise unless x has a number for each row; return the shape of all rows."""
+    check_tensor(name, x)
+    try:
+        shape = torch.broadcast_shapes(x.shape, rows)
+        fits = (
+            x.dim() <= 3
+            and shape[-1] == rows[-1]
+            and not (whole and [*x.shape[-1:]] != [*rows[-1:]])
+        )
+    except RuntimeError:
+        shape, fits = rows, False
+    kind = "whole or real numbers" if whole else "real numbers"
+    if not fits or not KINDS[kind](x.dtype):
+        others = "Tq and lengths" if whole else "Tq and position"
+        refuse(name, f"{kind} {shape_of('..', rows[-1])} to fit {others}", describe(x))
+    check_device(name, x, like, "lengths" if whole else "position")  # type: ignore[arg-type]
+    return shape
+
+
+def log_prior(keys: Tensor, p: Tensor, sigma: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return −(j − p)² / 2σ² for the keys j ``[.., Tq, W]``, taken in ``dtype`` or wider."""
+    dtype = torch.promote_types(dtype, p.dtype) if p.is_floating_point() else dtype
+    sigma = sigma.to(dtype).unsqueeze(-1) if isinstance(sigma, Tensor) else sigma
+    return -0.5 * ((keys - p.to(dtype).unsqueeze(-1)) / sigma).square()
+
+
+def gaussian_bump(
+    Tq: int,
+    Tk: int,
+    sigma: float | Tensor,
+    *,
+    height: float | Tensor = 1.0,
+    position: Position = "diagonal",
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    r"""Return a bump to add to the scores, as ``bias``: a mild wish for keys near a position.
+
+    .. math:: b_{ij} = h \exp\left(-\frac{(j - p_i)^2}{2 \sigma^2}\right)
+
+    It raises the scores near p by at most h and leaves those far away as they are; the argument
+    ``sigma`` of :func:`attnfast.additive_attention` adds the logarithm of a Gaussian instead, which
+    falls without end, so that far keys cannot be seen.
+
+    Args:
+        Tq, Tk: how many rows and keys there are.
+        sigma: σ > 0, in keys; a number or a tensor of the rows' shape, with gradient.
+        height: h; a number or a tensor, with gradient.
+        position: p: ``"diagonal"`` for i · n / Tq with n the source's length, a tensor
+            ``[.., Tq]``, or what :meth:`Span.keys` takes.
+        lengths: ``[B]``, n of each source; None means Tk.
+        dtype: of the result: the query's, or float32 beside half types.
+        device: of the result, if no other argument is a tensor.
+
+    Returns:
+        ``[Tq, Tk]``, with the batch's and heads' axes of position and lengths before it.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it.
+    """
+    check_whole("Tq", Tq, 0)
+    check_whole("Tk", Tk, 0)
+    check_position(position, [])
+    _check_place(Tq, Tk, position, lengths, device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        refuse("dtype", "a torch.dtype of real numbers", describe(dtype))
+    p = positions(position, Tq, Tk, lengths, device)
+    rows: Sequence[int] = p.shape
+    for name, x in (("sigma", sigma), ("height", height)):
+        if isinstance(x, Tensor):
+            rows = _check_rows(name, x, rows, p)
+        elif not is_finite(x) or (x <= 0 and name == "sigma"):
+            expected = "a positive number" if name == "sigma" else "a finite number"
+            refuse(name, f"{expected} or a tensor of them", describe(x))
+    j = torch.arange(Tk, device=p.device)
+    if isinstance(height, Tensor) and height.dim():
+        height = height.unsqueeze(-1)
+    return (height * log_prior(j, p, sigma, dtype).exp()).to(dtype)

@@ -1,3 +1,0 @@
-"""The version, importable without torch."""
-
-__version__ = "0.1.0"
