@@ -14,6 +14,7 @@ import torch
 from attnfast._utils.benchmark import Cost, best_device, costs, peak_memory
 from attnfast._utils.checks import optional
 from attnfast._utils.progress import Progress
+from attnfast.analysis.plots import draw_alignment, draw_speed
 from attnfast.checkpoint import make_folder, write_atomically
 from attnfast.data import (
     Batch,
@@ -28,7 +29,6 @@ from attnfast.functional import additive_attention
 from attnfast.grammar import ADVERBS, Pair, corpus
 from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
 from attnfast.nn import LuongAttention
-from attnfast.plots import draw_alignment, draw_speed
 from attnfast.training import Options, make_optimizer, train_step
 from attnfast.translation import alignment, bleu, bleu_by_length, translate
 

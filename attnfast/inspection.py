@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast import diagnostics
+from attnfast.analysis import diagnostics
 from attnfast.data import Example, Links, Tokenizer, collate
 from attnfast.models import Seq2Seq
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast import checkpoint, diagnostics
+from attnfast import checkpoint
 from attnfast._utils.checks import InputError, describe, refuse, refuse_type, sentence
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted, stop_on_signal
+from attnfast.analysis import diagnostics
 from attnfast.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.losses import alignment_loss
 from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled

@@ -21,7 +21,7 @@ from table import Case, attend, inputs
 from tqdm import tqdm
 
 from attnfast._utils.benchmark import best_device, costs
-from attnfast.plots import draw_speed
+from attnfast.analysis.plots import draw_speed
 
 
 def calls(case: Case, backward: bool) -> dict:

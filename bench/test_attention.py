@@ -16,9 +16,9 @@ from race import DECODERS, DEVICE, DIRECTIONS, eager, fused, race, roofline, tim
 from table import Case, attend, inputs
 from torch.nn.attention.flex_attention import flex_attention
 
+from attnfast.analysis.diagnostics import row_statistics
 from attnfast.decoding import attend as attend_to
 from attnfast.decoding import prepare
-from attnfast.diagnostics import row_statistics
 
 SHAPES = {  # B, Tq, Tk, A, Dv
     "translation": (32, 50, 50, 512, 512),

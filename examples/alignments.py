@@ -23,10 +23,11 @@ from pathlib import Path
 
 import torch
 
-from attnfast import checkpoint, diagnostics
+from attnfast import checkpoint
 from attnfast._utils.checks import optional
 from attnfast._utils.progress import say
 from attnfast._utils.signals import Interrupted
+from attnfast.analysis import diagnostics
 from attnfast.cli import Parser, run
 from attnfast.data import Links, WordTokenizer, collate, encode_pairs
 from attnfast.grammar import Aligned, aligned_corpus

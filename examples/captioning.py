@@ -48,12 +48,12 @@ from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser,
 from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress
 from attnfast._utils.signals import stop_on_signal
+from attnfast.analysis.plots import draw_looking
 from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.losses import Reinforce, doubly_stochastic_loss
 from attnfast.models import BOS, EOS, GridEncoder, MeanContext, ShowAttendTell, greedy_search
 from attnfast.nn import BahdanauAttention, HardAttention, Memory
-from attnfast.plots import draw_looking
 from attnfast.training import Options, sequence_loss
 
 LEARNT, MORE = (2, 3, 4), (5,)

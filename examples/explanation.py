@@ -1,6 +1,6 @@
 """Whether attention explains: a classifier of film reviews and a translator, three seeds each.
 
-    python examples/explanation.py FOLDER --out runs/explanation
+    python examples/faithfulness.py FOLDER --out runs/explanation
 
 FOLDER holds pos.txt.gz and neg.txt.gz, the sentence polarity data of Pang and Lee (ACL 2005); every
 tenth sentence is for the test. Classifiers that pool the states of a GRU by additive attention, by
@@ -31,13 +31,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast import checkpoint, explanation
+from attnfast import checkpoint
 from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted
+from attnfast.analysis import faithfulness
+from attnfast.analysis.faithfulness import jensen_shannon, total_variation
 from attnfast.cli import Parser, run
 from attnfast.data import Example, WordTokenizer, batches, collate, encode_pairs, pad, read_lines
-from attnfast.explanation import jensen_shannon, total_variation
 from attnfast.grammar import aligned_corpus
 from attnfast.models import POOLINGS, Classifier, Config, Encoder, build
 from attnfast.training import Options, Trainer
@@ -63,7 +64,7 @@ LARGEST = 0.0, 0.1, 0.2, 0.5, 1.0
 class Predictions(NamedTuple):
     """A batch of them; ``linked [B, n]``, the words that are translated, if there are such."""
 
-    reader: explanation.Reader
+    reader: faithfulness.Reader
     embedded: Tensor
     lengths: Tensor
     linked: Tensor | None
@@ -227,7 +228,7 @@ class Grammar:
             linked = torch.zeros(batch.source.shape, dtype=torch.bool)
             for row, (_, links) in zip(linked, some):
                 row[[s for s, t in links if t == i]] = True
-            reader = explanation.next_word(model, batch.target_in[:, : i + 1])
+            reader = faithfulness.next_word(model, batch.target_in[:, : i + 1])
             yield Predictions(reader, model.embed(batch.source).detach(), batch.lengths, linked)
 
 
@@ -245,25 +246,25 @@ def study(name: str, groups: Sequence[Predictions], seed: int) -> Found:
                 logits, weights = reader(x, lengths)()
             ways = {
                 "attention": weights,
-                "gradient × input": explanation.gradient_times_input(*call),
-                "held": explanation.gradient_times_input(*call, fixed=True),
-                "leave-one-out": explanation.leave_one_out(*call),
+                "gradient × input": faithfulness.gradient_times_input(*call),
+                "held": faithfulness.gradient_times_input(*call, fixed=True),
+                "leave-one-out": faithfulness.leave_one_out(*call),
             }
             row = {
-                pair: explanation.kendall_tau(ways[a], ways[b], lengths)
+                pair: faithfulness.kendall_tau(ways[a], ways[b], lengths)
                 for pair, (a, b) in PAIRS.items()
             }
-            found = explanation.permuted(*call, seed=seed)
+            found = faithfulness.permuted(*call, seed=seed)
             row |= {"permuted": found.distance, "largest": found.largest}
             for epsilon in EPSILONS:
-                other = explanation.adversarial(*call, epsilon=epsilon, seed=seed)
+                other = faithfulness.adversarial(*call, epsilon=epsilon, seed=seed)
                 row[f"ε = {epsilon:g}"] = other.divergence
                 row["bound"] = other.bound
-            gradient = explanation.weight_gradient(*call)
+            gradient = faithfulness.weight_gradient(*call)
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.rand(weights.shape, generator=generator)
             for ranking, by in zip(RANKINGS, (weights, gradient, gradient * weights, drawn)):
-                row[f"erased by {ranking}"] = explanation.erasure(*call, by)
+                row[f"erased by {ranking}"] = faithfulness.erasure(*call, by)
             if linked is not None:
                 for way, numbers in ways.items():
                     hit = linked.gather(1, numbers.argmax(1, keepdim=True)).squeeze(1).float()

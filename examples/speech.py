@@ -37,10 +37,11 @@ import torch
 from torch import Tensor, nn
 from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 
-from attnfast import diagnostics
 from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress
 from attnfast._utils.signals import stop_on_signal
+from attnfast.analysis import diagnostics
+from attnfast.analysis.plots import draw_listening
 from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.models import (
@@ -58,7 +59,6 @@ from attnfast.nn import (
     LocationAwareAttention,
     LuongAttention,
 )
-from attnfast.plots import draw_listening
 from attnfast.speech import (
     LogMel,
     Normalisation,

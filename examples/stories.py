@@ -35,10 +35,10 @@ from torch.nn import functional as F
 from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
+from attnfast.analysis.plots import draw_hops
 from attnfast.cli import run
 from attnfast.data import pad
 from attnfast.models import PAD, MemoryNetwork
-from attnfast.plots import draw_hops
 from attnfast.training import Options
 
 PEOPLE = "daniel", "john", "mary", "sandra"

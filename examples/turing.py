@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import optional
+from attnfast.analysis.plots import draw_addressing
 from attnfast.cli import run
 from attnfast.nn import NeuralTuringMachine
-from attnfast.plots import draw_addressing
 from attnfast.training import Options
 
 #: Slots in training and in tests, features of a slot.

@@ -21,9 +21,10 @@ from calls import (
     words,
 )
 
-from attnfast import Span, diagnostics, explanation, models, plots, speech, training
+from attnfast import Span, models, speech, training
 from attnfast import nn as modules
 from attnfast._utils.benchmark import Cost
+from attnfast.analysis import diagnostics, faithfulness, plots
 
 
 def translators() -> Table:
@@ -230,22 +231,22 @@ def judges() -> Table:
             {"diffuse": 0.9, "concentrated": 0.5, "stuck": 4, "drift": 0.25, "skipped": 0.1,
              "sentence": 0.5},
         ),
-        "next_word": (explanation.next_word, {"model": model, "words": words(B, 2)}),
-        "total_variation": (explanation.total_variation, {x: rows() for x in "pq"}),
-        "jensen_shannon": (explanation.jensen_shannon, {x: rows() for x in "pq"}),
+        "next_word": (faithfulness.next_word, {"model": model, "words": words(B, 2)}),
+        "total_variation": (faithfulness.total_variation, {x: rows() for x in "pq"}),
+        "jensen_shannon": (faithfulness.jensen_shannon, {x: rows() for x in "pq"}),
         "kendall_tau": (
-            explanation.kendall_tau,
+            faithfulness.kendall_tau,
             {"a": torch.randn(B, TK), "b": torch.randn(B, TK), "lengths": lengths()},
         ),
-        "gradient_times_input": (explanation.gradient_times_input, read | {"fixed": True}),
-        "leave_one_out": (explanation.leave_one_out, read),
-        "weight_gradient": (explanation.weight_gradient, read),
-        "permuted": (explanation.permuted, read | {"count": 2, "seed": 1}),
+        "gradient_times_input": (faithfulness.gradient_times_input, read | {"fixed": True}),
+        "leave_one_out": (faithfulness.leave_one_out, read),
+        "weight_gradient": (faithfulness.weight_gradient, read),
+        "permuted": (faithfulness.permuted, read | {"count": 2, "seed": 1}),
         "adversarial": (
-            explanation.adversarial,
+            faithfulness.adversarial,
             read | {"epsilon": 0.5, "restarts": 1, "steps": 2, "seed": 1},
         ),
-        "erasure": (explanation.erasure, read | {"ranking": torch.rand(B, TK)}),
+        "erasure": (faithfulness.erasure, read | {"ranking": torch.rand(B, TK)}),
     }  # fmt: skip
     return {name: Call(*of) for name, of in table.items()}
 

@@ -254,10 +254,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/models/search.py", "tests/test_float64.py"): {
         "_log_probs": [("logits.to(accumulation_dtype(logits.dtype))", "logits.float()")],
     },
-    ("attnfast/diagnostics.py", "tests/test_float64.py"): {
+    ("attnfast/analysis/diagnostics.py", "tests/test_float64.py"): {
         "monotonicity": [("back.sum(-1, dtype=of.weights.dtype)", "back.sum(-1)")],
     },
-    ("attnfast/explanation.py", "tests/test_float64.py"): {
+    ("attnfast/analysis/faithfulness.py", "tests/test_float64.py"): {
         "erasure": [("(~hidden).sum(-1, dtype=output.dtype)", "(~hidden).sum(-1)")],
     },
     ("attnfast/nn/bidirectional.py", "tests/test_reading.py"): {
@@ -879,13 +879,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("examples/pointers.py", "tests/test_trials.py -k pointers"): {
         "Training.judge": [("if n <= self.row.largest]", "]")],
     },
-    ("attnfast/diagnostics.py", "tests/test_diagnostics.py"): {
+    ("attnfast/analysis/diagnostics.py", "tests/test_diagnostics.py"): {
         "failures": [("(of.each(of.m, 1) + 2) // 3", "(of.each(of.m, 1) + 1) // 3")],
     },
     ("attnfast/checkpoint.py", "tests/test_checkpoint.py -k umask"): {
         "write_atomically": [("os.chmod(temporary, 0o666 & ~umask)", "pass")],
     },
-    ("attnfast/diagnostics.py", "tests/test_speech.py -k monotonicity"): {
+    ("attnfast/analysis/diagnostics.py", "tests/test_speech.py -k monotonicity"): {
         "monotonicity": [
             ("position[..., 1:] < position[..., :-1]", "position[..., 1:] <= position[..., :-1]"),
             (") & of.rows[..., 1:]", ")"),

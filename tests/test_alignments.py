@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnfast import alignment_loss, checkpoint
-from attnfast import diagnostics as diag
 from attnfast._utils.checks import InputError
+from attnfast.analysis import diagnostics as diag
 from attnfast.cli import main
 from attnfast.data import (
     Example,

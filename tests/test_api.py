@@ -14,9 +14,9 @@ from pathlib import Path
 SNAPSHOT = Path(__file__).with_name("api.txt")
 MODULES = (
     "",
+    ".analysis.diagnostics",
+    ".analysis.faithfulness",
     ".decoding",
-    ".diagnostics",
-    ".explanation",
     ".integrations",
     ".losses",
     ".models",

@@ -20,8 +20,8 @@ from attnfast._utils.checks import LONGEST, describe, refuse
 
 #: The modules whose callables are for users of tensors; the others are the command line's.
 PUBLIC = (
-    "", ".decoding", ".diagnostics", ".explanation", ".integrations", ".losses", ".models", ".nn",
-    ".plots", ".speech", ".training",
+    "", ".analysis.diagnostics", ".analysis.faithfulness", ".analysis.plots", ".decoding",
+    ".integrations", ".losses", ".models", ".nn", ".speech", ".training",
 )  # fmt: skip
 #: Public callables that the table lacks: patterns, by the reason.
 ABSENT = {

@@ -7,7 +7,7 @@ import torch
 
 import attnfast
 from attnfast import Span
-from attnfast import diagnostics as diag
+from attnfast.analysis import diagnostics as diag
 
 B, TQ, TK = 3, 7, 9
 LENGTHS, TARGETS = torch.tensor([9, 4, 1]), torch.tensor([5, 7, 0])

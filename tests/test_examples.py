@@ -75,8 +75,8 @@ def test_explanation(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "SEEDS", (1, 2))
     monkeypatch.setattr(module, "EPOCHS", {"classifier": 30, "translator": 1})
     for name, less in (("adversarial", {"restarts": 1, "steps": 2}), ("permuted", {"count": 5})):
-        quick = functools.partial(getattr(module.explanation, name), **less)
-        monkeypatch.setattr(module.explanation, name, quick)
+        quick = functools.partial(getattr(module.faithfulness, name), **less)
+        monkeypatch.setattr(module.faithfulness, name, quick)
     for name, word in (("pos", "fine"), ("neg", "dull")):
         lines = [f"a {word} film" + " again" * (i % 3) for i in range(60)]
         (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode()))

@@ -13,7 +13,8 @@ from calls import TK, TQ, A, B, V, functions_and_modules, words
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnfast import Span, data, diagnostics, explanation, losses, models, nn, speech, training
+from attnfast import Span, data, losses, models, nn, speech, training
+from attnfast.analysis import diagnostics, faithfulness
 
 LENGTHS, TARGETS = torch.tensor([5, 2]), torch.tensor([3, 1])
 Cases = dict[str, Callable[[], Any]]
@@ -93,13 +94,13 @@ def explanations() -> Cases:
         if pooling != "max":
             given = model.read, model.embed(ids).detach(), LENGTHS
             for name, more in asked.items():
-                function = getattr(explanation, name)
+                function = getattr(faithfulness, name)
                 table[f"{name}, {pooling}"] = lambda f=function, x=given, more=more: f(*x, **more)
     a, b = alphas(B, TK).detach(), alphas(B, TK).detach()
     return table | {
-        "kendall_tau": lambda: explanation.kendall_tau(a, b, LENGTHS),
-        "jensen_shannon": lambda: explanation.jensen_shannon(a, b),
-        "total_variation": lambda: explanation.total_variation(a, b),
+        "kendall_tau": lambda: faithfulness.kendall_tau(a, b, LENGTHS),
+        "jensen_shannon": lambda: faithfulness.jensen_shannon(a, b),
+        "total_variation": lambda: faithfulness.total_variation(a, b),
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnfast import checkpoint, inspection
-from attnfast import diagnostics as diag
+from attnfast.analysis import diagnostics as diag
 from attnfast.cli import main
 from attnfast.data import Links, WordTokenizer
 from attnfast.grammar import aligned_corpus

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from attnfast import Span, plots
+from attnfast import Span
+from attnfast.analysis import plots
 from attnfast.ops.span import to_dense
 
 font_manager = pytest.importorskip("matplotlib.font_manager")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnfast import plots
+from attnfast.analysis import plots
 from attnfast.losses import pointer_loss
 from attnfast.nn import PointerNetwork
 

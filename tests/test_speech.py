@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attnfast import diagnostics, plots, speech
+from attnfast import speech
 from attnfast._utils.checks import InputError
+from attnfast.analysis import diagnostics, plots
 from attnfast.models import (
     BOS,
     EOS,

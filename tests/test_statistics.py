@@ -20,7 +20,8 @@ from test_attention import name
 from test_span import mask_of, place
 
 import attnfast
-from attnfast import Span, diagnostics
+from attnfast import Span
+from attnfast.analysis import diagnostics
 from attnfast.decoding import attend as attend_to
 from attnfast.decoding import prepare
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnfast import plots
+from attnfast.analysis import plots
 from attnfast.nn import NeuralTuringMachine, TuringState
 
 B, T, F, H, N, M = 3, 6, 4, 7, 5, 3

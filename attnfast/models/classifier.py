@@ -74,7 +74,7 @@ class Classifier(nn.Module):
     def read(
         self, embedded: Tensor, lengths: Tensor
     ) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
-        """Read embedded words ``[B, n, E]``: a reader of :mod:`attnfast.explanation`.
+        """Read embedded words ``[B, n, E]``: a reader of :mod:`attnfast.analysis.faithfulness`.
 
         Returns a function from weights ``[B, n]``, or None for the model's own, to logits
         ``[B, C]`` and the weights that it pooled with. The largest states have no weights.

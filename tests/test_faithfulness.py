@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnfast import explanation as ex
+from attnfast.analysis import faithfulness as ex
 from attnfast.models import BOS, POOLINGS, Classifier, Config, Encoder, build
 
 B, N, E, C = 5, 7, 3, 4

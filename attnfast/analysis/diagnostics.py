@@ -595,7 +595,7 @@ def failures(
     """
     limit = Thresholds() if thresholds is None else thresholds
     if not isinstance(limit, Thresholds):
-        refuse_type("thresholds", "attnfast.diagnostics.Thresholds", describe(limit))
+        refuse_type("thresholds", "attnfast.analysis.diagnostics.Thresholds", describe(limit))
     of = _Given(weights, lengths, target_lengths, keys)
     dtype, live = of.weights.dtype, of.weights.sum(-1) > 0
     n, m = of.each(of.n).to(dtype), of.each(of.m).to(dtype)
