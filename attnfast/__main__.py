@@ -2,6 +2,6 @@
 
 import sys
 
-from attnfast.cli import main
+from attnfast.translate.cli import main
 
 sys.exit(main())

@@ -13,10 +13,9 @@ from race import DEVICE, race
 from torch import Tensor, nn
 
 from attnfast._utils.benchmark import memory_of
-from attnfast.models import BOS, EOS, GridEncoder, ShowAttendTell, Told
+from attnfast.models import BOS, EOS, GridEncoder, ShowAttendTell, Told, sequence_loss
 from attnfast.models.captioning import masked_mean
 from attnfast.nn import BahdanauAttention, LuongAttention
-from attnfast.training import sequence_loss
 
 
 class Given(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._utils.benchmark import memory_of
-from attnfast.models import BOS, EOS, ListenAttendSpell, PyramidEncoder, Spelled
+from attnfast.models import BOS, EOS, ListenAttendSpell, PyramidEncoder, Spelled, hybrid_loss
 from attnfast.models.speech import join_frames
 from attnfast.nn import (
     BahdanauAttention,
@@ -23,7 +23,6 @@ from attnfast.nn import (
     LuongAttention,
     MonotonicAttention,
 )
-from attnfast.training import hybrid_loss
 
 SHAPES = {  # B, T, features, H, layers, letters
     "digits": (20, 400, 40, 128, 2, 28),

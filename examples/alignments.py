@@ -23,17 +23,17 @@ from pathlib import Path
 
 import torch
 
-from attnfast import checkpoint
 from attnfast._utils.checks import optional
 from attnfast._utils.progress import say
 from attnfast._utils.signals import Interrupted
 from attnfast.analysis import diagnostics
-from attnfast.cli import Parser, run
-from attnfast.data import Links, WordTokenizer, collate, encode_pairs
-from attnfast.grammar import Aligned, aligned_corpus
 from attnfast.models import Config, build
-from attnfast.training import Options, Trainer
-from attnfast.translation import bleu, translate
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import Parser, run
+from attnfast.translate.data import Links, WordTokenizer, collate, encode_pairs
+from attnfast.translate.evaluate import bleu, translate
+from attnfast.translate.toy_grammar import Aligned, aligned_corpus
+from attnfast.translate.trainer import Options, Trainer
 
 DECODERS = {
     "Bahdanau": {"attention": "bahdanau"},

@@ -49,12 +49,20 @@ from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress
 from attnfast._utils.signals import stop_on_signal
 from attnfast.analysis.plots import draw_looking
-from attnfast.cli import run
-from attnfast.data import pad
 from attnfast.losses import Reinforce, doubly_stochastic_loss
-from attnfast.models import BOS, EOS, GridEncoder, MeanContext, ShowAttendTell, greedy_search
+from attnfast.models import (
+    BOS,
+    EOS,
+    GridEncoder,
+    MeanContext,
+    ShowAttendTell,
+    greedy_search,
+    sequence_loss,
+)
 from attnfast.nn import BahdanauAttention, HardAttention, Memory
-from attnfast.training import Options, sequence_loss
+from attnfast.translate.cli import run
+from attnfast.translate.data import pad
+from attnfast.translate.trainer import Options
 
 LEARNT, MORE = (2, 3, 4), (5,)
 #: By the share of the steps until which scenes have so many digits.

@@ -25,15 +25,15 @@ from pathlib import Path
 
 import torch
 
-from attnfast import checkpoint
 from attnfast._utils.checks import InputError, optional, reason
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted
-from attnfast.cli import Parser, run
-from attnfast.data import WordTokenizer, encode_pairs
 from attnfast.models import Config, build
-from attnfast.training import Options, Trainer
-from attnfast.translation import translate
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import Parser, run
+from attnfast.translate.data import WordTokenizer, encode_pairs
+from attnfast.translate.evaluate import translate
+from attnfast.translate.trainer import Options, Trainer
 
 Pairs = list[tuple[str, str]]
 

@@ -31,17 +31,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast import checkpoint
 from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted
 from attnfast.analysis import faithfulness
 from attnfast.analysis.faithfulness import jensen_shannon, total_variation
-from attnfast.cli import Parser, run
-from attnfast.data import Example, WordTokenizer, batches, collate, encode_pairs, pad, read_lines
-from attnfast.grammar import aligned_corpus
 from attnfast.models import POOLINGS, Classifier, Config, Encoder, build
-from attnfast.training import Options, Trainer
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import Parser, run
+from attnfast.translate.data import (
+    Example,
+    WordTokenizer,
+    batches,
+    collate,
+    encode_pairs,
+    pad,
+    read_lines,
+)
+from attnfast.translate.toy_grammar import aligned_corpus
+from attnfast.translate.trainer import Options, Trainer
 
 SEEDS = 1, 2, 3
 EPOCHS = {"classifier": 4, "translator": 10}

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from attnfast import checkpoint
-from attnfast.cli import Parser, run
-from attnfast.data import Links, collate, encode_pairs, read_alignments, read_pairs
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import Parser, run
+from attnfast.translate.data import Links, collate, encode_pairs, read_alignments, read_pairs
 
 WIDTH, MOST = 5, 8  # distances of a column, columns
 

@@ -34,10 +34,10 @@ from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import optional
 from attnfast.analysis.plots import draw_pointing
-from attnfast.cli import run
 from attnfast.losses import pointer_loss
 from attnfast.nn import Memory, PointerNetwork
-from attnfast.training import Options
+from attnfast.translate.cli import run
+from attnfast.translate.trainer import Options
 
 LEARNT, TESTED = range(5, 11), (5, 7, 10, 15, 20)
 

@@ -40,11 +40,11 @@ from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
 from attnfast.analysis.plots import draw_alignment
-from attnfast.cli import run
-from attnfast.data import pad
 from attnfast.models import BiDAF, best_spans
 from attnfast.nn import BidirectionalAttention
-from attnfast.training import Options
+from attnfast.translate.cli import run
+from attnfast.translate.data import pad
+from attnfast.translate.trainer import Options
 
 #: What may be left out of a description.
 ATTRIBUTES = ("name", "near", "area", "food", "pricerange", "customer rating", "eattype")

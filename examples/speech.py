@@ -42,8 +42,6 @@ from attnfast._utils.progress import Progress
 from attnfast._utils.signals import stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.analysis.plots import draw_listening
-from attnfast.cli import run
-from attnfast.data import pad
 from attnfast.models import (
     BOS,
     EOS,
@@ -52,6 +50,8 @@ from attnfast.models import (
     ListenAttendSpell,
     PyramidEncoder,
     beam_search,
+    hybrid_loss,
+    scheduled_sampling,
 )
 from attnfast.nn import (
     BahdanauAttention,
@@ -67,7 +67,9 @@ from attnfast.speech import (
     read_recordings,
     word_errors,
 )
-from attnfast.training import Options, hybrid_loss, scheduled_sampling
+from attnfast.translate.cli import run
+from attnfast.translate.data import pad
+from attnfast.translate.trainer import Options
 
 WORDS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 LETTERS = " abcdefghijklmnopqrstuvwxyz"

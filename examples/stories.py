@@ -36,10 +36,10 @@ from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
 from attnfast.analysis.plots import draw_hops
-from attnfast.cli import run
-from attnfast.data import pad
 from attnfast.models import PAD, MemoryNetwork
-from attnfast.training import Options
+from attnfast.translate.cli import run
+from attnfast.translate.data import pad
+from attnfast.translate.trainer import Options
 
 PEOPLE = "daniel", "john", "mary", "sandra"
 PLACES = "bathroom", "bedroom", "garden", "hallway", "kitchen", "office"

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from attnfast import checkpoint
 from attnfast._utils.benchmark import costs
 from attnfast._utils.checks import InputError, describe, first_line
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted, stop_on_signal
-from attnfast.cli import Parser, whole
-from attnfast.training import Options
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import Parser, whole
+from attnfast.translate.trainer import Options
 
 SAVE_EVERY = 60.0  # seconds
 

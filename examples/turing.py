@@ -32,9 +32,9 @@ from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import optional
 from attnfast.analysis.plots import draw_addressing
-from attnfast.cli import run
 from attnfast.nn import NeuralTuringMachine
-from attnfast.training import Options
+from attnfast.translate.cli import run
+from attnfast.translate.trainer import Options
 
 #: Slots in training and in tests, features of a slot.
 LEARNT_SLOTS, TESTED_SLOTS, SLOT = 32, 128, 20

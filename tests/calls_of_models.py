@@ -21,7 +21,7 @@ from calls import (
     words,
 )
 
-from attnfast import Span, models, speech, training
+from attnfast import Span, models, speech
 from attnfast import nn as modules
 from attnfast._utils.benchmark import Cost
 from attnfast.analysis import diagnostics, faithfulness, plots
@@ -328,15 +328,15 @@ def teachers() -> Table:
     spelled = models.Spelled(logits, torch.randn(B, TK, V).log_softmax(-1), lengths())
     table: dict[str, Any] = {
         "sequence_loss": (
-            training.sequence_loss,
+            models.sequence_loss,
             {"logits": logits, "target_out": target, "label_smoothing": 0.1},
         ),
         "hybrid_loss": (
-            training.hybrid_loss,
+            models.hybrid_loss,
             {"spelled": spelled, "target_out": target, "ctc_weight": 0.5, "label_smoothing": 0.1},
         ),
         "scheduled_sampling": (
-            training.scheduled_sampling, {"target_in": target, "logits": logits, "share": 0.5},
+            models.scheduled_sampling, {"target_in": target, "logits": logits, "share": 0.5},
         ),
     }  # fmt: skip
     return {name: Call(*of) for name, of in table.items()}

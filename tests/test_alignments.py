@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 
-from attnfast import alignment_loss, checkpoint
+from attnfast import alignment_loss
 from attnfast._utils.checks import InputError
 from attnfast.analysis import diagnostics as diag
-from attnfast.cli import main
-from attnfast.data import (
+from attnfast.models import Config, build, sequence_loss
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import main
+from attnfast.translate.data import (
     Example,
     Links,
     SubwordTokenizer,
@@ -19,10 +21,9 @@ from attnfast.data import (
     encode_pairs,
     read_alignments,
 )
-from attnfast.grammar import aligned_corpus
-from attnfast.models import Config, build
-from attnfast.training import Options, make_optimizer, sequence_loss, train_step
-from attnfast.translation import alignment
+from attnfast.translate.evaluate import alignment
+from attnfast.translate.toy_grammar import aligned_corpus
+from attnfast.translate.trainer import Options, make_optimizer, train_step
 
 
 def test_links_are_read(tmp_path):
@@ -177,7 +178,7 @@ def test_words_that_change_places_with_each_other_are_not_aligned():
 
 def test_an_older_training_is_not_resumed_otherwise(tmp_path):
     """What its checkpoint does not say was as it is by default."""
-    from attnfast.training import Trainer
+    from attnfast.translate.trainer import Trainer
 
     model, _ = small()
     tokenizer = WordTokenizer(list("abcdefg"))

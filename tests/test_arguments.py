@@ -21,7 +21,7 @@ from attnfast._utils.checks import LONGEST, describe, refuse
 #: The modules whose callables are for users of tensors; the others are the command line's.
 PUBLIC = (
     "", ".analysis.diagnostics", ".analysis.faithfulness", ".analysis.plots", ".decoding",
-    ".integrations", ".losses", ".models", ".nn", ".speech", ".training",
+    ".integrations", ".losses", ".models", ".nn", ".speech", ".translate.trainer",
 )  # fmt: skip
 #: Public callables that the table lacks: patterns, by the reason.
 ABSENT = {

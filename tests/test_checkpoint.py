@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnfast import checkpoint
 from attnfast._utils.checks import InputError
-from attnfast.cli import main
-from attnfast.data import WordTokenizer
 from attnfast.models import Config, build
+from attnfast.translate import checkpoint
+from attnfast.translate.cli import main
+from attnfast.translate.data import WordTokenizer
 
 TOKENIZER = WordTokenizer(["eins", "zwei", "drei", "one", "two", "three"])
 CONFIG = Config(TOKENIZER.vocab_size, embed_dim=8, hidden_dim=8)
@@ -149,7 +149,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from attnfast import checkpoint
+from attnfast.translate import checkpoint
 
 torch.set_num_threads(1)  # threads do not survive a fork
 path, kills = Path(sys.argv[1]), int(sys.argv[2])

@@ -14,10 +14,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from attnfast import checkpoint, cli, translation
-from attnfast.cli import main
-from attnfast.data import WordTokenizer
 from attnfast.models import EOS, Config, build
+from attnfast.translate import checkpoint, cli, evaluate
+from attnfast.translate.cli import main
+from attnfast.translate.data import WordTokenizer
 
 TRAIN = [
     "train",
@@ -114,7 +114,7 @@ def test_a_missing_package_is_named_with_its_extra(package, arguments, monkeypat
 
 def test_a_missing_package_is_not_blamed_on_the_checkpoint(files, monkeypatch, capsys):
     pytest.importorskip("sentencepiece")
-    from attnfast.data import SubwordTokenizer
+    from attnfast.translate.data import SubwordTokenizer
 
     tokenizer = SubwordTokenizer.train(["eins zwei drei vier"] * 9, 30)
     config = Config(tokenizer.vocab_size, embed_dim=8, hidden_dim=8)
@@ -132,7 +132,7 @@ def test_no_optional_package_is_needed_to_translate(files, tmp_path):
         (tmp_path / f"{name}.py").write_text(missing)
     program = (
         "import sys\n"
-        "from attnfast.cli import main\n"
+        "from attnfast.translate.cli import main\n"
         "code = main(['info'])\n"
         "sys.exit(code or main(['translate', *sys.argv[1:]]) or main(['demo']))\n"
     )
@@ -237,7 +237,7 @@ def test_an_unreadable_input_is_not_blamed_on_the_output(files, monkeypatch, cap
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(files, monkeypatch, capsys):
-    monkeypatch.setattr(translation, "translate", None)
+    monkeypatch.setattr(evaluate, "translate", None)
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
     assert refused([*arguments, str(files)], capsys) == f"cannot write {files}: it is a folder"
     nowhere = files / "nowhere" / "x"
@@ -264,23 +264,23 @@ def test_a_translation_as_long_as_allowed_is_said(files):
             model.bias[EOS] = -1e4
         said = []
         options = {"max_length": 3, "max_output_length": 6, "name": "x", "warn": said.append}
-        outputs = translation.translate(model, tokenizer, lines, beam, **options)
+        outputs = evaluate.translate(model, tokenizer, lines, beam, **options)
         assert [len(x.split()) for x in outputs] == [6, 0, 6] and outputs.limited == [1, 3]
         assert said == [
             "x, line 1: cut from 4 tokens to the limit of 3",
             "x, line 3: its translation reached the limit of 6 tokens and may lack its end",
             "x, line 1: its translation reached the limit of 6 tokens and may lack its end",
         ]
-        outputs = translation.translate(model, tokenizer, lines, beam)
+        outputs = evaluate.translate(model, tokenizer, lines, beam)
         assert [len(x.split()) for x in outputs] == [2 * 5 + 9, 0, 2 * 2 + 9]
         with torch.no_grad():
             model.bias[EOS] = 1e4
-        assert translation.translate(model, tokenizer, lines, beam).limited == []
+        assert evaluate.translate(model, tokenizer, lines, beam).limited == []
 
 
 def test_long_lines_make_small_batches():
     lengths = [1, 0, 300, 20_000, 7, 0, 9000, 8000, 2, 300]
-    found = list(translation._batches(lengths, 3))
+    found = list(evaluate._batches(lengths, 3))
     assert found == [[0, 8, 4], [2, 9], [7], [6], [3]]
 
 
@@ -288,7 +288,7 @@ def test_a_line_too_long_for_the_memory_is_named(files, monkeypatch, capsys):
     def full(*args, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
-    monkeypatch.setattr(translation, "beam_search", full)
+    monkeypatch.setattr(evaluate, "beam_search", full)
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text")]
     said = refused(arguments, capsys)
     assert said.startswith(
@@ -306,7 +306,7 @@ def test_signals_end_a_translation_in_one_sentence(files, tmp_path, number, monk
         signal.raise_signal(number)
 
     (tmp_path / "out").write_text("before")
-    monkeypatch.setattr(translation, "translate", stopped)
+    monkeypatch.setattr(evaluate, "translate", stopped)
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     said = refused([*arguments, str(tmp_path / "out")], capsys, status=128 + number)

@@ -12,7 +12,8 @@ import zipfile
 import pytest
 
 from attnfast._utils.checks import InputError
-from attnfast.data import (
+from attnfast.models import BOS, EOS, UNK
+from attnfast.translate.data import (
     Example,
     SubwordTokenizer,
     WordTokenizer,
@@ -23,7 +24,6 @@ from attnfast.data import (
     load_tokenizer,
     read_pairs,
 )
-from attnfast.models import BOS, EOS, UNK
 
 pytest.importorskip("sentencepiece")
 

@@ -8,11 +8,14 @@ import sys
 import pytest
 import torch
 
-from attnfast import checkpoint, demo
 from attnfast._utils.benchmark import best_device, median_times, peak_memory
-from attnfast.cli import main
-from attnfast.data import WordTokenizer
-from attnfast.grammar import (
+from attnfast.models import Config, build
+from attnfast.ops.backends import why_not
+from attnfast.translate import checkpoint, demo
+from attnfast.translate.cli import main
+from attnfast.translate.data import WordTokenizer
+from attnfast.translate.evaluate import alignment
+from attnfast.translate.toy_grammar import (
     ADJECTIVES,
     ADVERBS,
     ARTICLES,
@@ -24,9 +27,6 @@ from attnfast.grammar import (
     agreement,
     corpus,
 )
-from attnfast.models import Config, build
-from attnfast.ops.backends import why_not
-from attnfast.translation import alignment
 
 for name in ("matplotlib", "sacrebleu", "tqdm"):
     pytest.importorskip(name)

@@ -13,8 +13,8 @@ import torch
 from integrations import doubles
 from torch import nn
 
-from attnfast import cli
 from attnfast.integrations import ADAPTERS
+from attnfast.translate import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnfast import checkpoint, training
-from attnfast.data import WordTokenizer
-from attnfast.grammar import aligned_corpus
 from attnfast.models import Config, build
+from attnfast.translate import checkpoint, trainer
+from attnfast.translate.data import WordTokenizer
+from attnfast.translate.toy_grammar import aligned_corpus
 
 pytest.importorskip("sacrebleu")
 
@@ -133,7 +133,7 @@ def test_e2e_stops_and_goes_on(e2e, tmp_path, monkeypatch):
     assert status == 0, said
     assert table.splitlines()[0].startswith("| model | BLEU | names right |")
     assert len(table.splitlines()) == 6
-    original, calls = training.train_step, []
+    original, calls = trainer.train_step, []
 
     def interrupted(*args):
         calls.append(1)
@@ -143,7 +143,7 @@ def test_e2e_stops_and_goes_on(e2e, tmp_path, monkeypatch):
 
     parts = ("--out", tmp_path / "parts")
     with monkeypatch.context() as patch:
-        patch.setattr(training, "train_step", interrupted)
+        patch.setattr(trainer, "train_step", interrupted)
         for line in ("no coverage, no copying", "coverage, no copying"):
             status, out, said = e2e(*parts)
             assert (status, out) == (143, "")

@@ -13,8 +13,9 @@ from calls import TK, TQ, A, B, V, functions_and_modules, words
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnfast import Span, data, losses, models, nn, speech, training
+from attnfast import Span, losses, models, nn, speech
 from attnfast.analysis import diagnostics, faithfulness
+from attnfast.translate import data
 
 LENGTHS, TARGETS = torch.tensor([5, 2]), torch.tensor([3, 1])
 Cases = dict[str, Callable[[], Any]]
@@ -75,8 +76,8 @@ def of_weights() -> Cases:
         "doubly_stochastic_loss": lambda: losses.doubly_stochastic_loss(aligned),
         "pointer_loss": lambda: losses.pointer_loss(aligned.log(), pointers),
         "Reinforce": lambda: reinforce(*drawn),
-        "sequence_loss": lambda: training.sequence_loss(logits, given, 0.1),
-        "scheduled_sampling": lambda: training.scheduled_sampling(given, logits, 0.5),
+        "sequence_loss": lambda: models.sequence_loss(logits, given, 0.1),
+        "scheduled_sampling": lambda: models.scheduled_sampling(given, logits, 0.5),
     }
 
 
@@ -163,7 +164,7 @@ def whole_models() -> Cases:
     scorer = models.CTCPrefixScorer()
     normalised, masked = speech.Normalisation(3), speech.SpecAugment(frame_width=3)
     table |= {
-        "ListenAttendSpell": lambda: training.hybrid_loss(speller(frames, heard, target), target),
+        "ListenAttendSpell": lambda: models.hybrid_loss(speller(frames, heard, target), target),
         "ListenAttendSpell, beam_search": lambda: models.beam_search(
             speller, frames, heard, 2, scorer=scorer
         ),

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import attnfast
-from attnfast.data import Example, collate
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, beam_search, build
 from attnfast.ops.backends import why_not
 from attnfast.ops.recurrent import RECURRENT, Recurrent
-from attnfast.training import Options, make_optimizer, train_step, validation_loss
+from attnfast.translate.data import Example, collate
+from attnfast.translate.trainer import Options, make_optimizer, train_step, validation_loss
 
 pytestmark = pytest.mark.gpu
 B, Tq, Tk, A, Dv, K, V = 3, 7, 40, 24, 20, 4, 50

@@ -225,7 +225,7 @@ def test_info_needs_no_optional_package():
     blocked = "('sentencepiece', 'sacrebleu', 'tqdm', 'matplotlib', 'triton', 'numpy')"
     code = (
         f"import sys; sys.modules.update({{m: None for m in {blocked}}});"
-        "from attnfast.cli import main; main(['info'])"
+        "from attnfast.translate.cli import main; main(['info'])"
     )
     done = python(code)
     assert done.returncode == 0, done.stderr
@@ -537,7 +537,7 @@ def test_sources_that_are_not_installed_say_so(source):
         import sys
         sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f)]
         sys.path.insert(0, {str(source)!r})
-        from attnfast.cli import main
+        from attnfast.translate.cli import main
         main(["info"])
     """)
     said = f"cpu        off: attnfast was imported from its sources in {source}/attnfast, not as"

@@ -30,6 +30,9 @@ from attnfast.models import (
     beam_search,
     build,
     greedy_search,
+    hybrid_loss,
+    scheduled_sampling,
+    sequence_loss,
 )
 from attnfast.models.speech import BLANK, join_frames
 from attnfast.nn import (
@@ -39,7 +42,6 @@ from attnfast.nn import (
     LocationAwareAttention,
     LuongAttention,
 )
-from attnfast.training import hybrid_loss, scheduled_sampling, sequence_loss
 
 RATE = 8000
 #: For texts that do not fit into the one state of a recording.
@@ -464,9 +466,9 @@ def test_scheduled_sampling():
         chances[words[row, place]] += 0.6
         found = torch.bincount(mixed[row::2, place], minlength=9) / 3000
         torch.testing.assert_close(found, chances, atol=0.03, rtol=0)
-    with pytest.raises(InputError, match="share must be a number from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="share must be a number from 0 to 1, got 2"):
         scheduled_sampling(words, logits, 2)
-    with pytest.raises(InputError, match="share must be a number from 0 to 1, got 'a'"):
+    with pytest.raises(ValueError, match="share must be a number from 0 to 1, got 'a'"):
         scheduled_sampling(words, logits, "a")
 
 
@@ -488,7 +490,7 @@ def test_hybrid_loss(frames):
         lost = hybrid_loss(spelled._replace(logits=numbers(3, 10, VOCAB)), long, 1.0)
     assert lost.detach() == 0
     for weight, got in ((2, "2"), ("a", "'a'"), (math.nan, "nan")):
-        with pytest.raises(InputError, match=f"ctc_weight must be .* from 0 to 1, got {got}"):
+        with pytest.raises(ValueError, match=f"ctc_weight must be .* from 0 to 1, got {got}"):
             hybrid_loss(spelled, words, weight)
 
 

@@ -13,11 +13,12 @@ import time
 import pytest
 import torch
 
-from attnfast import checkpoint, data, training
 from attnfast._utils import progress
-from attnfast.cli import main
-from attnfast.data import read_lines
-from attnfast.translation import Translations, bleu_by_length, translate
+from attnfast.models import sequence_loss
+from attnfast.translate import checkpoint, data, trainer
+from attnfast.translate.cli import main
+from attnfast.translate.data import read_lines
+from attnfast.translate.evaluate import Translations, bleu_by_length, translate
 
 pytest.importorskip("sentencepiece")
 pytest.importorskip("sacrebleu")
@@ -94,10 +95,10 @@ def same(a, b):
 
 def test_loss_ignores_padding_and_the_rate_rises_and_falls():
     logits, target = torch.randn(2, 3, 7), torch.tensor([[4, 3, 0], [5, 6, 3]])
-    loss = training.sequence_loss(logits, target)
+    loss = sequence_loss(logits, target)
     logits[0, 2] = 9e4
-    assert loss == training.sequence_loss(logits, target)
-    options = training.Options(warmup=0.1, learning_rate=2.0)
+    assert loss == sequence_loss(logits, target)
+    options = trainer.Options(warmup=0.1, learning_rate=2.0)
     rates = [options.rate(step, 100) for step in range(101)]
     assert rates[0] == pytest.approx(0.2) and max(rates) == rates[9] > 1.9
     assert rates[100] == pytest.approx(0) and sorted(rates[9:], reverse=True) == rates[9:]
@@ -120,7 +121,7 @@ def test_a_resumed_training_ends_with_the_same_bits(
     corpus, tmp_path, attention, monkeypatch, capsys
 ):
     assert main(command(corpus, tmp_path / "whole", "--attention", attention)) == 0
-    original, calls = training.train_step, []
+    original, calls = trainer.train_step, []
 
     def interrupted_step(*args):
         calls.append(1)
@@ -128,7 +129,7 @@ def test_a_resumed_training_ends_with_the_same_bits(
             signal.raise_signal(signal.SIGINT)
         return original(*args)
 
-    monkeypatch.setattr(training, "train_step", interrupted_step)
+    monkeypatch.setattr(trainer, "train_step", interrupted_step)
     parts = command(corpus, tmp_path / "parts", "--attention", attention)
     assert main(parts) == 130
     assert "after step 5 of epoch 1; the same command with --resume goes on" in sentence(capsys)
@@ -173,10 +174,10 @@ def test_a_signal_ends_in_one_sentence(corpus, tmp_path, number):
 
 KILLED = """
 import os, signal, sys
-from attnfast import training
-from attnfast.cli import main
+from attnfast.translate import trainer
+from attnfast.translate.cli import main
 
-last, original, calls = int(sys.argv[1]), training.train_step, []
+last, original, calls = int(sys.argv[1]), trainer.train_step, []
 
 def step(*args):
     calls.append(1)
@@ -184,7 +185,7 @@ def step(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args)
 
-training.train_step = step
+trainer.train_step = step
 main(sys.argv[2:])
 """
 
@@ -207,7 +208,7 @@ def test_minutes_between_two_checkpoints(corpus, tmp_path, minutes, monkeypatch)
     """The clock goes on by 20 seconds at each of the 15 steps of an epoch."""
     now = [0.0]
     steps, written = [], []
-    original_step, original_save = training.train_step, checkpoint.save
+    original_step, original_save = trainer.train_step, checkpoint.save
 
     def step(*args):
         now[0] += 20
@@ -219,8 +220,8 @@ def test_minutes_between_two_checkpoints(corpus, tmp_path, minutes, monkeypatch)
             written.append(len(steps))
         return original_save(path, *args, **state)
 
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(training, "train_step", step)
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(checkpoint, "save", save)
     assert main(command(corpus, tmp_path, "--epochs", "1", "--save-every", str(minutes))) == 0
     expected = {0: list(range(1, 16)), 1: [3, 6, 9, 12, 15], 1e9: []}[minutes]
@@ -232,7 +233,7 @@ def test_minutes_between_two_checkpoints(corpus, tmp_path, minutes, monkeypatch)
 )
 def test_a_signal_in_the_validation(corpus, tmp_path, where, number, monkeypatch, capsys):
     assert main(command(corpus, tmp_path / "whole")) == 0
-    original = getattr(training, where)
+    original = getattr(trainer, where)
 
     def stopped(*args, **options):
         signal.raise_signal(number)
@@ -241,8 +242,8 @@ def test_a_signal_in_the_validation(corpus, tmp_path, where, number, monkeypatch
 
     arguments = command(corpus, tmp_path / "parts")
     with monkeypatch.context() as patch:
-        patch.setattr(training, "translate", None)  # what comes next, and is not reached
-        patch.setattr(training, where, stopped)
+        patch.setattr(trainer, "translate", None)  # what comes next, and is not reached
+        patch.setattr(trainer, where, stopped)
         assert main(arguments) == 128 + number
     assert "stopped after step 15 of epoch 1; the same command with --resume" in sentence(capsys)
     assert main([*arguments, "--resume"]) == 0
@@ -263,7 +264,7 @@ def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(training, "train_step", impatient)
+    monkeypatch.setattr(trainer, "train_step", impatient)
     assert main(command(corpus, tmp_path)) == 130
     assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
     assert list(tmp_path.iterdir()) == []
@@ -271,13 +272,13 @@ def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
 
 def test_signals_that_are_ignored_stay_so(corpus, tmp_path, monkeypatch):
     """As nohup and shells without job control ask for."""
-    original = training.train_step
+    original = trainer.train_step
 
     def told(*args):
         signal.raise_signal(signal.SIGHUP)
         return original(*args)
 
-    monkeypatch.setattr(training, "train_step", told)
+    monkeypatch.setattr(trainer, "train_step", told)
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert main(command(corpus, tmp_path, "--epochs", "1")) == 0
@@ -295,15 +296,15 @@ def test_more_epochs_go_on(corpus, tmp_path, capsys):
     second = checkpoint.load(tmp_path / "last.pt")["training"]
     assert second["epoch"] == 3 and second["history"][0] == first["history"][0]
     rates = [x["optimizer"]["param_groups"][0]["lr"] for x in (first, second)]
-    assert rates[1] == training.Options(epochs=3).rate(44, 45) < 1e-4
+    assert rates[1] == trainer.Options(epochs=3).rate(44, 45) < 1e-4
     assert main([*arguments, "2"]) == 2
     assert "--epochs must be at least 3, as when the training of" in sentence(capsys)
 
 
 def test_ties_in_bleu_are_broken_by_the_loss(corpus, tmp_path, monkeypatch, capsys):
     scores, losses = iter([3.0, 3.0, 3.0, 2.0]), iter([2.0, 1.0, 1.5, 0.5])
-    monkeypatch.setattr(training, "bleu", lambda *_: (next(scores), ""))
-    monkeypatch.setattr(training, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(trainer, "bleu", lambda *_: (next(scores), ""))
+    monkeypatch.setattr(trainer, "validation_loss", lambda *_: next(losses))
     written, original = [], checkpoint.save
 
     def save(path, *args, **state):
@@ -388,7 +389,7 @@ def test_a_folder_is_one_trainings(corpus, tmp_path, capsys):
 
 def test_a_lock_ends_with_its_process(tmp_path):
     program = (
-        "import os, pathlib, signal, sys; from attnfast.checkpoint import lock\n"
+        "import os, pathlib, signal, sys; from attnfast.translate.checkpoint import lock\n"
         "with lock(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
@@ -413,7 +414,7 @@ def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys
     files = tmp_path / "files"
     shutil.copytree(corpus, files)
     (files / "valid.en").write_text("one 漢 two\u200c\n" * 20)
-    monkeypatch.setattr(training.Trainer, "run", lambda *_: sys.exit())
+    monkeypatch.setattr(trainer.Trainer, "run", lambda *_: sys.exit())
     assert main(command(files, tmp_path / "a")) == 0
     (said,) = (x for x in capsys.readouterr().err.splitlines() if "vocabulary" in x)
     valid = f"{files / 'valid.de'}, {files / 'valid.en'}"
@@ -431,7 +432,7 @@ def test_a_validation_says_how_many_translations_may_lack_their_ends(
     corpus, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(
-        training, "translate", lambda *_, **__: Translations(["one"] * 20, [1, 4, 5])
+        trainer, "translate", lambda *_, **__: Translations(["one"] * 20, [1, 4, 5])
     )
     assert main(command(corpus, tmp_path, "--epochs", "1")) == 0
     said = "3 of 20 translations of the validation set reached their limit of length"

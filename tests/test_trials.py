@@ -12,9 +12,9 @@ import tiny
 import torch
 import trials
 
-from attnfast import checkpoint, training
 from attnfast._utils.benchmark import Cost, costs
 from attnfast._utils.checks import InputError
+from attnfast.translate import checkpoint, trainer
 
 
 def looking(image, maps, words):
@@ -334,7 +334,7 @@ def test_stories_without_facts(run):
 def test_a_trial_that_another_has_kept(tmp_path):
     def trial(size=2, **like):
         part = {"part": torch.nn.Linear(size, 2)}
-        options = training.Options(seed=3)
+        options = trainer.Options(seed=3)
         return trials.Trial(tmp_path, ["a, b", "c"], like, {}, part, 1, options)
 
     one = trial(dim=2, steps=3, seed=1)
@@ -366,7 +366,7 @@ def test_what_is_not_finite_is_not_kept(tmp_path, rate):
             return (0 * total).sqrt() if rate < 1 and step == 2 else total
 
     part = torch.nn.Linear(2, 2, bias=False)
-    options = training.Options(learning_rate=rate, warmup=0)
+    options = trainer.Options(learning_rate=rate, warmup=0)
     one = Broken(tmp_path, ["a"], {}, {}, {"part": part}, 4 if rate < 1 else 1, options)
     said = (
         "a, seed 1: the gradient of step 3 must be" if rate < 1 else "a, seed 1: parameters must be"
@@ -389,7 +389,7 @@ def test_pictures_are_of_the_first_seed(tmp_path, capsys):
             return {"-a": b"a picture", "-b": b"another"}
 
     seeds = (
-        Drawn(tmp_path, ["x"], {}, {}, {"part": torch.nn.Linear(2, 2)}, 1, training.Options(seed=i))
+        Drawn(tmp_path, ["x"], {}, {}, {"part": torch.nn.Linear(2, 2)}, 1, trainer.Options(seed=i))
         for i in (1, 2, 3)
     )
     each = lambda done: " ".join(f"{x.names[0]}{x.found['steps']}" for x in done) + "\n"  # noqa: E731

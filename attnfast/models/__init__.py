@@ -15,6 +15,7 @@ from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.memory import Answer, MemoryNetwork, position_encoding
+from attnfast.models.objectives import hybrid_loss, scheduled_sampling, sequence_loss
 from attnfast.models.reading import BiDAF, Located, best_spans
 from attnfast.models.search import Scorer, beam_search, greedy_search
 from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
@@ -63,5 +64,8 @@ __all__ = [
     "best_spans",
     "build",
     "greedy_search",
+    "hybrid_loss",
     "position_encoding",
+    "scheduled_sampling",
+    "sequence_loss",
 ]

@@ -126,7 +126,7 @@ def test_layers_in_lists():
     assert type(model.more[0]) is keras.layers.AdditiveAttention
 
 
-def test_training():
+def test_trainer():
     """A functional model, with masks that travel with its tensors."""
     torch.manual_seed(0)
     inputs = [torch.randn(4, 3, 4), torch.randn(4, 5, 4)]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnfast.analysis import diagnostics
-from attnfast.data import Example, Links, Tokenizer, collate
 from attnfast.models import Seq2Seq
+from attnfast.translate.data import Example, Links, Tokenizer, collate
 
 #: What failures are called.
 PATTERNS = ("diffuse", "concentrated", "stuck", "drifting", "skipped")

@@ -21,8 +21,8 @@ import filelock
 import torch
 
 from attnfast._utils.checks import InputError, first_line, reason
-from attnfast.data import Tokenizer, load_tokenizer
 from attnfast.models import Config, Seq2Seq, build
+from attnfast.translate.data import Tokenizer, load_tokenizer
 
 #: Of what is written.
 FORMAT = 2

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from attnfast._utils.checks import InputError, optional, out_of_memory
-from attnfast.data import Tokenizer, pad_sources
 from attnfast.models import UNK, Seq2Seq, beam_search, greedy_search
 from attnfast.models.search import output_limits
+from attnfast.translate.data import Tokenizer, pad_sources
 
 #: The largest number of tokens in a batch of sources, its padding included.
 LARGEST = 2**14
@@ -131,7 +131,7 @@ def alignment(model: Seq2Seq, tokenizer: Tokenizer, source: str, target: str) ->
 
     Rows and columns are the tokens of the two sentences, each with its end.
     """
-    from attnfast.data import Example, collate
+    from attnfast.translate.data import Example, collate
 
     own = [] if model.pointer is None else tokenizer.own_words(source)
     batch = collate([Example(tokenizer.encode(source, own), tokenizer.encode(target, own))])

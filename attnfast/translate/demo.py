@@ -15,8 +15,11 @@ from attnfast._utils.benchmark import Cost, best_device, costs, peak_memory
 from attnfast._utils.checks import optional
 from attnfast._utils.progress import Progress
 from attnfast.analysis.plots import draw_alignment, draw_speed
-from attnfast.checkpoint import make_folder, write_atomically
-from attnfast.data import (
+from attnfast.functional import additive_attention
+from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
+from attnfast.nn import LuongAttention
+from attnfast.translate.checkpoint import make_folder, write_atomically
+from attnfast.translate.data import (
     Batch,
     Example,
     Tokenizer,
@@ -25,12 +28,9 @@ from attnfast.data import (
     collate,
     encode_pairs,
 )
-from attnfast.functional import additive_attention
-from attnfast.grammar import ADVERBS, Pair, corpus
-from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
-from attnfast.nn import LuongAttention
-from attnfast.training import Options, make_optimizer, train_step
-from attnfast.translation import alignment, bleu, bleu_by_length, translate
+from attnfast.translate.evaluate import alignment, bleu, bleu_by_length, translate
+from attnfast.translate.toy_grammar import ADVERBS, Pair, corpus
+from attnfast.translate.trainer import Options, make_optimizer, train_step
 
 #: The three models, and the backend of attention and recurrent layers: PyTorch's own code for two.
 MODELS = {"none": "reference", "eager": "reference", "fused": None}
@@ -68,7 +68,7 @@ class Learner(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What was measured, by model; ``bleu_by_length`` is that of :mod:`attnfast.translation`."""
+    """What was measured, by model; ``bleu_by_length`` is :mod:`attnfast.translate.evaluate`'s."""
 
     step_seconds: dict[str, float]
     long_step_seconds: dict[str, float]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,24 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast import checkpoint
-from attnfast._utils.checks import InputError, describe, refuse, refuse_type, sentence
+from attnfast._utils.checks import InputError
 from attnfast._utils.progress import Progress, say
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
-from attnfast.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.losses import alignment_loss
-from attnfast.models import EOS, PAD, Config, Seq2Seq, Spelled
-from attnfast.models.seq2seq import check_ids
-from attnfast.ops.arguments import (
-    check_array,
-    check_device,
-    check_numbers,
-    check_range,
-    is_finite,
-)
-from attnfast.ops.operators import accumulation_dtype
-from attnfast.translation import bleu, translate
+from attnfast.models import PAD, Config, Seq2Seq, sequence_loss
+from attnfast.translate import checkpoint
+from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
+from attnfast.translate.evaluate import bleu, translate
 
 
 @dataclass(frozen=True)
@@ -112,137 +102,6 @@ class Options:
         """Return the weight of the loss on alignments at a step."""
         left = 1.0 if self.alignment_until is None else 1 - step / (self.alignment_until * steps)
         return self.alignment_loss * max(left, 0.0)
-
-
-def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy of ``logits [B, T, V]`` over words that are not padding.
-
-    It is 0 where there are none.
-    """
-    check_array("logits", logits, "real numbers", ("B", "T", "V"))
-    *shape, V = logits.shape
-    check_array("target_out", target_out, "int64", shape, like=logits, of="logits")
-    check_range("target_out", target_out, 0, V - 1, "word ids")
-    _check_share("label_smoothing", label_smoothing)
-    total = nn.functional.cross_entropy(
-        logits.flatten(0, 1), target_out.flatten(), ignore_index=PAD,
-        label_smoothing=label_smoothing, reduction="sum",
-    )  # fmt: skip
-    return total / (target_out != PAD).sum().clamp_min(1)
-
-
-def _check_share(name: str, x: object) -> None:
-    if not is_finite(x) or not 0 <= x <= 1:  # type: ignore[operator]
-        raise InputError(sentence(name, "a number from 0 to 1", describe(x)))
-
-
-def hybrid_loss(
-    spelled: Spelled, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
-) -> Tensor:
-    r"""Return :math:`(1 - \lambda)` times the speller's loss and λ times CTC's, in nats a label.
-
-    .. math:: \frac{1}{N} \sum_b -(1 - \lambda) \ln P(y_b \,\mathrm{end}) -
-              \lambda \ln P_\mathrm{ctc}(y_b)
-
-    The first part is :func:`sequence_loss`, whose mean counts the ends too. The second is of the
-    labels alone, the ids from 4 on, in float32 at least. A text that has more labels than its
-    recording has states, or as many but repeats that need blanks between them, counts 0 in it,
-    with a warning.
-
-    Args:
-        spelled: what :class:`attnfast.models.ListenAttendSpell` returns.
-        target_out: ``[B, T]``, labels and the end, int64 or int32.
-        ctc_weight: λ, from 0 to 1.
-        label_smoothing: of the speller's loss.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
-
-    Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
-    """
-    _check_share("ctc_weight", ctc_weight)
-    _check_share("label_smoothing", label_smoothing)
-    if not isinstance(spelled, Spelled):
-        refuse_type("spelled", "what a ListenAttendSpell returns", describe(spelled))
-    check_array("spelled.logits", spelled.logits, "real numbers", ("B", "T", "V"))
-    B, _, V = spelled.logits.shape
-    like, log_probs = spelled.logits, spelled.frame_log_probs
-    check_array("spelled.frame_log_probs", log_probs, "real numbers", (B, "Tk", V), like=like)
-    check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
-    check_device("target_out", target_out, like, "spelled.logits")
-    check_ids("target_out", target_out, V)
-    for name, x in (("spelled.logits", like), ("spelled.frame_log_probs", log_probs)):
-        if 0 in x.shape:
-            refuse(name, "of one text and one step at least", describe(x))
-    shape = list(like.shape[:2])
-    if list(target_out.shape) != shape:
-        refuse("target_out", f"word ids {shape}, as the logits of spelled", describe(target_out))
-    target_out = target_out.long()
-    loss = spelled.logits.new_zeros(())
-    if ctc_weight < 1:
-        own = sequence_loss(spelled.logits, target_out, label_smoothing)
-        loss = loss + (1 - ctc_weight) * own
-    if ctc_weight:
-        counts = (target_out > EOS).sum(-1)
-        first = (target_out <= EOS).int().sort(stable=True).indices  # labels before all else
-        labels = target_out.gather(1, first)
-        _warn_of_long_texts(labels, counts, spelled.lengths)
-        log_probs = spelled.frame_log_probs.transpose(0, 1)
-        paths = nn.functional.ctc_loss(
-            log_probs.to(accumulation_dtype(log_probs.dtype)), labels,
-            spelled.lengths, counts, blank=PAD, reduction="sum", zero_infinity=True,
-        )  # fmt: skip
-        loss = loss + ctc_weight * paths / counts.sum().clamp_min(1)
-    return loss
-
-
-def _warn_of_long_texts(labels: Tensor, counts: Tensor, states: Tensor) -> None:
-    """Warn, once for each caller, if a text does not fit into its recording's states."""
-    if torch.compiler.is_compiling():
-        return
-    pairs = torch.arange(1, labels.shape[1], device=labels.device) < counts.unsqueeze(-1)
-    repeats = ((labels[:, 1:] == labels[:, :-1]) & pairs).sum(-1)
-    if (counts + repeats > states.to(counts.device)).any():
-        warnings.warn(
-            "texts with more labels, and blanks between repeated ones, than their recordings have "
-            "states count 0 in the CTC loss: join fewer frames, or leave these texts out",
-            stacklevel=3,
-        )
-
-
-def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tensor:
-    r"""Return ``target_in`` with a share of its words replaced by what a model would have said.
-
-    .. math:: \tilde y_t \sim \mathrm{softmax}(z_{t-1}) \text{ with probability } p,
-              \text{ else } y_t
-
-    The model first reads the true words, for ``logits``, and then learns from what this returns:
-    two passes over whole targets, where Bengio's is a loop over single steps. The start, padding
-    and the four special ids are never replaced, nor drawn.
-
-    Args:
-        target_in: ``[B, T]``, ids that begin with the start.
-        logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
-        share: p, from 0 to 1.
-
-    Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
-    Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
-    student workshop, arXiv:1906.07651.
-    """
-    check_ids("target_in", target_in)
-    shape = (*target_in.shape, "V")
-    check_array("logits", logits, "real numbers", shape, like=target_in, of="target_in")
-    check_range("target_in", target_in, 0, logits.shape[-1] - 1, "word ids")
-    _check_share("share", share)
-    if not share or target_in.shape[1] < 2:
-        return target_in
-    before = logits.detach()[:, :-1]
-    before = before.to(accumulation_dtype(before.dtype))
-    words = before[..., EOS + 1 :].softmax(-1).flatten(0, 1).multinomial(1) + EOS + 1
-    given = target_in[:, 1:]
-    chances = torch.rand(given.shape, dtype=before.dtype, device=given.device)
-    drawn = (chances < share) & (given > EOS)
-    return torch.cat([target_in[:, :1], torch.where(drawn, words.view_as(given), given)], 1)
 
 
 def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:

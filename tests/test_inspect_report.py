@@ -10,13 +10,13 @@ import subprocess
 import pytest
 import torch
 
-from attnfast import checkpoint, inspection
 from attnfast.analysis import diagnostics as diag
-from attnfast.cli import main
-from attnfast.data import Links, WordTokenizer
-from attnfast.grammar import aligned_corpus
 from attnfast.models import Config, build
-from attnfast.translation import alignment
+from attnfast.translate import checkpoint, inspect_report
+from attnfast.translate.cli import main
+from attnfast.translate.data import Links, WordTokenizer
+from attnfast.translate.evaluate import alignment
+from attnfast.translate.toy_grammar import aligned_corpus
 
 SENTENCES = aligned_corpus(5, 70, 12)
 PAIRS = [x.pair for x in SENTENCES]
@@ -36,7 +36,7 @@ def small(**config):
 
 def test_numbers_are_those_of_the_sentence_alone():
     model, tokenizer = small()
-    found = inspection.inspect(model.train(), tokenizer, PAIRS, LINKS, batch_size=16)
+    found = inspect_report.inspect(model.train(), tokenizer, PAIRS, LINKS, batch_size=16)
     assert model.training and len(found) == 70
     assert [x.suspicion for x in found] == sorted((x.suspicion for x in found), reverse=True)
     for x in found[::7]:
@@ -55,31 +55,33 @@ def test_numbers_are_those_of_the_sentence_alone():
         assert x.links == links
         assert x.source == [*pair[0].split(), "(end)"]
         flags = diag.failures(inner, n, m).sentences
-        assert x.failures == [name for name in inspection.PATTERNS if flags[name]]
+        assert x.failures == [name for name in inspect_report.PATTERNS if flags[name]]
 
 
 def test_pairs_that_cannot_be_used_are_left_out():
     model, tokenizer = small()
     pairs = [("", "die"), ("the", ""), PAIRS[0], (" ".join(["the"] * 9), "die")]
-    found = inspection.inspect(model, tokenizer, pairs, max_length=len(PAIRS[0][0].split()) + 20)
+    found = inspect_report.inspect(
+        model, tokenizer, pairs, max_length=len(PAIRS[0][0].split()) + 20
+    )
     assert sorted(x.number for x in found) == [3, 4]
-    assert inspection.inspect(model, tokenizer, pairs[:2]) == []
+    assert inspect_report.inspect(model, tokenizer, pairs[:2]) == []
 
 
 def made(**changes):
     """A sentence with everything that a page must escape."""
     weights = torch.tensor([[0.6, 0.4], [0.25, 0.75]])
-    numbers = dict.fromkeys(inspection.NUMBERS, 0.5)
+    numbers = dict.fromkeys(inspect_report.NUMBERS, 0.5)
     values = {
         "number": 3, "source": ["</script><b>", "(end)"], "target": ["a&b", "(end)"],
         "weights": weights, "numbers": numbers, "failures": ["stuck"], "links": {(0, 0)},
         "error_rate": 0.25,
     }  # fmt: skip
-    return inspection.Sentence(**{**values, **changes})
+    return inspect_report.Sentence(**{**values, **changes})
 
 
 def test_the_table():
-    text = inspection.table([made(), made(number=9, failures=[], error_rate=None)])
+    text = inspect_report.table([made(), made(number=9, failures=[], error_rate=None)])
     assert re.search(r"^stuck +1$", text, re.MULTILINE)
     assert re.search(r"^diffuse +0$", text, re.MULTILINE)
     assert re.search(r"^alignment error rate +0.25 +0.25", text, re.MULTILINE)
@@ -111,7 +113,9 @@ class Reader(html.parser.HTMLParser):
 
 
 def test_the_page_is_whole_and_asks_nobody():
-    text = inspection.page([made(), made(number=9, weights=torch.full((2, 2), math.nan))], "<best>")
+    text = inspect_report.page(
+        [made(), made(number=9, weights=torch.full((2, 2), math.nan))], "<best>"
+    )
     reader = Reader()
     reader.feed(text)
     assert not reader.stack
@@ -124,7 +128,7 @@ def test_the_page_is_whole_and_asks_nobody():
     for tag, attributes in reader.seen:  # for a screen reader
         assert tag != "th" or "scope" in attributes
         assert tag != "svg" or attributes["aria-label"].startswith("histogram of")
-    assert "2 sentences, 1 on this page." in inspection.page([made(), made()], "x", most=1)
+    assert "2 sentences, 1 on this page." in inspect_report.page([made(), made()], "x", most=1)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +155,7 @@ def browser(tmp_path_factory):
 def test_in_a_browser(browser, tmp_path):
     """The map is drawn, the arrow keys walk over it, and what they meet is said."""
     page = tmp_path / "page.html"
-    page.write_text(inspection.page([made(), made(number=9)], "best.pt"))
+    page.write_text(inspect_report.page([made(), made(number=9)], "best.pt"))
     drawn = browser("--dump-dom", page.as_uri())
     cells = re.findall(r'<td dir="auto"[^>]*>(\d+)</td>', drawn)
     assert cells == ["60", "40", "25", "75"]  # of the first sentence, which is open
@@ -178,7 +182,7 @@ def test_a_screenshot(browser, tmp_path):
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
     weights = torch.eye(12)
     words = [f"word{i}" for i in range(12)]
-    page.write_text(inspection.page([made(source=words, target=words, weights=weights)], "x"))
+    page.write_text(inspect_report.page([made(source=words, target=words, weights=weights)], "x"))
     browser("--window-size=900,2000", f"--screenshot={picture}", page.as_uri())
     pixels = image.imread(picture)[..., :3]
     deep = torch.tensor([8, 81, 138]) / 255

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from attnfast import checkpoint
 from attnfast._utils.checks import InputError
-from attnfast.data import Batch, Example, WordTokenizer, collate
 from attnfast.models import Config, build
-from attnfast.training import (
+from attnfast.translate import checkpoint
+from attnfast.translate.data import Batch, Example, WordTokenizer, collate
+from attnfast.translate.trainer import (
     Options,
     Trainer,
     make_optimizer,

@@ -28,9 +28,9 @@ from attnfast._utils.signals import Interrupted, raise_on_signal
 from attnfast.ops.backends import BACKENDS, why_not
 
 if TYPE_CHECKING:
-    from attnfast.data import Links, Tokenizer
     from attnfast.models import Config
-    from attnfast.training import Options
+    from attnfast.translate.data import Links, Tokenizer
+    from attnfast.translate.trainer import Options
 
 
 def _device(name: str | None, backend: str | None) -> torch.device:
@@ -53,10 +53,10 @@ def _device(name: str | None, backend: str | None) -> torch.device:
 
 def train(args: argparse.Namespace) -> None:
     """Train a translator; write best.pt, last.pt and log.csv."""
-    from attnfast.checkpoint import lock, make_folder
-    from attnfast.data import read_alignments, read_pairs
     from attnfast.models import Config
-    from attnfast.training import Options
+    from attnfast.translate.checkpoint import lock, make_folder
+    from attnfast.translate.data import read_alignments, read_pairs
+    from attnfast.translate.trainer import Options
 
     for package in ("sacrebleu",) if args.words else ("sentencepiece", "sacrebleu"):
         optional(package, "attnfast train")
@@ -108,10 +108,10 @@ def _train(
     links: list[Links] | None,
 ) -> None:
     """Begin or resume a training in the folder ``args.out``."""
-    from attnfast import checkpoint
-    from attnfast.data import SubwordTokenizer, WordTokenizer, encode_pairs
     from attnfast.models import build
-    from attnfast.training import Trainer, rank
+    from attnfast.translate import checkpoint
+    from attnfast.translate.data import SubwordTokenizer, WordTokenizer, encode_pairs
+    from attnfast.translate.trainer import Trainer, rank
 
     directory = Path(args.out)
     last = directory / "last.pt"
@@ -180,7 +180,7 @@ def _train(
 
 
 def _load(args: argparse.Namespace):
-    from attnfast import checkpoint
+    from attnfast.translate import checkpoint
 
     device = _device(args.device, args.backend)
     state = checkpoint.load(args.checkpoint)
@@ -189,7 +189,7 @@ def _load(args: argparse.Namespace):
 
 
 def _translate(args: argparse.Namespace, lines: Sequence[str], name: str) -> list[str]:
-    from attnfast.translation import translate as translate_lines
+    from attnfast.translate.evaluate import translate as translate_lines
 
     model, tokenizer = _load(args)
     with Progress("translating", sum(map(bool, lines)), "sentence") as progress:
@@ -223,8 +223,8 @@ def _check_output() -> None:
 
 def translate(args: argparse.Namespace) -> None:
     """Translate a file or the standard input, line by line."""
-    from attnfast.checkpoint import check_file, write_atomically
-    from attnfast.data import decode_lines, read_lines
+    from attnfast.translate.checkpoint import check_file, write_atomically
+    from attnfast.translate.data import decode_lines, read_lines
 
     if args.output is None:
         _check_output()
@@ -243,8 +243,8 @@ def translate(args: argparse.Namespace) -> None:
 
 def score(args: argparse.Namespace) -> None:
     """Translate a file and print its BLEU, overall and by length of the source."""
-    from attnfast.data import read_pairs
-    from attnfast.translation import bleu, bleu_by_length
+    from attnfast.translate.data import read_pairs
+    from attnfast.translate.evaluate import bleu, bleu_by_length
 
     optional("sacrebleu", "attnfast score")
     _check_output()
@@ -260,11 +260,11 @@ def score(args: argparse.Namespace) -> None:
 
 def inspect(args: argparse.Namespace) -> None:
     """Say what attention does, sentence by sentence: a table, and a page to look at."""
-    from attnfast import inspection
-    from attnfast.checkpoint import check_file, write_atomically
-    from attnfast.data import read_alignments, read_lines, read_pairs
     from attnfast.models import FixedContext
-    from attnfast.translation import translate as translate_lines
+    from attnfast.translate import inspect_report
+    from attnfast.translate.checkpoint import check_file, write_atomically
+    from attnfast.translate.data import read_alignments, read_lines, read_pairs
+    from attnfast.translate.evaluate import translate as translate_lines
 
     _check_output()
     check_file(Path(args.page))
@@ -288,7 +288,7 @@ def inspect(args: argparse.Namespace) -> None:
         pairs = read_pairs(args.source, args.target)
     links = None if args.alignments is None else read_alignments(args.alignments, pairs)
     with Progress("inspecting", len(pairs), "sentence") as progress:
-        found = inspection.inspect(
+        found = inspect_report.inspect(
             model, tokenizer, pairs, links, max_length=args.max_length, progress=progress
         )
     if not found:
@@ -298,9 +298,9 @@ def inspect(args: argparse.Namespace) -> None:
             f"left out {len(pairs) - len(found)} of {len(pairs)} pairs: empty or longer than "
             f"{args.max_length} tokens"
         )
-    text = inspection.page(found, Path(args.checkpoint).name, args.most)
+    text = inspect_report.page(found, Path(args.checkpoint).name, args.most)
     write_atomically(Path(args.page), text.encode())
-    print(inspection.table(found))
+    print(inspect_report.table(found))
     say(f"a map of each sentence: {args.page}")
 
 
@@ -324,7 +324,7 @@ def info(args: argparse.Namespace) -> None:
 
 def demo(args: argparse.Namespace) -> None:
     """Train on a made-up language with no, eager and fused attention; print, draw and compare."""
-    from attnfast.demo import run
+    from attnfast.translate.demo import run
 
     run(Path(args.out), say)
 
@@ -351,9 +351,9 @@ def whole(text: str) -> int:
 
 
 def _parser() -> Parser:
-    from attnfast.data import FORMS
     from attnfast.models import ATTENTIONS, ENCODERS, Config
-    from attnfast.training import Options
+    from attnfast.translate.data import FORMS
+    from attnfast.translate.trainer import Options
 
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = Parser(prog="attnfast", description="Fused attention for RNN seq2seq")

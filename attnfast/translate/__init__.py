@@ -1,0 +1,1 @@
+"""Translation: the command line, training, checkpoints, evaluation and the demo."""
