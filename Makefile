@@ -57,7 +57,7 @@ gpu:
 # Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz; and the
 # first, for races too, CUDA's kernels on the host.
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
-sanitize: TESTS := attention statistics memory coverage copying span sparse recurrent search linear misfits
+sanitize: TESTS := attention statistics memory coverage copying span local recurrent search linear misfits
 sanitize: CHOICE := (cpu or linear or bfloat16) and not compile and not export and not opcheck or misfits
 sanitize-fuzz: FLAGS := -fsanitize=address -O1
 sanitize-fuzz: TESTS := attention statistics coverage copying span recurrent search linear misfits

@@ -19,7 +19,7 @@ from attnfast.nn import (
     CoverageAttention,
     LocationAwareAttention,
 )
-from attnfast.nn import layer as layer_code
+from attnfast.nn import _fused_rnn as layer_code
 
 SHAPES = {  # B, T, Tk, E, H, A; contexts have H features
     "small": (32, 20, 20, 128, 128, 128),

@@ -50,13 +50,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/steps.py", HISTORY): {
         "HistoryStep.backward": [("gradients.grad_score * of.scale", "gradients.grad_score")],
     },
-    ("attnfast/decoding/memory.py", "tests/test_history.py -k reorder"): {
+    ("attnfast/decoding/memory.py", "tests/test_stateful.py -k reorder"): {
         "Memory.index_select": [
             ('names = ("key", "value", "lengths", "mask", "fertility")',
              'names = ("key", "value", "lengths", "mask")'),
         ],
     },
-    ("attnfast/decoding/memory.py", f"tests/test_sparse.py {STEPS}"): {
+    ("attnfast/decoding/memory.py", f"tests/test_local.py {STEPS}"): {
         "attend": [
             ("is sigma is None and not isinstance(need_weights, str)", "is sigma is None"),
             ("isinstance(place.span, Span) and place.span.stride == 1",
@@ -214,7 +214,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "self.query_proj = nn.Linear(query_dim, attn_dim, bias=True)"),
         ],
     },
-    ("attnfast/nn/hops.py", "tests/test_hops.py"): {
+    ("attnfast/nn/multi_hop.py", "tests/test_multi_hop.py"): {
         "MultiHopAttention.forward": [
             ("memory.memories[k if self.tying", "memory.memories[0 if self.tying"),
             ("if len(memory.memories) != wanted:", "if False:"),
@@ -234,7 +234,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "TopKAttention.choose": [("_scores(rows, keys, -torch.inf)", "_scores(rows, keys, 0)")],
     },
-    ("attnfast/models/memory.py", "tests/test_hops.py -k network"): {
+    ("attnfast/models/memory.py", "tests/test_multi_hop.py -k network"): {
         "position_encoding": [
             ("* there.unsqueeze(-1)", ""),
             ("- k / features * (1 - 2 * share)", "- k / features * (1 - share)"),
@@ -290,14 +290,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "dtype=torch.bool, device=start.device)"),
         ],
     },
-    ("attnfast/nn/sparse.py", "tests/test_sparse.py -k m-"): {
+    ("attnfast/nn/local.py", "tests/test_local.py -k m-"): {
         "LocalAttention.terms": [
             ("position=position, lengths=memory.lengths, device", "position=position, device"),
             ("self.sigma, height=self.height", "self.sigma, height=1.0"),
             ('return {"sigma": self.sigma}', "return {}"),
         ],
     },
-    ("attnfast/nn/attention.py", "tests/test_sparse.py -k formula"): {
+    ("attnfast/nn/attention.py", "tests/test_local.py -k formula"): {
         "_Attention._attend": [
             ('span["bias"] = span["bias"] / temperature', "pass"),
             ('span["sigma"] * temperature**0.5', 'span["sigma"]'),
@@ -327,10 +327,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (memory.weight is None) != (self.weight is None):", "if False:"),
         ],
     },
-    ("attnfast/decoding/memory.py", "tests/test_sparse.py -k m-"): {
+    ("attnfast/decoding/memory.py", "tests/test_local.py -k m-"): {
         "_attend_once": [("steps.prepared(), bias)", "steps.prepared())")],
     },
-    ("examples/stories.py", "tests/test_hops.py -k answers"): {
+    ("examples/stories.py", "tests/test_multi_hop.py -k answers"): {
         "stays": [("found[-1] = (place_of.what, [x.at, place_of.at])", "pass")],
         "counting": [("held ^= {x.what}", "held |= {x.what}")],
         "paths": [
@@ -338,7 +338,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              'f"the {a} is {way} of the {b}"'),
         ],
     },
-    ("examples/stories.py", "tests/test_hops.py -k learn_from"): {
+    ("examples/stories.py", "tests/test_multi_hop.py -k learn_from"): {
         "draw_parts": [
             ("while (*story.sentences, story.question) in known:", "while False:"),
             ("(*x.sentences, x.question) for x in parts", "(*x.sentences, '') for x in parts"),
@@ -411,7 +411,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "self.hidden_dim % 2 and (False or"),
         ],
     },
-    ("attnfast/nn/history.py", "tests/test_history.py"): {
+    ("attnfast/nn/stateful.py", "tests/test_stateful.py"): {
         "History._after": [
             ("loss if self.loss is None else self.loss + loss,", "loss,"),
             ("self.previous, lengths),", "self.previous, None),"),
@@ -427,7 +427,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "LocationAwareAttention.__init__": [('1 + (channels == "both")', "1")],
     },
-    ("attnfast/nn/sparse.py", "tests/test_sparse.py"): {
+    ("attnfast/nn/local.py", "tests/test_local.py"): {
         "Progress.after": [("self._replace(rows=self.rows + rows)", "self")],
         "MonotonicAttention._rows": [
             ("best = key + best if self.span.compact else best", "pass"),
@@ -442,22 +442,22 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("context = context * scale", "pass"),
         ],
     },
-    ("attnfast/nn/sparse.py", "tests/test_sparse.py -k padding"): {
+    ("attnfast/nn/local.py", "tests/test_local.py -k padding"): {
         "_SpanAttention.forward": [
             ("(query.shape[1] if counted is None else counted.sum(-1))", "(query.shape[1])"),
         ],
     },
-    ("attnfast/nn/sparse.py", "tests/test_nn_recurrent.py -k go"): {
+    ("attnfast/nn/local.py", "tests/test_nn_recurrent.py -k go"): {
         "MonotonicAttention._rows": [("torch.where(target_mask[:, t], best, key)", "best")],
         "StridedAttention.positions": [
             ("isinstance(rows, Tensor) and self.span.phases > 1", "False"),
         ],
     },
-    ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k go"): {
+    ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k go"): {
         "run_layer": [("input.shape[1] if lengths is None else lengths", "input.shape[1]")],
         "_run_steps": [("rows=first + target_lengths", "rows=target_lengths")],
     },
-    ("attnfast/nn/copying.py", "tests/test_history.py -k pointer"): {
+    ("attnfast/nn/pointer.py", "tests/test_stateful.py -k pointer"): {
         "PointerGenerator.forward": [
             ("log=log, backend", "log=True, backend"),
             ("extra_words=extra_words, log", "log"),
@@ -728,7 +728,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('getattr(inner, "knows_order", False)', 'getattr(attention, "knows_order", False)'),
         ],
     },
-    ("attnfast/nn/selection.py", "tests/test_captioning.py"): {
+    ("attnfast/nn/wrappers.py", "tests/test_captioning.py"): {
         "GatedAttention.forward": [
             ("self.gate(state).sigmoid() * context", "self.gate(state).tanh() * context"),
         ],
@@ -795,7 +795,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "PointerNetwork._check": [("if not 1 <= length <= N", "if not 0 <= length <= N")],
     },
-    ("attnfast/nn/hops.py", "tests/test_hops.py -k best"): {
+    ("attnfast/nn/multi_hop.py", "tests/test_multi_hop.py -k best"): {
         "_order": [
             ("weight * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
             ("for x in (query, shown))", "for x in (query,))"),
@@ -806,7 +806,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Memory._whole_mask": [("seen.view(len(seen), *[1]", "seen.view(-1, *[1]")],
         "Memory.index_select": [("len(self.mask) != len(self.key)", "False")],
     },
-    ("attnfast/nn/turing.py", "tests/test_turing.py -k 'not example and not tasks'"): {
+    ("attnfast/nn/ntm.py", "tests/test_ntm.py -k 'not example and not tasks'"): {
         "NeuralTuringMachine._start": [
             ("weights[..., 0] = 1", "weights[..., -1] = 1"),
             ("expand(batch, self.num_slots, -1).clone()", "expand(batch, self.num_slots, -1)"),
@@ -849,7 +849,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "": [("name_in_exports(TuringResult)", "")],
         "TuringState.index_select": [("x.index_select(0, index) for x in self", "x for x in self")],
     },
-    ("examples/turing.py", "tests/test_turing.py -k 'tasks or size'"): {
+    ("examples/turing.py", "tests/test_ntm.py -k 'tasks or size'"): {
         "copy": [("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1")],
         "repeat": [
             ("bits.repeat(1, times, 1)", "bits.repeat_interleave(times, 1)"),
@@ -978,7 +978,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "in_order": [("ranks[name] < math.inf", "True")],
         "Triton._unable": [("if request.filters > self.most_filters:", "if False:")],
     },
-    ("attnfast/nn/layer.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
+    ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
         "_remembered": [
             ("mask = seen if mask is None else seen & mask", "pass"),
             ('state.get("previous"), None,', 'state["coverage"], None,'),
@@ -1178,13 +1178,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cpu/recurrent_backward.h", "tests/test_zero_sizes.py"): {
         "begin": [("a.grad_feed.data && a.T == 0 && b < a.B", "false")],
     },
-    ("attnfast/nn/layer.py", "tests/test_zero_sizes.py"): {
+    ("attnfast/nn/_fused_rnn.py", "tests/test_zero_sizes.py"): {
         "_run_no_step": [
             ("state = state._replace(history=attention.start(memory))", "pass"),
             ("y[..., :0, :] for x, y in", "y[..., :1, :] for x, y in"),
         ],
     },
-    ("attnfast/nn/hops.py", "tests/test_hops.py -k 'best or apart'"): {
+    ("attnfast/nn/multi_hop.py", "tests/test_multi_hop.py -k 'best or apart'"): {
         "_largest": [
             ("first.values[..., -1:] * (1 - error)", "first.values[..., -1:]"),
             ("scores.masked_fill(order.gather(-1, index) == 0, -torch.inf)", "scores"),
@@ -1274,7 +1274,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("X(Tensor, grad_output, sizes, own, {M, N})", "X(Tensor, grad_output, any)"),
         ],
     },
-    ("attnfast/nn/linear.py", "tests/test_linear.py"): {
+    ("attnfast/nn/_linear.py", "tests/test_linear.py"): {
         "linear": [
             ("or is_autocast_on()", ""),
             ("x.requires_grad != weight.requires_grad", "False"),

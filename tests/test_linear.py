@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from attnfast.nn import BahdanauAttention
-from attnfast.nn import linear as code
+from attnfast.nn import _linear as code
 from attnfast.ops import dispatch
 from attnfast.ops.backends import why_not
 from attnfast.ops.linear import LINEAR, Linear

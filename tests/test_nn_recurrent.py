@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import attnfast
 from attnfast import nn as attn
 from attnfast.models import BahdanauDecoder
-from attnfast.nn import layer as layer_code
+from attnfast.nn import _fused_rnn as layer_code
 from attnfast.ops.backends import why_not
 
 

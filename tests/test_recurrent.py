@@ -13,7 +13,7 @@ from table import CPU, DEVICE, check, devices, size
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from attnfast.nn import layer as layer_code
+from attnfast.nn import _fused_rnn as layer_code
 from attnfast.ops import reference
 from attnfast.ops.backends import why_not
 from attnfast.ops.operators import CHECKS

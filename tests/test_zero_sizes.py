@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from attnfast import nn as attn
-from attnfast.nn import layer as layer_code
+from attnfast.nn import _fused_rnn as layer_code
 
 #: glibc fills what it gives out with 0x7f: 3.4e38 as float32, 1.4e306 as float64.
 POISON = "glibc.malloc.perturb=128:glibc.malloc.tcache_count=0"

@@ -15,7 +15,7 @@ from attnfast.integrations.decoders import (
     why_not_one_gru,
 )
 from attnfast.integrations.serve import attend, project
-from attnfast.nn.layer import Layer
+from attnfast.nn._fused_rnn import Layer
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.decoding import Memory
+from attnfast.nn._fused_rnn import Layer, RecurrentState, Steps, backend_of, run_layer
+from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
-from attnfast.nn.layer import Layer, RecurrentState, Steps, backend_of, run_layer
-from attnfast.nn.linear import is_plain
 
 __all__ = [
     "LOOP",

@@ -20,7 +20,7 @@ from attnfast.integrations.decoders import (
     state_of,
 )
 from attnfast.integrations.serve import attend, is_plain, project, project_joined
-from attnfast.nn.layer import NAMES, Layer
+from attnfast.nn._fused_rnn import NAMES, Layer
 
 
 def lengths_of(self, source, src_len):

@@ -13,7 +13,7 @@ from attnfast.decoding import Memory, attend_with_history, prepare
 from attnfast.decoding import attend as attend_to
 from attnfast.integrations.adapter import UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
-from attnfast.nn import linear
+from attnfast.nn import _linear
 
 __all__ = [
     "attend",
@@ -44,13 +44,13 @@ def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> T
     if type(layer) is not nn.Linear:
         return layer(states)
     return cached_per_source(
-        module, name, lambda: linear.project(layer, states), states, layer.weight, layer.bias
+        module, name, lambda: _linear.project(layer, states), states, layer.weight, layer.bias
     )
 
 
 def is_plain(layer: nn.Module, *kinds: type) -> bool:
     """Whether its parameters stand for a layer, linear if no kind is given: it is not called."""
-    return linear.is_plain(layer, *(kinds or [nn.Linear]))
+    return _linear.is_plain(layer, *(kinds or [nn.Linear]))
 
 
 def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from attnfast.integrations.serve import (
     project,
     project_both,
 )
-from attnfast.nn.layer import Layer, RecurrentState
+from attnfast.nn._fused_rnn import Layer, RecurrentState
 
 
 class Translation:

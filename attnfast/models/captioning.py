@@ -27,8 +27,8 @@ from attnfast.nn import (
     MultiHeadAttention,
     RecurrentState,
 )
+from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.nn.linear import linear
 from attnfast.ops.arguments import (
     check_array,
     check_device,

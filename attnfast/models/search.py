@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from attnfast._utils.checks import InputError, check_whole, describe, refuse, refuse_type
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source, output_limit
-from attnfast.nn.history import HistoryAttention
-from attnfast.nn.layer import RecurrentState, backend_of, terms_of, widened
-from attnfast.nn.linear import is_plain
+from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, widened
+from attnfast.nn._linear import is_plain
+from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST

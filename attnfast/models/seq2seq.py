@@ -19,9 +19,9 @@ from attnfast.models.decoders import (
     summary,
 )
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
+from attnfast.nn._fused_rnn import RecurrentState, run_rnn
+from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.nn.layer import RecurrentState, run_rnn
-from attnfast.nn.linear import linear
 from attnfast.ops.arguments import (
     check_array,
     check_device,

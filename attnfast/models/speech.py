@@ -22,8 +22,8 @@ from attnfast.models.seq2seq import (
     embed,
 )
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
+from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.nn.linear import linear
 from attnfast.ops.arguments import MOST, check_array, check_like, check_numbers, check_tensor
 from attnfast.ops.operators import accumulation_dtype
 

@@ -34,28 +34,27 @@ them.
 from attnfast.decoding import Memory
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, MultiHeadAttention
 from attnfast.nn.bidirectional import BidirectionalAttention
-from attnfast.nn.copying import PointerGenerator
-from attnfast.nn.history import (
-    CoverageAttention,
-    ForwardAttention,
-    History,
-    HistoryAttention,
-    LocationAwareAttention,
-)
-from attnfast.nn.hops import MultiHopAttention, TopKAttention
-from attnfast.nn.pointer import PointerNetwork
-from attnfast.nn.positions import LearnedPositions, RelativePositions, SinusoidalPositions
-from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
-from attnfast.nn.selection import Drawn, GatedAttention, HardAttention
-from attnfast.nn.sparse import (
+from attnfast.nn.local import (
     LocalAttention,
     LocalPredictiveAttention,
     MonotonicAttention,
     SparseSelfAttention,
     StridedAttention,
 )
+from attnfast.nn.multi_hop import MultiHopAttention, TopKAttention
+from attnfast.nn.ntm import NeuralTuringMachine, TuringState
+from attnfast.nn.pointer import PointerGenerator, PointerNetwork
+from attnfast.nn.positions import LearnedPositions, RelativePositions, SinusoidalPositions
+from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
+from attnfast.nn.stateful import (
+    CoverageAttention,
+    ForwardAttention,
+    History,
+    HistoryAttention,
+    LocationAwareAttention,
+)
 from attnfast.nn.transformer import TransformerEncoderLayer
-from attnfast.nn.turing import NeuralTuringMachine, TuringState
+from attnfast.nn.wrappers import Drawn, GatedAttention, HardAttention
 
 __all__ = [
     "AttentionGRU",

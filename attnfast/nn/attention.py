@@ -19,7 +19,7 @@ from attnfast._utils.checks import (
     shape_of,
 )
 from attnfast.decoding import Memory, attend, check_memory, prepare
-from attnfast.nn.linear import project
+from attnfast.nn._linear import project
 from attnfast.nn.positions import RelativePositions
 from attnfast.ops.arguments import (
     check_activation,

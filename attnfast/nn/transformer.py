@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnfast._utils.checks import describe, refuse, refuse_type
 from attnfast.nn.attention import check_sizes
-from attnfast.nn.sparse import SparseSelfAttention
+from attnfast.nn.local import SparseSelfAttention
 from attnfast.ops.arguments import check_array, check_like, check_numbers, is_finite
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import attnfast
 from attnfast.integrations import Adapter, attend, keep_in_graph, project
-from attnfast.nn import linear
+from attnfast.nn import _linear
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
 
@@ -69,7 +69,7 @@ def same(got, want):
 
 def projections():
     """Count the projections of keys: a hook would have the module run its own code."""
-    return mock.patch.object(linear, "project", wraps=linear.project)
+    return mock.patch.object(_linear, "project", wraps=_linear.project)
 
 
 def as_plain(cls):

@@ -19,7 +19,7 @@ from torch import nn
 import attnfast
 from attnfast.integrations import decoders
 from attnfast.integrations.adapter import Draw
-from attnfast.nn import linear
+from attnfast.nn import _linear
 
 PIPELINE = ("ahocorasick", "configargparse", "fasttext", "pyonmttok", "rapidfuzz", "spacy", "yaml")
 D2L = ("IPython", "matplotlib", "matplotlib_inline", "pandas", "PIL", "requests", "scipy",
@@ -222,7 +222,7 @@ def test_attention_that_keeps_weights_with_a_graph():
 def test_a_source_is_projected_once():
     decoder, source, hidden = served(tutorial()), torch.randn(2, 4, 8), torch.randn(1, 2, 8)
     words = torch.zeros(2, MAX_LENGTH, dtype=torch.long)
-    with mock.patch.object(linear, "project", wraps=linear.project) as project:
+    with mock.patch.object(_linear, "project", wraps=_linear.project) as project:
         for _ in range(3):
             decoder(source, hidden, words)
     assert [x.args[0] for x in project.call_args_list] == [decoder.attention.Ua]

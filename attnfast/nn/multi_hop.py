@@ -21,8 +21,8 @@ from attnfast._utils.checks import (
 )
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
+from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
-from attnfast.nn.linear import is_plain
 from attnfast.ops.arguments import check_like, check_tensor
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype, is_recorded

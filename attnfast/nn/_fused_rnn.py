@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from attnfast._utils.torch_private import has_tangents, is_autocast_on, is_intercepted
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
+from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
-from attnfast.nn.history import (
+from attnfast.nn.local import LocalAttention, Progress
+from attnfast.nn.stateful import (
     CoverageAttention,
     ForwardAttention,
     History,
@@ -21,8 +23,6 @@ from attnfast.nn.history import (
     LocationAwareAttention,
     last_of,
 )
-from attnfast.nn.linear import is_plain
-from attnfast.nn.sparse import LocalAttention, Progress
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import check_temperature
 from attnfast.ops.backends import BACKENDS, HALF, best

@@ -44,7 +44,7 @@ def hops_by_hand(module, query, sources, seen):
 
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("tying", ["adjacent", "layer-wise"])
-def test_hops(tying, linear):
+def test_multi_hop(tying, linear):
     torch.manual_seed(0)
     module = MultiHopAttention(D, 3, tying).double()
     module.linear = linear

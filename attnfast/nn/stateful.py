@@ -18,8 +18,8 @@ from attnfast._utils.checks import (
 )
 from attnfast.decoding import Memory, attend_with_history, check_memory
 from attnfast.functional import logarithm
+from attnfast.nn._linear import weight_of
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
-from attnfast.nn.linear import weight_of
 from attnfast.ops.arguments import check_activation, check_array, is_finite
 from attnfast.ops.span import check_form
 
