@@ -8,7 +8,7 @@ OURS = "not (triton or cuda or reference or fuzz or compile or opcheck or gradch
 CPU = f"tests/test_attention.py -k '{OURS}'"
 ORACLE = "tests/test_attention.py -k '(reference or scale) and not (check or compile or fuzz)'"
 STEPS = f"tests/test_memory.py -k '{OURS}'"
-GROWING = f"tests/test_growing.py -k '{OURS}'"
+GROWING = f"tests/test_growable.py -k '{OURS}'"
 HISTORY = f"tests/test_coverage.py -k '{OURS}'"
 SPANS = f"tests/test_span.py -k '{OURS}'"
 TRITON = "tests/test_attention.py -k 'triton and not fuzz and not check and not compile'"
@@ -18,11 +18,11 @@ RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bi
 CUDA = "tests/test_cuda.py -k '{}'"
 
 FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
-    ("attnfast/decoding/steps.py", "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): {
+    ("attnfast/decoding/deferred.py", "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): {
         "Steps.features": [("a[0] is not b[0] or a[1] != b[1]", "a[0] is not b[0]")],
         "Prepared.backward": [(".masked_fill(hidden, 0)", "")],
     },
-    ("attnfast/decoding/steps.py", STEPS): {
+    ("attnfast/decoding/deferred.py", STEPS): {
         "Steps.serve": [
             ("and source[4] == score", ""),
             ("source[0] is key", "True"),
@@ -35,10 +35,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "Steps.prepared": [("if is_intercepted():", "if False:")],
     },
-    ("attnfast/decoding/waiting.py", STEPS): {
+    ("attnfast/decoding/deferred.py", STEPS): {
         "no_double_backward.run": [("if not torch.is_grad_enabled() or not roots:", "if True:")],
     },
-    ("attnfast/decoding/steps.py", "tests/test_memory.py -k several"): {
+    ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
         "Prepared.backward": [
             ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
         ],
@@ -47,7 +47,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/ops/operators.py", "tests/test_attention.py -k 'table and cpu'"): {
         "Operator.of_bias": [("grad_score.sum_to_size(shape).to(dtype)", "grad_score * 0")],
     },
-    ("attnfast/decoding/steps.py", HISTORY): {
+    ("attnfast/decoding/deferred.py", HISTORY): {
         "HistoryStep.backward": [("gradients.grad_score * of.scale", "gradients.grad_score")],
     },
     ("attnfast/decoding/memory.py", "tests/test_stateful.py -k reorder"): {
@@ -63,7 +63,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "isinstance(place.span, Span)"),
         ],
     },
-    ("attnfast/decoding/growing.py", GROWING): {
+    ("attnfast/decoding/growable.py", GROWING): {
         "Room.fits": [
             ("return self.newest() is old and rows", "return rows"),
             ("and rows <= self.rows.shape[-2]", ""),
@@ -802,7 +802,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "TopKAttention.choose": [("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype")],
     },
-    ("attnfast/decoding/memory.py", "tests/test_growing.py -k 'empty or one_mask'"): {
+    ("attnfast/decoding/memory.py", "tests/test_growable.py -k 'empty or one_mask'"): {
         "Memory._whole_mask": [("seen.view(len(seen), *[1]", "seen.view(-1, *[1]")],
         "Memory.index_select": [("len(self.mask) != len(self.key)", "False")],
     },

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from table import EAGER
 from torch import nn
 
-from attnfast.decoding.steps import Prepared
+from attnfast.decoding.deferred import Prepared
 from attnfast.nn import (
     CoverageAttention,
     ForwardAttention,

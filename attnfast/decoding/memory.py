@@ -1,7 +1,7 @@
 """Prepared memory: what a decoder attends to, step after step.
 
 What a decoder computes once for a source is kept in a :class:`Memory`. Each step attends to it with
-one query; :mod:`attnfast.decoding.steps` tells how their gradients are taken.
+one query; :mod:`attnfast.decoding.deferred` tells how their gradients are taken.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from attnfast._utils.checks import check_flag, describe, refuse, refuse_type, shape_of
 from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
-from attnfast.decoding.growing import Room, append_rows
-from attnfast.decoding.steps import HistoryStep, Source, Step, Steps
+from attnfast.decoding.deferred import HistoryStep, Source, Step, Steps
+from attnfast.decoding.growable import Room, append_rows
 from attnfast.functional import cover, coverage_call, covered, filters_of
 from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import attnfast
-from attnfast.decoding.steps import Prepared
+from attnfast.decoding.deferred import Prepared
 from attnfast.integrations.adapter import Draw
 from attnfast.integrations.probe import run as outcome
 from attnfast.integrations.probe import state_of, tensors

@@ -1,6 +1,6 @@
 """A memory that grows by a key at every step, against the ways to do without: docs/attention.md.
 
-``python bench/growing.py`` prints how many times as long as ``memory.append`` and ``attend`` the
+``python bench/growable.py`` prints how many times as long as ``memory.append`` and ``attend`` the
 others take, medians of CPU time on one thread, and what each holds in training at most.
 """
 
