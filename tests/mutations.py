@@ -18,7 +18,8 @@ RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bi
 CUDA = "tests/test_cuda.py -k '{}'"
 
 FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
-    ("attnfast/decoding/deferred.py", "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): {
+    ("attnfast/decoding/deferred.py",
+     "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): {
         "Steps.features": [("a[0] is not b[0] or a[1] != b[1]", "a[0] is not b[0]")],
         "Prepared.backward": [(".masked_fill(hidden, 0)", "")],
     },
@@ -34,8 +35,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if saves_elsewhere():", "if False:"),
         ],
         "Steps.prepared": [("if is_intercepted():", "if False:")],
-    },
-    ("attnfast/decoding/deferred.py", STEPS): {
         "no_double_backward.run": [("if not torch.is_grad_enabled() or not roots:", "if True:")],
     },
     ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
@@ -1019,7 +1018,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if torch.onnx.is_in_onnx_export():", "if False:"),
         ],
     },
-    ("attnfast/integrations/decoders.py", "tests/integrations/test_decoders.py"): {
+    ("attnfast/integrations/fused_decoders.py", "tests/integrations/test_decoders.py"): {
         "is_one_operator": [
             ("x.training and x.p > 0", "x.training and x.p > 1"),
             ("is_plain(attention, type(attention))", "True"),
@@ -1031,21 +1030,21 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             (".movedim(0, 2)", ".movedim(0, 1)"),
         ],
     },
-    ("attnfast/integrations/d2l.py", "tests/integrations/test_decoders.py -k d2l"): {
+    ("attnfast/integrations/projects/d2l.py", "tests/integrations/test_decoders.py -k d2l"): {
         "Decoder.forward": [
             (".roll(-source.shape[2], 1)", ""),
             ("valid_lens is not None and valid_lens.dim() != 1", "False"),
             ("attention.attention_weights = self._attention_weights[-1]", "pass"),
         ],
     },
-    ("attnfast/integrations/tutorials.py", "tests/integrations/test_decoders.py"): {
+    ("attnfast/integrations/projects/tutorials.py", "tests/integrations/test_decoders.py"): {
         "TranslationDecoder.forward": [
             ("words[:, : T - 1]", "words[:, 1:T]"),
             ("torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)",
              "self.dropout(embedded)"),
         ],
     },
-    ("attnfast/integrations/onmt.py", "tests/integrations/test_decoders.py"): {
+    ("attnfast/integrations/projects/onmt.py", "tests/integrations/test_decoders.py"): {
         "InputFeed._run_forward_pass": [
             ("*hidden, feed=feed[0])", "*hidden)"),
             ("not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)", "False"),
@@ -1090,13 +1089,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if all(attention is not x.module", "if False and all(attention is not x.module"),
         ],
     },
-    ("attnfast/integrations/serve.py", "tests/test_replace_fallback.py"): {
+    ("attnfast/integrations/helpers.py", "tests/test_replace_fallback.py"): {
         "attend": [
             ("query.shape[:-2] != key.shape[:-2]", "False"),
             ("mask is None or _fits(mask, of_weights)", "True"),
         ],
     },
-    ("attnfast/integrations/serve.py", "tests/test_replace.py"): {
+    ("attnfast/integrations/helpers.py", "tests/test_replace.py"): {
         "keep_in_graph": [("x = x + p.flatten()[:0].sum()", "pass")],
     },
     ("kernels/attention.py", TRITON): {

@@ -251,7 +251,7 @@ def test_sources_that_come_once_are_not_prepared(grad):
     states, memory, mask = inputs(B=4, steps=20)
     with (
         torch.set_grad_enabled(grad),
-        mock.patch("attnfast.integrations.serve.prepare", wraps=prepare) as made,
+        mock.patch("attnfast.integrations.helpers.prepare", wraps=prepare) as made,
     ):
         for s in states:
             args = s, memory[torch.randperm(4)], mask

@@ -2,9 +2,7 @@
 
 from attnfast.integrations.adapter import Adapter, Draw
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.registry import ADAPTERS, register_adapter
-from attnfast.integrations.replace import Report, replace
-from attnfast.integrations.serve import (
+from attnfast.integrations.helpers import (
     attend,
     batch_first,
     keep_in_graph,
@@ -13,6 +11,8 @@ from attnfast.integrations.serve import (
     project_both,
     project_joined,
 )
+from attnfast.integrations.registry import ADAPTERS, register_adapter
+from attnfast.integrations.replace import Report, replace
 
 __all__ = [
     "ADAPTERS",

@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from torch import nn
 
 from attnfast._utils.checks import describe, refuse_type
-from attnfast.integrations import (
-    allennlp,
-    bentrevett,
-    coqui,
-    d2l,
-    espnet,
-    espnet_coverage,
-    espnet_forward,
-    espnet_heads,
-    espnet_location,
-    fairseq,
-    gnmt,
-    joeynmt,
-    keras,
-    onmt,
-    pointer_summarizer,
-    sgrvinod,
-    speechbrain,
-    tacotron2,
-    tutorials,
-)
+from attnfast.integrations import projects
 from attnfast.integrations.adapter import Adapter
 
 __all__ = ["ADAPTERS", "PROJECTS", "adapter_of", "register_adapter", "why_unknown"]
 
 #: The files of adapters, each with a list of its own.
-PROJECTS = (
-    allennlp,
-    bentrevett,
-    coqui,
-    d2l,
-    espnet,
-    espnet_coverage,
-    espnet_forward,
-    espnet_heads,
-    espnet_location,
-    fairseq,
-    gnmt,
-    joeynmt,
-    keras,
-    onmt,
-    pointer_summarizer,
-    sgrvinod,
-    speechbrain,
-    tacotron2,
-    tutorials,
+PROJECTS = tuple(
+    import_module(f"{projects.__name__}.{x.name}") for x in iter_modules(projects.__path__)
 )
 #: Every adapter that is known, by its name.
 ADAPTERS: dict[str, Adapter] = {a.name: a for project in PROJECTS for a in project.ADAPTERS}

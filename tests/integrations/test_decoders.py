@@ -17,7 +17,7 @@ from integrations.doubles import MAX_LENGTH, AttnDecoderRNN, Seq2SeqAttentionDec
 from torch import nn
 
 import attnfast
-from attnfast.integrations import decoders
+from attnfast.integrations import fused_decoders
 from attnfast.integrations.adapter import Draw
 from attnfast.nn import _linear
 
@@ -26,7 +26,8 @@ D2L = ("IPython", "matplotlib", "matplotlib_inline", "pandas", "PIL", "requests"
        "torchvision")  # fmt: skip
 WORDS = 11
 pytestmark = pytest.mark.skipif(
-    decoders.backend_of(None, None, torch.empty(0)) is None, reason="no operator for whole targets"
+    fused_decoders.backend_of(None, None, torch.empty(0)) is None,
+    reason="no operator for whole targets",
 )
 
 
@@ -108,7 +109,7 @@ def served(plain, left=""):
 
 def operators(decoder, use):
     """Return how often ``use`` runs a whole target in one operator."""
-    with mock.patch.object(decoders, "run_layer", wraps=decoders.run_layer) as run:
+    with mock.patch.object(fused_decoders, "run_layer", wraps=fused_decoders.run_layer) as run:
         list(use(decoder, Draw(torch.float32, torch.device("cpu"))))
     return run.call_count
 

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend, multiplied
+from attnfast.integrations.helpers import attend, multiplied
 
 
 class Dot:

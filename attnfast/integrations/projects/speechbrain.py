@@ -4,7 +4,7 @@ import torch
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.serve import attend
+from attnfast.integrations.helpers import attend
 
 
 def mask_of(states, lengths):

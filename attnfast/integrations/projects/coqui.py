@@ -3,7 +3,7 @@
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend, keep_in_graph
+from attnfast.integrations.helpers import attend, keep_in_graph
 
 
 class Original:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.serve import attend, batch_first, project
+from attnfast.integrations.helpers import attend, batch_first, project
 
 
 def normalized(self, keys):

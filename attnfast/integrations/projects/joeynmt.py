@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend, project
+from attnfast.integrations.helpers import attend, project
 
 
 class Luong:

@@ -2,7 +2,7 @@
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.serve import attend, multiplied
+from attnfast.integrations.helpers import attend, multiplied
 
 
 class PointerGenerator:

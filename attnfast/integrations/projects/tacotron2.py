@@ -3,7 +3,7 @@
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend
+from attnfast.integrations.helpers import attend
 
 
 class LocationSensitive:

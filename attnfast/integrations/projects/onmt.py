@@ -11,7 +11,7 @@ from torch import nn
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.decoders import (
+from attnfast.integrations.fused_decoders import (
     LOOP,
     is_one_operator,
     last_states,
@@ -19,7 +19,7 @@ from attnfast.integrations.decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.serve import attend, is_plain, project, project_joined
+from attnfast.integrations.helpers import attend, is_plain, project, project_joined
 from attnfast.nn._fused_rnn import NAMES, Layer
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.decoders import is_one_operator, run_decoder, why_not_one_gru
-from attnfast.integrations.serve import (
+from attnfast.integrations.fused_decoders import is_one_operator, run_decoder, why_not_one_gru
+from attnfast.integrations.helpers import (
     attend,
     batch_first,
     is_plain,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.serve import attend
+from attnfast.integrations.helpers import attend
 
 
 class AllenNLP:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter, arguments
-from attnfast.integrations.serve import attend, batch_first, is_plain, project_both
+from attnfast.integrations.helpers import attend, batch_first, is_plain, project_both
 
 
 def parts(attention):

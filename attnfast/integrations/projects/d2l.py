@@ -6,7 +6,7 @@ import torch
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.decoders import (
+from attnfast.integrations.fused_decoders import (
     LOOP,
     is_one_operator,
     last_states,
@@ -14,7 +14,7 @@ from attnfast.integrations.decoders import (
     state_of,
     why_not_one_gru,
 )
-from attnfast.integrations.serve import attend, project
+from attnfast.integrations.helpers import attend, project
 from attnfast.nn._fused_rnn import Layer
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"

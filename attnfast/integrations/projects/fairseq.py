@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend, batch_first, multiplied, project_joined
+from attnfast.integrations.helpers import attend, batch_first, multiplied, project_joined
 
 
 class Fairseq:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.serve import attend, keep_in_graph, multiplied, project
+from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, project
 
 
 class Captioning:
