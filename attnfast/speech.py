@@ -27,7 +27,7 @@ from attnfast._utils.checks import (
     refuse,
     refuse_type,
 )
-from attnfast.models.seq2seq import check_lengths
+from attnfast.models._checks import check_lengths
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import (
     check_array,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnfast._utils.benchmark import memory_of
 from attnfast.models import BOS, EOS, GridEncoder, ShowAttendTell, Told, sequence_loss
-from attnfast.models.captioning import masked_mean
+from attnfast.models.show_attend_tell import masked_mean
 from attnfast.nn import BahdanauAttention, LuongAttention
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._utils.benchmark import memory_of
 from attnfast.models import BOS, EOS, ListenAttendSpell, PyramidEncoder, Spelled, hybrid_loss
-from attnfast.models.speech import join_frames
+from attnfast.models.las import join_frames
 from attnfast.nn import (
     BahdanauAttention,
     LocalAttention,

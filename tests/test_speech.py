@@ -34,7 +34,7 @@ from attnfast.models import (
     scheduled_sampling,
     sequence_loss,
 )
-from attnfast.models.speech import BLANK, join_frames
+from attnfast.models.las import BLANK, join_frames
 from attnfast.nn import (
     BahdanauAttention,
     ForwardAttention,

@@ -10,23 +10,19 @@ sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, 
 story, and :class:`BiDAF` finds where in a text an answer stands.
 """
 
-from attnfast.models.captioning import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
+from attnfast.models._checks import BOS, EOS, PAD, UNK
+from attnfast.models.bidaf import BiDAF, Located, best_spans
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
+from attnfast.models.ctc import CTCPrefixScorer
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
-from attnfast.models.memory import Answer, MemoryNetwork, position_encoding
+from attnfast.models.encoders import Encoder, TransformerEncoder
+from attnfast.models.las import Heard, ListenAttendSpell, PyramidEncoder, Spelled
+from attnfast.models.memory_network import Answer, MemoryNetwork, position_encoding
 from attnfast.models.objectives import hybrid_loss, scheduled_sampling, sequence_loss
-from attnfast.models.reading import BiDAF, Located, best_spans
 from attnfast.models.search import Scorer, beam_search, greedy_search
-from attnfast.models.seq2seq import BOS, EOS, PAD, UNK, Encoder, Seq2Seq, Source
-from attnfast.models.speech import (
-    CTCPrefixScorer,
-    Heard,
-    ListenAttendSpell,
-    PyramidEncoder,
-    Spelled,
-)
-from attnfast.models.transformer import TransformerEncoder
+from attnfast.models.seq2seq import Seq2Seq, Source
+from attnfast.models.show_attend_tell import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
 
 __all__ = [
     "ATTENTIONS",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_word, describe, refuse, refuse_type
-from attnfast.models.seq2seq import PAD, Encoder, check_ids, check_lengths, check_share, embed
+from attnfast.models._checks import PAD, check_ids, check_lengths, check_share, embed
+from attnfast.models.encoders import Encoder
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_exact

@@ -15,9 +15,10 @@ from attnfast._utils.checks import (
     refuse,
     refuse_type,
 )
+from attnfast.models._checks import check_share
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
-from attnfast.models.seq2seq import Encoder, Seq2Seq, check_share
-from attnfast.models.transformer import TransformerEncoder
+from attnfast.models.encoders import Encoder, TransformerEncoder
+from attnfast.models.seq2seq import Seq2Seq
 from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import describe, refuse, refuse_type
-from attnfast.models.seq2seq import EOS, PAD, check_ids
-from attnfast.models.speech import Spelled
+from attnfast.models._checks import EOS, PAD, check_ids
+from attnfast.models.las import Spelled
 from attnfast.ops.arguments import (
     check_array,
     check_device,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import InputError, check_whole, describe, refuse, refuse_type
+from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
-from attnfast.models.seq2seq import BOS, EOS, Seq2Seq, Source, output_limit
+from attnfast.models.seq2seq import Seq2Seq, Source, output_limit
 from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, widened
 from attnfast.nn._linear import is_plain
 from attnfast.nn.stateful import HistoryAttention

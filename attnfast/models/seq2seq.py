@@ -1,40 +1,31 @@
-"""The encoder, and the model that joins it to a decoder."""
+"""The model that joins an encoder of sentences to a decoder."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
+from attnfast._utils.checks import check_flag, describe, refuse, refuse_type
 from attnfast._utils.torch_private import keep_in_pytrees
-from attnfast.models.decoders import (
-    CELLS,
-    BahdanauDecoder,
-    LuongDecoder,
-    summary,
+from attnfast.models._checks import (
+    PAD,
+    UNK,
+    check_ids,
+    check_lengths,
+    check_share,
+    check_source,
+    check_step,
+    check_target,
+    embed,
 )
-from attnfast.nn import CoverageAttention, Memory, PointerGenerator, SparseSelfAttention
-from attnfast.nn._fused_rnn import RecurrentState, run_rnn
+from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, summary
+from attnfast.nn import CoverageAttention, Memory, PointerGenerator
+from attnfast.nn._fused_rnn import RecurrentState
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import (
-    check_array,
-    check_device,
-    check_like,
-    check_numbers,
-    check_range,
-    check_tensor,
-    is_finite,
-)
-from attnfast.ops.backends import check_backend
-
-#: The ids that every vocabulary starts with.
-PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
+from attnfast.ops.arguments import check_array, check_range
 
 
 def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tensor:
@@ -45,168 +36,6 @@ def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tenso
     check_array("lengths", lengths, "int64 or int32", ("B",))
     check_range("lengths", lengths, 0, 2**31 - 1, "lengths")
     return ((ratio * lengths.cpu().double()).long() + 10).clamp_min(longest)
-
-
-def check_share(name: str, x: object) -> None:
-    """Refuse what is no share of a whole, or all of it."""
-    if not is_finite(x) or not 0 <= x < 1:  # type: ignore[operator]
-        refuse(name, "at least 0 and below 1", describe(x))
-
-
-def check_ids(name: str, words: object, count: int | None = None) -> None:
-    """Refuse what are no word ids ``[B, T]``, below ``count`` if given, which a CPU alone reads."""
-    check_tensor(name, words)
-    assert isinstance(words, Tensor)
-    if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
-        refuse(name, "word ids [B, T], int64 or int32", describe(words))
-    if count is not None:
-        check_range(name, words, 0, count - 1, "word ids")
-
-
-def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
-    """Return embedded ``words [B, T]``; raise if these are not ids of the vocabulary.
-
-    The embedding itself raises for ids out of bounds; they are read again only then.
-    """
-    check_ids(name, words)
-    check_device(name, words, embedding.weight, "the module")
-    try:
-        return embedding(words)
-    except Exception:
-        check_ids(name, words, embedding.num_embeddings)
-        raise
-
-
-def check_source(name: str, source: Any, kind: type, state: object) -> None:
-    """Raise unless a source, called ``name``, and a state are those of a model's ``encode``."""
-    memory = getattr(source, "memory", None)
-    if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
-        refuse_type(name, "what encode(...) returns", describe(source))
-    if not isinstance(state, RecurrentState):
-        refuse_type("state", "a RecurrentState", describe(state))
-
-
-def check_step(
-    words: object,
-    state: Any,
-    source: Any,
-    name: str,
-    context_dim: int,
-    hidden: Sequence[int],
-    like: Tensor,
-) -> None:
-    """Raise unless words ``[B, T]``, a state and a source, called ``name``, fit each other.
-
-    ``context_dim`` is the size of a context, ``hidden`` the shape of a state but for B, and
-    ``like`` a parameter of the model.
-    """
-    check_ids("words", words)
-    assert isinstance(words, Tensor)
-    *layers, features = hidden
-    B = words.shape[0]
-    value = getattr(source.memory, "value", None)
-    if isinstance(value, Tensor):  # attention of other projects may have none
-        check_like(name, value, like)
-        if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
-            refuse(name, f"of contexts of {context_dim} features", describe(value))
-        if value.shape[0] != B:
-            refuse("words", f"of {value.shape[0]} sequences, as {name}", describe(words))
-    check_array("state.hidden", state.hidden, "real numbers", (*layers, B, features), of="words")
-    check_like("state.hidden", state.hidden, like)
-
-
-def check_target(target_in: object, embedding: nn.Embedding, count: int | None = None) -> None:
-    """Raise unless targets are word ids on the model's device, below ``count`` if given."""
-    check_ids("target_in", target_in, count)
-    assert isinstance(target_in, Tensor)
-    check_device("target_in", target_in, embedding.weight, "the module")
-
-
-def check_lengths(
-    lengths: object, of: Tensor, least: int = 1, name: str = "lengths", whose: str = ""
-) -> None:
-    """Raise unless these are lengths of the sequences ``of [B, Tk, ..]``, ``least`` or more.
-
-    ``whose`` is what the sequences are called.
-    """
-    B, Tk = of.shape[:2]
-    if B and Tk < least:
-        refuse(name, f"at least {least}", f"sequences of length {Tk}")
-    check_numbers(name, lengths, B, least, Tk, whose)
-
-
-class Encoder(nn.Module):
-    """A bidirectional RNN over the source.
-
-    Args:
-        embed_dim: E, features of the words.
-        hidden_dim: H, features of each direction.
-        cell: ``"gru"`` or ``"lstm"``.
-        layers: how many RNNs on top of each other.
-        dropout: between the layers, and on what the self-attention returns.
-        self_attention: lets the states attend to each other, or None; its output is added to them
-            and the sum normalised.
-        backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
-
-    Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        hidden_dim: int,
-        cell: str = "gru",
-        layers: int = 1,
-        dropout: float = 0.0,
-        self_attention: SparseSelfAttention | None = None,
-        backend: str | None = None,
-    ):
-        super().__init__()
-        check_backend(backend)
-        self.backend = backend
-        check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
-        check_word("cell", cell, CELLS)
-        check_share("dropout", dropout)
-        if not isinstance(self_attention, (nn.Module, type(None))):
-            refuse_type("self_attention", "a module or None", describe(self_attention))
-        self.self_attention = self_attention
-        if self_attention is not None:
-            self.norm = nn.LayerNorm(2 * hidden_dim)
-            self.dropout = nn.Dropout(dropout)
-        self.rnn = CELLS[cell](
-            int(embed_dim),  # PyTorch takes no integers of NumPy
-            int(hidden_dim),
-            int(layers),
-            batch_first=True,
-            bidirectional=True,
-            dropout=dropout if layers > 1 else 0.0,
-        )
-
-    @property
-    def output_dim(self) -> int:
-        """Features 2H of the states."""
-        return 2 * self.rnn.hidden_size
-
-    def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.rnn.input_size))
-        check_like("embedded", embedded, next(self.parameters(), embedded))
-        check_lengths(lengths, embedded, whose="embedded")
-        length = embedded.shape[1]
-        done = run_rnn(self.rnn, embedded, None, lengths.to(embedded.device).long(), self.backend)
-        if done is None:
-            packed = pack_padded_sequence(
-                embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
-            )
-            done = self.rnn(packed)
-            done = pad_packed_sequence(done[0], batch_first=True, total_length=length)
-        states = done[0]
-        if self.self_attention is None:
-            return states
-        lengths = lengths.to(states.device)
-        states = self.norm(states + self.dropout(self.self_attention(states, lengths)[0]))
-        exists = torch.arange(length, device=states.device) < lengths.unsqueeze(-1)
-        return states * exists.unsqueeze(-1)
 
 
 class Source(NamedTuple):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_flag, check_whole, describe, is_whole, refuse, refuse_type
-from attnfast.models.decoders import FixedContext
-from attnfast.models.seq2seq import (
+from attnfast.models._checks import (
     EOS,
     PAD,
     check_share,
@@ -19,6 +18,7 @@ from attnfast.models.seq2seq import (
     check_target,
     embed,
 )
+from attnfast.models.decoders import FixedContext
 from attnfast.nn import (
     AttentionLSTM,
     GatedAttention,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_flag, check_whole, describe, refuse, refuse_type
-from attnfast.models.seq2seq import PAD, Encoder, check_lengths, check_share, embed
+from attnfast.models._checks import PAD, check_lengths, check_share, embed
+from attnfast.models.encoders import Encoder
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_array, check_device
 

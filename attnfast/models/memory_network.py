@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_flag, describe, refuse
-from attnfast.models.seq2seq import PAD, check_ids
+from attnfast.models._checks import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import check_device, check_tensor

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attnfast.losses import Reinforce, doubly_stochastic_loss
 from attnfast.models import GridEncoder, MeanContext, ShowAttendTell, beam_search, greedy_search
-from attnfast.models.seq2seq import BOS, EOS
+from attnfast.models._checks import BOS, EOS
 from attnfast.nn import (
     AttentionLSTM,
     BahdanauAttention,
