@@ -7,22 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_flag, check_word, describe, is_whole, refuse
+from attnfast._utils.checks import (
+    check_array,
+    check_flag,
+    check_tensor,
+    check_word,
+    describe,
+    is_finite,
+    is_one,
+    is_whole,
+    refuse,
+)
 from attnfast.ops import attention, copying, dispatch, lowering
 from attnfast.ops.arguments import (
     as_returned,
     autocast_call,
     check_activation,
-    check_array,
     check_inputs,
     check_scale,
     check_temperature,
-    check_tensor,
     check_terms,
     filled,
     fold_scale,
-    is_finite,
-    is_one,
 )
 from attnfast.ops.attention import Attention
 from attnfast.ops.backends import HALF, Triton, choose

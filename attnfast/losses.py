@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_word, describe, refuse
-from attnfast.ops.arguments import (
+from attnfast._utils.checks import (
     MOST,
     check_array,
     check_device,
     check_range,
     check_tensor,
+    check_word,
+    describe,
     is_finite,
+    refuse,
 )
 from attnfast.ops.operators import accumulation_dtype
 

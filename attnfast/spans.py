@@ -12,8 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_flag, check_whole, describe, is_whole, refuse, shape_of
-from attnfast.ops.arguments import KINDS, check_device, check_numbers, check_tensor, is_finite
+from attnfast._utils.checks import (
+    KINDS,
+    check_device,
+    check_flag,
+    check_numbers,
+    check_tensor,
+    check_whole,
+    describe,
+    is_finite,
+    is_whole,
+    refuse,
+    shape_of,
+)
 
 __all__ = ["Position", "Span", "gaussian_bump"]
 

@@ -20,23 +20,21 @@ from torch import Tensor, nn
 
 from attnfast._utils.checks import (
     InputError,
+    check_array,
+    check_device,
+    check_number,
+    check_numbers,
+    check_tensor,
     check_whole,
     describe,
     first_line,
+    is_finite,
     reason,
     refuse,
     refuse_type,
 )
 from attnfast.models._checks import check_lengths
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import (
-    check_array,
-    check_device,
-    check_number,
-    check_numbers,
-    check_tensor,
-    is_finite,
-)
 from attnfast.ops.backends import HALF
 from attnfast.ops.operators import accumulation_dtype
 

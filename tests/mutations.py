@@ -596,14 +596,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("isinstance(scorer, type) or", ""),
         ],
     },
-    ("attnfast/ops/arguments.py", "tests/test_speech.py -k 'fit'"): {
+    ("attnfast/_utils/checks.py", "tests/test_speech.py -k 'fit'"): {
         "check_range": [
             ("if not least <= number <= most:", "if not least <= number:"),
             ("if not least <= number <= most:", "if not number <= most:"),
         ],
         "check_numbers": [('"int64 or int32", (count,), of=of)', '"int64 or int32", of=of)')],
     },
-    ("attnfast/ops/arguments.py", "tests/test_arguments.py"): {
+    ("attnfast/_utils/checks.py", "tests/test_arguments.py"): {
         "check_array": [
             ("if not fits or not KINDS[kind](x.dtype):", "if not fits:"),
             ("if not fits or not KINDS[kind](x.dtype):", "if not KINDS[kind](x.dtype):"),

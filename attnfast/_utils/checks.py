@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, each one sentence."""
+"""Checks of arguments: an error is one sentence that names the argument."""
 
 from __future__ import annotations
 
@@ -6,16 +6,32 @@ import importlib
 import numbers
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+
+from attnfast._utils.torch_private import is_autocast_on, is_surely
 
 #: No error has more letters.
 LONGEST = 200
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
+
+#: The largest length and the largest index of a key.
+MOST = 2**31 - 1
+#: Kinds of elements, by their names in error messages.
+KINDS: dict[str, Callable[[torch.dtype], bool]] = {
+    "real numbers": lambda dtype: dtype.is_floating_point,
+    "whole or real numbers": lambda dtype: (
+        dtype.is_floating_point or dtype in (torch.int64, torch.int32)
+    ),
+    "int64": lambda dtype: dtype == torch.int64,
+    "int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
+    "boolean": lambda dtype: dtype == torch.bool,
+}
 
 
 class InputError(ValueError):
@@ -87,6 +103,121 @@ def check_whole(argument: str, got: object, least: int = 1) -> None:
         refuse(argument, f"at least {least}", got)
     if got >= 2**31:  # type: ignore[operator]
         refuse(argument, "below 2**31", describe(got))
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Raise unless x is a dense tensor."""
+    if not isinstance(x, Tensor):
+        refuse_type(name, "a torch.Tensor", type(x).__name__)
+    if x.layout != torch.strided or x.is_nested:
+        refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
+
+
+def check_array(
+    name: str,
+    x: Any,
+    kind: str,
+    *shapes: Sequence[int | str],
+    like: Tensor | None = None,
+    of: str = "",
+) -> None:
+    """Raise unless x is a dense tensor of a kind of :data:`KINDS` and of one of the shapes, if any.
+
+    A size in a shape is a number, or a name where any number fits. ``like`` is a tensor whose
+    device x must have, and ``of`` names it in the message.
+    """
+    check_tensor(name, x)
+    shape = x.shape
+    fits = len(shapes) == 0 or any(  # torch.compile knows no "not" of a tuple
+        len(sizes) == len(shape) and all(isinstance(a, str) or a == b for a, b in zip(sizes, shape))
+        for sizes in shapes
+    )
+    if not fits or not KINDS[kind](x.dtype):
+        expected = kind
+        if shapes:
+            expected += " " if kind.endswith("real numbers") else " of shape "
+            expected += " or ".join([shape_of(*sizes) for sizes in shapes])
+        refuse(name, f"{expected} to fit {of}" if of else expected, describe(x))
+    check_device(name, x, like, of)
+
+
+def check_device(name: str, x: Tensor, like: Tensor | None = None, of: str = "") -> None:
+    """Raise unless x has data on the device of ``like``, which the message calls ``of``."""
+    if not isinstance(x, Tensor):
+        check_tensor(name, x)
+    if like is not None and x.device != like.device:
+        refuse(name, f"on {like.device}" + f", as {of}" * bool(of), x.device)
+    if x.is_meta and (like is None or not like.is_meta):
+        refuse(name, "a tensor that holds numbers", "one on meta")
+
+
+def is_readable(x: Tensor) -> bool:
+    """Return whether elements may be read: on a CPU and untraced; a GPU would synchronize."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_like(name: str, x: Tensor, like: Tensor, whose: str = "the module's") -> None:
+    """Raise unless x has the device of ``like`` and, without autocast, its dtype."""
+    if x.device != like.device:
+        refuse(name, f"on {whose} device {like.device}", x.device)
+    if x.dtype != like.dtype and not is_autocast_on():
+        refuse(name, f"of {whose} dtype {like.dtype}", x.dtype)
+
+
+def check_numbers(name: str, x: Any, count: int, least: int, most: int, of: str = "") -> None:
+    """Raise unless x is an integer tensor ``[count]`` with elements from ``least`` to ``most``.
+
+    Elements are read on a CPU alone. ``of`` names what x must fit.
+    """
+    check_array(name, x, "int64 or int32", (count,), of=of)
+    check_range(name, x, least, most, of=of)
+
+
+def check_range(name: str, x: Tensor, least: int, most: int, what: str = "", of: str = "") -> None:
+    """Raise unless integers are from ``least`` to ``most``; they are read on a CPU alone.
+
+    ``what`` names them in the message, and ``of`` what they must fit.
+    """
+    if not is_readable(x) or not x.numel():
+        return
+    for number in x.tolist() if x.dim() == 1 else map(int, x.aminmax()):
+        if not least <= number <= most:
+            expected = f"{what} between {least} and {most}".lstrip()
+            refuse(name, f"{expected} to fit {of}" if of else expected, number)
+
+
+def check_exact(
+    like: Tensor, tensors: Iterable[tuple[str, Tensor | None, torch.dtype, Iterable[int]]]
+) -> None:
+    """Refuse tensors, each with its name, dtype and shape, that are not so or not on the device."""
+    for name, x, dtype, shape in tensors:
+        if x is None:
+            continue
+        check_tensor(name, x)
+        if x.device != like.device:
+            refuse(name, f"on {like.device}", x.device)
+        if x.dtype != dtype or list(x.shape) != list(shape):
+            refuse(name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
+
+
+def is_finite(x: object) -> bool:
+    """Whether this is a finite number; unlike math.isfinite, in a graph that is compiled too."""
+    largest = 1.7976931348623157e308  # a number of the module would be an input of the graph
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and -largest <= x <= largest
+
+
+def check_number(name: str, x: object, least: float, most: float | None = None) -> None:
+    """Raise unless x is a finite number from ``least`` to ``most``."""
+    if not is_finite(x) or x < least or (most is not None and x > most):  # type: ignore[operator]
+        expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+        refuse(name, f"a number {expected}", describe(x))
+
+
+def is_one(x: float) -> bool:
+    """Whether a number is 1; in a graph that is compiled, whether it can be no other."""
+    if torch.compiler.is_compiling():  # to compare would make it a constant there
+        return is_surely(x == 1)
+    return x == 1
 
 
 def reason(error: OSError) -> str:

@@ -28,15 +28,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_whole, describe, is_whole, refuse, refuse_type
-from attnfast.losses import check_keys, check_weights
-from attnfast.ops.arguments import (
+from attnfast._utils.checks import (
     MOST,
     check_array,
     check_device,
     check_number,
     check_numbers,
+    check_whole,
+    describe,
+    is_whole,
+    refuse,
+    refuse_type,
 )
+from attnfast.losses import check_keys, check_weights
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import to_dense
 from attnfast.outputs import RowStatistics

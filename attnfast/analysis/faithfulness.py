@@ -31,12 +31,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, check_whole, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_device,
+    check_flag,
+    check_number,
+    check_whole,
+    describe,
+    refuse,
+    refuse_type,
+)
 from attnfast.models._checks import check_ids, check_lengths
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import Seq2Seq, Source
 from attnfast.nn import Memory
-from attnfast.ops.arguments import check_array, check_device, check_number
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = [

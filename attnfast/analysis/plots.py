@@ -9,8 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from attnfast._utils.benchmark import Cost
-from attnfast._utils.checks import describe, is_whole, optional, refuse, refuse_type
-from attnfast.ops.arguments import check_array, check_number, check_range
+from attnfast._utils.checks import (
+    check_array,
+    check_number,
+    check_range,
+    describe,
+    is_whole,
+    optional,
+    refuse,
+    refuse_type,
+)
 from attnfast.ops.span import to_dense
 
 COLOURS = {

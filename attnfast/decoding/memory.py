@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnfast._utils.checks import check_flag, describe, refuse, refuse_type, shape_of
+from attnfast._utils.checks import (
+    check_flag,
+    check_like,
+    check_tensor,
+    describe,
+    refuse,
+    refuse_type,
+    shape_of,
+)
 from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
 from attnfast.decoding.deferred import HistoryStep, Source, Step, Steps
 from attnfast.decoding.growable import Room, append_rows
@@ -23,9 +31,7 @@ from attnfast.ops.arguments import (
     autocast,
     autocast_call,
     check_activation,
-    check_like,
     check_scale,
-    check_tensor,
     fold_scale,
     refuse_tangents,
 )

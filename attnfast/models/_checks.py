@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import describe, refuse, refuse_type
-from attnfast.nn import Memory, RecurrentState
-from attnfast.ops.arguments import (
+from attnfast._utils.checks import (
     check_array,
     check_device,
     check_like,
     check_numbers,
     check_range,
     check_tensor,
+    describe,
     is_finite,
+    refuse,
+    refuse_type,
 )
+from attnfast.nn import Memory, RecurrentState
 
 #: The ids that every vocabulary starts with.
 PAD, UNK, BOS, EOS = range(4)  # searches never say the first three

@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, check_whole, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_device,
+    check_flag,
+    check_whole,
+    describe,
+    refuse,
+    refuse_type,
+)
 from attnfast.models._checks import PAD, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_array, check_device
 
 
 class Located(NamedTuple):

@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_word, describe, refuse, refuse_type
+from attnfast._utils.checks import check_exact, check_word, describe, refuse, refuse_type
 from attnfast.models._checks import PAD, check_ids, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_exact
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 

@@ -12,6 +12,7 @@ from attnfast._utils.checks import (
     check_whole,
     check_word,
     describe,
+    is_finite,
     refuse,
     refuse_type,
 )
@@ -32,7 +33,6 @@ from attnfast.nn import (
     SparseSelfAttention,
     StridedAttention,
 )
-from attnfast.ops.arguments import is_finite
 from attnfast.spans import Span
 
 HISTORIES = {

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnfast._utils.checks import describe, refuse_type
+from attnfast._utils.checks import check_array, describe, refuse_type
 from attnfast.models._checks import EOS, check_ids
 from attnfast.models.las import BLANK, Heard
-from attnfast.ops.arguments import check_array
 
 #: Below it the logarithm of a product of probabilities has too few digits to divide by it.
 LEAST = -1e6

@@ -15,14 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_flag,
+    check_like,
+    check_numbers,
+    check_tensor,
+    check_word,
+    describe,
+    refuse,
+    refuse_type,
+)
 from attnfast._utils.torch_private import is_autocast_on
 from attnfast.decoding import check_memory
 from attnfast.nn import Memory
 from attnfast.nn._fused_rnn import Layer, RecurrentState, Steps, run_layer, run_rnn
 from attnfast.nn._linear import project
 from attnfast.nn.attention import check_sizes, check_target_mask
-from attnfast.ops.arguments import check_array, check_like, check_numbers, check_tensor
 from attnfast.ops.backends import check_backend
 from attnfast.ops.span import check_form
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast._utils.checks import check_word, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_like,
+    check_word,
+    describe,
+    refuse,
+    refuse_type,
+)
 from attnfast.models._checks import check_lengths, check_share
 from attnfast.models.decoders import CELLS
 from attnfast.nn import (
@@ -18,7 +25,6 @@ from attnfast.nn import (
 )
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_array, check_like
 from attnfast.ops.backends import check_backend
 from attnfast.spans import Span
 

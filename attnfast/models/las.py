@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.checks import check_flag, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    MOST,
+    check_array,
+    check_flag,
+    check_like,
+    check_numbers,
+    check_tensor,
+    describe,
+    refuse,
+    refuse_type,
+)
 from attnfast.models._checks import (
     PAD,
     check_lengths,
@@ -22,7 +32,6 @@ from attnfast.models.encoders import Encoder
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import MOST, check_array, check_like, check_numbers, check_tensor
 from attnfast.ops.operators import accumulation_dtype
 
 #: CTC's blank: the id of padding, which is no label.

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, describe, refuse
+from attnfast._utils.checks import check_device, check_flag, check_tensor, describe, refuse
 from attnfast.models._checks import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_device, check_tensor
 from attnfast.ops.operators import accumulation_dtype
 
 

@@ -7,16 +7,18 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import describe, refuse, refuse_type
-from attnfast.models._checks import EOS, PAD, check_ids
-from attnfast.models.las import Spelled
-from attnfast.ops.arguments import (
+from attnfast._utils.checks import (
     check_array,
     check_device,
     check_number,
     check_numbers,
     check_range,
+    describe,
+    refuse,
+    refuse_type,
 )
+from attnfast.models._checks import EOS, PAD, check_ids
+from attnfast.models.las import Spelled
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = ["hybrid_loss", "scheduled_sampling", "sequence_loss"]

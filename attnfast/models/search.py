@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import InputError, check_whole, describe, refuse, refuse_type
+from attnfast._utils.checks import InputError, check_whole, describe, is_finite, refuse, refuse_type
 from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import Seq2Seq, Source, output_limit
@@ -16,7 +16,6 @@ from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, widened
 from attnfast.nn._linear import is_plain
 from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
-from attnfast.ops.arguments import is_finite
 from attnfast.ops.copying import LOWEST
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.search import SEARCH, Search

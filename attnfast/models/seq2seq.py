@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_flag,
+    check_range,
+    describe,
+    refuse,
+    refuse_type,
+)
 from attnfast._utils.torch_private import keep_in_pytrees
 from attnfast.models._checks import (
     PAD,
@@ -25,7 +32,6 @@ from attnfast.nn import CoverageAttention, Memory, PointerGenerator
 from attnfast.nn._fused_rnn import RecurrentState
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_array, check_range
 
 
 def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tensor:

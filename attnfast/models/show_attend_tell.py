@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, check_whole, describe, is_whole, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_device,
+    check_flag,
+    check_like,
+    check_numbers,
+    check_whole,
+    describe,
+    is_finite,
+    is_whole,
+    refuse,
+    refuse_type,
+)
 from attnfast.models._checks import (
     EOS,
     PAD,
@@ -29,13 +41,6 @@ from attnfast.nn import (
 )
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import (
-    check_array,
-    check_device,
-    check_like,
-    check_numbers,
-    is_finite,
-)
 from attnfast.ops.operators import accumulation_dtype
 
 #: Of every convolution.

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast._utils.checks import (
+    check_array,
     check_flag,
+    check_like,
+    check_tensor,
     check_whole,
     check_word,
     describe,
+    is_one,
     refuse,
     refuse_type,
     shape_of,
@@ -21,14 +25,7 @@ from attnfast._utils.checks import (
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn._linear import project
 from attnfast.nn.positions import RelativePositions
-from attnfast.ops.arguments import (
-    check_activation,
-    check_array,
-    check_like,
-    check_temperature,
-    check_tensor,
-    is_one,
-)
+from attnfast.ops.arguments import check_activation, check_temperature
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form

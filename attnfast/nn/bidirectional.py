@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_flag, refuse
+from attnfast._utils.checks import (
+    check_device,
+    check_flag,
+    check_like,
+    check_numbers,
+    check_tensor,
+    refuse,
+)
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import check_device, check_like, check_numbers, check_tensor
 from attnfast.ops.backends import check_backend
 
 

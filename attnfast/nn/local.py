@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_whole, describe, is_whole, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_whole,
+    describe,
+    is_finite,
+    is_one,
+    is_whole,
+    refuse,
+    refuse_type,
+)
 from attnfast.decoding import Memory, check_memory
 from attnfast.functional import additive_attention, dot_attention
 from attnfast.nn.attention import (
@@ -17,7 +26,6 @@ from attnfast.nn.attention import (
     check_sizes,
     check_target_mask,
 )
-from attnfast.ops.arguments import check_array, is_finite, is_one
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form, to_form
 from attnfast.spans import Span, gaussian_bump, log_prior

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from attnfast._utils.checks import (
     check_flag,
+    check_like,
+    check_tensor,
     check_whole,
     check_word,
     describe,
@@ -23,7 +25,6 @@ from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
-from attnfast.ops.arguments import check_like, check_tensor
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype, is_recorded
 from attnfast.ops.reference import ACTIVATIONS

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.checks import check_flag, describe, refuse, refuse_type
+from attnfast._utils.checks import check_flag, check_tensor, describe, refuse, refuse_type
 from attnfast._utils.torch_private import is_autocast_on, name_in_exports
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.arguments import HALF, check_tensor
+from attnfast.ops.arguments import HALF
 from attnfast.ops.operators import accumulation_dtype
 
 #: Directions of vectors that are shorter count for less, down to nothing at 0.

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attnfast._utils.checks import check_flag, check_whole, describe, refuse, shape_of
+from attnfast._utils.checks import (
+    check_array,
+    check_flag,
+    check_like,
+    check_tensor,
+    check_whole,
+    describe,
+    refuse,
+    shape_of,
+)
 from attnfast.decoding import Memory, check_memory
 from attnfast.functional import copy_distribution
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn.attention import BahdanauAttention, check_sizes
-from attnfast.ops.arguments import check_array, check_like, check_tensor
 from attnfast.ops.backends import check_backend
 from attnfast.ops.reference import score
 

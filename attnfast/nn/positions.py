@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_whole, refuse
-from attnfast.ops.arguments import check_array, check_like
+from attnfast._utils.checks import check_array, check_like, check_whole, refuse
 
 
 class SinusoidalPositions(nn.Module):

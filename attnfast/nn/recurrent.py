@@ -11,13 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.checks import check_flag, check_word, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_flag,
+    check_tensor,
+    check_word,
+    describe,
+    is_finite,
+    refuse,
+    refuse_type,
+)
 from attnfast._utils.torch_private import is_autocast_on, is_intercepted
 from attnfast.decoding import Memory, check_memory
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.attention import _Attention, check_sizes
 from attnfast.nn.stateful import last_of
-from attnfast.ops.arguments import check_tensor, is_finite
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import GATES
 from attnfast.outputs import RecurrentResult, recurrent_result

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import (
+    check_array,
     check_flag,
     check_whole,
     check_word,
     describe,
+    is_finite,
     is_whole,
     refuse,
     refuse_type,
@@ -20,7 +22,7 @@ from attnfast.decoding import Memory, attend_with_history, check_memory
 from attnfast.functional import logarithm
 from attnfast.nn._linear import weight_of
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
-from attnfast.ops.arguments import check_activation, check_array, is_finite
+from attnfast.ops.arguments import check_activation
 from attnfast.ops.span import check_form
 
 

@@ -6,10 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnfast._utils.checks import describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_like,
+    check_numbers,
+    describe,
+    is_finite,
+    refuse,
+    refuse_type,
+)
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.local import SparseSelfAttention
-from attnfast.ops.arguments import check_array, check_like, check_numbers, is_finite
 
 
 class TransformerEncoderLayer(nn.Module):

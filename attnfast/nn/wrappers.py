@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.checks import describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_array,
+    check_tensor,
+    describe,
+    is_finite,
+    refuse,
+    refuse_type,
+)
 from attnfast.decoding import Memory
 from attnfast.nn.attention import MultiHeadAttention, check_sizes, check_target_mask
-from attnfast.ops.arguments import check_array, check_tensor, is_finite
 from attnfast.ops.span import check_form
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import refuse
-from attnfast.ops.arguments import check_exact, check_inputs, check_tensor, check_terms
+from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     LIBRARIES,
     Operator,

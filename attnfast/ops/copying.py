@@ -14,8 +14,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import describe, refuse
-from attnfast.ops.arguments import check_exact, check_tensor, is_readable
+from attnfast._utils.checks import check_exact, check_tensor, describe, is_readable, refuse
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.operators import Operator, implement
 

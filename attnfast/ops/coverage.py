@@ -25,8 +25,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import refuse
-from attnfast.ops.arguments import check_exact, check_inputs, check_tensor, check_terms
+from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     Operator,
     accumulation_dtype,

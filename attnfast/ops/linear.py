@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import refuse
-from attnfast.ops.arguments import check_exact, check_tensor
+from attnfast._utils.checks import check_exact, check_tensor, refuse
 from attnfast.ops.operators import Operator
 
 

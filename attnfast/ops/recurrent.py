@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import refuse
-from attnfast.ops.arguments import check_exact, check_tensor
+from attnfast._utils.checks import check_exact, check_tensor, refuse
 from attnfast.ops.attention import Attention
 from attnfast.ops.attention import check as check_attention
 from attnfast.ops.coverage import Coverage

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import refuse
-from attnfast.ops.arguments import check_exact, check_tensor
+from attnfast._utils.checks import check_exact, check_tensor, refuse
 from attnfast.ops.operators import ForwardOperator
 from attnfast.ops.recurrent import GATES, WEIGHTS, Recurrent, dtype_of_weights, fed
 from attnfast.ops.recurrent import check as check_recurrent

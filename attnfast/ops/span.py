@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import describe, refuse
-from attnfast.ops.arguments import check_tensor, is_finite
+from attnfast._utils.checks import check_tensor, describe, is_finite, refuse
 from attnfast.spans import (
     Position,
     Span,
