@@ -38,6 +38,17 @@ from attnfast.nn.attention import check_sizes
 from attnfast.ops.backends import HALF
 from attnfast.ops.operators import accumulation_dtype
 
+__all__ = [
+    "LogMel",
+    "Normalisation",
+    "SpecAugment",
+    "WordErrors",
+    "mel_filters",
+    "read_recordings",
+    "read_wav",
+    "word_errors",
+]
+
 #: Of an energy below it the logarithm is taken as if it were this.
 SMALLEST = 1e-10
 #: What a header may say of a recording whose length was not known when it was written, or more.

@@ -14,15 +14,11 @@ import pytest
 import torch
 from calls import TK, TQ, A, B, kinds, made
 from calls_of_models import calls
+from test_api import MODULES
 from wrong_values import attempt, tries
 
 from attnfast._utils.checks import LONGEST, describe, refuse
 
-#: The modules whose callables are for users of tensors; the others are the command line's.
-PUBLIC = (
-    "", ".analysis.diagnostics", ".analysis.faithfulness", ".analysis.plots", ".decoding",
-    ".integrations", ".losses", ".models", ".nn", ".speech", ".translate.trainer",
-)  # fmt: skip
 #: Public callables that the table lacks: patterns, by the reason.
 ABSENT = {
     "tuples and protocols, which take whatever they hold": (
@@ -40,9 +36,6 @@ ABSENT = {
         "Adapter.*|Draw.*|attend|batch_first|cached_per_source|keep_in_graph|multiplied|project.*"
     ),
     "files of recordings, which answer in tests/test_speech.py": "read_wav|read_recordings",
-    "the command line's trainer, which answers in tests/test_cli.py": (
-        "Options.*|make_optimizer|train_step|AttentionLog.*|validation_loss|rank|Trainer.*"
-    ),
     "checks of the package's own": "check_memory",
     "without arguments": "SinusoidalPositions|CTCPrefixScorer",
 }  # fmt: skip
@@ -53,7 +46,7 @@ SHARE = 4
 
 def public() -> Iterator[str]:
     """Yield the names of public functions, classes and methods that take arguments."""
-    for part in PUBLIC:
+    for part in MODULES:
         module = importlib.import_module(f"attnfast{part}")
         own = [x for x, y in vars(module).items() if inspect.getmodule(y) is module and x[0] != "_"]
         for name in getattr(module, "__all__", own):

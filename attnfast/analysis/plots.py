@@ -21,6 +21,16 @@ from attnfast._utils.checks import (
 )
 from attnfast.ops.span import to_dense
 
+__all__ = [
+    "draw_addressing",
+    "draw_alignment",
+    "draw_hops",
+    "draw_listening",
+    "draw_looking",
+    "draw_pointing",
+    "draw_speed",
+]
+
 COLOURS = {
     "none": "#8a8f98",
     "eager": "#d1495b",
