@@ -3,7 +3,7 @@
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
 :func:`copy_distribution`; keys and values that are asked many times: :func:`prepare` and
 :func:`attend`; which keys a row may see: :class:`Span`; given alignments:
-:func:`alignment_loss`; a wish for keys near a position: :func:`gaussian_bump`. Modules:
+:func:`alignment_loss`; a wish for keys near a position: :func:`gaussian_bias`. Modules:
 :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
 """
 
@@ -17,14 +17,14 @@ from attnfast.functional import (
 )
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
-from attnfast.outputs import AttentionResult, CoverageResult, RowStatistics
-from attnfast.spans import Span, gaussian_bump
+from attnfast.outputs import AttentionOutput, CoverageOutput, RowStatistics
+from attnfast.spans import Span, gaussian_bias
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionResult",
-    "CoverageResult",
+    "AttentionOutput",
+    "CoverageOutput",
     "RowStatistics",
     "Span",
     "__version__",
@@ -34,7 +34,7 @@ __all__ = [
     "copy_distribution",
     "coverage_attention",
     "dot_attention",
-    "gaussian_bump",
+    "gaussian_bias",
     "nn",
     "prepare",
     "register_adapter",

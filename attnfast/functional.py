@@ -30,16 +30,16 @@ from attnfast.ops.arguments import (
     filled,
     fold_scale,
 )
-from attnfast.ops.attention import Attention
+from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.backends import HALF, Triton, choose
-from attnfast.ops.copying import COPYING, Copy
-from attnfast.ops.coverage import COVERAGE, Coverage, Covered, check_history
+from attnfast.ops.copying import COPYING, CopyInputs
+from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs, check_history
 from attnfast.ops.lowering import Place
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form, check_span
 from attnfast.outputs import (
-    AttentionResult,
-    CoverageResult,
+    AttentionOutput,
+    CoverageOutput,
     coverage_result,
 )
 from attnfast.spans import Position, Spans
@@ -48,12 +48,12 @@ __all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot
 
 
 def _attend(
-    call: Attention,
+    call: AttentionInputs,
     place: Place,
     temperature: float,
     need_weights: bool | str,
     backend: str | None,
-) -> AttentionResult:
+) -> AttentionOutput:
     """Choose a backend and run, or say what does not fit: what both public functions share."""
     call = autocast_call(call)
     check_form(need_weights)
@@ -107,7 +107,7 @@ def additive_attention(
     need_weights: bool | str = False,
     need_statistics: bool = False,
     backend: str | None = None,
-) -> AttentionResult:
+) -> AttentionOutput:
     r"""Attend with Bahdanau's additive score.
 
     .. math:: e_{ij} = (\sum_a w_a \tanh(q_{ia} + k_{ja}) + b_{ij}) / T, \quad
@@ -152,7 +152,7 @@ def additive_attention(
 
     Returns:
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype: an
-        :class:`attnfast.AttentionResult`, whose attribute ``log_sum_exp [B, Tq]`` is
+        :class:`attnfast.AttentionOutput`, whose attribute ``log_sum_exp [B, Tq]`` is
         log Σ_j exp(e_ij), float32 (float64 for float64), and whose ``statistics`` are None, or what
         ``need_statistics`` says, in that dtype. With a list of spans weights are a list
         too, one ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
@@ -174,7 +174,7 @@ def additive_attention(
     Translate", ICLR 2015, arXiv:1409.0473.
     """
     check_tensor("weight", weight)
-    call = Attention(
+    call = AttentionInputs(
         query, key, value, weight, bias, mask, lengths, score=check_activation(activation),
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
@@ -198,7 +198,7 @@ def dot_attention(
     need_weights: bool | str = False,
     need_statistics: bool = False,
     backend: str | None = None,
-) -> AttentionResult:
+) -> AttentionOutput:
     r"""Attend with the dot-product score.
 
     .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
@@ -215,7 +215,7 @@ def dot_attention(
     Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",
     NeurIPS 2017, arXiv:1706.03762.
     """
-    call = Attention(
+    call = AttentionInputs(
         query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
@@ -245,12 +245,12 @@ def _with_coverage_feature(
 
 
 def coverage_call(
-    call: Coverage,
+    call: CoverageInputs,
     temperature: float = 1.0,
     coverage_weight: Tensor | None = None,
     channels: str = "previous",
     log_previous: Tensor | None = None,
-) -> Coverage:
+) -> CoverageInputs:
     """Check the arguments of :func:`coverage_attention`; return the operator's.
 
     In ``call`` penalty and transition_prob may be numbers, inverse_fertility is a fertility,
@@ -281,7 +281,7 @@ def coverage_call(
 
     filters, projection = cast("filters", call.filters), cast("projection", call.projection)
     if filters is not None or projection is not None:
-        plain = Coverage(query, call.key, call.value, call.weight, score=call.score)
+        plain = CoverageInputs(query, call.key, call.value, call.weight, score=call.score)
         check_history(plain._replace(filters=filters, projection=projection))
     check_word("channels", channels, ("previous", "coverage"))
     if channels == "coverage" and filters is not None and filters.shape[-2] == 1:
@@ -351,7 +351,7 @@ def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
     return logarithm(previous)
 
 
-def filters_of(call: Coverage) -> int:
+def filters_of(call: CoverageInputs) -> int:
     """Return how many filters a call has; in a graph that is compiled, whether more than Triton's.
 
     There the choice of a backend is a constant, and so must be what it depends on.
@@ -363,14 +363,14 @@ def filters_of(call: Coverage) -> int:
 
 
 def cover(
-    call: Coverage,
+    call: CoverageInputs,
     temperature: float,
     coverage_weight: Tensor | None,
     channels: str,
     log_previous: Tensor | None,
     need_weights: bool,
     backend: str | None,
-) -> CoverageResult:
+) -> CoverageOutput:
     """Choose a backend and run a call as :func:`coverage_call` takes it."""
     check_flag("need_weights", need_weights)
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
@@ -380,7 +380,7 @@ def cover(
     return covered(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 
-def covered(outputs: Covered, call: Coverage, need_weights: bool) -> CoverageResult:
+def covered(outputs: CoverageOutputs, call: CoverageInputs, need_weights: bool) -> CoverageOutput:
     """Return the public result of the operator's outputs."""
     weights = as_returned(outputs.weights, call.query.dtype, need_weights)
     log_weights = None if call.transition_prob is None else outputs.log_weights
@@ -411,7 +411,7 @@ def coverage_attention(
     temperature: float = 1.0,
     need_weights: bool = False,
     backend: str | None = None,
-) -> CoverageResult:
+) -> CoverageOutput:
     r"""Attend row after row, each row knowing what the rows before it attended to.
 
     .. math:: e_{tj} = (s \cdot \mathrm{score}(q_t, k_j + f_{tj}) + b_{tj} - \lambda C_{tj}) / T,
@@ -452,7 +452,7 @@ def coverage_attention(
 
     Returns:
         ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
-        last row, float32 (float64 for float64): an :class:`attnfast.CoverageResult`, whose
+        last row, float32 (float64 for float64): an :class:`attnfast.CoverageOutput`, whose
         attribute ``loss [B]`` is every sequence's coverage loss,
         :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, and ``log_weights [B, Tq, Tk]``, with a
         transition, log α. With heads, ``[B, H, …]`` throughout.
@@ -469,7 +469,7 @@ def coverage_attention(
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
     """
     score = "dot" if weight is None else check_activation(activation)
-    call = Coverage(
+    call = CoverageInputs(
         query, key, value, weight, bias, mask, lengths, filters, projection,
         penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -533,7 +533,7 @@ def copy_distribution(
     if not whole or extra_words >= 2**31:
         refuse("extra_words", "an integer, at least 0", describe(extra_words))
     check_flag("log", log)
-    call = Copy(logits, weights, source, gate, extra_words, bool(log))
+    call = CopyInputs(logits, weights, source, gate, extra_words, bool(log))
     try:
         backend = choose(backend, logits.device, logits.dtype, COPYING.name)
         return dispatch.run(COPYING, call, backend).distribution

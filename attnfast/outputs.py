@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnfast._utils.torch_private import keep_in_pytrees, name_in_exports
 
-__all__ = ["AttentionResult", "CoverageResult", "RecurrentResult", "RowStatistics"]
+__all__ = ["AttentionOutput", "CoverageOutput", "RecurrentOutput", "RowStatistics"]
 
 
 class RowStatistics(NamedTuple):
@@ -45,7 +45,7 @@ class _Result(tuple):
         return super().__new__(cls, items[0] if whole else items)
 
 
-class AttentionResult(_Result):
+class AttentionOutput(_Result):
     """``context, weights``, by name too; weights are None unless asked for.
 
     Attributes:
@@ -75,11 +75,11 @@ class AttentionResult(_Result):
             entropy, largest, position.detach().nan_to_num(0).long(), mean, variance
         )
 
-    def with_context(self, context: Tensor) -> AttentionResult:
+    def with_context(self, context: Tensor) -> AttentionOutput:
         """Return the result with another context."""
         return attention_result(context, self.weights, self.log_sum_exp, self._statistics)
 
-    def of_one_row(self) -> AttentionResult:
+    def of_one_row(self) -> AttentionOutput:
         """Return the result of a single row without the rows' axis."""
         weights, statistics = self.weights, self._statistics
         return attention_result(
@@ -90,7 +90,7 @@ class AttentionResult(_Result):
         )
 
 
-class CoverageResult(_Result):
+class CoverageOutput(_Result):
     """``context, weights, coverage``, by name too, the last of them after the last row.
 
     Attributes:
@@ -115,7 +115,7 @@ class CoverageResult(_Result):
         return self[2]
 
 
-class RecurrentResult(_Result):
+class RecurrentOutput(_Result):
     """``output, state``, by name too, of a recurrent layer that attends.
 
     Attributes:
@@ -138,16 +138,16 @@ class RecurrentResult(_Result):
 
 
 name_in_exports(RowStatistics)
-keep_in_pytrees(AttentionResult, "log_sum_exp", "_statistics")
-keep_in_pytrees(CoverageResult, "loss", "log_weights")
-keep_in_pytrees(RecurrentResult, "states", "contexts", "weights")
+keep_in_pytrees(AttentionOutput, "log_sum_exp", "_statistics")
+keep_in_pytrees(CoverageOutput, "loss", "log_weights")
+keep_in_pytrees(RecurrentOutput, "states", "contexts", "weights")
 
 
 def attention_result(
     context: Tensor, weights: Any, log_sum_exp: Tensor, statistics: Tensor | None = None
-) -> AttentionResult:
+) -> AttentionOutput:
     """Return a result of attention."""
-    result = AttentionResult((context, weights))
+    result = AttentionOutput((context, weights))
     result.log_sum_exp = log_sum_exp
     if statistics is not None:
         result._statistics = statistics
@@ -160,9 +160,9 @@ def coverage_result(
     coverage: Tensor,
     loss: Tensor,
     log_weights: Tensor | None = None,
-) -> CoverageResult:
+) -> CoverageOutput:
     """Return a result of attention with a history."""
-    result = CoverageResult((context, weights, coverage))
+    result = CoverageOutput((context, weights, coverage))
     result.loss = loss
     if log_weights is not None:
         result.log_weights = log_weights
@@ -171,8 +171,8 @@ def coverage_result(
 
 def recurrent_result(
     output: Tensor, state: Any, states: Tensor, contexts: Any, weights: Any
-) -> RecurrentResult:
+) -> RecurrentOutput:
     """Return a result of a recurrent layer that attends."""
-    result = RecurrentResult((output, state))
+    result = RecurrentOutput((output, state))
     result.states, result.contexts, result.weights = states, contexts, weights
     return result

@@ -26,7 +26,7 @@ from attnfast._utils.checks import (
     shape_of,
 )
 
-__all__ = ["Position", "Span", "gaussian_bump"]
+__all__ = ["Position", "Span", "gaussian_bias"]
 
 #: Where rows stand among the keys: see :class:`Span`.
 Position = int | str | Tensor | None
@@ -293,7 +293,7 @@ def log_prior(keys: Tensor, p: Tensor, sigma: float | Tensor, dtype: torch.dtype
     return -0.5 * ((keys - p.to(dtype).unsqueeze(-1)) / sigma).square()
 
 
-def gaussian_bump(
+def gaussian_bias(
     Tq: int,
     Tk: int,
     sigma: float | Tensor,

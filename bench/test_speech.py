@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._utils.benchmark import memory_of
-from attnfast.models import BOS, EOS, ListenAttendSpell, PyramidEncoder, Spelled, hybrid_loss
+from attnfast.models import BOS, EOS, LASOutput, ListenAttendSpell, PyramidEncoder, hybrid_loss
 from attnfast.models.las import join_frames
 from attnfast.nn import (
     BahdanauAttention,
+    HardMonotonicWindowAttention,
     LocalAttention,
     LocationAwareAttention,
     LuongAttention,
-    MonotonicAttention,
 )
 
 SHAPES = {  # B, T, features, H, layers, letters
@@ -63,7 +63,7 @@ class Peer(nn.Module):
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         self.cell.load_state_dict({x: getattr(speller, f"{x}_l0") for x in names})
 
-    def forward(self, frames: Tensor, lengths: Tensor, target_in: Tensor) -> Spelled:
+    def forward(self, frames: Tensor, lengths: Tensor, target_in: Tensor) -> LASOutput:
         model, x = self.model, frames
         for layer in model.encoder.layers:
             x, lengths = join_frames(x, lengths)
@@ -77,7 +77,7 @@ class Peer(nn.Module):
             context = attend(h)
             outputs.append(torch.cat([h, context], -1))
         logits = model.output(model.readout(torch.stack(outputs, 1)).tanh())
-        return Spelled(logits, model.ctc(x).log_softmax(-1), lengths)
+        return LASOutput(logits, model.ctc(x).log_softmax(-1), lengths)
 
 
 def step(model: nn.Module, batch: tuple[Tensor, ...], ctc_weight: float = 0.3):
@@ -126,7 +126,7 @@ def test_long_recording(benchmark, seconds):
     calls, kept = {}, {}
     for name, attention, weight in (
         ("within 2 s to each side", LocalAttention(2 * H, 2 * H, 50, slope=STATES), 0.0),
-        ("within 2 s from the last peak on", MonotonicAttention(2 * H, 2 * H, 50), 0.0),
+        ("within 2 s from the last peak on", HardMonotonicWindowAttention(2 * H, 2 * H, 50), 0.0),
         ("all states", ATTENTIONS["location-aware"](H), 0.0),
         ("all states, and CTC", ATTENTIONS["location-aware"](H), 0.3),
     ):

@@ -39,16 +39,16 @@ void run_backward(const Backward&, const Tensor& query);
   X(bool, need_grad_key, any)                     \
   X(bool, need_grad_score, any)
 
-#define ATTNFAST_ATTENDED(X) X(context) X(weights) X(log_sum_exp) X(statistics)
+#define ATTNFAST_ATTENTION_OUTPUTS(X) X(context) X(weights) X(log_sum_exp) X(statistics)
 #define ATTNFAST_ATTENTION_GRADIENTS(X) X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score)
 
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionFit)
 ATTNFAST_ARGUMENTS(AttentionBackwardArguments, "attention_backward", ATTNFAST_ATTENTION_BACKWARD,
                    AttentionFit)
-ATTNFAST_RESULTS(Attended, ATTNFAST_ATTENDED)
+ATTNFAST_RESULTS(AttentionOutputs, ATTNFAST_ATTENTION_OUTPUTS)
 ATTNFAST_RESULTS(AttentionGradients, ATTNFAST_ATTENTION_GRADIENTS)
 
-Attended attention(const AttentionArguments& given) {
+AttentionOutputs attention(const AttentionArguments& given) {
   const AttentionArguments::Fit fit(given);
   Keep keep;
   Forward a{};

@@ -27,7 +27,7 @@ void run_backward(const CopyBackward&, const Tensor& logits);
   X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})               \
   ATTNFAST_COPY_WORDS(X)
 
-#define ATTNFAST_COPIED(X) X(distribution) X(log_sum_exp)
+#define ATTNFAST_COPY_OUTPUTS(X) X(distribution) X(log_sum_exp)
 #define ATTNFAST_COPY_GRADIENTS(X) X(grad_logits) X(grad_weights) X(grad_gate)
 
 // The sizes of logits and weights, which have no heads.
@@ -46,7 +46,7 @@ struct CopyFit : Fit {
 
 ATTNFAST_ARGUMENTS(CopyArguments, "copy_distribution", ATTNFAST_COPY, CopyFit)
 ATTNFAST_ARGUMENTS(CopyBackwardArguments, "copy_distribution_backward", ATTNFAST_COPY_BACKWARD, CopyFit)
-ATTNFAST_RESULTS(Copied, ATTNFAST_COPIED)
+ATTNFAST_RESULTS(CopyOutputs, ATTNFAST_COPY_OUTPUTS)
 ATTNFAST_RESULTS(CopyGradients, ATTNFAST_COPY_GRADIENTS)
 
 template <class Arguments>
@@ -68,7 +68,7 @@ void put_copying(const Arguments& given, const CopyFit& fit, Copying& a, Keep& k
   fit.check(!given.logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible), "source");
 }
 
-Copied copy_distribution(const CopyArguments& given) {
+CopyOutputs copy_distribution(const CopyArguments& given) {
   const CopyArguments::Fit fit(given);
   Keep keep;
   CopyForward a{};

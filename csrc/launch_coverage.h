@@ -57,7 +57,7 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
   X(bool, need_grad_query, any)                            \
   X(bool, need_grad_score, any)
 
-#define ATTNFAST_COVERED(X) X(context) X(weights) X(coverage) X(loss) X(log_weights)
+#define ATTNFAST_COVERAGE_OUTPUTS(X) X(context) X(weights) X(coverage) X(loss) X(log_weights)
 // clang-format off
 #define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
   X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)     \
@@ -95,10 +95,10 @@ ATTNFAST_ARGUMENTS(CoverageBackwardArguments, "coverage_attention_backward", ATT
                    CoverageFit)
 ATTNFAST_ARGUMENTS(CoverageBackwardIntoArguments, "coverage_attention_backward_into",
                    ATTNFAST_COVERAGE_BACKWARD_INTO, CoverageFit)
-ATTNFAST_RESULTS(Covered, ATTNFAST_COVERED)
+ATTNFAST_RESULTS(CoverageOutputs, ATTNFAST_COVERAGE_OUTPUTS)
 ATTNFAST_RESULTS(CoverageGradients, ATTNFAST_COVERAGE_GRADIENTS)
 
-Covered coverage_attention(const CoverageArguments& given) {
+CoverageOutputs coverage_attention(const CoverageArguments& given) {
   const CoverageArguments::Fit fit(given);
   Keep keep;
   CoverageForward a{};

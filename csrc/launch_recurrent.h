@@ -61,7 +61,7 @@ bool multiplies_narrow();
   X(Optional, packed, bytes)                          \
   ATTNFAST_LAYER_OPTIONS(X)
 // clang-format off
-#define ATTNFAST_RECURRED(X)                                                           \
+#define ATTNFAST_RECURRENT_OUTPUTS(X)                                                           \
   X(states) X(cells) X(contexts) X(weights) X(attentional) X(coverage) X(loss) X(queries) \
   X(gates) X(log_weights)
 // clang-format on
@@ -211,7 +211,7 @@ struct LayerFit : Fit, FilterSizes {
 };
 
 ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerFit)
-ATTNFAST_RESULTS(Recurred, ATTNFAST_RECURRED)
+ATTNFAST_RESULTS(RecurrentOutputs, ATTNFAST_RECURRENT_OUTPUTS)
 ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD, LayerFit)
 ATTNFAST_RESULTS(RecurrentGradients, ATTNFAST_RECURRENT_GRADIENTS)
 
@@ -330,7 +330,7 @@ void put_attention(const Arguments& given, const LayerFit& fit, const Layer& lay
 }
 
 // Room for the results; of a GRU or LSTM the gates lie side by side. What a history leaves is of the CPU.
-Recurred results_of(const RecurrentArguments& given, const LayerFit& fit, RecurrentForward& a) {
+RecurrentOutputs results_of(const RecurrentArguments& given, const LayerFit& fit, RecurrentForward& a) {
   const auto room = [&](bool wanted, int64_t columns, View& out) {
     const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
     if (wanted) out = rows_of(x);
@@ -430,7 +430,7 @@ void add_key_gradients(const RecurrentBackwardArguments& given, const LayerFit& 
   if (given.weight) grads.grad_weight = sum_of_parts(parts, {0, 2}, false, fit.own);
 }
 
-Recurred recurrent(const RecurrentArguments&);
+RecurrentOutputs recurrent(const RecurrentArguments&);
 RecurrentGradients recurrent_backward(const RecurrentBackwardArguments&);
 using RecurrentOperators = Operators<recurrent, recurrent_backward>;
 

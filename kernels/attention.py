@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnfast.ops.attention import (
-    Attended,
-    Attention,
     AttentionBackward,
     AttentionGradients,
+    AttentionInputs,
+    AttentionOutputs,
 )
 from attnfast.ops.backends import HALF, triton_interpreted
 from attnfast.ops.operators import accumulation_dtype, empty_rows
@@ -833,7 +833,7 @@ def _multiply(
 
 
 def sweep(
-    call: Attention,
+    call: AttentionInputs,
     context: Tensor | None,
     weights: Tensor | None,
     lse: Tensor,
@@ -883,7 +883,7 @@ def sweep(
             _multiply(weights, value, *seen, context, 1.0, over_keys=True, clean=False)
 
 
-def forward(call: Attention) -> Attended:
+def forward(call: AttentionInputs) -> AttentionOutputs:
     """Run the operator ``attention``."""
     query, Tk = call.query, call.key.shape[-2]
     acc, rows = accumulation_dtype(query.dtype), query.shape[:-1]
@@ -899,7 +899,7 @@ def forward(call: Attention) -> Attended:
         lse,
         statistics if call.need_statistics else None,
     )
-    return Attended(context, weights, lse, statistics)
+    return AttentionOutputs(context, weights, lse, statistics)
 
 
 def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from attnfast.kernels.attention import LAUNCH
 
 from attnfast.ops.copying import LIMIT as _LIMIT
 from attnfast.ops.copying import LOWEST as _LOWEST
-from attnfast.ops.copying import Copied, Copy, CopyBackward, CopyGradients
+from attnfast.ops.copying import CopyBackward, CopyGradients, CopyInputs, CopyOutputs
 from attnfast.ops.operators import accumulation_dtype
 
 LIMIT = tl.constexpr(float(_LIMIT))
@@ -240,7 +240,7 @@ def _options(x: torch.Tensor) -> dict:
     return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4, **LAUNCH}
 
 
-def forward(call: Copy) -> Copied:
+def forward(call: CopyInputs) -> CopyOutputs:
     """Run the operator ``copy_distribution``."""
     logits, weights, source, gate, extra_words, log = call
     (B, Tq, V), Tk = logits.shape, weights.shape[-1]
@@ -253,7 +253,7 @@ def forward(call: Copy) -> Copied:
                 logits.stride(), weights.stride(), gate.stride(), Tq, Tk, V, extra_words,
                 LOG=log, **_options(logits),
             )  # fmt: skip
-    return Copied(out, lse)
+    return CopyOutputs(out, lse)
 
 
 def backward(call: CopyBackward) -> CopyGradients:

@@ -29,14 +29,14 @@ from attnfast.kernels.attention import (
 )
 
 from attnfast._utils.checks import refuse
-from attnfast.ops.attention import Attention, AttentionBackward
+from attnfast.ops.attention import AttentionBackward, AttentionInputs
 from attnfast.ops.backends import Triton
 from attnfast.ops.coverage import (
     SUMS,
-    Coverage,
     CoverageBackward,
     CoverageGradients,
-    Covered,
+    CoverageInputs,
+    CoverageOutputs,
     without_sums,
 )
 from attnfast.ops.operators import accumulation_dtype, empty_rows
@@ -501,7 +501,7 @@ def _previous_of(call) -> tuple:
     return (previous, None) if call.transition_prob is None else (previous.exp(), previous)
 
 
-def forward(call: Coverage) -> Covered:
+def forward(call: CoverageInputs) -> CoverageOutputs:
     """Run the operator ``coverage_attention``."""
     query, transition_prob, scale = call.query, call.transition_prob, call.scale
     acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], call.key.shape[-2])
@@ -518,8 +518,8 @@ def forward(call: Coverage) -> Covered:
     filters, projection, options = _options(call)
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
-        given = {x: getattr(call, x) for x in call._fields if x in Attention._fields}
-        attention.sweep(Attention(**given), None, weights, lse)
+        given = {x: getattr(call, x) for x in call._fields if x in AttentionInputs._fields}
+        attention.sweep(AttentionInputs(**given), None, weights, lse)
     q, k, v, w, lengths, _ = attention._prepare(call)
     bias, mask = call.bias, call.mask
     B, H, Tq, _ = q.shape
@@ -537,7 +537,7 @@ def forward(call: Coverage) -> Covered:
             _multiply(
                 weights, v, lengths, None, 0, _heads(context), 1.0, over_keys=True, clean=False
             )
-    return Covered(context, weights, coverage, loss, log_weights)
+    return CoverageOutputs(context, weights, coverage, loss, log_weights)
 
 
 def backward_into(call) -> CoverageGradients:

@@ -123,13 +123,13 @@ def functions() -> Table:
             Span(window=1).keys,
             {"Tq": TQ, "Tk": TK, "position": "end", "lengths": lengths(), "device": None},
         ),
-        "gaussian_bump": (
-            attnfast.gaussian_bump,
+        "gaussian_bias": (
+            attnfast.gaussian_bias,
             {"Tq": TQ, "Tk": TK, "sigma": 2.0, "height": 1.5, "position": "diagonal",
              "lengths": lengths(), "dtype": torch.float32, "device": None},
         ),
-        "gaussian_bump, tensors": (
-            attnfast.gaussian_bump,
+        "gaussian_bias, tensors": (
+            attnfast.gaussian_bias,
             {"Tq": TQ, "Tk": TK, "sigma": torch.rand(B, TQ) + 1, "height": torch.rand(B, TQ),
              "position": torch.rand(B, TQ)},
         ),
@@ -192,7 +192,7 @@ def kinds() -> dict[str, dict[str, Any]]:
         "StridedAttention": {
             "stride": 2, "score": "general", "attn_dim": A, "fixed": False, "causal": False,
         },
-        "MonotonicAttention": {"ahead": 2, "score": "general", "attn_dim": A},
+        "HardMonotonicWindowAttention": {"ahead": 2, "score": "general", "attn_dim": A},
     }  # fmt: skip
 
 

@@ -325,7 +325,7 @@ def pictures() -> Table:
 def teachers() -> Table:
     """Return what training computes with tensors."""
     logits, target = torch.randn(B, TQ, V), words(B, TQ)
-    spelled = models.Spelled(logits, torch.randn(B, TK, V).log_softmax(-1), lengths())
+    spelled = models.LASOutput(logits, torch.randn(B, TK, V).log_softmax(-1), lengths())
     table: dict[str, Any] = {
         "sequence_loss": (
             models.sequence_loss,

@@ -428,7 +428,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/local.py", "tests/test_local.py"): {
         "Progress.after": [("self._replace(rows=self.rows + rows)", "self")],
-        "MonotonicAttention._rows": [
+        "HardMonotonicWindowAttention._rows": [
             ("best = key + best if self.span.compact else best", "pass"),
             ("if Tk and row.shape[1]:", "if Tk:"),
         ],
@@ -447,7 +447,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/nn/local.py", "tests/test_nn_recurrent.py -k go"): {
-        "MonotonicAttention._rows": [("torch.where(target_mask[:, t], best, key)", "best")],
+        "HardMonotonicWindowAttention._rows": [
+            ("torch.where(target_mask[:, t], best, key)", "best"),
+        ],
         "StridedAttention.positions": [
             ("isinstance(rows, Tensor) and self.span.phases > 1", "False"),
         ],
@@ -845,8 +847,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("state = self._start(x.shape[0]) if state is None else state",
              "state = self._start(x.shape[0])"),
         ],
-        "": [("name_in_exports(TuringResult)", "")],
-        "TuringState.index_select": [("x.index_select(0, index) for x in self", "x for x in self")],
+        "": [("name_in_exports(NTMOutput)", "")],
+        "NTMState.index_select": [("x.index_select(0, index) for x in self", "x for x in self")],
     },
     ("examples/turing.py", "tests/test_ntm.py -k 'tasks or size'"): {
         "copy": [("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1")],

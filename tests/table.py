@@ -14,7 +14,7 @@ from torch import Tensor
 import attnfast
 from attnfast.ops import reference
 from attnfast.ops.arguments import SCORES
-from attnfast.ops.attention import Attention
+from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.backends import BACKENDS, why_not
 
 CPU = torch.device("cpu")
@@ -383,7 +383,7 @@ def oracle_of(case: Case, how, names=NAMES) -> dict[str, Tensor]:
 def exact(activation="tanh", **args):
     """Call the reference."""
     score = "dot" if args.get("weight") is None else activation
-    return reference.attention(Attention(**args, score=score))
+    return reference.attention(AttentionInputs(**args, score=score))
 
 
 def oracle(case: Case) -> dict[str, Tensor]:

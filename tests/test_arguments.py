@@ -22,10 +22,10 @@ from attnfast._utils.checks import LONGEST, describe, refuse
 #: Public callables that the table lacks: patterns, by the reason.
 ABSENT = {
     "tuples and protocols, which take whatever they hold": (
-        "AttentionResult|CoverageResult|RowStatistics|Memory|History|Drawn|RecurrentState"
-        "|TuringState|.*index_select|Failures|KeyCoverage|AlignmentScore|Diagonality|HeadRoles"
+        "AttentionOutput|CoverageOutput|RowStatistics|Memory|History|Drawn|RecurrentState"
+        "|NTMState|.*index_select|Failures|KeyCoverage|AlignmentScore|Diagonality|HeadRoles"
         "|Translated|Permuted|Adversarial|Reader|Reading|Answer|Heard|Located|Seen|Told|Source"
-        "|Spelled|Scorer.*|WordErrors|Report.*|.*Result..*"
+        "|LASOutput|Scorer.*|WordErrors|Report.*|.*Output..*"
     ),
     "of no kind: their kinds are in the table": "HistoryAttention.*",
     "parts that their own module calls, with what it has checked": (

@@ -32,7 +32,7 @@ from table import (
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import attnfast
-from attnfast.ops.attention import Attended, Attention, AttentionBackward
+from attnfast.ops.attention import AttentionBackward, AttentionInputs, AttentionOutputs
 from attnfast.ops.backends import why_not
 
 
@@ -675,13 +675,13 @@ def test_opcheck(score, backend):
     args = inputs(Case(score, 2, 3, 5, 8, 7, terms=("lengths", "mask", "bias")), DEVICE[backend])
     args = {k: None if v is None else v.detach() for k, v in args.items()}
     ops = getattr(torch.ops, f"attnfast_{backend}")
-    call = Attention(**args, scale=0.5, score=score, need_statistics=True, need_weights=True)
+    call = AttentionInputs(**args, scale=0.5, score=score, need_statistics=True, need_weights=True)
     torch.library.opcheck(ops.attention.default, tuple(call))
     result = ops.attention(*call)
     needs = ("need_grad_query", "need_grad_key", "need_grad_score")
-    saved = {x: getattr(call, x) for x in Attention._fields if x in AttentionBackward._fields}
+    saved = {x: getattr(call, x) for x in AttentionInputs._fields if x in AttentionBackward._fields}
     saved["weights"] = result[1]
-    grads = {f"grad_{x}": torch.randn_like(y) for x, y in zip(Attended._fields, result[:3])}
+    grads = {f"grad_{x}": torch.randn_like(y) for x, y in zip(AttentionOutputs._fields, result[:3])}
     for grad_score, *needed in (
         (None, True, True, True),
         (None, True, False, False),
@@ -691,7 +691,7 @@ def test_opcheck(score, backend):
         torch.library.opcheck(ops.attention_backward.default, tuple(AttentionBackward(**fields)))
     args = inputs(Case(score, 2, 3, 5, 8, 7, H=2, layout="time first"), DEVICE[backend])
     args = {k: None if v is None else v.detach() for k, v in args.items()}
-    torch.library.opcheck(ops.attention.default, tuple(Attention(**args, score=score)))
+    torch.library.opcheck(ops.attention.default, tuple(AttentionInputs(**args, score=score)))
 
 
 @pytest.mark.parametrize("score", ["dot", "tanh"])
@@ -839,6 +839,6 @@ def test_words_of_an_enumeration():
 def test_what_another_device_prepared():
     ops, x = torch.ops.attnfast_cpu, torch.ones(1, 2, 4)
     prepared = ops.prepare(x, None, "tanh").to("meta")
-    call = Attention(x, x, x, torch.ones(4), prepared=prepared, score="tanh")
+    call = AttentionInputs(x, x, x, torch.ones(4), prepared=prepared, score="tanh")
     with pytest.raises(ValueError, match="prepared must be on the query's device cpu, got meta"):
         ops.attention(*call)

@@ -13,11 +13,11 @@ from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,
     ForwardAttention,
+    HardMonotonicWindowAttention,
     LocalAttention,
     LocalPredictiveAttention,
     LocationAwareAttention,
     LuongAttention,
-    MonotonicAttention,
     MultiHeadAttention,
     PointerGenerator,
     SparseSelfAttention,
@@ -40,7 +40,7 @@ MODULES = {
     "local": LocalAttention(A, A, window=2),
     "predictive": LocalPredictiveAttention(A, A, window=2),
     "strided": StridedAttention(A, A, 2),
-    "monotonic": MonotonicAttention(A, A, ahead=2),
+    "monotonic": HardMonotonicWindowAttention(A, A, ahead=2),
 }
 SELF = {
     "dot": SparseSelfAttention(A, [Span(window=2), Span(stride=2)]),

@@ -50,7 +50,7 @@ def alphas(*shape: int) -> torch.Tensor:
 
 def functions() -> Cases:
     """Return the calls of functions and modules, but for constructors."""
-    other = "build|register_adapter|PointerGenerator.*|gaussian_bump.*"  # whose dtype is given
+    other = "build|register_adapter|PointerGenerator.*|gaussian_bias.*"  # whose dtype is given
     return {
         name: lambda call=call: call.function(**call.arguments)
         for name, call in functions_and_modules().items()

@@ -12,7 +12,7 @@ import attnfast
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, beam_search, build
 from attnfast.ops.backends import why_not
-from attnfast.ops.recurrent import RECURRENT, Recurrent
+from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
 from attnfast.translate.data import Example, collate
 from attnfast.translate.trainer import Options, make_optimizer, train_step, validation_loss
 
@@ -88,7 +88,7 @@ def copying(leaves, backend):
 def recurrent(leaves, backend, reads_contexts=True):
     x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output = leaves
     lengths = torch.arange(B, device="cuda") * 3  # of keys and of targets
-    call = Recurrent(
+    call = RecurrentInputs(
         x, hidden, weight_ih, weight_hh, bias_ih=bias, key=key, value=value, weight=weight,
         weight_query=weight_query, weight_output=output, lengths=lengths, target_lengths=lengths,
         dropout=torch.ones_like(hidden), attends_first=False, score="tanh",

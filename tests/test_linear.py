@@ -18,7 +18,7 @@ from attnfast.nn import BahdanauAttention
 from attnfast.nn import _linear as code
 from attnfast.ops import dispatch
 from attnfast.ops.backends import why_not
-from attnfast.ops.linear import LINEAR, Linear
+from attnfast.ops.linear import LINEAR, LinearInputs
 from attnfast.ops.operators import CHECKS
 
 if reason := why_not("cpu", table.CPU, torch.float32):
@@ -51,7 +51,7 @@ def arguments(sizes, dtype, layout="contiguous", seed=0, bias=True):
 
 def results(case, args, backend):
     def how(**given):
-        return dispatch.run(LINEAR, Linear(**given), backend)
+        return dispatch.run(LINEAR, LinearInputs(**given), backend)
 
     return table.results(case, args, how, ("output",))
 
@@ -83,7 +83,9 @@ def test_fuzz(seed):
 
 def test_gradcheck():
     args = arguments((5, 3, 4), torch.float64)
-    assert gradcheck(lambda *x: dispatch.run(LINEAR, Linear(*x), "cpu")[0], tuple(args.values()))
+    assert gradcheck(
+        lambda *x: dispatch.run(LINEAR, LinearInputs(*x), "cpu")[0], tuple(args.values())
+    )
 
 
 def test_opcheck():
@@ -147,9 +149,9 @@ def test_the_same_bits_for_any_number_of_threads():
 
 def test_a_row_is_touched_by_no_other():
     args = {name: x.detach() for name, x in arguments((70, 20, 40), torch.float32).items()}
-    before = dispatch.run(LINEAR, Linear(**args), "cpu").output
+    before = dispatch.run(LINEAR, LinearInputs(**args), "cpu").output
     args["input"][3] = math.nan
-    after = dispatch.run(LINEAR, Linear(**args), "cpu").output
+    after = dispatch.run(LINEAR, LinearInputs(**args), "cpu").output
     others = torch.arange(70) != 3
     assert after[3].isnan().all() and torch.equal(before[others], after[others])
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from attnfast import Span
 from attnfast.nn import (
+    HardMonotonicWindowAttention,
     LocalAttention,
     LocalPredictiveAttention,
-    MonotonicAttention,
     SparseSelfAttention,
     StridedAttention,
 )
@@ -89,7 +89,7 @@ KINDS = [
     (lambda **k: StridedAttention(D, D, stride=3, **k), strided),
     (lambda **k: StridedAttention(D, D, stride=3, fixed=True, **k), strided),
     (lambda **k: LocalPredictiveAttention(D, D, window=3, **k), predictive),
-    (lambda **k: MonotonicAttention(D, D, ahead=4, **k), monotonic),
+    (lambda **k: HardMonotonicWindowAttention(D, D, ahead=4, **k), monotonic),
 ]
 IDS = (
     "m",
@@ -197,7 +197,7 @@ def test_heads_of_self_attention(score):
 
 
 def test_progress_is_reordered():
-    attention = MonotonicAttention(D, D).double()
+    attention = HardMonotonicWindowAttention(D, D).double()
     state, source = states()
     memory = attention.prepare(source, LENGTHS)
     history = attention(state, memory)[2]
@@ -221,7 +221,10 @@ def test_progress_is_reordered():
         (lambda: LocalAttention(D, D, sigma=1, height=True), "height must be a number.*got True"),
         (lambda: LocalAttention(D, D, height=1.0), "height must be a number beside a sigma, or"),
         (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
-        (lambda: MonotonicAttention(D, D, ahead=-1), "ahead must be .*at least 0, or None, got -1"),
+        (
+            lambda: HardMonotonicWindowAttention(D, D, ahead=-1),
+            "ahead must be .*at least 0, or None, got -1",
+        ),
         (lambda: SparseSelfAttention(D, []), r"heads must be a Span for each head.*got \[\]"),
         (lambda: SparseSelfAttention(D, [Span()] * 3), "num_heads must divide attn_dim 8, got 3"),
     ],
@@ -246,7 +249,7 @@ def test_modules_compile():
 @pytest.mark.parametrize("form", [False, True, "dense"])
 @pytest.mark.parametrize("ahead", [None, 2])
 def test_no_rows_leave_a_monotonic_position_where_it_was(ahead, form):
-    attention = MonotonicAttention(4, 4, ahead)
+    attention = HardMonotonicWindowAttention(4, 4, ahead)
     memory = attention.prepare(torch.randn(2, 5, 4))
     _, _, before = attention(torch.randn(2, 3, 4), memory)
     context, weights, after = attention(torch.empty(2, 0, 4), memory, before, form)
@@ -262,7 +265,7 @@ def test_no_rows_leave_a_monotonic_position_where_it_was(ahead, form):
     [
         lambda: LocalAttention(4, 5, window=1),
         lambda: LocalAttention(4, 5, window=1, slope=1.5),
-        lambda: MonotonicAttention(4, 5, ahead=2),
+        lambda: HardMonotonicWindowAttention(4, 5, ahead=2),
     ],
 )
 def test_a_history_does_not_count_padding(make, in_steps):

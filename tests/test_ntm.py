@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnfast.analysis import plots
-from attnfast.nn import NeuralTuringMachine, TuringState
+from attnfast.nn import NeuralTuringMachine, NTMState
 
 B, T, F, H, N, M = 3, 6, 4, 7, 5, 3
 
@@ -126,7 +126,7 @@ def test_going_on(x):
     torch.testing.assert_close(chosen.output, whole.output[index, 2:])
     output, state = made.step(x[:, 2], first.state)
     torch.testing.assert_close(output, whole.output[:, 2])
-    assert isinstance(state, TuringState)
+    assert isinstance(state, NTMState)
 
 
 def test_other_slots(x):
@@ -228,7 +228,7 @@ def test_second_derivatives_of_empty_slots_and_keys(x):
 def test_export(x, tmp_path):
     made = machine()
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
-    shapes = {"x": batch, "state": TuringState(*[batch] * 5)}
+    shapes = {"x": batch, "state": NTMState(*[batch] * 5)}
     exported = torch.export.export(made, (x, made.start(B)), dynamic_shapes=shapes, strict=False)
     torch.export.save(exported, tmp_path / "made.pt2")  # tuples have their names
     more = torch.cat([x, x])
@@ -251,8 +251,8 @@ def states(made, **changed):
         (lambda m, x: m([1]), "x must be a torch.Tensor, got list"),
         (lambda m, x: m(x.to_sparse()), "x must be a dense tensor, got one of torch.sparse_coo"),
         (lambda m, x: m(x[:0]), r"a sequence and a step at least, got \[0, 6, 4\]"),
-        (lambda m, x: m(x, x), "state must be a TuringState or None, got a Tensor"),
-        (lambda m, x: m(x, (x, x)), "state must be a TuringState or None, got a tuple of 2 items$"),
+        (lambda m, x: m(x, x), "state must be a NTMState or None, got a Tensor"),
+        (lambda m, x: m(x, (x, x)), "state must be a NTMState or None, got a tuple of 2 items$"),
         (
             lambda m, x: m(x, states(m, memory=x[:, :0, :3], weights=x.new_zeros(3, 2, 0))),
             "state.memory must be of at least 1 slots, as shift is, got 0",

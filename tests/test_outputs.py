@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnfast
-from attnfast import AttentionResult, CoverageResult, Span
+from attnfast import AttentionOutput, CoverageOutput, Span
 from attnfast.decoding import attend, attend_with_history, prepare
 
 Q, K, V = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 4)
@@ -34,7 +34,7 @@ def test_attention(name):
     for need_weights in (False, True):
         result = ATTENTION[name](need_weights=need_weights)
         context, weights = result
-        assert isinstance(result, AttentionResult)
+        assert isinstance(result, AttentionOutput)
         assert result.context is context
         assert (weights is not None) == need_weights
         assert result.log_sum_exp.shape == context.shape[:-1]
@@ -45,7 +45,7 @@ def test_coverage(name):
     for need_weights in (False, True):
         result = COVERAGE[name](need_weights=need_weights)
         context, weights, coverage = result
-        assert isinstance(result, CoverageResult)
+        assert isinstance(result, CoverageOutput)
         assert (weights is not None) == need_weights
         assert coverage.shape == (2, 5)
         assert result.loss.shape == (2,)
@@ -57,14 +57,14 @@ def test_coverage(name):
 )
 def test_copies_keep_what_has_a_name(again):
     result = again(ATTENTION["additive"]())
-    assert isinstance(result, AttentionResult)
+    assert isinstance(result, AttentionOutput)
     assert torch.equal(result.log_sum_exp, ATTENTION["additive"]().log_sum_exp)
 
 
 def test_a_graph_returns_one():
     compiled = torch.compile(ATTENTION["additive"], fullgraph=True, backend="aot_eager")
     result = compiled()
-    assert isinstance(result, AttentionResult)
+    assert isinstance(result, AttentionOutput)
     torch.testing.assert_close(result.log_sum_exp, ATTENTION["additive"]().log_sum_exp)
 
 

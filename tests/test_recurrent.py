@@ -21,9 +21,9 @@ from attnfast.ops.recurrent import (
     GATES,
     RECURRENT,
     WEIGHTS,
-    Recurred,
-    Recurrent,
     RecurrentBackward,
+    RecurrentInputs,
+    RecurrentOutputs,
 )
 
 RECURRENCES = ("attend_first", "attend_last", "input_feeding")
@@ -62,7 +62,7 @@ OF_HISTORY = (
 FILTERS = ((1, 2, 1), (4, 1, 3), (33, 2, 5))  # the first is a coverage feature's
 
 
-def call(case: Case, device: torch.device = CPU) -> Recurrent:
+def call(case: Case, device: torch.device = CPU) -> RecurrentInputs:
     """Return the arguments of a case, leaves that require gradients; "narrow" makes weights so."""
     args = _wide_call(case, device)
     return as_bfloat16(args, WEIGHTS) if "narrow" in case.terms else args
@@ -79,7 +79,7 @@ def as_bfloat16(args: Any, names: Iterable[str]) -> Any:
     return args._replace(**changed)
 
 
-def _wide_call(case: Case, device: torch.device) -> Recurrent:
+def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
     g = torch.Generator().manual_seed(case.seed)
     B, T, E, H, Tk, Dv = case.B, case.T, case.E, case.H, case.Tk, case.Dv
     terms, G = case.terms, GATES[case.mode]
@@ -118,7 +118,7 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
         if "dropout above" in terms:
             args["dropout_above"] = mask(layers[0] - 1, B, T, H)
     if case.recurrence is None:
-        return Recurrent(**args)
+        return RecurrentInputs(**args)
     args |= {"key": floats(B, Tk, A), "value": floats(B, Tk, Dv), "score": case.score}
     args["scale"] = 0.7
     if case.score != "dot":
@@ -138,11 +138,11 @@ def _wide_call(case: Case, device: torch.device) -> Recurrent:
         rows = (B, T) if case.seed % 2 else (1, 1)
         args["mask"] = (torch.rand(*rows, Tk, generator=g) > 0.3).to(device)
     if "past" in terms:
-        return Recurrent(**args, **past(case, g, A, device))
+        return RecurrentInputs(**args, **past(case, g, A, device))
     if "span" in terms:
         first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
         args["span"] = torch.cat([first, first + 4], -1).to(device)
-    return Recurrent(**args)
+    return RecurrentInputs(**args)
 
 
 def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
     return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
 
 
-def doubled(args: Recurrent) -> Recurrent:
+def doubled(args: RecurrentInputs) -> RecurrentInputs:
     """Return the same numbers in float64."""
     kept = {
         name: x.detach().double().requires_grad_(x.requires_grad)
@@ -175,7 +175,7 @@ def doubled(args: Recurrent) -> Recurrent:
     return args._replace(**kept)
 
 
-def results(case: Case, args: Recurrent, run) -> dict[str, Tensor]:
+def results(case: Case, args: RecurrentInputs, run) -> dict[str, Tensor]:
     """Return what ``run`` makes of a call, and the gradients of a random sum of it."""
     made = run(args)
     g = torch.Generator().manual_seed(case.seed + 1)
@@ -238,7 +238,7 @@ def losses(case: Case, wanted: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]
     eager code has is of bfloat16.
     """
 
-    def plain_of(args: Recurrent) -> Recurrent:
+    def plain_of(args: RecurrentInputs) -> RecurrentInputs:
         narrow = [x for x in args._fields if "narrow" in case.terms and x not in OF_HISTORY]
         return as_bfloat16(args, narrow)
 
@@ -410,7 +410,7 @@ def test_opcheck(recurrence, terms, backend):
     torch.library.opcheck(RECURRENT.backwards[backend], tuple(backward_of(args, made)))
 
 
-def backward_of(args: Recurrent, made: Recurred) -> RecurrentBackward:
+def backward_of(args: RecurrentInputs, made: RecurrentOutputs) -> RecurrentBackward:
     """Return a call of the backward with all gradients given."""
     fields = {x: None for x in RecurrentBackward._fields}
     fields |= {x: y for x, y in (made._asdict() | args._asdict()).items() if x in fields}
@@ -497,7 +497,9 @@ def test_a_stack_without_attention_is_pytorchs(mode, backend):
     above = torch.stack([stack.weight_ih_l1, stack.weight_ih_l2])
     cell = zeros if mode == "lstm" else None
     made = operator(backend)(
-        Recurrent(x, zeros, stack.weight_ih_l0, cell=cell, weight_above=above, mode=mode, **of_all)
+        RecurrentInputs(
+            x, zeros, stack.weight_ih_l0, cell=cell, weight_above=above, mode=mode, **of_all
+        )
     )
     wanted, last = stack(x)
     torch.testing.assert_close(made.states[-1], wanted)
@@ -514,7 +516,7 @@ def test_without_attention_it_is_pytorchs_layer(mode, backend):
     wanted, last = layer(packed)
     wanted, _ = nn.utils.rnn.pad_packed_sequence(wanted, batch_first=True)
     zeros = x.new_zeros(4, 7)
-    args = Recurrent(
+    args = RecurrentInputs(
         x, zeros, layer.weight_ih_l0, layer.weight_hh_l0, zeros if mode == "lstm" else None,
         None, layer.bias_ih_l0, layer.bias_hh_l0, target_lengths=lengths, mode=mode,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from attnfast.ops import dispatch, reference
 from attnfast.ops.backends import HALF, why_not
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
-from attnfast.ops.search import SEARCH, Search, layer_of
+from attnfast.ops.search import SEARCH, GreedySearchInputs, layer_of
 
 KINDS = ("attend_first", "attend_last", "input_feeding", "nothing fed")
 TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
@@ -30,7 +30,9 @@ def served(backend: str, dtype: torch.dtype = torch.float32) -> None:
         pytest.skip(f"{backend}: {reason}")
 
 
-def call(kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = CPU) -> Search:
+def call(
+    kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = CPU
+) -> GreedySearchInputs:
     """Return a call; ``case`` has the layer's part, with T the most words."""
     unfed = kind == "nothing fed"
     case = Case(**{**vars(case), "recurrence": "input_feeding" if unfed else kind})
@@ -40,7 +42,7 @@ def call(kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = 
     def floats(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=g, dtype=torch.float64) * scale).to(device, case.dtype)
 
-    names = [x for x in layer._fields if x in Search._fields]
+    names = [x for x in layer._fields if x in GreedySearchInputs._fields]
     args = {
         name: x.detach() if isinstance(x, Tensor) else x
         for name, x in ((name, getattr(layer, name)) for name in names)
@@ -58,7 +60,7 @@ def call(kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = 
         args["mask"] = args["mask"][:, :1].repeat_interleave(apart, -1)[..., ::apart]
     args["bias_vocab"] = floats(V) if "biases" in case.terms else None
     limits = torch.randint(0, case.T + 1, (case.B,), generator=g).to(device)
-    return Search(
+    return GreedySearchInputs(
         floats(V, E), floats(V, R, scale=2), limits, **args,
         embedding_scale=0.8, begin=2, end=3, most=case.T,
     )  # fmt: skip
@@ -239,7 +241,7 @@ def model_and_sources(attention: str, feeding: bool, cell: str = "gru", backend=
     return made, torch.randint(EOS, 60, (20, 8)), lengths
 
 
-def spied(monkeypatch) -> list[Search]:
+def spied(monkeypatch) -> list[GreedySearchInputs]:
     """Return the list of calls of the operator that are made."""
     calls, run = [], dispatch.run
 

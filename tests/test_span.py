@@ -29,7 +29,7 @@ import attnfast
 from attnfast import Span
 from attnfast._utils.benchmark import peak_memory
 from attnfast.ops import dispatch
-from attnfast.ops.attention import Attention
+from attnfast.ops.attention import AttentionInputs
 
 SPANS = (
     Span(window=(2, 3)),
@@ -358,7 +358,7 @@ def test_a_row_ends_with_its_columns(backend):
     def run(device, dtype, name):
         args = inputs(case, device)
         q, k, v = (args[x].to(dtype) for x in ("query", "key", "value"))
-        call = Attention(q, k, v, span=bounds.to(device), columns=3, need_weights=True)
+        call = AttentionInputs(q, k, v, span=bounds.to(device), columns=3, need_weights=True)
         return results(case, args, lambda **_: dispatch.run_attention(call, name))
 
     exact = run(CPU, torch.float64, "reference")
@@ -567,7 +567,7 @@ def test_opcheck(score, backend):
     bounds = torch.tensor([[[-1, 2], [0, 3], [2, 9]]], device=DEVICE[backend])
     tensors = [args[k] for k in ("query", "key", "value", "weight")]
     bias = torch.randn(2, 3, 3, device=DEVICE[backend])
-    call = Attention(
+    call = AttentionInputs(
         *tensors, bias, bias > -1, span=bounds, columns=3, scale=0.5, score=score,
         need_statistics=True, need_weights=True,
     )  # fmt: skip
@@ -692,15 +692,15 @@ def test_columns_of_a_span_without_an_end(span):
 
 def test_a_bump_is_its_formula():
     lengths = torch.tensor([6, 3])
-    found = attnfast.gaussian_bump(4, 6, 1.5, height=2.0, lengths=lengths, dtype=torch.float64)
+    found = attnfast.gaussian_bias(4, 6, 1.5, height=2.0, lengths=lengths, dtype=torch.float64)
     for b, n in enumerate(lengths.tolist()):
         for i in range(4):
             for j in range(6):
                 wanted = 2 * math.exp(-((j - i * n / 4) ** 2) / (2 * 1.5**2))
                 assert float(found[b, i, j]) == pytest.approx(wanted)
     at = torch.tensor([0.5, 4.0])
-    assert float(attnfast.gaussian_bump(2, 6, 1.0, position=at)[1, 4]) == 1
-    assert attnfast.gaussian_bump(2, 6, 1.0, position="end").argmax(-1).tolist() == [4, 5]
+    assert float(attnfast.gaussian_bias(2, 6, 1.0, position=at)[1, 4]) == 1
+    assert attnfast.gaussian_bias(2, 6, 1.0, position="end").argmax(-1).tolist() == [4, 5]
 
 
 def test_a_bump_is_learnt():
@@ -708,7 +708,7 @@ def test_a_bump_is_learnt():
     height = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
 
     def of(position, sigma, height):
-        return attnfast.gaussian_bump(
+        return attnfast.gaussian_bias(
             3, 5, sigma + 1, height=height, position=3 * position, dtype=torch.float64
         )
 
@@ -719,7 +719,7 @@ def test_a_bump_is_learnt():
 def test_a_bump_draws_attention_to_the_diagonal(spans, backend):
     x = torch.zeros(2, 6, 4, device=DEVICE[backend])
     lengths = torch.tensor([6, 6], device=x.device)
-    bump = attnfast.gaussian_bump(6, 6, 1.0, height=3.0, lengths=lengths)
+    bump = attnfast.gaussian_bias(6, 6, 1.0, height=3.0, lengths=lengths)
     weights = attnfast.dot_attention(
         x, x, x, bias=bump, span=spans, need_weights="dense", backend=backend
     )[1]
@@ -743,7 +743,7 @@ def test_a_bump_draws_attention_to_the_diagonal(spans, backend):
 )
 def test_a_bump_that_cannot_be(options, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        attnfast.gaussian_bump(2, 6, **options)
+        attnfast.gaussian_bias(2, 6, **options)
 
 
 def test_keys_of_positions_by_head_and_of_lengths():

@@ -24,9 +24,9 @@ from attnfast.models import (
     CTCPrefixScorer,
     FixedContext,
     Heard,
+    LASOutput,
     ListenAttendSpell,
     PyramidEncoder,
-    Spelled,
     beam_search,
     build,
     greedy_search,
@@ -499,7 +499,7 @@ def test_hybrid_loss_warns_of_a_text_that_does_not_fit(text, fits):
     """Into four states: its letters, and a blank between two that are the same."""
     words = torch.tensor([[*map(int, text), EOS, 0, 0]])
     log_probs = numbers(1, 4, VOCAB).log_softmax(-1)
-    spelled = Spelled(numbers(*words.shape, VOCAB), log_probs, torch.tensor([4]))
+    spelled = LASOutput(numbers(*words.shape, VOCAB), log_probs, torch.tensor([4]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):

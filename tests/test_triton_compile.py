@@ -82,7 +82,7 @@ def record(cases: list[tuple]) -> list[tuple]:
             weights, gate = logits[..., :Tk], logits[..., 0]
             source = torch.zeros(B, Tk, dtype=torch.int64 if extras == "all" else torch.int32)
             ends = (logits, weights, source, gate)
-            out, lse = copying.forward(copying.Copy(*ends, 7, extras == "all"))
+            out, lse = copying.forward(copying.CopyInputs(*ends, 7, extras == "all"))
             copying.backward(copying.CopyBackward(out, *ends, lse, 7, extras == "all"))
             continue
         if score == "coverage":
@@ -105,7 +105,7 @@ def record(cases: list[tuple]) -> list[tuple]:
             mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, W)
             lengths = torch.tensor([Tk, 17])
             grad_weights, grad_lse = weights, weights[..., 0]
-        call = attention.Attention(
+        call = attention.AttentionInputs(
             query, key, value, weight, bias, mask, lengths, span, columns, score=score,
             need_weights=bias is not None, need_statistics=extras == "span",
         )  # fmt: skip
@@ -138,7 +138,7 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
     for history in ((filters, projection), (None, None)):
         terms = (*history, penalty, rate, transition, state, state)
         weight = query.new_zeros(A)
-        call = coverage.Coverage(
+        call = coverage.CoverageInputs(
             query, key, value, weight, bias, mask, lengths, *terms, score="tanh"
         )
         context, _, last, _, log_weights = coverage.forward(call)

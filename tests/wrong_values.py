@@ -156,7 +156,7 @@ DIAGNOSTICS = (
 FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "a count may be 0": (
         ("copy_distribution|PointerGenerator.forward", "extra_words", "zero"),
-        ("Span.*|gaussian_bump.*|RelativePositions.forward", "Tq|Tk", "zero"),
+        ("Span.*|gaussian_bias.*|RelativePositions.forward", "Tq|Tk", "zero"),
         (".*Attention|SpecAugment", "filters|window|ahead|.*masks|.*width", "zero"),
         (".*", "first|seed|radius|null", "zero"),
     ),
@@ -166,16 +166,16 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "-1 is the last key": (("links.*", "null", "negative"),),
     "positions are whole numbers or not, and so are widths": (
         ("dot_attention, span", "position|sigma", "int64"),
-        ("gaussian_bump, tensors", "position", "int64"),
+        ("gaussian_bias, tensors", "position", "int64"),
     ),
     "a number may be a tensor of one number": (
         ("(coverage_att|attend_with_h).*", "penalty|transition_prob", "scalar|as a tensor"),
-        ("gaussian_bump.*", "sigma|height", "scalar|as a tensor"),
+        ("gaussian_bias.*", "sigma|height", "scalar|as a tensor"),
         ("ForwardAttention.forward", "transition_prob", "scalar"),
     ),
-    "None means the rows' own numbers": (("gaussian_bump.*", "position", "None"),),
+    "None means the rows' own numbers": (("gaussian_bias.*", "position", "None"),),
     "axes in front are those of batch and heads": (
-        ("gaussian_bump, tensors", "sigma|height|position", "an axis in front"),
+        ("gaussian_bias, tensors", "sigma|height|position", "an axis in front"),
         (f"{DIAGNOSTICS}, keys|alignment_loss, keys", "keys", "an axis in front"),
         ("position_encoding", "words", "an axis .*"),
     ),
@@ -186,7 +186,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "coverage.*|filters|projection|fertility|transition_prob|.*previous",
             "float64|float16",
         ),
-        ("dot_attention, span|gaussian_bump, tensors", "position|sigma|height", "float64|float16"),
+        ("dot_attention, span|gaussian_bias, tensors", "position|sigma|height", "float64|float16"),
         (f"{DIAGNOSTICS}(, keys)?", "weights|fertility", "float64|float16"),
         ("hybrid_loss|scheduled_sampling", "spelled|logits", "float64|float16|of another dtype"),
         (".*_loss.*|Reinforce.forward|total_.*|jensen_.*|kendall_tau", ".*", "float64|float16"),
@@ -218,7 +218,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "only their number counts": (("ShowAttendTell.output_limit", "sizes", "longer.*0|one of .*"),),
     "only padding is apart from other words": (("position_encoding", "words", "one of .*"),),
     "no other argument has this size: batches": (
-        ("(Span.keys|gaussian_bump|.*output_limit)", "lengths", "longer in axis 0"),
+        ("(Span.keys|gaussian_bias|.*output_limit)", "lengths", "longer in axis 0"),
         (".*Positions.forward|.*Decoder.initial|.*embed|next_word|position_encoding",
          "x|hidden|words", "longer in axis 0"),
     ),

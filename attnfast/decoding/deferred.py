@@ -37,7 +37,7 @@ from attnfast._utils.torch_private import (
     saves_elsewhere,
 )
 from attnfast.decoding.growable import Room
-from attnfast.ops.attention import ATTENTION, Attention, AttentionBackward
+from attnfast.ops.attention import ATTENTION, AttentionBackward, AttentionInputs
 from attnfast.ops.backends import BACKENDS
 from attnfast.ops.coverage import COVERAGE, backward_into
 
@@ -335,7 +335,7 @@ class Step(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query, token, bias, call: Attention, steps, need_weights):
+    def forward(ctx: Any, query, token, bias, call: AttentionInputs, steps, need_weights):
         result = ATTENTION(steps.backend, call)
         ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
         ctx.backend, ctx.waiting = steps.backend, steps.waiting

@@ -35,15 +35,15 @@ from attnfast.ops.arguments import (
     fold_scale,
     refuse_tangents,
 )
-from attnfast.ops.attention import Attention, check
+from attnfast.ops.attention import AttentionInputs, check
 from attnfast.ops.backends import FLOATS, choose
-from attnfast.ops.coverage import COVERAGE, Coverage, Covered
+from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs
 from attnfast.ops.lowering import Place, lower
 from attnfast.ops.operators import is_recorded, made
 from attnfast.ops.span import check_form, check_span
 from attnfast.outputs import (
-    AttentionResult,
-    CoverageResult,
+    AttentionOutput,
+    CoverageOutput,
     attention_result,
 )
 from attnfast.spans import Position, Span, Spans
@@ -152,9 +152,9 @@ class Memory(NamedTuple):
         need_statistics: bool = False,
         kept: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> Attention:
+    ) -> AttentionInputs:
         """Return the call of a query; ``kept`` is what steps keep of the keys."""
-        return Attention(
+        return AttentionInputs(
             query, self.key, self.value, self.weight, bias, self.mask, self.lengths, None, 0, kept,
             scale, self.score, need_statistics, need_weights,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def _attend_once(
     need_weights: bool | str,
     need_statistics: bool,
     bias: Tensor | None,
-) -> AttentionResult:
+) -> AttentionOutput:
     """Attend with one query that the memory's steps serve, within a span if one is given."""
     steps: Any = memory.steps
     defers, lowered = steps.defers(), None
@@ -288,7 +288,7 @@ def prepare(
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
     activation = check_activation(activation)
     score = "dot" if weight is None else activation
-    check(Attention(one, key, value, weight, None, mask, lengths, score=score))
+    check(AttentionInputs(one, key, value, weight, None, mask, lengths, score=score))
     lengths = None if lengths is None else lengths.long()
     memory = Memory(key, value, lengths, mask, weight, backend, score=score)
     if torch.compiler.is_compiling():
@@ -313,7 +313,7 @@ def attend(
     sigma: float | Tensor | None = None,
     need_weights: bool | str = False,
     need_statistics: bool = False,
-) -> AttentionResult:
+) -> AttentionOutput:
     """Attend to a memory with one query per sequence, or with many.
 
     Args:
@@ -325,7 +325,7 @@ def attend(
 
     Returns:
         ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None, an
-        :class:`attnfast.AttentionResult` as of :func:`attnfast.additive_attention`.
+        :class:`attnfast.AttentionOutput` as of :func:`attnfast.additive_attention`.
 
     With one query the gradients of keys, values and weight are taken for all such calls at once,
     at the end of a backward; second derivatives and forward mode raise.
@@ -378,7 +378,7 @@ def attend_with_history(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     need_weights: bool = False,
-) -> CoverageResult:
+) -> CoverageOutput:
     """Attend as :func:`attnfast.coverage_attention` does, to a memory.
 
     Args:
@@ -397,7 +397,7 @@ def attend_with_history(
     (query,) = autocast(query)
     fertility = memory.fertility if fertility is None else fertility
     mask = memory.mask if mask is None else mask
-    call = Coverage(
+    call = CoverageInputs(
         query, memory.key, memory.value, memory.weight, bias, mask, memory.lengths, filters,
         projection, penalty, fertility, transition_prob, coverage,  # type: ignore[arg-type]
         previous, scale, memory.score,  # type: ignore[arg-type]
@@ -426,8 +426,8 @@ def attend_with_history(
 
 
 def _attend_once_with_history(
-    call: Coverage, steps: Any, made_of: tuple[Any, ...], need_weights: bool
-) -> CoverageResult:
+    call: CoverageInputs, steps: Any, made_of: tuple[Any, ...], need_weights: bool
+) -> CoverageOutput:
     """Attend with one query that steps serve; its filters are ``made_of`` what users gave."""
     refuse_tangents(call)
     token, waiting = steps.token, steps.waiting
@@ -439,5 +439,5 @@ def _attend_once_with_history(
         token, waiting = features.token, features.waiting
     kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients wait
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
-    outputs = Covered(*HistoryStep.apply(*call, token, waiting, steps.backend))
+    outputs = CoverageOutputs(*HistoryStep.apply(*call, token, waiting, steps.backend))
     return covered(outputs, call, need_weights)

@@ -17,7 +17,7 @@ from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.ctc import CTCPrefixScorer
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.encoders import Encoder, TransformerEncoder
-from attnfast.models.las import Heard, ListenAttendSpell, PyramidEncoder, Spelled
+from attnfast.models.las import Heard, LASOutput, ListenAttendSpell, PyramidEncoder
 from attnfast.models.memory_network import Answer, MemoryNetwork, position_encoding
 from attnfast.models.objectives import hybrid_loss, scheduled_sampling, sequence_loss
 from attnfast.models.search import Scorer, beam_search, greedy_search
@@ -42,6 +42,7 @@ __all__ = [
     "FixedContext",
     "GridEncoder",
     "Heard",
+    "LASOutput",
     "ListenAttendSpell",
     "Located",
     "LuongDecoder",
@@ -53,7 +54,6 @@ __all__ = [
     "Seq2Seq",
     "ShowAttendTell",
     "Source",
-    "Spelled",
     "Told",
     "TransformerEncoder",
     "beam_search",

@@ -24,11 +24,11 @@ from attnfast.nn import (
     BahdanauAttention,
     CoverageAttention,
     ForwardAttention,
+    HardMonotonicWindowAttention,
     LocalAttention,
     LocalPredictiveAttention,
     LocationAwareAttention,
     LuongAttention,
-    MonotonicAttention,
     PointerGenerator,
     SparseSelfAttention,
     StridedAttention,
@@ -164,7 +164,7 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
                 state_dim, key_dim, config.stride, fixed=config.fixed_stride, backend=backend
             )
         elif config.attention == "monotonic":
-            attention = MonotonicAttention(state_dim, key_dim, backend=backend)
+            attention = HardMonotonicWindowAttention(state_dim, key_dim, backend=backend)
         else:
             attention = LuongAttention(
                 state_dim, key_dim, config.attention, config.hidden_dim, backend=backend

@@ -136,7 +136,7 @@ class Heard(NamedTuple):
         return Heard(self.memory.index_select(index), *(x[index] for x in self[1:]))
 
 
-class Spelled(NamedTuple):
+class LASOutput(NamedTuple):
     """What a model says of a whole target, and of the recording by CTC.
 
     ``logits [B, T, V]`` of the letter after each; ``frame_log_probs [B, Tk, V]`` of a label, and
@@ -262,7 +262,7 @@ class ListenAttendSpell(nn.Module):
 
     def forward(
         self, frames: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
-    ) -> Spelled:
+    ) -> LASOutput:
         """Read the true letters before each, ``target_in [B, T]``, padded with 0."""
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
@@ -272,4 +272,4 @@ class ListenAttendSpell(nn.Module):
         heard, state = self.encode(frames, lengths)
         counts = (target_in != PAD).sum(-1)
         logits, _, weights = self._spell(target_in, state, heard, need_weights, counts)
-        return Spelled(logits, heard.frame_log_probs, heard.lengths, weights)
+        return LASOutput(logits, heard.frame_log_probs, heard.lengths, weights)

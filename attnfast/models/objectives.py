@@ -18,7 +18,7 @@ from attnfast._utils.checks import (
     refuse_type,
 )
 from attnfast.models._checks import EOS, PAD, check_ids
-from attnfast.models.las import Spelled
+from attnfast.models.las import LASOutput
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = ["hybrid_loss", "scheduled_sampling", "sequence_loss"]
@@ -42,7 +42,7 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
 
 
 def hybrid_loss(
-    spelled: Spelled, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
+    spelled: LASOutput, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
 ) -> Tensor:
     r"""Return :math:`(1 - \lambda)` times the speller's loss and λ times CTC's, in nats a label.
 
@@ -67,7 +67,7 @@ def hybrid_loss(
     """
     check_number("ctc_weight", ctc_weight, 0, 1)
     check_number("label_smoothing", label_smoothing, 0, 1)
-    if not isinstance(spelled, Spelled):
+    if not isinstance(spelled, LASOutput):
         refuse_type("spelled", "what a ListenAttendSpell returns", describe(spelled))
     check_array("spelled.logits", spelled.logits, "real numbers", ("B", "T", "V"))
     B, _, V = spelled.logits.shape

@@ -18,7 +18,7 @@ from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
 from attnfast.ops.copying import LOWEST
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.search import SEARCH, Search
+from attnfast.ops.search import SEARCH, GreedySearchInputs
 
 #: No more is asked of lengths: a power of more would not fit in a number.
 MOST = 64
@@ -125,7 +125,7 @@ def _in_one_call(
     most = int(limits.max()) if len(limits) else 0
     steps = like.new_empty(len(limits), most, 0)
     terms, _ = terms_of(attention, memory, backend, state.history, steps)
-    call = Search(
+    call = GreedySearchInputs(
         words.weight, words.weight, limits.flatten().long(), state.hidden,
         layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
         bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=model.bias,

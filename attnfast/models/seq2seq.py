@@ -59,13 +59,13 @@ class Source(NamedTuple):
         return Source(self.memory.index_select(index), self.words[index], self.extra_words)
 
 
-class Predicted(tuple):
+class Seq2SeqOutput(tuple):
     """``logits, coverage`` of a whole target; ``weights [B, T, Tk]``, None unless asked for."""
 
     weights: Tensor | None = None
 
 
-keep_in_pytrees(Predicted, "weights")
+keep_in_pytrees(Seq2SeqOutput, "weights")
 
 
 class Seq2Seq(nn.Module):
@@ -200,7 +200,7 @@ class Seq2Seq(nn.Module):
 
     def forward(
         self, source: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
-    ) -> Predicted:
+    ) -> Seq2SeqOutput:
         """Read the true previous words ``target_in [B, T]``.
 
         Returns:
@@ -216,6 +216,6 @@ class Seq2Seq(nn.Module):
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
         covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)
-        predicted = Predicted((logits, state.history.loss if covers else None))
+        predicted = Seq2SeqOutput((logits, state.history.loss if covers else None))
         predicted.weights = weights
         return predicted

@@ -35,14 +35,14 @@ from attnfast.decoding import Memory
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, MultiHeadAttention
 from attnfast.nn.bidirectional import BidirectionalAttention
 from attnfast.nn.local import (
+    HardMonotonicWindowAttention,
     LocalAttention,
     LocalPredictiveAttention,
-    MonotonicAttention,
     SparseSelfAttention,
     StridedAttention,
 )
 from attnfast.nn.multi_hop import MultiHopAttention, TopKAttention
-from attnfast.nn.ntm import NeuralTuringMachine, TuringState
+from attnfast.nn.ntm import NeuralTuringMachine, NTMState
 from attnfast.nn.pointer import PointerGenerator, PointerNetwork
 from attnfast.nn.positions import LearnedPositions, RelativePositions, SinusoidalPositions
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
@@ -67,6 +67,7 @@ __all__ = [
     "ForwardAttention",
     "GatedAttention",
     "HardAttention",
+    "HardMonotonicWindowAttention",
     "History",
     "HistoryAttention",
     "LearnedPositions",
@@ -75,9 +76,9 @@ __all__ = [
     "LocationAwareAttention",
     "LuongAttention",
     "Memory",
-    "MonotonicAttention",
     "MultiHeadAttention",
     "MultiHopAttention",
+    "NTMState",
     "NeuralTuringMachine",
     "PointerGenerator",
     "PointerNetwork",
@@ -88,5 +89,4 @@ __all__ = [
     "StridedAttention",
     "TopKAttention",
     "TransformerEncoderLayer",
-    "TuringState",
 ]

@@ -26,9 +26,9 @@ from attnfast.nn.stateful import (
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import check_temperature
 from attnfast.ops.backends import BACKENDS, HALF, best
-from attnfast.ops.coverage import Coverage
+from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_recorded
-from attnfast.ops.recurrent import RECURRENT, WEIGHTS, Recurrent, fed
+from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, fed
 from attnfast.ops.reference import cell_step
 from attnfast.ops.span import rows_at
 
@@ -71,8 +71,8 @@ class Layer(NamedTuple):
     """A recurrent layer: the parameters of its cell, as ``nn.GRU`` has them, or a module.
 
     With ``weight_above`` it is a stack, whose parameters lie one after the other, ``[L, ..]``: see
-    :class:`attnfast.ops.recurrent.Recurrent`. ``output`` makes attentional vectors, before the
-    tanh. ``rnn`` is called, step by step, where parameters do not stand for it.
+    :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` makes attentional vectors, before
+    the tanh. ``rnn`` is called, step by step, where parameters do not stand for it.
     """
 
     mode: str
@@ -226,9 +226,9 @@ def run_layer(
 
     ``state.hidden`` is ``[B, H]``, of a stack ``[L, B, H]``. ``target_mask [B, T]`` is for
     attention whose history needs it; the dropouts are masks, those of
-    :class:`attnfast.ops.recurrent.Recurrent`. One operator does it where it can, a loop over steps
-    of PyTorch's cells where it cannot. A single step of one layer keeps the parameters packed for
-    the next one, where a backend packs them.
+    :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator does it where it can, a loop over
+    steps of PyTorch's cells where it cannot. A single step of one layer keeps the parameters packed
+    for the next one, where a backend packs them.
     """
     single = input.shape[1] == 1
     backend, output = None, layer.output
@@ -257,7 +257,7 @@ def run_layer(
             attention, memory, backend, state.history, input, target_mask=target_mask
         )
         terms["feed"] = None if layer.attends_first else state.feed
-    call = Recurrent(
+    call = RecurrentInputs(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
@@ -347,7 +347,7 @@ def _remembered(
         mask = seen if mask is None else seen & mask
     of, state = attention._terms(memory), history._state()
     query = input.new_empty(*input.shape[:2], memory.key.shape[-1])
-    call = Coverage(
+    call = CoverageInputs(
         query, memory.key, memory.value, memory.weight, None, mask, memory.lengths,
         of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
         of.get("transition_prob"),  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ def _within(attention: LocalAttention, history: Progress, memory: Memory, input:
     return torch.stack([seen.start, seen.stop], -1)
 
 
-def _packed(call: Recurrent, backend: str, before: Packed | None) -> Packed | None:
+def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packed | None:
     """Return the parameters as the backend packs them, those of the step before if they are."""
     names = (*NAMES, "weight_query", "weight_output")
     parameters = [getattr(call, name) for name in names]
@@ -504,7 +504,7 @@ def _move(
         return h[0], c[0]  # type: ignore[index]
     weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
     if dropout is not None:
-        call = Recurrent(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)
+        call = RecurrentInputs(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)
         call = call._replace(dropout=dropout, mode=layer.mode)
         return cell_step(call, F.linear(x, weights[0], layer.bias_ih), h, c)[:2]
     step: Any = CELL_STEPS[layer.mode]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attnfast._utils.torch_private import class_of, has_tangents, is_autocast_on, is_intercepted
 from attnfast.ops import dispatch
 from attnfast.ops.backends import best
-from attnfast.ops.linear import LINEAR, Linear
+from attnfast.ops.linear import LINEAR, LinearInputs
 from attnfast.ops.operators import is_recorded
 
 #: Below so many rows, or multiply-adds, PyTorch's product is as quick.
@@ -71,7 +71,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any =
         or best(backend, x.device, x.dtype, LINEAR.name) is None
     ):
         return F.linear(x, weight, bias)
-    call = Linear(x.reshape(rows, x.shape[-1]), weight, bias)
+    call = LinearInputs(x.reshape(rows, x.shape[-1]), weight, bias)
     return dispatch.run(LINEAR, call, "cpu").output.view(*x.shape[:-1], len(weight))
 
 

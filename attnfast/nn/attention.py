@@ -29,7 +29,7 @@ from attnfast.ops.arguments import check_activation, check_temperature
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
-from attnfast.outputs import AttentionResult
+from attnfast.outputs import AttentionOutput
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -179,7 +179,7 @@ class _Attention(nn.Module):
         need_weights: bool | str,
         need_statistics: bool = False,
         **span: Any,
-    ) -> AttentionResult:
+    ) -> AttentionOutput:
         """Run the op on a projected query, within a span, position and sigma if given.
 
         The temperature divides the score, the bias and the prior.
@@ -212,7 +212,7 @@ class _Attention(nn.Module):
         need_weights: bool | str = False,
         need_statistics: bool = False,
         **terms: Any,
-    ) -> AttentionResult:
+    ) -> AttentionOutput:
         """Attend from decoder states to a prepared memory.
 
         Args:
@@ -223,7 +223,7 @@ class _Attention(nn.Module):
 
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, and ``weights [B, (H,) Tk]`` or
-            ``[B, (H,) Tq, Tk]`` or None, an :class:`attnfast.AttentionResult`.
+            ``[B, (H,) Tq, Tk]`` or None, an :class:`attnfast.AttentionOutput`.
         """
         try:
             step = state.dim() == 2
@@ -409,7 +409,7 @@ class MultiHeadAttention(_Attention):
         need_weights: bool | str = False,
         need_statistics: bool = False,
         first: int = 0,
-    ) -> AttentionResult:
+    ) -> AttentionOutput:
         """Do what the other modules do; ``first`` is the first state's position, for positions."""
         terms: dict[str, Any] = {}
         if self.positions is not None:
@@ -418,6 +418,6 @@ class MultiHeadAttention(_Attention):
             terms["bias"] = self.positions(rows, memory.key.shape[-2], first)
         return super().forward(state, memory, need_weights, need_statistics, **terms)
 
-    def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionResult:
+    def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionOutput:
         result = super()._attend(self._split(query), *arguments, **span)
         return result.with_context(self.out_proj(result.context.transpose(1, 2).flatten(2)))

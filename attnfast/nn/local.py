@@ -28,14 +28,14 @@ from attnfast.nn.attention import (
 )
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form, to_form
-from attnfast.spans import Span, gaussian_bump, log_prior
+from attnfast.spans import Span, gaussian_bias, log_prior
 
 
 class Progress(NamedTuple):
     """The state of attention within a span: each step returns it, and a beam search reorders it.
 
     ``rows``, the number of rows so far: an int, or ``[B]`` if it differs by sequence; ``key [B]``,
-    the key of largest weight in the last row of :class:`MonotonicAttention`.
+    the key of largest weight in the last row of :class:`HardMonotonicWindowAttention`.
     """
 
     rows: int | Tensor = 0
@@ -208,7 +208,7 @@ class LocalAttention(_SpanAttention):
     def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
         if self.height is None or self.sigma is None:
             return {"sigma": self.sigma}
-        bump = gaussian_bump(
+        bump = gaussian_bias(
             query.shape[1], memory.key.shape[1], self.sigma, height=self.height,
             position=position, lengths=memory.lengths, device=query.device,
             dtype=accumulation_dtype(query.dtype),
@@ -253,7 +253,7 @@ class StridedAttention(_SpanAttention):
         return super().positions(rows, Tq, device)
 
 
-class MonotonicAttention(_SpanAttention):
+class HardMonotonicWindowAttention(_SpanAttention):
     r"""Hard monotonic: no row sees a key before the one of largest weight in the row before.
 
     .. math:: j \ge m_{t-1}, \quad m_t = \arg\max_j \alpha_{tj}

@@ -19,7 +19,7 @@ from attnfast.ops.operators import accumulation_dtype
 SHORT = 1e-3
 
 
-class TuringState(NamedTuple):
+class NTMState(NamedTuple):
     """What a :class:`NeuralTuringMachine` carries from step to step.
 
     ``hidden [B, H]`` and ``cell [B, H]`` of the controller; ``memory [B, N, M]``; ``weights
@@ -32,21 +32,21 @@ class TuringState(NamedTuple):
     weights: Tensor
     read: Tensor
 
-    def index_select(self, index: Tensor) -> TuringState:
+    def index_select(self, index: Tensor) -> NTMState:
         """Return the states of the sequences ``index``."""
-        return TuringState(*(x.index_select(0, index) for x in self))
+        return NTMState(*(x.index_select(0, index) for x in self))
 
 
-class TuringResult(NamedTuple):
+class NTMOutput(NamedTuple):
     """What a :class:`NeuralTuringMachine` returns: weights ``[B, T, R + W, N]`` or None."""
 
     output: Tensor
-    state: TuringState
+    state: NTMState
     weights: Tensor | None
 
 
-name_in_exports(TuringState)
-name_in_exports(TuringResult)
+name_in_exports(NTMState)
+name_in_exports(NTMOutput)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -125,20 +125,20 @@ class NeuralTuringMachine(nn.Module):
         if self.num_slots < self.shift:
             refuse("num_slots", f"at least shift, {self.shift}", self.num_slots)
 
-    def start(self, batch: int) -> TuringState:
+    def start(self, batch: int) -> NTMState:
         """Return the state before the first step of ``batch`` sequences."""
         check_sizes(batch=batch)
         self._check_slots()
         return self._start(batch)
 
-    def _start(self, batch: int) -> TuringState:
+    def _start(self, batch: int) -> NTMState:
         slot, heads = self.slot, self.num_reads + self.num_writes
         hidden, cell = slot.new_zeros(2, batch, self.hidden_size)
         memory = slot.expand(batch, self.num_slots, -1).clone()  # who writes there changes no slot
         weights = slot.new_zeros(batch, heads, self.num_slots)
         weights[..., 0] = 1
         read = slot.new_zeros(batch, self.num_reads, self.slot_size)
-        return TuringState(hidden, cell, memory, weights, read)
+        return NTMState(hidden, cell, memory, weights, read)
 
     def address(self, parameters: Tensor, memory: Tensor, before: Tensor) -> Tensor:
         """Return the weights ``[B, heads, N]`` of heads whose last weights are ``before``."""
@@ -155,7 +155,7 @@ class NeuralTuringMachine(nn.Module):
         log = shifted.clamp_min(torch.finfo(dtype).tiny).log()
         return ((1 + F.softplus(sharpness)) * log).softmax(-1).to(before.dtype)
 
-    def step(self, x: Tensor, state: TuringState) -> tuple[Tensor, TuringState]:
+    def step(self, x: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
         """Take one step: ``x [B, input_size]``; return ``[B, output_size]`` and the next state.
 
         Nothing is checked here: :meth:`forward` does.
@@ -175,11 +175,11 @@ class NeuralTuringMachine(nn.Module):
                 memory = torch.addcmul(memory, erased, memory, value=-1)
             memory = torch.baddbmm(memory, writing, add.tanh())
         output = torch.cat([hidden, read.flatten(1).to(hidden.dtype)], -1)
-        return output, TuringState(hidden.to(dtype), cell.to(dtype), memory, weights, read)
+        return output, NTMState(hidden.to(dtype), cell.to(dtype), memory, weights, read)
 
     def forward(
-        self, x: Tensor, state: TuringState | None = None, need_weights: bool = False
-    ) -> TuringResult:
+        self, x: Tensor, state: NTMState | None = None, need_weights: bool = False
+    ) -> NTMOutput:
         """Run over a sequence.
 
         Args:
@@ -188,7 +188,7 @@ class NeuralTuringMachine(nn.Module):
             need_weights: return the weights of all heads too.
 
         Returns:
-            A :class:`TuringResult`: ``output [B, T, H + R · M]``, the controller's state and what
+            A :class:`NTMOutput`: ``output [B, T, H + R · M]``, the controller's state and what
             was read, the state after the last step, and weights ``[B, T, R + W, N]`` or None.
 
         Raises:
@@ -204,7 +204,7 @@ class NeuralTuringMachine(nn.Module):
             outputs.append(output)
             weights.append(state.weights)
         shown = torch.stack(weights, 1) if need_weights else None
-        return TuringResult(torch.stack(outputs, 1), state, shown)
+        return NTMOutput(torch.stack(outputs, 1), state, shown)
 
     def _check(self, x: Any, state: Any) -> None:
         """Refuse what does not fit."""
@@ -216,8 +216,8 @@ class NeuralTuringMachine(nn.Module):
         if state is None:
             self._check_slots()
             return
-        if not isinstance(state, TuringState):
-            refuse_type("state", "a TuringState or None", describe(state))
+        if not isinstance(state, NTMState):
+            refuse_type("state", "a NTMState or None", describe(state))
         for name, part in state._asdict().items():
             check_tensor(f"state.{name}", part)
         B, heads = x.shape[0], self.num_reads + self.num_writes

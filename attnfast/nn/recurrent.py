@@ -27,7 +27,7 @@ from attnfast.nn.attention import _Attention, check_sizes
 from attnfast.nn.stateful import last_of
 from attnfast.ops.operators import is_recorded
 from attnfast.ops.recurrent import GATES
-from attnfast.outputs import RecurrentResult, recurrent_result
+from attnfast.outputs import RecurrentOutput, recurrent_result
 
 __all__ = ["AttentionGRU", "AttentionLSTM", "AttentionRNN", "RecurrentState"]
 
@@ -249,7 +249,7 @@ class AttentionRNN(nn.Module):
         *,
         target_lengths: Tensor | None = None,
         need_weights: bool = False,
-    ) -> RecurrentResult:
+    ) -> RecurrentOutput:
         """Run over a whole target, or a part of it.
 
         Args:

@@ -39,7 +39,7 @@ from attnfast.outputs import RowStatistics
 STATISTICS = len(RowStatistics._fields)
 
 
-class Attention(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The arguments of the operator.
 
     ``bias`` and ``mask`` have the shape of the scores or 1 in place of a size. ``span [B, (H,) Tq,
@@ -67,7 +67,7 @@ class Attention(NamedTuple):
     need_weights: bool = False  # the last: see dispatch.run
 
 
-class Attended(NamedTuple):
+class AttentionOutputs(NamedTuple):
     """What comes out; all but the context in the accumulation dtype.
 
     That is float32, or float64 for float64. ``statistics [B, (H,) Tq, 5]`` are the fields of
@@ -120,7 +120,7 @@ class AttentionGradients(NamedTuple):
     grad_score: Tensor
 
 
-def check(call: Attention) -> None:
+def check(call: AttentionInputs) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_inputs(call)
     q, keys = call.query.shape, call.key.shape[-2]
@@ -142,8 +142,8 @@ def check(call: Attention) -> None:
 
 
 def _check_backward(call: AttentionBackward) -> None:
-    names = [x for x in Attention._fields if x in AttentionBackward._fields]
-    check(Attention(**{x: getattr(call, x) for x in names}))
+    names = [x for x in AttentionInputs._fields if x in AttentionBackward._fields]
+    check(AttentionInputs(**{x: getattr(call, x) for x in names}))
     dtype, rows = accumulation_dtype(call.query.dtype), call.query.shape[:-1]
     scores = (*rows, call.columns or call.key.shape[-2])
     context = (*rows, call.value.shape[-1])
@@ -157,11 +157,11 @@ def _check_backward(call: AttentionBackward) -> None:
     check_exact(call.query, gradients)
 
 
-def _fake(call: Attention) -> Attended:
+def _fake(call: AttentionInputs) -> AttentionOutputs:
     dtype, rows = accumulation_dtype(call.query.dtype), call.query.shape[:-1]
     shape = (*rows, call.columns or call.key.shape[-2]) if call.need_weights else (0,)
     statistics = (*rows, STATISTICS) if call.need_statistics else (0,)
-    return Attended(
+    return AttentionOutputs(
         empty_rows(call.query, call.value.shape[-1]),
         call.query.new_empty(shape, dtype=dtype),
         call.query.new_empty(rows, dtype=dtype),
@@ -212,7 +212,7 @@ def _through_weights(grad: Tensor, weights: Tensor) -> Tensor:
 
 
 ATTENTION = _AttentionOperator(
-    "attention", Attention, Attended, AttentionBackward, AttentionGradients,
+    "attention", AttentionInputs, AttentionOutputs, AttentionBackward, AttentionGradients,
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
     needs={
         "need_grad_query": ("query",),

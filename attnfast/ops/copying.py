@@ -24,7 +24,7 @@ LOWEST = math.log(torch.finfo(torch.float32).tiny)
 LIMIT = 80
 
 
-class Copy(NamedTuple):
+class CopyInputs(NamedTuple):
     """The arguments of the operator."""
 
     logits: Tensor
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
     log: bool = False
 
 
-class Copied(NamedTuple):
+class CopyOutputs(NamedTuple):
     """What comes out.
 
     ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
@@ -67,7 +67,7 @@ class CopyGradients(NamedTuple):
     grad_gate: Tensor
 
 
-def check(call: Copy | CopyBackward) -> None:
+def check(call: CopyInputs | CopyBackward) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     logits, weights, source, gate = call.logits, call.weights, call.source, call.gate
     extra_words = call.extra_words
@@ -114,10 +114,10 @@ def _check_backward(call: CopyBackward) -> None:
     check_exact(call.logits, gradients)
 
 
-def _fake(call: Copy) -> Copied:
+def _fake(call: CopyInputs) -> CopyOutputs:
     *rows, V = call.logits.shape
     log_sum_exp = call.logits.new_empty(rows, dtype=torch.float64)
-    return Copied(call.logits.new_empty((*rows, V + call.extra_words)), log_sum_exp)
+    return CopyOutputs(call.logits.new_empty((*rows, V + call.extra_words)), log_sum_exp)
 
 
 def _fake_backward(call: CopyBackward) -> CopyGradients:
@@ -125,7 +125,7 @@ def _fake_backward(call: CopyBackward) -> CopyGradients:
 
 
 COPYING = Operator(
-    "copy_distribution", Copy, Copied, CopyBackward, CopyGradients,
+    "copy_distribution", CopyInputs, CopyOutputs, CopyBackward, CopyGradients,
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
     needs={}, constant=("log_sum_exp",),
 )  # fmt: skip

@@ -36,7 +36,7 @@ from attnfast.ops.operators import (
 )
 
 
-class Coverage(NamedTuple):
+class CoverageInputs(NamedTuple):
     """The arguments of the operator.
 
     ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
@@ -62,7 +62,7 @@ class Coverage(NamedTuple):
     score: str = "dot"
 
 
-class Covered(NamedTuple):
+class CoverageOutputs(NamedTuple):
     """What comes out; all but the context of the accumulation dtype.
 
     ``coverage`` is that after the last row, ``loss [B, (H)]``; ``log_weights`` are log α, −inf for
@@ -138,7 +138,7 @@ _into_fields: Any = [
 CoverageBackwardInto: Any = NamedTuple("CoverageBackwardInto", _into_fields)  # type: ignore[misc]
 
 
-def check_history(call: Coverage, previous: str = "previous") -> None:
+def check_history(call: CoverageInputs, previous: str = "previous") -> None:
     """Raise where the history does not fit query and key; ``previous`` names that argument."""
     query, key, filters, projection = call.query, call.key, call.filters, call.projection
     heads, keys, A = list(query.shape[1:-2]), list(key.shape[:-1]), query.shape[-1]
@@ -181,7 +181,7 @@ def check_history(call: Coverage, previous: str = "previous") -> None:
         refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
 
 
-def check(call: Coverage) -> None:
+def check(call: CoverageInputs) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_inputs(call)
     check_terms(call, call.key.shape[-2])
@@ -189,8 +189,8 @@ def check(call: Coverage) -> None:
 
 
 def _check_backward(call: CoverageBackward) -> None:
-    names = [x for x in Coverage._fields if x in CoverageBackward._fields]
-    check(Coverage(**{x: getattr(call, x) for x in names}))
+    names = [x for x in CoverageInputs._fields if x in CoverageBackward._fields]
+    check(CoverageInputs(**{x: getattr(call, x) for x in names}))
     query, keys, dtype = call.query, call.key.shape[:-1], accumulation_dtype(call.query.dtype)
     scores = (*query.shape[:-1], keys[-1])
     logarithms = (0,) if call.transition_prob is None else scores
@@ -230,10 +230,10 @@ def _check_backward_into(call: Any) -> None:
             refuse(name, "contiguous", f"strides {list(x.stride())}")
 
 
-def _fake(call: Coverage) -> Covered:
+def _fake(call: CoverageInputs) -> CoverageOutputs:
     query, keys, dtype = call.query, call.key.shape[:-1], accumulation_dtype(call.query.dtype)
     shape = (*query.shape[:-1], keys[-1])
-    return Covered(
+    return CoverageOutputs(
         empty_rows(query, call.value.shape[-1]),
         query.new_empty(shape, dtype=dtype),
         query.new_empty(keys, dtype=dtype),
@@ -266,7 +266,7 @@ def _fake_backward(call: CoverageBackward) -> CoverageGradients:
 
 
 COVERAGE = Operator(
-    "coverage_attention", Coverage, Covered, CoverageBackward, CoverageGradients,
+    "coverage_attention", CoverageInputs, CoverageOutputs, CoverageBackward, CoverageGradients,
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
     needs={
         "need_grad_query": ("query",),

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from attnfast.ops import reference
 from attnfast.ops.arguments import as_returned, refuse_tangents
-from attnfast.ops.attention import ATTENTION, Attention
+from attnfast.ops.attention import ATTENTION, AttentionInputs
 from attnfast.ops.operators import ForwardOperator, is_recorded, made
-from attnfast.outputs import AttentionResult, attention_result
+from attnfast.outputs import AttentionOutput, attention_result
 
 __all__ = ["run", "run_attention"]
 
@@ -31,7 +31,7 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
     return operator(backend, call) if is_recorded() else operator.differentiable(backend, call)
 
 
-def run_attention(call: Attention, backend: str) -> AttentionResult:
+def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
     """Run attention; its results are as users get them."""
     context, weights, log_sum_exp, statistics = run(ATTENTION, call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)

@@ -14,7 +14,7 @@ from attnfast._utils.checks import check_exact, check_tensor, refuse
 from attnfast.ops.operators import Operator
 
 
-class Linear(NamedTuple):
+class LinearInputs(NamedTuple):
     """The arguments of the operator, float32 or float64.
 
     ``input [M, K]``, ``weight [N, K]``, ``bias [N]``.
@@ -25,7 +25,7 @@ class Linear(NamedTuple):
     bias: Tensor | None = None
 
 
-class LinearResult(NamedTuple):
+class LinearOutputs(NamedTuple):
     """What comes out: ``output [M, N]``."""
 
     output: Tensor
@@ -49,7 +49,7 @@ class LinearGradients(NamedTuple):
     grad_bias: Tensor
 
 
-def check(call: Linear | LinearBackward) -> None:
+def check(call: LinearInputs | LinearBackward) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_tensor("input", call.input)
     if call.input.dim() != 2:
@@ -61,14 +61,14 @@ def check(call: Linear | LinearBackward) -> None:
         refuse("weight", "[N, K]", list(call.weight.shape))
     (M, K), N, dtype = call.input.shape, call.weight.shape[0], call.input.dtype
     check_exact(call.input, [("weight", call.weight, dtype, (N, K))])
-    if isinstance(call, Linear):
+    if isinstance(call, LinearInputs):
         check_exact(call.input, [("bias", call.bias, dtype, (N,))])
     else:
         check_exact(call.input, [("grad_output", call.grad_output, dtype, (M, N))])
 
 
-def _fake(call: Linear | LinearBackward) -> LinearResult:
-    return LinearResult(call.input.new_empty(call.input.shape[0], call.weight.shape[0]))
+def _fake(call: LinearInputs | LinearBackward) -> LinearOutputs:
+    return LinearOutputs(call.input.new_empty(call.input.shape[0], call.weight.shape[0]))
 
 
 def _fake_backward(call: LinearBackward) -> LinearGradients:
@@ -81,7 +81,7 @@ def _fake_backward(call: LinearBackward) -> LinearGradients:
 
 
 LINEAR = Operator(
-    "linear", Linear, LinearResult, LinearBackward, LinearGradients,
+    "linear", LinearInputs, LinearOutputs, LinearBackward, LinearGradients,
     check=check, check_backward=check, fake=_fake, fake_backward=_fake_backward,
     needs={"need_grad_input": ("input",), "need_grad_parameters": ("weight", "bias")},
     backends=("cpu",),

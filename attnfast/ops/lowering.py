@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnfast.ops import dispatch
-from attnfast.ops.attention import Attention
+from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import (
     at_keys,
@@ -26,7 +26,7 @@ from attnfast.ops.span import (
     to_form,
     to_phases,
 )
-from attnfast.outputs import AttentionResult, attention_result
+from attnfast.outputs import AttentionOutput, attention_result
 from attnfast.spans import Position, Span, Spans, first_position, log_prior
 
 __all__ = ["Lowered", "Place", "lower", "run_within"]
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 class Lowered(NamedTuple):
     """A call that a backend takes, and what its results need to be a span's."""
 
-    call: Attention
+    call: AttentionInputs
     like: Tensor  # the query as it was
     Tk: int
     keys: Any  # of the columns, where they are needed
@@ -51,7 +51,7 @@ class Lowered(NamedTuple):
     span: Span
     front: int = 0  # rows of the first phase that do not exist
 
-    def restore(self, result: AttentionResult, form: bool | str) -> AttentionResult:
+    def restore(self, result: AttentionOutput, form: bool | str) -> AttentionOutput:
         """Return the results of the call before it was lowered."""
         context: Any = result.context
         weights, log_sum_exp, statistics = result.weights, result.log_sum_exp, result._statistics
@@ -81,7 +81,7 @@ class Lowered(NamedTuple):
         return torch.stack([entropy, largest, position, mean, k * k * variance], -1)
 
 
-def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
+def lower(call: AttentionInputs, place: Place, form: bool | str) -> Lowered:
     """Bring what one span says of the keys into the operator's terms."""
     span: Any = place.span
     position: Any = place.position
@@ -127,7 +127,7 @@ def lower(call: Attention, place: Place, form: bool | str) -> Lowered:
     return Lowered(_every(call, span.stride), query, Tk, keys, narrow, span)
 
 
-def _every(call: Attention, k: int) -> Attention:
+def _every(call: AttentionInputs, k: int) -> AttentionInputs:
     """Return the call on every k-th key."""
     if k == 1:
         return call
@@ -138,7 +138,7 @@ def _every(call: Attention, k: int) -> Attention:
     return call._replace(key=key, value=value, lengths=lengths)
 
 
-def _in_phases(call: Attention, span: Span, position: Any, front: int) -> Attention:
+def _in_phases(call: AttentionInputs, span: Span, position: Any, front: int) -> AttentionInputs:
     """Return the call with the phases of rows and keys side by side on the head axis."""
     query, k = call.query, span.stride
     Tq, Tk = query.shape[-2], call.key.shape[-2]
@@ -165,14 +165,16 @@ def _in_phases(call: Attention, span: Span, position: Any, front: int) -> Attent
 
 
 def _run_within_one(
-    place: Place, call: Attention, form: bool | str, backend: str
-) -> AttentionResult:
+    place: Place, call: AttentionInputs, form: bool | str, backend: str
+) -> AttentionOutput:
     """Run a backend within one span."""
     lowered = lower(call, place, form)
     return lowered.restore(dispatch.run_attention(lowered.call, backend), form)
 
 
-def run_within(place: Place, call: Attention, form: bool | str, backend: str) -> AttentionResult:
+def run_within(
+    place: Place, call: AttentionInputs, form: bool | str, backend: str
+) -> AttentionOutput:
     """Run a backend within a span, or one for each head: heads of the same one go together.
 
     With a list of spans the weights are a list, one for each head, unless ``form`` is a word.

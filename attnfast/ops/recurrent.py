@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from attnfast._utils.checks import check_exact, check_tensor, refuse
-from attnfast.ops.attention import Attention
+from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.attention import check as check_attention
-from attnfast.ops.coverage import Coverage
+from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.coverage import check as check_coverage
 from attnfast.ops.operators import LIBRARIES, Operator
 
@@ -37,7 +37,7 @@ WEIGHTS = (
 )  # fmt: skip
 
 
-class Recurrent(NamedTuple):
+class RecurrentInputs(NamedTuple):
     """The arguments of the operator, float32 or float64.
 
     Weights of bfloat16 beside float32: their products take numbers rounded to bfloat16, where the
@@ -52,13 +52,13 @@ class Recurrent(NamedTuple):
     Attention: ``key [B, Tk, A]``, ``value [B, Tk, Dv]``, ``weight [A]`` of an additive score,
     ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T,
     Tk]``, B and T 1 if they are all alike, ``span [B, T, 2]``, B 1 too, scale and
-    score, as those of :class:`Attention`. Without a key this is a plain recurrent layer.
+    score, as those of :class:`AttentionInputs`. Without a key this is a plain recurrent layer.
 
     With ``coverage`` and ``previous [B, Tk]``, what comes before the first step, attention has a
     history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]``,
-    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of :class:`Coverage`,
-    where ``previous`` holds logarithms if there is a transition. Steps at ``target_lengths`` and
-    beyond pass it over.
+    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of
+    :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
+    ``target_lengths`` and beyond pass it over.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
     multiplied into the state that ``weight_hh`` reads, at every step, ``dropout_output [B, T, F]``
@@ -110,7 +110,7 @@ class Recurrent(NamedTuple):
     score: str = "dot"
 
 
-class Recurred(NamedTuple):
+class RecurrentOutputs(NamedTuple):
     """What comes out at every step; of size [0] what there is not.
 
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
@@ -264,30 +264,32 @@ def dtype_of_weights(call: Any) -> torch.dtype:
     return torch.bfloat16 if narrow else dtype
 
 
-def attention_of(call: Any, query: Tensor, t: slice) -> Attention:
+def attention_of(call: Any, query: Tensor, t: slice) -> AttentionInputs:
     """Return the call of attention for the queries of some steps."""
 
     mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
     span = None if call.span is None else call.span[:, t]
     kept = getattr(call, "prepared", None)
-    return Attention(
+    return AttentionInputs(
         query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, kept,
         call.scale, call.score, False, True,
     )  # fmt: skip
 
 
-def coverage_of(call: Any, query: Tensor, t: slice, coverage: Tensor, previous: Tensor) -> Coverage:
+def coverage_of(
+    call: Any, query: Tensor, t: slice, coverage: Tensor, previous: Tensor
+) -> CoverageInputs:
     """Return the call of attention with a history for the queries of some steps."""
     plain = attention_of(call, query, t)
     transition = None if call.transition_prob is None else call.transition_prob[:, t]
-    return Coverage(
+    return CoverageInputs(
         query, call.key, call.value, call.weight, None, plain.mask, call.lengths, call.filters,
         call.projection, call.penalty, call.inverse_fertility, transition, coverage, previous,
         call.scale, call.score,
     )  # fmt: skip
 
 
-def check(call: Recurrent) -> None:
+def check(call: RecurrentInputs) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_tensor("input", call.input)
     if call.input.dim() != 3:
@@ -358,7 +360,7 @@ def check(call: Recurrent) -> None:
             check_coverage(coverage_of(call, query, slice(None), call.coverage, call.previous))
 
 
-def _check_past(call: Recurrent) -> None:
+def _check_past(call: RecurrentInputs) -> None:
     """Refuse a part of a history without the others."""
     if call.coverage is None:
         for name in (
@@ -373,19 +375,19 @@ def _check_past(call: Recurrent) -> None:
 
 
 def _check_backward(call: RecurrentBackward) -> None:
-    names = [x for x in Recurrent._fields if x in RecurrentBackward._fields]
-    given = Recurrent(**{x: getattr(call, x) for x in names})
+    names = [x for x in RecurrentInputs._fields if x in RecurrentBackward._fields]
+    given = RecurrentInputs(**{x: getattr(call, x) for x in names})
     check(given)
     results = fake(given)
-    saved = {x: x for x in Recurred._fields if x not in Recurrent._fields}
-    saved |= {f"grad_{x}": x for x in Recurred._fields}
+    saved = {x: x for x in RecurrentOutputs._fields if x not in RecurrentInputs._fields}
+    saved |= {f"grad_{x}": x for x in RecurrentOutputs._fields}
     for name, x in saved.items():
         if name in RecurrentBackward._fields:
             shape = getattr(results, x).shape
             check_exact(call.input, [(name, getattr(call, name), call.input.dtype, shape)])
 
 
-def fake(call: Recurrent) -> Recurred:
+def fake(call: RecurrentInputs) -> RecurrentOutputs:
     """Return empty results."""
     (B, T, _), H = call.input.shape, call.hidden.shape[-1]
 
@@ -395,7 +397,7 @@ def fake(call: Recurrent) -> Recurred:
     attends, projects = call.key is not None, call.weight_query is not None
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Tk, Dv = (0, 0) if call.value is None else call.value.shape[-2:]
-    return Recurred(
+    return RecurrentOutputs(
         room(True, H, layers(call)),
         room(call.mode == "lstm", H, layers(call)),
         room(attends, Dv),
@@ -429,7 +431,7 @@ LIBRARIES["cpu"].define(
 )
 
 RECURRENT = Operator(
-    "recurrent", Recurrent, Recurred, RecurrentBackward, RecurrentGradients,
+    "recurrent", RecurrentInputs, RecurrentOutputs, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
     constant=("queries", "gates"), backends=("cpu", "cuda"),
     needs={

@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnfast.ops.attention import Attended, Attention
-from attnfast.ops.copying import LIMIT, LOWEST, Copied, Copy
-from attnfast.ops.coverage import Coverage, Covered
-from attnfast.ops.linear import Linear, LinearResult
+from attnfast.ops.attention import AttentionInputs, AttentionOutputs
+from attnfast.ops.copying import LIMIT, LOWEST, CopyInputs, CopyOutputs
+from attnfast.ops.coverage import CoverageInputs, CoverageOutputs
+from attnfast.ops.linear import LinearInputs, LinearOutputs
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.recurrent import (
     LAYERED,
     WEIGHTS,
-    Recurred,
-    Recurrent,
+    RecurrentInputs,
+    RecurrentOutputs,
     attention_of,
     coverage_of,
     fed,
     layers,
 )
 from attnfast.ops.recurrent import fake as fake_recurrent
-from attnfast.ops.search import Said, Search, layer_of
+from attnfast.ops.search import GreedySearchInputs, GreedySearchOutputs, layer_of
 from attnfast.ops.span import to_columns, to_dense
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def visible_keys(call: Attention | Coverage) -> tuple[Tensor, Tensor, Tensor]:
+def visible_keys(call: AttentionInputs | CoverageInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return which keys a row may see, and keys and values with zeros where no row may see them."""
     query, key = call.query, call.key
     visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
@@ -76,7 +76,7 @@ def score(query: Tensor, key: Tensor, weight: Tensor | None, name: str) -> Tenso
     return (weight * ACTIVATIONS[name](features)).sum(-1)
 
 
-def attention(call: Attention) -> Attended:
+def attention(call: AttentionInputs) -> AttentionOutputs:
     """Compute context, weights and log-sum-exp."""
     dtype, keys = call.query.dtype, None
     call = exactly(call)
@@ -107,7 +107,7 @@ def attention(call: Attention) -> Attended:
     if call.need_statistics:
         statistics = row_statistics(weights, e.log_softmax(-1))
     weights = weights if keys is None else to_columns(weights, keys)
-    return Attended(context, weights, log_sum_exp, statistics)
+    return AttentionOutputs(context, weights, log_sum_exp, statistics)
 
 
 def row_statistics(weights: Tensor, log_weights: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def log_transition(log_p: Tensor, u: Tensor) -> Tensor:
     return (top + r.log()).masked_fill(none, -math.inf)
 
 
-def coverage_attention(call: Coverage) -> Covered:
+def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
     """Compute context, weights, coverage and loss, row by row."""
     dtype = call.query.dtype
     call = exactly(call)
@@ -188,10 +188,10 @@ def coverage_attention(call: Coverage) -> Covered:
     log_weights = weights.new_empty(0)
     if u_t is not None:
         log_weights = torch.stack(logarithms, -2) if logarithms else weights
-    return Covered((weights @ v).to(dtype), weights, c, loss, log_weights)
+    return CoverageOutputs((weights @ v).to(dtype), weights, c, loss, log_weights)
 
 
-def copy_distribution(call: Copy) -> Copied:
+def copy_distribution(call: CopyInputs) -> CopyOutputs:
     """Compute the distribution, and the log-sum-exp of the logits."""
     dtype = accumulation_dtype(call.logits.dtype)
     x, a, g = (z.to(dtype) for z in (call.logits, call.weights, call.gate.unsqueeze(-1)))
@@ -203,7 +203,7 @@ def copy_distribution(call: Copy) -> Copied:
         generated = x.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
         generated = torch.nn.functional.pad(generated, (0, extra_words))
         distribution = g.sigmoid() * generated + (-g).sigmoid() * copied
-        return Copied(distribution.to(call.logits.dtype), log_sum_exp)
+        return CopyOutputs(distribution.to(call.logits.dtype), log_sum_exp)
     log_p, log_q = (torch.nn.functional.logsigmoid(y) for y in (g, -g))
     generated = log_p + x.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -math.inf)
     generated = torch.nn.functional.pad(generated, (0, extra_words), value=-math.inf)
@@ -214,21 +214,21 @@ def copy_distribution(call: Copy) -> Copied:
     top = (log_q + copied.log()).maximum(generated).masked_fill(never, 0).detach()
     total = (generated - top).exp() + copied * (log_q - top).clamp(max=LIMIT).exp()
     log_probs = top + total.masked_fill(never, 1).log()
-    return Copied(log_probs.masked_fill(never, LOWEST).to(call.logits.dtype), log_sum_exp)
+    return CopyOutputs(log_probs.masked_fill(never, LOWEST).to(call.logits.dtype), log_sum_exp)
 
 
-def layer_at(call: Recurrent, number: int) -> Recurrent:
+def layer_at(call: RecurrentInputs, number: int) -> RecurrentInputs:
     """Return the call with what layer ``number`` has of its own, as the only one."""
     if call.weight_above is None:
         return call
-    given = {x: getattr(call, x) for x in LAYERED if x in Recurrent._fields}
+    given = {x: getattr(call, x) for x in LAYERED if x in RecurrentInputs._fields}
     own: dict[str, Any] = {name: None if x is None else x[number] for name, x in given.items()}
     weight = call.weight_ih if number == 0 else call.weight_above[number - 1]
     return call._replace(**own, weight_ih=weight, weight_above=None)
 
 
 def cell_step(
-    call: Recurrent, x: Tensor, h: Tensor, c: Tensor | None
+    call: RecurrentInputs, x: Tensor, h: Tensor, c: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the next state ``[B, H]``, an LSTM's next cell or None, and the gates.
 
@@ -250,9 +250,9 @@ def cell_step(
     return o * c.tanh(), c, torch.cat([i, f, g, o], -1)
 
 
-def linear(call: Linear) -> LinearResult:
+def linear(call: LinearInputs) -> LinearOutputs:
     """Compute the product and add the bias."""
-    return LinearResult(torch.nn.functional.linear(call.input, call.weight, call.bias))
+    return LinearOutputs(torch.nn.functional.linear(call.input, call.weight, call.bias))
 
 
 def _wide(call: Any) -> Any:
@@ -261,7 +261,7 @@ def _wide(call: Any) -> Any:
     return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
 
 
-def recurrent(call: Recurrent) -> Recurred:
+def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
     """Compute states, contexts and weights step by step."""
     linear = torch.nn.functional.linear
     call = _wide(call)
@@ -270,7 +270,7 @@ def recurrent(call: Recurrent) -> Recurred:
     levels = [layer_at(call, i) for i in range(*layers(call) or (1,))]
     moved = [(x.hidden, x.cell) for x in levels]
     past, loss = (call.coverage, call.previous), call.input.new_zeros(B)
-    results: dict[str, list[Tensor]] = {x: [] for x in Recurred._fields}
+    results: dict[str, list[Tensor]] = {x: [] for x in RecurrentOutputs._fields}
     inputs, padding = call.input, None
     if call.target_lengths is not None:
         numbers = torch.arange(T, device=inputs.device)
@@ -336,16 +336,16 @@ def recurrent(call: Recurrent) -> Recurred:
     empty = fake_recurrent(call)
     rows = [torch.stack(results[x], -2) if results[x] else y for x, y in empty._asdict().items()]
     if padding is not None:
-        logarithms = rows[Recurred._fields.index("log_weights")]
+        logarithms = rows[RecurrentOutputs._fields.index("log_weights")]
         rows = [
             x.masked_fill(padding, -math.inf if x is logarithms else 0) if x.dim() >= 3 else x
             for x in rows
         ]
-    made = Recurred(*rows)
+    made = RecurrentOutputs(*rows)
     return made if past[0] is None else made._replace(coverage=past[0], loss=loss)
 
 
-def greedy_search(call: Search) -> Said:
+def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
     """Say the best word at every step."""
     linear = torch.nn.functional.linear
     call = _wide(call)
@@ -377,4 +377,4 @@ def greedy_search(call: Search) -> Said:
         word = word.masked_fill(ended, call.begin)  # which nobody reads
         if ended.all():
             break
-    return Said(words)
+    return GreedySearchOutputs(words)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from attnfast._utils.checks import check_exact, check_tensor, refuse
 from attnfast.ops.operators import ForwardOperator
-from attnfast.ops.recurrent import GATES, WEIGHTS, Recurrent, dtype_of_weights, fed
+from attnfast.ops.recurrent import GATES, WEIGHTS, RecurrentInputs, dtype_of_weights, fed
 from attnfast.ops.recurrent import check as check_recurrent
 
 
-class Search(NamedTuple):
+class GreedySearchInputs(NamedTuple):
     """The arguments of the operator, float32 or float64.
 
     ``embedding [V, E]`` of the words, ``weight_vocab [V, R]`` and ``bias_vocab [V]`` for their
@@ -32,8 +32,8 @@ class Search(NamedTuple):
     included, and none has more than ``most``. ``begin`` is read first; words below ``end`` are
     never said.
 
-    The others are those of :class:`attnfast.ops.recurrent.Recurrent`, which must have keys. With
-    ``weight_ih [G·H, E]`` nothing is fed to the next step.
+    The others are those of :class:`attnfast.ops.recurrent.RecurrentInputs`, which must have keys.
+    With ``weight_ih [G·H, E]`` nothing is fed to the next step.
     """
 
     embedding: Tensor
@@ -70,7 +70,7 @@ class Search(NamedTuple):
     most: int = 0
 
 
-class Said(NamedTuple):
+class GreedySearchOutputs(NamedTuple):
     """What comes out: ``words [B, most]``.
 
     A row is ``end`` from its end on, −1 from the step on whose scores are NaN.
@@ -79,10 +79,12 @@ class Said(NamedTuple):
     words: Tensor
 
 
-def layer_of(call: Search, input: Tensor) -> Recurrent:
+def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
     """Return the layer's call for inputs ``[B, T, E]``, where nothing is fed with weights of 0."""
-    shared = {x: getattr(call, x) for x in Recurrent._fields if x in Search._fields}
-    layer = Recurrent(input, **shared)
+    shared = {
+        x: getattr(call, x) for x in RecurrentInputs._fields if x in GreedySearchInputs._fields
+    }
+    layer = RecurrentInputs(input, **shared)
     if not call.attends_first and call.weight_ih.shape[-1] == call.embedding.shape[-1]:
         if call.feed is not None:
             refuse("feed", "None where nothing is fed", "a tensor")
@@ -91,7 +93,7 @@ def layer_of(call: Search, input: Tensor) -> Recurrent:
     return layer
 
 
-def check(call: Search) -> None:
+def check(call: GreedySearchInputs) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     for name, axes in (
         ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("weight_hh", "[G·H, H]"),
@@ -129,8 +131,15 @@ def check(call: Search) -> None:
             refuse(name, f"a word below {V}", getattr(call, name))
 
 
-def _fake(call: Search) -> Said:
-    return Said(call.limits.new_empty(call.hidden.shape[0], call.most))
+def _fake(call: GreedySearchInputs) -> GreedySearchOutputs:
+    return GreedySearchOutputs(call.limits.new_empty(call.hidden.shape[0], call.most))
 
 
-SEARCH = ForwardOperator("greedy_search", Search, Said, check=check, fake=_fake, backends=("cpu",))
+SEARCH = ForwardOperator(
+    "greedy_search",
+    GreedySearchInputs,
+    GreedySearchOutputs,
+    check=check,
+    fake=_fake,
+    backends=("cpu",),
+)

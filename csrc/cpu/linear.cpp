@@ -40,7 +40,7 @@ struct LinearFit : Fit {
 
 ATTNFAST_ARGUMENTS(LinearArguments, "linear", ATTNFAST_LINEAR, LinearFit)
 ATTNFAST_ARGUMENTS(LinearBackwardArguments, "linear_backward", ATTNFAST_LINEAR_BACKWARD, LinearFit)
-ATTNFAST_RESULTS(LinearResult, ATTNFAST_LINEAR_RESULT)
+ATTNFAST_RESULTS(LinearOutputs, ATTNFAST_LINEAR_RESULT)
 ATTNFAST_RESULTS(LinearGradients, ATTNFAST_LINEAR_GRADIENTS)
 
 constexpr int64_t kWorkOfAThread = 1 << 16;  // multiply-adds from which another thread is worth a region
@@ -63,7 +63,7 @@ void multiply(const Product& a) {
   });
 }
 
-LinearResult linear(const LinearArguments& given) {
+LinearOutputs linear(const LinearArguments& given) {
   const LinearArguments::Fit fit(given);
   const Tensor input = packed(given.input), weight = packed(given.weight);
   const Tensor bias = given.bias ? packed(*given.bias) : weight;

@@ -129,7 +129,7 @@ View states_of_last(const Layer& a) {
 
 // ---- forward and backward -----------------------------------------------------------------------
 
-Recurred recurrent(const RecurrentArguments& given) {
+RecurrentOutputs recurrent(const RecurrentArguments& given) {
   const RecurrentArguments::Fit fit(given);
   Keep keep;
   RecurrentForward a{};
@@ -139,7 +139,7 @@ Recurred recurrent(const RecurrentArguments& given) {
     keep.push_back(packed(*given.packed));
     a.packed = place_of(keep.back());
   }
-  const Recurred results = results_of(given, fit, a);
+  const RecurrentOutputs results = results_of(given, fit, a);
   const int64_t threads = threads_for(static_cast<const Layer&>(a));
   LayerPlan plan = plan_of(a, threads);
   if (a.attends) {
@@ -277,7 +277,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(int64_t, begin, between, 0, V - 1)                                       \
   X(int64_t, end, between, 0, V - 1)                                         \
   X(int64_t, most, between, 0, INT32_MAX)
-#define ATTNFAST_SAID(X) X(words)
+#define ATTNFAST_SEARCH_OUTPUTS(X) X(words)
 
 struct SearchFit : LayerFit {
   int64_t V = 0, R = 0;
@@ -301,7 +301,7 @@ struct SearchFit : LayerFit {
 };
 
 ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchFit)
-ATTNFAST_RESULTS(Said, ATTNFAST_SAID)
+ATTNFAST_RESULTS(GreedySearchOutputs, ATTNFAST_SEARCH_OUTPUTS)
 
 // Room for what a step leaves, and what both kinds of step share.
 void put_rooms(const SearchArguments& given, const SearchArguments::Fit& fit, GreedySearch& a, Keep& keep) {
@@ -334,7 +334,7 @@ void put_rooms(const SearchArguments& given, const SearchArguments::Fit& fit, Gr
   }
 }
 
-Said greedy_search(const SearchArguments& given) {
+GreedySearchOutputs greedy_search(const SearchArguments& given) {
   const SearchArguments::Fit fit(given);
   Keep keep;
   GreedySearch a{};

@@ -15,8 +15,8 @@ std::string describe(const Arguments& given) {
          sizes(given.hidden.sizes());
 }
 
-Recurred recurrent(const RecurrentArguments& given) {
-  Recurred made;
+RecurrentOutputs recurrent(const RecurrentArguments& given) {
+  RecurrentOutputs made;
   launched(
       given.input, kThreads, [&] { return describe(given); },
       [&](const Launch& launch) { made = run_recurrent(given, launch); });

@@ -183,13 +183,13 @@ Optional project_values(const Loop& loop, const Layer& a, const Optional& value,
 // ---- forward ------------------------------------------------------------------------------------
 
 template <class Launch>
-Recurred run_recurrent(const RecurrentArguments& given, const Launch& launch) {
+RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& launch) {
   Loop<RecurrentArguments, Launch> loop(given, launch);
   loop.fit.check(!given.packed, "packed");
   refuse_unknown(given, loop.fit);
   RecurrentForward a{};
   put_layer(given, loop.fit, a, loop.keep);
-  const Recurred made = results_of(given, loop.fit, a);
+  const RecurrentOutputs made = results_of(given, loop.fit, a);
   const OfState of(given, a);
   const int64_t H = a.H, gates = gates_of(a.cell) * H;
   const Tensor hidden = packed(given.hidden), weight_ih = packed(given.weight_ih);

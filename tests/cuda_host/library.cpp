@@ -65,7 +65,7 @@ void run_backward(const Backward& a, const Tensor&) { attnfast::run_backward(a);
 int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
 }  // namespace cuda
 namespace {
-Recurred recurrent(const RecurrentArguments& given) {
+RecurrentOutputs recurrent(const RecurrentArguments& given) {
   return run_recurrent(given, LaunchOnHost<kThreads>{});
 }
 RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
