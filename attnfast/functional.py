@@ -34,7 +34,7 @@ from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.backends import HALF, Triton, choose
 from attnfast.ops.copying import COPYING, CopyInputs
 from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs, check_history
-from attnfast.ops.lowering import Place
+from attnfast.ops.lowering import SpanArguments
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form, check_span
 from attnfast.outputs import (
@@ -49,7 +49,7 @@ __all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot
 
 def _attend(
     call: AttentionInputs,
-    place: Place,
+    place: SpanArguments,
     temperature: float,
     need_weights: bool | str,
     backend: str | None,
@@ -178,7 +178,7 @@ def additive_attention(
         query, key, value, weight, bias, mask, lengths, score=check_activation(activation),
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
-    place = Place(span, position, sigma)
+    place = SpanArguments(span, position, sigma)
     return _attend(call, place, temperature, need_weights, backend)
 
 
@@ -219,7 +219,7 @@ def dot_attention(
         query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
-    place = Place(span, position, sigma)
+    place = SpanArguments(span, position, sigma)
     return _attend(call, place, temperature, need_weights, backend)
 
 

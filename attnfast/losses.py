@@ -160,7 +160,7 @@ class Reinforce(nn.Module):
 
         Args:
             log_likelihood: ``[B]``, :math:`\log p(y \mid \tilde s)` of whole targets.
-            log_prob, entropy: ``[B]``, of :class:`attnfast.nn.Drawn`.
+            log_prob, entropy: ``[B]``, of :class:`attnfast.nn.HardAttentionState`.
 
         Raises:
             ValueError, TypeError: they do not fit; the sentence names which.

@@ -39,8 +39,8 @@ from attnfast.ops.backends import HALF
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = [
+    "FeatureNormalizer",
     "LogMel",
-    "Normalisation",
     "SpecAugment",
     "WordErrors",
     "mel_filters",
@@ -242,7 +242,7 @@ def _listed(name: str, x: Any) -> list[Any]:
         refuse_type(name, "an iterable", describe(x))
 
 
-class Normalisation(nn.Module):
+class FeatureNormalizer(nn.Module):
     r"""Features less their mean and over their deviation: of all recordings, or of each speaker's.
 
     .. math:: (x_{tm} - \mu_{sm}) / \sigma_{sm}
@@ -309,8 +309,8 @@ class SpecAugment(nn.Module):
 
     A mask of features is :math:`f \sim U[0, F]` wide, one of frames
     :math:`t \sim U[0, \min(T, p\tau)]` long, τ the recording's length; where they begin is uniform
-    too. After a :class:`Normalisation` 0 is the mean. The paper's warping of time, of which it says
-    that it adds little, is left out.
+    too. After a :class:`FeatureNormalizer` 0 is the mean. The paper's warping of time, of which it
+    says that it adds little, is left out.
 
     Args:
         feature_masks, feature_width: how many, and F.

@@ -12,7 +12,7 @@ import torch
 
 import attnfast
 from attnfast._utils.benchmark import best_device, peak_memory
-from attnfast.ops.backends import Request, in_order, why_not
+from attnfast.ops.backends import DispatchKey, in_order, why_not
 
 DEVICE = best_device()
 
@@ -46,9 +46,9 @@ def fused(way: Callable, operator: str = "attention", step: bool = False) -> dic
 
     Args:
         way: takes ``backend``.
-        operator, step: as in :class:`attnfast.ops.backends.Request`.
+        operator, step: as in :class:`attnfast.ops.backends.DispatchKey`.
     """
-    request = Request(DEVICE, torch.float32, operator, step)
+    request = DispatchKey(DEVICE, torch.float32, operator, step)
     able = [name for name in in_order(request) if why_not(name, *request) is None]
     if able != ["reference"]:
         able.remove("reference")

@@ -13,7 +13,7 @@ from race import DEVICE, race
 from torch import Tensor, nn
 
 from attnfast._utils.benchmark import memory_of
-from attnfast.models import BOS, EOS, GridEncoder, ShowAttendTell, Told, sequence_loss
+from attnfast.models import BOS, EOS, CaptionOutput, GridEncoder, ShowAttendTell, sequence_loss
 from attnfast.models.show_attend_tell import masked_mean
 from attnfast.nn import BahdanauAttention, LuongAttention
 
@@ -54,7 +54,7 @@ class Peer(nn.Module):
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         self.cell.load_state_dict({x: getattr(teller, f"{x}_l0") for x in names})
 
-    def forward(self, images: Tensor, sizes: Tensor, target_in: Tensor) -> Told:
+    def forward(self, images: Tensor, sizes: Tensor, target_in: Tensor) -> CaptionOutput:
         model = self.model
         grid, mask = model.encoder(images, sizes)
         states = grid.flatten(1, 2)
@@ -68,7 +68,7 @@ class Peer(nn.Module):
             h, c = self.cell(torch.cat([word, context], -1), (h, c))
             read.append(torch.cat([h, context], -1))
         logits = model.output(embedded + model.readout(torch.stack(read, 1)))
-        return Told(logits, mask)
+        return CaptionOutput(logits, mask)
 
 
 def step(model: nn.Module, batch: tuple[Tensor, ...]):

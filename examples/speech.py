@@ -60,8 +60,8 @@ from attnfast.nn import (
     LuongAttention,
 )
 from attnfast.speech import (
+    FeatureNormalizer,
     LogMel,
-    Normalisation,
     SpecAugment,
     WordErrors,
     read_recordings,
@@ -202,7 +202,7 @@ class Ears(nn.Module):
     def __init__(self):
         super().__init__()
         self.mel = LogMel(RATE, MELS, hop=HOP)
-        self.norm = Normalisation(MELS)
+        self.norm = FeatureNormalizer(MELS)
         self.augment = SpecAugment()
 
     def listen(self, strings: Sequence[String]) -> tuple[Tensor, Tensor]:

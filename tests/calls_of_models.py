@@ -255,18 +255,18 @@ def sounds() -> Table:
     """Return speech."""
     features = {"features": torch.randn(B, TK, A), "lengths": lengths()}
     mel = speech.LogMel(400, 4)
-    normalisation = speech.Normalisation(A, 2)
+    normalisation = speech.FeatureNormalizer(A, 2)
     table: dict[str, Any] = {
         "mel_filters": (speech.mel_filters, {"mels": 4, "fft": 64, "rate": 400}),
         "LogMel": (speech.LogMel, {"rate": 400, "mels": 4, "window": 0.025, "hop": 0.01}),
         "LogMel.forward": (
             mel, {"samples": torch.randn(B, 40), "lengths": torch.tensor([40, 20])[:B]},
         ),
-        "Normalisation": (speech.Normalisation, {"features": A, "speakers": 2}),
-        "Normalisation.fit": (
+        "FeatureNormalizer": (speech.FeatureNormalizer, {"features": A, "speakers": 2}),
+        "FeatureNormalizer.fit": (
             normalisation.fit, {"recordings": [torch.randn(TK, A)] * 2, "speakers": [0, 1]},
         ),
-        "Normalisation.forward": (
+        "FeatureNormalizer.forward": (
             normalisation, features | {"speaker": torch.tensor([0, 1])[:B]},
         ),
         "SpecAugment": (

@@ -20,25 +20,27 @@ CUDA = "tests/test_cuda.py -k '{}'"
 FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/deferred.py",
      "tests/test_coverage.py -k 'in_place_between or hidden_rows'"): {
-        "Steps.features": [("a[0] is not b[0] or a[1] != b[1]", "a[0] is not b[0]")],
-        "Prepared.backward": [(".masked_fill(hidden, 0)", "")],
+        "SharedKeys.features": [("a[0] is not b[0] or a[1] != b[1]", "a[0] is not b[0]")],
+        "DeferredKeyGradients.backward": [(".masked_fill(hidden, 0)", "")],
     },
     ("attnfast/decoding/deferred.py", STEPS): {
-        "Steps.serve": [
+        "SharedKeys.serve": [
             ("and source[4] == score", ""),
             ("source[0] is key", "True"),
         ],
-        "Prepared.backward": [("scale=1.0, score=ctx.shared.score,", "scale=1.0, score='tanh',")],
-        "Steps.check_unchanged": [("if x._version != version:", "if False:")],
-        "Steps.defers": [
+        "DeferredKeyGradients.backward": [
+            ("scale=1.0, score=ctx.shared.score,", "scale=1.0, score='tanh',"),
+        ],
+        "SharedKeys.check_unchanged": [("if x._version != version:", "if False:")],
+        "SharedKeys.defers": [
             ("number_of_backward() == self.task", "number_of_backward() != -2"),
             ("if saves_elsewhere():", "if False:"),
         ],
-        "Steps.prepared": [("if is_intercepted():", "if False:")],
+        "SharedKeys.prepared": [("if is_intercepted():", "if False:")],
         "no_double_backward.run": [("if not torch.is_grad_enabled() or not roots:", "if True:")],
     },
     ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
-        "Prepared.backward": [
+        "DeferredKeyGradients.backward": [
             ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
         ],
         "Step.backward": [("grad_score = grad_score * of.scale", "pass")],
@@ -63,20 +65,20 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/decoding/growable.py", GROWING): {
-        "Room.fits": [
+        "GrowableBuffer.fits": [
             ("return self.newest() is old and rows", "return rows"),
             ("and rows <= self.rows.shape[-2]", ""),
         ],
-        "Room.write": [
+        "GrowableBuffer.write": [
             ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
         ],
-        "Room.like": [("with torch.inference_mode(False):  # or", "if True:  # or")],
-        "Room.prepared": [
+        "GrowableBuffer.like": [("with torch.inference_mode(False):  # or", "if True:  # or")],
+        "GrowableBuffer.prepared": [
             ("if self._kept_for != (backend, score):", "if self._kept_for is None:"),
             ("start == 0 or self._kept is not None", "True"),
         ],
         "append_rows": [
-            ("= Room.like(old, 2 * rows)", "= Room.like(old, rows)"),
+            ("= GrowableBuffer.like(old, 2 * rows)", "= GrowableBuffer.like(old, rows)"),
             ("room.write(0, old)", ""),
         ],
         "_Appended.backward": [
@@ -411,7 +413,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/nn/stateful.py", "tests/test_stateful.py"): {
-        "History._after": [
+        "CumulativeState._after": [
             ("loss if self.loss is None else self.loss + loss,", "loss,"),
             ("self.previous, lengths),", "self.previous, None),"),
             ("last_of(log_weights, first, lengths)", "last_of(log_weights, first, None)"),
@@ -427,7 +429,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "LocationAwareAttention.__init__": [('1 + (channels == "both")', "1")],
     },
     ("attnfast/nn/local.py", "tests/test_local.py"): {
-        "Progress.after": [("self._replace(rows=self.rows + rows)", "self")],
+        "SpanState.after": [("self._replace(rows=self.rows + rows)", "self")],
         "HardMonotonicWindowAttention._rows": [
             ("best = key + best if self.span.compact else best", "pass"),
             ("if Tk and row.shape[1]:", "if Tk:"),
@@ -538,7 +540,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "ListenAttendSpell.output_limit": [
             ("return lengths.cpu() + 1", "return lengths.cpu() + 2"),
         ],
-        "Heard.index_select": [("(x[index] for x in self[1:])", "self[1:]")],
+        "EncodedSpeech.index_select": [("(x[index] for x in self[1:])", "self[1:]")],
     },
     ("attnfast/models/ctc.py", "tests/test_speech.py -k 'prefix or impossible'"): {
         "CTCPrefixScorer.score": [
@@ -672,7 +674,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("spare // 2, spare - spare // 2", "0, spare"),
             ("return _cut(features, counts), counts", "return features, counts"),
         ],
-        "Normalisation.fit": [
+        "FeatureNormalizer.fit": [
             ("if not x.isfinite().all():", "if False:"),
             ("(second / count - mean.square())", "(second / count)"),
         ],
@@ -687,7 +689,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("2595 * torch.tensor(1 + rate / 1400", "2595 * torch.tensor(1 + rate / 700"),
             ("torch.minimum((f - low) / (middle - low)", "torch.minimum((f - low) / (high - low)"),
         ],
-        "Normalisation.forward": [("self.mean[number].unsqueeze(1)", "self.mean[:1]")],
+        "FeatureNormalizer.forward": [("self.mean[number].unsqueeze(1)", "self.mean[:1]")],
         "word_errors": [
             ("key=lambda x: (x[0], -x[1])", "key=lambda x: (x[0], x[1])"),
             ("row = row, [(i, 0, i, 0)]", "row = row, [(i, 0, 0, i)]"),
@@ -1001,10 +1003,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/cache.py", "tests/test_replace_cache.py"): {
         "_state": [("return x._version, x.data_ptr()", "return 0, x.data_ptr()")],
         "_Kept.holds": [("self.way == way", "True")],
-        "Seen.again": [("is _base(x) and _part(x) == self.part", "is _base(x)")],
+        "TensorSnapshot.again": [("is _base(x) and _part(x) == self.part", "is _base(x)")],
     },
     ("attnfast/integrations/cache.py", "tests/test_replace_refilled.py"): {
-        "Seen.again": [("self.copy is None or _is_equal(x, self.copy)", "True")],
+        "TensorSnapshot.again": [("self.copy is None or _is_equal(x, self.copy)", "True")],
         "_is_equal": [("x.numel() * x.itemsize) == 0", "x.itemsize) == 0")],
         "_tells_of_changes": [
             ("base.grad_fn is not None and not _is_shared(base)", "base.grad_fn is not None"),
@@ -1082,7 +1084,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "outcome_of": [("None if way.large else words)", "words)")],
     },
     ("attnfast/integrations/adapter.py", "tests/integrations/test_late.py"): {
-        "Draw.words": [
+        "ProbeInputs.words": [
             ("range(0, T - 1 if self.late else 0, 2)", "range(0)"),
             ("words[self.marked % len(words)]", "words[t // 2 % len(words)]"),
         ],
@@ -1381,7 +1383,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/ops/lowering.py", "tests/test_statistics.py -k 'span or nothing'"): {
-        "Lowered._on_all_keys": [
+        "LoweredCall._on_all_keys": [
             ("k * position + first, k * mean + first", "k * position, k * mean"),
             ("* (largest != 0)", "* 1"),
             ("k * k * variance", "k * variance"),

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from attnfast.models import seq2seq
+from attnfast.models import encoders
 from attnfast.ops import backends
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -208,7 +208,7 @@ for name, stand_in in {
     "synchronize": lambda *_: None,
 }.items():
     setattr(torch.cuda, name, stand_in)
-seq2seq.pack_padded_sequence = seq2seq.pad_packed_sequence = unpacked
+encoders.pack_padded_sequence = encoders.pad_packed_sequence = unpacked
 torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda _: None  # asks the driver
 torch.backends.cudnn.is_acceptable = lambda _: False
 torch.__future__.set_overwrite_module_params_on_conversion(True)  # .data has one device

@@ -22,9 +22,10 @@ from attnfast._utils.checks import LONGEST, describe, refuse
 #: Public callables that the table lacks: patterns, by the reason.
 ABSENT = {
     "tuples and protocols, which take whatever they hold": (
-        "AttentionOutput|CoverageOutput|RowStatistics|Memory|History|Drawn|RecurrentState"
-        "|NTMState|.*index_select|Failures|KeyCoverage|AlignmentScore|Diagonality|HeadRoles"
-        "|Translated|Permuted|Adversarial|Reader|Reading|Answer|Heard|Located|Seen|Told|Source"
+        "AttentionOutput|CoverageOutput|RowStatistics|Memory|CumulativeState|HardAttentionState"
+        "|RecurrentState|NTMState|.*index_select|Failures|KeyCoverage|AlignmentScore|Diagonality|HeadRoles"
+        "|OverUnderTranslation|PermutationOutput|Adversarial|AttentionModel|Decision"
+        "|MemoryNetworkOutput|EncodedSpeech|SpanPrediction|EncodedImage|CaptionOutput|EncodedSource"
         "|LASOutput|Scorer.*|WordErrors|Report.*|.*Output..*"
     ),
     "of no kind: their kinds are in the table": "HistoryAttention.*",
@@ -33,7 +34,7 @@ ABSENT = {
         "|NeuralTuringMachine.(address|step)|.*.parts|.*reset_parameters"
     ),
     "for those who write adapters, with what they read from another project's module": (
-        "Adapter.*|Draw.*|attend|batch_first|cached_per_source|keep_in_graph|multiplied|project.*"
+        "Adapter.*|ProbeInputs.*|attend|batch_first|cached_per_source|keep_in_graph|multiplied|project.*"
     ),
     "files of recordings, which answer in tests/test_speech.py": "read_wav|read_recordings",
     "checks of the package's own": "check_memory",

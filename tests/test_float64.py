@@ -162,13 +162,13 @@ def whole_models() -> Cases:
     location = nn.LocationAwareAttention(A, 2 * A, A, filters=2, width=3)
     speller = models.ListenAttendSpell(pyramid, location, V, A, A)
     scorer = models.CTCPrefixScorer()
-    normalised, masked = speech.Normalisation(3), speech.SpecAugment(frame_width=3)
+    normalised, masked = speech.FeatureNormalizer(3), speech.SpecAugment(frame_width=3)
     table |= {
         "ListenAttendSpell": lambda: models.hybrid_loss(speller(frames, heard, target), target),
         "ListenAttendSpell, beam_search": lambda: models.beam_search(
             speller, frames, heard, 2, scorer=scorer
         ),
-        "Normalisation": lambda: (normalised.fit(frames), normalised(frames, heard)),
+        "FeatureNormalizer": lambda: (normalised.fit(frames), normalised(frames, heard)),
         "SpecAugment": lambda: masked(frames, heard),
     }
     for kind in models.ATTENTIONS:

@@ -53,7 +53,7 @@ def layer_and_inputs(kind, attention: str, **options):
 
 def past(state) -> list[Tensor]:
     """Return all tensors of a state."""
-    history = state.history if isinstance(state.history, attn.History) else ()
+    history = state.history if isinstance(state.history, attn.CumulativeState) else ()
     return [x for x in (*state, *history) if isinstance(x, Tensor)]
 
 
@@ -192,7 +192,7 @@ def test_a_history_that_does_not_fit():
     short = state.history._replace(coverage=state.history.coverage[:2])
     with pytest.raises(ValueError, match=r"coverage must be \[3, 9\], got \[2, 9\]"):
         layer(x, memory, state._replace(history=short))
-    with pytest.raises(TypeError, match="history must be a History or None"):
+    with pytest.raises(TypeError, match="history must be a CumulativeState or None"):
         layer(x, memory, state._replace(history=1))
 
 

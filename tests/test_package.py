@@ -26,7 +26,7 @@ from attnfast.ops import backends
 from attnfast.ops.backends import load_library, why_not
 
 ROOT = Path(__file__).parent.parent
-CARD = backends.Request(torch.device("cuda", 0), torch.float32)
+CARD = backends.DispatchKey(torch.device("cuda", 0), torch.float32)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -516,7 +516,7 @@ def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
 
 def test_an_interpreter_goes_to_nobody_who_has_not_asked(monkeypatch):
     monkeypatch.setattr(backends, "triton_interpreted", lambda: True)
-    asked = backends.Request(torch.device("cpu"), torch.float32)
+    asked = backends.DispatchKey(torch.device("cpu"), torch.float32)
     assert backends.in_order(asked)[-1] == "reference"
 
 

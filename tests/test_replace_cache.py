@@ -25,7 +25,7 @@ from torch.nn.utils import prune
 import attnfast
 from attnfast.decoding import prepare
 from attnfast.integrations import ADAPTERS
-from attnfast.integrations.cache import PLACE, Seen
+from attnfast.integrations.cache import PLACE, TensorSnapshot
 from attnfast.integrations.probe import tensors
 
 
@@ -388,7 +388,7 @@ def test_compile_in_one_graph_with_the_rectifier():
 
 def test_views_of_one_tensor_are_told_apart():
     x = torch.randn(4, 6)
-    seen = Seen(x[:, :3])
+    seen = TensorSnapshot(x[:, :3])
     assert seen.again(x[:, :3])
     for other in (x[:, :2], x[:3, :3], x[:, :6:2], x[:, :3].T, x.view(torch.int32)[:, :3]):
         assert not seen.again(other)

@@ -12,7 +12,7 @@ from integrations.doubles import Attn, BahdanauAttention, bentrevett
 from integrations.plain import projections
 
 import attnfast
-from attnfast.integrations.cache import Seen
+from attnfast.integrations.cache import TensorSnapshot
 
 B, TK, D = 2, 5, 6
 
@@ -99,7 +99,7 @@ def test_a_refilled_source(kind, change, source):
 
 def test_lengths_that_are_refilled():
     lengths = torch.tensor([2, 3])
-    seen = Seen(lengths, exact=True)
+    seen = TensorSnapshot(lengths, exact=True)
     assert seen.again(lengths)
     lengths.numpy()[1] = 2
     assert not seen.again(lengths)
@@ -121,9 +121,12 @@ def test_what_a_graph_made_is_known_by_its_version():
     """Its values are not compared, and no copy is made; NumPy's view of it ends that."""
     weight = torch.randn(D, D, requires_grad=True)
     made = torch.randn(B, TK, D) @ weight
-    assert Seen(made, exact=True).copy is None and Seen(made.mT, exact=True).copy is None
+    assert (
+        TensorSnapshot(made, exact=True).copy is None
+        and TensorSnapshot(made.mT, exact=True).copy is None
+    )
     made.detach().numpy()
-    assert Seen(made, exact=True).copy is not None
+    assert TensorSnapshot(made, exact=True).copy is not None
     buffer = memory_of_numpy()
     buffer.copy_(torch.randn(B, TK, D) * weight.sum())
-    assert buffer.grad_fn is not None and Seen(buffer, exact=True).copy is not None
+    assert buffer.grad_fn is not None and TensorSnapshot(buffer, exact=True).copy is not None

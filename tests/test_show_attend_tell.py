@@ -17,10 +17,10 @@ from attnfast.nn import (
     AttentionLSTM,
     BahdanauAttention,
     CoverageAttention,
-    Drawn,
     ForwardAttention,
     GatedAttention,
     HardAttention,
+    HardAttentionState,
     HardMonotonicWindowAttention,
     LocalAttention,
     LocalPredictiveAttention,
@@ -469,7 +469,9 @@ def test_a_batch_that_is_infinite_leaves_the_baseline():
 
 
 def test_drawn_is_what_a_search_keeps():
-    history = Drawn(torch.arange(3.0), torch.arange(3.0), torch.tensor([True, False, True]))
+    history = HardAttentionState(
+        torch.arange(3.0), torch.arange(3.0), torch.tensor([True, False, True])
+    )
     assert history.index_select(torch.tensor([1])).averaged.tolist() == [False]
 
 

@@ -22,8 +22,8 @@ from attnfast.models import (
     EOS,
     Config,
     CTCPrefixScorer,
+    EncodedSpeech,
     FixedContext,
-    Heard,
     LASOutput,
     ListenAttendSpell,
     PyramidEncoder,
@@ -235,7 +235,7 @@ def test_features_are_of_full_types():
 
 
 def test_what_features_do_not_fit():
-    norm, augment, x = speech.Normalisation(4, 2), speech.SpecAugment(), torch.zeros(2, 5, 4)
+    norm, augment, x = speech.FeatureNormalizer(4, 2), speech.SpecAugment(), torch.zeros(2, 5, 4)
     lengths = torch.tensor([5, 0])
     assert norm(x, lengths, torch.tensor([1, 0])).eq(0).all() and augment(x, lengths).eq(0).all()
     for speaker, said in (
@@ -270,7 +270,7 @@ def test_more_triangles_than_frequencies():
 
 def test_normalised_by_speaker():
     recordings = [3 * numbers(n, 4, seed=n) + n for n in (50, 30, 20)]
-    norm = speech.Normalisation(4, speakers=2)
+    norm = speech.FeatureNormalizer(4, speakers=2)
     norm.fit(recordings, [1, 0, 1])
     x = nn.utils.rnn.pad_sequence(recordings, batch_first=True, padding_value=torch.nan)
     got = norm(x, torch.tensor([50, 30, 20]), torch.tensor([1, 0, 1]))
@@ -278,7 +278,7 @@ def test_normalised_by_speaker():
     for of_one in (got[1, :30], torch.cat([got[0], got[2, :20]])):
         torch.testing.assert_close(of_one.mean(0), torch.zeros(4), rtol=0, atol=1e-5)
         torch.testing.assert_close(of_one.var(0, correction=0), torch.ones(4))
-    norm = speech.Normalisation(4)
+    norm = speech.FeatureNormalizer(4)
     torch.testing.assert_close(norm(x[:1], torch.tensor([50]))[0], recordings[0])  # as it begins
     norm.fit(recordings)
     together = torch.cat([norm(r[None], torch.tensor([len(r)]))[0] for r in recordings])
@@ -624,7 +624,7 @@ def text_probability(log_p, text, prefix=False):
 
 
 def heard(log_probs, lengths):
-    return Heard(None, log_probs, torch.tensor(lengths))
+    return EncodedSpeech(None, log_probs, torch.tensor(lengths))
 
 
 @pytest.mark.parametrize("text", [[], [4], [4, 4], [4, 5, 4], [5, 4, 4]])
@@ -789,7 +789,9 @@ def test_options_of_a_search(frames, options, said):
 
 def test_a_scorer_of_speech_with_a_translator():
     model = build(Config(12, embed_dim=4, hidden_dim=4)).eval()
-    said = "heard must be of a model with frame_log_probs, as ListenAttendSpell's, got Source"
+    said = (
+        "heard must be of a model with frame_log_probs, as ListenAttendSpell's, got EncodedSource"
+    )
     with pytest.raises(TypeError, match=said):
         beam_search(model, torch.tensor([[4, 5]]), torch.tensor([2]), scorer=CTCPrefixScorer())
 

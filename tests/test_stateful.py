@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from table import EAGER
 from torch import nn
 
-from attnfast.decoding.deferred import Prepared
+from attnfast.decoding.deferred import DeferredKeyGradients
 from attnfast.nn import (
     CoverageAttention,
     ForwardAttention,
@@ -125,7 +125,9 @@ def test_steps_share_their_gradients(module):
     loss = context.sin().sum() + history.loss.sum()
     grads.append(torch.autograd.grad(loss, leaves))
     history, loss = None, 0
-    with mock.patch.object(Prepared, "apply", wraps=Prepared.apply) as apply:
+    with mock.patch.object(
+        DeferredKeyGradients, "apply", wraps=DeferredKeyGradients.apply
+    ) as apply:
         memory = module.prepare(source, LENGTHS)
         for t in range(TQ):
             context, _, history = module(query[:, t], memory, history)
@@ -263,7 +265,7 @@ def test_bad_modules(make, message):
 def test_bad_arguments():
     module = CoverageAttention(Q, K, A)
     memory = module.prepare(torch.randn(B, TK, K), LENGTHS)
-    with pytest.raises(TypeError, match=r"history must be a History or None, got \(1, 2\)"):
+    with pytest.raises(TypeError, match=r"history must be a CumulativeState or None, got \(1, 2\)"):
         module(torch.randn(B, Q), memory, (1, 2))
     with pytest.raises(TypeError, match=r"target_mask must be a torch.Tensor, got list"):
         module(torch.randn(B, Q), memory, target_mask=[True])

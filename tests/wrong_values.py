@@ -195,7 +195,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "modules without parameters": (
         ("(Fixed|Mean)Context.forward", "memory", "of another dtype|of more features"),
         ("SinusoidalPositions.forward|SpecAugment.forward", "x|features", "float64|float16"),
-        ("Normalisation.forward|LogMel.forward", "features|samples", "float64|float16"),
+        ("FeatureNormalizer.forward|LogMel.forward", "features|samples", "float64|float16"),
         ("(Fixed|Mean)Context.*", "states|state|values", "float64|float16"),
     ),
     "pictures take any": (
@@ -234,7 +234,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
          "longer in axis 1"),
         ("Seq2Seq.*|.*_search|Classifier.*|BiDAF.forward|ListenAttendSpell.*|ShowAttendTell.*",
          "source|words|target_in|embedded|text|question|frames", "longer in axis 1"),
-        (".*Encoder.forward|Normalisation.forward|SpecAugment.forward|LogMel.forward",
+        (".*Encoder.forward|FeatureNormalizer.forward|SpecAugment.forward|LogMel.forward",
          "embedded|frames|features|samples", "longer in axis 1"),
         ("MemoryNetwork.forward|next_word|position_encoding", "stories|questions|words",
          "longer in axis [12]"),

@@ -51,9 +51,9 @@ __all__ = [
     "Failures",
     "HeadRoles",
     "KeyCoverage",
+    "OverUnderTranslation",
     "RowStatistics",
     "Thresholds",
-    "Translated",
     "alignment_score",
     "diagonality",
     "failures",
@@ -301,7 +301,7 @@ def monotonicity(
     return 1 - back.sum(-1, dtype=of.weights.dtype) / of.each(of.m - 1).clamp_min(1)
 
 
-class Translated(NamedTuple):
+class OverUnderTranslation(NamedTuple):
     """Of every sentence, ``[B, (H)]``, a share of its keys."""
 
     over: Tensor
@@ -315,7 +315,7 @@ def translated(
     *,
     fertility: Tensor | None = None,
     keys: Tensor | None = None,
-) -> Translated:
+) -> OverUnderTranslation:
     r"""Return how much of a source was translated more than once, and how much not at all.
 
     .. math:: \text{over} = \frac1n \sum_j \max(0, C_j / \phi_j - 1), \quad
@@ -341,7 +341,9 @@ def translated(
     beyond = total / asked.masked_fill(asked == 0, 1) - 1
     beyond = beyond.masked_fill(~of.keys_exist() | (asked == 0), 0)
     count = n.squeeze(-1).clamp_min(1)
-    return Translated(beyond.clamp_min(0).sum(-1) / count, (-beyond).clamp_min(0).sum(-1) / count)
+    return OverUnderTranslation(
+        beyond.clamp_min(0).sum(-1) / count, (-beyond).clamp_min(0).sum(-1) / count
+    )
 
 
 def repetition(words: Sequence[Hashable], size: int = 1) -> float:

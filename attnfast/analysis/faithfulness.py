@@ -1,8 +1,8 @@
 r"""Whether attention explains what a model decides: its weights against what else can be measured.
 
-A model is what reads (:class:`Reader`): a call with embedded inputs ``[B, n, E]`` and ``lengths
-[B]``, each at least 1, returns a call (:class:`Reading`) that decides, by its own attention weights
-or by those that it is given::
+A model is what reads (:class:`AttentionModel`): a call with embedded inputs ``[B, n, E]`` and
+``lengths [B]``, each at least 1, returns a call (:class:`Decision`) that decides, by its own
+attention weights or by those that it is given::
 
     reading = reader(embedded, lengths)
     logits, weights = reading()  # [B, C] and [B, n]
@@ -43,15 +43,15 @@ from attnfast._utils.checks import (
 )
 from attnfast.models._checks import check_ids, check_lengths
 from attnfast.models.decoders import FixedContext
-from attnfast.models.seq2seq import Seq2Seq, Source
+from attnfast.models.seq2seq import EncodedSource, Seq2Seq
 from attnfast.nn import Memory
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = [
     "Adversarial",
-    "Permuted",
-    "Reader",
-    "Reading",
+    "AttentionModel",
+    "Decision",
+    "PermutationOutput",
     "adversarial",
     "erasure",
     "gradient_times_input",
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-class Reading(Protocol):
+class Decision(Protocol):
     """What a model has read; it can be asked many times."""
 
     def __call__(self, weights: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
@@ -73,10 +73,10 @@ class Reading(Protocol):
         ...
 
 
-class Reader(Protocol):
+class AttentionModel(Protocol):
     """A model: everything up to its attention."""
 
-    def __call__(self, embedded: Tensor, lengths: Tensor, /) -> Reading:
+    def __call__(self, embedded: Tensor, lengths: Tensor, /) -> Decision:
         """Read ``embedded [B, n, E]``, of which ``lengths [B]`` exist."""
         ...
 
@@ -98,7 +98,7 @@ class _Given(nn.Module):
         return context.view(*weights.shape[:-1], -1), weights
 
 
-def next_word(model: Seq2Seq, words: Tensor) -> Reader:
+def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
     """Make a reader of a translator, whose decision is the word after ``words``.
 
     The weights are those of that one decoder step; the steps before keep their own. Inputs are
@@ -123,11 +123,11 @@ def next_word(model: Seq2Seq, words: Tensor) -> Reader:
     if not words.shape[1]:
         refuse("words", "ids [B, T] of at least one word", describe(words))
 
-    def read(embedded: Tensor, lengths: Tensor) -> Reading:
+    def read(embedded: Tensor, lengths: Tensor) -> Decision:
         if len(embedded) != len(words):
             refuse("embedded", f"of as many sentences as words, {len(words)}", len(embedded))
         memory, state = model.read(embedded, lengths)
-        source = Source(memory, words, 0)
+        source = EncodedSource(memory, words, 0)
         if words.shape[1] > 1:
             state = model.decode(words[:, :-1], state, source)[1]
 
@@ -173,7 +173,7 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
     check_array("q", q, "real numbers", p.shape, like=p, of="p")
 
 
-def _decide(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
+def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
     """Return logits and weights; refuse those of a model that is none."""
     if not callable(reading):
         refuse("reader(embedded, lengths)", "a callable", describe(reading))
@@ -189,7 +189,7 @@ def _decide(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
     return logits, used
 
 
-def _output(reading: Reading, embedded: Tensor, weights: Tensor | None = None):
+def _output(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
     """Return the output ``[B, C]`` and the weights, in the precision of sums."""
     logits, used = _decide(reading, embedded, weights)
     dtype = accumulation_dtype(logits.dtype)
@@ -259,7 +259,7 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def gradient_times_input(
-    reader: Reader, embedded: Tensor, lengths: Tensor, *, fixed: bool = False
+    reader: AttentionModel, embedded: Tensor, lengths: Tensor, *, fixed: bool = False
 ) -> Tensor:
     r"""Return how much each input matters to the decision, ``[B, n]``, to first order.
 
@@ -287,7 +287,7 @@ def _decided(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def leave_one_out(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
+def leave_one_out(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> Tensor:
     r"""Return how much the output changes without each input, ``[B, n]``.
 
     .. math:: \ell_j = \frac12 \sum_c |y_c(x) - y_c(x_{-j})|
@@ -307,7 +307,7 @@ def leave_one_out(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
     return torch.stack(found, 1).masked_fill(~(exists & exists[:, 1:2]), 0)
 
 
-def weight_gradient(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor:
+def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> Tensor:
     r"""Return :math:`\partial \ln y_{\hat y} / \partial \alpha_j`, ``[B, n]``.
 
     Each weight is taken by itself: one that grows takes nothing from the others. Times the weights
@@ -326,7 +326,7 @@ def weight_gradient(reader: Reader, embedded: Tensor, lengths: Tensor) -> Tensor
 # ---- other weights ------------------------------------------------------------------------------
 
 
-class Permuted(NamedTuple):
+class PermutationOutput(NamedTuple):
     """Of every sentence ``[B]``: medians over permutations, and the largest weight."""
 
     distance: Tensor
@@ -336,8 +336,8 @@ class Permuted(NamedTuple):
 
 @torch.no_grad()
 def permuted(
-    reader: Reader, embedded: Tensor, lengths: Tensor, *, count: int = 100, seed: int = 0
-) -> Permuted:
+    reader: AttentionModel, embedded: Tensor, lengths: Tensor, *, count: int = 100, seed: int = 0
+) -> PermutationOutput:
     """Shuffle each sentence's weights, ``count`` times, and see how far its output moves.
 
     If attention explained a decision, to look elsewhere would change it, the more so the larger the
@@ -361,7 +361,7 @@ def permuted(
         found.append(torch.stack([total_variation(output, moved), jensen_shannon(weights, other)]))
     of_all = torch.stack(found)
     distance, divergence = of_all.quantile(0.5, dim=0) if of_all.numel() else of_all[0]
-    return Permuted(distance, divergence, weights.amax(1))
+    return PermutationOutput(distance, divergence, weights.amax(1))
 
 
 def _generator(seed: object) -> torch.Generator:
@@ -379,7 +379,7 @@ class Adversarial(NamedTuple):
 
 
 def adversarial(
-    reader: Reader,
+    reader: AttentionModel,
     embedded: Tensor,
     lengths: Tensor,
     *,
@@ -455,7 +455,7 @@ def adversarial(
 
 
 @torch.no_grad()
-def erasure(reader: Reader, embedded: Tensor, lengths: Tensor, ranking: Tensor) -> Tensor:
+def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: Tensor) -> Tensor:
     """Return the share of the keys to erase, the highest ranked first, before the decision changes.
 
     What is erased has weight 0; the rest share the weight as before. The less, the better a ranking

@@ -5,12 +5,12 @@ is needed for the recurrence. So a step's backward computes no more than that an
 gradient of its scores with the memory; once the last step has run, one pass over all steps gives
 the gradients of keys, values and weight.
 
-In autograd's terms :class:`Prepared` is a node whose output, an empty token, every step consumes,
-so that its backward comes after theirs, whatever subset of the steps took part::
+In autograd's terms :class:`DeferredKeyGradients` is a node whose output, an empty token, every step
+consumes, so that its backward comes after theirs, whatever subset of the steps took part::
 
-    keys, values, weight ─ Prepared ─ token ─┬─ Step 1 ─ context 1
-                                             ├─ Step 2 ─ context 2
-                                             └─ …
+    keys, values, weight ─ DeferredKeyGradients ─ token ─┬─ Step 1 ─ context 1
+                                                         ├─ Step 2 ─ context 2
+                                                         └─ …
 
 Steps with a history go the same way; those with filters take a token of their own, which the
 filters went into too. Taking their features' tanh again at the end would cost more than to read and
@@ -36,7 +36,7 @@ from attnfast._utils.torch_private import (
     number_of_backward,
     saves_elsewhere,
 )
-from attnfast.decoding.growable import Room
+from attnfast.decoding.growable import GrowableBuffer
 from attnfast.ops.attention import ATTENTION, AttentionBackward, AttentionInputs
 from attnfast.ops.backends import BACKENDS
 from attnfast.ops.coverage import COVERAGE, backward_into
@@ -82,7 +82,7 @@ class _Left(list):
     sums: tuple[Tensor, ...] | None = None
 
 
-class Waiting:
+class PendingGradients:
     """Gradients that steps have left, by the running backward's number in autograd's engine.
 
     One that never reaches the memory (only a query's gradient was asked for, or it failed) must
@@ -118,10 +118,10 @@ class Features:
     filters: Tensor
     projection: Tensor
     token: Tensor
-    waiting: Waiting
+    waiting: PendingGradients
 
 
-class Source(NamedTuple):
+class KeyValues(NamedTuple):
     """What all steps over one memory share; ``backend`` is the one asked for, or None."""
 
     key: Tensor
@@ -138,10 +138,10 @@ class Shared(NamedTuple):
     lengths: Tensor | None
     score: str
     backend: str
-    waiting: Waiting
+    waiting: PendingGradients
 
 
-class Record(NamedTuple):
+class SavedStep(NamedTuple):
     """What a step leaves for the gradients of keys, values and weight."""
 
     query: Tensor
@@ -157,23 +157,23 @@ class Record(NamedTuple):
         return self.columns, self.span is None
 
 
-class FeaturesRecord(NamedTuple):
+class SavedFeatures(NamedTuple):
     """What a step with filters leaves: the rest is in the sums."""
 
     weights: Tensor
     grad_context: Tensor
 
 
-class Steps:
+class SharedKeys:
     """The steps over one memory: what their backend prepared of its keys, gradients that wait."""
 
     def __init__(
         self,
-        source: Source,
+        source: KeyValues,
         backend: str,
         deferred: bool = False,
         mask: Tensor | None = None,
-        room: Room | None = None,
+        room: GrowableBuffer | None = None,
     ):
         self.source = source
         key, value, _, weight, _, _ = source
@@ -185,16 +185,18 @@ class Steps:
         self.task = number_of_backward()  # of the backward that runs, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.backend = backend
-        self.waiting = Waiting()
+        self.waiting = PendingGradients()
         self.token = None  # not deferred
         if deferred:
-            self.token = Prepared.apply(key, value, weight, None, None, None, self._shared())
+            self.token = DeferredKeyGradients.apply(
+                key, value, weight, None, None, None, self._shared()
+            )
         self._room = room  # that the keys lie in, if they grow
         self._is_prepared = False
         self._prepared: Tensor | None = None
         self._features: Features | None = None
 
-    def _shared(self, waiting: Waiting | None = None) -> Shared:
+    def _shared(self, waiting: PendingGradients | None = None) -> Shared:
         _, _, lengths, _, score, _ = self.source
         return Shared(lengths, score, self.backend, waiting or self.waiting)
 
@@ -226,7 +228,7 @@ class Steps:
             )
         return False
 
-    def serve(self, query: Tensor, source: Source) -> bool:
+    def serve(self, query: Tensor, source: KeyValues) -> bool:
         """Whether this is one query for the very tensors that the steps were made of."""
         key, value, lengths, weight, score, backend = self.source
         return (
@@ -263,8 +265,8 @@ class Steps:
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
             key, value, _, weight, _, _ = self.source
-            waiting = Waiting()
-            token = Prepared.apply(
+            waiting = PendingGradients()
+            token = DeferredKeyGradients.apply(
                 key, value, weight, filters, projection, self.token, self._shared(waiting)
             )
             known = self._features = Features(
@@ -281,7 +283,7 @@ class Steps:
         return known
 
 
-class Prepared(Function):
+class DeferredKeyGradients(Function):
     """Makes the token that every step takes; its backward is that of all steps together."""
 
     @staticmethod
@@ -352,7 +354,7 @@ class Step(Function):
         if of.scale != 1:
             grad_score = grad_score * of.scale
         span = None if of.span is None else of.span.expand(*of.query.shape[:-1], 2)
-        record = Record(of.query, of.weights, grad_score, of.grad_context, span, of.columns)
+        record = SavedStep(of.query, of.weights, grad_score, of.grad_context, span, of.columns)
         ctx.waiting.pending().append(record)
         return (grad_query, None, grad_bias, None, None, None), saved
 
@@ -374,7 +376,7 @@ class HistoryStep(Function):
         if of.filters is None:
             gradients = COVERAGE.backward(ctx.backend, of._replace(need_grad_score=True))
             grad_score = gradients.grad_score * of.scale
-            left.append(Record(of.query, of.weights, grad_score, of.grad_context))
+            left.append(SavedStep(of.query, of.weights, grad_score, of.grad_context))
         else:
             if left.sums is None:
                 batch = of.weights.shape[:-2]
@@ -382,5 +384,5 @@ class HistoryStep(Function):
                 shapes = (of.key.shape, *((*batch, *x.shape[-n:]) for x, n in of_all))
                 left.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
             gradients = backward_into(ctx.backend, of, left.sums)
-            left.append(FeaturesRecord(of.weights, of.grad_context))
+            left.append(SavedFeatures(of.weights, of.grad_context))
         return (*COVERAGE.of_inputs(ctx, gradients), None, None, None), saved

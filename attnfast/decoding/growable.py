@@ -15,10 +15,10 @@ from torch.autograd import Function
 
 from attnfast.ops.backends import BACKENDS
 
-__all__ = ["Room", "append_rows"]
+__all__ = ["GrowableBuffer", "append_rows"]
 
 
-class Room:
+class GrowableBuffer:
     """Storage ``[.., capacity, ·]``; its first rows are a tensor that grows.
 
     ``newest`` gives the last such tensor, which alone may grow in place.
@@ -27,16 +27,16 @@ class Room:
     def __init__(self, rows: Tensor):
         self.rows = rows
         self.newest: Any = lambda: None
-        self._kept: Room | None = None  # what a backend prepared of the rows
+        self._kept: GrowableBuffer | None = None  # what a backend prepared of the rows
         self._kept_of = 0  # how many of them it was asked to prepare
         self._kept_for: Any = None  # the backend, and the score
 
     @staticmethod
-    def like(x: Tensor, capacity: int) -> Room:
+    def like(x: Tensor, capacity: int) -> GrowableBuffer:
         """Return room for rows like these."""
         shape = (*x.shape[:-2], capacity, x.shape[-1])
         with torch.inference_mode(False):  # or it could be written to in no other mode
-            return Room(torch.empty(shape, dtype=x.dtype, device=x.device))
+            return GrowableBuffer(torch.empty(shape, dtype=x.dtype, device=x.device))
 
     def fits(self, old: Tensor, rows: int) -> bool:
         """Whether a tensor can grow in place to so many rows."""
@@ -57,9 +57,9 @@ class Room:
         if start < rows and (start == 0 or self._kept is not None):
             x = BACKENDS[backend].prepare(self.rows.narrow(-2, start, rows - start), None, score)
             if x is None or rows == x.shape[-2] == self.rows.shape[-2]:
-                self._kept = None if x is None else Room(x)
+                self._kept = None if x is None else GrowableBuffer(x)
             else:
-                self._kept = self._kept or Room.like(x, self.rows.shape[-2])
+                self._kept = self._kept or GrowableBuffer.like(x, self.rows.shape[-2])
                 self._kept.write(start, x)
             self._kept_of = rows
         return None if self._kept is None else self._kept.rows.narrow(-2, 0, rows)
@@ -69,7 +69,7 @@ class _Appended(Function):
     """``torch.cat([old, new], -2)`` in a room that holds ``old`` already."""
 
     @staticmethod
-    def forward(ctx: Any, old: Tensor, new: Tensor, room: Room):
+    def forward(ctx: Any, old: Tensor, new: Tensor, room: GrowableBuffer):
         ctx.rows = old.shape[-2]
         return room.write(ctx.rows, new)
 
@@ -79,17 +79,19 @@ class _Appended(Function):
         return grad[..., : ctx.rows, :], new, None
 
 
-def append_rows(room: Room | None, old: Tensor, new: Tensor) -> tuple[Tensor, Room]:
+def append_rows(
+    room: GrowableBuffer | None, old: Tensor, new: Tensor
+) -> tuple[Tensor, GrowableBuffer]:
     """Return ``torch.cat([old, new], -2)`` and the room that it lies in.
 
     There is more room from the second time on: a search may reorder, and so copy, at every step.
     """
     if room is None:
         x = torch.cat([old, new], -2)
-        return x, Room(x)
+        return x, GrowableBuffer(x)
     rows = old.shape[-2] + new.shape[-2]
     if not room.fits(old, rows):
-        room = Room.like(old, 2 * rows)
+        room = GrowableBuffer.like(old, 2 * rows)
         room.write(0, old)
     recorded = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
     x = _Appended.apply(old, new, room) if recorded else room.write(old.shape[-2], new)

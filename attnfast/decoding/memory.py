@@ -22,8 +22,8 @@ from attnfast._utils.checks import (
     shape_of,
 )
 from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
-from attnfast.decoding.deferred import HistoryStep, Source, Step, Steps
-from attnfast.decoding.growable import Room, append_rows
+from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
+from attnfast.decoding.growable import GrowableBuffer, append_rows
 from attnfast.functional import cover, coverage_call, covered, filters_of
 from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (
@@ -38,7 +38,7 @@ from attnfast.ops.arguments import (
 from attnfast.ops.attention import AttentionInputs, check
 from attnfast.ops.backends import FLOATS, choose
 from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs
-from attnfast.ops.lowering import Place, lower
+from attnfast.ops.lowering import SpanArguments, lower
 from attnfast.ops.operators import is_recorded, made
 from attnfast.ops.span import check_form, check_span
 from attnfast.outputs import (
@@ -71,10 +71,10 @@ class Memory(NamedTuple):
     mask: Tensor | None = None
     weight: Tensor | None = None
     backend: str | None = None
-    steps: Steps | None = None
+    steps: SharedKeys | None = None
     fertility: Tensor | None = None
     score: str = "dot"
-    rooms: tuple[Room | None, Room | None] = (None, None)
+    rooms: tuple[GrowableBuffer | None, GrowableBuffer | None] = (None, None)
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
@@ -106,7 +106,7 @@ class Memory(NamedTuple):
         if mask is not None:
             mask = pad(mask, (0, new[0].shape[-2]), value=True)
         both = zip((self.key, self.value), new)
-        rows: list[tuple[Tensor, Room | None]]
+        rows: list[tuple[Tensor, GrowableBuffer | None]]
         if is_recorded() or is_intercepted():
             rows = [(torch.cat(x, -2), None) for x in both]
         else:
@@ -164,7 +164,7 @@ class Memory(NamedTuple):
         return choose(self.backend, self.key.device, self.key.dtype, step=True)
 
     def _with_steps(self, backend: str, deferred: bool = False) -> Memory:
-        steps = Steps(self._common(), backend, deferred, self.mask, self.rooms[0])
+        steps = SharedKeys(self._common(), backend, deferred, self.mask, self.rooms[0])
         return self._replace(steps=steps)
 
     def __reduce__(self):
@@ -173,10 +173,10 @@ class Memory(NamedTuple):
             alone = alone._replace(key=self.key.clone(), value=self.value.clone())
         return _restored, (self.steps is not None, *alone)
 
-    def _common(self) -> Source:
+    def _common(self) -> KeyValues:
         """Return what all steps have in common."""
         return made(
-            Source, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
+            KeyValues, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
         )
 
 
@@ -206,7 +206,7 @@ def _check_query(query: Any, memory: Memory) -> None:
     check_like("query", query, memory.key, "the memory's")
 
 
-def _usable(steps: Steps | None) -> Steps | None:
+def _usable(steps: SharedKeys | None) -> SharedKeys | None:
     """Return what steps share, its tensors unchanged; None in a graph that is recorded."""
     if steps is None or is_recorded():
         return None
@@ -218,7 +218,7 @@ def _attend_once(
     query: Tensor,
     memory: Memory,
     scale: float,
-    place: Place | None,
+    place: SpanArguments | None,
     need_weights: bool | str,
     need_statistics: bool,
     bias: Tensor | None,
@@ -334,7 +334,7 @@ def attend(
     check_memory(memory)
     (query,) = autocast(query)
     plain = span is position is sigma is None and not isinstance(need_weights, str)
-    place = None if plain else Place(Span() if span is None else span, position, sigma)
+    place = None if plain else SpanArguments(Span() if span is None else span, position, sigma)
     check_form(need_weights)
     need_statistics = check_flag("need_statistics", need_statistics)
     steps = _usable(memory.steps)

@@ -1,6 +1,6 @@
 """Other projects' attention, served by attnfast: one file for each project."""
 
-from attnfast.integrations.adapter import Adapter, Draw
+from attnfast.integrations.adapter import Adapter, ProbeInputs
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.helpers import (
     attend,
@@ -17,7 +17,7 @@ from attnfast.integrations.replace import Report, replace
 __all__ = [
     "ADAPTERS",
     "Adapter",
-    "Draw",
+    "ProbeInputs",
     "Report",
     "attend",
     "batch_first",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Adapter", "Draw", "UnsupportedCall", "arguments"]
+__all__ = ["Adapter", "ProbeInputs", "UnsupportedCall", "arguments"]
 
 LATE = 40  # steps of a long target
 
@@ -20,7 +20,7 @@ class UnsupportedCall(Exception):
     """Raised by an adapter's method for a call that the module's own code is to compute."""
 
 
-class Draw:
+class ProbeInputs:
     """Random input of a probe, the same for the same seed."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Adapter:
         example: ``example(module, draw)`` calls a module of this kind, several steps on padded
             input, and yields what it returns; ``draw(*shape)`` makes the input, and
             ``draw.sources(...)`` adds a long source and large batches to the lengths, and
-            ``draw.steps(...)`` a long target (see :class:`Draw`).
+            ``draw.steps(...)`` a long target (see :class:`ProbeInputs`).
         reads: the attributes and globals that the original's code reads or writes and ``methods``
             need not, where it is one that people copy; a copy with any other is left alone.
         attention: of a whole decoder, the name of its attention, which must be served too.
@@ -122,7 +122,7 @@ class Adapter:
     methods: type
     classes: Collection[str]
     parameters: Collection[str]
-    example: Callable[[Any, Draw], Iterable[Any]]
+    example: Callable[[Any, ProbeInputs], Iterable[Any]]
     optional: Collection[str] = ()
     reads: Collection[str] = ()
     attention: str = ""

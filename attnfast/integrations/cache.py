@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
 from attnfast.decoding import Memory
 
-__all__ = ["PLACE", "Seen", "cached_per_source"]
+__all__ = ["PLACE", "TensorSnapshot", "cached_per_source"]
 
 PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
 PATIENCE = 3  # so many sources in a row that come once, before nothing is kept of the next
@@ -43,11 +43,11 @@ class _Kept:
         if any(self.base is x for x in bases):
             self.base = None  # a view, whose memory others may write to
         self.of = tuple(
-            Seen(x, exact=not any(_base(x) is made for made in made_here))
+            TensorSnapshot(x, exact=not any(_base(x) is made for made in made_here))
             if isinstance(x, Tensor) else x
             for x in of
         )  # fmt: skip
-        self.source = Seen(source) if isinstance(source, Tensor) else source
+        self.source = TensorSnapshot(source) if isinstance(source, Tensor) else source
 
     def holds(self, of: tuple[Any, ...], source: Any, way: tuple[Any, ...]) -> bool:
         return (
@@ -55,7 +55,9 @@ class _Kept:
             and len(of) == len(self.of)
             and (source is None if self.source is None else self.source.again(source))
             and all(
-                seen.again(x) if isinstance(seen, Seen) else not isinstance(x, Tensor) and x == seen
+                seen.again(x)
+                if isinstance(seen, TensorSnapshot)
+                else not isinstance(x, Tensor) and x == seen
                 for x, seen in zip(of, self.of)
             )
         )
@@ -75,7 +77,7 @@ class _Passed:
         return len(now) == len(self.of) and all(x is y() for x, y in zip(now, self.of))
 
 
-class Seen:
+class TensorSnapshot:
     """A snapshot of a tensor: the object or its base, its version and its form.
 
     Some elements of a parameter are kept too, because writes through ``.data`` have no version, and

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.decoding import Memory
-from attnfast.nn._fused_rnn import Layer, RecurrentState, Steps, backend_of, run_layer
+from attnfast.nn._fused_rnn import Layer, LayerOutputs, RecurrentState, backend_of, run_layer
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
 
@@ -108,7 +108,7 @@ def run_decoder(
     query_proj: nn.Module | None,
     memory: Memory,
     **dropouts: Tensor | None,
-) -> Steps:
+) -> LayerOutputs:
     """Run the layer over ``input [B, T, E]``; the memory says by which score it attends."""
     attention = LuongAttention(1, 1, "dot")  # without parameters
     if query_proj is not None:

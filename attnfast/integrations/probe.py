@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast.integrations.adapter import Adapter, Draw, arguments
+from attnfast.integrations.adapter import Adapter, ProbeInputs, arguments
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving, patch
 
@@ -296,7 +296,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
 
 
 @dataclass(frozen=True)
-class Way:
+class ProbeConfig:
     """One way of calling both."""
 
     dtype: torch.dtype
@@ -311,19 +311,21 @@ class Way:
     large: bool = False  # the whole vocabulary and gradients of large parameters; one batch
 
 
-def ways(module: nn.Module, adapter: Adapter) -> Iterator[Way]:
+def ways(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
     """Yield the ways in which a module and its replacement are compared."""
     cpu = torch.device("cpu")
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
     exact = adapter.dtype == torch.float64
     least = 1e-9 if exact else 1e-4
-    yield Way(adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
-    yield Way(adapter.dtype, cpu, least, training=True, late=True)
+    yield ProbeConfig(adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
+    yield ProbeConfig(adapter.dtype, cpu, least, training=True, late=True)
     if parameter.dtype in OWN:
-        yield Way(parameter.dtype, parameter.device, 1e-4, large=True)
-    yield Way(adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS)
+        yield ProbeConfig(parameter.dtype, parameter.device, 1e-4, large=True)
+    yield ProbeConfig(
+        adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS
+    )
     half = parameter.dtype not in OWN
-    yield Way(torch.float32, parameter.device, 0.1, autocast=True, large=half)
+    yield ProbeConfig(torch.float32, parameter.device, 0.1, autocast=True, large=half)
 
 
 @contextlib.contextmanager
@@ -401,7 +403,7 @@ def words_to_compare(module: nn.Module, adapter: Adapter) -> int | None:
 
 
 def outcome_of(
-    module: nn.Module, adapter: Adapter, way: Way, served: bool, words: int | None = None
+    module: nn.Module, adapter: Adapter, way: ProbeConfig, served: bool, words: int | None = None
 ) -> tuple[Any, ...]:
     """Run the adapter's example on a copy of the module; return results, state and gradients."""
     with (
@@ -426,7 +428,7 @@ def outcome_of(
         if served:
             patch(twin, adapter)
         cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
-        draw = Draw(
+        draw = ProbeInputs(
             way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
             known=integers(type(module)) if way.late else (), first=way.large,
         )  # fmt: skip
@@ -434,7 +436,7 @@ def outcome_of(
             return run(twin, adapter.example, draw)
 
 
-def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ...]:
+def run(module: nn.Module, example: Any, draw: ProbeInputs) -> tuple[dict[str, Any], ...]:
     """Run an example; return its results, the module's state, and the gradients of all of it.
 
     The state is that after every call, because one call may overwrite what another wrote.
@@ -451,7 +453,7 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     parameters = dict(module.named_parameters())
     leaves = {f"{i}": x for i, x in enumerate(draw.leaves)} | parameters
     leaves = {name: x for name, x in leaves.items() if x.requires_grad}
-    weighted = Draw(torch.float64, draw.device, seed=1)
+    weighted = ProbeInputs(torch.float64, draw.device, seed=1)
     loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
     grads: Any = [None] * len(leaves)
     if made:
@@ -459,7 +461,7 @@ def run(module: nn.Module, example: Any, draw: Draw) -> tuple[dict[str, Any], ..
     return results, state, dict(zip(leaves, grads))
 
 
-def calls(module: nn.Module, example: Any, draw: Draw) -> Iterator[Any]:
+def calls(module: nn.Module, example: Any, draw: ProbeInputs) -> Iterator[Any]:
     """Yield an example's results, and again until its targets have had all words that they must."""
     before = None
     while before is None or before < draw.marked < draw.marks:
@@ -530,7 +532,7 @@ def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str
     return [(x, "num_embeddings") for x in tables] + [(x, "out_features") for x in scores]
 
 
-def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: Way) -> str | None:
+def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: ProbeConfig) -> str | None:
     """Say in what two outcomes differ, or None."""
     for what, a, b in zip(("results", "state", "gradients"), old, new):
         # Under autocast some gradients are rounding noise: they are compared with the largest.

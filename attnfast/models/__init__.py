@@ -11,18 +11,24 @@ story, and :class:`BiDAF` finds where in a text an answer stands.
 """
 
 from attnfast.models._checks import BOS, EOS, PAD, UNK
-from attnfast.models.bidaf import BiDAF, Located, best_spans
+from attnfast.models.bidaf import BiDAF, SpanPrediction, best_spans
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.ctc import CTCPrefixScorer
 from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.encoders import Encoder, TransformerEncoder
-from attnfast.models.las import Heard, LASOutput, ListenAttendSpell, PyramidEncoder
-from attnfast.models.memory_network import Answer, MemoryNetwork, position_encoding
+from attnfast.models.las import EncodedSpeech, LASOutput, ListenAttendSpell, PyramidEncoder
+from attnfast.models.memory_network import MemoryNetwork, MemoryNetworkOutput, position_encoding
 from attnfast.models.objectives import hybrid_loss, scheduled_sampling, sequence_loss
 from attnfast.models.search import Scorer, beam_search, greedy_search
-from attnfast.models.seq2seq import Seq2Seq, Source
-from attnfast.models.show_attend_tell import GridEncoder, MeanContext, Seen, ShowAttendTell, Told
+from attnfast.models.seq2seq import EncodedSource, Seq2Seq
+from attnfast.models.show_attend_tell import (
+    CaptionOutput,
+    EncodedImage,
+    GridEncoder,
+    MeanContext,
+    ShowAttendTell,
+)
 
 __all__ = [
     "ATTENTIONS",
@@ -32,29 +38,29 @@ __all__ = [
     "PAD",
     "POOLINGS",
     "UNK",
-    "Answer",
     "BahdanauDecoder",
     "BiDAF",
     "CTCPrefixScorer",
+    "CaptionOutput",
     "Classifier",
     "Config",
+    "EncodedImage",
+    "EncodedSource",
+    "EncodedSpeech",
     "Encoder",
     "FixedContext",
     "GridEncoder",
-    "Heard",
     "LASOutput",
     "ListenAttendSpell",
-    "Located",
     "LuongDecoder",
     "MeanContext",
     "MemoryNetwork",
+    "MemoryNetworkOutput",
     "PyramidEncoder",
     "Scorer",
-    "Seen",
     "Seq2Seq",
     "ShowAttendTell",
-    "Source",
-    "Told",
+    "SpanPrediction",
     "TransformerEncoder",
     "beam_search",
     "best_spans",

@@ -21,7 +21,7 @@ from attnfast.models.encoders import Encoder
 from attnfast.nn.attention import check_sizes
 
 
-class Located(NamedTuple):
+class SpanPrediction(NamedTuple):
     """Where an answer begins and where it ends: ``start`` and ``end [B, T]``, log-probabilities.
 
     ``weights``, what the attention returned besides, or None.
@@ -88,7 +88,7 @@ class BiDAF(nn.Module):
         question: Tensor,
         question_lengths: Tensor,
         need_weights: bool = False,
-    ) -> Located:
+    ) -> SpanPrediction:
         """Find an answer.
 
         Args:
@@ -122,7 +122,7 @@ class BiDAF(nn.Module):
             .log_softmax(-1)
             for layer, states in ((self.start, m), (self.end, last))
         )
-        return Located(start, end, weights)
+        return SpanPrediction(start, end, weights)
 
 
 def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor:

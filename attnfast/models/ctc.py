@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from attnfast._utils.checks import check_array, describe, refuse_type
 from attnfast.models._checks import EOS, check_ids
-from attnfast.models.las import BLANK, Heard
+from attnfast.models.las import BLANK, EncodedSpeech
 
 #: Below it the logarithm of a product of probabilities has too few digits to divide by it.
 LEAST = -1e6
 
 
-class Prefix(NamedTuple):
+class PrefixState(NamedTuple):
     """What :class:`CTCPrefixScorer` keeps of hypotheses g, in logarithms of float64.
 
     ``blank`` and ``label [R, T + 1]``: the probability of all paths of the first t states that
@@ -29,9 +29,9 @@ class Prefix(NamedTuple):
     scores: Tensor
     last: Tensor
 
-    def index_select(self, index: Tensor) -> Prefix:
+    def index_select(self, index: Tensor) -> PrefixState:
         """Return what is kept of the hypotheses ``index``."""
-        return Prefix(*(x[index] for x in self))
+        return PrefixState(*(x[index] for x in self))
 
 
 class CTCPrefixScorer:
@@ -55,7 +55,9 @@ class CTCPrefixScorer:
     7.5; Watanabe et al., IEEE JSTSP 11(8), 2017, algorithm 2.
     """
 
-    def score(self, words: Tensor, state: Prefix | None, heard: Heard) -> tuple[Tensor, Prefix]:
+    def score(
+        self, words: Tensor, state: PrefixState | None, heard: EncodedSpeech
+    ) -> tuple[Tensor, PrefixState]:
         r"""Read the last word of every hypothesis, and score the next one.
 
         Args:
@@ -76,7 +78,7 @@ class CTCPrefixScorer:
         log_p = log_p.double()
         check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
         check_ids("words", words, V)
-        if not isinstance(state, (Prefix, type(None))):
+        if not isinstance(state, (PrefixState, type(None))):
             refuse_type("state", "what score(...) returned, or None", describe(state))
         if state is not None:
             shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
@@ -103,7 +105,7 @@ class CTCPrefixScorer:
         scores = scores.scatter(-1, last, again.logsumexp(1, keepdim=True))
         scores[:, EOS] = both.gather(-1, heard.lengths.unsqueeze(-1)).squeeze(-1)
         gain = torch.where(total == -torch.inf, total, scores - total)
-        return gain.to(heard.frame_log_probs.dtype), Prefix(blank, label, scores, last)
+        return gain.to(heard.frame_log_probs.dtype), PrefixState(blank, label, scores, last)
 
 
 def _of_label(log_p: Tensor, labels: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from attnfast._utils.checks import (
 from attnfast._utils.torch_private import is_autocast_on
 from attnfast.decoding import check_memory
 from attnfast.nn import Memory
-from attnfast.nn._fused_rnn import Layer, RecurrentState, Steps, run_layer, run_rnn
+from attnfast.nn._fused_rnn import Layer, LayerOutputs, RecurrentState, run_layer, run_rnn
 from attnfast.nn._linear import project
 from attnfast.nn.attention import check_sizes, check_target_mask
 from attnfast.ops.backends import check_backend
@@ -138,7 +138,7 @@ class _Decoder(nn.Module):
         memory: Memory,
         need_weights: bool,
         target_mask: Tensor | None,
-    ) -> tuple[Steps, RecurrentState]:
+    ) -> tuple[LayerOutputs, RecurrentState]:
         """Run RNN and attention, each of which needs the other's last step."""
         done = run_layer(
             self.parts()[0], embedded, state, self.attention, memory,

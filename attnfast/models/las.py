@@ -120,7 +120,7 @@ class PyramidEncoder(nn.Module):
         return self.dropout(states), lengths
 
 
-class Heard(NamedTuple):
+class EncodedSpeech(NamedTuple):
     """A recording that has been read: what the speller attends to, and what CTC makes of it.
 
     ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half types;
@@ -131,9 +131,9 @@ class Heard(NamedTuple):
     frame_log_probs: Tensor
     lengths: Tensor
 
-    def index_select(self, index: Tensor) -> Heard:
+    def index_select(self, index: Tensor) -> EncodedSpeech:
         """Return the recordings ``index``."""
-        return Heard(self.memory.index_select(index), *(x[index] for x in self[1:]))
+        return EncodedSpeech(self.memory.index_select(index), *(x[index] for x in self[1:]))
 
 
 class LASOutput(NamedTuple):
@@ -210,7 +210,7 @@ class ListenAttendSpell(nn.Module):
             lengths = (lengths + self.encoder.join - 1) // self.encoder.join
         return lengths.cpu() + 1
 
-    def encode(self, frames: Tensor, lengths: Tensor) -> tuple[Heard, RecurrentState]:
+    def encode(self, frames: Tensor, lengths: Tensor) -> tuple[EncodedSpeech, RecurrentState]:
         """Listen to recordings, and project their keys, once.
 
         Args:
@@ -227,10 +227,10 @@ class ListenAttendSpell(nn.Module):
         labels = linear(states, self.ctc.weight, self.ctc.bias, backend)
         labels = labels.log_softmax(-1, dtype=accumulation_dtype(labels.dtype))
         zeros = states.new_zeros(1, states.shape[0], self.speller.hidden_size)
-        return Heard(memory, labels, lengths), RecurrentState(zeros, zeros)
+        return EncodedSpeech(memory, labels, lengths), RecurrentState(zeros, zeros)
 
     def decode(
-        self, words: Tensor, state: RecurrentState, heard: Heard, need_weights: bool = False
+        self, words: Tensor, state: RecurrentState, heard: EncodedSpeech, need_weights: bool = False
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Read the letters ``words [B, T]`` from ``state`` on.
 
@@ -238,7 +238,7 @@ class ListenAttendSpell(nn.Module):
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
             ``weights [B, T, Tk]`` if asked for, in the columns of its span if attention has one.
         """
-        check_source("heard", heard, Heard, state)
+        check_source("heard", heard, EncodedSpeech, state)
         check_flag("need_weights", need_weights)
         try:
             return self._spell(words, state, heard, need_weights, None)
@@ -248,7 +248,12 @@ class ListenAttendSpell(nn.Module):
             raise
 
     def _spell(
-        self, words: Tensor, state: Any, heard: Heard, need_weights: bool, lengths: Tensor | None
+        self,
+        words: Tensor,
+        state: Any,
+        heard: EncodedSpeech,
+        need_weights: bool,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         result = self.speller(
             self.dropout(embed("words", words, self.embedding)), heard.memory, state,

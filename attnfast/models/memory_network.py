@@ -14,7 +14,7 @@ from attnfast.nn.attention import check_sizes
 from attnfast.ops.operators import accumulation_dtype
 
 
-class Answer(NamedTuple):
+class MemoryNetworkOutput(NamedTuple):
     """``logits [B, V]`` of the answer, and the weights ``[B, K, S]`` of sentences, or None."""
 
     logits: Tensor
@@ -107,7 +107,9 @@ class MemoryNetwork(nn.Module):
         if tying == "adjacent":
             self.output.weight = last.weight
 
-    def forward(self, stories: Tensor, questions: Tensor, need_weights: bool = False) -> Answer:
+    def forward(
+        self, stories: Tensor, questions: Tensor, need_weights: bool = False
+    ) -> MemoryNetworkOutput:
         """Answer questions.
 
         Args:
@@ -145,4 +147,4 @@ class MemoryNetwork(nn.Module):
         asked = position_encoding(questions, self.dim, self.places.dtype)
         query = (self.question(questions) * asked).sum(-2)
         found, weights = self.attention(query, memory, need_weights)
-        return Answer(self.output(found), weights)
+        return MemoryNetworkOutput(self.output(found), weights)

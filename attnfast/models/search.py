@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnfast._utils.checks import InputError, check_whole, describe, is_finite, refuse, refuse_type
 from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
-from attnfast.models.seq2seq import Seq2Seq, Source, output_limit
+from attnfast.models.seq2seq import EncodedSource, Seq2Seq, output_limit
 from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, widened
 from attnfast.nn._linear import is_plain
 from attnfast.nn.stateful import HistoryAttention
@@ -102,7 +102,7 @@ def check_model(model: object) -> None:
 
 
 def _in_one_call(
-    model: Seq2Seq, source: Source, state: RecurrentState, limits: Tensor
+    model: Seq2Seq, source: EncodedSource, state: RecurrentState, limits: Tensor
 ) -> list[list[int]] | None:
     """Return what :func:`greedy_search` does, by one operator; None if none serves the model."""
     if not is_plain(model, Seq2Seq) or (model.dropout.training and model.dropout.p):

@@ -44,7 +44,7 @@ def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tenso
     return ((ratio * lengths.cpu().double()).long() + 10).clamp_min(longest)
 
 
-class Source(NamedTuple):
+class EncodedSource(NamedTuple):
     """A source that has been read: what the decoder attends to, and the words that it may copy.
 
     ``words [B, Tk]``, of which those from V on are the source's own, ``extra_words`` in the batch.
@@ -54,9 +54,9 @@ class Source(NamedTuple):
     words: Tensor
     extra_words: int
 
-    def index_select(self, index: Tensor) -> Source:
+    def index_select(self, index: Tensor) -> EncodedSource:
         """Return the sources of the sequences ``index``."""
-        return Source(self.memory.index_select(index), self.words[index], self.extra_words)
+        return EncodedSource(self.memory.index_select(index), self.words[index], self.extra_words)
 
 
 class Seq2SeqOutput(tuple):
@@ -133,7 +133,7 @@ class Seq2Seq(nn.Module):
         embedded = embed(name, words, self.embedding)
         return self.dropout(embedded * self.embedding.embedding_dim**0.5)
 
-    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Source, RecurrentState]:
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[EncodedSource, RecurrentState]:
         """Read the source and project its keys, once.
 
         Args:
@@ -150,7 +150,7 @@ class Seq2Seq(nn.Module):
         extra_words = 0
         if self.pointer is not None:
             extra_words = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
-        return Source(memory, source, extra_words), state
+        return EncodedSource(memory, source, extra_words), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
         """Do the same with an embedded source ``[B, Tk, E]``."""
@@ -160,7 +160,11 @@ class Seq2Seq(nn.Module):
         return memory, self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
 
     def decode(
-        self, words: Tensor, state: RecurrentState, source: Source, need_weights: bool = False
+        self,
+        words: Tensor,
+        state: RecurrentState,
+        source: EncodedSource,
+        need_weights: bool = False,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Read the target words ``[B, T]`` from ``state`` on.
 
@@ -169,7 +173,7 @@ class Seq2Seq(nn.Module):
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
         """
         check_flag("need_weights", need_weights)
-        check_source("source", source, Source, state)
+        check_source("source", source, EncodedSource, state)
         try:
             return self._decode(words, state, source, need_weights)
         except Exception:
@@ -179,7 +183,7 @@ class Seq2Seq(nn.Module):
             raise
 
     def _decode(
-        self, words: Tensor, state: RecurrentState, source: Source, need_weights: bool
+        self, words: Tensor, state: RecurrentState, source: EncodedSource, need_weights: bool
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         output, state, weights = self.decoder(
             self.embed(words),

@@ -207,7 +207,7 @@ def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
     return (total / mask.sum(-1, keepdim=True).clamp_min(1)).to(states.dtype)
 
 
-class Seen(NamedTuple):
+class EncodedImage(NamedTuple):
     """Images that have been looked at: what the teller attends to.
 
     ``mask [B, R, C]``, the cells that exist.
@@ -216,17 +216,17 @@ class Seen(NamedTuple):
     memory: Memory
     mask: Tensor
 
-    def index_select(self, index: Tensor) -> Seen:
+    def index_select(self, index: Tensor) -> EncodedImage:
         """Return the images ``index``."""
-        return Seen(self.memory.index_select(index), self.mask[index])
+        return EncodedImage(self.memory.index_select(index), self.mask[index])
 
 
-class Told(NamedTuple):
+class CaptionOutput(NamedTuple):
     """What a model says of a whole caption.
 
     ``logits [B, T, V]`` of the word after each; ``mask [B, R, C]``, the cells of each grid that
     exist; ``weights [B, T, R · C]``, row after row of the grid, None unless asked for; ``history``,
-    what attention passes on: :class:`attnfast.nn.Drawn` of hard attention.
+    what attention passes on: :class:`attnfast.nn.HardAttentionState` of hard attention.
     """
 
     logits: Tensor
@@ -305,7 +305,7 @@ class ShowAttendTell(nn.Module):
         check_array("sizes", sizes, "int64 or int32", ("B", 2))
         return torch.full((len(sizes),), self.longest)
 
-    def encode(self, images: Tensor, sizes: Tensor) -> tuple[Seen, RecurrentState]:
+    def encode(self, images: Tensor, sizes: Tensor) -> tuple[EncodedImage, RecurrentState]:
         """Look at images, and project their keys, once.
 
         Args:
@@ -320,10 +320,10 @@ class ShowAttendTell(nn.Module):
         memory = self.teller.attention.prepare(states, mask=seen)
         mean = masked_mean(states, seen)
         h, c = (layer(mean).tanh().unsqueeze(0) for layer in (self.first_hidden, self.first_cell))
-        return Seen(memory, mask), RecurrentState(h, c)
+        return EncodedImage(memory, mask), RecurrentState(h, c)
 
     def decode(
-        self, words: Tensor, state: RecurrentState, seen: Seen, need_weights: bool = False
+        self, words: Tensor, state: RecurrentState, seen: EncodedImage, need_weights: bool = False
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Read the words ``words [B, T]`` from ``state`` on.
 
@@ -331,7 +331,7 @@ class ShowAttendTell(nn.Module):
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if asked for.
         """
-        check_source("seen", seen, Seen, state)
+        check_source("seen", seen, EncodedImage, state)
         check_flag("need_weights", need_weights)
         try:
             return self._tell(words, state, seen, need_weights, None)
@@ -341,7 +341,12 @@ class ShowAttendTell(nn.Module):
             raise
 
     def _tell(
-        self, words: Tensor, state: Any, seen: Seen, need_weights: bool, lengths: Tensor | None
+        self,
+        words: Tensor,
+        state: Any,
+        seen: EncodedImage,
+        need_weights: bool,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         embedded = self.dropout(embed("words", words, self.embedding))
         result = self.teller(
@@ -355,7 +360,7 @@ class ShowAttendTell(nn.Module):
 
     def forward(
         self, images: Tensor, sizes: Tensor, target_in: Tensor, need_weights: bool = False
-    ) -> Told:
+    ) -> CaptionOutput:
         """Read the true words before each, ``target_in [B · N, T]``, padded with 0.
 
         An image has N captions, one after the other, and is looked at once. What is returned has
@@ -375,4 +380,4 @@ class ShowAttendTell(nn.Module):
             seen, state = seen.index_select(index), state.index_select(index)
         counts = (target_in != PAD).sum(-1)
         logits, state, weights = self._tell(target_in, state, seen, need_weights, counts)
-        return Told(logits, seen.mask, weights, state.history)
+        return CaptionOutput(logits, seen.mask, weights, state.history)

@@ -48,13 +48,13 @@ from attnfast.nn.positions import LearnedPositions, RelativePositions, Sinusoida
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
 from attnfast.nn.stateful import (
     CoverageAttention,
+    CumulativeState,
     ForwardAttention,
-    History,
     HistoryAttention,
     LocationAwareAttention,
 )
 from attnfast.nn.transformer import TransformerEncoderLayer
-from attnfast.nn.wrappers import Drawn, GatedAttention, HardAttention
+from attnfast.nn.wrappers import GatedAttention, HardAttention, HardAttentionState
 
 __all__ = [
     "AttentionGRU",
@@ -63,12 +63,12 @@ __all__ = [
     "BahdanauAttention",
     "BidirectionalAttention",
     "CoverageAttention",
-    "Drawn",
+    "CumulativeState",
     "ForwardAttention",
     "GatedAttention",
     "HardAttention",
+    "HardAttentionState",
     "HardMonotonicWindowAttention",
-    "History",
     "HistoryAttention",
     "LearnedPositions",
     "LocalAttention",

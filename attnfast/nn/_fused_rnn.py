@@ -14,11 +14,11 @@ from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
-from attnfast.nn.local import LocalAttention, Progress
+from attnfast.nn.local import LocalAttention, SpanState
 from attnfast.nn.stateful import (
     CoverageAttention,
+    CumulativeState,
     ForwardAttention,
-    History,
     HistoryAttention,
     LocationAwareAttention,
     last_of,
@@ -128,7 +128,7 @@ class Packed(NamedTuple):
     versions: list[int]
 
 
-class Steps(NamedTuple):
+class LayerOutputs(NamedTuple):
     """What a layer gives at every step, ``[B, T, ..]``; None for what there is not.
 
     States and cells of a stack are those of all its layers, ``[L, B, T, H]``.
@@ -162,7 +162,7 @@ def backend_of(
         if not is_plain(attention, *SERVED):
             return None
         if memory is None or not isinstance(
-            history, (History if remembers else Progress, type(None))
+            history, (CumulativeState if remembers else SpanState, type(None))
         ):
             return None
         is_local = isinstance(attention, LocalAttention)
@@ -221,7 +221,7 @@ def run_layer(
     dropout_above: Tensor | None = None,
     dropout_output: Tensor | None = None,
     need_weights: bool = False,
-) -> Steps:
+) -> LayerOutputs:
     """Run a layer, or a stack, over ``input [B, T, E]`` from its own state on.
 
     ``state.hidden`` is ``[B, H]``, of a stack ``[L, B, H]``. ``target_mask [B, T]`` is for
@@ -274,15 +274,15 @@ def run_layer(
         RECURRENT.check(call)  # says in one sentence what does not fit
         raise
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
-    if isinstance(history, Progress):
+    if isinstance(history, SpanState):
         history = history.after(input.shape[1] if lengths is None else lengths)
-    if isinstance(history, History):
+    if isinstance(history, CumulativeState):
         log_weights = None if call.transition_prob is None else done.log_weights
         history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)
     if _is_half(input):  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
-    return Steps(
+    return LayerOutputs(
         done.states,
         done.cells if layer.mode == "lstm" else None,
         None if attention is None else done.contexts,
@@ -311,7 +311,7 @@ def terms_of(
         history = attention.start(memory) if history is None else history
         terms = _remembered(attention, history, memory, input, target_mask)
     elif isinstance(attention, LocalAttention):
-        history = history or Progress()
+        history = history or SpanState()
         terms["span"] = _within(attention, history, memory, input)
     return _terms(attention, memory, backend, terms.get("filters") is None) | terms, history
 
@@ -335,7 +335,7 @@ def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict
 
 def _remembered(
     attention: HistoryAttention,
-    history: History,
+    history: CumulativeState,
     memory: Memory,
     input: Tensor,
     target_mask: Tensor | None,
@@ -362,7 +362,7 @@ def _remembered(
     return {x: getattr(call, x) for x in names}
 
 
-def _within(attention: LocalAttention, history: Progress, memory: Memory, input: Tensor) -> Tensor:
+def _within(attention: LocalAttention, history: SpanState, memory: Memory, input: Tensor) -> Tensor:
     """Return which keys the rows of a window see, ``[1, T, 2]`` or ``[B, T, 2]``."""
     T, Tk = input.shape[1], memory.key.shape[1]
     positions = attention.positions(history.rows, T, input.device)
@@ -402,7 +402,7 @@ def _run_steps(
     dropout_above: Tensor | None,
     dropout_output: Tensor | None,
     need_weights: bool,
-) -> Steps:
+) -> LayerOutputs:
     """Run the layer step by step, whatever the attention."""
     h, c, history = state.hidden, state.cell, state.history
     stacked = layer.weight_above is not None
@@ -454,15 +454,15 @@ def _run_steps(
         for values, y in zip(rows, shown):
             values.append(y)
     done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
-    if isinstance(history, Progress) and target_lengths is not None:
+    if isinstance(history, SpanState) and target_lengths is not None:
         first = 0 if state.history is None else state.history.rows
         history = history._replace(rows=first + target_lengths)
-    return Steps(done[0], done[1], done[2], done[3], done[4], history)
+    return LayerOutputs(done[0], done[1], done[2], done[3], done[4], history)
 
 
 def _run_no_step(
     layer: Layer, input: Tensor, state: Any, attention: Any, memory: Any, need_weights: bool
-) -> Steps:
+) -> LayerOutputs:
     """Return the results of an input without steps: those of one step, cut to none."""
     if getattr(attention, "has_history", False) and state.history is None:
         state = state._replace(history=attention.start(memory))

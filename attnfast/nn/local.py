@@ -31,7 +31,7 @@ from attnfast.ops.span import check_form, to_form
 from attnfast.spans import Span, gaussian_bias, log_prior
 
 
-class Progress(NamedTuple):
+class SpanState(NamedTuple):
     """The state of attention within a span: each step returns it, and a beam search reorders it.
 
     ``rows``, the number of rows so far: an int, or ``[B]`` if it differs by sequence; ``key [B]``,
@@ -41,12 +41,12 @@ class Progress(NamedTuple):
     rows: int | Tensor = 0
     key: Tensor | None = None
 
-    def index_select(self, index: Tensor) -> Progress:
+    def index_select(self, index: Tensor) -> SpanState:
         """Return the progress of the sequences ``index``."""
         kept = {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
-    def after(self, rows: int | Tensor) -> Progress:
+    def after(self, rows: int | Tensor) -> SpanState:
         """Return the progress after more rows: their number, or ``[B]`` numbers without padding."""
         return self._replace(rows=self.rows + rows)
 
@@ -69,19 +69,19 @@ class _SpanAttention(LuongAttention):
             return rows.unsqueeze(-1) + torch.arange(Tq, device=device)
         return rows
 
-    def start(self, memory: Memory) -> Progress:
+    def start(self, memory: Memory) -> SpanState:
         """Return the history before the first row."""
         check_memory(memory)
-        return Progress()
+        return SpanState()
 
     def forward(  # type: ignore[override]
         self,
         state: Tensor,
         memory: Memory,
-        history: Progress | None = None,
+        history: SpanState | None = None,
         need_weights: bool | str = False,
         target_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Progress]:
+    ) -> tuple[Tensor, Tensor | None, SpanState]:
         """Attend from decoder states to a prepared memory.
 
         Args:
@@ -109,8 +109,8 @@ class _SpanAttention(LuongAttention):
             history = history.after(query.shape[1] if counted is None else counted.sum(-1))
         except Exception:
             self._check_call(state, memory)
-            if not isinstance(history, (Progress, type(None))):
-                refuse_type("history", "a Progress or None", describe(history))
+            if not isinstance(history, (SpanState, type(None))):
+                refuse_type("history", "a SpanState or None", describe(history))
             for name, x in [] if history is None else history._asdict().items():
                 if isinstance(x, Tensor) or (name == "key" and x is not None):
                     B = state.shape[0]
@@ -130,10 +130,10 @@ class _SpanAttention(LuongAttention):
         self,
         query: Tensor,
         memory: Memory,
-        history: Progress,
+        history: SpanState,
         need_weights: bool | str,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Progress]:
+    ) -> tuple[Tensor, Tensor | None, SpanState]:
         """Return the contexts of rows, their weights, and the history but for their number."""
         position = self.positions(history.rows, query.shape[1], query.device)
         context, weights = self._attend(
@@ -287,10 +287,10 @@ class HardMonotonicWindowAttention(_SpanAttention):
         self,
         query: Tensor,
         memory: Memory,
-        history: Progress,
+        history: SpanState,
         need_weights: bool | str,
         target_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Progress]:
+    ) -> tuple[Tensor, Tensor | None, SpanState]:
         check_form(need_weights)
         Tk = memory.key.shape[-2]
         key = history.key

@@ -32,14 +32,14 @@ from attnfast.ops.reference import ACTIVATIONS
 TYINGS = ("adjacent", "layer-wise")
 
 
-class Hops(NamedTuple):
+class MultiHopMemory(NamedTuple):
     """What :class:`MultiHopAttention` asks: a memory for each hop, or one for all."""
 
     memories: tuple[Memory, ...]
 
-    def index_select(self, index: Tensor) -> Hops:
+    def index_select(self, index: Tensor) -> MultiHopMemory:
         """Return the memories of the sequences ``index``."""
-        return Hops(tuple(x.index_select(index) for x in self.memories))
+        return MultiHopMemory(tuple(x.index_select(index) for x in self.memories))
 
 
 class MultiHopAttention(nn.Module):
@@ -81,7 +81,7 @@ class MultiHopAttention(nn.Module):
 
     def prepare(
         self, sources: Sequence[Tensor], lengths: Tensor | None = None, mask: Tensor | None = None
-    ) -> Hops:
+    ) -> MultiHopMemory:
         """Keep a source's keys and values for all hops.
 
         Args:
@@ -101,10 +101,10 @@ class MultiHopAttention(nn.Module):
             if x.dim() != 3 or x.shape[-1] != self.dim or x.shape != sources[0].shape:
                 refuse("sources", f"all of the same {shape_of('B', 'Tk', self.dim)}", describe(x))
         options: dict[str, Any] = {"lengths": lengths, "mask": mask, "backend": self.backend}
-        return Hops(tuple(prepare(key, c, **options) for key, c in pairwise(sources)))
+        return MultiHopMemory(tuple(prepare(key, c, **options) for key, c in pairwise(sources)))
 
     def forward(
-        self, query: Tensor, memory: Hops, need_weights: bool = False
+        self, query: Tensor, memory: MultiHopMemory, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Ask K times.
 
@@ -122,7 +122,7 @@ class MultiHopAttention(nn.Module):
         """
         check_tensor("query", query)
         check_flag("need_weights", need_weights)
-        if not isinstance(memory, Hops) or not isinstance(memory.memories, tuple):
+        if not isinstance(memory, MultiHopMemory) or not isinstance(memory.memories, tuple):
             refuse_type("memory", "what prepare(...) returns", describe(memory))
         wanted = self.hops if self.tying == "adjacent" else 1
         if len(memory.memories) != wanted:
@@ -231,15 +231,15 @@ def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
     return index.gather(-1, scores.topk(k).indices)
 
 
-class Shelf(NamedTuple):
+class TopKMemory(NamedTuple):
     """What :class:`TopKAttention` attends to: the attention's memory of keys, and all values."""
 
     memory: Memory
     value: Tensor
 
-    def index_select(self, index: Tensor) -> Shelf:
+    def index_select(self, index: Tensor) -> TopKMemory:
         """Return those of the sequences ``index``."""
-        return Shelf(self.memory.index_select(index), self.value.index_select(0, index))
+        return TopKMemory(self.memory.index_select(index), self.value.index_select(0, index))
 
 
 class TopKAttention(nn.Module):
@@ -283,21 +283,21 @@ class TopKAttention(nn.Module):
         lengths: Tensor | None = None,
         mask: Tensor | None = None,
         values: Tensor | None = None,
-    ) -> Shelf:
+    ) -> TopKMemory:
         """Make the memory, as the attention does."""
         memory = self.attention.prepare(states, lengths, mask, values)
         if memory.score == "dot":
-            return Shelf(memory, memory.value)
+            return TopKMemory(memory, memory.value)
         few = memory.value[..., :1].detach().contiguous()  # only the scores are wanted of it
         short = self.attention._remember(memory.key, few, lengths, mask)
-        return Shelf(short, memory.value)
+        return TopKMemory(short, memory.value)
 
-    def choose(self, state: Tensor, memory: Shelf) -> Tensor:
+    def choose(self, state: Tensor, memory: TopKMemory) -> Tensor:
         """Return the k keys of the largest scores, ``[B, k]`` or ``[B, Tq, k]``, largest first.
 
         Where there are fewer keys k is their number. What a row may not see comes last.
         """
-        if not isinstance(memory, Shelf):
+        if not isinstance(memory, TopKMemory):
             refuse_type("memory", "what prepare(...) returns", describe(memory))
         keys, attention = memory.memory, self.attention
         attention._check_call(state, keys)
@@ -313,7 +313,7 @@ class TopKAttention(nn.Module):
         return index.view(*state.shape[:-1], k)
 
     def forward(
-        self, state: Tensor, memory: Shelf, need_weights: bool | str = False
+        self, state: Tensor, memory: TopKMemory, need_weights: bool | str = False
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from decoder states to a prepared memory.
 

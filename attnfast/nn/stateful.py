@@ -26,7 +26,7 @@ from attnfast.ops.arguments import check_activation
 from attnfast.ops.span import check_form
 
 
-class History(NamedTuple):
+class CumulativeState(NamedTuple):
     """What attention knows of the rows before: passed from step to step, reordered by a search.
 
     ``coverage [B, Tk]``, the sum of their weights; ``previous [B, Tk]``, the weights of the last;
@@ -39,7 +39,7 @@ class History(NamedTuple):
     loss: Tensor | None = None
     log_previous: Tensor | None = None
 
-    def index_select(self, index: Tensor) -> History:
+    def index_select(self, index: Tensor) -> CumulativeState:
         """Return the history of the sequences ``index``."""
         kept = {name: x for name, x in self._asdict().items() if x is not None}
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
@@ -57,13 +57,13 @@ class History(NamedTuple):
         coverage: Tensor,
         loss: Tensor,
         lengths: Tensor | None,
-    ) -> History:
+    ) -> CumulativeState:
         """Return the history after more rows, ``lengths [B]`` of which are not padding."""
         log_previous = None
         if log_weights is not None:
             first = logarithm(self.previous) if self.log_previous is None else self.log_previous
             log_previous = last_of(log_weights, first, lengths)
-        return History(
+        return CumulativeState(
             coverage,
             last_of(weights.to(coverage.dtype), self.previous, lengths),
             loss if self.loss is None else self.loss + loss,
@@ -110,22 +110,22 @@ class HistoryAttention(_Attention):
         """Return the arguments of :func:`attnfast.coverage_attention` that make the kind."""
         raise NotImplementedError
 
-    def start(self, memory: Memory) -> History:
+    def start(self, memory: Memory) -> CumulativeState:
         """Return the history before the first row."""
         check_memory(memory)
         zeros = memory.key.new_zeros(memory.key.shape[:-1])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
-        return History(zeros, zeros, zeros.new_zeros(zeros.shape[:-1]))
+        return CumulativeState(zeros, zeros, zeros.new_zeros(zeros.shape[:-1]))
 
     def forward(  # type: ignore[override]
         self,
         state: Tensor,
         memory: Memory,
-        history: History | None = None,
+        history: CumulativeState | None = None,
         need_weights: bool | str = False,
         target_mask: Tensor | None = None,
         **terms: Any,
-    ) -> tuple[Tensor, Tensor | None, History]:
+    ) -> tuple[Tensor, Tensor | None, CumulativeState]:
         """Attend from decoder states to a prepared memory.
 
         Args:
@@ -145,12 +145,12 @@ class HistoryAttention(_Attention):
             check_form(need_weights)
             query = self.query_proj(state.unsqueeze(1) if step else state)
             mask = memory.mask
-            if not isinstance(history, (History, type(None))):
-                refuse_type("history", "a History or None", describe(history))
+            if not isinstance(history, (CumulativeState, type(None))):
+                refuse_type("history", "a CumulativeState or None", describe(history))
             if history is not None and (history.coverage is None or history.previous is None):
                 refuse(
                     "history",
-                    "a History whose coverage and previous are tensors",
+                    "a CumulativeState whose coverage and previous are tensors",
                     describe(history),
                 )
             if target_mask is not None:
@@ -168,7 +168,7 @@ class HistoryAttention(_Attention):
             )
         except Exception:
             self._check_call(state, memory)
-            if isinstance(history, History):
+            if isinstance(history, CumulativeState):
                 for name in ("coverage", "previous"):
                     x, shape = getattr(history, name), memory.key.shape[:2]
                     check_array(
@@ -353,7 +353,7 @@ class ForwardAttention(LocationAwareAttention):
     def _terms(self, memory: Memory) -> dict[str, Any]:
         return {**super()._terms(memory), "transition_prob": 0.5}
 
-    def start(self, memory: Memory) -> History:
+    def start(self, memory: Memory) -> CumulativeState:
         history = super().start(memory)
         first = torch.zeros_like(history.previous)
         first[:, :1] = 1
@@ -363,11 +363,11 @@ class ForwardAttention(LocationAwareAttention):
         self,
         state: Tensor,
         memory: Memory,
-        history: History | None = None,
+        history: CumulativeState | None = None,
         need_weights: bool | str = False,
         target_mask: Tensor | None = None,
         transition_prob: float | Tensor = 0.5,
-    ) -> tuple[Tensor, Tensor | None, History]:
+    ) -> tuple[Tensor, Tensor | None, CumulativeState]:
         if transition_prob is None:  # which would be attention without a transition
             refuse_type("transition_prob", "a number or a tensor", "None")
         one = isinstance(state, Tensor) and state.dim() == 2

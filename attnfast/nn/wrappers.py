@@ -79,7 +79,7 @@ class GatedAttention(nn.Module):
         return self.gate(state).sigmoid() * context, *rest
 
 
-class Drawn(NamedTuple):
+class HardAttentionState(NamedTuple):
     """What :class:`HardAttention` has drawn so far: passed on, reordered by a search.
 
     ``log_prob [B]``, the sum over the rows of ln α of the key that was drawn; ``entropy [B]``, that
@@ -91,12 +91,12 @@ class Drawn(NamedTuple):
     entropy: Tensor
     averaged: Tensor
 
-    def index_select(self, index: Tensor) -> Drawn:
+    def index_select(self, index: Tensor) -> HardAttentionState:
         """Return what was drawn for the sequences ``index``."""
-        return Drawn(*(x.index_select(0, index) for x in self))
+        return HardAttentionState(*(x.index_select(0, index) for x in self))
 
 
-def _fits(history: Drawn, state: Tensor) -> bool:
+def _fits(history: HardAttentionState, state: Tensor) -> bool:
     """Return whether a history has the batch and the device of a state."""
     batch, device = state.shape[:1], state.device
     return all([isinstance(x, Tensor) and x.shape == batch and x.device == device for x in history])
@@ -109,10 +109,10 @@ class HardAttention(nn.Module):
 
     In training a sequence takes the average :math:`\sum_j \alpha_{tj} h_j` at all its rows in place
     of what is drawn, with the probability ``average``. In evaluation nothing is drawn: the key is
-    that of the largest weight. No gradient goes through the draw; the history, :class:`Drawn`,
-    has the log-probabilities that :class:`attnfast.losses.Reinforce` learns from. Recurrent layers
-    run it step by step. A row that may see no key has context 0 and adds nothing to the sums; one
-    whose weights are NaN has a context of NaN.
+    that of the largest weight. No gradient goes through the draw; the history,
+    :class:`HardAttentionState`, has the log-probabilities that :class:`attnfast.losses.Reinforce`
+    learns from. Recurrent layers run it step by step. A row that may see no key has context 0 and
+    adds nothing to the sums; one whose weights are NaN has a context of NaN.
 
     Args:
         attention: a module of :mod:`attnfast.nn`, without a history, heads or a gate:
@@ -155,7 +155,7 @@ class HardAttention(nn.Module):
         """Make the memory, as the attention does."""
         return self.attention.prepare(states, lengths, mask, values)
 
-    def start(self, memory: Memory) -> Drawn:
+    def start(self, memory: Memory) -> HardAttentionState:
         """Return the history before the first row; in training it draws which take averages."""
         if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
             refuse_type("memory", "what prepare(...) returns", describe(memory))
@@ -163,16 +163,16 @@ class HardAttention(nn.Module):
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
         share = self.average if self.training else 0.0
         averaged = torch.rand_like(zeros) < share if share else zeros.bool()
-        return Drawn(zeros, zeros, averaged)
+        return HardAttentionState(zeros, zeros, averaged)
 
     def forward(
         self,
         state: Tensor,
         memory: Memory,
-        history: Drawn | None = None,
+        history: HardAttentionState | None = None,
         need_weights: bool | str = False,
         target_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Drawn]:
+    ) -> tuple[Tensor, Tensor | None, HardAttentionState]:
         """Attend from decoder states to a prepared memory.
 
         Args:
@@ -190,8 +190,8 @@ class HardAttention(nn.Module):
             ValueError, TypeError: an argument does not fit; the sentence names it.
         """
         check_tensor("state", state)
-        if not isinstance(history, (Drawn, type(None))):
-            refuse_type("history", "a Drawn or None", describe(history))
+        if not isinstance(history, (HardAttentionState, type(None))):
+            refuse_type("history", "a HardAttentionState or None", describe(history))
         if history is not None and not _fits(history, state):
             for name, x in history._asdict().items():
                 kind = "boolean" if name == "averaged" else "real numbers"

@@ -105,7 +105,7 @@ def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | N
     )
 
 
-class Request(NamedTuple):
+class DispatchKey(NamedTuple):
     """What backends judge a call by."""
 
     device: torch.device
@@ -124,7 +124,7 @@ class Backend:
     name: str
     packs = False  # whether :meth:`pack` does
 
-    def why_not(self, request: Request) -> str | None:
+    def why_not(self, request: DispatchKey) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
         if reason := self._unable(request):
             return reason
@@ -135,10 +135,10 @@ class Backend:
         registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
         return None if registered else f"it has no {request.operator} yet"
 
-    def _unable(self, request: Request) -> str | None:
+    def _unable(self, request: DispatchKey) -> str | None:
         raise NotImplementedError
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: DispatchKey) -> float:
         """Return this one's place for a call, the lowest the best; infinite: asked for by name."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class Triton(Backend):
     name = "triton"
     most_filters = 128  # more do not fit into shared memory
 
-    def _unable(self, request: Request) -> str | None:
+    def _unable(self, request: DispatchKey) -> str | None:
         if _triton_missing():
             return "the package triton is not installed"
         if reason := not_installed():
@@ -184,7 +184,7 @@ class Triton(Backend):
                 return f"Triton needs compute capability {needed}, this GPU has {_named(own)}"
         return None
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: DispatchKey) -> float:
         return math.inf if triton_interpreted() else 1
 
 
@@ -197,7 +197,7 @@ class Cuda(Backend):
 
     name = "cuda"
 
-    def _unable(self, request: Request) -> str | None:
+    def _unable(self, request: DispatchKey) -> str | None:
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         if request.device.type != "cuda":
@@ -206,14 +206,14 @@ class Cuda(Backend):
             return reason
         return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
 
-    def why_not(self, request: Request) -> str | None:
+    def why_not(self, request: DispatchKey) -> str | None:
         if request.history:
             return "its recurrent layers attend without a history"
         if request.stack:
             return "it has one recurrent layer at a time, without dropout of its output"
         return super().why_not(request)
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: DispatchKey) -> float:
         products = request.score == "dot" and request.dtype in HALF and not request.step
         return 2 if products or request.operator == "copy_distribution" else 0
 
@@ -224,12 +224,12 @@ class Cpu(Backend):
     name = "cpu"
     packs = True
 
-    def _unable(self, request: Request) -> str | None:
+    def _unable(self, request: DispatchKey) -> str | None:
         if request.device.type != "cpu":
             return f"it runs on CPU tensors, not on {request.device.type}"
         return load_library("_C_cpu")
 
-    def why_not(self, request: Request) -> str | None:
+    def why_not(self, request: DispatchKey) -> str | None:
         if reason := super().why_not(request):
             return reason
         if request.operator == "linear":
@@ -239,7 +239,7 @@ class Cpu(Backend):
                 return "PyTorch's own product is as quick on this processor"
         return None
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: DispatchKey) -> float:
         return 3
 
     def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
@@ -255,10 +255,10 @@ class Reference(Backend):
 
     name = "reference"
 
-    def why_not(self, request: Request) -> str | None:
+    def why_not(self, request: DispatchKey) -> str | None:
         return None
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: DispatchKey) -> float:
         return 4
 
 
@@ -268,7 +268,7 @@ BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Ref
 @functools.cache
 def why_not(backend: str, *asked) -> str | None:
     """Return why a backend cannot run a call, or None; ``asked`` is what a Request holds."""
-    return BACKENDS[backend].why_not(Request(*asked))
+    return BACKENDS[backend].why_not(DispatchKey(*asked))
 
 
 def check_backend(backend: object) -> None:
@@ -277,7 +277,7 @@ def check_backend(backend: object) -> None:
         refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
 
 
-def in_order(request: Request) -> list[str]:
+def in_order(request: DispatchKey) -> list[str]:
     """Return the backends to try for a call, the best first."""
     ranks = {name: backend.rank(request) for name, backend in BACKENDS.items()}
     return sorted((name for name in ranks if ranks[name] < math.inf), key=ranks.__getitem__)
@@ -285,14 +285,14 @@ def in_order(request: Request) -> list[str]:
 
 @functools.cache
 def _best(backend: str | None, *asked) -> str | None:
-    order = in_order(Request(*asked)) if backend is None else [backend]
+    order = in_order(DispatchKey(*asked)) if backend is None else [backend]
     able = (x for x in order if x != "reference" and why_not(x, *asked) is None)
     return next(able, None)
 
 
 @functools.cache
 def _choose(backend: str | None, *asked) -> str:
-    request = Request(*asked)
+    request = DispatchKey(*asked)
     if backend is None:
         order = in_order(request)
         reasons = {name: why_not(name, *asked) for name in order}
@@ -335,7 +335,7 @@ def choose(
 ) -> str:
     """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``.
 
-    The other arguments are those of a :class:`Request`.
+    The other arguments are those of a :class:`DispatchKey`.
     """
     check_backend(backend)
     name = backend if backend is None else str.__str__(backend)  # of an enumeration, its word

@@ -29,10 +29,10 @@ from attnfast.ops.span import (
 from attnfast.outputs import AttentionOutput, attention_result
 from attnfast.spans import Position, Span, Spans, first_position, log_prior
 
-__all__ = ["Lowered", "Place", "lower", "run_within"]
+__all__ = ["LoweredCall", "SpanArguments", "lower", "run_within"]
 
 
-class Place(NamedTuple):
+class SpanArguments(NamedTuple):
     """Which keys rows see, where rows stand among them, and how wide a prior around that is."""
 
     span: Spans = None
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     sigma: float | Tensor | None = None
 
 
-class Lowered(NamedTuple):
+class LoweredCall(NamedTuple):
     """A call that a backend takes, and what its results need to be a span's."""
 
     call: AttentionInputs
@@ -81,7 +81,7 @@ class Lowered(NamedTuple):
         return torch.stack([entropy, largest, position, mean, k * k * variance], -1)
 
 
-def lower(call: AttentionInputs, place: Place, form: bool | str) -> Lowered:
+def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> LoweredCall:
     """Bring what one span says of the keys into the operator's terms."""
     span: Any = place.span
     position: Any = place.position
@@ -123,8 +123,8 @@ def lower(call: AttentionInputs, place: Place, form: bool | str) -> Lowered:
     if span.phases > 1:
         front = first_position(position, query.shape[-2], Tk) % span.stride
         call = _in_phases(call, span, position, front)
-        return Lowered(call, query, Tk, keys, narrow, span, front)
-    return Lowered(_every(call, span.stride), query, Tk, keys, narrow, span)
+        return LoweredCall(call, query, Tk, keys, narrow, span, front)
+    return LoweredCall(_every(call, span.stride), query, Tk, keys, narrow, span)
 
 
 def _every(call: AttentionInputs, k: int) -> AttentionInputs:
@@ -165,7 +165,7 @@ def _in_phases(call: AttentionInputs, span: Span, position: Any, front: int) -> 
 
 
 def _run_within_one(
-    place: Place, call: AttentionInputs, form: bool | str, backend: str
+    place: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
 ) -> AttentionOutput:
     """Run a backend within one span."""
     lowered = lower(call, place, form)
@@ -173,7 +173,7 @@ def _run_within_one(
 
 
 def run_within(
-    place: Place, call: AttentionInputs, form: bool | str, backend: str
+    place: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
 ) -> AttentionOutput:
     """Run a backend within a span, or one for each head: heads of the same one go together.
 
@@ -207,7 +207,7 @@ def run_within(
                 x: heads(getattr(call, x), index) for x in ("query", "key", "value", "bias", "mask")
             },
         )
-        own = Place(span, heads(place.position, index), heads(place.sigma, index))
+        own = SpanArguments(span, heads(place.position, index), heads(place.sigma, index))
         results.append(_run_within_one(own, of_heads, form, backend))
     contexts, weights = zip(*results)
     sums = [result.log_sum_exp for result in results]

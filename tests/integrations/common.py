@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import attnfast
-from attnfast.decoding.deferred import Prepared
-from attnfast.integrations.adapter import Draw
+from attnfast.decoding.deferred import DeferredKeyGradients
+from attnfast.integrations.adapter import ProbeInputs
 from attnfast.integrations.probe import run as outcome
 from attnfast.integrations.probe import state_of, tensors
 
@@ -113,9 +113,9 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             plain = copy.deepcopy(module).to(dtype).train(train)
             served = copy.deepcopy(replaced).train(train)
             torch.manual_seed(0)
-            want = outcome(plain, run, Draw(dtype, torch.device("cpu")))
+            want = outcome(plain, run, ProbeInputs(dtype, torch.device("cpu")))
             torch.manual_seed(0)
-            got = outcome(served, run, Draw(dtype, torch.device("cpu")))
+            got = outcome(served, run, ProbeInputs(dtype, torch.device("cpu")))
             tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {}
             if dtype == torch.float32:
                 tolerance = {"rtol": 1e-4, "atol": 1e-5}
@@ -142,7 +142,7 @@ def same_types_under_autocast(plain, served, run):
     for module in (plain, served):
         twin = copy.deepcopy(module).float().eval()
         with torch.autocast("cpu", torch.bfloat16):
-            results = tensors(list(run(twin, Draw(torch.float32, torch.device("cpu")))))
+            results = tensors(list(run(twin, ProbeInputs(torch.float32, torch.device("cpu")))))
             types.append([x.dtype for x in (*results, *tensors(state_of(twin)))])
     assert types[0] == types[1], type(plain).__qualname__
 
@@ -151,8 +151,10 @@ def preparations(module, run):
     """Return how often the served module prepares a memory, or its filters, in ``run``."""
     served = copy.deepcopy(module).float().train()
     assert attnfast.replace(served).replaced
-    with mock.patch.object(Prepared, "apply", wraps=Prepared.apply) as apply:
-        list(run(served, Draw(torch.float32, torch.device("cpu"))))
+    with mock.patch.object(
+        DeferredKeyGradients, "apply", wraps=DeferredKeyGradients.apply
+    ) as apply:
+        list(run(served, ProbeInputs(torch.float32, torch.device("cpu"))))
     return apply.call_count
 
 
@@ -179,7 +181,7 @@ def greedy_tokens(model, source, lengths, words, steps=12):
 
 
 __all__ = [
-    "Draw",
+    "ProbeInputs",
     "alone",
     "compare",
     "greedy_tokens",

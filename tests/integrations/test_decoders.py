@@ -18,7 +18,7 @@ from torch import nn
 
 import attnfast
 from attnfast.integrations import fused_decoders
-from attnfast.integrations.adapter import Draw
+from attnfast.integrations.adapter import ProbeInputs
 from attnfast.nn import _linear
 
 PIPELINE = ("ahocorasick", "configargparse", "fasttext", "pyonmttok", "rapidfuzz", "spacy", "yaml")
@@ -50,7 +50,7 @@ def d2l(layers=1, dropout=0.0):
     attention = real("d2l.torch", *D2L).AdditiveAttention(8, dropout)
     decoder = Seq2SeqAttentionDecoder(attention, WORDS, 5, 8, layers)
     with torch.no_grad():
-        read(decoder, Draw(torch.float32, torch.device("cpu")))
+        read(decoder, ProbeInputs(torch.float32, torch.device("cpu")))
     decoder._attention_weights = attention.attention_weights = None
     return decoder
 
@@ -110,7 +110,7 @@ def served(plain, left=""):
 def operators(decoder, use):
     """Return how often ``use`` runs a whole target in one operator."""
     with mock.patch.object(fused_decoders, "run_layer", wraps=fused_decoders.run_layer) as run:
-        list(use(decoder, Draw(torch.float32, torch.device("cpu"))))
+        list(use(decoder, ProbeInputs(torch.float32, torch.device("cpu"))))
     return run.call_count
 
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from integrations.common import Draw, compare, preparations, real, same_training_step
+from integrations.common import ProbeInputs, compare, preparations, real, same_training_step
 
 import attnfast
 from attnfast.integrations.probe import tensors
@@ -140,7 +140,7 @@ def test_windows_on_durations():
     assert attnfast.replace(served).replaced
     with torch.no_grad():
         results = [
-            list(tensors(use_windows(m, Draw(torch.float32, torch.device("cpu")))))
+            list(tensors(use_windows(m, ProbeInputs(torch.float32, torch.device("cpu")))))
             for m in (plain, served)
         ]
     torch.testing.assert_close(*results)
@@ -159,7 +159,7 @@ def test_a_step_of_the_optimiser_between_utterances(name):
     assert attnfast.replace(served).replaced
     for _ in range(2):
         for attention in (plain, served):
-            draw = Draw(torch.float32, torch.device("cpu"))
+            draw = ProbeInputs(torch.float32, torch.device("cpu"))
             optimiser = torch.optim.SGD(attention.parameters(), 0.1)
             sum(context.square().sum() for context, _ in use(attention, draw)).backward()
             optimiser.step()
@@ -176,7 +176,7 @@ def test_parameters_that_change_between_two_steps(name):
     assert attnfast.replace(served).replaced
     results = []
     for attention in (plain, served):
-        draw, steps = Draw(torch.float32, torch.device("cpu")), []
+        draw, steps = ProbeInputs(torch.float32, torch.device("cpu")), []
         with torch.no_grad():
             for step in use(attention, draw):
                 steps.append(step)

@@ -13,7 +13,7 @@ from integrations.test_decoders import WORDS, d2l, pytestmark, served, tutorial
 from torch import nn
 
 import attnfast
-from attnfast.integrations.adapter import LATE, Draw
+from attnfast.integrations.adapter import LATE, ProbeInputs
 
 __all__ = ["MAX_LENGTH", "SOS_token", "pytestmark"]  # the tutorial's file has the two names
 
@@ -258,7 +258,10 @@ def test_a_first_word_that_is_not_0_is_probed(monkeypatch):
 @pytest.mark.parametrize("T", [2, 3, 10, LATE])
 def test_late_targets_have_every_word_that_may_be_special(T):
     """Each stands in all rows of a target, before the last word, which some decoders do not use."""
-    draw, same = Draw(torch.float64, torch.device("cpu"), late=True, known=[57, 400, -1]), set()
+    draw, same = (
+        ProbeInputs(torch.float64, torch.device("cpu"), late=True, known=[57, 400, -1]),
+        set(),
+    )
     assert draw.steps(4, 1) == (4, 1, LATE) and draw.steps(4) == (4,)
     for _ in range(6):
         words = draw.words(100, 3, T)

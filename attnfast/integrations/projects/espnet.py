@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.cache import Seen, cached_per_source
+from attnfast.integrations.cache import TensorSnapshot, cached_per_source
 from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, together
 
 KEYS = ["mlp_enc.weight", "mlp_enc.bias", "mlp_dec.weight"]
@@ -163,7 +163,7 @@ class Total:
             self.seen, self.sum = [], 0
         for x in terms[len(self.seen) :]:
             self.sum = self.sum + x
-            self.seen.append(Seen(x))
+            self.seen.append(TensorSnapshot(x))
         return self.sum
 
 
