@@ -9,14 +9,14 @@ from torch import Tensor
 
 from attnfast._utils.checks import (
     check_array,
+    check_choice,
     check_flag,
     check_tensor,
-    check_word,
     describe,
     is_finite,
+    is_int,
     is_one,
-    is_whole,
-    refuse,
+    raise_value_error,
 )
 from attnfast.ops import attention, copying, dispatch, lowering
 from attnfast.ops.arguments import (
@@ -31,7 +31,7 @@ from attnfast.ops.arguments import (
     fold_scale,
 )
 from attnfast.ops.attention import AttentionInputs
-from attnfast.ops.backends import HALF, Triton, choose
+from attnfast.ops.backends import HALF, Triton, select_backend
 from attnfast.ops.copying import COPYING, CopyInputs
 from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs, check_history
 from attnfast.ops.lowering import SpanArguments
@@ -71,7 +71,7 @@ def _attend(
             call = call._replace(scale=call.scale / temperature, bias=bias)
         query = call.query
         step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (a constant for torch.compile)
-        backend = choose(backend, query.device, query.dtype, step=step, score=call.score)
+        backend = select_backend(backend, query.device, query.dtype, step=step, score=call.score)
         if need_weights:
             call = call._replace(need_weights=True)
         if backend != "reference":
@@ -283,7 +283,7 @@ def coverage_call(
     if filters is not None or projection is not None:
         plain = CoverageInputs(query, call.key, call.value, call.weight, score=call.score)
         check_history(plain._replace(filters=filters, projection=projection))
-    check_word("channels", channels, ("previous", "coverage"))
+    check_choice("channels", channels, ("previous", "coverage"))
     if channels == "coverage" and filters is not None and filters.shape[-2] == 1:
         filters = torch.nn.functional.pad(filters, (0, 0, 1, 0))  # the second channel
     filters, projection = _with_coverage_feature(
@@ -295,13 +295,13 @@ def coverage_call(
             x = cast(name, x)
             return x if x is None or x.dim() else x.expand(shape)
         if not is_finite(x) or abs(x) > torch.finfo(dtype).max:
-            refuse(name, "a finite number or a tensor", describe(x))
+            raise_value_error(name, "a finite number or a tensor", describe(x))
         return filled(query, shape, x, dtype)
 
     penalty = number("penalty", call.penalty, (1,))
     transition_prob = number("transition_prob", call.transition_prob, query.shape[:-1])
     if isinstance(call.transition_prob, (int, float)) and not 0 <= call.transition_prob <= 1:
-        refuse("transition_prob", "from 0 to 1", call.transition_prob)
+        raise_value_error("transition_prob", "from 0 to 1", call.transition_prob)
     previous, log_previous = (
         cast(name, x) for name, x in (("previous", call.previous), ("log_previous", log_previous))
     )
@@ -338,13 +338,17 @@ def logarithm(weights: Tensor) -> Tensor:
 def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
     """Return the operator's ``previous``: log-weights with a transition, otherwise weights."""
     if log_previous is not None and previous is not None:
-        refuse("log_previous", "None with previous", describe(log_previous))
+        raise_value_error("log_previous", "None with previous", describe(log_previous))
     if not transition:
         if log_previous is not None:
-            refuse("log_previous", "None without a transition_prob", describe(log_previous))
+            raise_value_error(
+                "log_previous", "None without a transition_prob", describe(log_previous)
+            )
         return previous
     if log_previous is None and previous is None:
-        refuse("previous", "given with a transition_prob: the weights that it starts from", None)
+        raise_value_error(
+            "previous", "given with a transition_prob: the weights that it starts from", None
+        )
     if previous is None:
         return log_previous
     check_array("previous", previous, "real numbers")
@@ -376,7 +380,7 @@ def cover(
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
     asked = (backend, query.device, query.dtype, COVERAGE.name)
-    backend = choose(*asked, filters=filters_of(call))
+    backend = select_backend(*asked, filters=filters_of(call))
     return covered(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 
@@ -529,13 +533,13 @@ def copy_distribution(
             x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
             for x in (logits, weights, gate)
         )
-    whole = is_whole(extra_words) or isinstance(extra_words, torch.SymInt)
+    whole = is_int(extra_words) or isinstance(extra_words, torch.SymInt)
     if not whole or extra_words >= 2**31:
-        refuse("extra_words", "an integer, at least 0", describe(extra_words))
+        raise_value_error("extra_words", "an integer, at least 0", describe(extra_words))
     check_flag("log", log)
     call = CopyInputs(logits, weights, source, gate, extra_words, bool(log))
     try:
-        backend = choose(backend, logits.device, logits.dtype, COPYING.name)
+        backend = select_backend(backend, logits.device, logits.dtype, COPYING.name)
         return dispatch.run(COPYING, call, backend).distribution
     except Exception:
         copying.check(call)

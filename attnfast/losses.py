@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from attnfast._utils.checks import (
     MOST,
     check_array,
+    check_choice,
     check_device,
     check_range,
     check_tensor,
-    check_word,
     describe,
     is_finite,
-    refuse,
+    raise_value_error,
 )
 from attnfast.ops.operators import accumulation_dtype
 
@@ -59,7 +59,7 @@ def alignment_loss(
     check_weights(weights, "W")
     if not isinstance(alignment, Tensor) or alignment.layout != torch.sparse_coo:
         check_tensor("alignment", alignment)
-    check_word("kind", kind, KINDS)
+    check_choice("kind", kind, KINDS)
     check_device("alignment", alignment, weights, "weights")
     weights = weights.to(accumulation_dtype(weights.dtype))
     if keys is not None:
@@ -74,7 +74,7 @@ def alignment_loss(
         or not (whole or alignment.is_floating_point())
         or (not whole and keys is None and alignment.shape[-1] != weights.shape[-1])
     ):
-        refuse(
+        raise_value_error(
             "alignment",
             f"int64 {wanted} or real numbers {list(weights.shape)} to fit the weights",
             f"{alignment.dtype} {list(alignment.shape)}",
@@ -149,9 +149,9 @@ class Reinforce(nn.Module):
         super().__init__()
         for name, x in (("weight", weight), ("entropy_weight", entropy_weight)):
             if not is_finite(x) or x < 0:
-                refuse(name, "a number, at least 0", describe(x))
+                raise_value_error(name, "a number, at least 0", describe(x))
         if not is_finite(decay) or not 0 <= decay < 1:
-            refuse("decay", "at least 0 and below 1", describe(decay))
+            raise_value_error("decay", "at least 0 and below 1", describe(decay))
         self.weight, self.entropy_weight, self.decay = weight, entropy_weight, decay
         self.register_buffer("baseline", torch.tensor(torch.nan, dtype=torch.float64))
 
@@ -168,7 +168,9 @@ class Reinforce(nn.Module):
         check_array("log_likelihood", log_likelihood, "real numbers", ("B",))
         check_device("log_likelihood", log_likelihood, self.baseline, "the module")
         if not len(log_likelihood):
-            refuse("log_likelihood", "[B], of one target at least", describe(log_likelihood))
+            raise_value_error(
+                "log_likelihood", "[B], of one target at least", describe(log_likelihood)
+            )
         of = "log_likelihood"
         for name, x in (("log_prob", log_prob), ("entropy", entropy)):
             check_array(name, x, "real numbers", log_likelihood.shape, like=log_likelihood, of=of)
@@ -201,7 +203,7 @@ def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
         fits = False
     if not fits or keys.dtype != torch.int64 or keys.shape[-1] != weights.shape[-1]:
         expected = f"int64 {list(weights.shape)}, or 1 instead of B and H, to fit weights"
-        refuse("keys", expected, describe(keys))
+        raise_value_error("keys", expected, describe(keys))
     check_range("keys", keys, -1, MOST, "keys, or -1 for none,")
     return keys
 

@@ -16,13 +16,13 @@ from attnfast._utils.checks import (
     KINDS,
     check_device,
     check_flag,
+    check_int,
     check_numbers,
     check_tensor,
-    check_whole,
     describe,
     is_finite,
-    is_whole,
-    refuse,
+    is_int,
+    raise_value_error,
     shape_of,
 )
 
@@ -78,14 +78,16 @@ class Span:
     def __post_init__(self):
         window = self.window
         sides = window if isinstance(window, (tuple, list)) else (window, window)
-        if len(sides) != 2 or not all(x is None or (is_whole(x) and 0 <= x < 2**31) for x in sides):
-            refuse(
+        if len(sides) != 2 or not all(x is None or (is_int(x) and 0 <= x < 2**31) for x in sides):
+            raise_value_error(
                 "window",
                 "a number, (left, right) or None, none negative, all below 2**31",
                 describe(window),
             )
-        if not is_whole(self.stride) or not 1 <= self.stride < 2**31:
-            refuse("stride", "a whole number of at least 1, below 2**31", describe(self.stride))
+        if not is_int(self.stride) or not 1 <= self.stride < 2**31:
+            raise_value_error(
+                "stride", "a whole number of at least 1, below 2**31", describe(self.stride)
+            )
         check_flag("causal", self.causal)
         check_flag("fixed", self.fixed)
         object.__setattr__(self, "window", tuple(None if x is None else int(x) for x in sides))
@@ -109,7 +111,7 @@ class Span:
 
     def columns(self, Tk: int) -> int:
         """Return W, how many columns the weights have."""
-        check_whole("Tk", Tk, 0)
+        check_int("Tk", Tk, 0)
         left, right = self.sides
         if left is None or right is None:
             return ceil_div(Tk, self.stride)
@@ -168,8 +170,8 @@ class Span:
         Returns:
             ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
         """
-        check_whole("Tq", Tq, 0)
-        check_whole("Tk", Tk, 0)
+        check_int("Tq", Tq, 0)
+        check_int("Tk", Tk, 0)
         check_position(position, [self])
         _check_place(Tq, Tk, position, lengths, device)
         p = positions(position, Tq, Tk, lengths, device)
@@ -225,7 +227,7 @@ def positions(
 
 def first_position(position: int | str | None, Tq: int, Tk: int) -> int:
     """Return where the first row stands if the others follow it key by key."""
-    if is_whole(position):
+    if is_int(position):
         return int(position)  # type: ignore[arg-type]
     return Tk - Tq if position == "end" else 0
 
@@ -234,13 +236,15 @@ def check_position(position: object, spans: Sequence[Span]) -> None:
     """Refuse what is no position, or none for these spans."""
     given = isinstance(position, Tensor)
     named = position is None or (isinstance(position, str) and position in ("end", "diagonal"))
-    number = is_whole(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
+    number = is_int(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
     if not (given or named or number):
-        refuse("position", "None, a number, 'end', 'diagonal' or a tensor", describe(position))
+        raise_value_error(
+            "position", "None, a number, 'end', 'diagonal' or a tensor", describe(position)
+        )
     strides = any(x.phases > 1 for x in spans)
     if strides and (given or (named and position == "diagonal")):
         got = "a tensor" if given else describe(position)
-        refuse("position", "None, a number or 'end' for a stride that is not fixed", got)
+        raise_value_error("position", "None, a number or 'end' for a stride that is not fixed", got)
 
 
 def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: object) -> None:
@@ -261,7 +265,7 @@ def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: 
     except (RuntimeError, TypeError, ValueError):
         fits = False
     if not fits:
-        refuse("device", "a torch.device or None", describe(device))
+        raise_value_error("device", "a torch.device or None", describe(device))
 
 
 def _check_rows(
@@ -281,7 +285,7 @@ def _check_rows(
     kind = "whole or real numbers" if whole else "real numbers"
     if not fits or not KINDS[kind](x.dtype):
         others = "Tq and lengths" if whole else "Tq and position"
-        refuse(name, f"{kind} {shape_of('..', rows[-1])} to fit {others}", describe(x))
+        raise_value_error(name, f"{kind} {shape_of('..', rows[-1])} to fit {others}", describe(x))
     check_device(name, x, like, "lengths" if whole else "position")  # type: ignore[arg-type]
     return shape
 
@@ -328,12 +332,12 @@ def gaussian_bias(
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
     """
-    check_whole("Tq", Tq, 0)
-    check_whole("Tk", Tk, 0)
+    check_int("Tq", Tq, 0)
+    check_int("Tk", Tk, 0)
     check_position(position, [])
     _check_place(Tq, Tk, position, lengths, device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        refuse("dtype", "a torch.dtype of real numbers", describe(dtype))
+        raise_value_error("dtype", "a torch.dtype of real numbers", describe(dtype))
     p = positions(position, Tq, Tk, lengths, device)
     rows: Sequence[int] = p.shape
     for name, x in (("sigma", sigma), ("height", height)):
@@ -341,7 +345,7 @@ def gaussian_bias(
             rows = _check_rows(name, x, rows, p)
         elif not is_finite(x) or (x <= 0 and name == "sigma"):
             expected = "a positive number" if name == "sigma" else "a finite number"
-            refuse(name, f"{expected} or a tensor of them", describe(x))
+            raise_value_error(name, f"{expected} or a tensor of them", describe(x))
     j = torch.arange(Tk, device=p.device)
     if isinstance(height, Tensor) and height.dim():
         height = height.unsqueeze(-1)

@@ -22,16 +22,16 @@ from attnfast._utils.checks import (
     InputError,
     check_array,
     check_device,
+    check_int,
     check_number,
     check_numbers,
     check_tensor,
-    check_whole,
     describe,
     first_line,
     is_finite,
+    raise_type_error,
+    raise_value_error,
     reason,
-    refuse,
-    refuse_type,
 )
 from attnfast.models._checks import check_lengths
 from attnfast.nn.attention import check_sizes
@@ -151,7 +151,9 @@ def mel_filters(mels: int, fft: int, rate: int) -> Tensor:
     f = torch.arange(fft // 2 + 1, dtype=torch.float64) * rate / fft
     filters = torch.minimum((f - low) / (middle - low), (high - f) / (high - middle)).clamp_min(0)
     if not filters.sum(-1).all():
-        refuse("mels", f"fewer for {fft} samples at {rate} Hz: some see no frequency", mels)
+        raise_value_error(
+            "mels", f"fewer for {fft} samples at {rate} Hz: some see no frequency", mels
+        )
     return filters.float()
 
 
@@ -182,7 +184,7 @@ class LogMel(nn.Module):
         check_sizes(rate=rate, mels=mels)
         for name, x in (("window", window), ("hop", hop)):
             if not is_finite(x) or not is_finite(x * rate) or round(x * rate) < 1:
-                refuse(name, "seconds, of a sample at least", describe(x))
+                raise_value_error(name, "seconds, of a sample at least", describe(x))
         self.rate, self.samples, self.hop = rate, round(window * rate), round(hop * rate)
         self.fft = 1 << (self.samples - 1).bit_length()
         weights = torch.hann_window(self.samples, dtype=torch.float32)
@@ -202,17 +204,17 @@ class LogMel(nn.Module):
         """
         check_tensor("samples", samples)
         if samples.dim() != 2 or samples.dtype not in (torch.float32, torch.float64):
-            refuse("samples", "float32 or float64 [B, n]", describe(samples))
+            raise_value_error("samples", "float32 or float64 [B, n]", describe(samples))
         check_device("samples", samples, self.window, "the module")
         if not samples.isfinite().all():
-            refuse("samples", "finite numbers", "NaN or infinity")
+            raise_value_error("samples", "finite numbers", "NaN or infinity")
         if samples.shape[1] < self.samples:
-            refuse("samples", f"at least {self.samples} a recording", samples.shape[1])
+            raise_value_error("samples", f"at least {self.samples} a recording", samples.shape[1])
         check_lengths(lengths, samples, whose="samples")
         if len(lengths) and int(lengths.min()) < self.samples:
-            refuse("lengths", f"at least {self.samples}, a window", int(lengths.min()))
+            raise_value_error("lengths", f"at least {self.samples}, a window", int(lengths.min()))
         if self.filters.dtype in HALF:
-            refuse("the module's dtype", "float32 or float64", self.filters.dtype)
+            raise_value_error("the module's dtype", "float32 or float64", self.filters.dtype)
         counts = 1 + (lengths - self.samples) // self.hop
         if not len(lengths):
             frames = 1 + (samples.shape[1] - self.samples) // self.hop
@@ -239,7 +241,7 @@ def _listed(name: str, x: Any) -> list[Any]:
     try:
         return list(x)
     except TypeError:
-        refuse_type(name, "an iterable", describe(x))
+        raise_type_error(name, "an iterable", describe(x))
 
 
 class FeatureNormalizer(nn.Module):
@@ -275,19 +277,23 @@ class FeatureNormalizer(nn.Module):
         recordings = _listed("recordings", recordings)
         numbers = [0] * len(recordings) if speakers is None else _listed("speakers", speakers)
         if len(numbers) != len(recordings):
-            refuse("speakers", f"{len(recordings)}, one of each of the recordings", len(numbers))
+            raise_value_error(
+                "speakers", f"{len(recordings)}, one of each of the recordings", len(numbers)
+            )
         for x, speaker in zip(recordings, numbers):
             check_array("recordings", x, "real numbers", ("T", M))
             if not x.isfinite().all():
-                refuse("recordings", "finite numbers", "NaN or infinity")
-            check_whole("speakers", speaker, 0)
+                raise_value_error("recordings", "finite numbers", "NaN or infinity")
+            check_int("speakers", speaker, 0)
             if speaker >= S:
-                refuse("speakers", f"below {S}", speaker)
+                raise_value_error("speakers", f"below {S}", speaker)
             x = x.double()
             sums[:, speaker] += torch.stack([torch.ones_like(x).sum(0), x.sum(0), (x * x).sum(0)])
         count, first, second = sums
         if not count.all():
-            refuse("recordings", "one at least of every speaker", f"{len(recordings)} in all")
+            raise_value_error(
+                "recordings", "one at least of every speaker", f"{len(recordings)} in all"
+            )
         mean = first / count
         self.mean.copy_(mean)
         self.deviation.copy_((second / count - mean.square()).clamp_min(SMALLEST).sqrt())
@@ -333,7 +339,7 @@ class SpecAugment(nn.Module):
             ("feature_masks", feature_masks), ("feature_width", feature_width),
             ("frame_masks", frame_masks), ("frame_width", frame_width),
         ):  # fmt: skip
-            check_whole(name, x, 0)
+            check_int(name, x, 0)
         check_number("share", share, 0, 1)
         self.feature_masks, self.feature_width = feature_masks, feature_width
         self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
@@ -392,7 +398,7 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErro
     """
     for name, x in (("reference", reference), ("hypothesis", hypothesis)):
         if not isinstance(x, Sequence) or not all(isinstance(word, str) for word in x):
-            refuse_type(name, "a sequence of words", describe(x))
+            raise_type_error(name, "a sequence of words", describe(x))
     # errors of the words so far against every beginning of the hypothesis: total, then S, D, I
     row = [(j, 0, 0, j) for j in range(len(hypothesis) + 1)]
     for i, word in enumerate(reference, 1):

@@ -12,7 +12,7 @@ import torch
 
 import attnfast
 from attnfast._utils.benchmark import best_device, peak_memory
-from attnfast.ops.backends import DispatchKey, in_order, why_not
+from attnfast.ops.backends import DispatchKey, ranked_backends, unsupported_reason
 
 DEVICE = best_device()
 
@@ -49,7 +49,7 @@ def fused(way: Callable, operator: str = "attention", step: bool = False) -> dic
         operator, step: as in :class:`attnfast.ops.backends.DispatchKey`.
     """
     request = DispatchKey(DEVICE, torch.float32, operator, step)
-    able = [name for name in in_order(request) if why_not(name, *request) is None]
+    able = [name for name in ranked_backends(request) if unsupported_reason(name, *request) is None]
     if able != ["reference"]:
         able.remove("reference")
     asked = [None, *able[1:]]

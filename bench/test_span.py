@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnfast
 from attnfast import Span
-from attnfast.ops.backends import choose
+from attnfast.ops.backends import select_backend
 
 A = 64  # features of queries, keys and values
 SPANS = {
@@ -116,7 +116,7 @@ def test_spans(benchmark, score, T, direction):
     benchmark.extra_info["keys"] = keys
     calls = {name: timed(lambda way=way: way(*args), leaves) for name, way in ways.items()}
     race(benchmark, f"spans, {score} score", f"T = {T}", (1, T, T, A, A), direction, calls)
-    benchmark.extra_info["backend"] = choose(None, DEVICE, torch.float32)
+    benchmark.extra_info["backend"] = select_backend(None, DEVICE, torch.float32)
 
 
 PATTERNS = (32, 8, 512, 64)  # B, H, T, features of a head

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from attnfast._utils.checks import optional
-from attnfast._utils.progress import say
+from attnfast._utils.progress import log
 from attnfast._utils.signals import Interrupted
 from attnfast.analysis import diagnostics
 from attnfast.models import Config, build
@@ -59,7 +59,7 @@ def score(model, tokenizer, test: Sequence[Aligned]) -> dict[str, float]:
         memory, state = model.encode(batch.source, batch.lengths)
         weights = model.decode(batch.target_in, state, memory, need_weights=True)[2]
         targets = torch.tensor([len(x.target) for x in group])  # the end aside
-        found += diagnostics.links(weights, batch.lengths, targets, null=-1)
+        found += diagnostics.extract_alignment(weights, batch.lengths, targets, null=-1)
         call = weights, batch.lengths, targets
         entropy += float(diagnostics.row_statistics(*call).entropy.sum())
         near += float((diagnostics.diagonality(*call).share * targets).sum())
@@ -116,7 +116,7 @@ def compare(args: argparse.Namespace) -> None:
     rows = []
     for decoder in DECODERS:
         for way in WAYS:
-            say(f"{decoder}, {way}")
+            log(f"{decoder}, {way}")
             try:
                 rows.append((decoder, way, learn(args, decoder, way)))
             except Interrupted as stop:

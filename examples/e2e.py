@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from attnfast._utils.checks import InputError, optional, reason
-from attnfast._utils.progress import Progress, say
+from attnfast._utils.progress import Progress, log
 from attnfast._utils.signals import Interrupted
 from attnfast.models import Config, build
 from attnfast.translate import checkpoint
@@ -151,7 +151,7 @@ def compare(args: argparse.Namespace) -> None:
         for copying in (False, True):
             title = f"{'coverage' if attention == 'coverage' else 'no coverage'}, "
             title += "copying" if copying else "no copying"
-            say(title)
+            log(title)
             try:
                 rows.append((title, learn(args, attention, copying)))
             except Interrupted as stop:

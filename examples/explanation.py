@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import InputError, optional
-from attnfast._utils.progress import Progress, say
+from attnfast._utils.progress import Progress, log
 from attnfast._utils.signals import Interrupted
 from attnfast.analysis import faithfulness
 from attnfast.analysis.faithfulness import jensen_shannon, total_variation
@@ -262,7 +262,7 @@ def study(name: str, groups: Sequence[Predictions], seed: int) -> Found:
                 pair: faithfulness.kendall_tau(ways[a], ways[b], lengths)
                 for pair, (a, b) in PAIRS.items()
             }
-            found = faithfulness.permuted(*call, seed=seed)
+            found = faithfulness.permutation_test(*call, seed=seed)
             row |= {"permuted": found.distance, "largest": found.largest}
             for epsilon in EPSILONS:
                 other = faithfulness.adversarial(*call, epsilon=epsilon, seed=seed)
@@ -413,7 +413,7 @@ def _compare(args: argparse.Namespace) -> None:
                 accuracies.setdefault(f"attention, {name}", []).append(reviews.accuracy(copy))
                 far = apart(found["classifier"][-1], look(list(reviews.predictions(copy))))
                 others["classifier"].setdefault(name, []).append(far)
-        say(f"translator, seed {seed}")
+        log(f"translator, seed {seed}")
         groups = list(grammar.predictions(grammar.learn(seed)))
         found["translator"].append(study(f"translator, seed {seed}", groups, seed))
     for name, models in found.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnfast._utils.checks import check_whole, describe, refuse
+from attnfast._utils.checks import check_int, describe, raise_value_error
 
 NUMBERS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 #: How a caption may say that a digit is there, as seen from the next one: of each two ways.
@@ -78,9 +78,9 @@ def draw_scene(glyphs: Sequence[Sequence[Tensor]], count: int, seed: str) -> Sce
     Raises:
         ValueError: an argument does not fit; the sentence names it.
     """
-    check_whole("count", count)
+    check_int("count", count)
     if len(glyphs) != len(NUMBERS) or not all(len(x) for x in glyphs):
-        refuse("glyphs", "pictures of each of ten digits", [len(x) for x in glyphs])
+        raise_value_error("glyphs", "pictures of each of ten digits", [len(x) for x in glyphs])
     draw = random.Random(seed)
     for _ in range(100):
         height, width = draw.randint(*CANVAS), draw.randint(*CANVAS)
@@ -102,7 +102,7 @@ def draw_scene(glyphs: Sequence[Sequence[Tensor]], count: int, seed: str) -> Sce
                 noise = torch.Generator().manual_seed(draw.getrandbits(63))
                 image += draw.uniform(*NOISE) * torch.randn(height, width, generator=noise)
                 return Scene(image.unsqueeze(0), tuple(digits))
-    refuse("count", "no more digits than a canvas has room for", count)
+    raise_value_error("count", "no more digits than a canvas has room for", count)
     raise AssertionError  # not reached
 
 
@@ -297,7 +297,7 @@ def points_at(row: Tensor, columns: int, stride: int, box: Sequence[int]) -> boo
         box: top, left, bottom and right.
     """
     if row.dim() != 1 or len(row) % columns:
-        refuse("row", f"[R · {columns}]", describe(row))
+        raise_value_error("row", f"[R · {columns}]", describe(row))
     y, x = (stride * i for i in divmod(int(row.argmax()), columns))
     return box[0] <= y < box[2] and box[1] <= x < box[3]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnfast._utils.benchmark import costs
 from attnfast._utils.checks import InputError, describe, first_line
-from attnfast._utils.progress import Progress, say
+from attnfast._utils.progress import Progress, log
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.translate import checkpoint
 from attnfast.translate.cli import Parser, whole
@@ -244,7 +244,7 @@ def learn_all(
         raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
     checkpoint.write_atomically(out / "table.md", text.encode())
     print(text, end="")
-    say(f"results: {out}")
+    log(f"results: {out}")
 
 
 def cost_table(models: Sequence[T], loss: Callable[[T], Tensor]) -> str:

@@ -28,7 +28,7 @@ from attnfast.kernels.attention import (
     _strides,
 )
 
-from attnfast._utils.checks import refuse
+from attnfast._utils.checks import raise_value_error
 from attnfast.ops.attention import AttentionBackward, AttentionInputs
 from attnfast.ops.backends import Triton
 from attnfast.ops.coverage import (
@@ -460,7 +460,7 @@ def _options(call) -> tuple:
     filters, projection = call.filters, call.projection
     K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
     if Triton.most_filters < K:
-        refuse("filters", f"at most {Triton.most_filters} on the Triton backend", K)
+        raise_value_error("filters", f"at most {Triton.most_filters} on the Triton backend", K)
     # No element of a row may be held by two warps: what one has stored in the place of what it
     # loaded, the other would load too late, and add up.
     rows = _block(key.shape[-2], 1024, 256)

@@ -205,7 +205,8 @@ def judges() -> Table:
     more: dict[str, dict[str, Any]] = {
         "row_statistics": {}, "kl_from_uniform": {}, "key_coverage": {},
         "diagonality": {"radius": 1.5}, "monotonicity": {},
-        "translated": {"fertility": torch.rand(B, TK) + 1}, "links": {"least": 0.1, "null": -1},
+        "over_under_translation": {"fertility": torch.rand(B, TK) + 1},
+        "extract_alignment": {"least": 0.1, "null": -1},
         "head_roles": {"radius": 1}, "failures": {"thresholds": diagnostics.Thresholds()},
     }  # fmt: skip
     for name, own in more.items():
@@ -241,7 +242,7 @@ def judges() -> Table:
         "gradient_times_input": (faithfulness.gradient_times_input, read | {"fixed": True}),
         "leave_one_out": (faithfulness.leave_one_out, read),
         "weight_gradient": (faithfulness.weight_gradient, read),
-        "permuted": (faithfulness.permuted, read | {"count": 2, "seed": 1}),
+        "permutation_test": (faithfulness.permutation_test, read | {"count": 2, "seed": 1}),
         "adversarial": (
             faithfulness.adversarial,
             read | {"epsilon": 0.5, "restarts": 1, "steps": 2, "seed": 1},

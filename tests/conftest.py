@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from attnfast.ops.backends import BACKENDS, not_installed, why_not
+from attnfast.ops.backends import BACKENDS, not_installed, unsupported_reason
 
 if reason := not_installed():
     pytest.exit(reason, returncode=1)  # what is skipped with a reason would look green
@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     """Every backend; those that cannot run float32 on this machine are skipped with the reason."""
     from table import DEVICE
 
-    reason = why_not(request.param, DEVICE[request.param], torch.float32)
+    reason = unsupported_reason(request.param, DEVICE[request.param], torch.float32)
     if reason:
         pytest.skip(f"{request.param}: {reason}")
     return request.param

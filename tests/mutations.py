@@ -34,9 +34,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "SharedKeys.check_unchanged": [("if x._version != version:", "if False:")],
         "SharedKeys.defers": [
             ("number_of_backward() == self.task", "number_of_backward() != -2"),
-            ("if saves_elsewhere():", "if False:"),
+            ("if has_saved_tensor_hooks():", "if False:"),
         ],
-        "SharedKeys.prepared": [("if is_intercepted():", "if False:")],
+        "SharedKeys.prepared": [("if has_dispatch_mode():", "if False:")],
         "no_double_backward.run": [("if not torch.is_grad_enabled() or not roots:", "if True:")],
     },
     ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
@@ -89,7 +89,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Memory.append": [
             ("value=True)", "value=False)"),
             ("lengths=None, mask=mask, steps", "mask=mask, steps"),
-            ("is_recorded() or is_intercepted()", "is_recorded()"),
+            ("is_tracing() or has_dispatch_mode()", "is_tracing()"),
             ("_usable(self.steps)", ""),
         ],
         "Memory._whole_mask": [("else seen & mask", "else seen")],
@@ -980,7 +980,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("and request.dtype in HALF and not request.step", "and not request.step"),
             ("2 if products or request.operator", "2 if request.operator"),
         ],
-        "in_order": [("ranks[name] < math.inf", "True")],
+        "ranked_backends": [("ranks[name] < math.inf", "True")],
         "Triton._unable": [("if request.filters > self.most_filters:", "if False:")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
@@ -1284,7 +1284,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("or is_autocast_on()", ""),
             ("x.requires_grad != weight.requires_grad", "False"),
             ('or backend not in (None, "cpu")', ""),
-            ("or is_intercepted()", ""),
+            ("or has_dispatch_mode()", ""),
         ],
         "_is_own": [
             ("type(y) in (Tensor, nn.Parameter)", "True"),

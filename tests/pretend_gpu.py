@@ -190,7 +190,7 @@ def why_not(backend, device, dtype=None, operator="attention", *_):
 
 
 backends.load_library("_C_cpu")
-backends.why_not = why_not
+backends.unsupported_reason = why_not
 for name, stand_in in {
     "is_available": lambda: True,
     "get_device_name": lambda *_: "a pretence",

@@ -15,7 +15,7 @@ import attnfast
 from attnfast.ops import reference
 from attnfast.ops.arguments import SCORES
 from attnfast.ops.attention import AttentionInputs
-from attnfast.ops.backends import BACKENDS, why_not
+from attnfast.ops.backends import BACKENDS, unsupported_reason
 
 CPU = torch.device("cpu")
 DEVICE = {name: torch.device("cuda" if torch.cuda.is_available() else "cpu") for name in BACKENDS}
@@ -165,7 +165,7 @@ def fuzz(seed: int, count: int, most: float) -> list[Case]:
 
 def runnable(backend: str, case: Case) -> bool:
     """Whether ``backend`` can run the case; Triton's interpreter only if it is small."""
-    if why_not(backend, DEVICE[backend], case.dtype) is not None:
+    if unsupported_reason(backend, DEVICE[backend], case.dtype) is not None:
         return False
     return backend != "triton" or DEVICE["triton"].type == "cuda" or case.elements <= 60_000
 

@@ -153,7 +153,7 @@ def test_supervision_aligns(tmp_path, capsys):
         for x in sentences[400:]:
             weights = alignment(model.eval(), tokenizer, *x.pair)
             n, m = torch.tensor([len(x.english)]), torch.tensor([len(x.german)])
-            found += diag.links(weights.unsqueeze(0), n, m)
+            found += diag.extract_alignment(weights.unsqueeze(0), n, m)
         errors.append(diag.alignment_score(found, [x.links for x in sentences[400:]]).error_rate)
     assert errors[1] < min(0.2, 0.6 * errors[0])
     assert "alignments of 400 of 400 pairs" in capsys.readouterr().err

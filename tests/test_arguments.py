@@ -17,7 +17,7 @@ from calls_of_models import calls
 from test_api import MODULES
 from wrong_values import attempt, tries
 
-from attnfast._utils.checks import LONGEST, describe, refuse
+from attnfast._utils.checks import LONGEST, describe, raise_value_error
 
 #: Public callables that the table lacks: patterns, by the reason.
 ABSENT = {
@@ -108,5 +108,5 @@ def test_descriptions_are_short():
     assert describe("a" * 500).startswith("'aaa")
     assert max(len(describe(x)) for x in ("a" * 500, [torch.ones(50)] * 50, {1: "b" * 500})) <= 80
     with pytest.raises(ValueError, match="name must be") as error:
-        refuse("name", "expected " * 90, "got")
+        raise_value_error("name", "expected " * 90, "got")
     assert len(str(error.value)) == LONGEST

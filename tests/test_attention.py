@@ -33,7 +33,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import attnfast
 from attnfast.ops.attention import AttentionBackward, AttentionInputs, AttentionOutputs
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 
 
 def everything(args, **options) -> tuple:
@@ -139,7 +139,7 @@ def test_blocks_near_zero_beside_others(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tanh_near_zero(dtype, rows, backend):
     """log Σ exp over one key is w tanh(q + k), and its derivative by w the tanh."""
-    if reason := why_not(backend, DEVICE[backend], dtype):
+    if reason := unsupported_reason(backend, DEVICE[backend], dtype):
         pytest.skip(reason)
     count = 200 if backend in ("cpu", "reference") else 6  # heads are slow in an interpreter
     z = torch.logspace(-12, 0, count, dtype=torch.float64).to(dtype).double()
@@ -232,7 +232,7 @@ def test_results_do_not_depend_on_what_is_asked(columns, backend):
 @pytest.mark.parametrize("score", ["dot", "tanh"])
 def test_rows_for_all_processors(score, monkeypatch):
     """Triton takes fewer rows at a time where a GPU would have more processors than programs."""
-    if reason := why_not("triton", DEVICE["triton"], torch.float32):
+    if reason := unsupported_reason("triton", DEVICE["triton"], torch.float32):
         pytest.skip(reason)
     kernels = importlib.import_module("attnfast.kernels.attention")
     monkeypatch.setattr(kernels, "_processors", lambda device: 3)

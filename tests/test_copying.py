@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 
 import attnfast
 from attnfast._utils.benchmark import peak_memory
-from attnfast.ops.backends import HALF, why_not
+from attnfast.ops.backends import HALF, unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def check(case: Copy, backend: str) -> None:
 
 
 def skip_unless(backend: str, dtype: torch.dtype = torch.float32) -> None:
-    reason = why_not(backend, DEVICE[backend], dtype, "copy_distribution")
+    reason = unsupported_reason(backend, DEVICE[backend], dtype, "copy_distribution")
     if reason:
         pytest.skip(f"{backend}: {reason}")
 
@@ -140,7 +140,7 @@ def test_table(case, backend):
 def test_fuzz(seed, backend):
     few = backend == "triton" and DEVICE[backend].type == "cpu"  # its interpreter is slow
     for case in fuzz(seed, 8 if few else 64):
-        if why_not(backend, DEVICE[backend], case.dtype, "copy_distribution") is None:
+        if unsupported_reason(backend, DEVICE[backend], case.dtype, "copy_distribution") is None:
             check(case, backend)
 
 

@@ -20,7 +20,7 @@ import attnfast
 from attnfast._utils.benchmark import peak_memory
 from attnfast.decoding import attend_with_history, prepare
 from attnfast.ops.arguments import SCORES
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 
 NAMES = ("context", "weights", "coverage", "loss", "log_weights")
 #: What a row may know of its past, and what only the additive score has.
@@ -208,7 +208,7 @@ def check(case: History, backend: str, how=attend) -> None:
 
 def unfit(backend: str, case: History) -> str | None:
     """Return why a backend cannot run a case here, or None."""
-    reason = why_not(backend, DEVICE[backend], case.dtype, "coverage_attention")
+    reason = unsupported_reason(backend, DEVICE[backend], case.dtype, "coverage_attention")
     slow = backend == "triton" and DEVICE["triton"].type == "cpu"
     return reason or ("too large for its interpreter" if slow and case.elements > 20_000 else None)
 

@@ -26,7 +26,7 @@ from table import Case, cases, fuzz
 import attnfast
 import attnfast.decoding.memory
 import attnfast.functional
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -97,7 +97,7 @@ def test_inputs_near_zero(case, host, monkeypatch):
 
 def test_what_is_near_zero_everywhere(host, monkeypatch):
     for module in (test_attention, test_coverage, test_memory):
-        monkeypatch.setattr(module, "why_not", lambda *_: None, raising=False)
+        monkeypatch.setattr(module, "unsupported_reason", lambda *_: None, raising=False)
         monkeypatch.setattr(module, "runnable", lambda *_: True, raising=False)
     for dtype in (torch.float32, torch.float64):
         for rows in (1, 2, 20):
@@ -390,7 +390,7 @@ def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
     with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
         test_recurrent.RECURRENT.backward(recurrent, backward)
     asked = torch.device("cuda"), torch.float32, "recurrent", False, 0, term == "past"
-    assert reason in why_not("cuda", *asked, term != "past")
+    assert reason in unsupported_reason("cuda", *asked, term != "past")
 
 
 FEEDS, EVERYTHING = "input_feeding", test_recurrent.EVERYTHING

@@ -10,7 +10,7 @@ import torch
 
 from attnfast._utils.benchmark import best_device, median_times, peak_memory
 from attnfast.models import Config, build
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 from attnfast.translate import checkpoint, demo
 from attnfast.translate.cli import main
 from attnfast.translate.data import WordTokenizer
@@ -35,7 +35,9 @@ TINY = demo.Settings(
     pairs=40, test_pairs=10, steps=4, batch_size=4, dim=8, lengths=(3, 6), repeats=1
 )
 
-NO_FUSED = best_device().type == "cpu" and why_not("cpu", torch.device("cpu"), torch.float32)
+NO_FUSED = best_device().type == "cpu" and unsupported_reason(
+    "cpu", torch.device("cpu"), torch.float32
+)
 
 # Grammar
 

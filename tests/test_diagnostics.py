@@ -77,8 +77,8 @@ def test_sentences(heads, span):
     call = {"lengths": LENGTHS, "target_lengths": TARGETS, "keys": keys}
     coverage, near = diag.key_coverage(weights, **call), diag.diagonality(weights, **call, radius=1)
     fertility = torch.rand(B, TK, dtype=torch.float64) + 0.5
-    plain, fertile = diag.translated(weights, **call), None
-    fertile = diag.translated(weights, **call, fertility=fertility)
+    plain, fertile = diag.over_under_translation(weights, **call), None
+    fertile = diag.over_under_translation(weights, **call, fertility=fertility)
     for at, x, n, m in sentences(dense, heads):
         total = [sum(row[j] for row in x) for j in range(n)]
         assert coverage.total[at].tolist() == pytest.approx(total + [0] * (TK - n))
@@ -104,14 +104,14 @@ def test_nothing_at_all(shape):
     weights, heads = torch.zeros(shape), len(shape) == 4
     for function in (
         diag.row_statistics, diag.kl_from_uniform, diag.key_coverage, diag.diagonality,
-        diag.translated, diag.failures, *[diag.head_roles] * heads,
+        diag.over_under_translation, diag.failures, *[diag.head_roles] * heads,
     ):  # fmt: skip
         found = function(weights)
         for x in found if isinstance(found, tuple) else (found,):
             assert isinstance(x, dict) or not x.any()
     fertility = torch.ones(shape[0], shape[-1])
-    assert not diag.translated(weights, fertility=fertility).over.any()
-    assert diag.links(weights) == [set()] * shape[0]
+    assert not diag.over_under_translation(weights, fertility=fertility).over.any()
+    assert diag.extract_alignment(weights) == [set()] * shape[0]
 
 
 def test_limits():
@@ -170,16 +170,24 @@ def test_links():
         ]
     )
     lengths, targets = torch.tensor([3, 2]), torch.tensor([3, 2])
-    assert diag.links(weights, lengths, targets) == [{(0, 0), (2, 1), (2, 2)}, {(1, 0), (0, 1)}]
-    assert diag.links(weights, lengths, targets, least=0.6) == [{(0, 0), (2, 2)}, {(1, 0)}]
-    assert diag.links(weights, lengths, targets, null=-1) == [{(0, 0)}, {(0, 1)}]
-    assert diag.links(weights, lengths, targets, null=0) == [{(2, 1), (2, 2)}, {(1, 0)}]
-    assert diag.links(torch.zeros(1, 2, 3)) == [set()]
+    assert diag.extract_alignment(weights, lengths, targets) == [
+        {(0, 0), (2, 1), (2, 2)},
+        {(1, 0), (0, 1)},
+    ]
+    assert diag.extract_alignment(weights, lengths, targets, least=0.6) == [
+        {(0, 0), (2, 2)},
+        {(1, 0)},
+    ]
+    assert diag.extract_alignment(weights, lengths, targets, null=-1) == [{(0, 0)}, {(0, 1)}]
+    assert diag.extract_alignment(weights, lengths, targets, null=0) == [{(2, 1), (2, 2)}, {(1, 0)}]
+    assert diag.extract_alignment(torch.zeros(1, 2, 3)) == [set()]
     heads = torch.stack([weights, weights.roll(1, -1)], 1)
-    assert diag.links(heads, lengths, targets) == diag.links(heads.mean(1), lengths, targets)
+    assert diag.extract_alignment(heads, lengths, targets) == diag.extract_alignment(
+        heads.mean(1), lengths, targets
+    )
     columns, keys, dense = given(2, True)
-    both = (x(columns) for x in (lambda w: diag.links(w, LENGTHS, TARGETS, keys=keys),))
-    assert next(both) == diag.links(dense, LENGTHS, TARGETS)
+    both = (x(columns) for x in (lambda w: diag.extract_alignment(w, LENGTHS, TARGETS, keys=keys),))
+    assert next(both) == diag.extract_alignment(dense, LENGTHS, TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -340,18 +348,27 @@ W = torch.full((2, 3, 4), 0.25)
         (lambda: diag.row_statistics(W, None, torch.tensor([-1, 3])), "target_lengths .*got -1"),
         (lambda: diag.row_statistics(W, keys=torch.zeros(3, 5).long()), "keys must be int64"),
         (lambda: diag.diagonality(W, radius=-1), "radius must be a number of at least 0"),
-        (lambda: diag.translated(W, fertility=torch.ones(2, 3)), r"fertility .*\[2, 4\]"),
-        (lambda: diag.translated(W, fertility=torch.zeros(2, 4)), "fertility must be above 0"),
+        (
+            lambda: diag.over_under_translation(W, fertility=torch.ones(2, 3)),
+            r"fertility .*\[2, 4\]",
+        ),
+        (
+            lambda: diag.over_under_translation(W, fertility=torch.zeros(2, 4)),
+            "fertility must be above 0",
+        ),
         (
             lambda: diag.row_statistics(W, keys=torch.zeros(3, 4, device="meta")),
             "keys .*on cpu, as wei",
         ),
-        (lambda: diag.translated(W, fertility=torch.ones(2, 4, device="meta")), "fertility .*on"),
+        (
+            lambda: diag.over_under_translation(W, fertility=torch.ones(2, 4, device="meta")),
+            "fertility .*on",
+        ),
         (lambda: diag.repetition(["a"], 0), "size must be at least 1"),
         (lambda: diag.repetition([["a"]]), "words must be a sequence of words"),
         (lambda: diag.repetition(x for x in "ab"), "words must be a sequence of words"),
-        (lambda: diag.links(W, least=2), "least must be a number from 0 to 1"),
-        (lambda: diag.links(W, null=-2), "null must be None"),
+        (lambda: diag.extract_alignment(W, least=2), "least must be a number from 0 to 1"),
+        (lambda: diag.extract_alignment(W, null=-2), "null must be None"),
         (
             lambda: diag.alignment_score([set()], []),
             "found must be of as many sentences as sure, 0",

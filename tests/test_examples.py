@@ -74,7 +74,10 @@ def test_explanation(tmp_path, capsys, monkeypatch):
     module = example("explanation")
     monkeypatch.setattr(module, "SEEDS", (1, 2))
     monkeypatch.setattr(module, "EPOCHS", {"classifier": 30, "translator": 1})
-    for name, less in (("adversarial", {"restarts": 1, "steps": 2}), ("permuted", {"count": 5})):
+    for name, less in (
+        ("adversarial", {"restarts": 1, "steps": 2}),
+        ("permutation_test", {"count": 5}),
+    ):
         quick = functools.partial(getattr(module.faithfulness, name), **less)
         monkeypatch.setattr(module.faithfulness, name, quick)
     for name, word in (("pos", "fine"), ("neg", "dull")):

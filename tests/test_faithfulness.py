@@ -177,7 +177,7 @@ def listening(reader, heard):
 
 def test_permuted(embedded):
     heard = []
-    found = ex.permuted(listening(toy, heard), embedded, LENGTHS, count=21, seed=3)
+    found = ex.permutation_test(listening(toy, heard), embedded, LENGTHS, count=21, seed=3)
     _, weights = toy(embedded, LENGTHS)()
     assert len(heard) == 21
     for other in heard:
@@ -190,7 +190,7 @@ def test_permuted(embedded):
         assert float(found.distance[b]) == pytest.approx(sorted(moved)[10])
         assert float(found.divergence[b]) == pytest.approx(sorted(apart)[10])
         assert float(found.largest[b]) == pytest.approx(float(weights[b].max()))
-    again, other = (ex.permuted(toy, embedded, LENGTHS, count=21, seed=s) for s in (3, 4))
+    again, other = (ex.permutation_test(toy, embedded, LENGTHS, count=21, seed=s) for s in (3, 4))
     assert torch.equal(again.distance, found.distance)
     assert not torch.equal(other.distance, found.distance)
 
@@ -351,7 +351,7 @@ def test_models_as_they_are(of):
     importance = ex.gradient_times_input(*call)
     tau = ex.kendall_tau(importance, ex.leave_one_out(*call), LENGTHS)
     assert torch.equal(tau.isnan(), LENGTHS == 1)
-    moved = ex.permuted(*call, count=5).distance
+    moved = ex.permutation_test(*call, count=5).distance
     assert (moved[LENGTHS > 2] > 1e-6).all() and moved[LENGTHS == 1] < 1e-6
     found = ex.adversarial(*call, steps=5, restarts=1)
     assert (found.distance <= 0.05).all() and found.weights.dtype == torch.float32
@@ -389,8 +389,8 @@ def none(embedded, lengths):
         (lambda: ex.leave_one_out(wrong, X, L), r"reader must .*weights \[2, 3\]"),
         (lambda: ex.leave_one_out(none, X, L), r"reader must .*got a Tensor"),
         (lambda: ex.gradient_times_input(*CALL, fixed=2), "fixed must be True or False"),
-        (lambda: ex.permuted(*CALL, count=0), "count must be at least 1"),
-        (lambda: ex.permuted(*CALL, seed=-1), "seed must be at least 0"),
+        (lambda: ex.permutation_test(*CALL, count=0), "count must be at least 1"),
+        (lambda: ex.permutation_test(*CALL, seed=-1), "seed must be at least 0"),
         (lambda: ex.adversarial(*CALL, epsilon=2), "epsilon must be a number from 0 to 1, got 2"),
         (lambda: ex.adversarial(*CALL, restarts=0), "restarts must be at least 1"),
         (lambda: ex.adversarial(*CALL, steps=0.5), "steps must be a whole number"),

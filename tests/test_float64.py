@@ -66,12 +66,14 @@ def of_weights() -> Cases:
     pointers, given, reinforce = words(B, TQ) % 2, words(B, TQ), losses.Reinforce()
     names = [
         "row_statistics", "kl_from_uniform", "key_coverage", "diagonality", "monotonicity",
-        "links", "head_roles", "failures",
+        "extract_alignment", "head_roles", "failures",
     ]  # fmt: skip
     return {
         name: lambda name=name: getattr(diagnostics, name)(weights, *sizes) for name in names
     } | {
-        "translated": lambda: diagnostics.translated(weights, *sizes, fertility=fertility),
+        "translated": lambda: diagnostics.over_under_translation(
+            weights, *sizes, fertility=fertility
+        ),
         "alignment_loss": lambda: losses.alignment_loss(aligned, aligned.detach()),
         "doubly_stochastic_loss": lambda: losses.doubly_stochastic_loss(aligned),
         "pointer_loss": lambda: losses.pointer_loss(aligned.log(), pointers),
@@ -86,7 +88,7 @@ def explanations() -> Cases:
     ids, ranking = words(B, TK), torch.randn(B, TK)
     asked = {
         "gradient_times_input": {}, "leave_one_out": {}, "weight_gradient": {},
-        "permuted": {"count": 3}, "adversarial": {"restarts": 1, "steps": 2},
+        "permutation_test": {"count": 3}, "adversarial": {"restarts": 1, "steps": 2},
         "erasure": {"ranking": ranking},
     }  # fmt: skip
     for pooling in models.POOLINGS:

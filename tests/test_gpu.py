@@ -11,7 +11,7 @@ import torch
 import attnfast
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, beam_search, build
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
 from attnfast.translate.data import Example, collate
 from attnfast.translate.trainer import Options, make_optimizer, train_step, validation_loss
@@ -135,7 +135,7 @@ CALLS = {
 def call(request, backend):
     """A function that returns outputs and gradients, and the tensors that it reads."""
     operator, attend, make = CALLS[request.param]
-    reason = why_not(backend, torch.device("cuda"), torch.float32, operator)
+    reason = unsupported_reason(backend, torch.device("cuda"), torch.float32, operator)
     if reason or backend in ("reference", "cpu"):
         pytest.skip(reason or "the kernels of a GPU are meant")
     torch.manual_seed(0)

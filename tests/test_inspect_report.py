@@ -50,7 +50,7 @@ def test_numbers_are_those_of_the_sentence_alone():
         assert x.numbers["largest"] == pytest.approx(float(rows.largest.mean()), abs=1e-5)
         near = float(diag.diagonality(inner, n, m).share)
         assert x.numbers["diagonality"] == pytest.approx(near, abs=1e-5)
-        words = diag.links(inner, n + 1, null=-1)
+        words = diag.extract_alignment(inner, n + 1, null=-1)
         assert x.error_rate == diag.alignment_score(words, [links]).error_rate
         assert x.links == links
         assert x.source == [*pair[0].split(), "(end)"]

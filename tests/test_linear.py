@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from attnfast.nn import BahdanauAttention
 from attnfast.nn import _linear as code
 from attnfast.ops import dispatch
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.linear import LINEAR, LinearInputs
 from attnfast.ops.operators import CHECKS
 
-if reason := why_not("cpu", table.CPU, torch.float32):
+if reason := unsupported_reason("cpu", table.CPU, torch.float32):
     pytest.skip(f"cpu: {reason}", allow_module_level=True)
 
 #: Rows, features, outputs: about panels, blocks of rows and the depth that is taken at a time.
@@ -164,7 +164,9 @@ def calls(monkeypatch):
     """Take the operator whatever the processor and the sizes; list the calls of it."""
     monkeypatch.setattr(code, "LEAST_ROWS", 0)
     monkeypatch.setattr(code, "LEAST_WORK", 0)
-    monkeypatch.setattr(code, "best", lambda backend, *_: None if backend == "reference" else "cpu")
+    monkeypatch.setattr(
+        code, "try_select_backend", lambda backend, *_: None if backend == "reference" else "cpu"
+    )
     found, run = [], dispatch.run
     monkeypatch.setattr(dispatch, "run", lambda *args: found.append(args[0].name) or run(*args))
     return found
@@ -221,7 +223,7 @@ def test_where_pytorch_does_more(calls):
 def test_other_dtypes_are_pytorchs(dtype, calls):
     x, weight = torch.randn(6, 4).to(dtype), torch.randn(3, 4).to(dtype)
     assert torch.equal(code.linear(x, weight), F.linear(x, weight)) and not calls
-    assert dtype == torch.complex64 or why_not("cpu", table.CPU, dtype, "linear")
+    assert dtype == torch.complex64 or unsupported_reason("cpu", table.CPU, dtype, "linear")
 
 
 class Twice(torch.Tensor):
@@ -274,7 +276,9 @@ def test_an_instruction_set_that_is_none_is_named():
 
 
 def test_few_rows_are_pytorchs(monkeypatch):
-    monkeypatch.setattr(code, "best", lambda *_: pytest.fail("it asked for a backend"))
+    monkeypatch.setattr(
+        code, "try_select_backend", lambda *_: pytest.fail("it asked for a backend")
+    )
     code.linear(torch.randn(63, 4096), torch.randn(4096, 4096))
     code.linear(torch.randn(1000, 8), torch.randn(8, 8))
 

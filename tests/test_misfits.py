@@ -8,12 +8,12 @@ import misfits
 import pytest
 import torch
 
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 
 
 def test_compiled_operators_refuse_misfits(tmp_path):
     """Three thousand of them, in a process of its own: a crash would end it."""
-    if reason := why_not("cpu", torch.device("cpu"), torch.float32):
+    if reason := unsupported_reason("cpu", torch.device("cpu"), torch.float32):
         pytest.skip(reason)
     last = tmp_path / "last"
     command = [sys.executable, misfits.__file__, "cpu", "3000", "0", str(last)]
@@ -23,7 +23,7 @@ def test_compiled_operators_refuse_misfits(tmp_path):
 
 
 def test_triton_refuses_misfits():
-    if reason := why_not("triton", torch.device("cpu"), torch.float32):
+    if reason := unsupported_reason("triton", torch.device("cpu"), torch.float32):
         pytest.skip(reason)
     draw = random.Random(1)
     calls = [misfits.Call(draw) for _ in range(500)]

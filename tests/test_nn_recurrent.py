@@ -13,7 +13,7 @@ import attnfast
 from attnfast import nn as attn
 from attnfast.models import BahdanauDecoder
 from attnfast.nn import _fused_rnn as layer_code
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 
 
 def number() -> nn.Parameter:
@@ -362,7 +362,7 @@ def test_a_loops_weights_load(kind):
 @pytest.mark.parametrize(("layers", "both_ways"), [(1, False), (1, True), (3, True)])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_pytorchs_layers_in_the_operator(kind, layers, both_ways, lengths):
-    if why_not("cpu", CPU, torch.float64, "recurrent"):
+    if unsupported_reason("cpu", CPU, torch.float64, "recurrent"):
         pytest.skip("no operator")
     rnn = kind(6, 9, layers, batch_first=True, bidirectional=both_ways).double()
     x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
@@ -403,7 +403,7 @@ def test_a_search_reorders_the_state():
 @pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
 @torch.no_grad()
 def test_steps_of_a_search_pack_once(kind, recurrence):
-    if why_not("cpu", CPU, torch.float64, "recurrent"):
+    if unsupported_reason("cpu", CPU, torch.float64, "recurrent"):
         pytest.skip("no backend that packs")
     layer, x, source, lengths = layer_and_inputs(kind, "bahdanau", recurrence=recurrence)
     memory = layer.prepare(source, lengths)
@@ -590,7 +590,7 @@ def test_half_types_are_summed_in_float32(recurrence, attention, dtype, monkeypa
         layer_code.dispatch, "run", lambda *call: calls.append(call[0].name) or original(*call)
     )
     ours, exact = run(dtype), run(torch.float64)
-    if not why_not("cpu", CPU, torch.float32, "recurrent"):
+    if not unsupported_reason("cpu", CPU, torch.float32, "recurrent"):
         assert calls.count("recurrent") == 2
     monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
     loop = run(dtype)
@@ -599,7 +599,9 @@ def test_half_types_are_summed_in_float32(recurrence, attention, dtype, monkeypa
         assert float((got - want).abs().max()) <= max(ulp, 2 * float((eager - want).abs().max()))
 
 
-@pytest.mark.skipif(why_not("cpu", CPU, torch.float32, "recurrent") is not None, reason="no _C_cpu")
+@pytest.mark.skipif(
+    unsupported_reason("cpu", CPU, torch.float32, "recurrent") is not None, reason="no _C_cpu"
+)
 def test_steps_of_a_half_type_keep_weights_packed():
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
     layer.bfloat16()

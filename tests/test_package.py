@@ -23,7 +23,7 @@ import torch
 import attnfast
 from attnfast.integrations.registry import PROJECTS
 from attnfast.ops import backends
-from attnfast.ops.backends import load_library, why_not
+from attnfast.ops.backends import load_library, unsupported_reason
 
 ROOT = Path(__file__).parent.parent
 CARD = backends.DispatchKey(torch.device("cuda", 0), torch.float32)
@@ -61,7 +61,7 @@ def test_the_cpu_library_loads_where_it_was_built():
     if not Path(attnfast.__file__).with_name("_C_cpu.so").exists():
         pytest.skip("_C_cpu.so was not built")
     assert load_library("_C_cpu") is None
-    assert why_not("cpu", torch.device("cpu"), torch.float32) is None
+    assert unsupported_reason("cpu", torch.device("cpu"), torch.float32) is None
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch loads it by itself")
@@ -456,7 +456,7 @@ def test_a_library_runs_on_the_gpus_it_was_built_for(own, built, runs, monkeypat
     monkeypatch.setattr(backends, "load_library", lambda _: None)
     monkeypatch.setattr(backends, "has_kernel", lambda *_: True)
     monkeypatch.setattr(backends, "architectures", lambda: built)
-    reason = backends.Cuda().why_not(CARD)
+    reason = backends.Cuda().unsupported_reason(CARD)
     assert (reason is None) == runs
     if not runs:
         major, minor = own
@@ -470,7 +470,7 @@ def test_triton_needs_a_capability(own, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: own)
     monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_triton_missing", lambda: False)
-    reason = backends.Triton().why_not(CARD)
+    reason = backends.Triton().unsupported_reason(CARD)
     assert reason == (None if runs else "Triton needs compute capability 8.0, this GPU has 7.5")
 
 
@@ -489,11 +489,11 @@ def test_triton_needs_a_capability(own, runs, monkeypatch):
 )
 def test_the_backend_goes_by_what_is_asked(asked, wanted, monkeypatch):
     """Products of half types go to Triton first, which has tensor cores for them."""
-    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    monkeypatch.setattr(backends, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)
     asked = {"dtype": torch.float32, **asked}
-    assert backends.choose(None, torch.device("cuda"), **asked) == wanted
+    assert backends.select_backend(None, torch.device("cuda"), **asked) == wanted
 
 
 def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
@@ -505,27 +505,29 @@ def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
     monkeypatch.setattr(backends.Cuda, "_unable", lambda *_: "it was not built")
     most = backends.Triton.most_filters
     asked = (torch.device("cuda", 7), torch.float32, "coverage_attention", True)
-    assert backends.choose(None, *asked, filters=most) == "triton"
+    assert backends.select_backend(None, *asked, filters=most) == "triton"
     with pytest.warns(UserWarning, match=f"at most {most} filters, not {most + 1}"):
-        assert backends.choose(None, *asked, filters=most + 1) == "reference"
+        assert backends.select_backend(None, *asked, filters=most + 1) == "reference"
     with pytest.raises(
         RuntimeError, match=f"'triton' cannot run this call: it takes at most {most}"
     ):
-        backends.choose("triton", *asked, filters=most + 1)
+        backends.select_backend("triton", *asked, filters=most + 1)
 
 
 def test_an_interpreter_goes_to_nobody_who_has_not_asked(monkeypatch):
     monkeypatch.setattr(backends, "triton_interpreted", lambda: True)
     asked = backends.DispatchKey(torch.device("cpu"), torch.float32)
-    assert backends.in_order(asked)[-1] == "reference"
+    assert backends.ranked_backends(asked)[-1] == "reference"
 
 
 @pytest.mark.parametrize("queries", [1, 2])
 def test_one_query_is_a_step(queries, monkeypatch):
     asked = []
-    choose = attnfast.functional.choose
+    select_backend = attnfast.functional.select_backend
     monkeypatch.setattr(
-        attnfast.functional, "choose", lambda *a, **k: asked.append(k["step"]) or choose(*a, **k)
+        attnfast.functional,
+        "select_backend",
+        lambda *a, **k: asked.append(k["step"]) or select_backend(*a, **k),
     )
     attnfast.dot_attention(*(torch.zeros(2, n, 4) for n in (queries, 3, 3)))
     assert asked == [queries == 1]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here they run on a GPU"),
     pytest.mark.skipif(
-        why_not("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
+        unsupported_reason("cpu", torch.device("cpu"), torch.float32) is not None,
+        reason="no _C_cpu",
     ),
 ]
 TESTS = Path(__file__).parent

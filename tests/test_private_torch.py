@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import attnfast
 from attnfast import dot_attention
 from attnfast._utils import torch_private
-from attnfast.ops.backends import choose
+from attnfast.ops.backends import select_backend
 
 
 def test_all_private_names_stand_in_one_file():
@@ -57,17 +57,21 @@ def test_saved_tensors_go_elsewhere():
     seen = []
     x = torch.ones(2, requires_grad=True)
     checkpoint(
-        lambda x: seen.append(torch_private.saves_elsewhere()) or x * 2, x, use_reentrant=False
+        lambda x: seen.append(torch_private.has_saved_tensor_hooks()) or x * 2,
+        x,
+        use_reentrant=False,
     )
-    assert seen == [True] and not torch_private.saves_elsewhere()
+    assert seen == [True] and not torch_private.has_saved_tensor_hooks()
 
 
 def test_a_mode_that_records():
     """A graph that make_fx records of a replaced model has the keys of one source as constants."""
     seen = []
-    make_fx(lambda x: seen.append(torch_private.is_intercepted()) or x * 2)(torch.ones(2))
-    torch.func.vmap(lambda x: seen.append(torch_private.is_intercepted()) or x * 2)(torch.ones(2))
-    assert seen == [True, True] and not torch_private.is_intercepted()
+    make_fx(lambda x: seen.append(torch_private.has_dispatch_mode()) or x * 2)(torch.ones(2))
+    torch.func.vmap(lambda x: seen.append(torch_private.has_dispatch_mode()) or x * 2)(
+        torch.ones(2)
+    )
+    assert seen == [True, True] and not torch_private.has_dispatch_mode()
 
 
 def test_transforms():
@@ -145,13 +149,13 @@ def test_kernels_that_are_registered():
 
 def test_what_is_sure_in_a_graph():
     """A graph is compiled anew for every scale and temperature."""
-    assert torch_private.is_surely(True) and not torch_private.is_surely(False)
+    assert torch_private.statically_true(True) and not torch_private.statically_true(False)
 
 
 def test_a_constant_in_graphs():
     """The choice of a backend breaks a graph that is compiled."""
 
     def run(x):
-        return x * len(choose(None, x.device, x.dtype))
+        return x * len(select_backend(None, x.device, x.dtype))
 
     assert torch.compile(run, fullgraph=True, backend="eager")(torch.ones(1)).item() == 3

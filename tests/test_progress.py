@@ -67,5 +67,5 @@ def test_a_terminal_without_tqdm_has_lines(clock, monkeypatch):
 def test_work_goes_on_where_nothing_can_be_shown(clock, monkeypatch, stderr, capsys):
     monkeypatch.setattr(sys, "stderr", stderr)
     work(clock, 60)
-    progress.say("one")
+    progress.log("one")
     assert capsys.readouterr().out == ""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from attnfast.nn import _fused_rnn as layer_code
 from attnfast.ops import reference
-from attnfast.ops.backends import why_not
+from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import (
     GATES,
@@ -212,7 +212,7 @@ def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> Non
         "past" in terms,
         bool({*STACK} & {*terms}),
     )
-    if reason := why_not(backend, *asked):
+    if reason := unsupported_reason(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
     if "narrow" in terms and backend != "cpu":
         pytest.skip(f"{backend}: weights are of the numbers' dtype")

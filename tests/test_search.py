@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from attnfast._utils.checks import InputError
 from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
 from attnfast.ops import dispatch, reference
-from attnfast.ops.backends import HALF, why_not
+from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
 from attnfast.ops.search import SEARCH, GreedySearchInputs, layer_of
@@ -26,7 +26,7 @@ TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
 def served(backend: str, dtype: torch.dtype = torch.float32) -> None:
     if backend == "reference":
         pytest.skip("what the others are judged by")
-    if reason := why_not(backend, DEVICE[backend], dtype, "greedy_search"):
+    if reason := unsupported_reason(backend, DEVICE[backend], dtype, "greedy_search"):
         pytest.skip(f"{backend}: {reason}")
 
 

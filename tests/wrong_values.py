@@ -149,7 +149,8 @@ def wrong_values(value: Any, annotation: str) -> Iterator[tuple[str, Any]]:
 
 
 DIAGNOSTICS = (
-    "(row_statistics|kl_from_uniform|key_coverage|diagonality|monotonicity|translated|links"
+    "(row_statistics|kl_from_uniform|key_coverage|diagonality|monotonicity"
+    "|over_under_translation|extract_alignment"
     "|head_roles|failures)"
 )
 #: Values that fit, by the reason: patterns of calls, arguments and values.
@@ -163,7 +164,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "rows may stand before the first key and after the last": (
         (".*_attention, span|attend|Span.keys|gaussian.*", "position", "2.*40|negative"),
     ),
-    "-1 is the last key": (("links.*", "null", "negative"),),
+    "-1 is the last key": (("extract_alignment.*", "null", "negative"),),
     "positions are whole numbers or not, and so are widths": (
         ("dot_attention, span", "position|sigma", "int64"),
         ("gaussian_bias, tensors", "position", "int64"),
@@ -239,8 +240,8 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("MemoryNetwork.forward|next_word|position_encoding", "stories|questions|words",
          "longer in axis [12]"),
         ("gradient_.*|leave_.*|weight_.*|permuted|adversarial", "embedded", "longer in axis 1"),
-        ("(row|kl|key|diag|mono|links|failures)[a-z_]*", "weights", "longer in axis [12]"),
-        ("translated|head_roles, keys", "weights", "longer in axis 1"),
+        ("(row|kl|key|diag|mono|extract|failures)[a-z_]*", "weights", "longer in axis [12]"),
+        ("over_under_translation|head_roles, keys", "weights", "longer in axis 1"),
         ("head_roles", "weights", "longer in axis [123]"),
         ("(Fixed|Mean)Context.forward|FixedContext.prepare", "state|states", "longer in axis 1"),
     ),

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attnfast._utils.torch_private import is_autocast_on, is_surely
+from attnfast._utils.torch_private import is_autocast_on, statically_true
 
 #: No error has more letters.
 LONGEST = 200
@@ -59,58 +59,60 @@ def shape_of(*of: object) -> str:
     return f"[{', '.join(map(str, of))}]"
 
 
-def sentence(argument: str, expected: str, got: object) -> str:
+def argument_message(argument: str, expected: str, got: object) -> str:
     """Return one sentence in one line: the argument, what was expected and what came."""
     text = f"{argument} must be {expected}, got {got}"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def refuse(argument: str, expected: str, got: object) -> NoReturn:
-    """Raise ValueError with one :func:`sentence`."""
-    raise ValueError(sentence(argument, expected, got)) from None
+def raise_value_error(argument: str, expected: str, got: object) -> NoReturn:
+    """Raise ValueError with one :func:`argument_message`."""
+    raise ValueError(argument_message(argument, expected, got)) from None
 
 
-def refuse_type(argument: str, expected: str, got: object) -> NoReturn:
-    """Raise TypeError with one :func:`sentence`."""
-    raise TypeError(sentence(argument, expected, got)) from None
+def raise_type_error(argument: str, expected: str, got: object) -> NoReturn:
+    """Raise TypeError with one :func:`argument_message`."""
+    raise TypeError(argument_message(argument, expected, got)) from None
 
 
-def check_word(argument: str, got: object, words: Iterable[str]) -> None:
+def check_choice(argument: str, got: object, words: Iterable[str]) -> None:
     """Refuse what is none of the words."""
     words = list(words)
     if not isinstance(got, str) or got not in words:
         *some, last = map(repr, words)
-        refuse(argument, f"{', '.join(some)} or {last}" if some else last, describe(got))
+        raise_value_error(argument, f"{', '.join(some)} or {last}" if some else last, describe(got))
 
 
 def check_flag(argument: str, got: object) -> bool:
     """Refuse what is neither True nor False, nor 1 or 0; return which."""
     if got is not True and got is not False and not (isinstance(got, int) and got in (0, 1)):
-        refuse(argument, "True or False", describe(got))
+        raise_value_error(argument, "True or False", describe(got))
     return bool(got)
 
 
-def is_whole(x: object) -> bool:
+def is_int(x: object) -> bool:
     """Return whether x is an integer, or a torch.SymInt in a graph that is traced."""
     return isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
-def check_whole(argument: str, got: object, least: int = 1) -> None:
+def check_int(argument: str, got: object, least: int = 1) -> None:
     """Refuse what is no whole number, or too small a one."""
-    if not is_whole(got):
-        refuse(argument, f"a whole number of at least {least}", describe(got))
+    if not is_int(got):
+        raise_value_error(argument, f"a whole number of at least {least}", describe(got))
     if got < least:  # type: ignore[operator]
-        refuse(argument, f"at least {least}", got)
+        raise_value_error(argument, f"at least {least}", got)
     if got >= 2**31:  # type: ignore[operator]
-        refuse(argument, "below 2**31", describe(got))
+        raise_value_error(argument, "below 2**31", describe(got))
 
 
 def check_tensor(name: str, x: Any) -> None:
     """Raise unless x is a dense tensor."""
     if not isinstance(x, Tensor):
-        refuse_type(name, "a torch.Tensor", type(x).__name__)
+        raise_type_error(name, "a torch.Tensor", type(x).__name__)
     if x.layout != torch.strided or x.is_nested:
-        refuse(name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}")
+        raise_value_error(
+            name, "a dense tensor", "a nested one" if x.is_nested else f"one of {x.layout}"
+        )
 
 
 def check_array(
@@ -137,7 +139,7 @@ def check_array(
         if shapes:
             expected += " " if kind.endswith("real numbers") else " of shape "
             expected += " or ".join([shape_of(*sizes) for sizes in shapes])
-        refuse(name, f"{expected} to fit {of}" if of else expected, describe(x))
+        raise_value_error(name, f"{expected} to fit {of}" if of else expected, describe(x))
     check_device(name, x, like, of)
 
 
@@ -146,9 +148,9 @@ def check_device(name: str, x: Tensor, like: Tensor | None = None, of: str = "")
     if not isinstance(x, Tensor):
         check_tensor(name, x)
     if like is not None and x.device != like.device:
-        refuse(name, f"on {like.device}" + f", as {of}" * bool(of), x.device)
+        raise_value_error(name, f"on {like.device}" + f", as {of}" * bool(of), x.device)
     if x.is_meta and (like is None or not like.is_meta):
-        refuse(name, "a tensor that holds numbers", "one on meta")
+        raise_value_error(name, "a tensor that holds numbers", "one on meta")
 
 
 def is_readable(x: Tensor) -> bool:
@@ -159,9 +161,9 @@ def is_readable(x: Tensor) -> bool:
 def check_like(name: str, x: Tensor, like: Tensor, whose: str = "the module's") -> None:
     """Raise unless x has the device of ``like`` and, without autocast, its dtype."""
     if x.device != like.device:
-        refuse(name, f"on {whose} device {like.device}", x.device)
+        raise_value_error(name, f"on {whose} device {like.device}", x.device)
     if x.dtype != like.dtype and not is_autocast_on():
-        refuse(name, f"of {whose} dtype {like.dtype}", x.dtype)
+        raise_value_error(name, f"of {whose} dtype {like.dtype}", x.dtype)
 
 
 def check_numbers(name: str, x: Any, count: int, least: int, most: int, of: str = "") -> None:
@@ -183,7 +185,7 @@ def check_range(name: str, x: Tensor, least: int, most: int, what: str = "", of:
     for number in x.tolist() if x.dim() == 1 else map(int, x.aminmax()):
         if not least <= number <= most:
             expected = f"{what} between {least} and {most}".lstrip()
-            refuse(name, f"{expected} to fit {of}" if of else expected, number)
+            raise_value_error(name, f"{expected} to fit {of}" if of else expected, number)
 
 
 def check_exact(
@@ -195,9 +197,9 @@ def check_exact(
             continue
         check_tensor(name, x)
         if x.device != like.device:
-            refuse(name, f"on {like.device}", x.device)
+            raise_value_error(name, f"on {like.device}", x.device)
         if x.dtype != dtype or list(x.shape) != list(shape):
-            refuse(name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
+            raise_value_error(name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
 
 
 def is_finite(x: object) -> bool:
@@ -210,13 +212,13 @@ def check_number(name: str, x: object, least: float, most: float | None = None) 
     """Raise unless x is a finite number from ``least`` to ``most``."""
     if not is_finite(x) or x < least or (most is not None and x > most):  # type: ignore[operator]
         expected = f"of at least {least}" if most is None else f"from {least} to {most}"
-        refuse(name, f"a number {expected}", describe(x))
+        raise_value_error(name, f"a number {expected}", describe(x))
 
 
 def is_one(x: float) -> bool:
     """Whether a number is 1; in a graph that is compiled, whether it can be no other."""
     if torch.compiler.is_compiling():  # to compare would make it a constant there
-        return is_surely(x == 1)
+        return statically_true(x == 1)
     return x == 1
 
 

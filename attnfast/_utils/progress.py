@@ -12,7 +12,7 @@ from collections.abc import Callable
 INTERVAL = 60.0
 
 
-def say(sentence: str) -> None:
+def log(sentence: str) -> None:
     """Write a line on the standard error, if there is one: nobody is left to tell otherwise."""
     with contextlib.suppress(OSError):
         if sys.stderr is not None:
@@ -38,7 +38,7 @@ class Progress:
         total: int,
         unit: str,
         done: int = 0,
-        report: Callable[[str], object] = say,
+        report: Callable[[str], object] = log,
     ):
         self.name, self.total, self.unit, self.report = name, total, unit, report
         self.before = self.done = done

@@ -30,12 +30,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[misc]
 
 
-def saves_elsewhere() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Whether saved tensors go through hooks, as under checkpointing."""
     return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
 
 
-def is_intercepted() -> bool:
+def has_dispatch_mode() -> bool:
     """Whether a mode sees every operator, as ``make_fx`` and ``vmap`` do."""
     return torch._C._len_torch_dispatch_stack() > 0 or _functorch_level() > 0
 
@@ -110,7 +110,7 @@ def has_kernel(operator: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
-def is_surely(condition: Any) -> bool:
+def statically_true(condition: Any) -> bool:
     """Whether a condition holds whatever the sizes and numbers of a graph that is compiled."""
     return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
 

@@ -32,13 +32,13 @@ from attnfast._utils.checks import (
     MOST,
     check_array,
     check_device,
+    check_int,
     check_number,
     check_numbers,
-    check_whole,
     describe,
-    is_whole,
-    refuse,
-    refuse_type,
+    is_int,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.losses import check_keys, check_weights
 from attnfast.ops.operators import accumulation_dtype
@@ -56,15 +56,15 @@ __all__ = [
     "Thresholds",
     "alignment_score",
     "diagonality",
+    "extract_alignment",
     "failures",
     "head_roles",
     "key_coverage",
     "kl_from_uniform",
-    "links",
     "monotonicity",
+    "over_under_translation",
     "repetition",
     "row_statistics",
-    "translated",
 ]
 
 
@@ -308,7 +308,7 @@ class OverUnderTranslation(NamedTuple):
     under: Tensor
 
 
-def translated(
+def over_under_translation(
     weights: Tensor,
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
@@ -336,7 +336,7 @@ def translated(
         shape = (total.shape[0], of.Tk)
         check_array("fertility", fertility, "real numbers", shape, like=total, of="weights")
         if fertility.device.type == "cpu" and not (fertility > 0).all():
-            refuse("fertility", "above 0", float(fertility.min()))
+            raise_value_error("fertility", "above 0", float(fertility.min()))
         asked = (fertility.unsqueeze(1) if of.heads else fertility).to(total.dtype)
     beyond = total / asked.masked_fill(asked == 0, 1) - 1
     beyond = beyond.masked_fill(~of.keys_exist() | (asked == 0), 0)
@@ -348,7 +348,7 @@ def translated(
 
 def repetition(words: Sequence[Hashable], size: int = 1) -> float:
     """Return the share of a sentence's n-grams of ``size`` words that it has said before."""
-    check_whole("size", size)
+    check_int("size", size)
     if isinstance(words, Tensor):
         check_array("words", words, "int64 or int32", ("T",))
         words = words.tolist()
@@ -357,7 +357,7 @@ def repetition(words: Sequence[Hashable], size: int = 1) -> float:
         or isinstance(words, str)
         or not all(isinstance(x, Hashable) for x in words)
     ):
-        refuse_type("words", "a sequence of words or word ids", describe(words))
+        raise_type_error("words", "a sequence of words or word ids", describe(words))
     grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -367,7 +367,7 @@ def repetition(words: Sequence[Hashable], size: int = 1) -> float:
 LinkSet = set[tuple[int, int]]  # (source, target)
 
 
-def links(
+def extract_alignment(
     weights: Tensor,
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
@@ -387,8 +387,8 @@ def links(
     With heads it is the mean of their weights.
     """
     check_number("least", least, 0, 1)
-    if null is not None and (not is_whole(null) or not -1 <= null <= MOST):
-        refuse("null", "None, −1 or the number of a key", describe(null))
+    if null is not None and (not is_int(null) or not -1 <= null <= MOST):
+        raise_value_error("null", "None, −1 or the number of a key", describe(null))
     of = _Given(weights, lengths, target_lengths, keys)
     if of.heads:
         if keys is not None:
@@ -412,7 +412,7 @@ def _link_sets(name: str, x: Any) -> list[LinkSet]:
     """Return a list of the sentences' sets of links; raise if they are anything else."""
     sets: Any = list(x) if isinstance(x, Iterable) and not isinstance(x, Tensor) else [None]
     if not all(isinstance(each, (set, frozenset)) for each in sets):
-        refuse_type(name, "sets of links", describe(x))
+        raise_type_error(name, "sets of links", describe(x))
     return sets
 
 
@@ -434,7 +434,8 @@ def alignment_score(
               \mathrm{AER} = 1 - \frac{|A \cap S| + |A \cap P|}{|A| + |S|}
 
     Args:
-        found: A, links ``(source, target)`` of every sentence, as :func:`links` gives them.
+        found: A, links ``(source, target)`` of every sentence, as :func:`extract_alignment` gives
+            them.
         sure: S, those that must be there. A word that is in no link is aligned to nothing (NULL).
         possible: P, those that may be there; the sure ones are always among them. None: no other.
 
@@ -447,7 +448,7 @@ def alignment_score(
     possible = [set()] * len(sure) if possible is None else _link_sets("possible", possible)
     for name, x in (("found", found), ("possible", possible)):
         if len(x) != len(sure):
-            refuse(name, f"of as many sentences as sure, {len(sure)}", len(x))
+            raise_value_error(name, f"of as many sentences as sure, {len(sure)}", len(x))
     counts: Counter[str] = Counter()
     for a, s, p in zip(found, sure, possible):
         counts.update(A=len(a), S=len(s), AS=len(a & s), AP=len(a & (p | s)))
@@ -494,10 +495,10 @@ def head_roles(
     Papers: Voita et al., "Analyzing Multi-Head Self-Attention", ACL 2019, arXiv:1905.09418; Clark
     et al., "What Does BERT Look At?", BlackboxNLP 2019, arXiv:1906.04341.
     """
-    check_whole("radius", radius, 0)
+    check_int("radius", radius, 0)
     of = _Given(weights, lengths, target_lengths, keys)
     if not of.heads:
-        refuse("weights", "[B, H, Tq, Tk], with heads", list(weights.shape))
+        raise_value_error("weights", "[B, H, Tq, Tk], with heads", list(weights.shape))
     evenness = of.evenness()
     if keys is not None:  # two heads may see other keys
         dense = to_dense(of.weights, of._all_keys(), of.Tk)
@@ -557,7 +558,7 @@ class Thresholds:
     def __post_init__(self):
         for field in fields(self):
             if field.name == "stuck":
-                check_whole("stuck", self.stuck, 2)
+                check_int("stuck", self.stuck, 2)
             else:
                 check_number(field.name, getattr(self, field.name), 0, 1)
 
@@ -601,7 +602,7 @@ def failures(
     """
     limit = Thresholds() if thresholds is None else thresholds
     if not isinstance(limit, Thresholds):
-        refuse_type("thresholds", "attnfast.analysis.diagnostics.Thresholds", describe(limit))
+        raise_type_error("thresholds", "attnfast.analysis.diagnostics.Thresholds", describe(limit))
     of = _Given(weights, lengths, target_lengths, keys)
     dtype, live = of.weights.dtype, of.weights.sum(-1) > 0
     n, m = of.each(of.n).to(dtype), of.each(of.m).to(dtype)

@@ -35,11 +35,11 @@ from attnfast._utils.checks import (
     check_array,
     check_device,
     check_flag,
+    check_int,
     check_number,
-    check_whole,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import check_ids, check_lengths
 from attnfast.models.decoders import FixedContext
@@ -59,7 +59,7 @@ __all__ = [
     "kendall_tau",
     "leave_one_out",
     "next_word",
-    "permuted",
+    "permutation_test",
     "total_variation",
     "weight_gradient",
 ]
@@ -110,22 +110,26 @@ def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
         words: ids ``[B, T]`` of the previous words, from the start on.
     """
     if not isinstance(model, Seq2Seq):
-        refuse_type("model", "an attnfast.models.Seq2Seq", describe(model))
+        raise_type_error("model", "an attnfast.models.Seq2Seq", describe(model))
     if model.training:
-        refuse("model", "in evaluation mode", "one in training")
+        raise_value_error("model", "in evaluation mode", "one in training")
     attention = model.decoder.attention
     unfit = isinstance(attention, FixedContext) or getattr(attention, "has_history", False)
     if unfit or hasattr(attention, "num_heads") or model.pointer is not None:
         expected = "one whose attention has weights [B, Tk] and no history, and that copies nothing"
-        refuse("model", expected, f"{type(attention).__name__}" + ", copying" * bool(model.pointer))
+        raise_value_error(
+            "model", expected, f"{type(attention).__name__}" + ", copying" * bool(model.pointer)
+        )
     check_ids("words", words, model.embedding.num_embeddings)
     check_device("words", words, model.embedding.weight, "model")
     if not words.shape[1]:
-        refuse("words", "ids [B, T] of at least one word", describe(words))
+        raise_value_error("words", "ids [B, T] of at least one word", describe(words))
 
     def read(embedded: Tensor, lengths: Tensor) -> Decision:
         if len(embedded) != len(words):
-            refuse("embedded", f"of as many sentences as words, {len(words)}", len(embedded))
+            raise_value_error(
+                "embedded", f"of as many sentences as words, {len(words)}", len(embedded)
+            )
         memory, state = model.read(embedded, lengths)
         source = EncodedSource(memory, words, 0)
         if words.shape[1] > 1:
@@ -157,11 +161,11 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
     except ValueError:
         pass  # a callable written in C need not have a signature
     if not fits:
-        refuse_type("reader", "a call with embedded inputs and lengths", describe(reader))
+        raise_type_error("reader", "a call with embedded inputs and lengths", describe(reader))
     check_array("embedded", embedded, "real numbers", ("B", "n", "E"))
     assert isinstance(embedded, Tensor)
     if not embedded.shape[1]:
-        refuse("embedded", "of one word at least", describe(embedded))
+        raise_value_error("embedded", "of one word at least", describe(embedded))
     check_lengths(lengths, embedded, whose="embedded")
 
 
@@ -169,14 +173,14 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
     """Raise unless p and q are tensors ``[.., C]`` of one shape."""
     check_array("p", p, "real numbers")
     if not p.dim():
-        refuse("p", "real numbers [.., C]", describe(p))
+        raise_value_error("p", "real numbers [.., C]", describe(p))
     check_array("q", q, "real numbers", p.shape, like=p, of="p")
 
 
 def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
-    """Return logits and weights; refuse those of a model that is none."""
+    """Return logits and weights; raise unless the model returned such."""
     if not callable(reading):
-        refuse("reader(embedded, lengths)", "a callable", describe(reading))
+        raise_value_error("reader(embedded, lengths)", "a callable", describe(reading))
     result = reading() if weights is None else reading(weights)
     try:
         logits, used = result
@@ -185,7 +189,9 @@ def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
     except (AttributeError, TypeError, ValueError):
         fits = False
     if not fits:
-        refuse("reader", f"to decide by logits [B, C] and weights {[B, n]}", describe(result))
+        raise_value_error(
+            "reader", f"to decide by logits [B, C] and weights {[B, n]}", describe(result)
+        )
     return logits, used
 
 
@@ -335,7 +341,7 @@ class PermutationOutput(NamedTuple):
 
 
 @torch.no_grad()
-def permuted(
+def permutation_test(
     reader: AttentionModel, embedded: Tensor, lengths: Tensor, *, count: int = 100, seed: int = 0
 ) -> PermutationOutput:
     """Shuffle each sentence's weights, ``count`` times, and see how far its output moves.
@@ -348,7 +354,7 @@ def permuted(
         :func:`jensen_shannon` of the weights; ``largest``: the largest weight.
     """
     _check(reader, embedded, lengths)
-    check_whole("count", count)
+    check_int("count", count)
     generator = _generator(seed)
     reading = reader(embedded, lengths)
     output, weights = _output(reading, embedded)
@@ -365,7 +371,7 @@ def permuted(
 
 
 def _generator(seed: object) -> torch.Generator:
-    check_whole("seed", seed, 0)
+    check_int("seed", seed, 0)
     return torch.Generator().manual_seed(int(seed))  # type: ignore[call-overload]
 
 
@@ -414,8 +420,8 @@ def adversarial(
     """
     _check(reader, embedded, lengths)
     check_number("epsilon", epsilon, 0, 1)
-    check_whole("restarts", restarts)
-    check_whole("steps", steps)
+    check_int("restarts", restarts)
+    check_int("steps", steps)
     generator = _generator(seed)
     with torch.no_grad():
         reading = reader(embedded, lengths)

@@ -14,10 +14,10 @@ from attnfast._utils.checks import (
     check_number,
     check_range,
     describe,
-    is_whole,
+    is_int,
     optional,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.ops.span import to_dense
 
@@ -87,14 +87,14 @@ def _fonts_for(words: Iterable[str]) -> list[str]:
 def _check_words(name: str, words: object, count: int | None = None, of: str = "weights") -> None:
     """Raise unless words are texts, ``count`` of them if given, as many as ``of`` has."""
     if not isinstance(words, Sequence) or not all(isinstance(x, str) for x in words):
-        refuse_type(name, "texts", describe(words))
+        raise_type_error(name, "texts", describe(words))
     if count is not None and len(words) != count:
-        refuse(name, f"{count} words, as {of} have", len(words))
+        raise_value_error(name, f"{count} words, as {of} have", len(words))
 
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
-        refuse_type(name, "a text", describe(text))
+        raise_type_error(name, "a text", describe(text))
 
 
 def draw_alignment(
@@ -125,7 +125,7 @@ def draw_alignment(
     for name, words in (("source", source), ("target", target), ("titles", titles)):
         _check_words(name, words)
     if len(titles) != 2:
-        refuse("titles", "two, of columns and of rows", len(titles))
+        raise_value_error("titles", "two, of columns and of rows", len(titles))
     if keys is not None:
         check_array("keys", keys, "int64", weights.shape[-2:], weights.shape, of="weights")
         check_range("keys", keys, -1, len(source) - 1, "words of source, or -1 for none,")
@@ -260,11 +260,11 @@ def draw_pointing(
     check_array("points", points, "real numbers", ("N", 2))
     check_array("weights", weights, "real numbers", ("T", 1 + len(points)), of="points")
     for name, corners in (("wanted", wanted), ("answer", answer)):
-        if not isinstance(corners, Sequence) or not all(map(is_whole, corners)):
-            refuse_type(name, "numbers of points", describe(corners))
+        if not isinstance(corners, Sequence) or not all(map(is_int, corners)):
+            raise_type_error(name, "numbers of points", describe(corners))
         for corner in corners:
             if not 0 <= corner < len(points):
-                refuse(name, f"below {len(points)}, the number of points", corner)
+                raise_value_error(name, f"below {len(points)}, the number of points", corner)
     figure = _figure(9, 4.2)
     left, right = figure.subplots(1, 2)
     for corners, style in (
@@ -367,15 +367,17 @@ def draw_speed(
         axis: what the sizes are.
     """
     if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
-        refuse_type("rows", "costs by title and by curve", describe(rows))
-    if not isinstance(sizes, Sequence) or not all(map(is_whole, sizes)):
-        refuse_type("sizes", "whole numbers", describe(sizes))
+        raise_type_error("rows", "costs by title and by curve", describe(rows))
+    if not isinstance(sizes, Sequence) or not all(map(is_int, sizes)):
+        raise_type_error("sizes", "whole numbers", describe(sizes))
     _check_text("note", note)
     _check_text("axis", axis)
     for curves in rows.values():
         for measured in curves.values():
             if not isinstance(measured, Sequence) or len(measured) != len(sizes):
-                refuse("rows", f"of {len(sizes)} costs a curve, as sizes", describe(measured))
+                raise_value_error(
+                    "rows", f"of {len(sizes)} costs a curve, as sizes", describe(measured)
+                )
     ticker = optional("matplotlib.ticker", "drawing")
     figure = _figure(10, 3.5 * len(rows) + 0.4)
     figure.suptitle(note, fontsize=11)

@@ -32,9 +32,9 @@ from torch.autograd import Function
 
 from attnfast._utils.torch_private import (
     at_end_of_backward,
-    is_intercepted,
+    has_dispatch_mode,
+    has_saved_tensor_hooks,
     number_of_backward,
-    saves_elsewhere,
 )
 from attnfast.decoding.growable import GrowableBuffer
 from attnfast.ops.attention import ATTENTION, AttentionBackward, AttentionInputs
@@ -218,7 +218,7 @@ class SharedKeys:
             return False
         if number_of_backward() == self.task:
             return True
-        if saves_elsewhere():  # a non-reentrant checkpoint, which wants saved tensors alone
+        if has_saved_tensor_hooks():  # a non-reentrant checkpoint, which wants saved tensors alone
             return False
         key, value, _, weight, *_ = self.source
         if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
@@ -247,7 +247,7 @@ class SharedKeys:
 
         Nothing where operators are recorded or mapped: whether it is there depends on numbers.
         """
-        if is_intercepted():
+        if has_dispatch_mode():
             return None
         if not self._is_prepared:
             key, _, lengths, _, score, _ = self.source

@@ -17,11 +17,11 @@ from attnfast._utils.checks import (
     check_like,
     check_tensor,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
     shape_of,
 )
-from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
+from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
 from attnfast.decoding.growable import GrowableBuffer, append_rows
 from attnfast.functional import cover, coverage_call, covered, filters_of
@@ -33,13 +33,13 @@ from attnfast.ops.arguments import (
     check_activation,
     check_scale,
     fold_scale,
-    refuse_tangents,
+    raise_on_tangents,
 )
 from attnfast.ops.attention import AttentionInputs, check
-from attnfast.ops.backends import FLOATS, choose
+from attnfast.ops.backends import FLOATS, select_backend
 from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs
 from attnfast.ops.lowering import SpanArguments, lower
-from attnfast.ops.operators import is_recorded, made
+from attnfast.ops.operators import is_tracing, unchecked
 from attnfast.ops.span import check_form, check_span
 from attnfast.outputs import (
     AttentionOutput,
@@ -107,7 +107,7 @@ class Memory(NamedTuple):
             mask = pad(mask, (0, new[0].shape[-2]), value=True)
         both = zip((self.key, self.value), new)
         rows: list[tuple[Tensor, GrowableBuffer | None]]
-        if is_recorded() or is_intercepted():
+        if is_tracing() or has_dispatch_mode():
             rows = [(torch.cat(x, -2), None) for x in both]
         else:
             rows = [append_rows(room, *x) for room, x in zip(self.rooms, both)]
@@ -115,12 +115,12 @@ class Memory(NamedTuple):
         grown = self._replace(
             key=key, value=value, lengths=None, mask=mask, steps=None, rooms=(of_key, of_value)
         )
-        return grown if is_recorded() else grown._with_steps(grown._chosen())
+        return grown if is_tracing() else grown._with_steps(grown._chosen())
 
     def _new_rows(self, key: Any, value: Any) -> list[Tensor]:
         """Return key and value as ``[B, (H,) n, ·]``; refuse what cannot be appended."""
         if self.fertility is not None:
-            refuse("memory", "one without fertility, to grow", describe(self.fertility))
+            raise_value_error("memory", "one without fertility, to grow", describe(self.fertility))
         new: list[Tensor] = []
         for name, x, like in (("key", key, self.key), ("value", value, self.value)):
             check_tensor(name, x)
@@ -130,7 +130,7 @@ class Memory(NamedTuple):
             x = x.unsqueeze(-2) if shape == one else x
             if x.dim() != like.dim() or any(a != b for a, b in zip(x.shape, several) if b != "n"):
                 fit = "the memory and key" if new else "the memory"
-                refuse(name, f"{one} or {shape_of(*several)} to fit {fit}", shape)
+                raise_value_error(name, f"{one} or {shape_of(*several)} to fit {fit}", shape)
             check_like(name, x, like, "the memory's")
             new.append(x.to(like.dtype))
         return new
@@ -161,7 +161,7 @@ class Memory(NamedTuple):
 
     def _chosen(self) -> str:
         """Return the backend of steps."""
-        return choose(self.backend, self.key.device, self.key.dtype, step=True)
+        return select_backend(self.backend, self.key.device, self.key.dtype, step=True)
 
     def _with_steps(self, backend: str, deferred: bool = False) -> Memory:
         steps = SharedKeys(self._common(), backend, deferred, self.mask, self.rooms[0])
@@ -175,7 +175,7 @@ class Memory(NamedTuple):
 
     def _common(self) -> KeyValues:
         """Return what all steps have in common."""
-        return made(
+        return unchecked(
             KeyValues, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
         )
 
@@ -193,7 +193,7 @@ def check_memory(memory: object) -> None:
         or not isinstance(memory.key, Tensor)
         or not isinstance(memory.value, Tensor)
     ):
-        refuse_type("memory", "what prepare(...) returns", describe(memory))
+        raise_type_error("memory", "what prepare(...) returns", describe(memory))
 
 
 def _check_query(query: Any, memory: Memory) -> None:
@@ -202,13 +202,13 @@ def _check_query(query: Any, memory: Memory) -> None:
     *lead, _, features = memory.key.shape
     shape = list(query.shape)
     if len(shape) != memory.key.dim() or shape[:-2] != lead or shape[-1] != features:
-        refuse("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
+        raise_value_error("query", f"{[*lead, 'Tq', features]} to fit the memory", shape)
     check_like("query", query, memory.key, "the memory's")
 
 
 def _usable(steps: SharedKeys | None) -> SharedKeys | None:
     """Return what steps share, its tensors unchanged; None in a graph that is recorded."""
-    if steps is None or is_recorded():
+    if steps is None or is_tracing():
         return None
     steps.check_unchanged()
     return steps
@@ -232,7 +232,7 @@ def _attend_once(
         lowered = lower(call, place, need_weights)
         call = lowered.call
     if defers:
-        refuse_tangents(call)
+        raise_on_tangents(call)
         context, weights, log_sum_exp, statistics = Step.apply(
             query, steps.token, call.bias, call, steps, bool(need_weights)
         )
@@ -274,9 +274,9 @@ def prepare(
     key, value, weight = autocast(key, value, weight)
     check_tensor("key", key)
     if key.dtype not in FLOATS:
-        refuse("key", "float32, float64, bfloat16 or float16", key.dtype)
+        raise_value_error("key", "float32, float64, bfloat16 or float16", key.dtype)
     if key.dim() not in (3, 4):
-        refuse("key", "[B, Tk, A] or [B, H, Tk, A]", list(key.shape))
+        raise_value_error("key", "[B, Tk, A] or [B, H, Tk, A]", list(key.shape))
     for name, x in (("value", value), ("weight", weight)):
         if x is not None or name == "value":
             check_tensor(name, x)
@@ -347,7 +347,7 @@ def attend(
             return _attend_once(query, memory, scale, place, need_weights, need_statistics, bias)
         call = memory._call(query, scale, bool(need_weights), need_statistics, bias=bias)
         call = autocast_call(call)
-        backend = choose(memory.backend, query.device, query.dtype, step=True)
+        backend = select_backend(memory.backend, query.device, query.dtype, step=True)
         if backend != "reference":
             call = fold_scale(call)
         if place is None:
@@ -406,14 +406,14 @@ def attend_with_history(
     if (
         steps is not None
         and steps.defers()
-        and not saves_elsewhere()  # checkpointing
+        and not has_saved_tensor_hooks()  # checkpointing
         and isinstance(query, Tensor)
         and steps.serve(query, memory._common())
     ):
         check_flag("need_weights", need_weights)
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
         asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
-        if choose(*asked, filters=filters_of(checked)) == steps.backend:
+        if select_backend(*asked, filters=filters_of(checked)) == steps.backend:
             made_of = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, steps, made_of, need_weights)
     try:
@@ -429,7 +429,7 @@ def _attend_once_with_history(
     call: CoverageInputs, steps: Any, made_of: tuple[Any, ...], need_weights: bool
 ) -> CoverageOutput:
     """Attend with one query that steps serve; its filters are ``made_of`` what users gave."""
-    refuse_tangents(call)
+    raise_on_tangents(call)
     token, waiting = steps.token, steps.waiting
     if not filters_of(call):
         call = call._replace(filters=None, projection=None)

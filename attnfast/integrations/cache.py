@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.torch_private import is_intercepted, saves_elsewhere
+from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding import Memory
 
 __all__ = ["PLACE", "TensorSnapshot", "cached_per_source"]
@@ -156,9 +156,9 @@ def _part(x: Tensor) -> tuple[Any, ...]:
 
 def _way(x: Tensor) -> tuple[Any, ...] | None:
     """Return how results are computed now, or None where nothing may be kept."""
-    if torch.compiler.is_compiling() or saves_elsewhere():
+    if torch.compiler.is_compiling() or has_saved_tensor_hooks():
         return None  # under checkpointing each call saves what it needs itself
-    if torch.jit.is_tracing() or is_intercepted():
+    if torch.jit.is_tracing() or has_dispatch_mode():
         return None  # what is kept would be a constant of the graph
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -7,7 +7,7 @@ from pkgutil import iter_modules
 
 from torch import nn
 
-from attnfast._utils.checks import describe, refuse_type
+from attnfast._utils.checks import describe, raise_type_error
 from attnfast.integrations import projects
 from attnfast.integrations.adapter import Adapter
 
@@ -31,7 +31,7 @@ def register_adapter(adapter: Adapter) -> None:
         TypeError: ``adapter`` is not an :class:`Adapter`.
     """
     if not isinstance(adapter, Adapter):
-        refuse_type("adapter", "an attnfast.integrations.Adapter", describe(adapter))
+        raise_type_error("adapter", "an attnfast.integrations.Adapter", describe(adapter))
     ADAPTERS[adapter.name] = adapter
 
 

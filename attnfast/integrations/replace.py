@@ -15,7 +15,7 @@ from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import judge
 from attnfast.integrations.registry import adapter_of, why_unknown
-from attnfast.ops.backends import best, choose
+from attnfast.ops.backends import select_backend, try_select_backend
 from attnfast.ops.recurrent import RECURRENT
 
 __all__ = ["Report", "replace"]
@@ -163,9 +163,9 @@ def _choose_backend(found: Found, report: Report) -> None:
     like, adapter = (parameter.device, parameter.dtype), found.adapter
     assert adapter is not None
     if not adapter.attention:
-        found.backend = choose(None, *like, step=True)
+        found.backend = select_backend(None, *like, step=True)
         return
-    found.backend = best(None, *like, RECURRENT.name) or ""
+    found.backend = try_select_backend(None, *like, RECURRENT.name) or ""
     if not found.backend:
         found.left = f"no operator runs whole targets in {like[1]} on {like[0]}"
     attention = getattr(found.module, adapter.attention)

@@ -18,8 +18,8 @@ from attnfast._utils.checks import (
     check_tensor,
     describe,
     is_finite,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.nn import Memory, RecurrentState
 
@@ -30,7 +30,7 @@ PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
 def check_share(name: str, x: object) -> None:
     """Refuse what is no share of a whole, or all of it."""
     if not is_finite(x) or not 0 <= x < 1:  # type: ignore[operator]
-        refuse(name, "at least 0 and below 1", describe(x))
+        raise_value_error(name, "at least 0 and below 1", describe(x))
 
 
 def check_ids(name: str, words: object, count: int | None = None) -> None:
@@ -38,7 +38,7 @@ def check_ids(name: str, words: object, count: int | None = None) -> None:
     check_tensor(name, words)
     assert isinstance(words, Tensor)
     if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
-        refuse(name, "word ids [B, T], int64 or int32", describe(words))
+        raise_value_error(name, "word ids [B, T], int64 or int32", describe(words))
     if count is not None:
         check_range(name, words, 0, count - 1, "word ids")
 
@@ -61,9 +61,9 @@ def check_source(name: str, source: Any, kind: type, state: object) -> None:
     """Raise unless a source, called ``name``, and a state are those of a model's ``encode``."""
     memory = getattr(source, "memory", None)
     if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
-        refuse_type(name, "what encode(...) returns", describe(source))
+        raise_type_error(name, "what encode(...) returns", describe(source))
     if not isinstance(state, RecurrentState):
-        refuse_type("state", "a RecurrentState", describe(state))
+        raise_type_error("state", "a RecurrentState", describe(state))
 
 
 def check_step(
@@ -88,9 +88,9 @@ def check_step(
     if isinstance(value, Tensor):  # attention of other projects may have none
         check_like(name, value, like)
         if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
-            refuse(name, f"of contexts of {context_dim} features", describe(value))
+            raise_value_error(name, f"of contexts of {context_dim} features", describe(value))
         if value.shape[0] != B:
-            refuse("words", f"of {value.shape[0]} sequences, as {name}", describe(words))
+            raise_value_error("words", f"of {value.shape[0]} sequences, as {name}", describe(words))
     check_array("state.hidden", state.hidden, "real numbers", (*layers, B, features), of="words")
     check_like("state.hidden", state.hidden, like)
 
@@ -111,5 +111,5 @@ def check_lengths(
     """
     B, Tk = of.shape[:2]
     if B and Tk < least:
-        refuse(name, f"at least {least}", f"sequences of length {Tk}")
+        raise_value_error(name, f"at least {least}", f"sequences of length {Tk}")
     check_numbers(name, lengths, B, least, Tk, whose)

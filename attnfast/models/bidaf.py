@@ -11,10 +11,10 @@ from attnfast._utils.checks import (
     check_array,
     check_device,
     check_flag,
-    check_whole,
+    check_int,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import PAD, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
@@ -67,7 +67,7 @@ class BiDAF(nn.Module):
     ):
         super().__init__()
         if not isinstance(attention, nn.Module):
-            refuse_type("attention", "a module", describe(attention))
+            raise_type_error("attention", "a module", describe(attention))
         check_sizes(
             features=features, vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim
         )
@@ -104,7 +104,9 @@ class BiDAF(nn.Module):
         for name, words in (("text", text), ("question", question)):
             embedded = self.dropout(embed(name, words, self.embedding))
             if words.shape[0] != text.shape[0]:
-                refuse("question", f"of {text.shape[0]} sequences, as text", describe(words))
+                raise_value_error(
+                    "question", f"of {text.shape[0]} sequences, as text", describe(words)
+                )
             lengths = text_lengths if name == "text" else question_lengths
             check_lengths(lengths, words, name=f"{name}_lengths", whose=name)
             read.append(self.encoder(embedded, lengths))
@@ -138,13 +140,15 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
     for name, x in (("start", start), ("end", end)):
         check_array(name, x, "real numbers", ("B", "T"))
         if x.isnan().any():
-            refuse(name, "log-probabilities", "NaN")
+            raise_value_error(name, "log-probabilities", "NaN")
     if start.shape != end.shape or not start.shape[1]:
-        refuse("start and end", "of the same [B, T]", f"{describe(start)} and {describe(end)}")
+        raise_value_error(
+            "start and end", "of the same [B, T]", f"{describe(start)} and {describe(end)}"
+        )
     check_device("end", end, start, "start")
     T = start.shape[1]
     if longest is not None:
-        check_whole("longest", longest)
+        check_int("longest", longest)
     both = start.unsqueeze(-1) + end.unsqueeze(1)
     allowed = torch.ones(T, T, dtype=torch.bool, device=start.device).triu()
     allowed = allowed.tril(T if longest is None else longest - 1)

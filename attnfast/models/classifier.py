@@ -7,7 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_exact, check_word, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_choice,
+    check_exact,
+    describe,
+    raise_type_error,
+    raise_value_error,
+)
 from attnfast.models._checks import PAD, check_ids, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
 from attnfast.nn import BahdanauAttention
@@ -53,9 +59,9 @@ class Classifier(nn.Module):
     ):
         super().__init__()
         if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
-            refuse_type("encoder", "a module, as encoders of this package", describe(encoder))
+            raise_type_error("encoder", "a module, as encoders of this package", describe(encoder))
         check_sizes(vocab_size=vocab_size, embed_dim=embed_dim, classes=classes)
-        check_word("pooling", pooling, POOLINGS)
+        check_choice("pooling", pooling, POOLINGS)
         check_share("dropout", dropout)
         check_backend(backend)
         self.encoder, self.pooling = encoder, pooling
@@ -80,7 +86,7 @@ class Classifier(nn.Module):
         ``[B, C]`` and the weights that it pooled with. The largest states have no weights.
         """
         if self.pooling == "max":
-            refuse("pooling", "attention or mean, to have weights", repr(self.pooling))
+            raise_value_error("pooling", "attention or mean, to have weights", repr(self.pooling))
         states, exists = self._states(embedded, lengths)
         even = exists.to(accumulation_dtype(states.dtype)) / exists.sum(1, keepdim=True)
         memory = None

@@ -8,13 +8,13 @@ from torch import nn
 
 from attnfast._utils.checks import (
     InputError,
+    check_choice,
     check_flag,
-    check_whole,
-    check_word,
+    check_int,
     describe,
     is_finite,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import check_share
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
@@ -97,25 +97,29 @@ class Config:
 
     def __post_init__(self):
         try:
-            check_word("attention", self.attention, ATTENTIONS)
-            check_word("cell", self.cell, CELLS)
-            check_word("encoder", self.encoder, ENCODERS)
+            check_choice("attention", self.attention, ATTENTIONS)
+            check_choice("cell", self.cell, CELLS)
+            check_choice("encoder", self.encoder, ENCODERS)
             for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
-                check_whole(name, getattr(self, name))
+                check_int(name, getattr(self, name))
             if self.hidden_dim >= 2**30:  # an encoder has two of them side by side
-                refuse("hidden_dim", "below 2**30", self.hidden_dim)
+                raise_value_error("hidden_dim", "below 2**30", self.hidden_dim)
             for name in ("input_feeding", "copying", "self_attention", "fixed_stride"):
                 check_flag(name, getattr(self, name))
             if self.hidden_dim % 2 and (self.self_attention or self.encoder == "transformer"):
-                refuse("hidden_dim", "even for an encoder of four heads", self.hidden_dim)
+                raise_value_error(
+                    "hidden_dim", "even for an encoder of four heads", self.hidden_dim
+                )
             check_share("dropout", self.dropout)
-            check_whole("longest_target", self.longest_target, 0)
+            check_int("longest_target", self.longest_target, 0)
             if not is_finite(self.length_ratio) or not 0 <= self.length_ratio < 2**31:
-                refuse("length_ratio", "a number, at least 0", describe(self.length_ratio))
+                raise_value_error(
+                    "length_ratio", "a number, at least 0", describe(self.length_ratio)
+                )
             for name in ("sigma", "height"):
                 x = getattr(self, name)
                 if x is not None and not (is_finite(x) and (x > 0 or name == "height")):
-                    refuse(name, "a number, sigma above 0, or None", describe(x))
+                    raise_value_error(name, "a number, sigma above 0, or None", describe(x))
         except ValueError as error:
             raise InputError(str(error)) from None
         for name, kind in (("fixed_stride", "strided"), ("sigma", "local"), ("height", "local")):
@@ -138,7 +142,7 @@ class Config:
 def build(config: Config, backend: str | None = None) -> Seq2Seq:
     """Make the model of a config; ``backend`` is that of :func:`attnfast.additive_attention`."""
     if not isinstance(config, Config):
-        refuse_type("config", "a Config", describe(config))
+        raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
     sizes = (config.embed_dim, key_dim, state_dim)
     attention: nn.Module

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnfast._utils.checks import check_array, describe, refuse_type
+from attnfast._utils.checks import check_array, describe, raise_type_error
 from attnfast.models._checks import EOS, check_ids
 from attnfast.models.las import BLANK, EncodedSpeech
 
@@ -71,7 +71,9 @@ class CTCPrefixScorer:
         """
         if not hasattr(heard, "frame_log_probs"):
             got = type(heard).__name__
-            refuse_type("heard", "of a model with frame_log_probs, as ListenAttendSpell's", got)
+            raise_type_error(
+                "heard", "of a model with frame_log_probs, as ListenAttendSpell's", got
+            )
         log_p = heard.frame_log_probs
         check_array("heard.frame_log_probs", log_p, "real numbers", ("R", "T", "V"))
         R, T, V = log_p.shape
@@ -79,7 +81,7 @@ class CTCPrefixScorer:
         check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
         check_ids("words", words, V)
         if not isinstance(state, (PrefixState, type(None))):
-            refuse_type("state", "what score(...) returned, or None", describe(state))
+            raise_type_error("state", "what score(...) returned, or None", describe(state))
         if state is not None:
             shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
             for name, shape in shapes.items():

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from attnfast._utils.checks import (
     check_array,
+    check_choice,
     check_flag,
     check_like,
     check_numbers,
     check_tensor,
-    check_word,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast._utils.torch_private import is_autocast_on
 from attnfast.decoding import check_memory
@@ -103,8 +103,8 @@ class _Decoder(nn.Module):
     ):
         super().__init__()
         if not isinstance(attention, nn.Module):
-            refuse_type("attention", "a module", describe(attention))
-        check_word("cell", cell, CELLS)
+            raise_type_error("attention", "a module", describe(attention))
+        check_choice("cell", cell, CELLS)
         self.context_dim = context_dim
         self.attention: Any = attention  # it has the two calls of those of attnfast.nn
         # PyTorch takes no integers of NumPy
@@ -208,21 +208,27 @@ class _Decoder(nn.Module):
         features = self.readout.out_features
         check_tensor("embedded", embedded)
         if not isinstance(state, RecurrentState):
-            refuse_type("state", "a RecurrentState", describe(state))
+            raise_type_error("state", "a RecurrentState", describe(state))
         check_memory(memory)
         B, H = memory.key.shape[0], self.rnn.hidden_size
         check_array("state.hidden", state.hidden, "real numbers", (B, H), of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
-            refuse("embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded))
+            raise_value_error(
+                "embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded)
+            )
         if embedded.dtype != state.hidden.dtype or embedded.device != state.hidden.device:
             like = f"{state.hidden.dtype} on {state.hidden.device}, as the state"
-            refuse("embedded", like, f"{embedded.dtype} on {embedded.device}")
+            raise_value_error("embedded", like, f"{embedded.dtype} on {embedded.device}")
         if not embedded.shape[1]:
-            refuse("embedded", f"[{B}, T, {features}] with T of at least 1", describe(embedded))
+            raise_value_error(
+                "embedded", f"[{B}, T, {features}] with T of at least 1", describe(embedded)
+            )
         check_like("memory", memory.key, embedded, "the inputs'")
         *heads, _, found = memory.value.shape[1:]
         if math.prod(heads) * found != self.context_dim:
-            refuse("memory", f"of values of {self.context_dim} features", describe(memory.value))
+            raise_value_error(
+                "memory", f"of values of {self.context_dim} features", describe(memory.value)
+            )
 
     def initial(self, hidden: Tensor) -> RecurrentState:
         """Return the state before the first word, given ``hidden [B, D]``."""

@@ -10,11 +10,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from attnfast._utils.checks import (
     check_array,
+    check_choice,
     check_like,
-    check_word,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import check_lengths, check_share
 from attnfast.models.decoders import CELLS
@@ -59,10 +59,10 @@ class Encoder(nn.Module):
         check_backend(backend)
         self.backend = backend
         check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
-        check_word("cell", cell, CELLS)
+        check_choice("cell", cell, CELLS)
         check_share("dropout", dropout)
         if not isinstance(self_attention, (nn.Module, type(None))):
-            refuse_type("self_attention", "a module or None", describe(self_attention))
+            raise_type_error("self_attention", "a module or None", describe(self_attention))
         self.self_attention = self_attention
         if self_attention is not None:
             self.norm = nn.LayerNorm(2 * hidden_dim)
@@ -139,10 +139,12 @@ class TransformerEncoder(nn.Module):
         self.proj = nn.Linear(embed_dim, self.output_dim)
         self.positions = SinusoidalPositions()
         if heads is None and self.output_dim % 4:
-            refuse("hidden_dim", "even for an encoder of four heads", hidden_dim)
+            raise_value_error("hidden_dim", "even for an encoder of four heads", hidden_dim)
         heads = [Span()] * 4 if heads is None else heads
         if isinstance(heads, (list, tuple)) and heads and self.output_dim % len(heads):
-            refuse("heads", f"as many as divide 2 · hidden_dim, {self.output_dim}", len(heads))
+            raise_value_error(
+                "heads", f"as many as divide 2 · hidden_dim, {self.output_dim}", len(heads)
+            )
         self.layers = nn.ModuleList(
             TransformerEncoderLayer(
                 SparseSelfAttention(self.output_dim, heads, backend=backend),

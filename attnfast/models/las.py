@@ -16,8 +16,8 @@ from attnfast._utils.checks import (
     check_numbers,
     check_tensor,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import (
     PAD,
@@ -103,16 +103,16 @@ class PyramidEncoder(nn.Module):
         least = self.join ** len(self.layers)
         if frames.shape[0] and frames.shape[1] < least:
             expected = f"at least {least} a recording, which the pyramid joins into one state"
-            refuse("frames", expected, frames.shape[1])
+            raise_value_error("frames", expected, frames.shape[1])
         check_lengths(lengths, frames, whose="frames")
         if len(lengths) and int(lengths.min()) < least:
             found = int(lengths.min())
-            refuse("lengths", f"at least {least}, what the pyramid makes one of", found)
+            raise_value_error("lengths", f"at least {least}, what the pyramid makes one of", found)
         place = torch.arange(frames.shape[1], device=frames.device)
         exists = place < lengths.to(frames.device).unsqueeze(-1)
         states = frames.masked_fill(~exists.unsqueeze(-1), 0)  # the last group reads padding
         if not torch.compiler.is_compiling() and not states.isfinite().all():
-            refuse("frames", "finite numbers", "NaN or infinity")
+            raise_value_error("frames", "finite numbers", "NaN or infinity")
         for number, layer in enumerate(self.layers):
             states = self.dropout(states) if number else states
             states, lengths = join_frames(states, lengths, self.join)
@@ -185,7 +185,7 @@ class ListenAttendSpell(nn.Module):
     ):
         super().__init__()
         if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
-            refuse_type("encoder", "a PyramidEncoder", describe(encoder))
+            raise_type_error("encoder", "a PyramidEncoder", describe(encoder))
         check_sizes(vocab_size=vocab_size, hidden_dim=hidden_dim, embed_dim=embed_dim)
         check_share("dropout", dropout)
         context_dim = encoder.output_dim
@@ -273,7 +273,9 @@ class ListenAttendSpell(nn.Module):
         check_flag("need_weights", need_weights)
         check_array("frames", frames, "real numbers", ("B", "T", "features"))
         if frames.shape[0] != target_in.shape[0]:
-            refuse("target_in", f"of {frames.shape[0]} sequences, as frames", describe(target_in))
+            raise_value_error(
+                "target_in", f"of {frames.shape[0]} sequences, as frames", describe(target_in)
+            )
         heard, state = self.encode(frames, lengths)
         counts = (target_in != PAD).sum(-1)
         logits, _, weights = self._spell(target_in, state, heard, need_weights, counts)

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_device, check_flag, check_tensor, describe, refuse
+from attnfast._utils.checks import (
+    check_device,
+    check_flag,
+    check_tensor,
+    describe,
+    raise_value_error,
+)
 from attnfast.models._checks import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
@@ -38,7 +44,7 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
     """
     check_tensor("words", words)
     if words.dtype not in (torch.int64, torch.int32) or not words.dim():
-        refuse("words", "word ids [.., L], int64 or int32", describe(words))
+        raise_value_error("words", "word ids [.., L], int64 or int32", describe(words))
     check_device("words", words)
     check_sizes(features=features)
     j, k = (
@@ -126,17 +132,17 @@ class MemoryNetwork(nn.Module):
             check_tensor(name, words)
             check_device(name, words, self.places, "the module")
             if words.dim() != axes:
-                refuse(name, f"of {axes} axes", describe(words))
+                raise_value_error(name, f"of {axes} axes", describe(words))
             check_ids(name, words.flatten(1), self.question.num_embeddings)
         if stories.shape[0] != questions.shape[0]:
-            refuse(
+            raise_value_error(
                 "questions", f"{stories.shape[0]}, one of each of the stories", questions.shape[0]
             )
         order = torch.arange(1, stories.shape[1] + 1, device=stories.device)
         last = (stories != PAD).any(-1) * order
         lengths = nn.functional.pad(last, (1, 0)).amax(-1)
         if stories.shape[1] > self.longest:
-            refuse("stories", f"of {self.longest} sentences at most", stories.shape[1])
+            raise_value_error("stories", f"of {self.longest} sentences at most", stories.shape[1])
         place = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)
         order = position_encoding(stories, self.dim, self.places.dtype)
         sources = [

@@ -14,8 +14,8 @@ from attnfast._utils.checks import (
     check_numbers,
     check_range,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import EOS, PAD, check_ids
 from attnfast.models.las import LASOutput
@@ -68,7 +68,7 @@ def hybrid_loss(
     check_number("ctc_weight", ctc_weight, 0, 1)
     check_number("label_smoothing", label_smoothing, 0, 1)
     if not isinstance(spelled, LASOutput):
-        refuse_type("spelled", "what a ListenAttendSpell returns", describe(spelled))
+        raise_type_error("spelled", "what a ListenAttendSpell returns", describe(spelled))
     check_array("spelled.logits", spelled.logits, "real numbers", ("B", "T", "V"))
     B, _, V = spelled.logits.shape
     like, log_probs = spelled.logits, spelled.frame_log_probs
@@ -78,10 +78,12 @@ def hybrid_loss(
     check_ids("target_out", target_out, V)
     for name, x in (("spelled.logits", like), ("spelled.frame_log_probs", log_probs)):
         if 0 in x.shape:
-            refuse(name, "of one text and one step at least", describe(x))
+            raise_value_error(name, "of one text and one step at least", describe(x))
     shape = list(like.shape[:2])
     if list(target_out.shape) != shape:
-        refuse("target_out", f"word ids {shape}, as the logits of spelled", describe(target_out))
+        raise_value_error(
+            "target_out", f"word ids {shape}, as the logits of spelled", describe(target_out)
+        )
     target_out = target_out.long()
     loss = spelled.logits.new_zeros(())
     if ctc_weight < 1:

@@ -8,11 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import InputError, check_whole, describe, is_finite, refuse, refuse_type
+from attnfast._utils.checks import (
+    InputError,
+    check_int,
+    describe,
+    is_finite,
+    raise_type_error,
+    raise_value_error,
+)
 from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq, output_limit
-from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, widened
+from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, upcast_halves
 from attnfast.nn._linear import is_plain
 from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
@@ -39,7 +46,7 @@ def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = N
 
 def _check_count(name: str, count: object) -> None:
     try:
-        check_whole(name, count)
+        check_int(name, count)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -98,7 +105,7 @@ def check_model(model: object) -> None:
     """Refuse what has not the two calls of a :class:`Seq2Seq`."""
     has_both = all(callable(getattr(model, name, None)) for name in ("encode", "decode"))
     if not has_both or isinstance(model, type):
-        refuse_type("model", "a Seq2Seq", describe(model))
+        raise_type_error("model", "a Seq2Seq", describe(model))
 
 
 def _in_one_call(
@@ -136,7 +143,7 @@ def _in_one_call(
         mode=layer.mode, attends_first=layer.attends_first, begin=BOS, end=EOS, most=most,
         embedding_scale=words.embedding_dim**0.5, **terms,
     )  # fmt: skip
-    call = widened(call)
+    call = upcast_halves(call)
     try:
         rows = dispatch.run(SEARCH, call, backend).words.tolist()
     except Exception:
@@ -239,15 +246,15 @@ def beam_search(
     _check_count("beam", beam)
     for name, x in (("length_penalty", length_penalty), ("length_bonus", length_bonus)):
         if not is_finite(x):
-            refuse(name, "a finite number", describe(x))
+            raise_value_error(name, "a finite number", describe(x))
         if abs(x) > MOST:
-            refuse(name, f"between -{MOST} and {MOST}", describe(x))
+            raise_value_error(name, f"between -{MOST} and {MOST}", describe(x))
     if not is_finite(scorer_weight) or not 0 <= scorer_weight <= 1:
-        refuse("scorer_weight", "a number from 0 to 1", describe(scorer_weight))
+        raise_value_error("scorer_weight", "a number from 0 to 1", describe(scorer_weight))
     if scorer is not None and (
         isinstance(scorer, type) or not callable(getattr(scorer, "score", None))
     ):
-        refuse_type("scorer", "an object with score(...), or None", describe(scorer))
+        raise_type_error("scorer", "an object with score(...), or None", describe(scorer))
     if beam == 1 and (scorer is None or not scorer_weight) and not length_bonus:
         return greedy_search(model, source, lengths, max_output_length=max_output_length)
     limits = output_limits(model, lengths, max_output_length)

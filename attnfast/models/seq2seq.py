@@ -12,8 +12,8 @@ from attnfast._utils.checks import (
     check_flag,
     check_range,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast._utils.torch_private import keep_in_pytrees
 from attnfast.models._checks import (
@@ -103,9 +103,9 @@ class Seq2Seq(nn.Module):
         check_share("dropout", dropout)
         for name, module, has in (("encoder", encoder, "output_dim"), ("decoder", decoder, "rnn")):
             if not isinstance(module, nn.Module) or not hasattr(module, has):
-                refuse_type(name, f"a module, as {name}s of this package", describe(module))
+                raise_type_error(name, f"a module, as {name}s of this package", describe(module))
         if not isinstance(pointer, (nn.Module, type(None))):
-            refuse_type("pointer", "a module or None", describe(pointer))
+            raise_type_error("pointer", "a module or None", describe(pointer))
         self.encoder = encoder
         self.decoder = decoder
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
@@ -216,7 +216,9 @@ class Seq2Seq(nn.Module):
         check_flag("need_weights", need_weights)
         check_ids("source", source)
         if source.shape[0] != target_in.shape[0]:
-            refuse("target_in", f"of {source.shape[0]} sequences, as source", describe(target_in))
+            raise_value_error(
+                "target_in", f"of {source.shape[0]} sequences, as source", describe(target_in)
+            )
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
         covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)

@@ -12,14 +12,14 @@ from attnfast._utils.checks import (
     check_array,
     check_device,
     check_flag,
+    check_int,
     check_like,
     check_numbers,
-    check_whole,
     describe,
     is_finite,
-    is_whole,
-    refuse,
-    refuse_type,
+    is_int,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.models._checks import (
     EOS,
@@ -89,14 +89,14 @@ class GridEncoder(nn.Module):
     ):
         super().__init__()
         for name, x in (("features", features), ("strides", strides)):
-            if not isinstance(x, Sequence) or not all(map(is_whole, x)):
-                refuse_type(name, "whole numbers, one a layer", describe(x))
+            if not isinstance(x, Sequence) or not all(map(is_int, x)):
+                raise_type_error(name, "whole numbers, one a layer", describe(x))
         if not len(features) == len(strides) > 0:
             expected = f"{len(features)}, one a layer of features, and a layer at least"
-            refuse("strides", expected, len(strides))
+            raise_value_error("strides", expected, len(strides))
         check_sizes(channels=channels)
         if not is_finite(place_scale):
-            refuse("place_scale", "a finite number", describe(place_scale))
+            raise_value_error("place_scale", "a finite number", describe(place_scale))
         self.place_scale = place_scale
         self.channels, self.strides, self.stride, self.field = channels, tuple(strides), 1, 1
         self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
@@ -122,14 +122,14 @@ class GridEncoder(nn.Module):
             for pixels in size.tolist():
                 if not self.stride <= pixels <= most:
                     expected = f"{name} from {self.stride}, a cell, to {most}"
-                    refuse("sizes", expected, pixels)
+                    raise_value_error("sizes", expected, pixels)
         stride = 1
         for norm, step in zip(self.norms, self.strides):
             stride *= step
             cells = int((-(-sizes // stride)).prod(-1).sum())
             if norm.training and cells < 2:
                 expected = f"of two cells of {stride} × {stride} pixels at least in training"
-                refuse("sizes", expected, cells)
+                raise_value_error("sizes", expected, cells)
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return grids ``[B, R, C, output_dim]``, 0 in padding, and which cells exist.
@@ -149,7 +149,7 @@ class GridEncoder(nn.Module):
         inside = exists(sizes, *images.shape[2:])
         x = images.masked_fill(~inside.unsqueeze(1), 0)
         if not x.isfinite().all():
-            refuse("images", "finite numbers", "NaN or infinity")
+            raise_value_error("images", "finite numbers", "NaN or infinity")
         for layer, norm, stride in zip(self.layers, self.norms, self.strides):
             x = layer(x)
             sizes = -(-sizes // stride)
@@ -279,8 +279,8 @@ class ShowAttendTell(nn.Module):
     ):
         super().__init__()
         if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
-            refuse_type("encoder", "a GridEncoder", describe(encoder))
-        check_whole("vocab_size", vocab_size, EOS + 2)
+            raise_type_error("encoder", "a GridEncoder", describe(encoder))
+        check_int("vocab_size", vocab_size, EOS + 2)
         check_sizes(hidden_dim=hidden_dim, embed_dim=embed_dim, longest=longest)
         check_share("dropout", dropout)
         inner = attention
@@ -289,7 +289,7 @@ class ShowAttendTell(nn.Module):
         # What an order tells depends on the width of the batch: the cells are rows of a grid.
         if getattr(inner, "knows_order", False) or isinstance(inner, MultiHeadAttention):
             expected = "one that knows no order of keys and has no heads, as BahdanauAttention"
-            refuse_type("attention", expected, type(inner).__name__)
+            raise_type_error("attention", expected, type(inner).__name__)
         context_dim = encoder.output_dim
         self.encoder, self.longest = encoder, longest
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
@@ -373,7 +373,9 @@ class ShowAttendTell(nn.Module):
         B = images.shape[0]
         count = max(target_in.shape[0] // max(B, 1), 1)
         if target_in.shape[0] != B * count:
-            refuse("target_in", f"as many captions of each of {B} images", target_in.shape[0])
+            raise_value_error(
+                "target_in", f"as many captions of each of {B} images", target_in.shape[0]
+            )
         seen, state = self.encode(images, sizes)
         if count != 1:
             index = torch.arange(B, device=images.device).repeat_interleave(count)

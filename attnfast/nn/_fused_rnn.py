@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.torch_private import has_tangents, is_autocast_on, is_intercepted
+from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
 from attnfast.nn._linear import is_plain
@@ -25,9 +25,9 @@ from attnfast.nn.stateful import (
 )
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import check_temperature
-from attnfast.ops.backends import BACKENDS, HALF, best
+from attnfast.ops.backends import BACKENDS, HALF, try_select_backend
 from attnfast.ops.coverage import CoverageInputs
-from attnfast.ops.operators import is_recorded
+from attnfast.ops.operators import is_tracing
 from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, fed
 from attnfast.ops.reference import cell_step
 from attnfast.ops.span import rows_at
@@ -155,7 +155,7 @@ def backend_of(
     """Return the backend whose operator serves a layer, or None."""
     if is_autocast_on() or has_tangents():
         return None
-    if not is_recorded() and is_intercepted():
+    if not is_tracing() and has_dispatch_mode():
         return None
     remembers = isinstance(attention, HistoryAttention)
     if attention is not None:
@@ -175,10 +175,10 @@ def backend_of(
         wanted = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
-    return best(wanted, like.device, dtype, operator, remembers, stack)
+    return try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
 
 
-def widened(call: Any) -> Any:
+def upcast_halves(call: Any) -> Any:
     """Return an operator's call in float32 if it is of a half type; weights stay bfloat16."""
     if not _is_half(call.hidden):
         return call
@@ -265,10 +265,10 @@ def run_layer(
         attends_first=layer.attends_first, **dropouts, **terms,
     )  # fmt: skip
     try:
-        if single and not is_recorded():
+        if single and not is_tracing():
             packed = _packed(call, backend, state.packed)
             call = call._replace(packed=None if packed is None else packed.kept)
-        call = widened(call)
+        call = upcast_halves(call)
         done = dispatch.run(RECURRENT, call, backend)
     except Exception:
         RECURRENT.check(call)  # says in one sentence what does not fit
@@ -318,7 +318,7 @@ def terms_of(
 
 def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict[str, Any]:
     """Return what is the same for all kinds; ``prepared`` keys, if the backend does."""
-    kept, of_memory = None, None if is_recorded() else memory.steps
+    kept, of_memory = None, None if is_tracing() else memory.steps
     if of_memory is not None:
         of_memory.check_unchanged()
         kept = of_memory.prepared() if prepared and of_memory.backend == backend else None
@@ -384,7 +384,7 @@ def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packe
         and all(x is y for x, y in zip(parameters, before.parameters))
     ):
         return before
-    wide = widened(call)
+    wide = upcast_halves(call)
     kept = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], fed(call), call.mode)
     return None if kept is None else Packed(backend, kept, parameters, versions)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.torch_private import class_of, has_tangents, is_autocast_on, is_intercepted
+from attnfast._utils.torch_private import class_of, has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.ops import dispatch
-from attnfast.ops.backends import best
+from attnfast.ops.backends import try_select_backend
 from attnfast.ops.linear import LINEAR, LinearInputs
-from attnfast.ops.operators import is_recorded
+from attnfast.ops.operators import is_tracing
 
 #: Below so many rows, or multiply-adds, PyTorch's product is as quick.
 LEAST_ROWS, LEAST_WORK = 64, 1 << 22
@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any =
     The operator saves input and weight both, PyTorch what is needed: where one of them needs no
     gradient PyTorch's is taken.
     """
-    if is_recorded() or not _is_own(x, weight, bias) or backend not in (None, "cpu"):
+    if is_tracing() or not _is_own(x, weight, bias) or backend not in (None, "cpu"):
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
     if (
@@ -67,8 +67,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any =
         or (torch.is_grad_enabled() and x.requires_grad != weight.requires_grad)
         or is_autocast_on()
         or has_tangents()
-        or is_intercepted()
-        or best(backend, x.device, x.dtype, LINEAR.name) is None
+        or has_dispatch_mode()
+        or try_select_backend(backend, x.device, x.dtype, LINEAR.name) is None
     ):
         return F.linear(x, weight, bias)
     call = LinearInputs(x.reshape(rows, x.shape[-1]), weight, bias)

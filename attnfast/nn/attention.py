@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 from attnfast._utils.checks import (
     check_array,
+    check_choice,
     check_flag,
+    check_int,
     check_like,
     check_tensor,
-    check_whole,
-    check_word,
     describe,
     is_one,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
     shape_of,
 )
 from attnfast.decoding import Memory, attend, check_memory, prepare
@@ -35,7 +35,7 @@ from attnfast.outputs import AttentionOutput
 def check_sizes(**sizes: Any) -> None:
     """Refuse sizes of a module that are no whole numbers of at least 1."""
     for name, size in sizes.items():
-        check_whole(name, size)
+        check_int(name, size)
 
 
 def check_target_mask(
@@ -110,12 +110,16 @@ class _Attention(nn.Module):
         except Exception:
             self._check_states(states, values)
             if values is None and self._wants_values(memory, states):
-                refuse("values", "given, for the memory's are apart from its states", None)
+                raise_value_error(
+                    "values", "given, for the memory's are apart from its states", None
+                )
             if values is not None and values.shape[0] == memory.key.shape[0]:
                 features = memory.value.shape[-1]
-                refuse("values", f"of {features} features, as the memory's", list(values.shape))
+                raise_value_error(
+                    "values", f"of {features} features, as the memory's", list(values.shape)
+                )
             if states.shape[0] != memory.key.shape[0]:
-                refuse(
+                raise_value_error(
                     "states", f"of {memory.key.shape[0]} sequences, as the memory", states.shape[0]
                 )
             raise
@@ -135,7 +139,7 @@ class _Attention(nn.Module):
         check_tensor("states", states)
         features = getattr(self.key_proj, "in_features", None)
         if states.dim() != 3 or features not in (None, states.shape[-1]):
-            refuse("states", f"[B, Tk, {features or 'key_dim'}]", list(states.shape))
+            raise_value_error("states", f"[B, Tk, {features or 'key_dim'}]", list(states.shape))
         self._check_dtype("states", states)
         if values is None:
             return
@@ -143,7 +147,7 @@ class _Attention(nn.Module):
         features = getattr(getattr(self, "value_proj", None), "in_features", "Dv")
         shape, wanted = list(values.shape), [*states.shape[:2], features]
         if shape[:2] != wanted[:2] or len(shape) != 3 or features not in ("Dv", shape[-1]):
-            refuse("values", f"{shape_of(*wanted)} to fit the states", shape)
+            raise_value_error("values", f"{shape_of(*wanted)} to fit the states", shape)
         self._check_dtype("values", values)
 
     def _check_dtype(self, name: str, x: Tensor) -> None:
@@ -157,12 +161,14 @@ class _Attention(nn.Module):
         features = getattr(self.query_proj, "in_features", features)
         if state.dim() not in (2, 3) or state.shape[0] != B or state.shape[-1] != features:
             expected = f"[{B}, {features}] or [{B}, Tq, {features}] to fit module and memory"
-            refuse("state", expected, list(state.shape))
+            raise_value_error("state", expected, list(state.shape))
         self._check_dtype("state", state)
         check_like("memory", memory.key, state, "the state's")
         if self.weight is not None and memory.key.shape[-1] != self.weight.shape[-1]:
             got = memory.key.shape[-1]
-            refuse("memory", f"of keys of {self.weight.shape[-1]} features, as the module", got)
+            raise_value_error(
+                "memory", f"of keys of {self.weight.shape[-1]} features, as the module", got
+            )
         check_temperature(self.temperature)
 
     def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
@@ -196,7 +202,7 @@ class _Attention(nn.Module):
         check_form(need_weights)
         if (memory.weight is None) != (self.weight is None):
             kind = "a dot" if self.weight is None else "an additive"
-            refuse(
+            raise_value_error(
                 "memory", f"prepared for {kind} score, as the module has", f"one for {memory.score}"
             )
         need_weights = need_weights if span else bool(need_weights)
@@ -312,7 +318,7 @@ class LuongAttention(_Attention):
         attn_dim: int | None = None,
         backend: str | None = None,
     ):
-        check_word("score", score, self.SCORES)
+        check_choice("score", score, self.SCORES)
         check_sizes(query_dim=query_dim, key_dim=key_dim)
         if score in ("dot", "scaled_dot", "cosine") and query_dim != key_dim:
             raise ValueError(
@@ -371,7 +377,7 @@ class MultiHeadAttention(_Attention):
         positions: nn.Module | None = None,
     ):
         value_dim = key_dim if value_dim is None else value_dim
-        check_word("score", score, ("dot", "additive"))
+        check_choice("score", score, ("dot", "additive"))
         check_sizes(
             query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim, num_heads=num_heads,
             value_dim=value_dim,
@@ -383,7 +389,9 @@ class MultiHeadAttention(_Attention):
         super().__init__(weight_shape, scale, backend)
         fits = isinstance(positions, RelativePositions) and len(positions.weight) == num_heads
         if positions is not None and not fits:
-            refuse_type("positions", f"RelativePositions of {num_heads} heads", describe(positions))
+            raise_type_error(
+                "positions", f"RelativePositions of {num_heads} heads", describe(positions)
+            )
         self.num_heads, self.positions = num_heads, positions
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)

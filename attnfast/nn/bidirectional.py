@@ -13,7 +13,7 @@ from attnfast._utils.checks import (
     check_like,
     check_numbers,
     check_tensor,
-    refuse,
+    raise_value_error,
 )
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
@@ -83,7 +83,7 @@ class BidirectionalAttention(nn.Module):
         ):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.dim or x.shape[0] != text.shape[0]:
-                refuse(name, f"[B, T, {self.dim}], as many as texts", list(x.shape))
+                raise_value_error(name, f"[B, T, {self.dim}], as many as texts", list(x.shape))
             check_like(name, x, self.weight)
             if lengths is not None:
                 check_device(f"{name}_lengths", lengths, x, name)
@@ -93,7 +93,7 @@ class BidirectionalAttention(nn.Module):
                 x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # it may hold anything
             read.append(x)
         if not question.shape[1]:
-            refuse("question", "of at least one word", list(question.shape))
+            raise_value_error("question", "of at least one word", list(question.shape))
         text, question = read
         result = dot_attention(
             self.weight * text, question, question, scale=1.0, lengths=question_lengths,

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from attnfast._utils.checks import (
     check_array,
-    check_whole,
+    check_int,
     describe,
     is_finite,
+    is_int,
     is_one,
-    is_whole,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.decoding import Memory, check_memory
 from attnfast.functional import additive_attention, dot_attention
@@ -110,13 +110,13 @@ class _SpanAttention(LuongAttention):
         except Exception:
             self._check_call(state, memory)
             if not isinstance(history, (SpanState, type(None))):
-                refuse_type("history", "a SpanState or None", describe(history))
+                raise_type_error("history", "a SpanState or None", describe(history))
             for name, x in [] if history is None else history._asdict().items():
                 if isinstance(x, Tensor) or (name == "key" and x is not None):
                     B = state.shape[0]
                     check_array(f"history.{name}", x, "int64", (B,), like=state, of="state")
                 elif name == "rows":
-                    check_whole("history.rows", x, 0)
+                    check_int("history.rows", x, 0)
             raise
         if step:
             return context.squeeze(1), None if weights is None else _first_row(weights), history
@@ -187,18 +187,18 @@ class LocalAttention(_SpanAttention):
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         if sigma is not None and not (is_number(sigma) and sigma > 0):
-            refuse("sigma", "a positive number or None", describe(sigma))
+            raise_value_error("sigma", "a positive number or None", describe(sigma))
         if height is not None and (sigma is None or not is_number(height)):
-            refuse("height", "a number beside a sigma, or None", describe(height))
+            raise_value_error("height", "a number beside a sigma, or None", describe(height))
         if slope is not None and not (is_number(slope) and 0 <= slope < 1e9):
-            refuse("slope", "a number of at least 0, or None", describe(slope))
+            raise_value_error("slope", "a number of at least 0, or None", describe(slope))
         self.span = Span(window=window, causal=causal)
         self.slope, self.sigma, self.height = slope, sigma, height
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         if self.slope is None:
             if isinstance(rows, Tensor) or rows:
-                refuse("slope", "a number to continue from earlier rows", None)
+                raise_value_error("slope", "a number to continue from earlier rows", None)
             return "diagonal"
         if is_one(self.slope):
             return super().positions(rows, Tq, device)
@@ -249,7 +249,7 @@ class StridedAttention(_SpanAttention):
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         if isinstance(rows, Tensor) and self.span.phases > 1:
             expected = "one number for all sequences, because the stride is not fixed"
-            refuse("history.rows", expected, describe(rows))
+            raise_value_error("history.rows", expected, describe(rows))
         return super().positions(rows, Tq, device)
 
 
@@ -279,8 +279,8 @@ class HardMonotonicWindowAttention(_SpanAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
-        if ahead is not None and not (is_whole(ahead) and 0 <= ahead < 2**31):
-            refuse("ahead", "a whole number of at least 0, or None", describe(ahead))
+        if ahead is not None and not (is_int(ahead) and 0 <= ahead < 2**31):
+            raise_value_error("ahead", "a whole number of at least 0, or None", describe(ahead))
         self.span = Span(window=(0, ahead))
 
     def _rows(
@@ -346,7 +346,7 @@ class LocalPredictiveAttention(LuongAttention):
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
-        check_whole("window", window)
+        check_int("window", window)
         self.span = Span(window=window)
         self.position_proj = nn.Linear(query_dim, query_dim, bias=False)
         self.position_weight = nn.Linear(query_dim, 1, bias=False)
@@ -429,7 +429,7 @@ class SparseSelfAttention(MultiHeadAttention):
         if isinstance(heads, Iterable) and not isinstance(heads, Tensor):
             heads = list(heads)
         if not isinstance(heads, list) or not all(isinstance(x, Span) for x in heads or [None]):
-            refuse("heads", "a Span for each head, one or more", describe(heads))
+            raise_value_error("heads", "a Span for each head, one or more", describe(heads))
         check_sizes(dim=dim)
         super().__init__(dim, dim, dim, len(heads), score, backend, positions=positions)
         self.heads = heads

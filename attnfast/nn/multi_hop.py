@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast._utils.checks import (
+    check_choice,
     check_flag,
+    check_int,
     check_like,
     check_tensor,
-    check_whole,
-    check_word,
     describe,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
     shape_of,
 )
 from attnfast.decoding import Memory, attend, check_memory, prepare
@@ -26,7 +26,7 @@ from attnfast.functional import additive_attention
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
 from attnfast.ops.backends import check_backend
-from attnfast.ops.operators import accumulation_dtype, is_recorded
+from attnfast.ops.operators import accumulation_dtype, is_tracing
 from attnfast.ops.reference import ACTIVATIONS
 
 TYINGS = ("adjacent", "layer-wise")
@@ -74,7 +74,7 @@ class MultiHopAttention(nn.Module):
         super().__init__()
         check_sizes(dim=dim, hops=hops)
         check_backend(backend)
-        check_word("tying", tying, TYINGS)
+        check_choice("tying", tying, TYINGS)
         self.dim, self.hops, self.tying, self.backend = dim, hops, tying, backend
         self.linear = False
         self.between = nn.Linear(dim, dim, bias=False) if tying == "layer-wise" else nn.Identity()
@@ -95,11 +95,13 @@ class MultiHopAttention(nn.Module):
         wanted = self.hops + 1 if self.tying == "adjacent" else 2
         if not isinstance(sources, (list, tuple)) or len(sources) != wanted:
             got = len(sources) if isinstance(sources, (list, tuple)) else describe(sources)
-            refuse("sources", f"{wanted} tensors with {self.tying} tying", got)
+            raise_value_error("sources", f"{wanted} tensors with {self.tying} tying", got)
         for x in sources:
             check_tensor("sources", x)
             if x.dim() != 3 or x.shape[-1] != self.dim or x.shape != sources[0].shape:
-                refuse("sources", f"all of the same {shape_of('B', 'Tk', self.dim)}", describe(x))
+                raise_value_error(
+                    "sources", f"all of the same {shape_of('B', 'Tk', self.dim)}", describe(x)
+                )
         options: dict[str, Any] = {"lengths": lengths, "mask": mask, "backend": self.backend}
         return MultiHopMemory(tuple(prepare(key, c, **options) for key, c in pairwise(sources)))
 
@@ -123,19 +125,21 @@ class MultiHopAttention(nn.Module):
         check_tensor("query", query)
         check_flag("need_weights", need_weights)
         if not isinstance(memory, MultiHopMemory) or not isinstance(memory.memories, tuple):
-            refuse_type("memory", "what prepare(...) returns", describe(memory))
+            raise_type_error("memory", "what prepare(...) returns", describe(memory))
         wanted = self.hops if self.tying == "adjacent" else 1
         if len(memory.memories) != wanted:
             got = len(memory.memories)
-            refuse("memory", f"of {wanted} pairs of keys and values, one a hop or one for all", got)
+            raise_value_error(
+                "memory", f"of {wanted} pairs of keys and values, one a hop or one for all", got
+            )
         check_memory(memory.memories[0])
         key = memory.memories[0].key
         if key.shape[-1] != self.dim:
-            refuse("memory", f"of {self.dim} features", key.shape[-1])
+            raise_value_error("memory", f"of {self.dim} features", key.shape[-1])
         B = len(key)
         if query.dim() not in (2, 3) or (query.shape[0], query.shape[-1]) != (B, self.dim):
             expected = f"[{B}, {self.dim}] or [{B}, Tq, {self.dim}] to fit the memory"
-            refuse("query", expected, list(query.shape))
+            raise_value_error("query", expected, list(query.shape))
         whose = "the memory's" if self.tying == "adjacent" else "the module's"
         for name, x in (("memory", key), ("query", query)):
             check_like(name, x, next(self.parameters(), key), whose)
@@ -145,7 +149,7 @@ class MultiHopAttention(nn.Module):
         for k in range(self.hops):
             at = memory.memories[k if self.tying == "adjacent" else 0]
             if self.linear:
-                if at.steps is not None and not is_recorded():
+                if at.steps is not None and not is_tracing():
                     at.steps.check_unchanged()
                 weights: Any = _scores(u, at, 0)
                 context = weights @ at.value
@@ -223,7 +227,7 @@ def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
     first = order.topk(k)
     near = (order >= first.values[..., -1:] * (1 - error)) & (order > 0)
     count = order.shape[-1]
-    if not is_recorded() and near.numel():
+    if not is_tracing() and near.numel():
         count = max(k, int(near.sum(-1).amax()))
     index = first.indices if count == k else order.topk(count).indices
     scores = _score_pairs(query, memory, index)
@@ -265,10 +269,10 @@ class TopKAttention(nn.Module):
     def __init__(self, attention: nn.Module, k: int):
         super().__init__()
         if not is_plain(attention, BahdanauAttention, LuongAttention):
-            refuse_type(
+            raise_type_error(
                 "attention", "a BahdanauAttention or LuongAttention", type(attention).__name__
             )
-        check_whole("k", k)
+        check_int("k", k)
         self.attention: Any = attention
         self.k = k
 
@@ -298,7 +302,7 @@ class TopKAttention(nn.Module):
         Where there are fewer keys k is their number. What a row may not see comes last.
         """
         if not isinstance(memory, TopKMemory):
-            refuse_type("memory", "what prepare(...) returns", describe(memory))
+            raise_type_error("memory", "what prepare(...) returns", describe(memory))
         keys, attention = memory.memory, self.attention
         attention._check_call(state, keys)
         with torch.no_grad():

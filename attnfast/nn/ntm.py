@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.checks import check_flag, check_tensor, describe, refuse, refuse_type
+from attnfast._utils.checks import (
+    check_flag,
+    check_tensor,
+    describe,
+    raise_type_error,
+    raise_value_error,
+)
 from attnfast._utils.torch_private import is_autocast_on, name_in_exports
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import HALF
@@ -123,7 +129,7 @@ class NeuralTuringMachine(nn.Module):
         """Refuse ``num_slots``, which may be set anew, if it is no size or less than a shift."""
         check_sizes(num_slots=self.num_slots)
         if self.num_slots < self.shift:
-            refuse("num_slots", f"at least shift, {self.shift}", self.num_slots)
+            raise_value_error("num_slots", f"at least shift, {self.shift}", self.num_slots)
 
     def start(self, batch: int) -> NTMState:
         """Return the state before the first step of ``batch`` sequences."""
@@ -211,13 +217,13 @@ class NeuralTuringMachine(nn.Module):
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.input_size or not x.numel():
             expected = f"[B, T, {self.input_size}] with a sequence and a step at least"
-            refuse("x", expected, list(x.shape))
+            raise_value_error("x", expected, list(x.shape))
         self._check_kind("x", x)
         if state is None:
             self._check_slots()
             return
         if not isinstance(state, NTMState):
-            refuse_type("state", "a NTMState or None", describe(state))
+            raise_type_error("state", "a NTMState or None", describe(state))
         for name, part in state._asdict().items():
             check_tensor(f"state.{name}", part)
         B, heads = x.shape[0], self.num_reads + self.num_writes
@@ -232,18 +238,18 @@ class NeuralTuringMachine(nn.Module):
         for name, shape in shapes.items():
             part = getattr(state, name)
             if list(part.shape) != shape:
-                refuse(f"state.{name}", f"{shape} to fit x and module", list(part.shape))
+                raise_value_error(f"state.{name}", f"{shape} to fit x and module", list(part.shape))
             self._check_kind(f"state.{name}", part)
         if slots < self.shift:
-            refuse("state.memory", f"of at least {self.shift} slots, as shift is", slots)
+            raise_value_error("state.memory", f"of at least {self.shift} slots, as shift is", slots)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
         """Refuse what is on another device or of another dtype, unless autocast casts it."""
         if x.device != self.slot.device:
-            refuse(name, f"on the module's device {self.slot.device}", x.device)
+            raise_value_error(name, f"on the module's device {self.slot.device}", x.device)
         cast = is_autocast_on() and name == "x" and x.dtype in (torch.float32, *HALF)
         if x.dtype != self.slot.dtype and not cast:
-            refuse(name, f"of the module's dtype {self.slot.dtype}", x.dtype)
+            raise_value_error(name, f"of the module's dtype {self.slot.dtype}", x.dtype)
 
     def extra_repr(self) -> str:
         names = "num_slots", "slot_size", "num_reads", "num_writes", "shift"

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from attnfast._utils.checks import (
     check_array,
     check_flag,
+    check_int,
     check_like,
     check_tensor,
-    check_whole,
     describe,
-    refuse,
+    raise_value_error,
     shape_of,
 )
 from attnfast.decoding import Memory, check_memory
@@ -66,13 +66,13 @@ class PointerNetwork(nn.Module):
         check_tensor("items", items)
         F = self.encoder.input_size
         if items.dim() != 3 or items.shape[-1] != F or not items.numel():
-            refuse("items", f"[B, N, {F}] with an item at least", list(items.shape))
+            raise_value_error("items", f"[B, N, {F}] with an item at least", list(items.shape))
         check_like("items", items, self.start)
         B, N, _ = items.shape
         check_array("lengths", lengths, "int64 or int32", (B,), of="items")
         for length in lengths.tolist():
             if not 1 <= length <= N:
-                refuse("lengths", f"between 1 and {N}, the items", length)
+                raise_value_error("lengths", f"between 1 and {N}, the items", length)
 
     def encode(self, items: Tensor, lengths: Tensor) -> tuple[Memory, tuple[Tensor, Tensor]]:
         """Read items; return what is pointed at, and the decoder's first state.
@@ -107,7 +107,9 @@ class PointerNetwork(nn.Module):
         check_memory(memory)
         check_like("states", states, self.start)
         if states.shape[0] != memory.key.shape[0]:
-            refuse("states", f"of {memory.key.shape[0]} sequences, as memory", states.shape[0])
+            raise_value_error(
+                "states", f"of {memory.key.shape[0]} sequences, as memory", states.shape[0]
+            )
         attended = self.attention(states, memory, need_weights=True)
         weights, total = attended.weights, attended.log_sum_exp
         faint = torch.finfo(weights.dtype).tiny ** 0.5
@@ -148,11 +150,13 @@ class PointerNetwork(nn.Module):
         B = len(items)
         check_array("pointers", pointers, "int64", (B, "T"), of="items")
         if not pointers.numel():
-            refuse("pointers", f"int64 of shape [{B}, T], T at least 1", describe(pointers))
+            raise_value_error(
+                "pointers", f"int64 of shape [{B}, T], T at least 1", describe(pointers)
+            )
         beyond = (pointers < 0) | (pointers > lengths.to(pointers.device).unsqueeze(-1))
         if beyond.any():
             got = int(pointers[beyond][0])
-            refuse("pointers", "from 0, the end, to the number of a row's items", got)
+            raise_value_error("pointers", "from 0, the end, to the number of a row's items", got)
         before = nn.functional.pad(pointers.to(items.device), (1, -1))
         states, _ = self.decoder(self._read(items, before), state)
         return self.point(states, memory)
@@ -210,9 +214,9 @@ class PointerGenerator(nn.Module):
     def __init__(self, *feature_dims: int, backend: str | None = None):
         super().__init__()
         if not feature_dims:
-            refuse("feature_dims", "one size or more", "none")
+            raise_value_error("feature_dims", "one size or more", "none")
         for size in feature_dims:
-            check_whole("feature_dims", size)
+            check_int("feature_dims", size)
         check_backend(backend)
         self.gate = nn.Linear(sum(feature_dims), 1)
         self.backend = backend
@@ -240,16 +244,20 @@ class PointerGenerator(nn.Module):
         check_tensor("weights", weights)
         step, rows = logits.dim() == 2, logits.shape[:-1]
         if weights.dim() != logits.dim():
-            refuse("weights", f"{shape_of(*rows, 'Tk')} to fit the logits", describe(weights))
+            raise_value_error(
+                "weights", f"{shape_of(*rows, 'Tk')} to fit the logits", describe(weights)
+            )
         for x in features:
             check_tensor("features", x)
             if x.shape[:-1] != rows or x.device != logits.device:
                 expected = f"{shape_of(*rows, '·')} on {logits.device} to fit the logits"
-                refuse("features", expected, f"{describe(x)} on {x.device}")
+                raise_value_error("features", expected, f"{describe(x)} on {x.device}")
             check_like("features", x, self.gate.weight)
         sizes = [x.shape[-1] for x in features]
         if sum(sizes) != self.gate.in_features:
-            refuse("features", f"{self.gate.in_features} in all to fit the module", sizes)
+            raise_value_error(
+                "features", f"{self.gate.in_features} in all to fit the module", sizes
+            )
         gate = self.gate(torch.cat(features, -1)).squeeze(-1)
         if step:
             logits, weights, gate = (x.unsqueeze(1) for x in (logits, weights, gate))

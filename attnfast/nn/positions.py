@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import check_array, check_like, check_whole, refuse
+from attnfast._utils.checks import check_array, check_int, check_like, raise_value_error
 
 
 class SinusoidalPositions(nn.Module):
@@ -22,7 +22,7 @@ class SinusoidalPositions(nn.Module):
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """Return ``x [B, T, D]`` with the positions from ``first`` on added."""
         check_array("x", x, "real numbers", ("B", "T", "D"))
-        check_whole("first", first, 0)
+        check_int("first", first, 0)
         T, D = x.shape[1:]
         t = torch.arange(first, first + T, device=x.device, dtype=torch.float64).unsqueeze(-1)
         rate = torch.arange(0, D, 2, device=x.device, dtype=torch.float64) / max(D, 1)
@@ -44,8 +44,8 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, longest: int, dim: int):
         super().__init__()
-        check_whole("longest", longest)
-        check_whole("dim", dim)
+        check_int("longest", longest)
+        check_int("dim", dim)
         self.weight = nn.Parameter(torch.empty(longest, dim).normal_(std=0.02))
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
@@ -53,9 +53,9 @@ class LearnedPositions(nn.Module):
         longest, dim = self.weight.shape
         check_array("x", x, "real numbers", ("B", "T", dim))
         check_like("x", x, self.weight)
-        check_whole("first", first, 0)
+        check_int("first", first, 0)
         if first + x.shape[1] > longest:
-            refuse("x", f"of {longest} positions at most", first + x.shape[1])
+            raise_value_error("x", f"of {longest} positions at most", first + x.shape[1])
         return x + self.weight[first : first + x.shape[1]]
 
 
@@ -77,15 +77,15 @@ class RelativePositions(nn.Module):
 
     def __init__(self, num_heads: int, farthest: int):
         super().__init__()
-        check_whole("num_heads", num_heads)
-        check_whole("farthest", farthest)
+        check_int("num_heads", num_heads)
+        check_int("farthest", farthest)
         self.farthest = farthest
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * farthest + 1))
 
     def forward(self, Tq: int, Tk: int, first: int = 0) -> Tensor:
         """Return what is added, ``[1, H, Tq, Tk]``, for rows from ``first`` on and keys from 0."""
         for name, x in (("Tq", Tq), ("Tk", Tk), ("first", first)):
-            check_whole(name, x, 0)
+            check_int(name, x, 0)
         rows, keys = (torch.arange(n, device=self.weight.device) for n in (Tq, Tk))
         apart = (keys - (first + rows).unsqueeze(-1)).clamp(-self.farthest, self.farthest)
         return self.weight[:, apart + self.farthest].unsqueeze(0)

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast._utils.checks import (
+    check_choice,
     check_flag,
     check_tensor,
-    check_word,
     describe,
     is_finite,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
-from attnfast._utils.torch_private import is_autocast_on, is_intercepted
+from attnfast._utils.torch_private import has_dispatch_mode, is_autocast_on
 from attnfast.decoding import Memory, check_memory
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.attention import _Attention, check_sizes
 from attnfast.nn.stateful import last_of
-from attnfast.ops.operators import is_recorded
+from attnfast.ops.operators import is_tracing
 from attnfast.ops.recurrent import GATES
 from attnfast.outputs import RecurrentOutput, recurrent_result
 
@@ -98,21 +98,23 @@ class AttentionRNN(nn.Module):
             num_layers=num_layers,
         )  # fmt: skip
         check_flag("bias", bias)
-        check_word("recurrence", recurrence, RECURRENCES)
-        check_word("query_layer", query_layer, QUERY_LAYERS)
+        check_choice("recurrence", recurrence, RECURRENCES)
+        check_choice("query_layer", query_layer, QUERY_LAYERS)
         if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
             got = type(attention).__name__ if isinstance(attention, nn.Module) else attention
-            refuse_type("attention", "a module of attnfast.nn", describe(got))
+            raise_type_error("attention", "a module of attnfast.nn", describe(got))
         feeds = recurrence == "input_feeding"
         if output_size is not None:
             check_sizes(output_size=output_size)
             if not feeds:
-                refuse("output_size", "None without input feeding", output_size)
+                raise_value_error("output_size", "None without input feeding", output_size)
         if feeds and num_layers > 1 and query_layer == "first":
-            refuse("query_layer", "'last' with input feeding and several layers", "'first'")
+            raise_value_error(
+                "query_layer", "'last' with input feeding and several layers", "'first'"
+            )
         for name, p in (("dropout", dropout), ("recurrent_dropout", recurrent_dropout)):
             if not is_finite(p) or not 0 <= p < 1:
-                refuse(name, "a probability below 1", describe(p))
+                raise_value_error(name, "a probability below 1", describe(p))
         if dropout and num_layers == 1:
             warnings.warn("dropout is between layers: one layer has none", stacklevel=2)
         self.input_size, self.hidden_size, self.context_size = input_size, hidden_size, context_size
@@ -184,16 +186,18 @@ class AttentionRNN(nn.Module):
         elif isinstance(hx, tuple) and not isinstance(hx, RecurrentState) and len(hx) == 2:
             hx = RecurrentState(*hx)
         if not isinstance(hx, RecurrentState):
-            refuse_type("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
+            raise_type_error("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
         check_tensor("hx.hidden", hx.hidden)
         if hx.feed is not None and self.recurrence == "attend_first":
-            refuse("hx.feed", "None where attention comes first", describe(hx.feed))
+            raise_value_error("hx.feed", "None where attention comes first", describe(hx.feed))
         if hx.history is not None and not getattr(self.attention, "has_history", False):
-            refuse("hx.history", "None for attention without one", type(hx.history).__name__)
+            raise_value_error(
+                "hx.history", "None for attention without one", type(hx.history).__name__
+            )
         if self.mode == "lstm" and hx.cell is None:
             hx = hx._replace(cell=torch.zeros_like(hx.hidden))
         if self.mode != "lstm" and hx.cell is not None:
-            refuse("hx.cell", f"None for {self.mode}", describe(hx.cell))
+            raise_value_error("hx.cell", f"None for {self.mode}", describe(hx.cell))
         of_feed = (input.shape[0], self._fed)
         for name, wanted in (("hidden", shape), ("cell", shape), ("feed", of_feed)):
             x = getattr(hx, name)
@@ -201,10 +205,10 @@ class AttentionRNN(nn.Module):
                 continue
             check_tensor(f"hx.{name}", x)
             if list(x.shape) != list(wanted):
-                refuse(f"hx.{name}", f"{list(wanted)}", list(x.shape))
+                raise_value_error(f"hx.{name}", f"{list(wanted)}", list(x.shape))
             if not is_autocast_on() and (x.dtype != input.dtype or x.device != input.device):
                 like = f"{input.dtype} on {input.device}, as the input"
-                refuse(f"hx.{name}", like, f"{x.dtype} on {x.device}")
+                raise_value_error(f"hx.{name}", like, f"{x.dtype} on {x.device}")
         if not isinstance(hx.packed, tuple) or len(hx.packed) != self.num_layers:
             hx = hx._replace(packed=None)
         return hx
@@ -213,33 +217,39 @@ class AttentionRNN(nn.Module):
         """Refuse inputs that do not fit."""
         check_tensor("input", input)
         if input.dim() != 3 or input.shape[-1] != self.input_size:
-            refuse("input", f"[B, T, {self.input_size}]", list(input.shape))
+            raise_value_error("input", f"[B, T, {self.input_size}]", list(input.shape))
         if input.dtype != self.weight_ih_l0.dtype and not is_autocast_on():
-            refuse("input", f"of the module's dtype {self.weight_ih_l0.dtype}", input.dtype)
+            raise_value_error(
+                "input", f"of the module's dtype {self.weight_ih_l0.dtype}", input.dtype
+            )
         if input.device != self.weight_ih_l0.device:
-            refuse("input", f"on the module's device {self.weight_ih_l0.device}", input.device)
+            raise_value_error(
+                "input", f"on the module's device {self.weight_ih_l0.device}", input.device
+            )
         B, T = input.shape[:2]
         if isinstance(self.attention, _Attention):
             check_memory(memory)
         if isinstance(memory, Memory):
             if memory.key.shape[0] != B:
-                refuse("memory", f"of {B} sources, as input has", memory.key.shape[0])
+                raise_value_error("memory", f"of {B} sources, as input has", memory.key.shape[0])
             features = memory.value.shape[-1] * math.prod(memory.value.shape[1:-2])  # of all heads
             if features != self.context_size:
-                refuse("memory", f"of values of {self.context_size} features", features)
+                raise_value_error("memory", f"of values of {self.context_size} features", features)
         if target_lengths is None:
             return
         check_tensor("target_lengths", target_lengths)
         x = target_lengths
         if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or x.shape[0] != B:
             found = f"{x.dtype} {list(x.shape)}"
-            refuse("target_lengths", f"int64 or int32 of shape [{B}]", found)
+            raise_value_error("target_lengths", f"int64 or int32 of shape [{B}]", found)
         if x.device != input.device:
-            refuse("target_lengths", f"on the input's device {input.device}", x.device)
-        if x.device.type == "cpu" and not is_recorded() and not is_intercepted():
+            raise_value_error("target_lengths", f"on the input's device {input.device}", x.device)
+        if x.device.type == "cpu" and not is_tracing() and not has_dispatch_mode():
             for length in x.tolist():
                 if not 0 <= length <= T:
-                    refuse("target_lengths", f"between 0 and {T}, the steps of the input", length)
+                    raise_value_error(
+                        "target_lengths", f"between 0 and {T}, the steps of the input", length
+                    )
 
     def forward(
         self,

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from attnfast._utils.checks import (
     check_array,
+    check_choice,
     check_flag,
-    check_whole,
-    check_word,
+    check_int,
     describe,
     is_finite,
-    is_whole,
-    refuse,
-    refuse_type,
+    is_int,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.decoding import Memory, attend_with_history, check_memory
 from attnfast.functional import logarithm
@@ -146,9 +146,9 @@ class HistoryAttention(_Attention):
             query = self.query_proj(state.unsqueeze(1) if step else state)
             mask = memory.mask
             if not isinstance(history, (CumulativeState, type(None))):
-                refuse_type("history", "a CumulativeState or None", describe(history))
+                raise_type_error("history", "a CumulativeState or None", describe(history))
             if history is not None and (history.coverage is None or history.previous is None):
-                refuse(
+                raise_value_error(
                     "history",
                     "a CumulativeState whose coverage and previous are tensors",
                     describe(history),
@@ -222,9 +222,9 @@ class CoverageAttention(HistoryAttention):
             query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
         )
         if fertility is not None and not (is_finite(fertility) and fertility > 0):
-            refuse("fertility", "a positive number or None", describe(fertility))
+            raise_value_error("fertility", "a positive number or None", describe(fertility))
         if not (is_finite(penalty) or penalty is None or isinstance(penalty, nn.Parameter)):
-            refuse("penalty", "a finite number, a Parameter or None", describe(penalty))
+            raise_value_error("penalty", "a finite number, a Parameter or None", describe(penalty))
         check_flag("feature", feature)
         bound = attn_dim**-0.5
         self.penalty = penalty
@@ -294,10 +294,10 @@ class LocationAwareAttention(HistoryAttention):
         super().__init__(
             query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
         )
-        check_word("channels", channels, ("previous", "cumulative", "both"))
-        check_whole("filters", filters, 0)
-        if not is_whole(width) or width < 1 or width % 2 == 0:
-            refuse("width", "odd and at least 1", describe(width))
+        check_choice("channels", channels, ("previous", "cumulative", "both"))
+        check_int("filters", filters, 0)
+        if not is_int(width) or width < 1 or width % 2 == 0:
+            raise_value_error("width", "odd and at least 1", describe(width))
         self.channels = channels
         self.location_conv = self.location_proj = None
         if filters:
@@ -369,7 +369,7 @@ class ForwardAttention(LocationAwareAttention):
         transition_prob: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, CumulativeState]:
         if transition_prob is None:  # which would be attention without a transition
-            refuse_type("transition_prob", "a number or a tensor", "None")
+            raise_type_error("transition_prob", "a number or a tensor", "None")
         one = isinstance(state, Tensor) and state.dim() == 2
         if one and isinstance(transition_prob, Tensor) and transition_prob.dim() == 1:
             transition_prob = transition_prob.unsqueeze(1)

@@ -12,8 +12,8 @@ from attnfast._utils.checks import (
     check_numbers,
     describe,
     is_finite,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.local import SparseSelfAttention
@@ -39,10 +39,10 @@ class TransformerEncoderLayer(nn.Module):
     def __init__(self, attention: SparseSelfAttention, feedforward_dim: int, dropout: float = 0.0):
         super().__init__()
         if not isinstance(attention, SparseSelfAttention):
-            refuse_type("attention", "a SparseSelfAttention", type(attention).__name__)
+            raise_type_error("attention", "a SparseSelfAttention", type(attention).__name__)
         check_sizes(feedforward_dim=feedforward_dim)
         if not is_finite(dropout) or not 0 <= dropout < 1:
-            refuse("dropout", "a probability below 1", describe(dropout))
+            raise_value_error("dropout", "a probability below 1", describe(dropout))
         self.attention = attention
         self.dim = attention.out_proj.out_features
         self.norms = nn.ModuleList(nn.LayerNorm(self.dim) for _ in range(2))

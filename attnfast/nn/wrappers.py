@@ -13,8 +13,8 @@ from attnfast._utils.checks import (
     check_tensor,
     describe,
     is_finite,
-    refuse,
-    refuse_type,
+    raise_type_error,
+    raise_value_error,
 )
 from attnfast.decoding import Memory
 from attnfast.nn.attention import MultiHeadAttention, check_sizes, check_target_mask
@@ -25,9 +25,9 @@ def _check_attention(attention: object, histories: bool) -> None:
     """Refuse what is no attention that can be asked step by step."""
     if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
         got = type(attention).__name__ if isinstance(attention, nn.Module) else describe(attention)
-        refuse_type("attention", "a module of attnfast.nn", got)
+        raise_type_error("attention", "a module of attnfast.nn", got)
     if not histories and getattr(attention, "has_history", False):
-        refuse_type("attention", "one without a history", type(attention).__name__)
+        raise_type_error("attention", "one without a history", type(attention).__name__)
 
 
 class GatedAttention(nn.Module):
@@ -129,14 +129,14 @@ class HardAttention(nn.Module):
         super().__init__()
         if isinstance(attention, GatedAttention):
             expected = "one without a gate, GatedAttention(HardAttention(..), ..) the order of both"
-            refuse_type("attention", expected, "GatedAttention")
+            raise_type_error("attention", expected, "GatedAttention")
         if isinstance(attention, MultiHeadAttention):
-            refuse_type("attention", "one without heads", type(attention).__name__)
+            raise_type_error("attention", "one without heads", type(attention).__name__)
         if not getattr(attention, "has_weights", True):
-            refuse_type("attention", "one with weights to draw by", type(attention).__name__)
+            raise_type_error("attention", "one with weights to draw by", type(attention).__name__)
         _check_attention(attention, histories=False)
         if not is_finite(average) or not 0 <= average <= 1:
-            refuse("average", "a probability", describe(average))
+            raise_value_error("average", "a probability", describe(average))
         self.attention: Any = attention
         self.average = average
 
@@ -158,7 +158,7 @@ class HardAttention(nn.Module):
     def start(self, memory: Memory) -> HardAttentionState:
         """Return the history before the first row; in training it draws which take averages."""
         if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
-            refuse_type("memory", "what prepare(...) returns", describe(memory))
+            raise_type_error("memory", "what prepare(...) returns", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
         share = self.average if self.training else 0.0
@@ -191,7 +191,7 @@ class HardAttention(nn.Module):
         """
         check_tensor("state", state)
         if not isinstance(history, (HardAttentionState, type(None))):
-            refuse_type("history", "a HardAttentionState or None", describe(history))
+            raise_type_error("history", "a HardAttentionState or None", describe(history))
         if history is not None and not _fits(history, state):
             for name, x in history._asdict().items():
                 kind = "boolean" if name == "averaged" else "real numbers"

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnfast._utils.checks import (
+    check_choice,
     check_tensor,
-    check_word,
     describe,
     is_finite,
     is_one,
     is_readable,
-    refuse,
+    raise_value_error,
     shape_of,
 )
 from attnfast._utils.torch_private import has_tangents, is_autocast_on
@@ -40,28 +40,28 @@ def check_inputs(call: Any) -> None:
             continue
         check_tensor(name, x)
         if x.device != device:
-            refuse(name, f"on the query's device {device}", x.device)
+            raise_value_error(name, f"on the query's device {device}", x.device)
         if x.dtype != dtype and name not in ("mask", "lengths"):
             sums = accumulation_dtype(dtype) if name == "bias" else dtype
             if x.dtype != sums:
                 more = f" or {sums}" if sums != dtype else ""
-                refuse(name, f"of the query's dtype {dtype}{more}", x.dtype)
+                raise_value_error(name, f"of the query's dtype {dtype}{more}", x.dtype)
     if dtype not in FLOATS:
-        refuse("query", "float32, float64, bfloat16 or float16", dtype)
+        raise_value_error("query", "float32, float64, bfloat16 or float16", dtype)
     q, k, v = call.query.shape, call.key.shape, call.value.shape
     if len(q) not in (3, 4):
-        refuse("query", "[B, Tq, A] or [B, H, Tq, A]", list(q))
+        raise_value_error("query", "[B, Tq, A] or [B, H, Tq, A]", list(q))
     if len(k) != len(q) or k[:-2] != q[:-2] or k[-1] != q[-1]:
-        refuse("key", f"{shape_of(*q[:-2], 'Tk', q[-1])} to fit the query", list(k))
+        raise_value_error("key", f"{shape_of(*q[:-2], 'Tk', q[-1])} to fit the query", list(k))
     if v[:-1] != k[:-1]:
-        refuse("value", f"{shape_of(*k[:-1], 'Dv')} to fit the key", list(v))
+        raise_value_error("value", f"{shape_of(*k[:-1], 'Dv')} to fit the key", list(v))
     if call.score not in SCORES or (call.score == "dot") != (call.weight is None):
         scores = "dot" if call.weight is None else " or ".join(SCORES[1:])
         more = "out" if call.weight is None else ""
-        refuse("score", f"{scores} with{more} a weight", call.score)
+        raise_value_error("score", f"{scores} with{more} a weight", call.score)
     if call.weight is not None and call.weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
-        refuse("weight", f"{shapes} to fit the query and key", list(call.weight.shape))
+        raise_value_error("weight", f"{shapes} to fit the query and key", list(call.weight.shape))
 
 
 def check_terms(call: Any, columns: int) -> None:
@@ -70,25 +70,27 @@ def check_terms(call: Any, columns: int) -> None:
     scores = (*call.query.shape[:-1], columns)
     mask, lengths = call.mask, call.lengths
     if mask is not None and mask.dtype != torch.bool:
-        refuse("mask", "boolean, True where a key may be attended to", mask.dtype)
+        raise_value_error("mask", "boolean, True where a key may be attended to", mask.dtype)
     for name in ("mask", "bias"):
         x = getattr(call, name)
         if x is not None and (
             x.dim() != len(scores) or any(a not in (1, b) for a, b in zip(x.shape, scores))
         ):
             expected = f"{list(scores)}, or 1 instead of a size, to fit query and key"
-            refuse(name, expected, list(x.shape))
+            raise_value_error(name, expected, list(x.shape))
     if lengths is not None:
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != scores[:1]:
             got = f"{lengths.dtype} {list(lengths.shape)}"
-            refuse("lengths", f"int64 or int32 of shape [{scores[0]}]", got)
+            raise_value_error("lengths", f"int64 or int32 of shape [{scores[0]}]", got)
         if is_readable(lengths):
             for length in lengths.tolist():
                 if not 0 <= length <= keys:
-                    refuse("lengths", f"between 0 and {keys}, the number of keys", length)
+                    raise_value_error(
+                        "lengths", f"between 0 and {keys}, the number of keys", length
+                    )
 
 
-def refuse_tangents(inputs: Iterable[Any]) -> None:
+def raise_on_tangents(inputs: Iterable[Any]) -> None:
     """Raise in forward-mode differentiation, where a registered operator gives silent zeros."""
     if has_tangents() and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
@@ -102,19 +104,19 @@ def refuse_tangents(inputs: Iterable[Any]) -> None:
 def check_scale(scale: object, expected: str = "a finite number") -> None:
     """Refuse what is not a finite number: a tensor would lose its gradient."""
     if not is_finite(scale):
-        refuse("scale", expected, describe(scale))
+        raise_value_error("scale", expected, describe(scale))
 
 
 def check_activation(activation: Any) -> str:
     """Return the additive score with an activation; refuse one that has none."""
-    check_word("activation", activation, SCORES[1:])
+    check_choice("activation", activation, SCORES[1:])
     return SCORES[SCORES.index(activation)]
 
 
 def check_temperature(temperature: object) -> None:
     """Refuse what is not a positive number."""
     if not is_finite(temperature) or temperature <= 0:  # type: ignore[operator]
-        refuse("temperature", "a positive number", describe(temperature))
+        raise_value_error("temperature", "a positive number", describe(temperature))
 
 
 def autocast(*inputs):

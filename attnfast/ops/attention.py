@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     LIBRARIES,
@@ -127,18 +127,22 @@ def check(call: AttentionInputs) -> None:
     span, columns = call.span, call.columns
     if not 0 <= columns <= (0 if span is None else keys):
         expected = "0 without a span" if span is None else f"between 0 and {keys}"
-        refuse("columns", expected, columns)
+        raise_value_error("columns", expected, columns)
     if span is not None:
         fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
         if not fits or any(a not in (1, b) for a, b in zip(span.shape, q[:-2])):
-            refuse("span", f"{[*q[:-1], 2]}, or 1 in place of B and H", list(span.shape))
+            raise_value_error("span", f"{[*q[:-1], 2]}, or 1 in place of B and H", list(span.shape))
         if span.dtype != torch.int64 or span.device != call.query.device:
-            refuse("span", f"int64 on {call.query.device}", f"{span.dtype} on {span.device}")
+            raise_value_error(
+                "span", f"int64 on {call.query.device}", f"{span.dtype} on {span.device}"
+            )
     check_terms(call, columns or keys)
     if call.prepared is not None:
         check_tensor("prepared", call.prepared)
         if call.prepared.device != call.query.device:
-            refuse("prepared", f"on the query's device {call.query.device}", call.prepared.device)
+            raise_value_error(
+                "prepared", f"on the query's device {call.query.device}", call.prepared.device
+            )
 
 
 def _check_backward(call: AttentionBackward) -> None:

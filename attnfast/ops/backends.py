@@ -1,6 +1,6 @@
 """Which implementation serves a call: a class for each, which judges the whole call.
 
-:func:`choose` takes the backend that ranks a call best among those that have nothing against it.
+:func:`select_backend` takes the backend that ranks a call best among those that support it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import describe, refuse
+from attnfast._utils.checks import describe, raise_value_error
 from attnfast._utils.torch_private import constant_in_graphs, has_kernel
 
 HALF = (torch.float16, torch.bfloat16)
@@ -124,7 +124,7 @@ class Backend:
     name: str
     packs = False  # whether :meth:`pack` does
 
-    def why_not(self, request: DispatchKey) -> str | None:
+    def unsupported_reason(self, request: DispatchKey) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
         if reason := self._unable(request):
             return reason
@@ -206,12 +206,12 @@ class Cuda(Backend):
             return reason
         return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
 
-    def why_not(self, request: DispatchKey) -> str | None:
+    def unsupported_reason(self, request: DispatchKey) -> str | None:
         if request.history:
             return "its recurrent layers attend without a history"
         if request.stack:
             return "it has one recurrent layer at a time, without dropout of its output"
-        return super().why_not(request)
+        return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:
         products = request.score == "dot" and request.dtype in HALF and not request.step
@@ -229,8 +229,8 @@ class Cpu(Backend):
             return f"it runs on CPU tensors, not on {request.device.type}"
         return load_library("_C_cpu")
 
-    def why_not(self, request: DispatchKey) -> str | None:
-        if reason := super().why_not(request):
+    def unsupported_reason(self, request: DispatchKey) -> str | None:
+        if reason := super().unsupported_reason(request):
             return reason
         if request.operator == "linear":
             is_quicker = _library("_C_cpu").attnfast_linear_is_quicker
@@ -255,7 +255,7 @@ class Reference(Backend):
 
     name = "reference"
 
-    def why_not(self, request: DispatchKey) -> str | None:
+    def unsupported_reason(self, request: DispatchKey) -> str | None:
         return None
 
     def rank(self, request: DispatchKey) -> float:
@@ -266,18 +266,18 @@ BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Ref
 
 
 @functools.cache
-def why_not(backend: str, *asked) -> str | None:
+def unsupported_reason(backend: str, *asked) -> str | None:
     """Return why a backend cannot run a call, or None; ``asked`` is what a Request holds."""
-    return BACKENDS[backend].why_not(DispatchKey(*asked))
+    return BACKENDS[backend].unsupported_reason(DispatchKey(*asked))
 
 
 def check_backend(backend: object) -> None:
     """Raise unless ``backend`` is None or the name of a backend."""
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
-        refuse("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
+        raise_value_error("backend", f"None or one of {', '.join(BACKENDS)}", describe(backend))
 
 
-def in_order(request: DispatchKey) -> list[str]:
+def ranked_backends(request: DispatchKey) -> list[str]:
     """Return the backends to try for a call, the best first."""
     ranks = {name: backend.rank(request) for name, backend in BACKENDS.items()}
     return sorted((name for name in ranks if ranks[name] < math.inf), key=ranks.__getitem__)
@@ -285,8 +285,8 @@ def in_order(request: DispatchKey) -> list[str]:
 
 @functools.cache
 def _best(backend: str | None, *asked) -> str | None:
-    order = in_order(DispatchKey(*asked)) if backend is None else [backend]
-    able = (x for x in order if x != "reference" and why_not(x, *asked) is None)
+    order = ranked_backends(DispatchKey(*asked)) if backend is None else [backend]
+    able = (x for x in order if x != "reference" and unsupported_reason(x, *asked) is None)
     return next(able, None)
 
 
@@ -294,8 +294,8 @@ def _best(backend: str | None, *asked) -> str | None:
 def _choose(backend: str | None, *asked) -> str:
     request = DispatchKey(*asked)
     if backend is None:
-        order = in_order(request)
-        reasons = {name: why_not(name, *asked) for name in order}
+        order = ranked_backends(request)
+        reasons = {name: unsupported_reason(name, *asked) for name in order}
         chosen = next(name for name in order if reasons[name] is None)
         if chosen == "reference":
             refusals = "; ".join(f"{name}: {reasons[name]}" for name in order[:-1])
@@ -304,14 +304,14 @@ def _choose(backend: str | None, *asked) -> str:
                 stacklevel=5,
             )
         return chosen
-    reason = why_not(backend, *asked)
+    reason = unsupported_reason(backend, *asked)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
 
 
 @constant_in_graphs
-def best(
+def try_select_backend(
     backend: str | None,
     device: torch.device,
     dtype: torch.dtype,
@@ -324,7 +324,7 @@ def best(
 
 
 @constant_in_graphs
-def choose(
+def select_backend(
     backend: str | None,
     device: torch.device,
     dtype: torch.dtype,

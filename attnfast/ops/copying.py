@@ -14,7 +14,13 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, describe, is_readable, refuse
+from attnfast._utils.checks import (
+    check_exact,
+    check_tensor,
+    describe,
+    is_readable,
+    raise_value_error,
+)
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.operators import Operator, implement
 
@@ -75,28 +81,28 @@ def check(call: CopyInputs | CopyBackward) -> None:
     for name, x in named.items():
         check_tensor(name, x)
         if x.device != logits.device:
-            refuse(name, f"on the logits' device {logits.device}", x.device)
+            raise_value_error(name, f"on the logits' device {logits.device}", x.device)
         if name in ("weights", "gate") and x.dtype != logits.dtype:
-            refuse(name, f"of the logits' dtype {logits.dtype}", x.dtype)
+            raise_value_error(name, f"of the logits' dtype {logits.dtype}", x.dtype)
     if logits.dtype not in FLOATS:
-        refuse("logits", "float32, float64, bfloat16 or float16", logits.dtype)
+        raise_value_error("logits", "float32, float64, bfloat16 or float16", logits.dtype)
     if logits.dim() != 3:
-        refuse("logits", "[B, Tq, V]", list(logits.shape))
+        raise_value_error("logits", "[B, Tq, V]", list(logits.shape))
     B, Tq, V = logits.shape
     if weights.dim() != 3 or weights.shape[:2] != logits.shape[:2]:
-        refuse("weights", f"[{B}, {Tq}, Tk] to fit the logits", list(weights.shape))
+        raise_value_error("weights", f"[{B}, {Tq}, Tk] to fit the logits", list(weights.shape))
     if gate.shape != logits.shape[:2]:
-        refuse("gate", f"[{B}, {Tq}] to fit the logits", list(gate.shape))
+        raise_value_error("gate", f"[{B}, {Tq}] to fit the logits", list(gate.shape))
     shape = [B, weights.shape[-1]]
     if source.dtype not in (torch.int32, torch.int64) or list(source.shape) != shape:
         got = f"{source.dtype} {list(source.shape)}"
-        refuse("source", f"int64 or int32 of shape {shape} to fit the weights", got)
+        raise_value_error("source", f"int64 or int32 of shape {shape} to fit the weights", got)
     if not isinstance(extra_words, (int, torch.SymInt)) or not 0 <= extra_words < 2**31:
-        refuse("extra_words", "an integer, at least 0", describe(extra_words))
+        raise_value_error("extra_words", "an integer, at least 0", describe(extra_words))
     if is_readable(source) and source.numel():
         for word in (int(source.min()), int(source.max())):
             if not 0 <= word < V + extra_words:
-                refuse("source", f"between 0 and {V + extra_words - 1}, a word", word)
+                raise_value_error("source", f"between 0 and {V + extra_words - 1}, a word", word)
 
 
 def _check_backward(call: CopyBackward) -> None:

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     Operator,
@@ -157,28 +157,32 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
             continue
         check_tensor(name, x)
         if x.device != query.device:
-            refuse(name, f"on the query's device {query.device}", x.device)
+            raise_value_error(name, f"on the query's device {query.device}", x.device)
         if x.dtype != dtype:
-            refuse(name, f"of dtype {dtype}", x.dtype)
+            raise_value_error(name, f"of dtype {dtype}", x.dtype)
         if allowed is not None and list(x.shape) not in allowed:
-            refuse(name, " or ".join(map(str, allowed)), list(x.shape))
+            raise_value_error(name, " or ".join(map(str, allowed)), list(x.shape))
     if call.transition_prob is not None and call.previous is None:
-        refuse(previous, "given with a transition_prob", None)
+        raise_value_error(previous, "given with a transition_prob", None)
     if (filters is None) != (projection is None):
         missing = "projection" if projection is None else "filters"
-        refuse(missing, "given when the other of filters and projection is", None)
+        raise_value_error(missing, "given when the other of filters and projection is", None)
     if filters is None or projection is None:
         return
     if call.weight is None and filters.shape[-3:-2] != (0,):
-        refuse("weight", "given: coverage_weight and filters belong in the additive score", None)
+        raise_value_error(
+            "weight", "given: coverage_weight and filters belong in the additive score", None
+        )
     lead = list(filters.shape[:-3])
     if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:
-        refuse("filters", "[K, 1 or 2, W] with an odd width W", list(filters.shape))
+        raise_value_error("filters", "[K, 1 or 2, W] with an odd width W", list(filters.shape))
     if lead not in ([], heads):
-        refuse("filters", f"[K, C, W] or {[*heads, 'K', 'C', 'W']}", list(filters.shape))
+        raise_value_error("filters", f"[K, C, W] or {[*heads, 'K', 'C', 'W']}", list(filters.shape))
     if list(projection.shape) != [*lead, A, filters.shape[-3]]:
         wanted = [*lead, A, filters.shape[-3]]
-        refuse("projection", f"{wanted} to fit query and filters", list(projection.shape))
+        raise_value_error(
+            "projection", f"{wanted} to fit query and filters", list(projection.shape)
+        )
 
 
 def check(call: CoverageInputs) -> None:
@@ -216,7 +220,7 @@ def without_sums(call: Any) -> CoverageBackward:
 def _check_backward_into(call: Any) -> None:
     _check_backward(without_sums(call))
     if call.weight is None or call.filters is None or not call.filters.shape[-3]:
-        refuse("filters", "given, with a weight: sums are of steps with filters", None)
+        raise_value_error("filters", "given, with a weight: sums are of steps with filters", None)
     lead, A, dtype = call.key.shape[:-2], call.key.shape[-1], accumulation_dtype(call.key.dtype)
     sums = [
         ("sum_key", call.sum_key, dtype, call.key.shape),
@@ -227,7 +231,7 @@ def _check_backward_into(call: Any) -> None:
     check_exact(call.query, sums)
     for name, x, *_ in sums:
         if not x.is_contiguous():
-            refuse(name, "contiguous", f"strides {list(x.stride())}")
+            raise_value_error(name, "contiguous", f"strides {list(x.stride())}")
 
 
 def _fake(call: CoverageInputs) -> CoverageOutputs:

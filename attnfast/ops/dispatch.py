@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attnfast.ops import reference
-from attnfast.ops.arguments import as_returned, refuse_tangents
+from attnfast.ops.arguments import as_returned, raise_on_tangents
 from attnfast.ops.attention import ATTENTION, AttentionInputs
-from attnfast.ops.operators import ForwardOperator, is_recorded, made
+from attnfast.ops.operators import ForwardOperator, is_tracing, unchecked
 from attnfast.outputs import AttentionOutput, attention_result
 
 __all__ = ["run", "run_attention"]
@@ -21,14 +21,14 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
     if backend == "reference":
         operator.check(call)
         return getattr(reference, operator.name)(call)
-    refuse_tangents(call)
+    raise_on_tangents(call)
     if not torch.is_grad_enabled():
         return operator(backend, call)
     if not any([x.requires_grad for x in call if isinstance(x, Tensor)]):
         return operator(backend, call)
     if call._fields[-1] == "need_weights":  # the backward reads them
-        call = made(type(call), (*call[:-1], True))
-    return operator(backend, call) if is_recorded() else operator.differentiable(backend, call)
+        call = unchecked(type(call), (*call[:-1], True))
+    return operator(backend, call) if is_tracing() else operator.differentiable(backend, call)
 
 
 def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:

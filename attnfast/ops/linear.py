@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.operators import Operator
 
 
@@ -53,12 +53,12 @@ def check(call: LinearInputs | LinearBackward) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_tensor("input", call.input)
     if call.input.dim() != 2:
-        refuse("input", "[M, K]", list(call.input.shape))
+        raise_value_error("input", "[M, K]", list(call.input.shape))
     if call.input.dtype not in (torch.float32, torch.float64):
-        refuse("input", "float32 or float64", call.input.dtype)
+        raise_value_error("input", "float32 or float64", call.input.dtype)
     check_tensor("weight", call.weight)
     if call.weight.dim() != 2:
-        refuse("weight", "[N, K]", list(call.weight.shape))
+        raise_value_error("weight", "[N, K]", list(call.weight.shape))
     (M, K), N, dtype = call.input.shape, call.weight.shape[0], call.input.dtype
     check_exact(call.input, [("weight", call.weight, dtype, (N, K))])
     if isinstance(call, LinearInputs):

@@ -51,7 +51,7 @@ def empty_rows(x: Tensor, columns: int | None = None) -> Tensor:
     return out.permute(*(order.index(axis) for axis in range(3)), 3)
 
 
-def is_recorded() -> bool:
+def is_tracing() -> bool:
     """Whether a graph is made of what runs: by torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
@@ -99,7 +99,7 @@ ARGUMENTS: dict[str, Any] = {}
 CHECKS: dict[str, Callable[..., None]] = {}
 
 #: A named tuple of a type and values, in half the time that its own constructor takes.
-made = tuple.__new__
+unchecked = tuple.__new__
 
 
 class ForwardOperator:
@@ -153,7 +153,7 @@ class ForwardOperator:
 
     def __call__(self, backend: str, arguments: Any) -> Any:
         """Run a backend; where gradients are wanted, PyTorch's registered derivative is taken."""
-        return made(self.Result, call(self.forwards[backend], arguments))
+        return unchecked(self.Result, call(self.forwards[backend], arguments))
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
         """The same: there is nothing to differentiate."""
@@ -208,11 +208,11 @@ class Operator(ForwardOperator):
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
         """The same in eager mode where gradients are wanted, at half the overhead."""
-        return made(self.Result, self.eager.apply(*arguments, backend))
+        return unchecked(self.Result, self.eager.apply(*arguments, backend))
 
     def backward(self, backend: str, arguments: Any) -> Any:
         """Run the backward on a backend."""
-        return made(self.Gradients, call(self.backwards[backend], arguments))
+        return unchecked(self.Gradients, call(self.backwards[backend], arguments))
 
     # ---- the derivative --------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Operator(ForwardOperator):
             needs = [any([needed[i] for i in group]) for group in self._needs]
         saved = ctx.saved_tensors
         pool = (*grads, *saved[: self._saved], *ctx.numbers, *needs, None)
-        arguments = made(self.Backward, self._arranged(pool))
+        arguments = unchecked(self.Backward, self._arranged(pool))
         if grads[0] is None:  # autograd has none where it is 0
             arguments = self._with_zeros(arguments)
         return arguments, saved

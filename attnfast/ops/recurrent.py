@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.attention import check as check_attention
 from attnfast.ops.coverage import CoverageInputs
@@ -293,14 +293,14 @@ def check(call: RecurrentInputs) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     check_tensor("input", call.input)
     if call.input.dim() != 3:
-        refuse("input", "[B, T, E]", list(call.input.shape))
+        raise_value_error("input", "[B, T, E]", list(call.input.shape))
     if call.input.dtype not in (torch.float32, torch.float64):
-        refuse("input", "float32 or float64", call.input.dtype)
+        raise_value_error("input", "float32 or float64", call.input.dtype)
     if call.mode not in GATES:
-        refuse("mode", f"one of {', '.join(GATES)}", call.mode)
+        raise_value_error("mode", f"one of {', '.join(GATES)}", call.mode)
     if (call.mode == "lstm") != (call.cell is not None):
         expected = "a tensor for an LSTM" if call.mode == "lstm" else f"None for {call.mode}"
-        refuse("cell", expected, "None" if call.cell is None else "a tensor")
+        raise_value_error("cell", expected, "None" if call.cell is None else "a tensor")
     for name, axes in RANKS.items():
         x = getattr(call, name)
         if x is None and name != "hidden":
@@ -309,9 +309,9 @@ def check(call: RecurrentInputs) -> None:
         if name == "hidden" and call.weight_above is not None:
             axes = "L", *axes
         if x.dim() != len(axes):
-            refuse(name, f"[{', '.join(axes)}]", list(x.shape))
+            raise_value_error(name, f"[{', '.join(axes)}]", list(x.shape))
     if call.weight_above is not None and call.hidden.shape[0] < 2:
-        refuse("hidden", "[L, B, H] with L of at least 2", list(call.hidden.shape))
+        raise_value_error("hidden", "[L, B, H] with L of at least 2", list(call.hidden.shape))
     (B, T, E), H = call.input.shape, call.hidden.shape[-1]
     gates = GATES[call.mode] * H
     if call.key is None:
@@ -320,18 +320,18 @@ def check(call: RecurrentInputs) -> None:
                              "prepared")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
-            refuse(given[0], "None without a key", "a tensor")
+            raise_value_error(given[0], "None without a key", "a tensor")
     _check_past(call)
     for name, of in (
         ("bias_query", "weight_query"), ("bias_output", "weight_output"),
         ("dropout_output", "weight_output"), ("dropout_above", "weight_above"),
     ):  # fmt: skip
         if getattr(call, name) is not None and getattr(call, of) is None:
-            refuse(name, f"None without {of}", "a tensor")
+            raise_value_error(name, f"None without {of}", "a tensor")
     if call.feed is not None and call.attends_first:
-        refuse("feed", "None for what attends first", "a tensor")
+        raise_value_error("feed", "None for what attends first", "a tensor")
     if call.weight_output is not None and call.attends_first:
-        refuse("weight_output", "None for what attends first", "a tensor")
+        raise_value_error("weight_output", "None for what attends first", "a tensor")
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Dv, F = 0 if call.value is None else call.value.shape[-1], fed(call)
     shapes: dict[str, tuple[int, ...]] = {
@@ -352,7 +352,7 @@ def check(call: RecurrentInputs) -> None:
     if call.packed is not None:
         check_tensor("packed", call.packed)
         if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
-            refuse("packed", "what the backend has packed", call.packed.dtype)
+            raise_value_error("packed", "what the backend has packed", call.packed.dtype)
     if call.key is not None:
         query = call.input.new_empty(B, T, A)
         check_attention(attention_of(call, query, slice(None)))
@@ -367,11 +367,13 @@ def _check_past(call: RecurrentInputs) -> None:
             "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",
         ):  # fmt: skip
             if getattr(call, name) is not None:
-                refuse(name, "None without a coverage", "a tensor")
+                raise_value_error(name, "None without a coverage", "a tensor")
     elif call.previous is None:
-        refuse("previous", "given with a coverage: the weights before the first step", None)
+        raise_value_error(
+            "previous", "given with a coverage: the weights before the first step", None
+        )
     elif call.span is not None:
-        refuse("span", "None with a coverage", "a tensor")
+        raise_value_error("span", "None with a coverage", "a tensor")
 
 
 def _check_backward(call: RecurrentBackward) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, refuse
+from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.operators import ForwardOperator
 from attnfast.ops.recurrent import GATES, WEIGHTS, RecurrentInputs, dtype_of_weights, fed
 from attnfast.ops.recurrent import check as check_recurrent
@@ -87,7 +87,7 @@ def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
     layer = RecurrentInputs(input, **shared)
     if not call.attends_first and call.weight_ih.shape[-1] == call.embedding.shape[-1]:
         if call.feed is not None:
-            refuse("feed", "None where nothing is fed", "a tensor")
+            raise_value_error("feed", "None where nothing is fed", "a tensor")
         zeros = call.weight_ih.new_zeros(call.weight_ih.shape[0], fed(layer))
         layer = layer._replace(weight_ih=torch.cat([call.weight_ih, zeros], 1))
     return layer
@@ -102,15 +102,15 @@ def check(call: GreedySearchInputs) -> None:
     ):  # fmt: skip
         check_tensor(name, getattr(call, name))
         if getattr(call, name).dim() != axes.count(",") + 1:
-            refuse(name, axes, list(getattr(call, name).shape))
+            raise_value_error(name, axes, list(getattr(call, name).shape))
     if not 0 <= call.most < 2**31:
-        refuse("most", "at least 0 and below 2**31", call.most)
+        raise_value_error("most", "at least 0 and below 2**31", call.most)
     if call.mode not in GATES:
-        refuse("mode", f"one of {', '.join(GATES)}", call.mode)
+        raise_value_error("mode", f"one of {', '.join(GATES)}", call.mode)
     if call.weight_output is None and call.weight_readout is None:
-        refuse("weight_readout", "a tensor without weight_output", "None")
+        raise_value_error("weight_readout", "a tensor without weight_output", "None")
     if call.bias_readout is not None and call.weight_readout is None:
-        refuse("bias_readout", "None without weight_readout", "a tensor")
+        raise_value_error("bias_readout", "None without weight_readout", "a tensor")
     (B, H), (V, E), R = call.hidden.shape, call.embedding.shape, call.weight_vocab.shape[1]
     Dv, dtype = call.value.shape[-1], call.hidden.dtype  # type: ignore[union-attr]
     check_recurrent(layer_of(call, call.hidden.new_empty(B, call.most, E)))
@@ -123,12 +123,12 @@ def check(call: GreedySearchInputs) -> None:
         check_exact(call.hidden, [(name, getattr(call, name), wanted, shape)])
     check_exact(call.hidden, [("limits", call.limits, torch.int64, (B,))])
     if call.weight_readout is None and call.weight_output.shape[0] != R:  # type: ignore[union-attr]
-        refuse("weight_vocab", f"[V, {call.weight_output.shape[0]}]", [V, R])  # type: ignore[union-attr]
+        raise_value_error("weight_vocab", f"[V, {call.weight_output.shape[0]}]", [V, R])  # type: ignore[union-attr]
     if call.mask is not None and call.mask.shape[1] != 1:
-        refuse("mask", "[B, 1, Tk], the same at all steps", list(call.mask.shape))
+        raise_value_error("mask", "[B, 1, Tk], the same at all steps", list(call.mask.shape))
     for name in ("begin", "end"):
         if not 0 <= getattr(call, name) < V:
-            refuse(name, f"a word below {V}", getattr(call, name))
+            raise_value_error(name, f"a word below {V}", getattr(call, name))
 
 
 def _fake(call: GreedySearchInputs) -> GreedySearchOutputs:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_tensor, describe, is_finite, refuse
+from attnfast._utils.checks import check_tensor, describe, is_finite, raise_value_error
 from attnfast.spans import (
     Position,
     Span,
@@ -39,10 +39,10 @@ def check_span(
     heads = lead[1] if len(lead) == 2 else 0
     spans = [] if span is None else [span] if isinstance(span, Span) else span
     if not isinstance(spans, (list, tuple)) or not all(isinstance(x, Span) for x in spans):
-        refuse("span", "a Span or a list of one for each head", describe(span))
+        raise_value_error("span", "a Span or a list of one for each head", describe(span))
     if not isinstance(span, (Span, type(None))) and (len(spans) != heads or heads == 0):
         expected = f"{heads} Spans, one for each head" if heads else "one Span, without heads"
-        refuse("span", expected, f"a list of {len(spans)}")
+        raise_value_error("span", expected, f"a list of {len(spans)}")
     for name, x in (("position", position), ("sigma", sigma)):
         if not isinstance(x, Tensor):
             continue
@@ -52,7 +52,7 @@ def check_span(
             len(shape) == len(want) and all(a in (1, b) for a, b in zip(shape, want))
             for want in ([Tq], [lead[0], Tq], [*lead, Tq])
         ):
-            refuse(
+            raise_value_error(
                 name,
                 f"[{Tq}], {[lead[0], Tq]}"
                 + f" or {[*lead, Tq]}" * bool(heads)
@@ -60,13 +60,13 @@ def check_span(
                 shape,
             )
         if x.device != query.device:
-            refuse(name, f"on the query's device {query.device}", x.device)
+            raise_value_error(name, f"on the query's device {query.device}", x.device)
         if x.dtype not in (torch.int64, torch.int32) and not x.is_floating_point():
-            refuse(name, "of whole or real numbers", x.dtype)
+            raise_value_error(name, "of whole or real numbers", x.dtype)
     check_position(position, spans)
     number = is_finite(sigma) and sigma > 0  # type: ignore[operator]
     if not (number or sigma is None or isinstance(sigma, Tensor)):
-        refuse("sigma", "a positive number or a tensor of them", describe(sigma))
+        raise_value_error("sigma", "a positive number or a tensor of them", describe(sigma))
     check_form(need_weights)
 
 
@@ -79,7 +79,9 @@ def check_form(need_weights: object) -> None:
     else:
         fits = isinstance(need_weights, int) and need_weights in (0, 1)
     if not fits:
-        refuse("need_weights", "True, False, 'dense' or 'sparse'", describe(need_weights))
+        raise_value_error(
+            "need_weights", "True, False, 'dense' or 'sparse'", describe(need_weights)
+        )
 
 
 def at_keys(x: Tensor, keys: Tensor) -> Tensor:

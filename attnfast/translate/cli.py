@@ -23,9 +23,9 @@ import torch
 
 from attnfast import __version__
 from attnfast._utils.checks import InputError, optional, out_of_memory, reason
-from attnfast._utils.progress import Progress, say
+from attnfast._utils.progress import Progress, log
 from attnfast._utils.signals import Interrupted, raise_on_signal
-from attnfast.ops.backends import BACKENDS, why_not
+from attnfast.ops.backends import BACKENDS, unsupported_reason
 
 if TYPE_CHECKING:
     from attnfast.models import Config
@@ -45,7 +45,7 @@ def _device(name: str | None, backend: str | None) -> torch.device:
         raise InputError(
             f"--device: expected a device of this machine, got {name}: {detail}"
         ) from error
-    refusal = backend and why_not(backend, device, torch.float32)
+    refusal = backend and unsupported_reason(backend, device, torch.float32)
     if refusal:
         raise InputError(f"--backend {backend} cannot run on {device}: {refusal}")
     return device
@@ -92,7 +92,7 @@ def _say_lacking(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str
     lacking = tokenizer.lacking(text for pair in pairs for text in pair)
     if lacking:
         examples = ", ".join(repr(part) for part, _ in lacking.most_common(5))
-        say(
+        log(
             f"{name}: {tokenizer.parts} that the vocabulary lacks and cannot write: "
             f"{lacking.total()}, {len(lacking)} different, such as {examples}"
         )
@@ -142,7 +142,7 @@ def _train(
             tokenizer = WordTokenizer.train(lines, config.vocab_size)
             config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
         else:
-            say(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
+            log(f"learning {config.vocab_size} subwords from {len(pairs)} pairs")
             tokenizer = SubwordTokenizer.train(lines, config.vocab_size, form=args.normalisation)
         model = build(config, args.backend)
 
@@ -152,11 +152,11 @@ def _train(
     examples, left_out = encode_pairs(tokenizer, pairs, options.max_length, config.copying, links)
     if links is not None:
         known = sum(x.alignment is not None for x in examples)
-        say(f"{args.alignments}: alignments of {known} of {len(examples)} pairs")
+        log(f"{args.alignments}: alignments of {known} of {len(examples)} pairs")
     valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, options.max_length, config.copying)
     for path, sentence in ((args.source, left_out), (args.valid_source, valid_left_out)):
         if sentence:
-            say(f"{path}: {sentence}")
+            log(f"{path}: {sentence}")
     trainer = Trainer(
         config, model.to(device), tokenizer, options, examples, valid, valid_pairs, directory
     )
@@ -164,19 +164,19 @@ def _train(
         trainer.resume(state, str(last))
         before = state["training"]["options"]["epochs"]
         if options.epochs > before:
-            say(
+            log(
                 f"going on to epoch {options.epochs} in place of {before}, at the learning rates "
                 f"and weights of alignments of a training of {options.epochs}"
             )
     size = sum(p.numel() for p in model.parameters())
-    say(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
+    log(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
     try:
-        trainer.run(say)
+        trainer.run(log)
     except Interrupted as stop:
         again = f"{stop}; the same command with --resume goes on from there"
         raise Interrupted(stop.number, again) from None
     best = max(trainer.history, key=rank)
-    say(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
+    log(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
 
 
 def _load(args: argparse.Namespace):
@@ -201,7 +201,7 @@ def _translate(args: argparse.Namespace, lines: Sequence[str], name: str) -> lis
             args.max_length,
             max_output_length=args.max_output_length,
             name=name,
-            warn=say,
+            warn=log,
             progress=progress,
         )
 
@@ -280,7 +280,7 @@ def inspect(args: argparse.Namespace) -> None:
         sources = read_lines(args.source)
         with Progress("translating", sum(map(bool, sources)), "sentence") as progress:
             targets = translate_lines(
-                model, tokenizer, sources, 1, args.max_length, name=args.source, warn=say,
+                model, tokenizer, sources, 1, args.max_length, name=args.source, warn=log,
                 progress=progress,
             )  # fmt: skip
         pairs = list(zip(sources, targets))
@@ -294,14 +294,14 @@ def inspect(args: argparse.Namespace) -> None:
     if not found:
         raise InputError(f"{args.source}: expected sentences that can be used, got none")
     if len(found) < len(pairs):
-        say(
+        log(
             f"left out {len(pairs) - len(found)} of {len(pairs)} pairs: empty or longer than "
             f"{args.max_length} tokens"
         )
     text = inspect_report.page(found, Path(args.checkpoint).name, args.most)
     write_atomically(Path(args.page), text.encode())
     print(inspect_report.table(found))
-    say(f"a map of each sentence: {args.page}")
+    log(f"a map of each sentence: {args.page}")
 
 
 def info(args: argparse.Namespace) -> None:
@@ -318,7 +318,7 @@ def info(args: argparse.Namespace) -> None:
     print(f"gpu      {torch.cuda.get_device_name() if cuda else 'none'}\n")
     for name in BACKENDS:
         device = torch.device("cuda" if name in ("cuda", "triton") and cuda else "cpu")
-        refusal = why_not(name, device, torch.float32)
+        refusal = unsupported_reason(name, device, torch.float32)
         print(f"{name:<10} {'on' if refusal is None else f'off: {refusal}'}")
 
 
@@ -326,7 +326,7 @@ def demo(args: argparse.Namespace) -> None:
     """Train on a made-up language with no, eager and fused attention; print, draw and compare."""
     from attnfast.translate.demo import run
 
-    run(Path(args.out), say)
+    run(Path(args.out), log)
 
 
 class Parser(argparse.ArgumentParser):
@@ -508,7 +508,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     args = argparse.Namespace()
     _prepare_output()
     with warnings.catch_warnings(), raise_on_signal():
-        warnings.showwarning = lambda message, *_, **__: say(str(message))
+        warnings.showwarning = lambda message, *_, **__: log(str(message))
         try:
             try:
                 parser.parse_args(argv, args)
@@ -518,23 +518,23 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
             if sys.stdout is not None:
                 sys.stdout.flush()
         except InputError as error:
-            say(_with_options(str(error), args))
+            log(_with_options(str(error), args))
             return 2
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             sizes = ("batch_size", "max_length", "hidden_dim", "dim", "beam")
             some = " or ".join(f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x))
-            say("too little memory" + (f": a smaller {some} may fit" if some else ""))
+            log("too little memory" + (f": a smaller {some} may fit" if some else ""))
             return 2
         except OSError as error:  # files are refused where they are opened: this is a pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):
                 return 0
-            say(f"cannot write the standard output: {reason(error)}")
+            log(f"cannot write the standard output: {reason(error)}")
             return 2
         except KeyboardInterrupt as stop:
-            say(str(stop) or "interrupted; files that were there are whole")
+            log(str(stop) or "interrupted; files that were there are whole")
             return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     return 0
 

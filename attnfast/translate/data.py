@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import InputError, check_word, optional, reason
+from attnfast._utils.checks import InputError, check_choice, optional, reason
 from attnfast.models import BOS, EOS, PAD, UNK
 
 #: First bytes of compressed files that are not read.
@@ -230,7 +230,7 @@ class SubwordTokenizer:
         """
         sentencepiece = optional("sentencepiece", "subword tokenization")
         if form is not None:
-            check_word("form", form, FORMS)
+            check_choice("form", form, FORMS)
         proto = io.BytesIO()
         # A list, because sentencepiece reports an exception of a generator, Ctrl-C too, as its own.
         texts = [_normalised(text, form).translate(RESERVED) for text in sentences]

@@ -112,9 +112,9 @@ def _sentences(
     )
     call = weights, lengths, targets
     rows, near = diagnostics.row_statistics(*call), diagnostics.diagonality(*call).share
-    lacks = diagnostics.translated(*call)
+    lacks = diagnostics.over_under_translation(*call)
     failures = diagnostics.failures(*call).sentences
-    links = diagnostics.links(weights, lengths + 1, targets, null=-1)
+    links = diagnostics.extract_alignment(weights, lengths + 1, targets, null=-1)
     found = []
     for b, (number, example) in enumerate(some):
         n, m = len(example.source), len(example.target)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import InputError
-from attnfast._utils.progress import Progress, say
+from attnfast._utils.progress import Progress, log
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.losses import alignment_loss
@@ -331,7 +331,7 @@ class Trainer:
         if self.device.type == "cuda" and "random_cuda" in training:
             torch.cuda.set_rng_state(training["random_cuda"], self.device)
 
-    def run(self, report: Callable[[str], None] = say) -> None:
+    def run(self, report: Callable[[str], None] = log) -> None:
         """Train until the last epoch; write checkpoints and the log after each.
 
         ``last.pt`` is also written every ``options.save_every`` minutes.
