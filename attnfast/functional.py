@@ -126,14 +126,15 @@ def additive_attention(
         activation: ``"tanh"``, or in its place ``"relu"``, max(0, x), or ``"leaky_relu"``, GATv2's
             max(0.2 x, x) (Brody, Alon and Yahav, ICLR 2022, arXiv:2105.14491).
         lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are not seen. On the
-            CPU a length outside 0…Tk is refused; on a GPU it is clamped, for checking would wait.
+            CPU a length outside 0…Tk raises; on a GPU it is clamped, because checking would
+            synchronize.
         mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
             a key may be attended to.
         bias: added to the score, shaped like ``mask``, differentiable; of the query's dtype, or
             float32 beside half types. −inf hides the key.
         span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
-            before it. Memory is in proportion to the keys seen, and so is time, on a GPU as far as
-            rows that follow each other see keys near each other. With heads also a list of one for
+            before it. Memory and CPU time are proportional to the number of visible keys; on a GPU
+            time also is, if consecutive rows see nearby keys. With heads also a list of one for
             each head.
         position: where the rows stand among the keys, for the span and sigma: see
             :class:`attnfast.Span`. A tensor of real numbers gets its gradient through sigma.
@@ -486,7 +487,7 @@ def copy_distribution(
     source: Tensor,
     gate: Tensor,
     *,
-    extra_words: int = 0,
+    num_oov: int = 0,
     log: bool = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -506,7 +507,7 @@ def copy_distribution(
         source: s ``[B, Tk]``, int64 or int32, the word at every key, 0 ≤ s < V + X, also where the
             weights are 0.
         gate: g ``[B, Tq]``, the logit of p_gen, of the logits' dtype.
-        extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
+        num_oov: X, how many words beyond the vocabulary the sources of the batch bring.
         log: return log P, computed from logarithms: it loses nothing where p or P is near 0 or 1.
         backend: as in :func:`attnfast.additive_attention`.
 
@@ -533,11 +534,11 @@ def copy_distribution(
             x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
             for x in (logits, weights, gate)
         )
-    whole = is_int(extra_words) or isinstance(extra_words, torch.SymInt)
-    if not whole or extra_words >= 2**31:
-        raise_value_error("extra_words", "an integer, at least 0", describe(extra_words))
+    whole = is_int(num_oov) or isinstance(num_oov, torch.SymInt)
+    if not whole or num_oov >= 2**31:
+        raise_value_error("num_oov", "an integer, at least 0", describe(num_oov))
     check_flag("log", log)
-    call = CopyInputs(logits, weights, source, gate, extra_words, bool(log))
+    call = CopyInputs(logits, weights, source, gate, num_oov, bool(log))
     try:
         backend = select_backend(backend, logits.device, logits.dtype, COPYING.name)
         return dispatch.run(COPYING, call, backend).distribution

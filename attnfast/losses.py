@@ -96,7 +96,7 @@ def alignment_loss(
 
 
 def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Ask of attention that every key gets a weight of 1 over all rows.
+    r"""Penalise keys whose attention weights do not sum to 1 over the target.
 
     .. math:: \sum_j \left(1 - \sum_i \alpha_{ij}\right)^2
 

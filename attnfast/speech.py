@@ -209,7 +209,9 @@ class LogMel(nn.Module):
         if not samples.isfinite().all():
             raise_value_error("samples", "finite numbers", "NaN or infinity")
         if samples.shape[1] < self.samples:
-            raise_value_error("samples", f"at least {self.samples} a recording", samples.shape[1])
+            raise_value_error(
+                "samples", f"at least {self.samples} for each recording", samples.shape[1]
+            )
         check_lengths(lengths, samples, whose="samples")
         if len(lengths) and int(lengths.min()) < self.samples:
             raise_value_error("lengths", f"at least {self.samples}, a window", int(lengths.min()))

@@ -15,10 +15,10 @@ SHAPES = {  # B, Tq, Tk, V, X
 }
 
 
-def eager(logits, weights, source, gate, extra_words):
+def eager(logits, weights, source, gate, num_oov):
     """See et al. (2017) as their code and its descendants compute it."""
     p = gate.sigmoid().unsqueeze(-1)
-    words = torch.cat([p * logits.softmax(-1), p.new_zeros(*p.shape[:2], extra_words)], -1)
+    words = torch.cat([p * logits.softmax(-1), p.new_zeros(*p.shape[:2], num_oov)], -1)
     index = source.unsqueeze(1).expand(weights.shape)
     return words.scatter_add(-1, index, (1 - p) * weights)
 
@@ -40,9 +40,9 @@ def test_copying(benchmark, form, shape, direction):
     args = (logits, weights, source, gate, X)
     log = form == "logarithms"
 
-    def ours(logits, weights, source, gate, extra_words, backend):
+    def ours(logits, weights, source, gate, num_oov, backend):
         return attnfast.copy_distribution(
-            logits, weights, source, gate, extra_words=extra_words, log=log, backend=backend
+            logits, weights, source, gate, num_oov=num_oov, log=log, backend=backend
         )
 
     def as_asked(way):

@@ -64,16 +64,16 @@ constexpr const char* kTypeName<std::string> = "str";
   this->check(this->rule(given.name __VA_OPT__(, ) __VA_ARGS__), #name);
 
 // `Sizes` has the rules and, made of the arguments, the names that the rules of the list use.
-#define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                    \
-  struct Name : Stack {                                                         \
-    static constexpr const char* kOperator = operator_name;                     \
-    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                \
-    static std::string listed() { return std::string() LIST(ATTNFAST_LISTED); } \
-    using Stack::Stack;                                                         \
-    LIST(ATTNFAST_ARGUMENT)                                                     \
-    struct Fit : Sizes {                                                        \
-      explicit Fit(const Name& given) : Sizes(given) { LIST(ATTNFAST_RULE) }    \
-    };                                                                          \
+#define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                             \
+  struct Name : Stack {                                                                  \
+    static constexpr const char* kOperator = operator_name;                              \
+    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                         \
+    static std::string listed() { return std::string() LIST(ATTNFAST_LISTED); }          \
+    using Stack::Stack;                                                                  \
+    LIST(ATTNFAST_ARGUMENT)                                                              \
+    struct ArgumentChecker : Sizes {                                                     \
+      explicit ArgumentChecker(const Name& given) : Sizes(given) { LIST(ATTNFAST_RULE) } \
+    };                                                                                   \
   };
 
 #define ATTNFAST_RESULT(name) Tensor name;

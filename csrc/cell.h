@@ -43,8 +43,8 @@ struct Unit {
 // Of the sums `x` over inputs and state (of a GRU's third gate over inputs alone, and over the state in a
 // fourth), the state before and an LSTM's cell.
 template <Cell K, class C, template <class> class Math, class V>
-ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> move(const V (&x)[kMostGates], V state,
-                                                                   V cell) {
+ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> cell_forward(const V (&x)[kMostGates],
+                                                                           V state, V cell) {
   Unit<V> u = {};
   if constexpr (K == Cell::tanh) {
     u.state = Math<C>::tanh(x[0]);
@@ -65,9 +65,10 @@ ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> move(const V (&x)[
 // The way back: `g` is what reaches the new state, `grad_cell` what reaches the new cell. Returns what
 // reaches the sums, and by itself the state and the cell before.
 template <Cell K, class C, template <class> class Math, class V>
-ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> move_back(const V (&gates)[kMostGates],
-                                                                        V state, V before, V cell,
-                                                                        V cell_before, V g, V grad_cell) {
+ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> cell_backward(const V (&gates)[kMostGates],
+                                                                            V state, V before, V cell,
+                                                                            V cell_before, V g,
+                                                                            V grad_cell) {
   Unit<V> u = {};
   if constexpr (K == Cell::tanh) {
     u.gates[0] = g * ((C)1 - state * state);

@@ -52,9 +52,9 @@ Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, Sc
   return empty(device, sizes, dtype, order);
 }
 
-// Where the numbers of a tensor lie. PyTorch gives null for one without numbers; to a View null says
-// that there is no tensor.
-void* place_of(const Tensor& x) {
+// Return a tensor's data. data_ptr() of an empty tensor is null, but a null View means that the
+// argument is absent.
+void* data_or_sentinel(const Tensor& x) {
   alignas(64) static char nowhere[64];
   return x.numel() ? x.data_ptr() : nowhere;
 }
@@ -63,7 +63,7 @@ void* place_of(const Tensor& x) {
 View view(const Tensor& x, bool columns = true) {
   const int64_t n = x.dim(), row = n - (columns ? 2 : 1);
   View v;
-  v.data = place_of(x);
+  v.data = data_or_sentinel(x);
   v.batch = x.stride(0);
   v.head = row == 2 ? x.stride(1) : 0;
   v.row = x.stride(row);
@@ -114,7 +114,7 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
 // The rules of arguments, which do or do not fit an operator's first one; that has batch and heads in
 // front of its last two sizes. What is wrong with an argument is for attnfast.ops.arguments to say; it
 // refuses the same ones.
-class Fit {
+class ArgumentChecker {
   const char* operator_name;
   const Tensor& first;
 
@@ -132,7 +132,7 @@ class Fit {
   int64_t lead;          // sizes in front of the last two
   int64_t B, H;
 
-  Fit(const char* operator_name, const Tensor& first)
+  ArgumentChecker(const char* operator_name, const Tensor& first)
       : operator_name(operator_name), first(first), own(first.scalar_type()), sums(accumulation(first)),
         lead(first.dim() - 2), B(first.dim() ? first.size(0) : 0), H(first.dim() == 4 ? first.size(1) : 1) {
   }
@@ -198,7 +198,7 @@ class Fit {
 };
 
 // Copies that outlive the pointers into them.
-using Keep = std::vector<Tensor>;
+using KeepAlive = std::vector<Tensor>;
 
 // Room for what is asked for; of size [0] for the rest.
 Tensor empty_if(bool wanted, const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
@@ -241,11 +241,11 @@ bool bias_may_be_of_sums();
   X(std::string, score, goes_with, given.weight)
 
 // The sizes of query, key and value.
-struct AttentionFit : Fit {
+struct AttentionChecker : ArgumentChecker {
   int64_t Tq, Tk, A, Dv, W;
 
   template <class Arguments>
-  explicit AttentionFit(const Arguments& given) : Fit(Arguments::kOperator, given.query) {
+  explicit AttentionChecker(const Arguments& given) : ArgumentChecker(Arguments::kOperator, given.query) {
     const int64_t n = given.query.dim();
     check(n == 3 || n == 4, "query");
     check(given.key.dim() == n, "key");
@@ -276,28 +276,29 @@ struct AttentionFit : Fit {
 };
 
 // [B], their values checked where that is no wait.
-const int64_t* lengths_of(const Optional& lengths, const Fit& fit, int64_t keys, Keep& keep) {
+const int64_t* lengths_of(const Optional& lengths, const ArgumentChecker& fit, int64_t keys,
+                          KeepAlive& keep) {
   if (!lengths) return nullptr;
   const bool wide = lengths->scalar_type() == ScalarType::Long;
   keep.push_back(packed(wide ? *lengths : torch::stable::to(*lengths, ScalarType::Long)));
-  const auto* values = static_cast<const int64_t*>(place_of(keep.back()));
+  const auto* values = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
   const auto possible = [&](int64_t length) { return length >= 0 && length <= keys; };
   fit.check(!lengths->is_cpu() || std::all_of(values, values + fit.B, possible), "lengths");
   return values;
 }
 
 // A parameter, one for all or one for each head, whose rows are side by side.
-View view_of_parameters(const Tensor& x, bool of_heads, Keep& keep) {
+View view_of_parameters(const Tensor& x, bool of_heads, KeepAlive& keep) {
   keep.push_back(packed(x));
   View v;
-  v.data = place_of(keep.back());
+  v.data = data_or_sentinel(keep.back());
   v.head = of_heads ? keep.back().stride(0) : 0;
   return v;
 }
 
 // Fill in what every call of attention and coverage_attention has.
 template <class Arguments>
-void put_problem(const Arguments& given, const AttentionFit& fit, Problem& a, Keep& keep) {
+void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& a, KeepAlive& keep) {
   a.dtype = dtype_of(given.query);
   a.score = score_of(given.score);
   a.scale = given.scale;

@@ -42,17 +42,17 @@ void run_backward(const Backward&, const Tensor& query);
 #define ATTNFAST_ATTENTION_OUTPUTS(X) X(context) X(weights) X(log_sum_exp) X(statistics)
 #define ATTNFAST_ATTENTION_GRADIENTS(X) X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score)
 
-ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionFit)
+ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionChecker)
 ATTNFAST_ARGUMENTS(AttentionBackwardArguments, "attention_backward", ATTNFAST_ATTENTION_BACKWARD,
-                   AttentionFit)
+                   AttentionChecker)
 ATTNFAST_RESULTS(AttentionOutputs, ATTNFAST_ATTENTION_OUTPUTS)
 ATTNFAST_RESULTS(AttentionGradients, ATTNFAST_ATTENTION_GRADIENTS)
 
 AttentionOutputs attention(const AttentionArguments& given) {
-  const AttentionArguments::Fit fit(given);
-  Keep keep;
+  const AttentionArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   Forward a{};
-  put_problem(given, fit, a, keep);
+  fill_problem(given, fit, a, keep);
   const Tensor& query = given.query;
   std::vector<int64_t> rows = shape(query, a.W);
   const Tensor weights = empty_if(given.need_weights, query, rows, fit.sums);
@@ -70,10 +70,10 @@ AttentionOutputs attention(const AttentionArguments& given) {
 }
 
 AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
-  const AttentionBackwardArguments::Fit fit(given);
-  Keep keep;
+  const AttentionBackwardArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   Backward a{};
-  put_problem(given, fit, a, keep);
+  fill_problem(given, fit, a, keep);
   const Tensor& query = given.query;
   const Tensor grad_query = gradient_of_rows(given.need_grad_query, query, a.grad_query);
   const Tensor grad_key = gradient_of_rows(given.need_grad_key, given.key, a.grad_key);

@@ -16,26 +16,26 @@ void run_backward(const CopyBackward&, const Tensor& logits);
   X(Tensor, weights, rows, own, {Tq, Tk})                                 \
   X(Tensor, source, rows, Types(ScalarType::Long, ScalarType::Int), {Tk}) \
   X(Tensor, gate, rows, own, {Tq})
-#define ATTNFAST_COPY_WORDS(X)                                             \
-  X(int64_t, extra_words, between, 0, std::numeric_limits<int64_t>::max()) \
+#define ATTNFAST_COPY_WORDS(X)                                         \
+  X(int64_t, num_oov, between, 0, std::numeric_limits<int64_t>::max()) \
   X(bool, log, any)
 
 #define ATTNFAST_COPY(X) ATTNFAST_COPY_ROWS(X) ATTNFAST_COPY_WORDS(X)
-#define ATTNFAST_COPY_BACKWARD(X)                                      \
-  X(Tensor, grad_distribution, rows, own, {Tq, V + given.extra_words}) \
-  ATTNFAST_COPY_ROWS(X)                                                \
-  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})               \
+#define ATTNFAST_COPY_BACKWARD(X)                                  \
+  X(Tensor, grad_distribution, rows, own, {Tq, V + given.num_oov}) \
+  ATTNFAST_COPY_ROWS(X)                                            \
+  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})           \
   ATTNFAST_COPY_WORDS(X)
 
 #define ATTNFAST_COPY_OUTPUTS(X) X(distribution) X(log_sum_exp)
 #define ATTNFAST_COPY_GRADIENTS(X) X(grad_logits) X(grad_weights) X(grad_gate)
 
 // The sizes of logits and weights, which have no heads.
-struct CopyFit : Fit {
+struct CopyChecker : ArgumentChecker {
   int64_t Tq, Tk, V;
 
   template <class Arguments>
-  explicit CopyFit(const Arguments& given) : Fit(Arguments::kOperator, given.logits) {
+  explicit CopyChecker(const Arguments& given) : ArgumentChecker(Arguments::kOperator, given.logits) {
     check(given.logits.dim() == 3, "logits");
     check(given.weights.dim() == 3, "weights");
     Tq = given.logits.size(1);
@@ -44,33 +44,33 @@ struct CopyFit : Fit {
   }
 };
 
-ATTNFAST_ARGUMENTS(CopyArguments, "copy_distribution", ATTNFAST_COPY, CopyFit)
-ATTNFAST_ARGUMENTS(CopyBackwardArguments, "copy_distribution_backward", ATTNFAST_COPY_BACKWARD, CopyFit)
+ATTNFAST_ARGUMENTS(CopyArguments, "copy_distribution", ATTNFAST_COPY, CopyChecker)
+ATTNFAST_ARGUMENTS(CopyBackwardArguments, "copy_distribution_backward", ATTNFAST_COPY_BACKWARD, CopyChecker)
 ATTNFAST_RESULTS(CopyOutputs, ATTNFAST_COPY_OUTPUTS)
 ATTNFAST_RESULTS(CopyGradients, ATTNFAST_COPY_GRADIENTS)
 
 template <class Arguments>
-void put_copying(const Arguments& given, const CopyFit& fit, Copying& a, Keep& keep) {
+void put_copying(const Arguments& given, const CopyChecker& fit, Copying& a, KeepAlive& keep) {
   a.dtype = dtype_of(given.logits);
   a.B = fit.B;
   a.Tq = fit.Tq;
   a.Tk = fit.Tk;
   a.V = fit.V;
-  a.X = given.extra_words;
+  a.X = given.num_oov;
   a.log = given.log;
   a.logits = view_of_rows(given.logits, keep);
   a.weights = view_of_rows(given.weights, keep);
   a.gate = view(given.gate, false);
   const bool wide = given.source.scalar_type() == ScalarType::Long;
   keep.push_back(packed(wide ? given.source : torch::stable::to(given.source, ScalarType::Long)));
-  a.source = static_cast<const int64_t*>(place_of(keep.back()));
+  a.source = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
   const auto possible = [&](int64_t word) { return word >= 0 && word < a.V + a.X; };
   fit.check(!given.logits.is_cpu() || std::all_of(a.source, a.source + a.B * a.Tk, possible), "source");
 }
 
 CopyOutputs copy_distribution(const CopyArguments& given) {
-  const CopyArguments::Fit fit(given);
-  Keep keep;
+  const CopyArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   CopyForward a{};
   put_copying(given, fit, a, keep);
   const torch::stable::Device device = given.logits.device();
@@ -83,8 +83,8 @@ CopyOutputs copy_distribution(const CopyArguments& given) {
 }
 
 CopyGradients copy_distribution_backward(const CopyBackwardArguments& given) {
-  const CopyBackwardArguments::Fit fit(given);
-  Keep keep;
+  const CopyBackwardArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   CopyBackward a{};
   put_copying(given, fit, a, keep);
   const torch::stable::Device device = given.logits.device();

@@ -66,9 +66,9 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
 // clang-format on
 
 // The sizes of attention and those of the filters.
-struct CoverageFit : AttentionFit, FilterSizes {
+struct CoverageChecker : AttentionChecker, FilterSizes {
   template <class Arguments>
-  explicit CoverageFit(const Arguments& given) : AttentionFit(given), FilterSizes(given, *this) {
+  explicit CoverageChecker(const Arguments& given) : AttentionChecker(given), FilterSizes(given, *this) {
     check(!given.transition_prob || given.previous, "previous");
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
@@ -90,19 +90,19 @@ struct CoverageFit : AttentionFit, FilterSizes {
   }
 };
 
-ATTNFAST_ARGUMENTS(CoverageArguments, "coverage_attention", ATTNFAST_COVERAGE, CoverageFit)
+ATTNFAST_ARGUMENTS(CoverageArguments, "coverage_attention", ATTNFAST_COVERAGE, CoverageChecker)
 ATTNFAST_ARGUMENTS(CoverageBackwardArguments, "coverage_attention_backward", ATTNFAST_COVERAGE_BACKWARD,
-                   CoverageFit)
+                   CoverageChecker)
 ATTNFAST_ARGUMENTS(CoverageBackwardIntoArguments, "coverage_attention_backward_into",
-                   ATTNFAST_COVERAGE_BACKWARD_INTO, CoverageFit)
+                   ATTNFAST_COVERAGE_BACKWARD_INTO, CoverageChecker)
 ATTNFAST_RESULTS(CoverageOutputs, ATTNFAST_COVERAGE_OUTPUTS)
 ATTNFAST_RESULTS(CoverageGradients, ATTNFAST_COVERAGE_GRADIENTS)
 
 CoverageOutputs coverage_attention(const CoverageArguments& given) {
-  const CoverageArguments::Fit fit(given);
-  Keep keep;
+  const CoverageArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   CoverageForward a{};
-  put_problem(given, fit, a, keep);
+  fill_problem(given, fit, a, keep);
   put_history(given, fit, a, keep);
   const Tensor &query = given.query, &key = given.key;
   const std::vector<int64_t> rows = shape(query, a.Tk);
@@ -115,7 +115,7 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
   a.context = view(context);
   a.weights = view(weights);
   a.coverage_out = view(coverage, false);
-  a.loss = View{place_of(loss), a.H, 1};
+  a.loss = View{data_or_sentinel(loss), a.H, 1};
   if (given.transition_prob) a.log_weights = view(log_weights);
   run_forward(a, query);
   return {.context = context,
@@ -126,10 +126,10 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
 }
 
 // Let the gradients be added to sums of steps, one for each sequence and head.
-void put_sums(const CoverageBackwardIntoArguments& given, const CoverageFit& fit, CoverageBackward& a) {
+void put_sums(const CoverageBackwardIntoArguments& given, const CoverageChecker& fit, CoverageBackward& a) {
   const bool heads = fit.lead == 2;
   const auto of = [&](const Tensor& x, int64_t row) {
-    return View{place_of(x), x.stride(0), heads ? x.stride(1) : 0, row};
+    return View{data_or_sentinel(x), x.stride(0), heads ? x.stride(1) : 0, row};
   };
   a.sums = true;
   a.grad_key = of(given.sum_key, fit.A);
@@ -139,7 +139,7 @@ void put_sums(const CoverageBackwardIntoArguments& given, const CoverageFit& fit
 }
 
 // The gradient of an argument of the accumulation dtype, of its shape.
-Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const CoverageFit& fit, View& out) {
+Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const CoverageChecker& fit, View& out) {
   if (!x) return empty_if(false, like, {}, fit.sums);
   const Tensor gradient =
       empty(x->device(), std::vector<int64_t>(x->sizes().begin(), x->sizes().end()), fit.sums);
@@ -149,7 +149,7 @@ Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const Coverage
 
 // Fill in the gradients of the results.
 template <class Arguments>
-void put_gradients(const Arguments& given, CoverageBackward& a, Keep& keep) {
+void put_gradients(const Arguments& given, CoverageBackward& a, KeepAlive& keep) {
   a.grad_context = view_of_rows(given.grad_context, keep);
   if (given.grad_weights) a.grad_weights = view_of_rows(*given.grad_weights, keep);
   a.grad_coverage_out = view_of_numbers(given.grad_coverage, keep);
@@ -163,15 +163,15 @@ void put_gradients(const Arguments& given, CoverageBackward& a, Keep& keep) {
 template <class Arguments>
 CoverageGradients coverage_gradients(const Arguments& given) {
   constexpr bool into = std::is_same_v<Arguments, CoverageBackwardIntoArguments>;
-  const typename Arguments::Fit fit(given);
+  const typename Arguments::ArgumentChecker fit(given);
   bool need_grad_key = false, need_grad_filters = false;
   if constexpr (!into) {
     need_grad_key = given.need_grad_key;
     need_grad_filters = given.need_grad_filters && given.filters;
   }
-  Keep keep;
+  KeepAlive keep;
   CoverageBackward a{};
-  put_problem(given, fit, a, keep);
+  fill_problem(given, fit, a, keep);
   put_history(given, fit, a, keep);
   const Tensor& query = given.query;
   const Tensor grad_query = gradient_of_rows(given.need_grad_query, query, a.grad_query);

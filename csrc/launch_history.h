@@ -12,7 +12,7 @@ struct FilterSizes {
   int64_t K = 0, channels = 2, taps = 0;
 
   template <class Arguments>
-  FilterSizes(const Arguments& given, const Fit& fit) {
+  FilterSizes(const Arguments& given, const ArgumentChecker& fit) {
     if constexpr (requires { given.filters; }) {
       const Optional &filters = given.filters, &projection = given.projection;
       fit.check(filters.has_value() == projection.has_value(), filters ? "projection" : "filters");
@@ -30,21 +30,21 @@ struct FilterSizes {
 };
 
 // [B, (H,) n], whose last sizes are side by side; absent if there is none.
-View view_of_numbers(const Optional& x, Keep& keep) {
+View view_of_numbers(const Optional& x, KeepAlive& keep) {
   if (!x) return {};
   keep.push_back(packed(*x));
   return view(keep.back(), false);
 }
 
 // [B, (H)], side by side; absent if there is none.
-View view_of_heads(const Optional& x, int64_t heads, Keep& keep) {
+View view_of_heads(const Optional& x, int64_t heads, KeepAlive& keep) {
   if (!x) return {};
   keep.push_back(packed(*x));
-  return {place_of(keep.back()), heads, 1};
+  return {data_or_sentinel(keep.back()), heads, 1};
 }
 
 template <class Arguments, class Sizes>
-void put_history(const Arguments& given, const Sizes& fit, History& h, Keep& keep) {
+void put_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive& keep) {
   h.filters_count = fit.K;
   h.channels = fit.channels;
   h.width = fit.taps;
@@ -70,7 +70,7 @@ struct Parts {
                      View& out) {
     sizes.insert(sizes.begin(), {fit.B, fit.H});
     const Tensor x = empty_if(wanted, like, sizes, fit.sums);
-    if (wanted) out = View{place_of(x), x.stride(0), x.stride(1), sizes.back()};
+    if (wanted) out = View{data_or_sentinel(x), x.stride(0), x.stride(1), sizes.back()};
     return x;
   }
 

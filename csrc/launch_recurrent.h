@@ -33,9 +33,9 @@ bool multiplies_narrow();
   X(Optional, span, spans)                                                   \
   X(Optional, target_lengths, sizes, ScalarType::Long, {B})                  \
   X(Optional, dropout, layered, own, {B, N})
-#define ATTNFAST_LAYER_STACK(X)                                        \
-  X(Optional, weight_above, sizes, of_weights, {layers - 1, G * N, N}) \
-  X(Optional, dropout_above, sizes, own, {layers - 1, B, T, N})        \
+#define ATTNFAST_LAYER_STACK(X)                                           \
+  X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * N, N}) \
+  X(Optional, dropout_between, sizes, own, {layers - 1, B, T, N})         \
   X(Optional, dropout_output, sizes, own, {B, T, O})
 #define ATTNFAST_LAYER_HISTORY(X)                       \
   X(Optional, filters, sizes, own, {K, channels, taps}) \
@@ -108,18 +108,18 @@ Cell cell_of(const std::string& mode) {
 }
 
 // The sizes of a layer, of one step where there are no inputs.
-struct LayerFit : Fit, FilterSizes {
+struct LayerChecker : ArgumentChecker, FilterSizes {
   ScalarType of_weights;
   bool stacked = false;  // there are layers above the first
   int64_t layers = 1, T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
-  explicit LayerFit(const Arguments& given)
-      : Fit(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
+  explicit LayerChecker(const Arguments& given)
+      : ArgumentChecker(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
         of_weights(given.weight_ih.scalar_type()), G(gates_of(cell_of(given.mode))) {
     const bool narrow = of_weights == ScalarType::BFloat16 && own == ScalarType::Float;
     check(of_weights == own || (narrow && weights_may_be_narrow()), "weight_ih");
-    if constexpr (requires { given.weight_above; }) stacked = given.weight_above.has_value();
+    if constexpr (requires { given.weight_ih_upper; }) stacked = given.weight_ih_upper.has_value();
     check(given.hidden.dim() == 2 + stacked && (own == ScalarType::Float || own == ScalarType::Double),
           "hidden");
     check(given.cell.has_value() == (given.mode == "lstm"), "cell");
@@ -148,8 +148,8 @@ struct LayerFit : Fit, FilterSizes {
       check(!given.coverage || !given.span, "span");
     }
     if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
-    if constexpr (requires { given.dropout_above; }) {
-      needs(given.dropout_above, given.weight_above, "dropout_above");
+    if constexpr (requires { given.dropout_between; }) {
+      needs(given.dropout_between, given.weight_ih_upper, "dropout_between");
       needs(given.dropout_output, given.weight_output, "dropout_output");
     }
     needs(given.bias_query, given.weight_query, "bias_query");
@@ -210,51 +210,52 @@ struct LayerFit : Fit, FilterSizes {
   }
 };
 
-ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerFit)
+ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerChecker)
 ATTNFAST_RESULTS(RecurrentOutputs, ATTNFAST_RECURRENT_OUTPUTS)
-ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD, LayerFit)
+ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD,
+                   LayerChecker)
 ATTNFAST_RESULTS(RecurrentGradients, ATTNFAST_RECURRENT_GRADIENTS)
 
 // Rows [B, T, n] that lie evenly, a matrix, or a vector; such of every layer of a stack, a head each.
 View rows_of(const Tensor& x, bool stacked = false) {
   View v;
   const int64_t n = x.dim() - stacked;
-  v.data = place_of(x);
+  v.data = data_or_sentinel(x);
   v.row = n > 1 ? x.size(x.dim() - 1) : 0;
   v.batch = n == 3 ? x.size(x.dim() - 2) * v.row : v.row;
   if (stacked && x.size(0)) v.head = x.numel() / x.size(0);
   return v;
 }
-View kept(const Tensor& x, Keep& keep, bool stacked = false) {
+View kept(const Tensor& x, KeepAlive& keep, bool stacked = false) {
   keep.push_back(packed(x));
   return rows_of(keep.back(), stacked);
 }
-View kept(const Optional& x, Keep& keep, bool stacked = false) {
+View kept(const Optional& x, KeepAlive& keep, bool stacked = false) {
   return x ? kept(*x, keep, stacked) : View{};
 }
 // A weight, made wide where products are.
-View weight_of(const Optional& x, bool narrow, Keep& keep) {
+View weight_of(const Optional& x, bool narrow, KeepAlive& keep) {
   if (!x || narrow || x->scalar_type() != ScalarType::BFloat16) return kept(x, keep);
   return kept(torch::stable::to(*x, ScalarType::Float), keep);
 }
 // One of size [0] is absent.
-View result_of(const Optional& x, Keep& keep, bool stacked = false) {
+View result_of(const Optional& x, KeepAlive& keep, bool stacked = false) {
   return x && x->dim() == 3 + stacked ? kept(*x, keep, stacked) : View{};
 }
 
 template <class Arguments>
-void put_weights(const Arguments& given, Layer& a, Keep& keep) {
+void put_weights(const Arguments& given, Layer& a, KeepAlive& keep) {
   a.narrow = given.weight_ih.scalar_type() == ScalarType::BFloat16 && multiplies_narrow();
   a.weight_ih = weight_of(given.weight_ih, a.narrow, keep);
   a.weight_hh = weight_of(given.weight_hh, a.narrow, keep);
   a.weight_query = weight_of(given.weight_query, a.narrow, keep);
   a.weight_output = weight_of(given.weight_output, a.narrow, keep);
-  if constexpr (requires { given.weight_above; })
-    a.weight_above = weight_of(given.weight_above, a.narrow, keep);
+  if constexpr (requires { given.weight_ih_upper; })
+    a.weight_ih_upper = weight_of(given.weight_ih_upper, a.narrow, keep);
 }
 
 template <class Arguments>
-void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep) {
+void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAlive& keep) {
   a.dtype = dtype_of(given.hidden);
   a.cell = cell_of(given.mode);
   a.attends = given.key.has_value();
@@ -277,8 +278,8 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
     a.dropout = kept(given.dropout, keep, fit.stacked);
     a.dropout.row = 0;  // the same at all steps
   }
-  if constexpr (requires { given.dropout_above; }) {
-    a.dropout_above = kept(given.dropout_above, keep, true);
+  if constexpr (requires { given.dropout_between; }) {
+    a.dropout_between = kept(given.dropout_between, keep, true);
     a.dropout_output = kept(given.dropout_output, keep);
   }
   put_weights(given, a, keep);
@@ -289,15 +290,15 @@ void put_layer(const Arguments& given, const LayerFit& fit, Layer& a, Keep& keep
   if constexpr (requires { given.target_lengths; })
     if (given.target_lengths) {
       keep.push_back(packed(*given.target_lengths));
-      a.target_lengths = static_cast<const int64_t*>(place_of(keep.back()));
+      a.target_lengths = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
     }
 }
 
 // The keys' lengths at every step, [T, B]: none beyond a target's end, where a history stands still.
-const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, Keep& keep) {
+const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, KeepAlive& keep) {
   keep.push_back(
       empty(torch::stable::Device(torch::headeronly::DeviceType::CPU), {a.T, a.B}, ScalarType::Long));
-  auto* const out = static_cast<int64_t*>(place_of(keep.back()));
+  auto* const out = static_cast<int64_t*>(data_or_sentinel(keep.back()));
   for (int64_t t = 0; t < a.T; ++t)
     for (int64_t b = 0; b < a.B; ++b)
       out[t * a.B + b] = t >= a.target_lengths[b] ? 0 : lengths ? lengths[b] : a.Tk;
@@ -306,8 +307,8 @@ const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, Keep& ke
 
 // What attention has of a layer for one step; its query is the launcher's.
 template <class Arguments>
-void put_attention(const Arguments& given, const LayerFit& fit, const Layer& layer, Problem& a,
-                   Keep& keep) {
+void put_attention(const Arguments& given, const LayerChecker& fit, const Layer& layer, Problem& a,
+                   KeepAlive& keep) {
   a.dtype = layer.dtype;
   a.score = score_of(given.score);
   a.scale = given.scale;
@@ -330,7 +331,7 @@ void put_attention(const Arguments& given, const LayerFit& fit, const Layer& lay
 }
 
 // Room for the results; of a GRU or LSTM the gates lie side by side. What a history leaves is of the CPU.
-RecurrentOutputs results_of(const RecurrentArguments& given, const LayerFit& fit, RecurrentForward& a) {
+RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker& fit, RecurrentForward& a) {
   const auto room = [&](bool wanted, int64_t columns, View& out) {
     const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
     if (wanted) out = rows_of(x);
@@ -345,7 +346,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerFit& fit
   const bool remembers = given.coverage.has_value();
   const Tensor coverage = empty_if(remembers, given.input, {a.B, a.Tk}, fit.own);
   const Tensor loss = empty_if(remembers, given.input, {a.B}, fit.own);
-  if (remembers) a.attention.coverage_out = rows_of(coverage), a.loss = View{place_of(loss), 1};
+  if (remembers) a.attention.coverage_out = rows_of(coverage), a.loss = View{data_or_sentinel(loss), 1};
   return {
       .states = of_layers(true, a.H, a.states),
       .cells = of_layers(a.cell == Cell::lstm, a.H, a.cells),
@@ -362,8 +363,8 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerFit& fit
 
 // Put what the forward left and what comes back into `a`; room for the gradients but the keys' and those
 // that a history sums up.
-RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const LayerFit& fit,
-                                RecurrentBackward& a, Keep& keep) {
+RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const LayerChecker& fit,
+                                RecurrentBackward& a, KeepAlive& keep) {
   a.states = kept(given.states, keep, fit.stacked);
   a.cells = result_of(given.cells, keep, fit.stacked);
   a.contexts = result_of(given.contexts, keep);
@@ -400,7 +401,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_bias_query = gradient(given.bias_query, parameters, a.grad_bias_query),
       .grad_weight_output = gradient(given.weight_output, parameters, a.grad_weight_output),
       .grad_bias_output = gradient(given.bias_output, parameters, a.grad_bias_output),
-      .grad_weight_above = gradient(given.weight_above, parameters, a.grad_weight_above, true),
+      .grad_weight_above = gradient(given.weight_ih_upper, parameters, a.grad_weight_above, true),
       .grad_filters = nothing(),
       .grad_projection = nothing(),
       .grad_penalty = nothing(),
@@ -414,8 +415,9 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
 // The gradients of keys, values and the score's weight, of all steps at once: `step` is the first one's
 // backward, whose score gradients are those of all; run(Backward) carries out the rest.
 template <class Run>
-void add_key_gradients(const RecurrentBackwardArguments& given, const LayerFit& fit, const Backward& step,
-                       int64_t weight_parts, RecurrentGradients& grads, const Run& run) {
+void add_key_gradients(const RecurrentBackwardArguments& given, const LayerChecker& fit,
+                       const Backward& step, int64_t weight_parts, RecurrentGradients& grads,
+                       const Run& run) {
   Backward all = step;
   all.Tq = fit.T;
   all.grad_weights = all.grad_query = View{};

@@ -17,8 +17,8 @@ struct Layer {
   int64_t layers;  // which read the states of the one below; the last one's states are asked with
   int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features that are fed to a step; O: of an attentional vector
   View input, hidden, first_cell, feed, dropout;
-  View dropout_above, dropout_output;  // [layers - 1, B, T, H], [B, T, O]
-  View weight_ih, weight_hh, weight_above, weight_query, weight_output;
+  View dropout_between, dropout_output;  // [layers - 1, B, T, H], [B, T, O]
+  View weight_ih, weight_hh, weight_ih_upper, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
   const int64_t* target_lengths;                              // [B] or null
   const int64_t* step_lengths;                                // of the keys, [T, B], where a history wants

@@ -124,7 +124,7 @@ def _finite(b_x):
 
 @triton.jit
 def _scalar(pair, dtype: tl.constexpr):
-    """Put a Python float together again: a float argument alone arrives as float32."""
+    """Rebuild a float64 from two float32 halves: Triton passes Python floats as float32."""
     return tl.cast(pair[0], dtype) + tl.cast(pair[1], dtype)
 
 

@@ -242,15 +242,15 @@ def _options(x: torch.Tensor) -> dict:
 
 def forward(call: CopyInputs) -> CopyOutputs:
     """Run the operator ``copy_distribution``."""
-    logits, weights, source, gate, extra_words, log = call
+    logits, weights, source, gate, num_oov, log = call
     (B, Tq, V), Tk = logits.shape, weights.shape[-1]
-    out = logits.new_empty((B, Tq, V + extra_words))
+    out = logits.new_empty((B, Tq, V + num_oov))
     lse = logits.new_empty((B, Tq), dtype=torch.float64)
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution[(B * Tq,)](
                 logits, weights, source.contiguous(), gate, out, lse,
-                logits.stride(), weights.stride(), gate.stride(), Tq, Tk, V, extra_words,
+                logits.stride(), weights.stride(), gate.stride(), Tq, Tk, V, num_oov,
                 LOG=log, **_options(logits),
             )  # fmt: skip
     return CopyOutputs(out, lse)
@@ -258,7 +258,7 @@ def forward(call: CopyInputs) -> CopyOutputs:
 
 def backward(call: CopyBackward) -> CopyGradients:
     """Run the operator ``copy_distribution_backward``."""
-    grad, logits, weights, source, gate, lse, extra_words, log = call
+    grad, logits, weights, source, gate, lse, num_oov, log = call
     (B, Tq, V), Tk = logits.shape, weights.shape[-1]
     grads = CopyGradients(*(x.new_empty(x.shape) for x in (logits, weights, gate)))
     half = logits.dtype in (torch.float16, torch.bfloat16)
@@ -267,7 +267,7 @@ def backward(call: CopyBackward) -> CopyGradients:
             _distribution_gradient[(B * Tq,)](
                 grad, logits, weights, source.contiguous(), gate, lse.contiguous(), *grads,
                 grad.stride(), logits.stride(), weights.stride(), gate.stride(),
-                Tq, Tk, V, extra_words,
+                Tq, Tk, V, num_oov,
                 LOG=log, HIGHEST=65504.0 if half else float("inf"), **_options(logits),
             )  # fmt: skip
     return grads

@@ -91,7 +91,7 @@ def functions() -> Table:
         "copy_distribution": (
             attnfast.copy_distribution,
             {"logits": torch.randn(B, TQ, V), "weights": rows(), "source": words(B, TK),
-             "gate": torch.randn(B, TQ), "extra_words": 2, "log": True, "backend": None},
+             "gate": torch.randn(B, TQ), "num_oov": 2, "log": True, "backend": None},
         ),
         "prepare": (
             attnfast.prepare,
@@ -311,7 +311,7 @@ def layers() -> Table:
         "PointerGenerator.forward": (
             generator,
             {"logits": torch.randn(B, TQ, V), "weights": rows(), "source": words(B, TK),
-             "features": x, "extra_words": 2, "log": True},
+             "features": x, "num_oov": 2, "log": True},
             modules.PointerGenerator.forward,
         ),
         "PointerNetwork": (

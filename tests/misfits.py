@@ -131,7 +131,7 @@ class Call:
         own = {p: self.heads and draw.random() < 0.5 for p in ("weight", "filters")}
         own["projection"] = own["filters"]
         others = {
-            "columns": self.columns, "scale": 1.0, "log": False, "extra_words": self.sizes["X"],
+            "columns": self.columns, "scale": 1.0, "log": False, "num_oov": self.sizes["X"],
             "score": self.score,
         }  # fmt: skip
         self.args = {}
@@ -196,7 +196,7 @@ class Call:
         if first.dtype not in FLOATS or first.dim() not in ((3,) if "logits" in args else (3, 4)):
             return False
         heads, columns, span = first.dim() == 4, args.get("columns", 0), args.get("span")
-        sizes = {"H": 1, "2": 2, "X": args.get("extra_words", 0)}
+        sizes = {"H": 1, "2": 2, "X": args.get("num_oov", 0)}
         defining = ("logits", "query", "key", "value", "weights")
         for p in sorted(self.patterns, key=lambda p: defining.index(p) if p in defining else 9):
             x, (marks, _, names) = args[p], self.patterns[p]

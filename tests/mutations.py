@@ -180,8 +180,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/ops/copying.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
         "check": [
-            ("if not 0 <= word < V + extra_words:", "if not 0 <= word <= V + extra_words:"),
-            ("or not 0 <= extra_words < 2**31", "or not -1 <= extra_words < 2**31"),
+            ("if not 0 <= word < V + num_oov:", "if not 0 <= word <= V + num_oov:"),
+            ("or not 0 <= num_oov < 2**31", "or not -1 <= num_oov < 2**31"),
         ],
     },
     ("attnfast/ops/reference.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
@@ -463,7 +463,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/nn/pointer.py", "tests/test_stateful.py -k pointer"): {
         "PointerGenerator.forward": [
             ("log=log, backend", "log=True, backend"),
-            ("extra_words=extra_words, log", "log"),
+            ("num_oov=num_oov, log", "log"),
         ],
     },
     ("attnfast/losses.py", "tests/test_losses.py"): {
@@ -1239,13 +1239,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("f = mask == 0 ? Vec<C>{} : f / mask;", ""),
         ],
         "move_row_back": [("if (given_cell) grad_cell += part(given_cell);", "")],
-        "put_first": [
+        "write_initial_grads": [
             ("if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);", ""),
         ],
         "move_back_block": [("if (layer == a.layers - 1) add_attended(", "add_attended(")],
-        "reach_below": [("x, at_layer<C>(a.dropout_above, layer - 1), t);", "x, View{}, t);")],
+        "grad_to_below": [("x, at_layer<C>(a.dropout_between, layer - 1), t);", "x, View{}, t);")],
         "list_gradients": [
-            ("below(a.dropout_above), gates", "none, gates"),
+            ("below(a.dropout_between), gates", "none, gates"),
             ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ],
         "pack_right": [
@@ -1347,7 +1347,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): {
-        "LayerFit": [
+        "LayerChecker": [
             ('needs(given.coverage, given.previous, "previous");', ""),
             ('check(!given.coverage || !given.span, "span");', ""),
             ('needs(given.dropout_output, given.weight_output, "dropout_output");', ""),
@@ -1365,9 +1365,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "share": [("expected += items;", "")],
     },
     ("csrc/cpu/rows.h", "tests/test_attention.py -k 'diverged and cpu'"): {
-        "diverge": [("if (seen == -(C)__builtin_inf()) continue;", "")],
+        "fill_nan_row": [("if (seen == -(C)__builtin_inf()) continue;", "")],
         "finish_row": [
-            ("!(mass > 0) && diverge<T>", "false && diverge<T>"),
+            ("!(mass > 0) && fill_nan_row<T>", "false && fill_nan_row<T>"),
             ('statistics[x] = diverged ? __builtin_nan("") : 0;', "statistics[x] = 0;"),
         ],
     },

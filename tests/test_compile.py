@@ -91,14 +91,14 @@ def forward(x, number):
     return coverage_attention(**x, transition_prob=number / 3, previous=start, need_weights=True)
 
 
-def copying(x, number, extra_words=2):
+def copying(x, number, num_oov=2):
     logits = torch.nn.functional.pad(x["query"], (0, V - A))
     weights = x["bias"].expand(-1, logits.shape[1], -1).softmax(-1)
     gate = x["query"].sum(-1) / number
     source = x["lengths"].unsqueeze(1).expand(weights.shape[0], weights.shape[2]) % V
-    mixed = copy_distribution(logits, weights, source, gate, extra_words=extra_words, log=True)
+    mixed = copy_distribution(logits, weights, source, gate, num_oov=num_oov, log=True)
     features = (x["query"][..., :4], x["query"][..., 4:7])
-    return mixed, POINTER(logits, weights, source, *features, extra_words=extra_words)
+    return mixed, POINTER(logits, weights, source, *features, num_oov=num_oov)
 
 
 def aligned(x, number):

@@ -104,7 +104,7 @@ def arguments(case: Copy, device: torch.device = CPU) -> dict:
 
 def run(case: Copy, args: dict, backend: str) -> dict[str, torch.Tensor]:
     def how(**a):
-        return (attnfast.copy_distribution(**a, extra_words=case.X, log=case.log, backend=backend),)
+        return (attnfast.copy_distribution(**a, num_oov=case.X, log=case.log, backend=backend),)
 
     return table.results(case, args, how, ("distribution",))
 
@@ -148,8 +148,8 @@ def test_see_2017():
     """Equation 9, word by word."""
     case = Copy(2, 3, 6, 5, 2, False, torch.float64, words=7)
     args = arguments(case)
-    got = attnfast.copy_distribution(**args, extra_words=2)
-    logs = attnfast.copy_distribution(**args, extra_words=2, log=True)
+    got = attnfast.copy_distribution(**args, num_oov=2)
+    logs = attnfast.copy_distribution(**args, num_oov=2, log=True)
     p, vocab = args["gate"].sigmoid(), args["logits"].softmax(-1)
     for b, t, w in itertools.product(range(2), range(3), range(7)):
         copied = sum(args["weights"][b, t, i] for i in range(6) if args["source"][b, i] == w)
@@ -171,7 +171,7 @@ def test_gradcheck(log, backend):
     def function(*values):
         named = dict(zip(args, values))
         return attnfast.copy_distribution(
-            source=source, **named, extra_words=2, log=log, backend=backend
+            source=source, **named, num_oov=2, log=log, backend=backend
         )
 
     assert gradcheck(function, tuple(args.values()))
@@ -187,7 +187,7 @@ def test_logarithms_survive_where_probabilities_do_not(backend):
     for value in (-120.0, 120.0):
         gate = torch.tensor([[value]], device=device, requires_grad=True)
         got = attnfast.copy_distribution(
-            logits, weights, source, gate, extra_words=2, log=True, backend=backend
+            logits, weights, source, gate, num_oov=2, log=True, backend=backend
         )
         log_p, log_q = min(value, 0), min(-value, 0)
         copied = float(torch.logaddexp(torch.tensor(log_p - 50), torch.tensor(log_q)))
@@ -281,7 +281,7 @@ def test_a_word_that_cannot_come_has_no_gradient(backend):
     case = Copy(1, 2, 4, 6, 3, True)
     args = arguments(case, DEVICE[backend])
     args["source"] = torch.tensor([[0, 1, 6, 6]], device=DEVICE[backend])  # 7 and 8 never come
-    out = attnfast.copy_distribution(**args, extra_words=3, log=True, backend=backend)
+    out = attnfast.copy_distribution(**args, num_oov=3, log=True, backend=backend)
     assert out[..., 7:].eq(math.log(torch.finfo(torch.float32).tiny)).all()
     leaves = [args[k] for k in ("logits", "weights", "gate")]
     for grad in torch.autograd.grad(out[..., 7:].sum(), leaves):
@@ -314,8 +314,8 @@ def test_opcheck(backend):
 
 
 def test_compile():
-    def loss(args, extra_words):
-        return attnfast.copy_distribution(**args, extra_words=extra_words, log=True).sin().sum()
+    def loss(args, num_oov):
+        return attnfast.copy_distribution(**args, num_oov=num_oov, log=True).sin().sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
     for Tk, X in ((5, 2), (9, 4), (7, 3)):
@@ -331,9 +331,9 @@ def test_compile():
 def test_autocast_computes_in_float32():
     args = arguments(Copy(2, 3, 5, 9, 2, True, torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
-        got = attnfast.copy_distribution(**args, extra_words=2, log=True)
+        got = attnfast.copy_distribution(**args, num_oov=2, log=True)
     wide = {k: v.float() if v.is_floating_point() else v for k, v in args.items()}
-    assert torch.equal(got, attnfast.copy_distribution(**wide, extra_words=2, log=True))
+    assert torch.equal(got, attnfast.copy_distribution(**wide, num_oov=2, log=True))
 
 
 def test_second_derivatives_raise(backend):
@@ -341,7 +341,7 @@ def test_second_derivatives_raise(backend):
     if backend == "reference":
         pytest.skip("PyTorch differentiates it")
     args = arguments(Copy(1, 2, 3, 4, 1, True), DEVICE[backend])
-    out = attnfast.copy_distribution(**args, extra_words=1, log=True, backend=backend)
+    out = attnfast.copy_distribution(**args, num_oov=1, log=True, backend=backend)
     (grad,) = torch.autograd.grad(out.sum(), args["gate"], create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative|once_differentiable"):
         grad.sum().backward()
@@ -355,7 +355,7 @@ def test_memory_is_that_of_the_result(log):
     leaves = [args[k] for k in ("logits", "weights", "gate")]
 
     def step():
-        out = attnfast.copy_distribution(**args, extra_words=case.X, log=log, backend="cpu")
+        out = attnfast.copy_distribution(**args, num_oov=case.X, log=log, backend="cpu")
         torch.autograd.grad(out.sum(), leaves, retain_graph=False)
 
     skip_unless("cpu")
@@ -377,8 +377,8 @@ def test_memory_is_that_of_the_result(log):
         ({"source": torch.ones(2, 4).long()}, r"source must be int64 .* of shape \[2, 5\]"),
         ({"source": torch.full((2, 5), 4)}, "source must be between 0 and 3, a word, got 4"),
         ({"source": torch.full((2, 5), -1)}, "source must be between 0 and 3, a word, got -1"),
-        ({"extra_words": -1}, "extra_words must be an integer, at least 0, got -1"),
-        ({"extra_words": 0.5}, "extra_words must be an integer, at least 0, got 0.5"),
+        ({"num_oov": -1}, "num_oov must be an integer, at least 0, got -1"),
+        ({"num_oov": 0.5}, "num_oov must be an integer, at least 0, got 0.5"),
         ({"backend": "cudnn"}, "backend must be None or one of"),
     ],
 )

@@ -375,7 +375,7 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
     ("term", "argument", "reason"),
     [
         ("past", "coverage", "without a history"),
-        ("stack", "weight_above", "one recurrent layer at a time"),
+        ("stack", "weight_ih_upper", "one recurrent layer at a time"),
         ("dropout of output", "dropout_output", "without dropout of its output"),
     ],
 )

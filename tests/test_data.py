@@ -192,7 +192,7 @@ def test_tokenizers_come_back_from_their_bytes():
 def test_words_of_a_source_that_the_vocabulary_lacks():
     tokenizer = WordTokenizer.train(["a b a c", "b a d"], vocab_size=6)
     assert tokenizer.content() == b"a\nb"  # the most frequent two
-    own = tokenizer.own_words("a zwei drei zwei")
+    own = tokenizer.oov_words("a zwei drei zwei")
     assert own == ["zwei", "drei"]
     ids = tokenizer.encode("drei a vier zwei", own)
     assert ids == [7, 4, UNK, 6]

@@ -80,7 +80,7 @@ def copying(leaves, backend):
     weights = scores.softmax(-1)
     return (
         attnfast.copy_distribution(
-            logits, weights, words, gate, extra_words=5, log=True, backend=backend
+            logits, weights, words, gate, num_oov=5, log=True, backend=backend
         ),
     )
 

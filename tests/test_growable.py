@@ -361,7 +361,7 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, got NoneType"):
         memory.append(None, good[1])
     module = CoverageAttention(4, 4, 4, fertility=2.0)
-    with pytest.raises(ValueError, match=r"memory must be one without fertility, to grow"):
+    with pytest.raises(ValueError, match=r"memory must be without fertility to append keys"):
         module.append(module.prepare(x), x[:, 0])
     attention = BahdanauAttention(4, 4, 4)
     memory = attention.prepare(x)

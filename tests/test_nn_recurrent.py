@@ -293,7 +293,7 @@ def test_dropout_within_a_stack(monkeypatch):
     memory = layer.prepare(source, lengths)
     torch.manual_seed(1)
     dropped = layer(x, memory).output
-    above, state = drawn[0].dropout_above, drawn[0].dropout
+    above, state = drawn[0].dropout_between, drawn[0].dropout
     assert above.shape == (1, 3, 7, 12)
     assert state.shape == (2, 3, 12)
     for mask, kept in ((above, 0.5), (state, 0.7)):

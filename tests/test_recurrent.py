@@ -114,9 +114,9 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
     if "dropout" in terms:
         args["dropout"] = mask(*layers, B, H)
     if "stack" in terms:
-        args["weight_above"] = floats(layers[0] - 1, G * H, H, scale=max(H, 1) ** -0.5)
+        args["weight_ih_upper"] = floats(layers[0] - 1, G * H, H, scale=max(H, 1) ** -0.5)
         if "dropout above" in terms:
-            args["dropout_above"] = mask(layers[0] - 1, B, T, H)
+            args["dropout_between"] = mask(layers[0] - 1, B, T, H)
     if case.recurrence is None:
         return RecurrentInputs(**args)
     args |= {"key": floats(B, Tk, A), "value": floats(B, Tk, Dv), "score": case.score}
@@ -498,7 +498,7 @@ def test_a_stack_without_attention_is_pytorchs(mode, backend):
     cell = zeros if mode == "lstm" else None
     made = operator(backend)(
         RecurrentInputs(
-            x, zeros, stack.weight_ih_l0, cell=cell, weight_above=above, mode=mode, **of_all
+            x, zeros, stack.weight_ih_l0, cell=cell, weight_ih_upper=above, mode=mode, **of_all
         )
     )
     wanted, last = stack(x)

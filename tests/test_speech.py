@@ -217,7 +217,7 @@ def test_silence_and_padding():
     ("samples", "lengths", "said"),
     [
         (torch.full((1, 400), torch.nan), [400], "samples must be finite numbers, got NaN"),
-        (torch.zeros(1, 199), [199], "samples must be at least 200 a recording, got 199"),
+        (torch.zeros(1, 199), [199], "samples must be at least 200 for each recording, got 199"),
         (torch.zeros(2, 400), [400, 199], "lengths must be at least 200, a window, got 199"),
         (torch.zeros(1, 400), [0], "lengths must be between 1 and 400 to fit samples, got 0"),
         (torch.zeros(400), [400], r"samples must be float32 or float64 \[B, n\]"),

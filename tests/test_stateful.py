@@ -222,14 +222,14 @@ def test_pointer_generator(log):
     logits, weights = torch.randn(B, TQ, 9), torch.randn(B, TQ, TK).softmax(-1)
     source = torch.randint(0, 11, (B, TK))
     features = (torch.randn(B, TQ, K), torch.randn(B, TQ, Q), torch.randn(B, TQ, 5))
-    out = module(logits, weights, source, *features, extra_words=2, log=log)
+    out = module(logits, weights, source, *features, num_oov=2, log=log)
     p = module.gate(torch.cat(features, -1)).sigmoid()
     wanted = F.pad(p * logits.softmax(-1), (0, 2)).scatter_add(
         -1, source.unsqueeze(1).expand(B, TQ, TK), (1 - p) * weights
     )
     torch.testing.assert_close(out.exp() if log else out, wanted)
     step = module(
-        logits[:, 1], weights[:, 1], source, *(x[:, 1] for x in features), extra_words=2, log=log
+        logits[:, 1], weights[:, 1], source, *(x[:, 1] for x in features), num_oov=2, log=log
     )
     torch.testing.assert_close(step, out[:, 1])
 

@@ -156,7 +156,7 @@ DIAGNOSTICS = (
 #: Values that fit, by the reason: patterns of calls, arguments and values.
 FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "a count may be 0": (
-        ("copy_distribution|PointerGenerator.forward", "extra_words", "zero"),
+        ("copy_distribution|PointerGenerator.forward", "num_oov", "zero"),
         ("Span.*|gaussian_bias.*|RelativePositions.forward", "Tq|Tk", "zero"),
         (".*Attention|SpecAugment", "filters|window|ahead|.*masks|.*width", "zero"),
         (".*", "first|seed|radius|null", "zero"),

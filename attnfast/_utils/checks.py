@@ -84,7 +84,7 @@ def check_choice(argument: str, got: object, words: Iterable[str]) -> None:
 
 
 def check_flag(argument: str, got: object) -> bool:
-    """Refuse what is neither True nor False, nor 1 or 0; return which."""
+    """Return x as a bool; raise ValueError unless it is True, False, 0 or 1."""
     if got is not True and got is not False and not (isinstance(got, int) and got in (0, 1)):
         raise_value_error(argument, "True or False", describe(got))
     return bool(got)

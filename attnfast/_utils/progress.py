@@ -13,7 +13,7 @@ INTERVAL = 60.0
 
 
 def log(sentence: str) -> None:
-    """Write a line on the standard error, if there is one: nobody is left to tell otherwise."""
+    """Print a line to stderr; do nothing if stderr is closed."""
     with contextlib.suppress(OSError):
         if sys.stderr is not None:
             print(f"attnfast: {sentence}", file=sys.stderr, flush=True)

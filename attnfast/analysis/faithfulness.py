@@ -14,7 +14,8 @@ must not depend on the rest of the batch, nor on what lies in padding.
 
 In the formulas x are the embedded inputs, α the weights and j a key of n; y = softmax(logits) is
 the output, ŷ its largest entry: the decision. Importance and weights ``[B, n]`` are 0 in padding.
-Numbers of a sentence are ``[B]``. What is random is drawn on the CPU from ``seed``. Nothing is
+Numbers of a sentence are ``[B]``. Random numbers come from a CPU generator
+seeded with ``seed``. Nothing is
 learnt: no parameter gets a gradient. An argument that does not fit raises ValueError or TypeError,
 and the sentence names it.
 

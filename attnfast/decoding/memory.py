@@ -58,8 +58,9 @@ class Memory(NamedTuple):
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
     the dot score; ``backend``, the one asked for, or None; ``fertility [B, Tk]``, of coverage, or
     None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, where key and value of
-    a memory lie that grows. To attend to a memory raises if key, value, lengths, weight or mask
-    have been changed in place, as far as PyTorch counts changes: not those through ``.data``.
+    a memory lie that grows. Attending raises RuntimeError if key, value, lengths, weight or mask
+    was modified in place (detected by version counters; writes through ``.data`` are not
+    detected).
 
     A memory pickles as its tensors do: keys lose the graph that they came from. From two threads
     the same memory may be read, not appended to.
@@ -120,7 +121,9 @@ class Memory(NamedTuple):
     def _new_rows(self, key: Any, value: Any) -> list[Tensor]:
         """Return key and value as ``[B, (H,) n, ·]``; refuse what cannot be appended."""
         if self.fertility is not None:
-            raise_value_error("memory", "one without fertility, to grow", describe(self.fertility))
+            raise_value_error(
+                "memory", "without fertility to append keys", describe(self.fertility)
+            )
         new: list[Tensor] = []
         for name, x, like in (("key", key, self.key), ("value", value, self.value)):
             check_tensor(name, x)

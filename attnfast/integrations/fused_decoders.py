@@ -55,7 +55,7 @@ def is_one_operator(
         drops: whether the operator is to drop numbers.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
-    layers = 1 if layer.weight_above is None else 1 + len(layer.weight_above)
+    layers = 1 if layer.weight_ih_upper is None else 1 + len(layer.weight_ih_upper)
     return (
         steps > 1
         and like is not None

@@ -88,17 +88,18 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     goes to the module's own code with an optional argument that the replacement does not know, with
     queries and sources of different batch sizes or a mask of another shape, within ``torch.func``
     and forward mode, where TorchScript or ONNX record a graph, and while inner layers have hooks or
-    are of another class than before. Of a whole decoder that is known the steps of a target become
-    one call; where they cannot, its attention is served alone.
+    are of another class than before. For a supported decoder class all
+    target steps run as one call; otherwise only its attention is replaced.
 
     Keys are projected, and their memory prepared, once per source: as long as calls come with the
-    same tensors, unchanged. On a CPU every change of a source is seen, also through NumPy or
-    another tensor over its memory, but for writes through ``.data`` to a source with a ``grad_fn``;
-    on a GPU those that PyTorch counts. A parameter that is written through ``.data`` between two
-    calls with one source, as running averages are, is seen by some of its values: not where a write
-    spares these, and not on a GPU, where ``train()`` or ``eval()`` after it says so. Of several
-    backwards over one source all but the last need ``retain_graph=True``; second derivatives need
-    ``report.undo()`` before. Prune, normalise or adapt inner layers before.
+    same tensors, unchanged. On a CPU every modification of a source is detected, also through NumPy
+    or another tensor over its memory, except writes through ``.data`` to a source with a
+    ``grad_fn``; on a GPU those that version counters record. A write through ``.data`` to a
+    parameter between two calls with one source, as running averages make, is detected by sampling
+    some values (CPU only; a write that leaves the samples unchanged is missed). On a GPU call
+    ``train()`` or ``eval()`` after such a write. Several backward passes over one source need
+    ``retain_graph=True`` in all but the last; second derivatives need ``report.undo()`` first.
+    Prune, normalise or adapt inner layers before replacing.
 
     Args:
         model: any module; its parameters are not touched.

@@ -69,7 +69,7 @@ def _log_probs(
     """Turn ``logits [B, V]`` into log-probabilities of words that may come next.
 
     Padding, the unknown word and the start of a sentence may not; rows of ``must_end [B]`` end.
-    With the log-probabilities of an ``other``, it has that ``share`` of the sum of both.
+    If ``other`` is given, return (1 − share) · own + share · other.
     """
     goes_on = torch.arange(logits.shape[-1], device=logits.device) != EOS
     # What a pointer-generator cannot say, another sentence's own words among it.

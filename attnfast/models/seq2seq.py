@@ -47,16 +47,16 @@ def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tenso
 class EncodedSource(NamedTuple):
     """A source that has been read: what the decoder attends to, and the words that it may copy.
 
-    ``words [B, Tk]``, of which those from V on are the source's own, ``extra_words`` in the batch.
+    ``words [B, Tk]``, of which those from V on are the source's own, ``num_oov`` in the batch.
     """
 
     memory: Memory
     words: Tensor
-    extra_words: int
+    num_oov: int
 
     def index_select(self, index: Tensor) -> EncodedSource:
         """Return the sources of the sequences ``index``."""
-        return EncodedSource(self.memory.index_select(index), self.words[index], self.extra_words)
+        return EncodedSource(self.memory.index_select(index), self.words[index], self.num_oov)
 
 
 class Seq2SeqOutput(tuple):
@@ -147,10 +147,10 @@ class Seq2Seq(nn.Module):
         embedded = self._embed("source", source)
         check_lengths(lengths, source, whose="source")
         memory, state = self.read(embedded, lengths)
-        extra_words = 0
+        num_oov = 0
         if self.pointer is not None:
-            extra_words = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
-        return EncodedSource(memory, source, extra_words), state
+            num_oov = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
+        return EncodedSource(memory, source, num_oov), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
         """Do the same with an embedded source ``[B, Tk, E]``."""
@@ -197,9 +197,7 @@ class Seq2Seq(nn.Module):
             output, self.embedding.weight, self.bias, getattr(self.decoder, "backend", None)
         )
         if self.pointer is not None:
-            logits = self.pointer(
-                logits, weights, source.words, output, extra_words=source.extra_words
-            )
+            logits = self.pointer(logits, weights, source.words, output, num_oov=source.num_oov)
         return logits, state, weights if need_weights else None
 
     def forward(

@@ -208,7 +208,7 @@ def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
 
 
 class EncodedImage(NamedTuple):
-    """Images that have been looked at: what the teller attends to.
+    """The encoder's output for a batch of images.
 
     ``mask [B, R, C]``, the cells that exist.
     """

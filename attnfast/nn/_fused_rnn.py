@@ -28,7 +28,7 @@ from attnfast.ops.arguments import check_temperature
 from attnfast.ops.backends import BACKENDS, HALF, try_select_backend
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, fed
+from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, feed_size
 from attnfast.ops.reference import cell_step
 from attnfast.ops.span import rows_at
 
@@ -70,7 +70,7 @@ class RecurrentState(NamedTuple):
 class Layer(NamedTuple):
     """A recurrent layer: the parameters of its cell, as ``nn.GRU`` has them, or a module.
 
-    With ``weight_above`` it is a stack, whose parameters lie one after the other, ``[L, ..]``: see
+    With ``weight_ih_upper`` it is a stack, whose parameters are stacked, ``[L, ..]``: see
     :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` makes attentional vectors, before
     the tanh. ``rnn`` is called, step by step, where parameters do not stand for it.
     """
@@ -83,7 +83,7 @@ class Layer(NamedTuple):
     output: Any = None
     attends_first: bool = True
     rnn: Any = None
-    weight_above: Tensor | None = None
+    weight_ih_upper: Tensor | None = None
 
     @classmethod
     def of(cls, rnn: Any, **options: Any) -> Layer:
@@ -101,19 +101,19 @@ class Layer(NamedTuple):
             return cls(mode, *every[0], **options)
         weight_ih, *rest = zip(*every)
         of_all: list[Any] = [None if x[0] is None else torch.stack(x) for x in rest]
-        options["weight_above"] = torch.stack(weight_ih[1:])
+        options["weight_ih_upper"] = torch.stack(weight_ih[1:])
         return cls(mode, weight_ih[0], *of_all, **options)
 
     def at(self, number: int) -> Layer:
         """Return one of the layers of a stack."""
-        if self.weight_above is None:
+        if self.weight_ih_upper is None:
             return self
         own = {x: getattr(self, x) for x in NAMES[1:]}
-        weight = self.weight_above[number - 1] if number else self.weight_ih
+        weight = self.weight_ih_upper[number - 1] if number else self.weight_ih
         own = {x: None if y is None else y[number] for x, y in own.items()}
-        return self._replace(**own, weight_ih=weight, weight_above=None)
+        return self._replace(**own, weight_ih=weight, weight_ih_upper=None)
 
-    def fed(self, features: int) -> int:
+    def feed_size(self, features: int) -> int:
         """Return how many features it reads beside those of its inputs."""
         size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
         return size - features
@@ -218,7 +218,7 @@ def run_layer(
     target_lengths: Tensor | None = None,
     target_mask: Tensor | None = None,
     dropout: Tensor | None = None,
-    dropout_above: Tensor | None = None,
+    dropout_between: Tensor | None = None,
     dropout_output: Tensor | None = None,
     need_weights: bool = False,
 ) -> LayerOutputs:
@@ -233,14 +233,14 @@ def run_layer(
     single = input.shape[1] == 1
     backend, output = None, layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
-    stack = layer.weight_above is not None or dropout_output is not None
+    stack = layer.weight_ih_upper is not None or dropout_output is not None
     in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
     if plain and not (single and in_loop):
         backend = backend_of(attention, memory, input, history=state.history, stack=stack)
         if single and backend is not None and not BACKENDS[backend].packs:
             backend = None
     dropouts: dict[str, Any] = {
-        "dropout": dropout, "dropout_above": dropout_above, "dropout_output": dropout_output
+        "dropout": dropout, "dropout_between": dropout_between, "dropout_output": dropout_output
     }  # fmt: skip
     if backend is None and input.shape[1] == 0:
         return _run_no_step(layer, input, state, attention, memory, need_weights)
@@ -261,7 +261,7 @@ def run_layer(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
-        target_lengths=target_lengths, weight_above=layer.weight_above, mode=layer.mode,
+        target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
         attends_first=layer.attends_first, **dropouts, **terms,
     )  # fmt: skip
     try:
@@ -385,7 +385,7 @@ def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packe
     ):
         return before
     wide = upcast_halves(call)
-    kept = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], fed(call), call.mode)
+    kept = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], feed_size(call), call.mode)
     return None if kept is None else Packed(backend, kept, parameters, versions)
 
 
@@ -399,15 +399,15 @@ def _run_steps(
     target_lengths: Tensor | None,
     target_mask: Tensor | None,
     dropout: Tensor | None,
-    dropout_above: Tensor | None,
+    dropout_between: Tensor | None,
     dropout_output: Tensor | None,
     need_weights: bool,
 ) -> LayerOutputs:
     """Run the layer step by step, whatever the attention."""
     h, c, history = state.hidden, state.cell, state.history
-    stacked = layer.weight_above is not None
+    stacked = layer.weight_ih_upper is not None
     every = [layer.at(i) for i in range(len(h))] if stacked else [layer]
-    features = layer.fed(input.shape[-1])
+    features = layer.feed_size(input.shape[-1])
     f = input.new_zeros(input.shape[0], features) if state.feed is None else state.feed
     has_history = getattr(attention, "has_history", False)
     rows: list[list[Any]] = [[] for _ in range(5)]
@@ -430,7 +430,7 @@ def _run_steps(
             f = context
         x = torch.cat([x, f], -1) if features else x
         if stacked:
-            above = None if dropout_above is None else dropout_above[:, :, t]
+            above = None if dropout_between is None else dropout_between[:, :, t]
             new_h, new_c = _move_all(every, x, h, c, dropout, above)
         else:
             new_h, new_c = _move(layer, x, h, c, dropout)
@@ -468,7 +468,7 @@ def _run_no_step(
         state = state._replace(history=attention.start(memory))
     step = _run_steps(
         layer, input.new_zeros(input.shape[0], 1, input.shape[2]), state, attention, memory,
-        target_lengths=None, target_mask=None, dropout=None, dropout_above=None,
+        target_lengths=None, target_mask=None, dropout=None, dropout_between=None,
         dropout_output=None, need_weights=need_weights,
     )  # fmt: skip
     rows: dict[str, Any] = {

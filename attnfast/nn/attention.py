@@ -224,7 +224,7 @@ class _Attention(nn.Module):
         Args:
             state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
             memory: from :meth:`prepare`.
-            need_weights: return the weights too; ``"dense"`` says the same.
+            need_weights: return the weights too; ``"dense"`` is equivalent.
             need_statistics: return the rows' statistics, as :func:`attnfast.additive_attention`.
 
         Returns:

@@ -258,8 +258,7 @@ class HardMonotonicWindowAttention(_SpanAttention):
 
     .. math:: j \ge m_{t-1}, \quad m_t = \arg\max_j \alpha_{tj}
 
-    One row waits for the other, so that a target of many rows is that many steps. No gradient
-    passes through the choice.
+    Rows are sequential: T rows take T steps. No gradient passes through the argmax.
 
     Args:
         query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.

@@ -227,7 +227,7 @@ class PointerGenerator(nn.Module):
         weights: Tensor,
         source: Tensor,
         *features: Tensor,
-        extra_words: int = 0,
+        num_oov: int = 0,
         log: bool = True,
     ) -> Tensor:
         """Return ``[B, Tq, V + X]``: log-probabilities, or probabilities.
@@ -237,7 +237,7 @@ class PointerGenerator(nn.Module):
             weights: ``[B, Tq, Tk]``, of the attention.
             source: ``[B, Tk]``, the word at every key, from V on where the vocabulary lacks it.
             features: ``[B, Tq, ·]``, what the choice depends on.
-            extra_words: X, how many words beyond the vocabulary the sources of the batch bring.
+            num_oov: X, how many words beyond the vocabulary the sources of the batch bring.
             log: return logarithms.
         """
         check_tensor("logits", logits)
@@ -262,6 +262,6 @@ class PointerGenerator(nn.Module):
         if step:
             logits, weights, gate = (x.unsqueeze(1) for x in (logits, weights, gate))
         out = copy_distribution(
-            logits, weights, source, gate, extra_words=extra_words, log=log, backend=self.backend
+            logits, weights, source, gate, num_oov=num_oov, log=log, backend=self.backend
         )
         return out.squeeze(1) if step else out

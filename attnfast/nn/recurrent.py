@@ -292,16 +292,16 @@ class AttentionRNN(nn.Module):
             first = numbers[0]
             own: Any = of_all if stack else [None if y is None else y[first] for y in of_all]
             h, c, packed = own
-            dropout = dropout_above = None
+            dropout = dropout_between = None
             if self.training:
                 dropout = self._mask(self.recurrent_dropout, h, h.shape)
             if self.training and stack:
                 above = (self.num_layers - 1, *x.shape[:2], self.hidden_size)
-                dropout_above = self._mask(self.dropout, h, above)
+                dropout_between = self._mask(self.dropout, h, above)
             done = run_layer(
                 self._layer(*numbers), x, start._replace(hidden=h, cell=c, packed=packed),
                 *((None, None) if first else (self.attention, memory)), target_lengths=lengths,
-                dropout=dropout, dropout_above=dropout_above, need_weights=bool(need_weights),
+                dropout=dropout, dropout_between=dropout_between, need_weights=bool(need_weights),
             )  # fmt: skip
             steps.append(done)
             hidden.append(last_of(done.states, h, lengths))

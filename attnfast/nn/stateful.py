@@ -320,9 +320,10 @@ class ForwardAttention(LocationAwareAttention):
     .. math:: \alpha_{tj} \propto ((1 - u_t)\, \alpha_{t-1,j} + u_t\, \alpha_{t-1,j-1})
               \exp(e_{tj})
 
-    It begins at the first key. What :meth:`forward` takes more is ``transition_prob``, u: a number,
-    0.5 for the plain recursion, or from a transition agent, which the decoder computes from what it
-    knows, the last context included: ``[B]`` for one step, ``[B, Tq]`` for many.
+    It begins at the first key. :meth:`forward` takes one more argument, ``transition_prob``, u: a
+    number, 0.5 for the plain recursion, or the output of a transition agent, which the decoder
+    computes from what it knows, the last context included: ``[B]`` for one step, ``[B, Tq]`` for
+    many.
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.

@@ -37,7 +37,7 @@ class CopyInputs(NamedTuple):
     weights: Tensor
     source: Tensor
     gate: Tensor
-    extra_words: Annotated[int, "SymInt"] = 0
+    num_oov: Annotated[int, "SymInt"] = 0
     log: bool = False
 
 
@@ -61,7 +61,7 @@ class CopyBackward(NamedTuple):
     source: Tensor
     gate: Tensor
     log_sum_exp: Tensor
-    extra_words: Annotated[int, "SymInt"]
+    num_oov: Annotated[int, "SymInt"]
     log: bool
 
 
@@ -76,7 +76,7 @@ class CopyGradients(NamedTuple):
 def check(call: CopyInputs | CopyBackward) -> None:
     """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
     logits, weights, source, gate = call.logits, call.weights, call.source, call.gate
-    extra_words = call.extra_words
+    num_oov = call.num_oov
     named = {"logits": logits, "weights": weights, "source": source, "gate": gate}
     for name, x in named.items():
         check_tensor(name, x)
@@ -97,12 +97,12 @@ def check(call: CopyInputs | CopyBackward) -> None:
     if source.dtype not in (torch.int32, torch.int64) or list(source.shape) != shape:
         got = f"{source.dtype} {list(source.shape)}"
         raise_value_error("source", f"int64 or int32 of shape {shape} to fit the weights", got)
-    if not isinstance(extra_words, (int, torch.SymInt)) or not 0 <= extra_words < 2**31:
-        raise_value_error("extra_words", "an integer, at least 0", describe(extra_words))
+    if not isinstance(num_oov, (int, torch.SymInt)) or not 0 <= num_oov < 2**31:
+        raise_value_error("num_oov", "an integer, at least 0", describe(num_oov))
     if is_readable(source) and source.numel():
         for word in (int(source.min()), int(source.max())):
-            if not 0 <= word < V + extra_words:
-                raise_value_error("source", f"between 0 and {V + extra_words - 1}, a word", word)
+            if not 0 <= word < V + num_oov:
+                raise_value_error("source", f"between 0 and {V + num_oov - 1}, a word", word)
 
 
 def _check_backward(call: CopyBackward) -> None:
@@ -113,7 +113,7 @@ def _check_backward(call: CopyBackward) -> None:
             "grad_distribution",
             call.grad_distribution,
             call.logits.dtype,
-            (*rows, V + call.extra_words),
+            (*rows, V + call.num_oov),
         ),
         ("log_sum_exp", call.log_sum_exp, torch.float64, rows),
     ]
@@ -123,7 +123,7 @@ def _check_backward(call: CopyBackward) -> None:
 def _fake(call: CopyInputs) -> CopyOutputs:
     *rows, V = call.logits.shape
     log_sum_exp = call.logits.new_empty(rows, dtype=torch.float64)
-    return CopyOutputs(call.logits.new_empty((*rows, V + call.extra_words)), log_sum_exp)
+    return CopyOutputs(call.logits.new_empty((*rows, V + call.num_oov)), log_sum_exp)
 
 
 def _fake_backward(call: CopyBackward) -> CopyGradients:

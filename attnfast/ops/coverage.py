@@ -166,12 +166,12 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
         raise_value_error(previous, "given with a transition_prob", None)
     if (filters is None) != (projection is None):
         missing = "projection" if projection is None else "filters"
-        raise_value_error(missing, "given when the other of filters and projection is", None)
+        raise_value_error(missing, "given: filters and projection go together", None)
     if filters is None or projection is None:
         return
     if call.weight is None and filters.shape[-3:-2] != (0,):
         raise_value_error(
-            "weight", "given: coverage_weight and filters belong in the additive score", None
+            "weight", "given with filters or coverage_weight (additive score only)", None
         )
     lead = list(filters.shape[:-3])
     if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:

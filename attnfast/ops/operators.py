@@ -38,9 +38,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_rows(x: Tensor, columns: int | None = None) -> Tensor:
-    """Return room for rows like those of x, heads in the order in which they lie in memory.
+    """Return an uninitialised tensor for rows like those of x, with x's order of heads in memory.
 
-    Who has transposed a query ``[B, T, H, A]`` so transposes its context back without a copy.
+    A caller that passes a transposed query ``[B, T, H, A]`` can then transpose the context back
+    without a copy.
     """
     *lead, _ = strides = x.stride()
     shape = (*x.shape[:-1], x.shape[-1] if columns is None else columns)

@@ -28,11 +28,11 @@ from attnfast.ops.operators import LIBRARIES, Operator
 
 #: The cells: how many gates the parameters hold, and how many numbers of a unit the backward reads.
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
-KEPT = {"tanh": 0, "gru": 4, "lstm": 4}
+SAVED_GATES = {"tanh": 0, "gru": 4, "lstm": 4}
 
 #: The weights of products: all of them may be bfloat16 where the other numbers are float32.
 WEIGHTS = (
-    "weight_ih", "weight_hh", "weight_above", "weight_query", "weight_output", "weight_readout",
+    "weight_ih", "weight_hh", "weight_ih_upper", "weight_query", "weight_output", "weight_readout",
     "weight_vocab",
 )  # fmt: skip
 
@@ -64,10 +64,10 @@ class RecurrentInputs(NamedTuple):
     multiplied into the state that ``weight_hh`` reads, at every step, ``dropout_output [B, T, F]``
     into the attentional vectors.
 
-    With ``weight_above [L − 1, G·H, H]`` there are L layers, two or more, and those of ``hidden``,
-    ``cell``, ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and of the results ``states``,
-    ``cells`` and ``gates`` lie one after the other, ``[L, ..]``. ``dropout_above [L − 1, B, T, H]``
-    is multiplied into what the layers above the first read. ``prepared`` and
+    With ``weight_ih_upper [L − 1, G·H, H]`` there are L layers, two or more; ``hidden``, ``cell``,
+    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and of the results ``states``, ``cells``
+    and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T, H]`` is multiplied into
+    the inputs of the layers above the first. ``prepared`` and
     ``packed`` are what the backend's own ``prepare`` and ``pack`` made of the keys and of the
     parameters, and no other backend's.
     """
@@ -92,8 +92,8 @@ class RecurrentInputs(NamedTuple):
     span: Tensor | None = None
     target_lengths: Tensor | None = None
     dropout: Tensor | None = None
-    weight_above: Tensor | None = None
-    dropout_above: Tensor | None = None
+    weight_ih_upper: Tensor | None = None
+    dropout_between: Tensor | None = None
     dropout_output: Tensor | None = None
     filters: Tensor | None = None
     projection: Tensor | None = None
@@ -162,8 +162,8 @@ class RecurrentBackward(NamedTuple):
     span: Tensor | None
     target_lengths: Tensor | None
     dropout: Tensor | None
-    weight_above: Tensor | None
-    dropout_above: Tensor | None
+    weight_ih_upper: Tensor | None
+    dropout_between: Tensor | None
     dropout_output: Tensor | None
     filters: Tensor | None
     projection: Tensor | None
@@ -220,12 +220,12 @@ class RecurrentGradients(NamedTuple):
 #: The fields that :attr:`RecurrentBackward.need_grad_parameters` stands for.
 PARAMETERS = (
     "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "bias_query", "weight_output",
-    "bias_output", "weight_above", "filters", "projection", "penalty",
+    "bias_output", "weight_ih_upper", "filters", "projection", "penalty",
 )  # fmt: skip
 
 
 #: What there is of every layer.
-LAYERED = (
+PER_LAYER = (
     "hidden",
     "cell",
     "weight_hh",
@@ -247,10 +247,10 @@ RANKS: dict[str, tuple[str, ...]] = {
 
 def layers(call: Any) -> tuple[int, ...]:
     """Return the sizes in front of what there is of every layer: (L,), or none of one layer."""
-    return () if call.weight_above is None else tuple(call.hidden.shape[:1])
+    return () if call.weight_ih_upper is None else tuple(call.hidden.shape[:1])
 
 
-def fed(call: Any) -> int:
+def feed_size(call: Any) -> int:
     """Return F, the features of what is fed to a step."""
     if call.weight_output is not None:
         return call.weight_output.shape[0]
@@ -306,11 +306,11 @@ def check(call: RecurrentInputs) -> None:
         if x is None and name != "hidden":
             continue
         check_tensor(name, x)
-        if name == "hidden" and call.weight_above is not None:
+        if name == "hidden" and call.weight_ih_upper is not None:
             axes = "L", *axes
         if x.dim() != len(axes):
             raise_value_error(name, f"[{', '.join(axes)}]", list(x.shape))
-    if call.weight_above is not None and call.hidden.shape[0] < 2:
+    if call.weight_ih_upper is not None and call.hidden.shape[0] < 2:
         raise_value_error("hidden", "[L, B, H] with L of at least 2", list(call.hidden.shape))
     (B, T, E), H = call.input.shape, call.hidden.shape[-1]
     gates = GATES[call.mode] * H
@@ -324,7 +324,7 @@ def check(call: RecurrentInputs) -> None:
     _check_past(call)
     for name, of in (
         ("bias_query", "weight_query"), ("bias_output", "weight_output"),
-        ("dropout_output", "weight_output"), ("dropout_above", "weight_above"),
+        ("dropout_output", "weight_output"), ("dropout_between", "weight_ih_upper"),
     ):  # fmt: skip
         if getattr(call, name) is not None and getattr(call, of) is None:
             raise_value_error(name, f"None without {of}", "a tensor")
@@ -333,7 +333,7 @@ def check(call: RecurrentInputs) -> None:
     if call.weight_output is not None and call.attends_first:
         raise_value_error("weight_output", "None for what attends first", "a tensor")
     A = H if call.weight_query is None else call.weight_query.shape[0]
-    Dv, F = 0 if call.value is None else call.value.shape[-1], fed(call)
+    Dv, F = 0 if call.value is None else call.value.shape[-1], feed_size(call)
     shapes: dict[str, tuple[int, ...]] = {
         "hidden": (B, H), "weight_ih": (gates, E + F), "weight_hh": (gates, H), "cell": (B, H),
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
@@ -342,8 +342,8 @@ def check(call: RecurrentInputs) -> None:
     }  # fmt: skip
     if lead := layers(call):
         above = lead[0] - 1
-        shapes = {x: (*lead * (x in LAYERED), *shape) for x, shape in shapes.items()}
-        shapes |= {"weight_above": (above, gates, H), "dropout_above": (above, B, T, H)}
+        shapes = {x: (*lead * (x in PER_LAYER), *shape) for x, shape in shapes.items()}
+        shapes |= {"weight_ih_upper": (above, gates, H), "dropout_between": (above, B, T, H)}
     dtype, of_weights = call.input.dtype, dtype_of_weights(call)
     for name, shape in shapes.items():
         wanted = of_weights if name in WEIGHTS else dtype
@@ -404,11 +404,11 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
         room(call.mode == "lstm", H, layers(call)),
         room(attends, Dv),
         room(attends, Tk),
-        room(call.weight_output is not None, fed(call)),
+        room(call.weight_output is not None, feed_size(call)),
         call.input.new_empty((0,) if call.coverage is None else (B, Tk)),
         call.input.new_empty((0,) if call.coverage is None else (B,)),
         room(attends and (projects or call.attends_first), A),
-        room(KEPT[call.mode], KEPT[call.mode] * H, layers(call)),
+        room(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
         room(call.transition_prob is not None, Tk),
     )
 
@@ -429,7 +429,7 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
 # What a backend keeps of the parameters for many calls: nobody but the backend looks into it.
 LIBRARIES["cpu"].define(
     "pack_recurrent(Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh, "
-    "Tensor? weight_query, Tensor? weight_output, int fed, str mode) -> Tensor"
+    "Tensor? weight_query, Tensor? weight_output, int feed_size, str mode) -> Tensor"
 )
 
 RECURRENT = Operator(

@@ -19,13 +19,13 @@ from attnfast.ops.coverage import CoverageInputs, CoverageOutputs
 from attnfast.ops.linear import LinearInputs, LinearOutputs
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.recurrent import (
-    LAYERED,
+    PER_LAYER,
     WEIGHTS,
     RecurrentInputs,
     RecurrentOutputs,
     attention_of,
     coverage_of,
-    fed,
+    feed_size,
     layers,
 )
 from attnfast.ops.recurrent import fake as fake_recurrent
@@ -195,18 +195,18 @@ def copy_distribution(call: CopyInputs) -> CopyOutputs:
     """Compute the distribution, and the log-sum-exp of the logits."""
     dtype = accumulation_dtype(call.logits.dtype)
     x, a, g = (z.to(dtype) for z in (call.logits, call.weights, call.gate.unsqueeze(-1)))
-    extra_words, log_sum_exp = call.extra_words, x.double().logsumexp(-1)
+    num_oov, log_sum_exp = call.num_oov, x.double().logsumexp(-1)
     none = (x == -math.inf).all(-1, keepdim=True)  # no word can be generated
     index = call.source.long().unsqueeze(1).expand(a.shape)
-    copied = a.new_zeros((*x.shape[:-1], x.shape[-1] + extra_words)).scatter_add(-1, index, a)
+    copied = a.new_zeros((*x.shape[:-1], x.shape[-1] + num_oov)).scatter_add(-1, index, a)
     if not call.log:
         generated = x.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
-        generated = torch.nn.functional.pad(generated, (0, extra_words))
+        generated = torch.nn.functional.pad(generated, (0, num_oov))
         distribution = g.sigmoid() * generated + (-g).sigmoid() * copied
         return CopyOutputs(distribution.to(call.logits.dtype), log_sum_exp)
     log_p, log_q = (torch.nn.functional.logsigmoid(y) for y in (g, -g))
     generated = log_p + x.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -math.inf)
-    generated = torch.nn.functional.pad(generated, (0, extra_words), value=-math.inf)
+    generated = torch.nn.functional.pad(generated, (0, num_oov), value=-math.inf)
     # log P = m + log(e^{generated − m} + C e^{log q − m}), with the larger of the two as m.
     slight = copied < math.exp(-LIMIT)  # counts as 0, but for its gradient
     copied = copied - copied.detach().masked_fill(~slight, 0)
@@ -219,12 +219,12 @@ def copy_distribution(call: CopyInputs) -> CopyOutputs:
 
 def layer_at(call: RecurrentInputs, number: int) -> RecurrentInputs:
     """Return the call with what layer ``number`` has of its own, as the only one."""
-    if call.weight_above is None:
+    if call.weight_ih_upper is None:
         return call
-    given = {x: getattr(call, x) for x in LAYERED if x in RecurrentInputs._fields}
+    given = {x: getattr(call, x) for x in PER_LAYER if x in RecurrentInputs._fields}
     own: dict[str, Any] = {name: None if x is None else x[number] for name, x in given.items()}
-    weight = call.weight_ih if number == 0 else call.weight_above[number - 1]
-    return call._replace(**own, weight_ih=weight, weight_above=None)
+    weight = call.weight_ih if number == 0 else call.weight_ih_upper[number - 1]
+    return call._replace(**own, weight_ih=weight, weight_ih_upper=None)
 
 
 def cell_step(
@@ -266,7 +266,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
     linear = torch.nn.functional.linear
     call = _wide(call)
     B, T, _ = call.input.shape
-    f = call.input.new_zeros(B, fed(call)) if call.feed is None else call.feed
+    f = call.input.new_zeros(B, feed_size(call)) if call.feed is None else call.feed
     levels = [layer_at(call, i) for i in range(*layers(call) or (1,))]
     moved = [(x.hidden, x.cell) for x in levels]
     past, loss = (call.coverage, call.previous), call.input.new_zeros(B)
@@ -299,7 +299,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         return query, made.context.squeeze(1), weights
 
     def of_layers(rows: list[Any]) -> Any:
-        return rows[0] if call.weight_above is None or rows[0] is None else torch.stack(rows)
+        return rows[0] if call.weight_ih_upper is None or rows[0] is None else torch.stack(rows)
 
     for t in range(T):
         query: Any = None
@@ -310,8 +310,8 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
             f = context
         read, kept = torch.cat([inputs[:, t], f], -1), []
         for i, level in enumerate(levels):
-            if i and call.dropout_above is not None:
-                read = read * call.dropout_above[i - 1, :, t]
+            if i and call.dropout_between is not None:
+                read = read * call.dropout_between[i - 1, :, t]
             x = linear(read, level.weight_ih, level.bias_ih)
             read, c, gates = cell_step(level, x, *moved[i])
             moved[i] = read, c

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.operators import ForwardOperator
-from attnfast.ops.recurrent import GATES, WEIGHTS, RecurrentInputs, dtype_of_weights, fed
+from attnfast.ops.recurrent import GATES, WEIGHTS, RecurrentInputs, dtype_of_weights, feed_size
 from attnfast.ops.recurrent import check as check_recurrent
 
 
@@ -88,7 +88,7 @@ def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
     if not call.attends_first and call.weight_ih.shape[-1] == call.embedding.shape[-1]:
         if call.feed is not None:
             raise_value_error("feed", "None where nothing is fed", "a tensor")
-        zeros = call.weight_ih.new_zeros(call.weight_ih.shape[0], fed(layer))
+        zeros = call.weight_ih.new_zeros(call.weight_ih.shape[0], feed_size(layer))
         layer = layer._replace(weight_ih=torch.cat([call.weight_ih, zeros], 1))
     return layer
 

@@ -145,7 +145,7 @@ class Tokenizer(Protocol):
     #: Parts of a text that the vocabulary has or lacks: ``"characters"`` or ``"words"``.
     parts: str
 
-    def own_words(self, text: str) -> list[str]:
+    def oov_words(self, text: str) -> list[str]:
         """Return the words of a text that the vocabulary lacks, each once; V on are their ids."""
         ...
 
@@ -267,7 +267,7 @@ class SubwordTokenizer:
     def _prepared(self, text: str) -> str:
         return _normalised(text, self.form).translate(self._reserved)
 
-    def own_words(self, text: str) -> list[str]:
+    def oov_words(self, text: str) -> list[str]:
         return []
 
     def encode(self, text: str, own: Sequence[str] = ()) -> list[int]:
@@ -335,7 +335,7 @@ class WordTokenizer:
         words = sorted(sorted(counts), key=counts.__getitem__, reverse=True)
         return cls(sorted(words if vocab_size is None else words[: vocab_size - 4]))
 
-    def own_words(self, text: str) -> list[str]:
+    def oov_words(self, text: str) -> list[str]:
         return [word for word in dict.fromkeys(text.split()) if word not in self._ids]
 
     def encode(self, text: str, own: Sequence[str] = ()) -> list[int]:
@@ -431,7 +431,7 @@ def encode_pairs(
     """
     examples, empty, long = [], 0, 0
     for i, pair in enumerate(pairs):
-        own = tokenizer.own_words(pair[0]) if copying else []
+        own = tokenizer.oov_words(pair[0]) if copying else []
         source, target = (tokenizer.encode(text, own) for text in pair)
         aligned = None if alignments is None else _aligned(tokenizer, pair, alignments[i])
         example = Example(source, target, aligned)

@@ -59,7 +59,7 @@ def translate(
     title = f"{name}, line" if name else "line"
     sources, owns = [], []
     for number, line in enumerate(lines, 1):
-        own = [] if model.pointer is None else tokenizer.own_words(line)
+        own = [] if model.pointer is None else tokenizer.oov_words(line)
         ids = tokenizer.encode(line, own)
         if max_length is not None and len(ids) > max_length:
             warn(f"{title} {number}: cut from {len(ids)} tokens to the limit of {max_length}")
@@ -133,7 +133,7 @@ def alignment(model: Seq2Seq, tokenizer: Tokenizer, source: str, target: str) ->
     """
     from attnfast.translate.data import Example, collate
 
-    own = [] if model.pointer is None else tokenizer.own_words(source)
+    own = [] if model.pointer is None else tokenizer.oov_words(source)
     batch = collate([Example(tokenizer.encode(source, own), tokenizer.encode(target, own))])
     device = next(model.parameters()).device
     batch = batch.to(device)

@@ -77,7 +77,7 @@ def inspect(
     device, training = next(model.parameters()).device, model.training
     examples = []
     for number, (source, target) in enumerate(pairs):
-        own = [] if model.pointer is None else tokenizer.own_words(source)
+        own = [] if model.pointer is None else tokenizer.oov_words(source)
         example = Example(tokenizer.encode(source, own), tokenizer.encode(target, own))
         if 0 < len(example.source) <= max_length and 0 < len(example.target) <= max_length:
             examples.append((number, example))

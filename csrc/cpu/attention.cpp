@@ -127,24 +127,24 @@ void forward_with_products(const Forward& whole) {
   for (int64_t b = 0; b < whole.B; b += n)
     for (int64_t i = 0; i < whole.Tq; i += rows) {
       const Forward a = part_of(whole, b, std::min(n, whole.B - b), i, std::min(rows, whole.Tq - i));
-      bool hides = false;
+      bool has_zero_weight = false;
       Plan plan = plan_by_rows(a);
       plan.multiplied = true;
-      plan.hides = &hides;
+      plan.has_zero_weight = &has_zero_weight;
       plan.scores = apart ? view(place) : a.weights;
       plan.scores.head = a.Tq * a.Tk;
       plan.scores.batch = a.H * plan.scores.head;
       multiply(a, a.query, transposed(a.key), plan.scores, a.Tq, a.A, a.Tk);
       run_passes(a, plan, threads_for(a, kSoftmaxDepth), kernels().softmax);
       multiply(a, plan.scores, a.value, a.context, a.Tq, a.Tk, a.Dv);
-      if (hides) run_passes(a, plan, threads_for(a), kernels().context);
+      if (has_zero_weight) run_passes(a, plan, threads_for(a), kernels().context);
     }
 }
 
 void backward_with_products(const Backward& a, Plan plan) {
-  bool hides = a.grad_score_given;
+  bool has_zero_weight = a.grad_score_given;
   plan.multiplied = true;
-  plan.hides = &hides;
+  plan.has_zero_weight = &has_zero_weight;
   if (!a.grad_score_given) {
     multiply(a, a.grad_context, transposed(a.value), a.grad_score, a.Tq, a.Dv, a.Tk);
     run_passes(a, plan, threads_for(a, kSoftmaxDepth), kernels().grad_score);
@@ -152,7 +152,8 @@ void backward_with_products(const Backward& a, Plan plan) {
   if (a.grad_query.data) multiply(a, a.grad_score, a.key, a.grad_query, a.Tq, a.Tk, a.A);
   if (a.grad_key.data) multiply(a, transposed(a.grad_score), a.query, a.grad_key, a.Tk, a.Tq, a.A);
   if (a.grad_value.data) multiply(a, transposed(a.weights), a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv);
-  if (hides || plan.grad_inputs_scale != 1) run_passes(a, plan, threads_for(a), kernels().grad_inputs);
+  if (has_zero_weight || plan.grad_inputs_scale != 1)
+    run_passes(a, plan, threads_for(a), kernels().grad_inputs);
 }
 
 // ---- forward and backward -----------------------------------------------------------------------
@@ -202,21 +203,22 @@ void run_backward(const Backward& a, const Tensor&) {
 #define ATTNFAST_PREPARED(X) X(exponentials)
 
 // The key is its own query and value.
-struct PrepareFit : AttentionFit {
+struct PrepareChecker : AttentionChecker {
   struct Keys {
     static constexpr const char* kOperator = "prepare";
     const Tensor &query, &key, &value;
   };
   template <class Arguments>
-  explicit PrepareFit(const Arguments& given) : AttentionFit(Keys{given.key, given.key, given.key}) {}
+  explicit PrepareChecker(const Arguments& given)
+      : AttentionChecker(Keys{given.key, given.key, given.key}) {}
 };
 
-ATTNFAST_ARGUMENTS(PrepareArguments, "prepare", ATTNFAST_PREPARE, PrepareFit)
+ATTNFAST_ARGUMENTS(PrepareArguments, "prepare", ATTNFAST_PREPARE, PrepareChecker)
 ATTNFAST_RESULTS(Prepared, ATTNFAST_PREPARED)
 
 Prepared prepare(const PrepareArguments& given) {
-  const PrepareArguments::Fit fit(given);
-  Keep keep;
+  const PrepareArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   Problem a{};
   a.dtype = dtype_of(given.key);
   a.score = score_of(given.score);
@@ -247,7 +249,7 @@ Tensor exponentials_of(const Problem& problem) {
   a.ranges = view(ranges);
   const Plan plan = {.rows = 1, .keys = kKeyBlock, .columns = width};
   run(a, plan, threads_for(a), kernels().prepare_scratch(a), kernels().prepare);
-  const float* range = static_cast<const float*>(place_of(ranges));
+  const float* range = static_cast<const float*>(data_or_sentinel(ranges));
   const bool far =
       std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kPreparedLimit; });
   return far ? none : out;

@@ -17,12 +17,12 @@ namespace cpu {
 
 // How a call is carried out: what one item of a pass takes, and what passes tell each other.
 struct Plan {
-  int64_t rows, keys, columns;   // of one item
-  View scores;                   // forward: where the scores lie, if not in a thread's scratch
-  bool multiplied = false;       // a library has left the products, which passes look through
-  bool* hides = nullptr;         // out, whether any weight is 0
-  double grad_score_scale = 1;   // backward: what the scores' gradient is multiplied by on its way out,
-  double grad_inputs_scale = 1;  // and what the inputs' gradients are
+  int64_t rows, keys, columns;      // of one item
+  View scores;                      // forward: where the scores lie, if not in a thread's scratch
+  bool multiplied = false;          // a library has left the products, which passes look through
+  bool* has_zero_weight = nullptr;  // out, whether any weight is 0
+  double grad_score_scale = 1;      // backward: what the scores' gradient is multiplied by on its way out,
+  double grad_inputs_scale = 1;     // and what the inputs' gradients are
 };
 
 // The exponentials of the keys, out, and the largest |key| of each block of them, float [B, H, blocks].

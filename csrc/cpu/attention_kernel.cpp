@@ -173,7 +173,7 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
       clear_outside(row(i), a.W, 0, item.seen);
     }
   }
-  tell_of_zeros<C>(a, plan, item, zeros);
+  report_zero_weights<C>(a, plan, item, zeros);
 }
 
 // mix, or a second look at what a library has left in its place: a key of weight 0 adds nothing, even
@@ -301,7 +301,7 @@ void grad_score(const Backward& a, const Plan& plan, int64_t index, void*) {
     softmax_backward(a, item, i, 0, item.seen, (C)plan.grad_score_scale, x, x, zeros);
     clear_outside(x, a.W, 0, item.seen);
   }
-  tell_of_zeros<C>(a, plan, item, zeros);
+  report_zero_weights<C>(a, plan, item, zeros);
 }
 
 // Both passes for rows with spans, by bands.

@@ -15,7 +15,8 @@ const CopyingKernels& kernels() {
 template <class Call>
 void run_rows(void (*run)(const Call&, int64_t, void*), const Call& a) {
   const int64_t rows = a.B * a.Tq, threads = threads_for(rows * (a.V + a.X + a.Tk));
-  share_out(rows, threads, kernels().scratch(a), [&](int64_t row, void* scratch) { run(a, row, scratch); });
+  parallel_items(rows, threads, kernels().scratch(a),
+                 [&](int64_t row, void* scratch) { run(a, row, scratch); });
 }
 
 void run_forward(const CopyForward& a, const Tensor&) { run_rows(kernels().forward, a); }

@@ -24,11 +24,11 @@ const LinearKernels& kernels() {
 #define ATTNFAST_LINEAR_RESULT(X) X(output)
 #define ATTNFAST_LINEAR_GRADIENTS(X) X(grad_input) X(grad_weight) X(grad_bias)
 
-struct LinearFit : Fit {
+struct LinearChecker : ArgumentChecker {
   int64_t M, K, N;
 
   template <class Arguments>
-  explicit LinearFit(const Arguments& given) : Fit(Arguments::kOperator, given.input) {
+  explicit LinearChecker(const Arguments& given) : ArgumentChecker(Arguments::kOperator, given.input) {
     check(given.input.dim() == 2 && given.input.is_cpu(), "input");
     check(own == ScalarType::Float || own == ScalarType::Double, "input");
     check(given.weight.dim() == 2, "weight");
@@ -38,8 +38,8 @@ struct LinearFit : Fit {
   }
 };
 
-ATTNFAST_ARGUMENTS(LinearArguments, "linear", ATTNFAST_LINEAR, LinearFit)
-ATTNFAST_ARGUMENTS(LinearBackwardArguments, "linear_backward", ATTNFAST_LINEAR_BACKWARD, LinearFit)
+ATTNFAST_ARGUMENTS(LinearArguments, "linear", ATTNFAST_LINEAR, LinearChecker)
+ATTNFAST_ARGUMENTS(LinearBackwardArguments, "linear_backward", ATTNFAST_LINEAR_BACKWARD, LinearChecker)
 ATTNFAST_RESULTS(LinearOutputs, ATTNFAST_LINEAR_RESULT)
 ATTNFAST_RESULTS(LinearGradients, ATTNFAST_LINEAR_GRADIENTS)
 
@@ -55,8 +55,8 @@ void multiply(const Product& a) {
   const int64_t groups = std::max<int64_t>(std::min(kItemsOfAThread * threads / blocks, panels), 1);
   Scratchpad pad(k.packed(a));
   char* const packed = pad.take(k.packed(a));
-  share_out(panels, threads, 0, [&](int64_t panel, void*) { k.pack(a, panel, packed); });
-  share_out(blocks * groups, threads, k.scratch(a), [&](int64_t item, void* scratch) {
+  parallel_items(panels, threads, 0, [&](int64_t panel, void*) { k.pack(a, panel, packed); });
+  parallel_items(blocks * groups, threads, k.scratch(a), [&](int64_t item, void* scratch) {
     const int64_t group = item % groups;
     k.multiply(a, item / groups * k.rows, panels * group / groups, panels * (group + 1) / groups, packed,
                scratch);
@@ -64,7 +64,7 @@ void multiply(const Product& a) {
 }
 
 LinearOutputs linear(const LinearArguments& given) {
-  const LinearArguments::Fit fit(given);
+  const LinearArguments::ArgumentChecker fit(given);
   const Tensor input = packed(given.input), weight = packed(given.weight);
   const Tensor bias = given.bias ? packed(*given.bias) : weight;
   const Tensor output = empty(kCpu, {fit.M, fit.N}, fit.own);
@@ -72,40 +72,40 @@ LinearOutputs linear(const LinearArguments& given) {
             .M = fit.M,
             .N = fit.N,
             .K = fit.K,
-            .left = place_of(input),
-            .right = place_of(weight),
+            .left = data_or_sentinel(input),
+            .right = data_or_sentinel(weight),
             .left_row = fit.K,
             .left_column = 1,
             .right_row = 1,
             .right_column = fit.K,
-            .out = place_of(output),
-            .bias = given.bias ? place_of(bias) : nullptr});
+            .out = data_or_sentinel(output),
+            .bias = given.bias ? data_or_sentinel(bias) : nullptr});
   return {output};
 }
 
 LinearGradients linear_backward(const LinearBackwardArguments& given) {
-  const LinearBackwardArguments::Fit fit(given);
+  const LinearBackwardArguments::ArgumentChecker fit(given);
   const Tensor grad = packed(given.grad_output), input = packed(given.input), weight = packed(given.weight);
   const int64_t M = fit.M, N = fit.N, K = fit.K;
   const Tensor grad_input = empty_if(given.need_grad_input, input, {M, K}, fit.own);
   const Tensor grad_weight = empty_if(given.need_grad_parameters, input, {N, K}, fit.own);
   const Tensor grad_bias = empty_if(given.need_grad_parameters, input, {N}, fit.own);
-  Product of_both = {.dtype = dtype_of(input), .left = place_of(grad)};
+  Product of_both = {.dtype = dtype_of(input), .left = data_or_sentinel(grad)};
   if (given.need_grad_input) {
     Product a = of_both;
     a.M = M, a.N = K, a.K = N;
-    a.right = place_of(weight);
+    a.right = data_or_sentinel(weight);
     a.left_row = N, a.left_column = 1, a.right_row = K, a.right_column = 1;
-    a.out = place_of(grad_input);
+    a.out = data_or_sentinel(grad_input);
     multiply(a);
   }
   if (given.need_grad_parameters) {
     Product a = of_both;
     a.M = N, a.N = K, a.K = M;
-    a.right = place_of(input);
+    a.right = data_or_sentinel(input);
     a.left_row = 1, a.left_column = N, a.right_row = K, a.right_column = 1;
-    a.out = place_of(grad_weight);
-    a.sums = place_of(grad_bias);
+    a.out = data_or_sentinel(grad_weight);
+    a.sums = data_or_sentinel(grad_bias);
     multiply(a);
   }
   return {grad_input, grad_weight, grad_bias};

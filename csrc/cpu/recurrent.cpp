@@ -75,7 +75,7 @@ Scratchpad run_team(Call& a, const LayerPlan& plan, int64_t threads, const Layer
 // ---- attention with a history -------------------------------------------------------------------
 
 template <class Arguments, class Call>
-void put_past(const Arguments& given, const LayerFit& fit, Call& a, Keep& keep) {
+void put_past(const Arguments& given, const LayerChecker& fit, Call& a, KeepAlive& keep) {
   put_history(given, fit, a.attention, keep);
   if (a.target_lengths) a.step_lengths = lengths_of_steps(a, a.attention.lengths, keep);
 }
@@ -85,8 +85,8 @@ void put_past(const Arguments& given, const LayerFit& fit, Call& a, Keep& keep) 
 struct HistorySums {
   const Parts parts;
 
-  HistorySums(const RecurrentBackwardArguments& given, const LayerFit& fit, RecurrentBackward& a,
-              RecurrentGradients& grads, Keep& keep)
+  HistorySums(const RecurrentBackwardArguments& given, const LayerChecker& fit, RecurrentBackward& a,
+              RecurrentGradients& grads, KeepAlive& keep)
       : parts(given.input, fit, fit.K && given.need_grad_key ? std::optional(1) : std::nullopt,
               given.filters && given.need_grad_parameters, given.penalty && given.need_grad_parameters,
               a.attention) {
@@ -102,7 +102,7 @@ struct HistorySums {
       if (x.numel()) torch::stable::zero_(x);
   }
 
-  void finish(const RecurrentBackwardArguments& given, const LayerFit& fit, const RecurrentBackward& a,
+  void finish(const RecurrentBackwardArguments& given, const LayerChecker& fit, const RecurrentBackward& a,
               RecurrentGradients& grads) const {
     if (given.need_grad_parameters && given.filters) {
       grads.grad_filters = sum_of_parts(parts.filters, {0}, false, fit.own);
@@ -130,14 +130,14 @@ View states_of_last(const Layer& a) {
 // ---- forward and backward -----------------------------------------------------------------------
 
 RecurrentOutputs recurrent(const RecurrentArguments& given) {
-  const RecurrentArguments::Fit fit(given);
-  Keep keep;
+  const RecurrentArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   RecurrentForward a{};
   put_layer(given, fit, a, keep);
   if (given.packed) {
     fit.check(static_cast<size_t>(given.packed->numel()) == kernels().packed(a), "packed");
     keep.push_back(packed(*given.packed));
-    a.packed = place_of(keep.back());
+    a.packed = data_or_sentinel(keep.back());
   }
   const RecurrentOutputs results = results_of(given, fit, a);
   const int64_t threads = threads_for(static_cast<const Layer&>(a));
@@ -159,8 +159,8 @@ RecurrentOutputs recurrent(const RecurrentArguments& given) {
 }
 
 RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
-  const RecurrentBackwardArguments::Fit fit(given);
-  Keep keep;
+  const RecurrentBackwardArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   RecurrentBackward a{};
   put_layer(given, fit, a, keep);
   RecurrentGradients grads = gradients_of(given, fit, a, keep);
@@ -203,21 +203,21 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   X(Optional, bias_hh, sizes, sums, {G * N})          \
   X(Optional, weight_query, sizes, own, {A, N})       \
   X(Optional, weight_output, sizes, own, {F, Dv + N}) \
-  X(int64_t, fed, any)                                \
+  X(int64_t, feed_size, any)                          \
   X(std::string, mode, any)
 #define ATTNFAST_PACKED(X) X(packed)
 
-struct PackFit : Fit {
+struct PackChecker : ArgumentChecker {
   int64_t E = 0, N = 0, G, F, A = 0, Dv;
 
   template <class Arguments>
-  explicit PackFit(const Arguments& given)
-      : Fit(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))), F(given.fed),
-        Dv(given.fed) {
+  explicit PackChecker(const Arguments& given)
+      : ArgumentChecker(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))),
+        F(given.feed_size), Dv(given.feed_size) {
     check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
     check(own == sums || own == ScalarType::BFloat16, "weight_ih");
     check(given.weight_hh.dim() == 2, "weight_hh");
-    check(between(F, 0, given.weight_ih.size(1)), "fed");
+    check(between(F, 0, given.weight_ih.size(1)), "feed_size");
     E = given.weight_ih.size(1) - F;
     N = A = given.weight_hh.size(1);
     if (given.weight_query)
@@ -228,12 +228,12 @@ struct PackFit : Fit {
   }
 };
 
-ATTNFAST_ARGUMENTS(PackArguments, "pack_recurrent", ATTNFAST_PACK, PackFit)
+ATTNFAST_ARGUMENTS(PackArguments, "pack_recurrent", ATTNFAST_PACK, PackChecker)
 ATTNFAST_RESULTS(PackedWeights, ATTNFAST_PACKED)
 
 PackedWeights pack_recurrent(const PackArguments& given) {
-  const PackArguments::Fit fit(given);
-  Keep keep;
+  const PackArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   Layer a{};
   a.dtype = fit.own == ScalarType::Double ? Dtype::f64 : Dtype::f32;
   a.cell = cell_of(given.mode);
@@ -253,7 +253,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   std::vector<uint32_t> taken(kernels().pack_items(a));
   Team team = {threads, taken.data(), 0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) kernels().pack(a, team, i, place_of(out));
+    for (int64_t i = begin; i < end; ++i) kernels().pack(a, team, i, data_or_sentinel(out));
   });
   return {out};
 }
@@ -279,11 +279,11 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(int64_t, most, between, 0, INT32_MAX)
 #define ATTNFAST_SEARCH_OUTPUTS(X) X(words)
 
-struct SearchFit : LayerFit {
+struct SearchChecker : LayerChecker {
   int64_t V = 0, R = 0;
 
   template <class Arguments>
-  explicit SearchFit(const Arguments& given) : LayerFit(given) {
+  explicit SearchChecker(const Arguments& given) : LayerChecker(given) {
     check(given.hidden.is_cpu(), "hidden");
     check(given.key.has_value(), "key");
     check(given.embedding.dim() == 2, "embedding");
@@ -300,11 +300,12 @@ struct SearchFit : LayerFit {
   }
 };
 
-ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchFit)
+ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchChecker)
 ATTNFAST_RESULTS(GreedySearchOutputs, ATTNFAST_SEARCH_OUTPUTS)
 
 // Room for what a step leaves, and what both kinds of step share.
-void put_rooms(const SearchArguments& given, const SearchArguments::Fit& fit, GreedySearch& a, Keep& keep) {
+void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, GreedySearch& a,
+               KeepAlive& keep) {
   const auto room = [&](bool wanted, int64_t columns) {
     if (!wanted) return View{};
     keep.push_back(empty(kCpu, {a.B, 1, columns}, fit.own));
@@ -335,8 +336,8 @@ void put_rooms(const SearchArguments& given, const SearchArguments::Fit& fit, Gr
 }
 
 GreedySearchOutputs greedy_search(const SearchArguments& given) {
-  const SearchArguments::Fit fit(given);
-  Keep keep;
+  const SearchArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
   GreedySearch a{};
   RecurrentForward& step = a.even;
   put_layer(given, fit, step, keep);
@@ -359,9 +360,9 @@ GreedySearchOutputs greedy_search(const SearchArguments& given) {
   a.bias_vocab = kept(given.bias_vocab, keep);
   a.embedding_scale = given.embedding_scale;
   keep.push_back(packed(given.limits));
-  a.limits = static_cast<const int64_t*>(place_of(keep.back()));
+  a.limits = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
   const Tensor words = empty(kCpu, {a.B, a.most}, ScalarType::Long);
-  a.words = static_cast<int64_t*>(place_of(words));
+  a.words = static_cast<int64_t*>(data_or_sentinel(words));
   put_attention(given, fit, step, step.attention, keep);
   keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step.attention));
   if (keep.back().numel()) step.attention.exponentials = view(keep.back());

@@ -34,7 +34,7 @@ struct BackwardRoom {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * a.H;
     fed = take_panels(room, gates, panels<C>(a.F), a.narrow);
     hidden = take_panels(room, gates, a.layers * units, a.narrow);
-    if (a.weight_above.data) above = take_panels(room, gates, (a.layers - 1) * units, a.narrow);
+    if (a.weight_ih_upper.data) above = take_panels(room, gates, (a.layers - 1) * units, a.narrow);
     if (a.weight_query.data) query = take_panels(room, a.A, units, a.narrow);
     if (a.weight_output.data) {
       context = take_panels(room, a.F, panels<C>(a.Dv), a.narrow);
@@ -72,7 +72,7 @@ struct BackwardRoom {
       const auto own = [&](const View& x) { return at_layer<C>(x, layer); };
       const auto below = [&](const View& x) { return at_layer<C>(x, layer - 1); };
       if (layer)
-        list(own(a.grad_gates), below(a.states), none, false, below(a.dropout_above), gates, a.H,
+        list(own(a.grad_gates), below(a.states), none, false, below(a.dropout_between), gates, a.H,
              below(a.grad_weight_above), own(a.grad_bias_ih));
       const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // gates that inputs and states share
       list(own(a.grad_gates), own(a.states), own(a.hidden), true, own(a.dropout), alike, a.H,
@@ -98,7 +98,7 @@ struct BackwardRoom {
 };
 
 template <class C>
-class Backwards {
+class BackwardPass {
   static constexpr int64_t P = kPanel<C>;
   const RecurrentBackward& a;
   const LayerPlan& plan;
@@ -108,7 +108,8 @@ class Backwards {
   const int64_t gates, units, of_fed;  // panels of the state, of what is fed
 
  public:
-  Backwards(const RecurrentBackward& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
+  BackwardPass(const RecurrentBackward& a, const LayerPlan& plan, Member& member, Scratch<C> place,
+               void* own)
       : a(a), plan(plan), member(member), room(a, place), own(static_cast<char*>(own)),
         gates(gates_of(a.cell)), units(panels<C>(a.H)), of_fed(panels<C>(a.F)) {}
 
@@ -125,10 +126,10 @@ class Backwards {
     }
     const int64_t states = blocks(a, plan, units);
     member.share(a.layers * states,
-                 [&](int64_t item) { put_first(item / states, Block(a, plan, item % states)); });
+                 [&](int64_t item) { write_initial_grads(item / states, Block(a, plan, item % states)); });
     if (room.kept.data) finish_history();
-    if (a.grad_input.data) reach_inputs();
-    if (!room.gradients.empty()) reach_parameters();
+    if (a.grad_input.data) grad_to_inputs();
+    if (!room.gradients.empty()) grad_to_parameters();
   }
 
  private:
@@ -149,7 +150,7 @@ class Backwards {
   void pack_weights() {
     const Panels<C>* const all[] = {&room.fed,     &room.hidden, &room.above, &room.query,
                                     &room.context, &room.output, &room.input};
-    const View* const weights[] = {&a.weight_ih,     &a.weight_hh,     &a.weight_above, &a.weight_query,
+    const View* const weights[] = {&a.weight_ih,     &a.weight_hh,     &a.weight_ih_upper, &a.weight_query,
                                    &a.weight_output, &a.weight_output, &a.weight_ih};
     const int64_t first[] = {a.E, 0, 0, 0, 0, a.Dv, 0};
     const int64_t columns[] = {a.F, a.H, a.H, a.H, a.Dv, a.H, a.E};
@@ -163,7 +164,7 @@ class Backwards {
     });
   }
 
-  // What reaches the results of the last step, and nothing from beyond it.
+  // Initialise the gradients of the last step's outputs; later steps contribute nothing.
   void begin() {
     clear(room.to_state, a.layers * a.B * a.H);
     clear(room.to_cell, a.layers * a.B * a.H);
@@ -282,9 +283,9 @@ class Backwards {
     const int64_t states = blocks(a, plan, units);
     const bool more = layer || a.attends_first || t || a.grad_feed.data;
     member.share(states + (more ? layer ? states : blocks(a, plan, of_fed) : 0), [&](int64_t item) {
-      if (item < states) reach_state(t, layer, Block(a, plan, item));
-      else if (layer) reach_below(t, layer, Block(a, plan, item - states));
-      else reach_fed(t, Block(a, plan, item - states));
+      if (item < states) grad_to_state(t, layer, Block(a, plan, item));
+      else if (layer) grad_to_below(t, layer, Block(a, plan, item - states));
+      else grad_to_fed(t, Block(a, plan, item - states));
     });
   }
 
@@ -337,7 +338,7 @@ class Backwards {
       }
       const Vec<C> g = part(to_state) + load(x + c) + part(given);
       const Unit<Vec<C>> back =
-          move_back<Known::cell, C, Math>(kept, part(state), part(before), now, old, g, grad_cell);
+          cell_backward<Known::cell, C, Math>(kept, part(state), part(before), now, old, g, grad_cell);
       if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell, n);
       store_part(to_state + c, back.state, n);
       for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
@@ -354,7 +355,7 @@ class Backwards {
     if (gru) multiply_panel(from.data + 3 * a.H, from.stride, 1, block.rows, a.H, panel.from(depth), x);
   }
 
-  void reach_state(int64_t t, int64_t layer, const Block& block) {
+  void grad_to_state(int64_t t, int64_t layer, const Block& block) {
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
     multiply_hidden(t, layer, block, x);
@@ -362,13 +363,13 @@ class Backwards {
   }
 
   // What a layer has read are the states of the one below.
-  void reach_below(int64_t t, int64_t layer, const Block& block) {
+  void grad_to_below(int64_t t, int64_t layer, const Block& block) {
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
     const Sources<C> from = of_step<C>(at_layer<C>(a.grad_gates, layer), block.b, t);
     multiply_panel(from.data, from.stride, 1, block.rows, gates * a.H,
                    room.above.at((layer - 1) * units + block.panel), x);
-    add_to_state(layer - 1, block, x, at_layer<C>(a.dropout_above, layer - 1), t);
+    add_to_state(layer - 1, block, x, at_layer<C>(a.dropout_between, layer - 1), t);
   }
 
   // Add x, times the rows of step t of a mask if there is one.
@@ -383,7 +384,7 @@ class Backwards {
       });
   }
 
-  void reach_fed(int64_t t, const Block& block) {
+  void grad_to_fed(int64_t t, const Block& block) {
     const int64_t first = block.panel * P;
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
@@ -398,7 +399,7 @@ class Backwards {
   }
 
   // What reaches the state and the cell before the first step.
-  void put_first(int64_t layer, const Block& block) {
+  void write_initial_grads(int64_t layer, const Block& block) {
     const int64_t first = block.panel * P;
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
@@ -414,7 +415,7 @@ class Backwards {
       });
   }
 
-  void reach_inputs() {
+  void grad_to_inputs() {
     const int64_t all = a.B * a.T, chunks = parts(all, kMostBatch);
     member.share(all ? chunks * room.input.count : 0, [&](int64_t item) {
       const int64_t first = item / chunks * P, from = item % chunks * kMostBatch;
@@ -446,7 +447,7 @@ class Backwards {
     return n;
   }
 
-  void reach_parameters() {
+  void grad_to_parameters() {
     const auto of_right = [](const ParameterGradient<C>& x) { return x.packs ? x.packed.count : 0; };
     const auto of_left = [](const ParameterGradient<C>& x) {
       return (x.rows + kProductRows - 1) / kProductRows;

@@ -10,14 +10,14 @@ namespace {
 template <class C>
 struct Packed {
   Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
-  C* bias;  // of the sums of `move` of every layer, each to whole panels
+  C* bias;  // of the sums of `cell_forward` of every layer, each to whole panels
 
   Packed(const Layer& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
     input = take_panels(room, a.E, gates, a.narrow);
     fed = take_panels(room, a.F, gates, a.narrow);
     hidden = take_panels(room, a.H, a.layers * gates, a.narrow);
-    if (a.weight_above.data) above = take_panels(room, a.H, (a.layers - 1) * gates, a.narrow);
+    if (a.weight_ih_upper.data) above = take_panels(room, a.H, (a.layers - 1) * gates, a.narrow);
     if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A), a.narrow);
     if (a.weight_output.data) {
       context = take_panels(room, a.Dv, panels<C>(a.O), a.narrow);
@@ -47,7 +47,7 @@ struct Packed {
 
   void fill(const Layer& a, Member& member) const {
     const Panels<C>* const all[] = {&input, &fed, &hidden, &above, &query, &context, &output};
-    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,    &a.weight_above,
+    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,    &a.weight_ih_upper,
                                    &a.weight_query, &a.weight_output, &a.weight_output};
     const int64_t columns[] = {0, a.E, 0, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.H, a.A, a.O, a.O};
     int64_t total = 1;  // the biases
@@ -95,7 +95,7 @@ class Forwards {
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
       : Forwards(a, plan, member, Packed<C>::of(a, room), own) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.layers * a.B * a.H) : nullptr;
-    if (a.dropout_above.data) lifted = room.take((a.layers - 1) * a.B * a.H);
+    if (a.dropout_between.data) lifted = room.take((a.layers - 1) * a.B * a.H);
     features = take_features(a.attention, a.attention, false, room);
   }
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
@@ -260,7 +260,7 @@ class Forwards {
     const C* const bias = packed.bias_of(a, layer) + i;
     const C* const mask = a.dropout.data ? row<C>(level.dropout, b) + i : nullptr;
     const bool lifts = lifted && layer + 1 < a.layers;
-    const C* const lift = lifts ? row<C>(at_layer<C>(a.dropout_above, layer), b, t) + i : nullptr;
+    const C* const lift = lifts ? row<C>(at_layer<C>(a.dropout_between, layer), b, t) + i : nullptr;
     const C* cell_before = nullptr;
     C *const state = row<C>(level.states, b, t) + i, *const gates = row<C>(level.gates, b, t) + i;
     C* cell = nullptr;
@@ -277,7 +277,7 @@ class Forwards {
       if constexpr (Known::cell == Cell::gru)
         sum[3] = load(x + 3 * kMostBatch * kPanel<C> + c) + load(bias + 3 * width + c);
       const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
-      Unit<Vec<C>> unit = move<Known::cell, C, Math>(sum, load_part(before + i + c, n, (C)0), last);
+      Unit<Vec<C>> unit = cell_forward<Known::cell, C, Math>(sum, load_part(before + i + c, n, (C)0), last);
       if (pads) unit = Unit<Vec<C>>{};
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);

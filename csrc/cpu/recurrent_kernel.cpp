@@ -22,7 +22,7 @@ size_t forward_room(const RecurrentForward& a) {
   Scratch<C> room = nowhere<C>();
   if (!a.packed) Packed<C>(a, room);
   for (int i = 0; i < 2 && a.dropout.data; ++i) room.take(a.layers * a.B * a.H);
-  if (a.dropout_above.data) room.take((a.layers - 1) * a.B * a.H);
+  if (a.dropout_between.data) room.take((a.layers - 1) * a.B * a.H);
   take_features(a.attention, a.attention, false, room);
   return bytes_of(room);
 }
@@ -105,7 +105,7 @@ template <class C>
 void run_backward(const RecurrentBackward& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
                   void* own) {
   Member member(team, who);
-  Backwards<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
+  BackwardPass<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
 }
 template <class C>
 void run_search(const GreedySearch& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,

@@ -198,7 +198,7 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   return mass;
 }
 
-// Weights; returns the log of the mass. A row without any becomes zeros: see `diverge`. `zeros` marks the
+// Weights; returns the log of the mass. A row without any becomes zeros: see `fill_nan_row`. `zeros` marks the
 // lanes where a weight is 0.
 template <class C, template <class> class Row>
 C normalise(const Row<C>& s, C mass, Flags<C>& zeros) {
@@ -223,9 +223,9 @@ void softmax(C* s, int64_t n, Flags<C>& zeros) {
 }
 
 template <class C>
-void tell_of_zeros(const Problem& a, const Plan& plan, const Item& item, Flags<C> zeros) {
-  if (plan.hides && (item.seen < a.Tk || any<C>(zeros)))
-    __atomic_store_n(plan.hides, true, __ATOMIC_RELAXED);
+void report_zero_weights(const Problem& a, const Plan& plan, const Item& item, Flags<C> zeros) {
+  if (plan.has_zero_weight && (item.seen < a.Tk || any<C>(zeros)))
+    __atomic_store_n(plan.has_zero_weight, true, __ATOMIC_RELAXED);
 }
 
 template <class C>
@@ -257,7 +257,7 @@ void finish_scores(const Problem& a, const Item& item, int64_t i, int64_t from, 
 // NaN in place of the weights of a row that has diverged, at the keys [from, to) that it sees. So is a
 // softmax where a score is +inf or NaN, or where there are scores and all are -inf. Returns whether any.
 template <class T, class C>
-bool diverge(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
+bool fill_nan_row(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
   bool any = false;
   for (int64_t j = from; j < to; ++j) {
     C seen = 0;
@@ -276,7 +276,7 @@ void finish_row(const Forward& a, const Item& item, int64_t i, const Row<C>& s, 
                 C top, C mass, Flags<C>& zeros) {
   const C log_mass = normalise(s, mass, zeros);
   *at<C>(a.log_sum_exp, item, i) = top + log_mass;
-  const bool diverged = !(mass > 0) && diverge<T>(a, item, i, from, to, s.numbers());
+  const bool diverged = !(mass > 0) && fill_nan_row<T>(a, item, i, from, to, s.numbers());
   if (!a.statistics.data) return;
   C* statistics = at<C>(a.statistics, item, i);
   statistics[kEntropy] += log_mass;

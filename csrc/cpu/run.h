@@ -73,7 +73,7 @@ ScalarType dtype_of_sums(const Problem& a) {
 // Call run(item, scratch) for every item. A thread begins with its own share of the items, and then
 // helps the others.
 template <class Run>
-void share_out(int64_t items, int64_t most_threads, size_t scratch, const Run& run) {
+void parallel_items(int64_t items, int64_t most_threads, size_t scratch, const Run& run) {
   if (items == 0) return;
   const int64_t threads = std::min(items, most_threads);
   const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
@@ -98,7 +98,7 @@ void run(const Call& a, const Plan& plan, int64_t most_threads, size_t scratch,
   const int64_t items[] = {passes.items(a, plan)...};
   for (size_t first = 0, last; first < count; first = last) {
     for (last = first + 1; last < count && items[last] == items[first];) ++last;
-    share_out(items[first], most_threads, scratch, [&](int64_t item, void* place) {
+    parallel_items(items[first], most_threads, scratch, [&](int64_t item, void* place) {
       size_t i = 0;
       const auto run_one = [&](const auto& pass) {
         if (first <= i && i < last) pass.run(a, plan, item, place);

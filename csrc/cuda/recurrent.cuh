@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) move_states(const Move a) {
     sums[gate] = *at<C>(a.of_input, b, unit) + read<C>(a.bias_ih, 0, unit);
     sums[of_state(K, gate)] += *at<C>(a.of_state, b, unit);
   }
-  Unit<C> u = move<K, C, Math, C>(sums, *at<C>(a.before, b, i), read<C>(a.cell_before, b, i));
+  Unit<C> u = cell_forward<K, C, Math, C>(sums, *at<C>(a.before, b, i), read<C>(a.cell_before, b, i));
   if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
   *at<C>(a.state, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.cell, b, i) = u.cell;
@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
     C gates[kMostGates] = {};
     for (int gate = 0; gate < Known::kept; ++gate) gates[gate] = *at<C>(a.gates, b, gate * a.H + i);
     const C grad_cell = read<C>(a.grad_cell, b, i) + read<C>(a.grad_cell_given, b, i);
-    u = move_back<K, C, Math, C>(gates, *at<C>(a.state, b, i), *at<C>(a.before, b, i),
-                                 read<C>(a.cell, b, i), read<C>(a.cell_before, b, i),
-                                 g + *at<C>(a.grad_state, b, i), grad_cell);
+    u = cell_backward<K, C, Math, C>(gates, *at<C>(a.state, b, i), *at<C>(a.before, b, i),
+                                     read<C>(a.cell, b, i), read<C>(a.cell_before, b, i),
+                                     g + *at<C>(a.grad_state, b, i), grad_cell);
   }
   *at<C>(a.reaching.carried, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.grad_cell, b, i) = u.cell;

@@ -66,7 +66,7 @@ void scale(const Tensor& x, const Tensor& factor) {
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Rows2 matrix_rows(const Tensor& x) { return {place_of(x), x.stride(0)}; }
+Rows2 matrix_rows(const Tensor& x) { return {data_or_sentinel(x), x.stride(0)}; }
 
 // ---- the parameters that multiply a state -------------------------------------------------------
 
@@ -104,15 +104,15 @@ struct OfState {
 template <class Arguments, class Launch>
 struct Loop {
   const Launch& launch;
-  const typename Arguments::Fit fit;
+  const typename Arguments::ArgumentChecker fit;
   const int64_t size;  // bytes of a number
-  Keep keep;
+  KeepAlive keep;
 
   Loop(const Arguments& given, const Launch& launch)
       : launch(launch), fit(given), size(fit.own == ScalarType::Double ? 8 : 4) {}
 
   char* place(const Tensor& x, int64_t number) const {
-    return static_cast<char*>(place_of(x)) + (x.numel() ? number * size : 0);
+    return static_cast<char*>(data_or_sentinel(x)) + (x.numel() ? number * size : 0);
   }
   // Of step t of rows [B, T, columns], and of rows [B, columns].
   Rows2 at(const Tensor& x, int64_t t, int64_t first = 0) const {
@@ -159,9 +159,9 @@ void move_on(Problem& a, int64_t t) {
 
 // What no kernel here has.
 template <class Arguments>
-void refuse_unknown(const Arguments& given, const LayerFit& fit) {
+void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   fit.check(!given.coverage, "coverage");
-  fit.check(!given.weight_above, "weight_above");
+  fit.check(!given.weight_ih_upper, "weight_ih_upper");
   fit.check(!given.dropout_output, "dropout_output");
 }
 

@@ -86,7 +86,7 @@ class InputFeed:
         words, state = self.embeddings(tgt), state_of(*hidden, feed=feed[0])
         of_layers, of_output = masks_of(T, feed[0], dropouts)
         of_output = None if of_output is None else of_output[0]
-        masks = {"dropout_above": of_layers, "dropout_output": of_output}
+        masks = {"dropout_between": of_layers, "dropout_output": of_output}
         steps = run_decoder(layer, words, state, query, memory, **masks)
         last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
         return tuple(last), steps.attentional, {"std": steps.weights.transpose(0, 1).contiguous()}
