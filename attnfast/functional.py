@@ -1,4 +1,4 @@
-"""What users call: arguments are brought into an operator's form, and results back into theirs."""
+"""Compute attention by functions: these check arguments, run an operator and wrap its outputs."""
 
 from __future__ import annotations
 

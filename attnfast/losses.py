@@ -121,7 +121,7 @@ def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 class Reinforce(nn.Module):
-    r"""What hard attention learns from: REINFORCE with a moving baseline and an entropy term.
+    r"""Loss of hard attention: REINFORCE with a moving baseline and an entropy term.
 
     .. math:: L = -\frac{1}{B} \sum_n \left[\log p(y_n \mid \tilde s_n) + \lambda_r
               (\log p(y_n \mid \tilde s_n) - b) \log p(\tilde s_n) + \lambda_e H[s_n]\right],

@@ -1,4 +1,4 @@
-"""What public functions return: tuples to unpack, with attributes for what few ask for.
+"""Outputs of the public functions: tuples to unpack, with attributes for less common outputs.
 
 How many items a result has depends on no flag, so that ``context, weights = …`` always works, and
 there is room for more by name. ``os.stat_result`` has this form. A third item would be one that
@@ -17,7 +17,7 @@ __all__ = ["AttentionOutput", "CoverageOutput", "RecurrentOutput", "RowStatistic
 
 
 class RowStatistics(NamedTuple):
-    """What a row looks at, and how sharply: of every row, ``[B, (H,) Tq]``.
+    """Statistics of each row's attention weights, ``[B, (H,) Tq]``.
 
     ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n where n are alike; ``largest`` weight
     and its ``position``, int64, the key of the largest score, the first of equal ones, exact up to

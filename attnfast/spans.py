@@ -101,7 +101,7 @@ class Span:
 
     @property
     def compact(self) -> bool:
-        """Whether a row sees no more keys than the window holds."""
+        """True if the window bounds the number of keys that a row sees."""
         return None not in self.sides
 
     @property
@@ -191,7 +191,7 @@ class Span:
 
 
 class Rows(NamedTuple):
-    """What rows see: the keys ``phase + k·u`` with start ≤ u < stop, those before 0 left out."""
+    """Visible keys of rows: ``phase + k·u`` with start ≤ u < stop, except those before 0."""
 
     phase: Tensor | int
     start: Tensor

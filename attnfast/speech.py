@@ -86,7 +86,7 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
 
 
 def _is_recording(name: str) -> bool:
-    """Whether a file's name is that of a recording; ``._x.wav`` is what macOS keeps beside one."""
+    """Return whether a file's name is a recording's; macOS keeps ``._x.wav`` beside one."""
     return name.endswith((".wav", ".WAV")) and not name.startswith("._")
 
 

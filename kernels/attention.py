@@ -268,7 +268,7 @@ def _scores(
 def _described(
     b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_drop, b_position, b_mean, b_squares
 ):  # fmt: skip
-    """What statistics of a row come from, a block of keys further.
+    """Update the sums of a row's statistics by a block of keys.
 
     Of the p = e^{s − m}: Σ p (s − m), the key of the largest score, μ = Σ p j / l and Σ p (j − μ)²,
     the block's joined to the others' by Chan, Golub and LeVeque's formula, which loses no digits.

@@ -49,7 +49,7 @@ def _find(
     p_filters, p_last, p_coverage, o_k, Tk, K, W,
     C: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
-    """What the filters find around keys, [BK, BF]; past the ends there are zeros."""
+    """Return the filters' features of keys, [BK, BF], with zeros past the ends."""
     o_f = tl.arange(0, BF)
     b_found = tl.zeros([BK, BF], acc)
     for w in range(W):

@@ -273,6 +273,16 @@ def test_every_public_name_is_documented():
     assert not missing
 
 
+def test_docstrings_open_with_a_plain_clause():
+    """They say what a thing is or does, not "what …", nor "the same" as a neighbour."""
+    opens = r"(?:What|Whether|Of|The same)\b"
+    package = Path(attnfast.__file__).parent
+    for file in [*package.rglob("*.py"), *(ROOT / "kernels").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
+                assert not re.match(opens, ast.get_docstring(node) or ""), (file, ast.unparse(node))
+
+
 @pytest.mark.parametrize(
     "name", ["additive_attention", "dot_attention", "coverage_attention", "copy_distribution"]
 )

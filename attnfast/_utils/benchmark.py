@@ -1,4 +1,4 @@
-"""What a computation costs: its time and its peak memory."""
+"""Measure the time and peak memory of a computation."""
 
 from __future__ import annotations
 

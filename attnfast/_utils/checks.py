@@ -203,7 +203,7 @@ def check_exact(
 
 
 def is_finite(x: object) -> bool:
-    """Whether this is a finite number; unlike math.isfinite, in a graph that is compiled too."""
+    """Return whether x is a finite number; unlike math.isfinite it works in a compiled graph."""
     largest = 1.7976931348623157e308  # a number of the module would be an input of the graph
     return isinstance(x, (int, float)) and not isinstance(x, bool) and -largest <= x <= largest
 
@@ -216,7 +216,7 @@ def check_number(name: str, x: object, least: float, most: float | None = None) 
 
 
 def is_one(x: float) -> bool:
-    """Whether a number is 1; in a graph that is compiled, whether it can be no other."""
+    """Return whether a number is 1; in a compiled graph, whether it is 1 for all inputs."""
     if torch.compiler.is_compiling():  # to compare would make it a constant there
         return statically_true(x == 1)
     return x == 1
@@ -233,7 +233,7 @@ def first_line(error: Exception) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether this is what Python, or PyTorch on a CPU or a GPU, says where memory is short."""
+    """Return whether an error, of Python or PyTorch, says that memory ran out."""
     sizes = "out of memory|can't allocate memory|Storage size calculation overflowed"
     return isinstance(error, MemoryError) or re.search(sizes, str(error)) is not None
 

@@ -1,4 +1,4 @@
-"""What attnfast uses of PyTorch's private names, all of it.
+"""Wrap every private name of PyTorch that attnfast uses.
 
 tests/test_private_torch.py says of each what breaks where PyTorch drops it. ``Tensor._version`` and
 ``Tensor._base``, which PyTorch's own notes tell users of, stand where they are needed.
@@ -31,12 +31,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether saved tensors go through hooks, as under checkpointing."""
+    """Return whether saved-tensor hooks are active, as under gradient checkpointing."""
     return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a mode sees every operator, as ``make_fx`` and ``vmap`` do."""
+    """Return whether a dispatch mode is active, as under ``make_fx`` and ``vmap``."""
     return torch._C._len_torch_dispatch_stack() > 0 or _functorch_level() > 0
 
 
@@ -99,19 +99,19 @@ def name_in_exports(result: type) -> None:
 
 
 def has_tangents() -> bool:
-    """Whether forward-mode differentiation is on."""
+    """Return whether forward-mode differentiation is on."""
     return forward_ad._current_level >= 0
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether a library has registered an operator for a dispatch key."""
+    """Return whether a library has registered an operator for a dispatch key."""
     if not torch._C._dispatch_has_kernel(operator):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def statically_true(condition: Any) -> bool:
-    """Whether a condition holds whatever the sizes and numbers of a graph that is compiled."""
+    """Return whether a condition holds for all inputs of a compiled graph."""
     return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
 
 

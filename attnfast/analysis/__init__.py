@@ -1,1 +1,1 @@
-"""What attention does: measures of its weights, tests of its faithfulness, and plots."""
+"""Analyse attention: measures of its weights, tests of its faithfulness, and plots."""

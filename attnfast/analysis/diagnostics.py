@@ -1,4 +1,4 @@
-r"""What attention does: statistics of its weights, alignments, known ways to fail.
+r"""Measure attention weights: row statistics, alignments and known failures.
 
 Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any dtype and device:
 
@@ -248,7 +248,7 @@ def key_coverage(
 
 
 class Diagonality(NamedTuple):
-    """Of every sentence, ``[B, (H)]``."""
+    """Diagonality of each sentence, ``[B, (H)]``."""
 
     share: Tensor
     offset: Tensor
@@ -302,7 +302,7 @@ def monotonicity(
 
 
 class OverUnderTranslation(NamedTuple):
-    """Of every sentence, ``[B, (H)]``, a share of its keys."""
+    """Over- and under-translation of each sentence, ``[B, (H)]``, as shares of its keys."""
 
     over: Tensor
     under: Tensor
@@ -564,7 +564,7 @@ class Thresholds:
 
 
 class Failures(NamedTuple):
-    """What has failed: rows ``[B, (H,) Tq]``, keys ``[B, (H,) Tk]``, sentences ``[B, (H)]``.
+    """Flags of failed rows ``[B, (H,) Tq]``, keys ``[B, (H,) Tk]`` and sentences ``[B, (H)]``.
 
     ``sentences`` has ``diffuse``, ``concentrated``, ``stuck``, ``drifting`` and ``skipped``.
     """

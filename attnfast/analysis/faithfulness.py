@@ -1,4 +1,4 @@
-r"""Whether attention explains what a model decides: its weights against what else can be measured.
+r"""Test whether attention weights explain a model's decision.
 
 A model is what reads (:class:`AttentionModel`): a call with embedded inputs ``[B, n, E]`` and
 ``lengths [B]``, each at least 1, returns a call (:class:`Decision`) that decides, by its own
@@ -67,7 +67,7 @@ __all__ = [
 
 
 class Decision(Protocol):
-    """What a model has read; it can be asked many times."""
+    """An encoded input, which decides as often as it is called."""
 
     def __call__(self, weights: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
         """Return logits ``[B, C]`` and the weights ``[B, n]``: the given ones, or its own."""
@@ -334,7 +334,7 @@ def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -
 
 
 class PermutationOutput(NamedTuple):
-    """Of every sentence ``[B]``: medians over permutations, and the largest weight."""
+    """Result of :func:`permutation_test`: medians over permutations, largest weight, ``[B]``."""
 
     distance: Tensor
     divergence: Tensor
@@ -377,7 +377,7 @@ def _generator(seed: object) -> torch.Generator:
 
 
 class Adversarial(NamedTuple):
-    """Of every sentence ``[B]``, and the weights that were found, ``[B, n]``."""
+    """Result of :func:`adversarial`: numbers of each sentence ``[B]`` and weights ``[B, n]``."""
 
     divergence: Tensor
     distance: Tensor

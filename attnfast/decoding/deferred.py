@@ -77,7 +77,7 @@ def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Left(list):
-    """What the steps of one backward left; a list that can be referred to weakly."""
+    """List of pending steps of one backward pass, which can be weakly referenced."""
 
     sums: tuple[Tensor, ...] | None = None
 
@@ -122,7 +122,7 @@ class Features:
 
 
 class KeyValues(NamedTuple):
-    """What all steps over one memory share; ``backend`` is the one asked for, or None."""
+    """The keys, values and terms of one memory; ``backend`` is the requested one, or None."""
 
     key: Tensor
     value: Tensor
@@ -133,7 +133,7 @@ class KeyValues(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a token's backward needs besides its tensors."""
+    """The settings that a token's backward needs besides its tensors."""
 
     lengths: Tensor | None
     score: str
@@ -142,7 +142,7 @@ class Shared(NamedTuple):
 
 
 class SavedStep(NamedTuple):
-    """What a step leaves for the gradients of keys, values and weight."""
+    """The tensors of one step that the gradients of keys, values and weight need."""
 
     query: Tensor
     weights: Tensor
@@ -153,12 +153,12 @@ class SavedStep(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """What steps must have in common for their rows to go together."""
+        """Return the properties that steps must share to be processed together."""
         return self.columns, self.span is None
 
 
 class SavedFeatures(NamedTuple):
-    """What a step with filters leaves: the rest is in the sums."""
+    """The tensors of one step with filters; the sums hold its other gradients."""
 
     weights: Tensor
     grad_context: Tensor
@@ -209,7 +209,7 @@ class SharedKeys:
                 )
 
     def defers(self) -> bool:
-        """Whether gradients of keys, values and weight can wait for the end of the backward.
+        """Return whether gradients of keys, values and weight can wait for the end of the backward.
 
         Not those of a step that a reentrant checkpoint takes again, in a backward of its own inside
         the backward: the first such step would be the end.
@@ -229,7 +229,7 @@ class SharedKeys:
         return False
 
     def serve(self, query: Tensor, source: KeyValues) -> bool:
-        """Whether this is one query for the very tensors that the steps were made of."""
+        """Return whether this is one query over the tensors that the keys were prepared from."""
         key, value, lengths, weight, score, backend = self.source
         return (
             source[0] is key
@@ -360,7 +360,7 @@ class Step(Function):
 
 
 class HistoryStep(Function):
-    """The same with a history. The first inputs are the call's; what waits is detached."""
+    """A step with a history. The first inputs are the call's; deferred ones are detached."""
 
     @staticmethod
     def forward(ctx: Any, *inputs):

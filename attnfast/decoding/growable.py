@@ -39,7 +39,7 @@ class GrowableBuffer:
             return GrowableBuffer(torch.empty(shape, dtype=x.dtype, device=x.device))
 
     def fits(self, old: Tensor, rows: int) -> bool:
-        """Whether a tensor can grow in place to so many rows."""
+        """Return whether a tensor can grow in place to ``rows`` rows."""
         return self.newest() is old and rows <= self.rows.shape[-2]
 
     def write(self, start: int, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 
 
 class Memory(NamedTuple):
-    """What a decoder attends to: made by :func:`prepare`, read by :func:`attend`.
+    """An encoded source prepared for attention: made by :func:`prepare`, used by :func:`attend`.
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for

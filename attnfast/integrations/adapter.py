@@ -142,7 +142,7 @@ class Adapter:
                 raise TypeError(f"{field} must be a list of names, got {names!r}")
 
     def is_named(self, module: nn.Module) -> bool:
-        """Whether the module is one of these, by the name of its class."""
+        """Return whether the module's class has one of the adapter's names."""
         full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
         short = {c.__qualname__ for c in type(module).__mro__}
         return any(c in (full if "." in c else short) for c in self.classes)
@@ -158,7 +158,7 @@ class Adapter:
         return sorted(names - known), missing
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module is one of these, by the names of its class and its parameters."""
+        """Return whether the names of the module's class and parameters are the adapter's."""
         return self.is_named(module) and not any(self.misfits(module))
 
 

@@ -1,4 +1,4 @@
-"""What a served module keeps of a source: projected keys, prepared memory.
+"""Cache the projected keys and prepared memory of a replaced module's source.
 
 A project calls its attention at every decoder step with the same source. What depends on the source
 alone is kept until one of the tensors that it was made of is another, was changed in place, or the
@@ -64,7 +64,7 @@ class _Kept:
 
 
 class _Passed:
-    """What nothing was kept of; it may still come again."""
+    """A source that was seen once and not cached; it may still come again."""
 
     result = base = None
 

@@ -1,4 +1,4 @@
-"""What adapters of whole decoders share: the steps of a target in one call of an operator."""
+"""Helpers for adapters of whole decoders, which run all target steps in one operator call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_one_operator(
     feed: Sequence[Any] = (),
     drops: bool = False,
 ) -> bool:
-    """Whether an operator may stand for a decoder's loop over so many steps.
+    """Return whether one operator call can replace a decoder's loop over ``steps`` steps.
 
     Args:
         layer: its cells.

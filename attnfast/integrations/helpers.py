@@ -1,4 +1,4 @@
-"""What adapters are made of: projections taken once per source, a memory, attention over it."""
+"""Helpers for adapters: projections cached per source, prepared memories, attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> T
 
 
 def is_plain(layer: nn.Module, *kinds: type) -> bool:
-    """Whether its parameters stand for a layer, linear if no kind is given: it is not called."""
+    """Return whether using a layer's parameters is equivalent to calling it (linear by default)."""
     return _linear.is_plain(layer, *(kinds or [nn.Linear]))
 
 

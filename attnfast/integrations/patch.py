@@ -24,7 +24,7 @@ _set_class = object.__dict__["__class__"].__set__  # whatever a class makes of i
 
 
 class _Patched:
-    """What the class of a patched module has besides its adapter's methods."""
+    """Base of patched classes: everything but the adapter's methods."""
 
     def train(self, mode=True):
         self.__dict__.pop(PLACE, None)  # parameters may be others now, written through ``.data``

@@ -156,7 +156,7 @@ def read_by_name(code: CodeType) -> set[str]:
 
 
 def is_ready_made(x: Any, project: str) -> bool:
-    """Whether this is of Python or of an installed package, in which a project changes nothing.
+    """Return whether x comes from Python or an installed package, which a project does not modify.
 
     What it may change is a value of a class from there, such as a tensor, the command's options, a
     layer or a ``functools.partial``.

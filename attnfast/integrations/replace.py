@@ -51,7 +51,7 @@ class Found:
 
 @dataclass
 class Report:
-    """What :func:`replace` found; one line a module when printed."""
+    """Result of :func:`replace`; prints one line for each module."""
 
     found: list[Found] = field(default_factory=list)
 

@@ -17,7 +17,7 @@ LEAST = -1e6
 
 
 class PrefixState(NamedTuple):
-    """What :class:`CTCPrefixScorer` keeps of hypotheses g, in logarithms of float64.
+    """State of :class:`CTCPrefixScorer` for hypotheses g, float64 log-probabilities.
 
     ``blank`` and ``label [R, T + 1]``: the probability of all paths of the first t states that
     spell g and end with a blank, or with its last label; ``scores [R, V]``: of g and each label,

@@ -94,7 +94,7 @@ class FixedContext(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What both decoders share: the initial state, a call of the RNN and one of the attention."""
+    """Base of both decoders: the initial state, a call of the RNN and one of the attention."""
 
     readout: nn.Linear
 

@@ -137,7 +137,7 @@ class EncodedSpeech(NamedTuple):
 
 
 class LASOutput(NamedTuple):
-    """What a model says of a whole target, and of the recording by CTC.
+    """Output of :class:`ListenAttendSpell` for a whole target, and CTC's for the recording.
 
     ``logits [B, T, V]`` of the letter after each; ``frame_log_probs [B, Tk, V]`` of a label, and
     how many states have one, ``lengths [B]``; ``weights [B, T, Tk]``, None unless asked for.

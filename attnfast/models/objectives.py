@@ -1,4 +1,4 @@
-"""What reference models are trained to make small, and scheduled sampling."""
+"""Losses of the reference models, and scheduled sampling."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _check_count(name: str, count: object) -> None:
 
 
 class Scorer(Protocol):
-    """What may judge hypotheses beside the model, such as :class:`CTCPrefixScorer`."""
+    """Protocol of a second scorer of hypotheses, such as :class:`CTCPrefixScorer`."""
 
     def score(self, words: Tensor, state: Any, memory: Any) -> tuple[Tensor, Any]:
         """Return the log-probabilities ``[R, V]`` of the word after each hypothesis, and a state.

@@ -222,7 +222,7 @@ class EncodedImage(NamedTuple):
 
 
 class CaptionOutput(NamedTuple):
-    """What a model says of a whole caption.
+    """Output of :class:`ShowAttendTell` for whole captions.
 
     ``logits [B, T, V]`` of the word after each; ``mask [B, R, C]``, the cells of each grid that
     exist; ``weights [B, T, R · C]``, row after row of the grid, None unless asked for; ``history``,

@@ -38,7 +38,7 @@ CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.
 
 
 class RecurrentState(NamedTuple):
-    """What a recurrent layer passes from one call to the next; a search reorders it.
+    """State of a recurrent layer between calls; a beam search reorders it.
 
     ``hidden [L, B, H]`` of L layers, or ``[B, H]`` of one; ``cell``, the same of an LSTM, or None;
     ``feed [B, F]``, what the attention gave last, where it is fed to the next step, or None for
@@ -129,7 +129,7 @@ class Packed(NamedTuple):
 
 
 class LayerOutputs(NamedTuple):
-    """What a layer gives at every step, ``[B, T, ..]``; None for what there is not.
+    """Outputs of a layer at every step, ``[B, T, ..]``, or None.
 
     States and cells of a stack are those of all its layers, ``[L, B, T, H]``.
     """

@@ -19,7 +19,7 @@ LEAST_ROWS, LEAST_WORK = 64, 1 << 22
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
-    """Whether a module's parameters stand for it: one of these kinds, which need not be called."""
+    """Return whether using a module's parameters is equivalent to calling it."""
     if type(module) not in kinds and class_of(module) not in kinds:
         return False
     if "forward" in vars(module):
@@ -35,7 +35,7 @@ def weight_of(layer: Any) -> Tensor:
 
 
 def _is_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether tensors are no more than their numbers, in a dtype of the operator."""
+    """Return whether tensors are plain, without subclasses, in a dtype of the operator."""
     given = [y for y in (x, weight, bias) if y is not None]
     return (
         x.dtype in (torch.float32, torch.float64)

@@ -125,7 +125,7 @@ class _Attention(nn.Module):
             raise
 
     def _wants_values(self, memory: Memory, states: Tensor) -> bool:
-        """Whether states do not do as the values of a memory."""
+        """Return whether states cannot serve as the values of a memory."""
         features = getattr(getattr(self, "value_proj", None), "in_features", None)
         return states.shape[-1] != (features or memory.value.shape[-1])
 

@@ -21,7 +21,7 @@ from attnfast.ops.backends import check_backend
 
 
 class BidirectionalAttention(nn.Module):
-    r"""What every word of a text finds in a question, and what the question finds in the text.
+    r"""Attention from each word of a text to a question, and from the question to the text.
 
     .. math:: e_{tj} = w_h \cdot h_t + w_u \cdot u_j + w \cdot (h_t \circ u_j)
 

@@ -33,7 +33,7 @@ TYINGS = ("adjacent", "layer-wise")
 
 
 class MultiHopMemory(NamedTuple):
-    """What :class:`MultiHopAttention` asks: a memory for each hop, or one for all."""
+    """Memory of :class:`MultiHopAttention`: one for each hop, or one for all."""
 
     memories: tuple[Memory, ...]
 
@@ -236,7 +236,7 @@ def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
 
 
 class TopKMemory(NamedTuple):
-    """What :class:`TopKAttention` attends to: the attention's memory of keys, and all values."""
+    """Memory of :class:`TopKAttention`: the attention's memory of keys, and all values."""
 
     memory: Memory
     value: Tensor

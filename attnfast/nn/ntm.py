@@ -26,7 +26,7 @@ SHORT = 1e-3
 
 
 class NTMState(NamedTuple):
-    """What a :class:`NeuralTuringMachine` carries from step to step.
+    """State of a :class:`NeuralTuringMachine` between steps.
 
     ``hidden [B, H]`` and ``cell [B, H]`` of the controller; ``memory [B, N, M]``; ``weights
     [B, R + W, N]`` of the heads, those that read first; ``read [B, R, M]``.
@@ -44,7 +44,7 @@ class NTMState(NamedTuple):
 
 
 class NTMOutput(NamedTuple):
-    """What a :class:`NeuralTuringMachine` returns: weights ``[B, T, R + W, N]`` or None."""
+    """Output of a :class:`NeuralTuringMachine`: weights ``[B, T, R + W, N]`` or None."""
 
     output: Tensor
     state: NTMState

@@ -168,7 +168,7 @@ class AttentionRNN(nn.Module):
 
     @property
     def _is_stack(self) -> bool:
-        """Whether all layers move before or after attention does, in one call."""
+        """Return whether all layers run before or after the attention, in one call."""
         return self.num_layers > 1 and self.query_layer == "last"
 
     def _layer(self, *numbers: int) -> Layer:

@@ -27,7 +27,7 @@ from attnfast.ops.span import check_form
 
 
 class CumulativeState(NamedTuple):
-    """What attention knows of the rows before: passed from step to step, reordered by a search.
+    """Cumulative attention of the previous rows: passed between steps, reordered by a search.
 
     ``coverage [B, Tk]``, the sum of their weights; ``previous [B, Tk]``, the weights of the last;
     ``loss [B]``, the coverage loss so far, or None for 0; ``log_previous [B, Tk]``, of forward

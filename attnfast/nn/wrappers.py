@@ -55,7 +55,7 @@ class GatedAttention(nn.Module):
 
     @property
     def has_history(self) -> bool:
-        """Whether calls take and return one."""
+        """True if calls take and return a history."""
         return getattr(self.attention, "has_history", False)
 
     @property
@@ -80,7 +80,7 @@ class GatedAttention(nn.Module):
 
 
 class HardAttentionState(NamedTuple):
-    """What :class:`HardAttention` has drawn so far: passed on, reordered by a search.
+    """Samples of :class:`HardAttention` so far: passed between steps, reordered by a search.
 
     ``log_prob [B]``, the sum over the rows of ln α of the key that was drawn; ``entropy [B]``, that
     of their entropies, in nats; ``averaged [B]``, whether a sequence takes averages in place of

@@ -1,4 +1,4 @@
-"""What every operator takes: its arguments are checked, one sentence each, before it computes."""
+"""Check and convert the arguments that operators of attention share."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def autocast(*inputs):
 
 
 def autocast_call(call: Any) -> Any:
-    """The same for the tensors of a call that have the query's dtype."""
+    """Cast those tensors of a call that have the query's dtype, as autocast does."""
     if not is_autocast_on():
         return call
     names = ("query", "key", "value", "weight", "bias")

@@ -68,7 +68,7 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionOutputs(NamedTuple):
-    """What comes out; all but the context in the accumulation dtype.
+    """Outputs of ``attention``; all but the context have the accumulation dtype.
 
     That is float32, or float64 for float64. ``statistics [B, (H,) Tq, 5]`` are the fields of
     :class:`attnfast.RowStatistics`: 0 of an empty row, NaN of one whose weights are. Weights and
@@ -111,7 +111,7 @@ class AttentionBackward(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """What the backward returns: tensors of size [0] for the gradients that are not needed."""
+    """Gradients of ``attention``; those that are not needed have size [0]."""
 
     grad_query: Tensor
     grad_key: Tensor

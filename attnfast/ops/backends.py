@@ -67,7 +67,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def triton_interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on CPU tensors."""
+    """Return whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -106,7 +106,7 @@ def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | N
 
 
 class DispatchKey(NamedTuple):
-    """What backends judge a call by."""
+    """The properties of a call that decide which backend runs it."""
 
     device: torch.device
     dtype: torch.dtype

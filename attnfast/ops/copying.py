@@ -42,7 +42,7 @@ class CopyInputs(NamedTuple):
 
 
 class CopyOutputs(NamedTuple):
-    """What comes out.
+    """Outputs of ``copy_distribution``.
 
     ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
     difference is small.
@@ -66,7 +66,7 @@ class CopyBackward(NamedTuple):
 
 
 class CopyGradients(NamedTuple):
-    """What the backward returns."""
+    """Gradients of ``copy_distribution``."""
 
     grad_logits: Tensor
     grad_weights: Tensor

@@ -63,7 +63,7 @@ class CoverageInputs(NamedTuple):
 
 
 class CoverageOutputs(NamedTuple):
-    """What comes out; all but the context of the accumulation dtype.
+    """Outputs of ``coverage_attention``; all but the context have the accumulation dtype.
 
     ``coverage`` is that after the last row, ``loss [B, (H)]``; ``log_weights`` are log α, −inf for
     0, of size [0] without a transition.
@@ -107,7 +107,7 @@ class CoverageBackward(NamedTuple):
 
 
 class CoverageGradients(NamedTuple):
-    """What the backward returns; what is not needed has size [0]."""
+    """Gradients of ``coverage_attention``; those that are not needed have size [0]."""
 
     grad_query: Tensor
     grad_key: Tensor

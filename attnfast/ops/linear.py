@@ -26,7 +26,7 @@ class LinearInputs(NamedTuple):
 
 
 class LinearOutputs(NamedTuple):
-    """What comes out: ``output [M, N]``."""
+    """Output of ``linear``: ``output [M, N]``."""
 
     output: Tensor
 
@@ -42,7 +42,7 @@ class LinearBackward(NamedTuple):
 
 
 class LinearGradients(NamedTuple):
-    """What the backward returns: tensors of size [0] for what is not needed."""
+    """Gradients of ``linear``; those that are not needed have size [0]."""
 
     grad_input: Tensor
     grad_weight: Tensor

@@ -53,7 +53,7 @@ def empty_rows(x: Tensor, columns: int | None = None) -> Tensor:
 
 
 def is_tracing() -> bool:
-    """Whether a graph is made of what runs: by torch.compile, torch.export or torch.jit.trace."""
+    """Return whether torch.compile, torch.export or torch.jit.trace is tracing a graph."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -157,7 +157,7 @@ class ForwardOperator:
         return unchecked(self.Result, call(self.forwards[backend], arguments))
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
-        """The same: there is nothing to differentiate."""
+        """Return the forward itself: there is nothing to differentiate."""
         return self(backend, arguments)
 
 
@@ -208,7 +208,7 @@ class Operator(ForwardOperator):
         self.eager = self._eager()
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
-        """The same in eager mode where gradients are wanted, at half the overhead."""
+        """Return an autograd function that runs the operator in eager mode at half the overhead."""
         return unchecked(self.Result, self.eager.apply(*arguments, backend))
 
     def backward(self, backend: str, arguments: Any) -> Any:

@@ -111,7 +111,7 @@ class RecurrentInputs(NamedTuple):
 
 
 class RecurrentOutputs(NamedTuple):
-    """What comes out at every step; of size [0] what there is not.
+    """Outputs of ``recurrent`` at every step; absent ones have size [0].
 
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
     ``attentional [B, T, F]``; of a history ``coverage [B, Tk]`` after the last step and ``loss
@@ -190,7 +190,7 @@ class RecurrentBackward(NamedTuple):
 
 
 class RecurrentGradients(NamedTuple):
-    """What the backward returns: tensors of size [0] for what is absent or not needed."""
+    """Gradients of ``recurrent``; those that are absent or not needed have size [0]."""
 
     grad_input: Tensor
     grad_hidden: Tensor

@@ -71,7 +71,7 @@ class GreedySearchInputs(NamedTuple):
 
 
 class GreedySearchOutputs(NamedTuple):
-    """What comes out: ``words [B, most]``.
+    """Output of ``greedy_search``: ``words [B, most]``.
 
     A row is ``end`` from its end on, −1 from the step on whose scores are NaN.
     """

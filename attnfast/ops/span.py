@@ -99,7 +99,7 @@ def at_keys(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def some(n: int) -> bool:
-    """Whether n is not 0, or may be: one graph is compiled for all remainders of a size."""
+    """Return whether n is not 0, or may not be: one graph is compiled for all remainders."""
     return torch.compiler.is_compiling() or n != 0
 
 

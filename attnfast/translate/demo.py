@@ -1,4 +1,4 @@
-"""What attention is worth, and what fused attention costs: a comparison that makes its own data."""
+"""Compare translators without attention, with eager and with fused attention, on made-up data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Learner(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What was measured, by model; ``bleu_by_length`` is :mod:`attnfast.translate.evaluate`'s."""
+    """Measurements by model; ``bleu_by_length`` is :mod:`attnfast.translate.evaluate`'s."""
 
     step_seconds: dict[str, float]
     long_step_seconds: dict[str, float]

@@ -31,7 +31,7 @@ NUMBERS = {
 
 
 class Sentence(NamedTuple):
-    """What attention did with a sentence.
+    """Measurements of one sentence's attention.
 
     ``number`` is its line. ``source`` and ``target`` are tokens, each with its end; ``weights
     [T, Tk]``. ``failures`` are among :data:`PATTERNS`. ``links`` are the true ones of tokens,

@@ -301,7 +301,7 @@ def attended(self, states, lengths, z, **more):
 
 
 def heads_located(self, states, lengths, z, previous, scale):
-    """The same, with features of the weights of the step before from filters of any width."""
+    """Attend with several heads and location features from filters of any width."""
 
     def padded(filters):
         width = max(x.size(-1) for x in filters)
@@ -331,7 +331,7 @@ class HeadsLocation:
 
 
 class Resolutions:
-    """The same with s = 1 / √d and filters of a width of their own in every head."""
+    """Location-aware heads with s = 1 / √d, where every head has its own filter width."""
 
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, **kwargs):
         return heads_located(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, self.scaling)

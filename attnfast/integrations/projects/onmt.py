@@ -93,7 +93,7 @@ class InputFeed:
 
 
 class Eole:
-    """The same with a mask of padding."""
+    """OpenNMT's attention with a padding mask, as eole has it."""
 
     def forward(self, src, enc_out, src_pad_mask=None, coverage=None):
         if coverage is not None and self.linear_cover is not None:
