@@ -8,6 +8,7 @@ Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_at
 """
 
 from attnfast import nn
+from attnfast._utils.dispatch_log import explain
 from attnfast.decoding import attend, prepare
 from attnfast.functional import (
     additive_attention,
@@ -34,6 +35,7 @@ __all__ = [
     "copy_distribution",
     "coverage_attention",
     "dot_attention",
+    "explain",
     "gaussian_bias",
     "nn",
     "prepare",

@@ -170,7 +170,7 @@ def test_with_a_history(benchmark, kind, shape, direction):
         return layer(x, layer.prepare(source, lengths)).output
 
     def steps() -> Tensor:
-        with mock.patch.object(layer_code, "backend_of", return_value=None):
+        with mock.patch.object(layer_code, "select_layer_backend", return_value=(None, "")):
             return whole()
 
     def peer() -> Tensor:

@@ -96,7 +96,7 @@ bool multiplies_narrow();
   X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
   X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
   X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
-  X(grad_weight_output) X(grad_bias_output) X(grad_weight_above) X(grad_filters) X(grad_projection) \
+  X(grad_weight_output) X(grad_bias_output) X(grad_weight_ih_upper) X(grad_filters) X(grad_projection) \
   X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob) X(grad_coverage) X(grad_previous)
 // clang-format on
 
@@ -401,7 +401,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_bias_query = gradient(given.bias_query, parameters, a.grad_bias_query),
       .grad_weight_output = gradient(given.weight_output, parameters, a.grad_weight_output),
       .grad_bias_output = gradient(given.bias_output, parameters, a.grad_bias_output),
-      .grad_weight_above = gradient(given.weight_ih_upper, parameters, a.grad_weight_above, true),
+      .grad_weight_ih_upper = gradient(given.weight_ih_upper, parameters, a.grad_weight_ih_upper, true),
       .grad_filters = nothing(),
       .grad_projection = nothing(),
       .grad_penalty = nothing(),

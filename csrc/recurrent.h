@@ -42,7 +42,7 @@ struct RecurrentBackward : Layer {
   View grad_gates;             // room [B, T, S H]: what reaches weight_ih; of a GRU, W_hn h after it
   View grad_fed;               // room [B, T, F], with an output: what reaches it
   View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent where not wanted
-  View grad_weight_ih, grad_weight_hh, grad_weight_above, grad_weight_query, grad_weight_output;
+  View grad_weight_ih, grad_weight_hh, grad_weight_ih_upper, grad_weight_query, grad_weight_output;
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output;
 };
 

@@ -65,7 +65,7 @@ def host(library, monkeypatch):
         return "reference" if backend == "reference" else "cuda"  # the oracle is no kernel
 
     for module in (attnfast.functional, attnfast.decoding.memory):
-        monkeypatch.setattr(module, "choose", chosen)
+        monkeypatch.setattr(module, "select_backend", chosen)
     monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
     return "cuda"
 

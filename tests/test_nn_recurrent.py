@@ -111,7 +111,7 @@ def in_one_call_in_parts_and_in_steps(kind, attention, monkeypatch, **options):
         return found
 
     served_so = run()
-    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
     torch.testing.assert_close(served_so, run())
 
 
@@ -142,7 +142,7 @@ def test_a_decoders_mask_of_words_is_padding_to_a_history(attention, monkeypatch
             yield [output, weights, *state.history]
 
     served_so, without = list(run(there)), list(run(None))
-    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
     torch.testing.assert_close(served_so, list(run(there)))
     assert not torch.allclose(served_so[0][2], without[0][2])
 
@@ -166,7 +166,7 @@ def test_a_state_goes_on_from_the_last_step_before_padding(make, in_one, monkeyp
     first, x, more = (torch.randn(3, n, 6).double() for n in (2, 5, 2))
     source, ends = torch.randn(3, 9, 10).double(), torch.tensor([3, 5, 0])
     if not in_one:
-        monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+        monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
     memory = layer.prepare(source)
     state = layer(x, memory, layer(first, memory).state, target_lengths=ends).state
     got = layer(more, memory, state).output
@@ -300,7 +300,7 @@ def test_dropout_within_a_stack(monkeypatch):
         assert set(mask.unique().tolist()) == {0.0, 1 / kept}
         assert mask.count_nonzero() / mask.numel() == pytest.approx(kept, abs=0.15)
     assert not torch.equal(above[0, :, 0], above[0, :, 1])
-    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
     torch.manual_seed(1)
     torch.testing.assert_close(layer(x, memory).output, dropped)
     layer.eval()
@@ -592,7 +592,7 @@ def test_half_types_are_summed_in_float32(recurrence, attention, dtype, monkeypa
     ours, exact = run(dtype), run(torch.float64)
     if not unsupported_reason("cpu", CPU, torch.float32, "recurrent"):
         assert calls.count("recurrent") == 2
-    monkeypatch.setattr(layer_code, "backend_of", lambda *_, **__: None)
+    monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
     loop = run(dtype)
     for got, eager, want in zip(ours, loop, exact):
         ulp = torch.finfo(dtype).eps * float(want.abs().max())

@@ -122,7 +122,7 @@ def test_layers(kind, attention, monkeypatch):
     torch.manual_seed(0)
     size = 12 if attention == "dot" else 10
     feeds, (kind, options) = kind != "layers above", LAYERS[kind]
-    serves = layer_code.backend_of
+    serves = layer_code.select_layer_backend
     sizes = [(x, 2, 0, 4) for x in RECURRENCES] + [
         ("attend_last", 0, 3, 4),
         ("attend_last", 2, 3, 0),
@@ -134,8 +134,8 @@ def test_layers(kind, attention, monkeypatch):
         layer = layer.double()
         F = layer.output_size
         found = []
-        for way in (serves, lambda *_, **__: None):
-            monkeypatch.setattr(layer_code, "backend_of", way)
+        for way in (serves, lambda *_, **__: (None, "")):
+            monkeypatch.setattr(layer_code, "select_layer_backend", way)
             x, source = leaf(B, T, 5), leaf(B, Tk, size)
             hx = [leaf(layer.num_layers, B, 12) for _ in range(1 + (layer.mode == "lstm"))]
             feed = None if recurrence == "attend_first" else leaf(B, layer._fed)

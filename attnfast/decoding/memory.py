@@ -21,6 +21,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
 from attnfast.decoding.growable import GrowableBuffer, append_rows
@@ -347,6 +348,7 @@ def attend(
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
         if steady and steps is not None and steps.serve(query, memory._common()):
+            record("attention", steps.backend)  # chosen when the memory was prepared
             return _attend_once(query, memory, scale, place, need_weights, need_statistics, bias)
         call = memory._call(query, scale, bool(need_weights), need_statistics, bias=bias)
         call = autocast_call(call)

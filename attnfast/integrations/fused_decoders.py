@@ -9,18 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.decoding import Memory
-from attnfast.nn._fused_rnn import Layer, LayerOutputs, RecurrentState, backend_of, run_layer
+from attnfast.nn._fused_rnn import (
+    Layer,
+    LayerOutputs,
+    RecurrentState,
+    run_layer,
+    select_layer_backend,
+)
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
 
 __all__ = [
     "LOOP",
-    "is_one_operator",
     "last_states",
     "masks_of",
     "run_decoder",
     "state_of",
     "why_not_one_gru",
+    "why_not_one_operator",
 ]
 
 LOOP = "its own code runs single steps"
@@ -32,7 +38,7 @@ def why_not_one_gru(rnn: nn.Module) -> str | None:
     return None if known else "its recurrent layer is not an nn.GRU in one direction"
 
 
-def is_one_operator(
+def why_not_one_operator(
     layer: Layer,
     steps: int,
     source: Any,
@@ -41,8 +47,8 @@ def is_one_operator(
     *parts: Any,
     feed: Sequence[Any] = (),
     drops: bool = False,
-) -> bool:
-    """Return whether one operator call can replace a decoder's loop over ``steps`` steps.
+) -> str | None:
+    """Return why no operator can replace a decoder's loop over ``steps`` steps, or None.
 
     Args:
         layer: its cells.
@@ -56,18 +62,24 @@ def is_one_operator(
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
     layers = 1 if layer.weight_ih_upper is None else 1 + len(layer.weight_ih_upper)
-    return (
-        steps > 1
-        and like is not None
-        and all(isinstance(x, Tensor) and x.dim() == 3 for x in inputs)
-        and all(x.shape[:2] == (layers, len(source)) for x in states)
-        and all(x.shape[:2] == (1, len(source)) for x in feed)
-        and is_plain(attention, type(attention))
-        and all(is_plain(x, nn.Linear, nn.Dropout) for x in parts)
-        and not any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in parts)
-        and all(x.dtype == like.dtype and x.device == like.device for x in inputs)
-        and backend_of(None, None, like, stack=drops or layers > 1) is not None
-    )
+    if steps <= 1:
+        return "its own code runs single steps"
+    if like is None or not all(isinstance(x, Tensor) and x.dim() == 3 for x in inputs):
+        return "its source, states or fed vectors are no tensors of three axes"
+    if not all(x.shape[:2] == (layers, len(source)) for x in states):
+        return "its states are not those of its layers and source"
+    if not all(x.shape[:2] == (1, len(source)) for x in feed):
+        return "its fed vectors are not those of its source"
+    if not is_plain(attention, type(attention)):
+        return "its attention has hooks or a forward of its own"
+    if not all(is_plain(x, nn.Linear, nn.Dropout) for x in parts):
+        return "an inner layer has hooks, or is no plain nn.Linear or nn.Dropout"
+    if any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in parts):
+        return "its own code drops attention weights"
+    if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
+        return "its parameters and inputs differ in dtype or device"
+    backend, reason = select_layer_backend(None, None, like, stack=drops or layers > 1)
+    return None if backend else reason or "no backend has the operator"
 
 
 def state_of(*hidden: Tensor, feed: Tensor | None = None) -> RecurrentState:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import has_global_hooks, is_transformed
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import PLACE
@@ -112,17 +113,19 @@ def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
     return True
 
 
-def _is_served(module: Any) -> bool:
-    """Return whether attnfast computes a call, and not the module's own code."""
+def _why_not_served(module: Any) -> str:
+    """Return why the module's own code computes a call, or nothing."""
     if torch.jit.is_tracing():
-        return False  # the graph may run without attnfast, as ONNX's do
+        return "a graph is traced that may run without attnfast, as ONNX's do"
     if torch.compiler.is_compiling():
         if torch.onnx.is_in_onnx_export():
-            return False
+            return "a graph for ONNX may run without attnfast"
     elif is_transformed() or has_global_hooks():
-        return False
+        return "torch.func, forward mode or a hook on all modules is active"
     kinds = module._attnfast_kinds
-    return kinds is None or _is_as_it_was(module, kinds)
+    if kinds is None or _is_as_it_was(module, kinds):
+        return ""
+    return "an inner layer has hooks or was exchanged since replace()"
 
 
 def _serving(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -140,20 +143,26 @@ def _serving(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]
 def _either(
     theirs: Callable[..., Any], ours: Callable[..., Any], order: list[str], new: dict[str, Any]
 ) -> Callable[..., Any]:
+    operation = theirs.__qualname__
+
     @wraps(theirs)
     def method(self, *args, **kwargs):
-        if not _is_served(self):
-            return theirs(self, *args, **kwargs)
-        try:
-            if not new:
-                return ours(self, *args, **kwargs)
-            given = {**dict(zip(order, args)), **kwargs}
+        reason = _why_not_served(self)
+        taken, named = args, kwargs
+        if new and not reason:
+            taken, named = (), {**dict(zip(order, args)), **kwargs}
             for name, default in new.items():
-                if given.pop(name, default) is not default:
-                    raise UnsupportedCall
-            return ours(self, **given)
-        except UnsupportedCall:
-            pass
+                if named.pop(name, default) is not default:
+                    reason = f"its argument {name} is not known"
+        if not reason:
+            try:
+                result = ours(self, *taken, **named)
+            except UnsupportedCall as error:
+                reason = str(error)
+            else:
+                record(operation, "attnfast")
+                return result
+        record(operation, "its own code", reason)
         return theirs(self, *args, **kwargs)
 
     return method

@@ -16,10 +16,11 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.dispatch_log import record
 from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq, output_limit
-from attnfast.nn._fused_rnn import RecurrentState, backend_of, terms_of, upcast_halves
+from attnfast.nn._fused_rnn import RecurrentState, select_layer_backend, terms_of, upcast_halves
 from attnfast.nn._linear import is_plain
 from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
@@ -108,27 +109,42 @@ def check_model(model: object) -> None:
         raise_type_error("model", "a Seq2Seq", describe(model))
 
 
+def _select_search_backend(
+    model: Any, source: EncodedSource, state: RecurrentState
+) -> tuple[str | None, str]:
+    """Return the backend whose operator searches with a model; without one, None and the reason."""
+    if not is_plain(model, Seq2Seq):
+        return None, f"no operator searches with {type(model).__name__}, or it has hooks"
+    if model.dropout.training and model.dropout.p:
+        return None, "dropout is on: call eval() first"
+    decoder, words = model.decoder, model.embedding
+    if any(callable(x) for part in (model, decoder) for x in vars(part).values()):
+        return None, "the model or its decoder has a method of its own"
+    if not is_plain(decoder, BahdanauDecoder, LuongDecoder):
+        return None, f"no operator has {type(decoder).__name__}, or it has hooks"
+    if model.pointer is not None:
+        return None, "the model copies words"
+    plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (model.dropout, nn.Dropout)]
+    if decoder.parts()[0].rnn is not None or words.max_norm or not all(is_plain(*x) for x in plain):
+        return None, "its cell, embedding or readout is no plain module"
+    if isinstance(decoder.attention, HistoryAttention):
+        return None, "its attention has a history"
+    return select_layer_backend(
+        decoder.attention, source.memory, words.weight, history=state.history, operator=SEARCH.name
+    )
+
+
 def _in_one_call(
     model: Seq2Seq, source: EncodedSource, state: RecurrentState, limits: Tensor
 ) -> list[list[int]] | None:
     """Return what :func:`greedy_search` does, by one operator; None if none serves the model."""
-    if not is_plain(model, Seq2Seq) or (model.dropout.training and model.dropout.p):
-        return None
-    decoder, words, memory = model.decoder, model.embedding, source.memory
-    if any(callable(x) for part in (model, decoder) for x in vars(part).values()):
-        return None  # a method of its own
-    if not is_plain(decoder, BahdanauDecoder, LuongDecoder) or model.pointer is not None:
-        return None
-    layer, readout = decoder.parts()
-    of_plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (model.dropout, nn.Dropout)]
-    if layer.rnn is not None or words.max_norm or not all(is_plain(*x) for x in of_plain):
-        return None
-    attention, like = decoder.attention, words.weight
-    if isinstance(attention, HistoryAttention):
-        return None
-    backend = backend_of(attention, memory, like, history=state.history, operator=SEARCH.name)
+    backend, reason = _select_search_backend(model, source, state)
+    record("greedy search", backend or "step by step", reason)
     if backend is None:
         return None
+    decoder, words, memory = model.decoder, model.embedding, source.memory
+    layer, readout = decoder.parts()
+    attention, like = decoder.attention, words.weight
     most = int(limits.max()) if len(limits) else 0
     steps = like.new_empty(len(limits), most, 0)
     terms, _ = terms_of(attention, memory, backend, state.history, steps)
@@ -268,6 +284,7 @@ def beam_search(
     nan = torch.zeros((), dtype=torch.bool, device=device)
     going = list(range(batch))  # the sentences that the rows of ``scores`` belong to
 
+    record("beam search", "step by step", "no operator searches with a beam")
     while going:
         step = words.shape[1]
         last = limits[going] <= step

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
@@ -25,7 +26,13 @@ from attnfast.nn.stateful import (
 )
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import check_temperature
-from attnfast.ops.backends import BACKENDS, HALF, try_select_backend
+from attnfast.ops.backends import (
+    BACKENDS,
+    HALF,
+    reasons_against,
+    try_select_backend,
+    unsupported_reason,
+)
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
 from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, feed_size
@@ -148,34 +155,40 @@ class LayerOutputs(NamedTuple):
         return self.states if self.states.dim() == 3 else self.states[-1]
 
 
-def backend_of(
+def select_layer_backend(
     attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None,
     history: Any = None, operator: str = RECURRENT.name, stack: bool = False,
-) -> str | None:  # fmt: skip
-    """Return the backend whose operator serves a layer, or None."""
+) -> tuple[str | None, str]:  # fmt: skip
+    """Return the backend whose operator runs a whole layer; without one, None and the reason."""
     if is_autocast_on() or has_tangents():
-        return None
+        return None, "autocast or forward-mode differentiation is on"
     if not is_tracing() and has_dispatch_mode():
-        return None
+        return None, "a dispatch mode is active, such as make_fx's or vmap's"
     remembers = isinstance(attention, HistoryAttention)
     if attention is not None:
         if not is_plain(attention, *SERVED):
-            return None
+            return None, f"no operator has {type(attention).__name__}, or it has hooks"
         if memory is None or not isinstance(
             history, (CumulativeState if remembers else SpanState, type(None))
         ):
-            return None
+            return None, "the attention's memory or history is another module's"
         is_local = isinstance(attention, LocalAttention)
         if is_local and (attention.slope is None or attention.sigma or attention.span.stride != 1):
-            return None  # without a slope it wants all rows at once, and says so
+            return None, "the operator has windows at a fixed slope, without sigma or stride"
         if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
-            return None
+            return None, "its query projection is no plain nn.Linear, or its keys have heads"
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
-            return None
+            return None, "keys and inputs differ in dtype or device"
         wanted = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
-    return try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
+    backend = try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
+    if backend is not None or not is_recording():
+        return backend, ""
+    asked = like.device, dtype, operator, False, 0, remembers, stack
+    if wanted is None:
+        return None, "; ".join(reasons_against(None, *asked))
+    return None, f"{wanted}, as requested: {unsupported_reason(wanted, *asked) or 'plain PyTorch'}"
 
 
 def upcast_halves(call: Any) -> Any:
@@ -231,14 +244,19 @@ def run_layer(
     for the next one, where a backend packs them.
     """
     single = input.shape[1] == 1
-    backend, output = None, layer.output
+    backend, reason, output = None, "its cell or output layer is no plain module", layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     stack = layer.weight_ih_upper is not None or dropout_output is not None
     in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
-    if plain and not (single and in_loop):
-        backend = backend_of(attention, memory, input, history=state.history, stack=stack)
+    if plain and single and in_loop:
+        reason = "a single step of a stack, or of a large layer with gradients, is quicker so"
+    elif plain:
+        backend, reason = select_layer_backend(
+            attention, memory, input, history=state.history, stack=stack
+        )
         if single and backend is not None and not BACKENDS[backend].packs:
-            backend = None
+            backend, reason = None, f"{backend} keeps no packed parameters for single steps"
+    record("recurrent layer", backend or "step by step", reason)
     dropouts: dict[str, Any] = {
         "dropout": dropout, "dropout_between": dropout_between, "dropout_output": dropout_output
     }  # fmt: skip
@@ -539,11 +557,18 @@ def run_rnn(
         backend: the only one to try, if given.
     """
     lstm = isinstance(rnn, nn.LSTM)
+    reason = ""
     if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
-        return None
-    if (lstm and lengths is None) or input.is_cuda:
-        return None  # oneDNN's own is as quick, cuDNN's quicker
-    if input.dim() != 3 or backend_of(None, None, input, backend) is None:
+        reason = "it is no plain nn.GRU or nn.LSTM, batch first and without projections"
+    elif (lstm and lengths is None) or input.is_cuda:
+        reason = "oneDNN is as quick for an nn.LSTM without lengths, and cuDNN quicker"
+    elif input.dim() != 3:
+        reason = "its input is not [B, T, E]"
+    else:
+        chosen, reason = select_layer_backend(None, None, input, backend)
+        reason = "" if chosen else reason or "no backend has the operator"
+    if reason:
+        record(type(rnn).__name__, "PyTorch", reason)
         return None
     directions = 2 if rnn.bidirectional else 1
     h, c = hx if lstm and hx is not None else (hx, None)

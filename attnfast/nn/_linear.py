@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import class_of, has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.ops import dispatch
-from attnfast.ops.backends import try_select_backend
+from attnfast.ops.backends import reasons_against, try_select_backend
 from attnfast.ops.linear import LINEAR, LinearInputs
 from attnfast.ops.operators import is_tracing
 
@@ -59,17 +60,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any =
     gradient PyTorch's is taken.
     """
     if is_tracing() or not _is_own(x, weight, bias) or backend not in (None, "cpu"):
+        record("linear", "PyTorch", "the operator takes dense float32 or float64 on the CPU")
         return F.linear(x, weight, bias)
     rows = x.numel() // max(x.shape[-1], 1)
-    if (
-        rows < LEAST_ROWS
-        or rows * weight.numel() < LEAST_WORK
-        or (torch.is_grad_enabled() and x.requires_grad != weight.requires_grad)
-        or is_autocast_on()
-        or has_tangents()
-        or has_dispatch_mode()
-        or try_select_backend(backend, x.device, x.dtype, LINEAR.name) is None
-    ):
+    reason = ""
+    if rows < LEAST_ROWS or rows * weight.numel() < LEAST_WORK:
+        reason = "PyTorch is as quick for few rows or small weights"
+    elif torch.is_grad_enabled() and x.requires_grad != weight.requires_grad:
+        reason = "the operator saves input and weight both, and one needs no gradient"
+    elif is_autocast_on() or has_tangents() or has_dispatch_mode():
+        reason = "autocast, forward mode or a dispatch mode is on"
+    elif try_select_backend(backend, x.device, x.dtype, LINEAR.name) is None:
+        reason = "; ".join(reasons_against(None, x.device, x.dtype, LINEAR.name))
+        reason = reason or "no backend has the operator"
+    record("linear", "PyTorch" if reason else "cpu", reason)
+    if reason:
         return F.linear(x, weight, bias)
     call = LinearInputs(x.reshape(rows, x.shape[-1]), weight, bias)
     return dispatch.run(LINEAR, call, "cpu").output.view(*x.shape[:-1], len(weight))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attnfast._utils.checks import describe, raise_value_error
+from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import constant_in_graphs, has_kernel
 
 HALF = (torch.float16, torch.bfloat16)
@@ -311,6 +312,15 @@ def _choose(backend: str | None, *asked) -> str:
 
 
 @constant_in_graphs
+def reasons_against(chosen: str | None, *asked) -> tuple[str, ...]:
+    """Return a sentence for each compiled backend that ranks above the chosen one, or for all."""
+    names = [x for x in ranked_backends(DispatchKey(*asked)) if x != "reference"]
+    better = names[: names.index(chosen)] if chosen in names else names
+    reasons = {name: unsupported_reason(name, *asked) for name in better}
+    return tuple(f"not {name}: {reason}" for name, reason in reasons.items() if reason)
+
+
+@constant_in_graphs
 def try_select_backend(
     backend: str | None,
     device: torch.device,
@@ -339,4 +349,11 @@ def select_backend(
     """
     check_backend(backend)
     name = backend if backend is None else str.__str__(backend)  # of an enumeration, its word
-    return _choose(name, device, dtype, operator, step, filters, False, False, score)
+    asked = device, dtype, operator, step, filters, False, False, score
+    chosen = _choose(name, *asked)
+    if is_recording():
+        if name is None:
+            record(operator, chosen, *reasons_against(chosen, *asked))
+        else:
+            record(operator, f"{chosen}, as requested")
+    return chosen

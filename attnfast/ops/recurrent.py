@@ -207,7 +207,7 @@ class RecurrentGradients(NamedTuple):
     grad_bias_query: Tensor
     grad_weight_output: Tensor
     grad_bias_output: Tensor
-    grad_weight_above: Tensor
+    grad_weight_ih_upper: Tensor
     grad_filters: Tensor
     grad_projection: Tensor
     grad_penalty: Tensor

@@ -73,7 +73,7 @@ struct BackwardRoom {
       const auto below = [&](const View& x) { return at_layer<C>(x, layer - 1); };
       if (layer)
         list(own(a.grad_gates), below(a.states), none, false, below(a.dropout_between), gates, a.H,
-             below(a.grad_weight_above), own(a.grad_bias_ih));
+             below(a.grad_weight_ih_upper), own(a.grad_bias_ih));
       const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // gates that inputs and states share
       list(own(a.grad_gates), own(a.states), own(a.hidden), true, own(a.dropout), alike, a.H,
            own(a.grad_weight_hh), own(a.grad_bias_hh));

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import Adapter, arguments
+from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
 from attnfast.integrations.helpers import attend, batch_first, is_plain, project_both
 
 
@@ -19,7 +19,7 @@ class Bentrevett:
     def forward(self, hidden, encoder_outputs, mask=None):
         layer, weight = parts(self)
         if not is_plain(layer):
-            return super().forward(hidden, encoder_outputs, *[] if mask is None else [mask])
+            raise UnsupportedCall("its attention layer has hooks or is no plain nn.Linear")
         query, key = project_both(self, layer, hidden, batch_first(self, encoder_outputs))
         return attend(self, query, key, None, weight, mask=None if mask is None else mask != 0)[1]
 

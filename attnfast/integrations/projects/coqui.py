@@ -2,7 +2,7 @@
 
 import torch
 
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.helpers import attend, keep_in_graph
 
 
@@ -15,7 +15,7 @@ class Original:
 
     def forward(self, query, inputs, processed_inputs, mask):
         if self.norm != "softmax" or (self.windowing and not self.training):
-            return super().forward(query, inputs, processed_inputs, mask)
+            raise UnsupportedCall("weights are normalised by a sigmoid, or windowed in evaluation")
         location = {}
         if self.location_attention:
             location = {

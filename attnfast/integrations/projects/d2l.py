@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from attnfast.decoding import Memory
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
-    is_one_operator,
     last_states,
     run_decoder,
     state_of,
     why_not_one_gru,
+    why_not_one_operator,
 )
 from attnfast.integrations.helpers import attend, project
 from attnfast.nn._fused_rnn import Layer
@@ -61,10 +61,11 @@ class Decoder:
         parts = [attention.W_q, attention.W_k, attention.w_v, attention.dropout]
         drops = self.rnn.training and self.rnn.dropout > 0 and self.rnn.num_layers > 1
         several = valid_lens is not None and valid_lens.dim() != 1
-        if (several or drops) or not is_one_operator(
-            layer, X.shape[1], source, [hidden], attention, *parts
-        ):
-            return super().forward(X, state)
+        reason = why_not_one_operator(layer, X.shape[1], source, [hidden], attention, *parts)
+        if several or drops:
+            reason = "valid_lens are those of each query" if several else "its layers have dropout"
+        if reason:
+            raise UnsupportedCall(reason)
         key, weight = project(attention, "key", attention.W_k, source), attention.w_v.weight[0]
         if valid_lens is not None:
             lengths = seen(key, valid_lens).sum(1)

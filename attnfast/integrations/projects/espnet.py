@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import TensorSnapshot, cached_per_source
 from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, together
 
@@ -246,9 +246,7 @@ class Durations:
     def forward(self, enc_hs_pad, enc_hs_len, trans_token, dec_z, att_prev, scaling=1.0,
                 last_attended_idx=None, backward_window=1, forward_window=3):  # fmt: skip
         if last_attended_idx is not None:
-            args = enc_hs_pad, enc_hs_len, trans_token, dec_z, att_prev, scaling
-            around = last_attended_idx, backward_window, forward_window
-            return super().forward(*args, *around)
+            raise UnsupportedCall("durations have no window in attnfast")
         query, d = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z)), trans_token.squeeze(-1)
         moves = 1 - F.pad(d, (1, 0))[:, :-1]
         return forwarded(self, lambda stay, go: d * stay + moves * go, query, att_prev, scaling)

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.helpers import attend, multiplied
 
 
@@ -24,7 +24,7 @@ class Dot:
         self._validate_inputs(inputs=inputs, mask=mask)
         query, value, key = inputs if len(inputs) > 2 else (*inputs, inputs[1])
         if not query.dim() == key.dim() == 3:
-            return super().call(inputs, mask, training, return_attention_scores, use_causal_mask)
+            raise UnsupportedCall("queries or keys are not [B, T, dim]")
         rows, seen = mask[:2] if mask else (None, None)
         if seen is not None:
             seen = seen.bool().reshape(len(seen), -1, key.shape[1])

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from attnfast.decoding import Memory
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.fused_decoders import (
     LOOP,
-    is_one_operator,
     last_states,
     masks_of,
     run_decoder,
     state_of,
+    why_not_one_operator,
 )
 from attnfast.integrations.helpers import attend, is_plain, project, project_joined
 from attnfast.nn._fused_rnn import NAMES, Layer
@@ -73,15 +73,15 @@ class InputFeed:
         parts = [attention.linear_out] + [query] * (query is not None)
         dropouts = (self.rnn.dropout, above), (self.dropout, 1)
         drops = any(x.training and x.p > 0 for x, _ in dropouts)
-        if (
-            not is_plain(self.rnn, type(self.rnn))
-            or not all(is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells)
-            or not all(is_plain(x, nn.Dropout) for x, _ in dropouts)
-            or not is_one_operator(
-                layer, T, enc_out, hidden, attention, *parts, feed=[feed], drops=drops
-            )
+        plain = is_plain(self.rnn, type(self.rnn)) and all(
+            is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells
+        )
+        if not plain or not all(is_plain(x, nn.Dropout) for x, _ in dropouts):
+            raise UnsupportedCall("a cell or dropout has hooks or a forward of its own")
+        if reason := why_not_one_operator(
+            layer, T, enc_out, hidden, attention, *parts, feed=[feed], drops=drops
         ):
-            return super()._run_forward_pass(tgt, enc_out, src_len)
+            raise UnsupportedCall(reason)
         memory = Memory(enc_out, enc_out, lengths_of(self, enc_out, src_len))
         words, state = self.embeddings(tgt), state_of(*hidden, feed=feed[0])
         of_layers, of_output = masks_of(T, feed[0], dropouts)

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnfast.decoding import Memory
-from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.fused_decoders import is_one_operator, run_decoder, why_not_one_gru
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
+from attnfast.integrations.fused_decoders import run_decoder, why_not_one_gru, why_not_one_operator
 from attnfast.integrations.helpers import (
     attend,
     batch_first,
@@ -26,7 +26,7 @@ class Translation:
 
     def forward(self, query, keys):
         if query.dim() != 3 or query.shape[1] != 1:  # its own code adds other shapes, too
-            return super().forward(query, keys)
+            raise UnsupportedCall("the query is not [B, 1, D]")
         key, weight = project(self, "key", self.Ua, keys), self.Va.weight
         context, weights = attend(self, self.Wa(query), key, keys, weight)
         return keep_in_graph(context, self.Va.bias), weights
@@ -48,17 +48,18 @@ class TranslationDecoder:
         T, start = constants(self)
         layer, attention, words = Layer.of(self.gru), self.attention, target_tensor
         states, parts = [encoder_hidden], [getattr(attention, x) for x in PARTS]
+        if words is None or words.shape[1] < T:
+            raise UnsupportedCall("there is no target, or one of fewer words than MAX_LENGTH")
+        table = self.embedding
         if (
-            words is None
-            or words.shape[1] < T
-            or not is_plain(self.embedding, nn.Embedding)
-            or self.embedding.max_norm is not None
-            or self.embedding.scale_grad_by_freq
+            not (is_plain(table, nn.Embedding) and is_plain(self.dropout, nn.Dropout))
+            or table.max_norm is not None
+            or table.scale_grad_by_freq
             or not is_plain(self.out)
-            or not is_plain(self.dropout, nn.Dropout)
-            or not is_one_operator(layer, T, encoder_outputs, states, attention, *parts)
         ):
-            return super().forward(encoder_outputs, encoder_hidden, target_tensor)
+            raise UnsupportedCall("its embedding, dropout or output layer is no plain module")
+        if reason := why_not_one_operator(layer, T, encoder_outputs, states, attention, *parts):
+            raise UnsupportedCall(reason)
         words = torch.cat([words.new_full((len(words), 1), start), words[:, : T - 1]], 1)
         embedded = self.embedding(words)
         if self.dropout.training and self.dropout.p > 0:  # the random numbers of its own loop
@@ -78,7 +79,7 @@ class Chatbot:
     def forward(self, hidden, encoder_outputs):
         plain = self.method == "dot" or is_plain(self.attn)
         if len(hidden) != 1 or not plain:
-            return super().forward(hidden, encoder_outputs)
+            raise UnsupportedCall("the query is not one step, or its layer no plain nn.Linear")
         query, key, weight = hidden[0], batch_first(self, encoder_outputs), None
         if self.method == "general":
             key = project(self, "key", self.attn, key)

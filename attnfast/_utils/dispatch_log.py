@@ -1,0 +1,131 @@
+"""Record which implementation runs a call, and why faster ones do not."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from attnfast._utils.checks import describe, raise_type_error
+
+__all__ = ["Choice", "Explanation", "explain", "is_recording", "record"]
+
+LOGGER = logging.getLogger("attnfast.dispatch")
+
+
+class Choice(NamedTuple):
+    """One decision: an operation, what ran it, and a sentence for each faster way that did not."""
+
+    operation: str
+    ran: str
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n    ".join([f"{self.operation}: {self.ran}", *self.reasons])
+
+
+@dataclass
+class Explanation:
+    """Result of :func:`explain`; prints one line for each decision, with its reasons below.
+
+    Args:
+        choices: the decisions, in the order in which they were made.
+        output: what the call returned.
+    """
+
+    choices: list[Choice]
+    output: Any
+
+    def __str__(self) -> str:
+        counts = collections.Counter(self.choices)
+        times = {x: f" ({n} times)" if n > 1 else "" for x, n in counts.items()}
+        lines = [str(x._replace(ran=x.ran + more)) for x, more in times.items()]
+        return "\n".join(lines) or "no operation of attnfast ran outside a compiled graph"
+
+
+class _Recorder(threading.local):
+    choices: list[Choice] | None = None
+
+
+_recorder = _Recorder()
+_explaining = 0  # calls of explain in all threads
+_logged: set[Choice] | None = None  # choices that have been logged, if any are to be
+
+
+def _log_if_asked() -> None:
+    """Log each choice once to stderr if the environment has ATTNFAST_LOG=dispatch."""
+    global _logged
+    if "dispatch" in os.environ.get("ATTNFAST_LOG", "").split(","):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("attnfast: %(message)s"))
+        LOGGER.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
+        _logged = set()
+
+
+_log_if_asked()
+
+
+def is_recording() -> bool:
+    """Return whether decisions are recorded: then, finding reasons may take time."""
+    return bool(_explaining) or _logged is not None
+
+
+def record(operation: str, ran: str, *reasons: str | None) -> None:
+    """Record a decision, if :func:`explain` or ATTNFAST_LOG wants it; None is no reason."""
+    if torch.compiler.is_compiling() or not is_recording():
+        return
+    choice = Choice(operation, ran, tuple(x for x in reasons if x))
+    if _recorder.choices is not None:
+        _recorder.choices.append(choice)
+    if _logged is not None and choice not in _logged:
+        _logged.add(choice)
+        LOGGER.info("%s", choice)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Run a call, and report what ran it and why faster ways did not.
+
+    Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an
+    ``nn.GRU`` or a search, and attnfast or its own code for a replaced module. Those of a compiled
+    graph were made when it was traced, and are not reported. The environment variable
+    ``ATTNFAST_LOG=dispatch`` logs each new decision of a program to stderr instead.
+
+    Args:
+        function: a function, a module or a method: of attnfast, or of a model that uses it.
+        args, kwargs: its arguments.
+
+    Returns:
+        An :class:`Explanation`: ``print`` it, or read its ``choices`` and ``output``.
+
+    Raises:
+        TypeError: ``function`` is not callable.
+
+    Example:
+        >>> x = torch.ones(1, 2, 3)
+        >>> found = attnfast.explain(attnfast.dot_attention, x, x, x, backend="reference")
+        >>> print(found)
+        attention: reference, as requested
+    """
+    global _explaining
+    if not callable(function):
+        raise_type_error("function", "callable", describe(function))
+    outer = _recorder.choices
+    choices: list[Choice] = []
+    _recorder.choices = choices
+    _explaining += 1
+    try:
+        output = function(*args, **kwargs)
+    finally:
+        _explaining -= 1
+        _recorder.choices = outer
+    if outer is not None:
+        outer += choices
+    return Explanation(choices, output)

@@ -1,0 +1,191 @@
+"""attnfast.explain and ATTNFAST_LOG: what ran a call, and why not something faster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from integrations import doubles
+from torch import nn
+
+import attnfast
+from attnfast.models import Config, beam_search, build, greedy_search
+from attnfast.nn import AttentionGRU, BahdanauAttention, HardAttention
+from attnfast.nn._fused_rnn import run_rnn
+from attnfast.nn._linear import linear
+from attnfast.ops.backends import unsupported_reason
+
+pytestmark = pytest.mark.skipif(
+    unsupported_reason("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
+)
+X, LENGTHS = torch.ones(2, 3, 8), torch.tensor([3, 2])
+WORDS = torch.full((2, 3), 5)
+
+
+def choices(function, *args, **kwargs):
+    """Return what ran each operation and the reasons, the last of each operation."""
+    found = attnfast.explain(function, *args, **kwargs)
+    return {x.operation: (x.ran, " ".join(x.reasons)) for x in found.choices}
+
+
+def test_a_backend():
+    found = attnfast.explain(attnfast.dot_attention, X, X, X)
+    assert [x[:2] for x in found.choices] == [("attention", "cpu")]
+    assert str(found).startswith("attention: cpu\n    not cuda: torch sees no CUDA device")
+    assert torch.equal(found.output[0], attnfast.dot_attention(X, X, X)[0])
+    named = attnfast.explain(attnfast.dot_attention, X, X, X, backend="reference")
+    assert str(named) == "attention: reference, as requested"
+
+
+def test_a_step_over_a_prepared_memory():
+    attention = BahdanauAttention(8, 8, 8)
+    assert choices(attention, X[:, 0], attention.prepare(X))["attention"] == ("cpu", "")
+
+
+def test_what_is_not_called_or_not_recorded():
+    with pytest.raises(TypeError, match=r"^function must be callable, got 3$"):
+        attnfast.explain(3)
+    assert str(attnfast.explain(len, "abc")).startswith("no operation of attnfast ran")
+    with pytest.raises(ValueError, match="query"):
+        attnfast.explain(attnfast.dot_attention, X[0], X, X)
+    attnfast.dot_attention(X, X, X)  # nobody asked
+    assert attnfast.explain(len, "").choices == []
+
+
+def test_one_in_the_other():
+    inner = []
+
+    def outer():
+        attnfast.dot_attention(X, X, X)
+        inner.append(attnfast.explain(attnfast.dot_attention, X, X, X, backend="reference"))
+
+    found = attnfast.explain(outer)
+    assert [x.ran for x in inner[0].choices] == ["reference, as requested"]
+    assert [x.ran for x in found.choices] == ["cpu", "reference, as requested"]
+    assert str(attnfast.explain(lambda: [linear(X, torch.ones(1, 8)) for _ in range(3)])) == (
+        "linear: PyTorch (3 times)\n    PyTorch is as quick for few rows or small weights"
+    )
+
+
+def hooked(layer):
+    layer.attention.register_forward_hook(lambda *_: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("change", "ran", "reason"),
+    [
+        (lambda layer: layer, "cpu", ""),
+        (hooked, "step by step", "no operator has BahdanauAttention, or it has hooks"),
+        (
+            lambda layer: AttentionGRU(8, 8, 8, HardAttention(layer.attention)),
+            "step by step",
+            "no operator has HardAttention",
+        ),
+    ],
+)
+def test_a_recurrent_layer(change, ran, reason):
+    layer = change(AttentionGRU(8, 8, 8, BahdanauAttention(8, 8, 8)))
+    got = choices(layer, X, layer.prepare(X, LENGTHS))["recurrent layer"]
+    assert got[0] == ran and got[1].startswith(reason)
+
+
+def test_a_recurrent_layer_under_autocast():
+    layer = AttentionGRU(8, 8, 8, BahdanauAttention(8, 8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = choices(layer, X, layer.prepare(X, LENGTHS))["recurrent layer"]
+    assert got == ("step by step", "autocast or forward-mode differentiation is on")
+
+
+@pytest.mark.parametrize(
+    ("rnn", "options", "reason"),
+    [
+        (nn.LSTM(8, 8, batch_first=True), {}, "oneDNN is as quick"),
+        (nn.GRU(8, 8), {}, "it is no plain nn.GRU or nn.LSTM"),
+        (nn.GRU(8, 8, batch_first=True), {"backend": "reference"}, "reference, as requested"),
+    ],
+)
+def test_a_layer_of_pytorchs(rnn, options, reason):
+    [(ran, got)] = choices(run_rnn, rnn, X, **options).values()
+    assert ran == "PyTorch" and got.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        (X.half(), torch.ones(8, 8).half(), "the operator takes dense float32 or float64"),
+        (X, torch.ones(8, 8), "PyTorch is as quick for few rows"),
+        (
+            torch.ones(4096, 1024, requires_grad=True),
+            torch.ones(8, 1024),
+            "the operator saves input and weight both",
+        ),
+    ],
+)
+def test_a_linear_layer(x, weight, reason):
+    ran, got = choices(linear, x, weight)["linear"]
+    assert ran == "PyTorch" and got.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "reason"),
+    [
+        ({}, lambda model: model.eval(), ""),
+        ({}, lambda model: model.train(), "dropout is on: call eval() first"),
+        ({"attention": "coverage"}, lambda model: model.eval(), "its attention has a history"),
+        ({"copying": True}, lambda model: model.eval(), "the model copies words"),
+    ],
+)
+def test_a_search(config, change, reason):
+    model = change(build(Config(20, embed_dim=8, hidden_dim=8, dropout=0.5, **config)))
+    ran, got = choices(greedy_search, model, WORDS, LENGTHS)["greedy search"]
+    assert (ran, got) == ("step by step" if reason else "cpu", reason)
+    ran, _ = choices(beam_search, model, WORDS, LENGTHS, 2)["beam search"]
+    assert ran == "step by step"
+
+
+def test_a_replaced_module():
+    module = doubles.BahdanauAttention(8)
+    attnfast.replace(module)
+    query = X[:, :1]
+    name = "BahdanauAttention.forward"
+    assert choices(module, query, X)[name] == ("attnfast", "")
+    assert choices(torch.func.vmap(module), X[:, None, :1], X[:, None])[name] == (
+        "its own code", "torch.func, forward mode or a hook on all modules is active",
+    )  # fmt: skip
+    handle = module.Va.register_forward_hook(lambda *_: None)
+    ran, reason = choices(module, query, X)[name]
+    assert ran == "its own code" and reason.startswith("an inner layer has hooks")
+    handle.remove()
+    assert choices(module, query.squeeze(1).unsqueeze(1), X)[name][0] == "attnfast"
+
+
+def test_a_replaced_decoder():
+    decoder = doubles.AttnDecoderRNN(8, 9)
+    attnfast.replace(decoder)
+    source, hidden = torch.randn(2, 4, 8), torch.randn(1, 2, 8)
+    ran, reason = choices(decoder, source, hidden)["AttnDecoderRNN.forward"]
+    assert ran == "its own code" and reason.startswith("there is no target, or one of fewer words")
+    target = torch.ones(2, doubles.MAX_LENGTH, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        ran, reason = choices(decoder, source, hidden, target)["AttnDecoderRNN.forward"]
+    assert ran == "its own code" and reason.startswith("autocast or forward-mode")
+    assert choices(decoder, source, hidden, target)["AttnDecoderRNN.forward"] == ("attnfast", "")
+
+
+def test_the_log_has_each_decision_once():
+    code = (
+        "import torch, attnfast\n"
+        "x = torch.ones(1, 2, 3)\n"
+        "for _ in range(2): attnfast.dot_attention(x, x, x)\n"
+        "attnfast.dot_attention(x, x, x, backend='reference')"
+    )
+    for wanted, count in (("dispatch", 2), ("x,dispatch", 2), ("other", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={**os.environ, "ATTNFAST_LOG": wanted},
+        )  # fmt: skip
+        assert done.stderr.count("attnfast: attention: ") == count and not done.stdout
