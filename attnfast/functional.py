@@ -173,6 +173,17 @@ def additive_attention(
 
     Paper: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", ICLR 2015, arXiv:1409.0473.
+
+    Example:
+        >>> query, key, value = torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 6)
+        >>> lengths = torch.tensor([5, 3])
+        >>> context, weights = attnfast.additive_attention(
+        ...     query, key, value, torch.randn(8), lengths=lengths, need_weights=True
+        ... )
+        >>> context.shape, weights.shape
+        (torch.Size([2, 4, 6]), torch.Size([2, 4, 5]))
+        >>> weights[1, :, 3:].sum().item()  # beyond the length
+        0.0
     """
     check_tensor("weight", weight)
     call = AttentionInputs(
@@ -215,6 +226,12 @@ def dot_attention(
     Papers: Luong, Pham and Manning, "Effective Approaches to Attention-based Neural Machine
     Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",
     NeurIPS 2017, arXiv:1706.03762.
+
+    Example:
+        >>> query, key, value = torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 6)
+        >>> context, _ = attnfast.dot_attention(query, key, value, span=attnfast.Span(window=1))
+        >>> context.shape
+        torch.Size([2, 4, 6])
     """
     call = AttentionInputs(
         query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
@@ -472,6 +489,14 @@ def coverage_attention(
     2016, arXiv:1601.04811; Chorowski et al., "Attention-Based Models for Speech Recognition",
     NeurIPS 2015, arXiv:1506.07503; Zhang, Ling and Dai, "Forward Attention in Sequence-to-Sequence
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
+
+    Example:
+        >>> query, key, weight = torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(8)
+        >>> context, weights, coverage = attnfast.coverage_attention(
+        ...     query, key, key, weight, coverage=torch.zeros(2, 5), penalty=1.0, need_weights=True
+        ... )
+        >>> torch.allclose(coverage, weights.sum(1))  # of all rows
+        True
     """
     score = "dot" if weight is None else check_activation(activation)
     call = CoverageInputs(
@@ -527,6 +552,14 @@ def copy_distribution(
     Papers: See, Liu and Manning, "Get To The Point: Summarization with Pointer-Generator Networks",
     ACL 2017, arXiv:1704.04368; Gu et al., "Incorporating Copying Mechanism in Sequence-to-Sequence
     Learning", ACL 2016, arXiv:1603.06393.
+
+    Example:
+        >>> logits, weights = torch.randn(2, 3, 10), torch.full((2, 3, 4), 0.25)
+        >>> source = torch.tensor([[5, 6, 7, 10], [4, 4, 9, 8]])  # 10 is out of the vocabulary
+        >>> gate = torch.zeros(2, 3)
+        >>> p = attnfast.copy_distribution(logits, weights, source, gate, num_oov=1)
+        >>> p.shape, torch.allclose(p.sum(-1), torch.ones(2, 3))
+        (torch.Size([2, 3, 11]), True)
     """
     device = logits.device.type if isinstance(logits, Tensor) else None
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):

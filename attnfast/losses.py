@@ -55,6 +55,11 @@ def alignment_loss(
     Papers: Mi, Wang and Ittycheriah, "Supervised Attentions for Neural Machine Translation", EMNLP
     2016, arXiv:1608.00112; Liu et al., "Neural Machine Translation with Supervised Attention",
     COLING 2016, arXiv:1609.04186.
+
+    Example:
+        >>> weights = torch.eye(3).unsqueeze(0)  # row i looks at key i
+        >>> attnfast.alignment_loss(weights, torch.tensor([[0, 1, 2]])).sum().item()
+        0.0
     """
     check_weights(weights, "W")
     if not isinstance(alignment, Tensor) or alignment.layout != torch.sparse_coo:
@@ -111,6 +116,10 @@ def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tenso
         ValueError, TypeError: an argument does not fit; the sentence names it.
 
     Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.2.1.
+
+    Example:
+        >>> attnfast.losses.doubly_stochastic_loss(torch.eye(3).unsqueeze(0)).item()
+        0.0
     """
     check_array("weights", weights, "real numbers", ("B", "Tq", "Tk"))
     left = (1 - weights.to(accumulation_dtype(weights.dtype)).sum(1)).square()
@@ -268,6 +277,11 @@ def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
+
+    Example:
+        >>> log_probs = torch.full((1, 2, 3), 0.5).log()
+        >>> round(attnfast.losses.pointer_loss(log_probs, torch.tensor([[2, 0]])).item(), 4)
+        0.6931
     """
     check_array("log_probs", log_probs, "real numbers", ("B", "T", "1 + N"))
     check_array("pointers", pointers, "int64", log_probs.shape[:-1], of="log_probs")

@@ -68,6 +68,12 @@ class Span:
 
     Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025, for local attention; Child et
     al., "Generating Long Sequences with Sparse Transformers", arXiv:1904.10509, for strides.
+
+    Example:
+        >>> attnfast.Span(window=1).keys(3, 4)  # the keys that each of three rows may see
+        tensor([[-1,  0,  1],
+                [ 0,  1,  2],
+                [ 1,  2,  3]])
     """
 
     window: int | tuple[int | None, int | None] | None = None
@@ -331,6 +337,10 @@ def gaussian_bias(
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.
+
+    Example:
+        >>> attnfast.gaussian_bias(2, 4, sigma=1.0).argmax(-1)
+        tensor([0, 2])
     """
     check_int("Tq", Tq, 0)
     check_int("Tk", Tk, 0)

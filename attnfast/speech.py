@@ -174,6 +174,12 @@ class LogMel(nn.Module):
 
     Paper: Davis and Mermelstein, "Comparison of Parametric Representations for Monosyllabic Word
     Recognition", IEEE TASSP 28(4), 1980; they go on to a cosine transform.
+
+    Example:
+        >>> log_mel = attnfast.speech.LogMel(rate=8000, mels=40)
+        >>> features, lengths = log_mel(torch.randn(2, 8000), torch.tensor([8000, 8000]))
+        >>> features.shape, lengths
+        (torch.Size([2, 98, 40]), tensor([98, 98]))
     """
 
     window: Tensor
@@ -397,6 +403,10 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErro
 
     Paper: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals",
     Soviet Physics Doklady 10(8), 1966.
+
+    Example:
+        >>> attnfast.speech.word_errors("the cat sat".split(), "the bat".split())
+        WordErrors(substitutions=1, deletions=1, insertions=0, words=3)
     """
     for name, x in (("reference", reference), ("hypothesis", hypothesis)):
         if not isinstance(x, Sequence) or not all(isinstance(word, str) for word in x):

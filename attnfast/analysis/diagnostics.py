@@ -181,6 +181,11 @@ def row_statistics(
         ``entropy`` H, 0 for one key and ln n where all are alike; ``largest`` weight α and its
         ``position``, int64, the first of equal ones; ``mean`` position μ and its ``variance`` σ²,
         in keys. Differentiable but for the position. The module's text has the arguments.
+
+    Example:
+        >>> weights = torch.eye(3).unsqueeze(0)
+        >>> attnfast.analysis.diagnostics.row_statistics(weights).position
+        tensor([[0, 1, 2]])
     """
     of = _Given(weights, lengths, target_lengths, keys)
     largest, position = of.largest()
@@ -347,7 +352,12 @@ def over_under_translation(
 
 
 def repetition(words: Sequence[Hashable], size: int = 1) -> float:
-    """Return the share of a sentence's n-grams of ``size`` words that it has said before."""
+    """Return the share of a sentence's n-grams of ``size`` words that it has said before.
+
+    Example:
+        >>> attnfast.analysis.diagnostics.repetition(["a", "b", "a"])
+        0.33333333333333337
+    """
     check_int("size", size)
     if isinstance(words, Tensor):
         check_array("words", words, "int64 or int32", ("T",))
@@ -385,6 +395,10 @@ def extract_alignment(
             last one of each source.
 
     With heads it is the mean of their weights.
+
+    Example:
+        >>> attnfast.analysis.diagnostics.extract_alignment(torch.tensor([[[0.0, 1.0]]]))
+        [{(1, 0)}]
     """
     check_number("least", least, 0, 1)
     if null is not None and (not is_int(null) or not -1 <= null <= MOST):

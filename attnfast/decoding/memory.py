@@ -65,6 +65,12 @@ class Memory(NamedTuple):
 
     A memory pickles as its tensors do: keys lose the graph that they came from. From two threads
     the same memory may be read, not appended to.
+
+    Example:
+        >>> key = torch.randn(2, 5, 8)
+        >>> memory = attnfast.decoding.Memory(key, key, torch.tensor([5, 3]))
+        >>> attnfast.attend(torch.randn(2, 1, 8), memory)[0].shape
+        torch.Size([2, 1, 8])
     """
 
     key: Tensor
@@ -274,6 +280,12 @@ def prepare(
 
     As with any tensor that several losses share, all but the last of several backwards over one
     memory need ``retain_graph=True``.
+
+    Example:
+        >>> memory = attnfast.prepare(torch.randn(2, 5, 8), torch.randn(2, 5, 6), torch.randn(8))
+        >>> context, _ = attnfast.attend(torch.randn(2, 1, 8), memory)  # at every step
+        >>> context.shape
+        torch.Size([2, 1, 6])
     """
     key, value, weight = autocast(key, value, weight)
     check_tensor("key", key)
@@ -333,6 +345,13 @@ def attend(
 
     With one query the gradients of keys, values and weight are taken for all such calls at once,
     at the end of a backward; second derivatives and forward mode raise.
+
+    Example:
+        >>> key = torch.randn(2, 5, 8)
+        >>> memory = attnfast.prepare(key, key, lengths=torch.tensor([5, 3]))
+        >>> context, weights = attnfast.attend(torch.randn(2, 1, 8), memory, need_weights=True)
+        >>> weights.shape
+        torch.Size([2, 1, 5])
     """
     check_scale(scale)
     check_memory(memory)
@@ -397,6 +416,15 @@ def attend_with_history(
         what :func:`attnfast.coverage_attention` does. With one query keys, values, weight,
         filters and projection get their gradients of all such calls at the end of a backward;
         second derivatives and forward mode raise.
+
+    Example:
+        >>> key, zeros = torch.randn(2, 5, 8), torch.zeros(2, 5)
+        >>> memory = attnfast.prepare(key, key, torch.randn(8))
+        >>> context, _, coverage = attnfast.decoding.attend_with_history(
+        ...     torch.randn(2, 1, 8), memory, penalty=1.0, coverage=zeros
+        ... )
+        >>> coverage.shape
+        torch.Size([2, 5])
     """
     check_memory(memory)
     (query,) = autocast(query)

@@ -140,7 +140,15 @@ class Config:
 
 
 def build(config: Config, backend: str | None = None) -> Seq2Seq:
-    """Make the model of a config; ``backend`` is that of :func:`attnfast.additive_attention`."""
+    """Make the model of a config; ``backend`` is that of :func:`attnfast.additive_attention`.
+
+    Example:
+        >>> from attnfast.models import Config, build
+        >>> model = build(Config(vocab_size=100, embed_dim=8, hidden_dim=8))
+        >>> source, target = torch.randint(4, 100, (2, 5)), torch.randint(4, 100, (2, 6))
+        >>> model(source, torch.tensor([5, 3]), target)[0].shape  # logits
+        torch.Size([2, 6, 100])
+    """
     if not isinstance(config, Config):
         raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim

@@ -190,6 +190,12 @@ def greedy_search(
 
     Raises:
         InputError: scores are NaN.
+
+    Example:
+        >>> from attnfast.models import Config, build, greedy_search
+        >>> model = build(Config(vocab_size=100, embed_dim=8, hidden_dim=8)).eval()
+        >>> len(greedy_search(model, torch.randint(4, 100, (2, 5)), torch.tensor([5, 3])))
+        2
     """
     check_model(model)
     limits = output_limits(model, lengths, max_output_length).unsqueeze(1)
@@ -257,6 +263,12 @@ def beam_search(
 
     Paper: Watanabe et al., "Hybrid CTC/Attention Architecture for End-to-End Speech Recognition",
     IEEE JSTSP 11(8), 2017, for the scores of two together.
+
+    Example:
+        >>> from attnfast.models import Config, beam_search, build
+        >>> model = build(Config(vocab_size=100, embed_dim=8, hidden_dim=8)).eval()
+        >>> len(beam_search(model, torch.randint(4, 100, (2, 5)), torch.tensor([5, 3]), beam=3))
+        2
     """
     check_model(model)
     _check_count("beam", beam)

@@ -251,6 +251,13 @@ class BahdanauAttention(_Attention):
         activation, backend: as in :func:`attnfast.additive_attention`.
 
     Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473.
+
+    Example:
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8), torch.tensor([5, 3]))
+        >>> context, weights = attention(torch.randn(2, 6), memory, need_weights=True)
+        >>> context.shape, weights.shape
+        (torch.Size([2, 8]), torch.Size([2, 5]))
     """
 
     def __init__(
@@ -306,6 +313,12 @@ class LuongAttention(_Attention):
 
     Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025; the cosine, Graves, Wayne and
     Danihelka, "Neural Turing Machines", 2014, arXiv:1410.5401.
+
+    Example:
+        >>> attention = attnfast.nn.LuongAttention(6, 8, "general")
+        >>> context, _ = attention(torch.randn(2, 3, 6), attention.prepare(torch.randn(2, 5, 8)))
+        >>> context.shape
+        torch.Size([2, 3, 8])
     """
 
     SCORES = ("dot", "scaled_dot", "general", "concat", "cosine")
@@ -362,6 +375,12 @@ class MultiHeadAttention(_Attention):
 
     Papers: Vaswani et al., NeurIPS 2017, arXiv:1706.03762; Chiu et al., ICASSP 2018,
     arXiv:1712.01769, for several heads in a recurrent decoder.
+
+    Example:
+        >>> attention = attnfast.nn.MultiHeadAttention(6, 8, attn_dim=4, num_heads=2)
+        >>> context, _ = attention(torch.randn(2, 6), attention.prepare(torch.randn(2, 5, 8)))
+        >>> context.shape
+        torch.Size([2, 4])
     """
 
     def __init__(

@@ -169,6 +169,13 @@ class LocalAttention(_SpanAttention):
         ValueError: a negative window, an unknown score, a height without a σ.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+
+    Example:
+        >>> attention = attnfast.nn.LocalAttention(6, 8, window=1)
+        >>> memory = attention.prepare(torch.randn(2, 9, 8))
+        >>> _, weights, history = attention(torch.randn(2, 6), memory, need_weights=True)
+        >>> weights.shape  # a key before the row's, its own and one after it
+        torch.Size([2, 3])
     """
 
     def __init__(
@@ -229,6 +236,14 @@ class StridedAttention(_SpanAttention):
         ValueError: a stride below 1, an unknown score.
 
     Paper: Child et al., arXiv:1904.10509.
+
+    Example:
+        >>> attention = attnfast.nn.StridedAttention(6, 8, stride=3)
+        >>> _, weights, _ = attention(
+        ...     torch.randn(2, 6), attention.prepare(torch.randn(2, 9, 8)), need_weights=True
+        ... )
+        >>> weights.shape  # every third key
+        torch.Size([2, 3])
     """
 
     def __init__(
@@ -266,6 +281,12 @@ class HardMonotonicWindowAttention(_SpanAttention):
 
     Raises:
         ValueError: ``ahead`` below 0, an unknown score.
+
+    Example:
+        >>> attention = attnfast.nn.HardMonotonicWindowAttention(6, 8, ahead=2)
+        >>> context, *_ = attention(torch.randn(2, 6), attention.prepare(torch.randn(2, 9, 8)))
+        >>> context.shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -331,6 +352,12 @@ class LocalPredictiveAttention(LuongAttention):
         ValueError: a window below 1, an unknown score.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+
+    Example:
+        >>> attention = attnfast.nn.LocalPredictiveAttention(6, 8, window=2)
+        >>> context, *_ = attention(torch.randn(2, 6), attention.prepare(torch.randn(2, 9, 8)))
+        >>> context.shape
+        torch.Size([2, 8])
     """
 
     knows_order = True
@@ -415,6 +442,12 @@ class SparseSelfAttention(MultiHeadAttention):
         ValueError: an unknown score, or heads that do not divide the features.
 
     Paper: Child et al., arXiv:1904.10509.
+
+    Example:
+        >>> heads = [attnfast.Span(window=1), attnfast.Span(stride=2)]
+        >>> attention = attnfast.nn.SparseSelfAttention(8, heads)
+        >>> attention(torch.randn(2, 5, 8))[0].shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(

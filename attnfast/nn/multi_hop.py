@@ -264,6 +264,13 @@ class TopKAttention(nn.Module):
     Papers: Miller et al., "Key-Value Memory Networks for Directly Reading Documents", EMNLP 2016,
     arXiv:1606.03126, for memories too large to average; Gupta et al., "Memory-efficient
     Transformers via Top-k Attention", 2021, arXiv:2106.06899.
+
+    Example:
+        >>> attention = attnfast.nn.TopKAttention(attnfast.nn.BahdanauAttention(6, 8, 4), k=2)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> _, weights = attention(torch.randn(2, 6), memory, need_weights=True)
+        >>> (weights > 0).sum(-1)
+        tensor([2, 2])
     """
 
     def __init__(self, attention: nn.Module, k: int):

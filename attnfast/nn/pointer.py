@@ -49,6 +49,13 @@ class PointerNetwork(nn.Module):
         backend: as in :func:`attnfast.additive_attention`.
 
     Paper: Vinyals, Fortunato and Jaitly, "Pointer Networks", NeurIPS 2015, arXiv:1506.03134.
+
+    Example:
+        >>> network = attnfast.nn.PointerNetwork(item_dim=2, hidden_dim=8, attn_dim=8)
+        >>> items, lengths = torch.randn(3, 6, 2), torch.tensor([6, 5, 4])
+        >>> pointers = torch.tensor([[1, 3, 0], [2, 0, 0], [4, 1, 0]])  # 0 is the end
+        >>> network(items, lengths, pointers).shape
+        torch.Size([3, 3, 7])
     """
 
     def __init__(self, item_dim: int, hidden_dim: int, attn_dim: int, backend: str | None = None):
@@ -209,6 +216,14 @@ class PointerGenerator(nn.Module):
         backend: as in :func:`attnfast.copy_distribution`.
 
     Paper: See, Liu and Manning, ACL 2017, arXiv:1704.04368.
+
+    Example:
+        >>> generator = attnfast.nn.PointerGenerator(6, 4)
+        >>> logits, weights = torch.randn(2, 3, 10), torch.full((2, 3, 5), 0.2)
+        >>> source = torch.randint(4, 10, (2, 5))
+        >>> p = generator(logits, weights, source, torch.randn(2, 3, 6), torch.randn(2, 3, 4))
+        >>> torch.allclose(p.exp().sum(-1), torch.ones(2, 3))  # log-probabilities
+        True
     """
 
     def __init__(self, *feature_dims: int, backend: str | None = None):

@@ -17,6 +17,10 @@ class SinusoidalPositions(nn.Module):
               p_{t,2i+1} = \cos\left(t / 10000^{2i/D}\right)
 
     Paper: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762.
+
+    Example:
+        >>> attnfast.nn.SinusoidalPositions()(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
     """
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
@@ -40,6 +44,10 @@ class LearnedPositions(nn.Module):
 
     Paper: Gehring et al., "Convolutional Sequence to Sequence Learning", ICML 2017,
     arXiv:1705.03122.
+
+    Example:
+        >>> attnfast.nn.LearnedPositions(longest=10, dim=8)(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(self, longest: int, dim: int):

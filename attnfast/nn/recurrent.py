@@ -73,6 +73,13 @@ class AttentionRNN(nn.Module):
     Papers: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; Luong, Pham and Manning, EMNLP
     2015, arXiv:1508.04025; Wu et al., arXiv:1609.08144 (GNMT); Gal and Ghahramani, NeurIPS 2016,
     arXiv:1512.05287 (dropout).
+
+    Example:
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> layer = attnfast.nn.AttentionRNN(3, 6, 8, attention)
+        >>> output, state = layer(torch.randn(2, 7, 3), layer.prepare(torch.randn(2, 5, 8)))
+        >>> output.shape, state.hidden.shape
+        (torch.Size([2, 7, 6]), torch.Size([1, 2, 6]))
     """
 
     mode = "tanh"

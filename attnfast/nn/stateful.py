@@ -203,6 +203,14 @@ class CoverageAttention(HistoryAttention):
     The coverage loss of See et al., Σ min(α, C), is the history's ``loss [B]``.
 
     Papers: See, Liu and Manning, ACL 2017, arXiv:1704.04368; Tu et al., ACL 2016, arXiv:1601.04811.
+
+    Example:
+        >>> attention = attnfast.nn.CoverageAttention(6, 8, 4, penalty=1.0)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> context, _, history = attention(torch.randn(2, 6), memory)  # the first step
+        >>> context, _, history = attention(torch.randn(2, 6), memory, history)
+        >>> history.coverage.sum(-1).round()  # two rows of weights
+        tensor([2., 2.], grad_fn=<RoundBackward0>)
     """
 
     def __init__(
@@ -274,6 +282,13 @@ class LocationAwareAttention(HistoryAttention):
 
     Papers: Chorowski et al., NeurIPS 2015, arXiv:1506.07503; Shen et al., "Natural TTS Synthesis by
     Conditioning WaveNet on Mel Spectrogram Predictions", ICASSP 2018, arXiv:1712.05884.
+
+    Example:
+        >>> attention = attnfast.nn.LocationAwareAttention(6, 8, 4, filters=3, width=5)
+        >>> memory = attention.prepare(torch.randn(2, 9, 8))
+        >>> context, _, history = attention(torch.randn(2, 6), memory)
+        >>> history.previous.shape
+        torch.Size([2, 9])
     """
 
     knows_order = True
@@ -331,6 +346,15 @@ class ForwardAttention(LocationAwareAttention):
             without filters the score is that of the content alone.
 
     Paper: Zhang, Ling and Dai, ICASSP 2018, arXiv:1807.06736.
+
+    Example:
+        >>> attention = attnfast.nn.ForwardAttention(6, 8, 4)
+        >>> memory = attention.prepare(torch.randn(2, 9, 8))
+        >>> _, weights, _ = attention(
+        ...     torch.randn(2, 6), memory, transition_prob=0.5, need_weights=True
+        ... )
+        >>> weights[:, 2:].sum().item()  # the first step reaches the second key at most
+        0.0
     """
 
     def __init__(

@@ -44,6 +44,11 @@ class GatedAttention(nn.Module):
         query_dim: features of the decoder states.
 
     Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.2.1.
+
+    Example:
+        >>> attention = attnfast.nn.GatedAttention(attnfast.nn.BahdanauAttention(6, 8, 4), 6)
+        >>> attention(torch.randn(2, 6), attention.prepare(torch.randn(2, 5, 8)))[0].shape
+        torch.Size([2, 8])
     """
 
     def __init__(self, attention: nn.Module, query_dim: int):
@@ -121,6 +126,13 @@ class HardAttention(nn.Module):
 
     Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.1; with its
     average of 0.5.
+
+    Example:
+        >>> attention = attnfast.nn.HardAttention(attnfast.nn.BahdanauAttention(6, 8, 4)).eval()
+        >>> source = torch.randn(1, 5, 8)
+        >>> context, *_ = attention(torch.randn(1, 6), attention.prepare(source))
+        >>> (context == source).all(-1).sum().item()  # one key, not an average
+        1
     """
 
     has_history = True
