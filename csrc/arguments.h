@@ -1,6 +1,7 @@
-// An operator's arguments and results, each a struct made of one list of its fields. From the lists of
-// arguments, X(type, name, rule, what the rule takes), follow what is unpacked from the dispatcher's
-// stack, where alone a field has a position, and what is refused, by name.
+// The arguments and results of an operator, each a struct generated from one list of its fields. A
+// list of arguments, X(type, name, rule, arguments of the rule), generates the unpacking from the
+// dispatcher's stack, the only code in which a field has a position, and the checks that raise with
+// an argument's name.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,7 +16,7 @@ namespace {
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
 
-// What the dispatcher hands over; fields take theirs one after the other.
+// The dispatcher's stack of arguments; fields pop their values in order.
 class Stack {
   StableIValue* next;
 
@@ -63,7 +64,8 @@ constexpr const char* kTypeName<std::string> = "str";
 #define ATTNFAST_RULE(type, name, rule, ...) \
   this->check(this->rule(given.name __VA_OPT__(, ) __VA_ARGS__), #name);
 
-// `Sizes` has the rules and, made of the arguments, the names that the rules of the list use.
+// `Sizes` defines the rules. It is constructed from the arguments and defines the names that the
+// rules of the list use.
 #define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                             \
   struct Name : Stack {                                                                  \
     static constexpr const char* kOperator = operator_name;                              \
@@ -88,7 +90,7 @@ constexpr const char* kTypeName<std::string> = "str";
     void box(StableIValue* stack) const { LIST(ATTNFAST_BOXED) }                       \
   };
 
-// Functions that take arguments and return results, as the dispatcher calls them.
+// Functions that take arguments and return results, wrapped for the dispatcher.
 template <auto... functions>
 class Operators {
   template <auto function, class Arguments, class Results>
@@ -114,7 +116,7 @@ class Operators {
   static void implement(torch::stable::detail::StableLibrary& library) {
     (decltype(of<functions>(functions))::implement(library), ...);
   }
-  // A line for each, for a test to compare with the schemas.
+  // Return one line for each operator; a test compares them with the schemas.
   static std::string listed() { return (decltype(of<functions>(functions))::listed() + ...); }
 };
 

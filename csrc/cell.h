@@ -1,5 +1,5 @@
-// The cells of a recurrent layer, one formula for CPU and CUDA. V is a number or a vector of them, C its
-// type; `Math<C>` has tanh and sigmoid of a V.
+// The cells of a recurrent layer, one formula for CPU and CUDA. V is a scalar or a vector, C is its
+// element type; `Math<C>` provides tanh and sigmoid of a V.
 #pragma once
 #include "score.h"
 
@@ -11,17 +11,19 @@ namespace {
 
 constexpr int kMostGates = 4;
 
-// How many gates the parameters of a cell hold.
+// Return the number of gates in the parameters of a cell.
 constexpr int gates_of(Cell cell) { return cell == Cell::gru ? 3 : cell == Cell::lstm ? 4 : 1; }
-// How many numbers of a unit the backward reads, and how many sums of it have a gradient.
+// Return the number of values per unit that the backward reads, and the number of sums per unit
+// that have a gradient.
 constexpr int kept_of(Cell cell) { return cell == Cell::tanh ? 0 : 4; }
 constexpr int sums_of(Cell cell) { return cell == Cell::tanh ? 1 : 4; }
-// Where the sum over the state of a gate goes: of a GRU's third it stays apart.
+// Return the sum to which a gate's product with the state is added. A GRU's third gate has a
+// separate sum.
 ATTNFAST_DEVICE constexpr int of_state(Cell cell, int gate) {
   return cell == Cell::gru && gate == 2 ? 3 : gate;
 }
 
-// A cell that is known where code is compiled.
+// A cell type as a compile-time constant.
 template <Cell K>
 struct KnownCell {
   static constexpr Cell cell = K;
@@ -34,14 +36,14 @@ inline void by_cell(Cell cell, const F& f) {
   else f(KnownCell<Cell::tanh>{});
 }
 
-// The numbers of a unit at a step.
+// The values of a unit at one step.
 template <class V>
 struct Unit {
   V gates[kMostGates], state, cell;
 };
 
-// Of the sums `x` over inputs and state (of a GRU's third gate over inputs alone, and over the state in a
-// fourth), the state before and an LSTM's cell.
+// Run a cell on the sums `x` over inputs and state, the previous state and an LSTM's previous cell
+// state. For a GRU's third gate, x[2] is the sum over inputs and x[3] the sum over the state.
 template <Cell K, class C, template <class> class Math, class V>
 ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> cell_forward(const V (&x)[kMostGates],
                                                                            V state, V cell) {
@@ -62,8 +64,9 @@ ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> cell_forward(const
   return u;
 }
 
-// The way back: `g` is what reaches the new state, `grad_cell` what reaches the new cell. Returns what
-// reaches the sums, and by itself the state and the cell before.
+// Run the backward of a cell. `g` is the gradient of the new state, `grad_cell` that of the new
+// cell state. Return the gradients of the sums, and those of the previous state and cell state that
+// do not pass through the sums.
 template <Cell K, class C, template <class> class Math, class V>
 ATTNFAST_DEVICE inline __attribute__((always_inline)) Unit<V> cell_backward(const V (&gates)[kMostGates],
                                                                             V state, V before, V cell,

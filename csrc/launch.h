@@ -1,5 +1,5 @@
-// What every launcher does alike: it refuses what does not fit, tensors become views of a Problem, and
-// results are allocated.
+// Code shared by all launchers: it checks arguments, turns tensors into views of a Problem, and
+// allocates results.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 
@@ -29,8 +29,8 @@ ScalarType accumulation(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A tensor whose axes lie in memory as in `order`, past the dispatcher, which is a good part of a
-// small call.
+// Return an empty tensor whose axes are laid out in memory as in `order`. It bypasses the
+// dispatcher, which takes a considerable part of a small call.
 Tensor empty(torch::stable::Device device, const std::vector<int64_t>& sizes, ScalarType dtype,
              const std::vector<int64_t>& order) {
   std::vector<int64_t> strides(sizes.size());
@@ -71,7 +71,7 @@ View view(const Tensor& x, bool columns = true) {
   return v;
 }
 
-// The same, sizes of 1 broadcast.
+// Return a view in which sizes of 1 are broadcast.
 View broadcast_view(const Tensor& x) {
   const int64_t n = x.dim();
   View v = view(x);
@@ -82,10 +82,10 @@ View broadcast_view(const Tensor& x) {
   return v;
 }
 
-// Its numbers side by side; one that is so already is not sent through the dispatcher.
+// Return a contiguous tensor; a contiguous input bypasses the dispatcher.
 Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
-// The same with unit column stride; `keep` holds the copy if one is needed.
+// Return a view with unit column stride; `keep` holds the copy if one is needed.
 View view_of_rows(const Tensor& x, std::vector<Tensor>& keep) {
   if (x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1) return view(x);
   keep.push_back(torch::stable::contiguous(x));
@@ -98,8 +98,8 @@ std::vector<int64_t> shape(const Tensor& rows_of, int64_t columns) {
   return s;
 }
 
-// Room for rows of another width, heads in the order in which those of x lie in memory, as
-// attnfast.ops.operators.empty_rows says.
+// Allocate rows of another width, with the heads in the memory order of x, as
+// attnfast.ops.operators.empty_rows does.
 Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
   std::vector<int64_t> sizes = shape(x, columns), order = {0, 1, 2, 3};
   if (sizes.size() == 4)
@@ -111,16 +111,16 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
   return empty(x.device(), sizes, dtype, order);
 }
 
-// The rules of arguments, which do or do not fit an operator's first one; that has batch and heads in
-// front of its last two sizes. What is wrong with an argument is for attnfast.ops.arguments to say; it
-// refuses the same ones.
+// The rules that check arguments against an operator's first one, which has batch and heads in
+// front of its last two sizes. attnfast.ops.arguments rejects the same arguments and explains the
+// error.
 class ArgumentChecker {
   const char* operator_name;
   const Tensor& first;
 
  protected:
   using Sizes = std::initializer_list<int64_t>;
-  // An argument is of one of two types, often the same.
+  // The one or two dtypes that an argument may have.
   struct Types {
     ScalarType one, other;
     Types(ScalarType one) : one(one), other(one) {}
@@ -128,7 +128,7 @@ class ArgumentChecker {
   };
 
  public:
-  ScalarType own, sums;  // the first argument's type, and that of sums
+  ScalarType own, sums;  // the first argument's dtype, and the accumulation dtype
   int64_t lead;          // sizes in front of the last two
   int64_t B, H;
 
@@ -150,24 +150,24 @@ class ArgumentChecker {
 
   static bool between(int64_t x, int64_t least, int64_t most) { return least <= x && x <= most; }
 
-  // Just these sizes.
+  // The shape is exactly these sizes.
   bool sizes(const Tensor& x, Types types, Sizes wanted) const {
     return placed(x, types) && ends(x, 0, wanted, false);
   }
   bool sizes(const Optional& x, Types types, Sizes wanted) const { return !x || sizes(*x, types, wanted); }
 
-  // Batch and heads, then these sizes.
+  // The shape is batch, heads and these sizes.
   bool rows(const Tensor& x, Types types, Sizes wanted) const {
     return placed(x, types) && begins(x, false) && ends(x, lead, wanted, false);
   }
   bool rows(const Optional& x, Types types, Sizes wanted) const { return !x || rows(*x, types, wanted); }
 
-  // The same, but 1 may stand for any size.
+  // As rows, but any size may be 1.
   bool terms(const Optional& x, Types types, Sizes wanted) const {
     return !x || (placed(*x, types) && begins(*x, true) && ends(*x, lead, wanted, true));
   }
 
-  // Parameters: for each head these sizes, or the same for all.
+  // Parameters: these sizes for each head, or once for all heads.
   bool parameters(const Optional& x, Types types, Sizes wanted) const {
     if (!x) return true;
     const bool of_heads = lead == 2 && x->dim() == static_cast<int64_t>(wanted.size()) + 1;
@@ -200,12 +200,12 @@ class ArgumentChecker {
 // Copies that outlive the pointers into them.
 using KeepAlive = std::vector<Tensor>;
 
-// Room for what is asked for; of size [0] for the rest.
+// Allocate a tensor if it is wanted, else one of size [0].
 Tensor empty_if(bool wanted, const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
   return empty(like.device(), wanted ? sizes : std::vector<int64_t>{0}, dtype);
 }
 
-// The gradient of rows, and where it goes if it is wanted.
+// Allocate the gradient of rows and set its view if it is wanted.
 Tensor gradient_of_rows(bool wanted, const Tensor& x, View& out) {
   if (!wanted) return empty_if(false, x, {}, x.scalar_type());
   const Tensor gradient = empty_rows(x, x.size(x.dim() - 1), x.scalar_type());
@@ -223,10 +223,11 @@ Score score_of(const std::string& name) {
   throw std::runtime_error("score must be one that csrc/score.h lists, got " + name);
 }
 
-// Whether kernels read a bias of the accumulation dtype beside half types; else it is rounded before.
+// Return whether kernels read a bias of the accumulation dtype next to half precision tensors;
+// otherwise the launcher rounds it first.
 bool bias_may_be_of_sums();
 
-// What attention and coverage_attention are given alike, lists as ATTNFAST_ARGUMENTS takes them.
+// The common arguments of attention and coverage_attention, as lists for ATTNFAST_ARGUMENTS.
 #define ATTNFAST_KEYS(X)                \
   X(Tensor, query, rows, own, {Tq, A})  \
   X(Tensor, key, rows, own, {Tk, A})    \
@@ -258,7 +259,7 @@ struct AttentionChecker : ArgumentChecker {
       if (given.columns) W = given.columns;
   }
 
-  // Whether a score has a weight just if it needs one.
+  // Return whether weight is given exactly if the score needs one.
   static bool goes_with(const std::string& score, const Optional& weight) {
     return weight.has_value() == (score_of(score) != Score::dot);
   }
@@ -267,7 +268,7 @@ struct AttentionChecker : ArgumentChecker {
     return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {Tq, 2}, false));
   }
 
-  // What cpu/attention.cpp has prepared.
+  // Check the result of `prepare` in cpu/attention.cpp.
   bool exponentials(const Optional& x, const std::string& score) const {
     const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
     return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
@@ -275,7 +276,7 @@ struct AttentionChecker : ArgumentChecker {
   }
 };
 
-// [B], their values checked where that is no wait.
+// Return lengths [B]; their values are checked if that needs no synchronization.
 const int64_t* lengths_of(const Optional& lengths, const ArgumentChecker& fit, int64_t keys,
                           KeepAlive& keep) {
   if (!lengths) return nullptr;
@@ -287,7 +288,7 @@ const int64_t* lengths_of(const Optional& lengths, const ArgumentChecker& fit, i
   return values;
 }
 
-// A parameter, one for all or one for each head, whose rows are side by side.
+// Return a view of a contiguous parameter, one for all heads or one for each head.
 View view_of_parameters(const Tensor& x, bool of_heads, KeepAlive& keep) {
   keep.push_back(packed(x));
   View v;
@@ -296,7 +297,7 @@ View view_of_parameters(const Tensor& x, bool of_heads, KeepAlive& keep) {
   return v;
 }
 
-// Fill in what every call of attention and coverage_attention has.
+// Fill in the fields common to attention and coverage_attention.
 template <class Arguments>
 void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& a, KeepAlive& keep) {
   a.dtype = dtype_of(given.query);
@@ -334,8 +335,8 @@ void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& 
   }
 }
 
-// Add up, in double, the parts [B, H, ...] of a parameter's gradient over what shares it: the axes given,
-// and the heads unless each has its own.
+// Sum, in double, the parts [B, H, ...] of a parameter's gradient over the given axes, and over the
+// heads unless each has its own parameter.
 Tensor sum_of_parts(const Tensor& parts, std::vector<int64_t> axes, bool of_heads, ScalarType dtype) {
   if (!of_heads) axes.insert(axes.begin() + 1, 1);
   return torch::stable::to(torch::stable::sum(parts, axes, false, ScalarType::Double), dtype);

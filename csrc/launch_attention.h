@@ -5,9 +5,9 @@
 namespace attnfast {
 namespace {
 
-// Rows of grad_weight for each [B, H].
+// Return the number of rows of grad_weight for each [B, H].
 int64_t grad_weight_parts(const Problem&);
-// Fill what is out; `query` tells the device.
+// Compute the outputs; `query` determines the device.
 void run_forward(const Forward&, const Tensor& query);
 void run_backward(const Backward&, const Tensor& query);
 
@@ -108,7 +108,7 @@ using AttentionOperators = Operators<attention, attention_backward>;
 
 }  // namespace
 
-// For a test: the lists above.
+// Return the lists above, for a test.
 ATTNFAST_EXPORT const char* attnfast_attention_operators() {
   static const std::string text = AttentionOperators::listed();
   return text.c_str();

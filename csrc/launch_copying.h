@@ -7,7 +7,7 @@
 namespace attnfast {
 namespace {
 
-// Fill what is out; `logits` tells the device.
+// Compute the outputs; `logits` determines the device.
 void run_forward(const CopyForward&, const Tensor& logits);
 void run_backward(const CopyBackward&, const Tensor& logits);
 
@@ -105,7 +105,7 @@ using CopyOperators = Operators<copy_distribution, copy_distribution_backward>;
 
 }  // namespace
 
-// For a test: the lists above.
+// Return the lists above, for a test.
 ATTNFAST_EXPORT const char* attnfast_copying_operators() {
   static const std::string text = CopyOperators::listed();
   return text.c_str();

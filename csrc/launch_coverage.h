@@ -6,7 +6,7 @@
 namespace attnfast {
 namespace {
 
-// Fill what is out; `query` tells the device.
+// Compute the outputs; `query` determines the device.
 void run_forward(const CoverageForward&, const Tensor& query);
 void run_backward(const CoverageBackward&, const Tensor& query);
 int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without filters
@@ -75,7 +75,7 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
 
   bool one_or_each_head(const Optional& x) const { return sizes(x, sums, {1}) || sizes(x, sums, {H}); }
 
-  // Rows beside another argument; of size [0] without that.
+  // Rows if another argument is given, else size [0].
   bool present_with(const Tensor& x, const Optional& other, Sizes wanted) const {
     return other ? rows(x, sums, wanted) : sizes(x, sums, {0});
   }
@@ -84,7 +84,7 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
     return !x || present_with(*x, other, wanted);
   }
 
-  // What is added to, its numbers side by side.
+  // Contiguous rows into which gradients are accumulated.
   bool packed_rows(const Tensor& x, Sizes wanted) const {
     return rows(x, sums, wanted) && x.is_contiguous();
   }
@@ -125,7 +125,7 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
           .log_weights = log_weights};
 }
 
-// Let the gradients be added to sums of steps, one for each sequence and head.
+// Accumulate the gradients into sums over steps, one for each sequence and head.
 void put_sums(const CoverageBackwardIntoArguments& given, const CoverageChecker& fit, CoverageBackward& a) {
   const bool heads = fit.lead == 2;
   const auto of = [&](const Tensor& x, int64_t row) {
@@ -138,7 +138,7 @@ void put_sums(const CoverageBackwardIntoArguments& given, const CoverageChecker&
   a.grad_projection = of(given.sum_projection, fit.K);
 }
 
-// The gradient of an argument of the accumulation dtype, of its shape.
+// Allocate the gradient of an argument of the accumulation dtype, in its shape.
 Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const CoverageChecker& fit, View& out) {
   if (!x) return empty_if(false, like, {}, fit.sums);
   const Tensor gradient =
@@ -158,8 +158,8 @@ void put_gradients(const Arguments& given, CoverageBackward& a, KeepAlive& keep)
     a.grad_log_weights = view_of_rows(*given.grad_log_weights, keep);
 }
 
-// Both backwards. The one that adds to sums has no gradients of key, value, weight and filters to return.
-// Long, for it names each of twelve results.
+// Both backwards. The one that accumulates into sums returns no gradients of key, value, weight and
+// filters. The function is long because it names each of twelve results.
 template <class Arguments>
 CoverageGradients coverage_gradients(const Arguments& given) {
   constexpr bool into = std::is_same_v<Arguments, CoverageBackwardIntoArguments>;
@@ -234,7 +234,7 @@ using CoverageOperators =
 
 }  // namespace
 
-// For a test: the lists above.
+// Return the lists above, for a test.
 ATTNFAST_EXPORT const char* attnfast_coverage_operators() {
   static const std::string text = CoverageOperators::listed();
   return text.c_str();

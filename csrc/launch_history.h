@@ -1,5 +1,5 @@
-// What launchers of attention with a history do alike: its arguments become views of a History, and the
-// gradients of its parameters are taken in parts.
+// Code shared by launchers of attention with a history: its arguments become views of a History,
+// and the gradients of its parameters are computed in parts.
 #pragma once
 #include "coverage.h"
 #include "launch.h"
@@ -7,7 +7,7 @@
 namespace attnfast {
 namespace {
 
-// The sizes of the filters; K is 0 without any.
+// The sizes of the filters; K is 0 without filters.
 struct FilterSizes {
   int64_t K = 0, channels = 2, taps = 0;
 
@@ -29,14 +29,14 @@ struct FilterSizes {
   }
 };
 
-// [B, (H,) n], whose last sizes are side by side; absent if there is none.
+// Return a contiguous view [B, (H,) n], absent without x.
 View view_of_numbers(const Optional& x, KeepAlive& keep) {
   if (!x) return {};
   keep.push_back(packed(*x));
   return view(keep.back(), false);
 }
 
-// [B, (H)], side by side; absent if there is none.
+// Return a contiguous view [B, (H)], absent without x.
 View view_of_heads(const Optional& x, int64_t heads, KeepAlive& keep) {
   if (!x) return {};
   keep.push_back(packed(*x));
@@ -60,8 +60,8 @@ void put_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive
   h.transition_prob = view_of_numbers(given.transition_prob, keep);
 }
 
-// The parts of parameters' gradients, one or several for every sequence and head, which add up at the
-// end.
+// The parts of the parameters' gradients, one or several for every sequence and head, which are
+// summed at the end.
 struct Parts {
   Tensor weight, filters, projection, penalty;
 
@@ -74,8 +74,8 @@ struct Parts {
     return x;
   }
 
-  // Allocate the requested gradients and store their Views in a. The weight's gradient has of_weight
-  // parts; nullopt: not requested.
+  // Allocate the requested gradients and store their Views in a. The weight's gradient has
+  // of_weight parts; nullopt: not requested.
   template <class Sizes>
   Parts(const Tensor& like, const Sizes& fit, std::optional<int64_t> of_weight, bool of_filters,
         bool of_penalty, CoverageBackward& a)
@@ -84,7 +84,7 @@ struct Parts {
         projection(part(of_filters, like, fit, {fit.A, fit.K}, a.grad_projection)),
         penalty(part(of_penalty, like, fit, {}, a.grad_penalty)) {}
 
-  // The gradient of a penalty, [1] or [H].
+  // Return the gradient of a penalty, [1] or [H].
   Tensor of_penalty(int64_t count, ScalarType dtype) const {
     return torch::stable::reshape(sum_of_parts(penalty, {0}, count != 1, dtype), {count});
   }

@@ -1,5 +1,6 @@
-// The operator of a recurrent layer that attends: its arguments, and what of them every launcher puts into
-// a Layer. A launcher includes this file once and defines `recurrent` and `recurrent_backward`.
+// The operator of a recurrent layer that attends: its arguments, and the part of them that every
+// launcher copies into a Layer. A launcher includes this file once and defines `recurrent` and
+// `recurrent_backward`.
 #pragma once
 #include "launch_history.h"
 #include "recurrent.h"
@@ -7,8 +8,8 @@
 namespace attnfast {
 namespace {
 
-// Whether weights may be of bfloat16 beside numbers of float, and whether products are then taken of
-// numbers of bfloat16. A launcher defines both.
+// Return whether bfloat16 weights may be combined with float tensors, and whether their products
+// then take bfloat16 factors. A launcher defines both.
 bool weights_may_be_narrow();
 bool multiplies_narrow();
 
@@ -107,7 +108,7 @@ Cell cell_of(const std::string& mode) {
   throw std::runtime_error("mode must be tanh, gru or lstm, got " + mode);
 }
 
-// The sizes of a layer, of one step where there are no inputs.
+// The sizes of a layer; T is 1 if there are no inputs.
 struct LayerChecker : ArgumentChecker, FilterSizes {
   ScalarType of_weights;
   bool stacked = false;  // there are layers above the first
@@ -171,7 +172,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     return weight.has_value() == (score_of(score) != Score::dot) && (key || !weight);
   }
 
-  // What cpu/attention.cpp has prepared.
+  // Check the result of `prepare` in cpu/attention.cpp.
   bool exponentials(const Optional& x, const std::string& score) const {
     const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
     return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
@@ -186,7 +187,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {T, 2}, false));
   }
 
-  // With layers above the first these sizes for each of them, else just these.
+  // With several layers, these sizes for each layer; else exactly these sizes.
   bool layered(const Tensor& x, Types types, Sizes wanted) const {
     const bool all = !stacked || (x.dim() > 0 && x.size(0) == layers);
     return all && placed(x, types) && ends(x, stacked, wanted, false);
@@ -198,7 +199,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     return !x || (exists ? layered(*x, own, {B, T, columns}) : sizes(*x, own, {0}));
   }
 
-  // A result of the forward, which there is if that is given, or its gradient.
+  // A result of the forward, or its gradient; it exists only if `given` is present.
   bool result(const Optional& x, const Optional& given, int64_t columns) const {
     return !x || kept(*x, given.has_value(), columns);
   }
@@ -216,7 +217,8 @@ ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RE
                    LayerChecker)
 ATTNFAST_RESULTS(RecurrentGradients, ATTNFAST_RECURRENT_GRADIENTS)
 
-// Rows [B, T, n] that lie evenly, a matrix, or a vector; such of every layer of a stack, a head each.
+// Return a view of evenly strided rows [B, T, n], of a matrix, or of a vector. With several layers,
+// the layer is the head axis.
 View rows_of(const Tensor& x, bool stacked = false) {
   View v;
   const int64_t n = x.dim() - stacked;
@@ -233,12 +235,12 @@ View kept(const Tensor& x, KeepAlive& keep, bool stacked = false) {
 View kept(const Optional& x, KeepAlive& keep, bool stacked = false) {
   return x ? kept(*x, keep, stacked) : View{};
 }
-// A weight, made wide where products are.
+// Return a view of a weight, converted to float unless products take bfloat16.
 View weight_of(const Optional& x, bool narrow, KeepAlive& keep) {
   if (!x || narrow || x->scalar_type() != ScalarType::BFloat16) return kept(x, keep);
   return kept(torch::stable::to(*x, ScalarType::Float), keep);
 }
-// One of size [0] is absent.
+// Return a view of a result; a result of size [0] is absent.
 View result_of(const Optional& x, KeepAlive& keep, bool stacked = false) {
   return x && x->dim() == 3 + stacked ? kept(*x, keep, stacked) : View{};
 }
@@ -294,7 +296,8 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
     }
 }
 
-// The keys' lengths at every step, [T, B]: none beyond a target's end, where a history stands still.
+// Return the lengths of the keys at every step, [T, B]. They are 0 beyond a target's end, where the
+// history does not change.
 const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, KeepAlive& keep) {
   keep.push_back(
       empty(torch::stable::Device(torch::headeronly::DeviceType::CPU), {a.T, a.B}, ScalarType::Long));
@@ -305,7 +308,7 @@ const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, KeepAliv
   return out;
 }
 
-// What attention has of a layer for one step; its query is the launcher's.
+// Fill in the attention problem of one step; the launcher sets the query.
 template <class Arguments>
 void put_attention(const Arguments& given, const LayerChecker& fit, const Layer& layer, Problem& a,
                    KeepAlive& keep) {
@@ -330,7 +333,8 @@ void put_attention(const Arguments& given, const LayerChecker& fit, const Layer&
     if (given.mask) a.mask = broadcast_view(*given.mask);
 }
 
-// Room for the results; of a GRU or LSTM the gates lie side by side. What a history leaves is of the CPU.
+// Allocate the results. The gates of a GRU or LSTM unit are contiguous. Only the CPU has results of
+// a history.
 RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker& fit, RecurrentForward& a) {
   const auto room = [&](bool wanted, int64_t columns, View& out) {
     const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
@@ -361,8 +365,8 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
   };
 }
 
-// Put what the forward left and what comes back into `a`; room for the gradients but the keys' and those
-// that a history sums up.
+// Store the saved results and the incoming gradients in `a`. Allocate the gradients, except those
+// of the keys and those that a history accumulates.
 RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const LayerChecker& fit,
                                 RecurrentBackward& a, KeepAlive& keep) {
   a.states = kept(given.states, keep, fit.stacked);
@@ -412,8 +416,9 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   };
 }
 
-// The gradients of keys, values and the score's weight, of all steps at once: `step` is the first one's
-// backward, whose score gradients are those of all; run(Backward) carries out the rest.
+// Compute the gradients of keys, values and the score's weight for all steps at once. `step` is the
+// backward of the first step, and its score gradients cover all steps; run(Backward) does the
+// computation.
 template <class Run>
 void add_key_gradients(const RecurrentBackwardArguments& given, const LayerChecker& fit,
                        const Backward& step, int64_t weight_parts, RecurrentGradients& grads,
@@ -438,7 +443,7 @@ using RecurrentOperators = Operators<recurrent, recurrent_backward>;
 
 }  // namespace
 
-// For a test: the lists above.
+// Return the lists above, for a test.
 ATTNFAST_EXPORT const char* attnfast_recurrent_operators() {
   static const std::string text = RecurrentOperators::listed();
   return text.c_str();

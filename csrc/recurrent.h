@@ -1,47 +1,50 @@
-// What a launcher hands to the kernels of a recurrent layer that attends: raw pointers and sizes, as in
-// attention.h.
+// The structs that a launcher passes to the kernels of a recurrent layer that attends: raw pointers
+// and sizes, as in attention.h.
 #pragma once
 #include "cell.h"
 #include "coverage.h"
 
 namespace attnfast {
 
-// What forward and backward are given alike; absent tensors have no data. Rows [B, T, n] have strides for
-// sequence and step, rows [B, n] for the sequence; columns lie side by side. Input, results and room lie
-// evenly: all rows [B, T] are one stride apart. What every layer of a stack has lies a head apart.
+// The common inputs of forward and backward; absent tensors have null data. Rows [B, T, n] have
+// strides for sequence and step, rows [B, n] for the sequence; columns are contiguous. Input,
+// results and buffers are evenly strided: all rows [B, T] are one stride apart. Tensors of several
+// layers use the head stride for the layer.
 struct Layer {
   Dtype dtype;
   Cell cell;
-  bool narrow;  // CPU: products take bfloat16, of which the weights are
+  bool narrow;  // CPU: the weights are bfloat16, and products take bfloat16 factors
   bool attends, attends_first;
-  int64_t layers;  // which read the states of the one below; the last one's states are asked with
-  int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features that are fed to a step; O: of an attentional vector
+  int64_t layers;  // each reads the states of the one below; the last one's states are the queries
+  int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features fed to a step; O: features of an attentional vector
   View input, hidden, first_cell, feed, dropout;
   View dropout_between, dropout_output;  // [layers - 1, B, T, H], [B, T, O]
   View weight_ih, weight_hh, weight_ih_upper, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
-  const int64_t* target_lengths;                              // [B] or null
-  const int64_t* step_lengths;                                // of the keys, [T, B], where a history wants
-                                                              // to see none in padding; or null
+  const int64_t* target_lengths;  // [B] or null
+  // Lengths of the keys, [T, B], with which a history sees no key in padding; or null
+  const int64_t* step_lengths;
   View states, cells, contexts, attentional, queries, gates;  // out of the forward
 };
 
 struct RecurrentForward : Layer {
-  void* packed;               // CPU: the weights as its `pack` left them, or null
-  CoverageForward attention;  // of the first step; its views, moved on by their rows, are those of the
-                              // others; with a coverage it has a history, and its loss is room [B, T, 1]
-  View loss;                  // out, [B], of all steps
+  void* packed;  // CPU: the weights packed by `pack`, or null
+  // The attention of the first step; views of later steps are offset by their rows. It has a
+  // history if there is a coverage; its loss is then a buffer [B, T, 1].
+  CoverageForward attention;
+  View loss;  // out, [B], over all steps
 };
 
 struct RecurrentBackward : Layer {
   View grad_states, grad_cells, grad_contexts, grad_attentional;  // in; all but the first may be absent
-  CoverageBackward attention;  // of the first step; gradients of rows are rooms, but the query's, which is
-                               // of all; those of a history are sums of all steps
-  View coverages;              // room [B, T, Tk]: the coverage before every step
-  View grad_coverage;          // in, of that after the last step, or absent
-  View grad_gates;             // room [B, T, S H]: what reaches weight_ih; of a GRU, W_hn h after it
-  View grad_fed;               // room [B, T, F], with an output: what reaches it
-  View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent where not wanted
+  // The attention of the first step. Gradients of rows are buffers, except that of the query, which
+  // covers all steps. Gradients of a history are sums over all steps.
+  CoverageBackward attention;
+  View coverages;      // buffer [B, T, Tk]: the coverage before every step
+  View grad_coverage;  // in, that of the coverage after the last step, or absent
+  View grad_gates;     // buffer [B, T, S H]: the gradients of weight_ih's sums; for a GRU, then of W_hn h
+  View grad_fed;       // buffer [B, T, F], with an output: the gradient of the fed features
+  View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent if not wanted
   View grad_weight_ih, grad_weight_hh, grad_weight_ih_upper, grad_weight_query, grad_weight_output;
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output;
 };

@@ -1,5 +1,5 @@
-// What CPU and CUDA share: the keys that a row with a span may see. Internal to every unit that
-// includes it (see cpu/vector.h).
+// The keys that a row with a span may see, for CPU and CUDA. Internal to every translation unit
+// that includes it (see cpu/vector.h).
 #pragma once
 #include "attention.h"
 
@@ -11,7 +11,7 @@ struct Seen {
   int64_t from, to, origin;
 };
 
-// `bounds` are the two numbers of the row, n the keys of its sequence.
+// `bounds` are the two values of the row, n is the number of keys of its sequence.
 ATTNFAST_DEVICE inline Seen seen_within(const Problem& a, const int64_t* bounds, int64_t n) {
   const int64_t start = bounds[0], from = start < 0 ? 0 : start;
   int64_t to = bounds[1] < n ? bounds[1] : n;

@@ -1,6 +1,6 @@
-// What CPU and CUDA share of copy_distribution: its few hundred words of the source, in double, for
-// in log space differences of large logarithms are exponents. Internal to every unit that includes
-// it, which has declared ::exp and ::log (see cpu/vector.h).
+// Code of copy_distribution shared by CPU and CUDA: its few hundred source words. It computes in
+// double, because differences of large logarithms become exponents in log space. Internal to every
+// translation unit that includes it, which must have declared ::exp and ::log (see cpu/vector.h).
 #pragma once
 #include "copying.h"
 
@@ -8,7 +8,7 @@ namespace attnfast {
 namespace {
 
 constexpr double kLowest = -87.336544750553102;  // the logarithm of the smallest normal float
-constexpr double kLimit = 80;  // e^80 is the largest gradient; a mass below e^-80 counts as none
+constexpr double kLimit = 80;  // e^80 is the largest gradient; a mass below e^-80 counts as 0
 
 ATTNFAST_DEVICE inline double exp_of(double x) { return ::exp(x > kLimit ? kLimit : x); }
 
@@ -25,7 +25,7 @@ struct Gate {
   }
 };
 
-// A word of the source in log space: log P, the part of P that is generated, and q / P.
+// A word of the source in log space: log P, the generated share of P, and q / P.
 struct Word {
   double log_p, generated, ratio;
   bool slight;
