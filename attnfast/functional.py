@@ -54,7 +54,7 @@ def _attend(
     need_weights: bool | str,
     backend: str | None,
 ) -> AttentionOutput:
-    """Choose a backend and run, or say what does not fit: what both public functions share."""
+    """Check the arguments, choose a backend and run it, for both scores."""
     call = autocast_call(call)
     check_form(need_weights)
     need_weights = need_weights if isinstance(need_weights, str) else bool(need_weights)
@@ -114,62 +114,62 @@ def additive_attention(
               \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
 
     ``query`` and ``key`` are the projected decoder states and encoder states. Luong's "concat"
-    score is the same thing with the weight matrix split in two. No tensor of size Tq·Tk·A exists
-    at any time, forward or backward.
+    score is equivalent, with the weight matrix split in two. No tensor of size Tq·Tk·A is created,
+    forward or backward.
 
     Args:
         query: ``[B, Tq, A]``, or ``[B, H, Tq, A]`` with heads; float32, float64, bfloat16 or
-            float16. Half types accumulate in float32.
-        key: ``[B, Tk, A]`` (or with heads), dtype and device of the query, as ``value``.
+            float16. Half precision accumulates in float32.
+        key: ``[B, Tk, A]`` (or with heads), with the query's dtype and device, like ``value``.
         value: ``[B, Tk, Dv]`` (or with heads).
         weight: ``[A]``; with heads also ``[H, A]``.
-        activation: ``"tanh"``, or in its place ``"relu"``, max(0, x), or ``"leaky_relu"``, GATv2's
+        activation: ``"tanh"``, or ``"relu"``, max(0, x), or ``"leaky_relu"``, GATv2's
             max(0.2 x, x) (Brody, Alon and Yahav, ICLR 2022, arXiv:2105.14491).
-        lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are not seen. On the
+        lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are hidden. On the
             CPU a length outside 0…Tk raises; on a GPU it is clamped, because checking would
             synchronize.
-        mask: boolean, the shape of the scores ``[B, Tq, Tk]`` or 1 in place of a size; True where
-            a key may be attended to.
+        mask: boolean, broadcastable to the scores ``[B, Tq, Tk]`` (1 for a size); True where a key
+            may be attended to.
         bias: added to the score, shaped like ``mask``, differentiable; of the query's dtype, or
-            float32 beside half types. −inf hides the key.
-        span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, those
-            before it. Memory and CPU time are proportional to the number of visible keys; on a GPU
-            time also is, if consecutive rows see nearby keys. With heads also a list of one for
-            each head.
-        position: where the rows stand among the keys, for the span and sigma: see
-            :class:`attnfast.Span`. A tensor of real numbers gets its gradient through sigma.
-        sigma: of a Gaussian prior around that position, −(j − p_i)² / 2σ² added to the score; a
-            positive number of keys, or a tensor of them with the shapes of ``position``,
-            differentiable.
+            float32 with half precision. −inf hides the key.
+        span: the keys that a row may see, a :class:`attnfast.Span`: a window, a stride, or the
+            keys up to the row's position. Memory and CPU time are proportional to the number of
+            visible keys; on a GPU time also is, if consecutive rows see nearby keys. With heads, a
+            list of one span per head is also accepted.
+        position: the positions of the rows among the keys, for the span and sigma: see
+            :class:`attnfast.Span`. A floating-point tensor gets its gradient through sigma.
+        sigma: standard deviation, in keys, of a Gaussian prior around that position, which adds
+            −(j − p_i)² / 2σ² to the score; a positive number, or a tensor with the shapes of
+            ``position``, differentiable.
         temperature: T > 0 divides score, bias and prior.
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
             them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
         need_statistics: return :class:`attnfast.RowStatistics`: every row's entropy, largest
-            weight and its key, expected key and variance, taken as the weights come by. Weights
-            are stored for it only where gradients are wanted, as they always are.
+            weight and its key, expected key and variance, computed in the same pass. Statistics
+            need no stored weights; a call with gradients stores them in any case.
         backend: None for the fastest that can run, or ``"cpu"``, ``"triton"``, ``"cuda"``,
             ``"reference"``.
 
     Returns:
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype: an
         :class:`attnfast.AttentionOutput`, whose attribute ``log_sum_exp [B, Tq]`` is
-        log Σ_j exp(e_ij), float32 (float64 for float64), and whose ``statistics`` are None, or what
-        ``need_statistics`` says, in that dtype. With a list of spans weights are a list
+        log Σ_j exp(e_ij), float32 (float64 for float64), and whose ``statistics`` are those of
+        ``need_statistics``, in that dtype, or None. With a list of spans the weights are a list
         too, one ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
-        log-sum-exp −inf, statistics 0 and gradients 0. With heads the context lies in memory as the
-        query does, like that of ``scaled_dot_product_attention``: a transposed ``[B, Tq, H, A]`` is
-        transposed back without a copy.
+        log-sum-exp −inf, statistics 0 and gradients 0. With heads the context has the query's
+        memory layout, as in ``scaled_dot_product_attention``: for a query transposed from
+        ``[B, Tq, H, A]`` the context can be transposed back without a copy.
 
-    For every finite q and k each tanh is right to 4e-7, absolute (float64: to a few ulp of
-    itself), so that a score is right to 4e-7·Σ|w| and the rounding of its sum: about what eager
-    float32 code loses. Where all queries and keys of a block are near 0, max|q| + max|k| ≤ 0.8,
-    each tanh is right to a few ulp of itself, and with it the gradient of the weight.
+    For all finite q and k, each tanh has an absolute error of at most 4e-7 (float64: a few ulp), so
+    that the error of a score is at most 4e-7·Σ|w| plus the rounding of its sum: about the error of
+    eager float32 code. If all queries and keys of a block are near 0, max|q| + max|k| ≤ 0.8, each
+    tanh is accurate to a few ulp, and so is the gradient of the weight.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
-        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
-            of a backend other than ``"reference"``.
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: the requested backend cannot run this call; or a second derivative is
+            requested from a backend other than ``"reference"``.
 
     Paper: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
     Translate", ICLR 2015, arXiv:1409.0473.
@@ -216,7 +216,8 @@ def dot_attention(
     .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
               \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
 
-    Luong's "general" score is this with projected keys; his "dot" is this with ``scale=1``.
+    Luong's "general" score is this score with projected keys, his "dot" score this with
+    ``scale=1``.
 
     Args:
         scale: s; None means 1/√A, as in ``scaled_dot_product_attention``.
@@ -244,7 +245,7 @@ def dot_attention(
 def _with_coverage_feature(
     filters: Tensor | None, projection: Tensor | None, coverage_weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return filters and projection, the coverage feature among them: a filter of width 1."""
+    """Return filters and projection with the coverage feature appended as a filter of width 1."""
     if coverage_weight is None:
         return filters, projection
     column = coverage_weight.unsqueeze(-1)
@@ -255,7 +256,7 @@ def _with_coverage_feature(
         return one, column
     if filters.shape[-2] == 1:  # on the last weights alone
         filters = torch.nn.functional.pad(filters, (0, 0, 0, 1))
-    heads = max(filters.shape[:-3], column.shape[:-2], key=len)  # of one that each head has its own
+    heads = max(filters.shape[:-3], column.shape[:-2], key=len)  # the shape of one with heads
     return (
         torch.cat([x.expand(*heads, *x.shape[-3:]) for x in (filters, one)], -3),
         torch.cat([x.expand(*heads, *x.shape[-2:]) for x in (projection, column)], -1),
@@ -269,10 +270,10 @@ def coverage_call(
     channels: str = "previous",
     log_previous: Tensor | None = None,
 ) -> CoverageInputs:
-    """Check the arguments of :func:`coverage_attention`; return the operator's.
+    """Check the arguments of :func:`coverage_attention`; return those of the operator.
 
-    In ``call`` penalty and transition_prob may be numbers, inverse_fertility is a fertility,
-    previous holds weights, and the scale may be None.
+    In ``call``, penalty and transition_prob may be numbers, inverse_fertility is a fertility,
+    previous contains weights, and the scale may be None.
     """
     call = autocast_call(call)
     check_inputs(call)
@@ -291,7 +292,7 @@ def coverage_call(
         )
 
     def cast(name: str, x: Any) -> Any:
-        """Return x in the accumulation dtype; parameters may have another."""
+        """Return x in the accumulation dtype; parameters may have another dtype."""
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         check_array(name, x, "real numbers")
@@ -348,7 +349,7 @@ def coverage_call(
 
 
 def logarithm(weights: Tensor) -> Tensor:
-    """Return log α, −inf for 0; the gradient is 0 where 1/α nears the limit of the dtype."""
+    """Return log α, −inf for 0; the gradient is 0 where 1/α approaches the limit of the dtype."""
     small = weights < torch.finfo(weights.dtype).tiny * 1e6
     return torch.where(small, weights.detach().log(), weights.masked_fill(small, 1).log())
 
@@ -374,9 +375,9 @@ def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
 
 
 def filters_of(call: CoverageInputs) -> int:
-    """Return how many filters a call has; in a graph that is compiled, whether more than Triton's.
+    """Return the number of filters of a call; while compiling, 0 unless it exceeds Triton's limit.
 
-    There the choice of a backend is a constant, and so must be what it depends on.
+    In a compiled graph the chosen backend is a constant, and so must be this value.
     """
     count = 0 if call.filters is None else call.filters.shape[-3]
     if torch.compiler.is_compiling():
@@ -393,7 +394,7 @@ def cover(
     need_weights: bool,
     backend: str | None,
 ) -> CoverageOutput:
-    """Choose a backend and run a call as :func:`coverage_call` takes it."""
+    """Choose a backend and run a call with the arguments of :func:`coverage_call`."""
     check_flag("need_weights", need_weights)
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
@@ -434,43 +435,43 @@ def coverage_attention(
     need_weights: bool = False,
     backend: str | None = None,
 ) -> CoverageOutput:
-    r"""Attend row after row, each row knowing what the rows before it attended to.
+    r"""Attend row after row; each row's scores depend on the weights of the rows before it.
 
     .. math:: e_{tj} = (s \cdot \mathrm{score}(q_t, k_j + f_{tj}) + b_{tj} - \lambda C_{tj}) / T,
               \quad \alpha_t = \mathrm{softmax}_j(e_{tj}), \quad
               C_{t+1,j} = C_{tj} + \alpha_{tj} / \phi_j
 
     All queries may be given at once, or one after the other with ``coverage`` and ``previous``
-    carried from call to call; the numbers are the same, but for the rounding of the weights that
-    half types carry. Memory is linear in Tq·Tk.
+    passed from call to call; the results are equal, except in half precision for the rounding of
+    the weights passed on. Memory is linear in Tq·Tk.
 
     Args:
         query, key, value: as in :func:`attnfast.additive_attention`.
         weight: of the additive score ``[A]`` or, with heads, ``[H, A]``; None for the dot score.
-        penalty: λ, subtracts the coverage from the score: a number, or a tensor, one number or
-            ``[H]``, with gradient.
+        penalty: λ, multiplies the coverage that is subtracted from the score: a number, or a
+            tensor, a scalar or ``[H]``, differentiable.
         coverage_weight: w of the coverage feature :math:`f_{tj} = w C_{tj}`, ``[A]`` or ``[H, A]``.
         filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`: ``[K, 1, W]``
             on the last row's weights or ``[K, 2, W]`` on these and the coverage, W odd, zeros past
             the ends; with heads also ``[H, K, 2, W]``.
-        channels: what filters of one channel look at, ``"previous"`` or ``"coverage"``.
+        channels: the input of filters with one channel, ``"previous"`` or ``"coverage"``.
         projection: U of the location features, ``[A, K]`` or ``[H, A, K]``.
-        fertility: φ > 0, how much attention a key asks for, ``[B, Tk]`` (or with heads); None
-            means 1.
+        fertility: φ > 0, the expected sum of a key's attention weights, ``[B, Tk]`` (or with
+            heads); None means 1.
         transition_prob: u of forward attention, which multiplies exp(e) by
             :math:`(1 - u_t) \alpha_{t-1,j} + u_t \alpha_{t-1,j-1}`: a number from 0 to 1 (0.5
-            for the plain one) or ``[B, Tq]``, whose values outside that range give NaN.
-            ``previous`` must then say where to begin. It is computed from logarithms, so that no
-            spread of the scores loses a weight; a weight that is exactly 0 gets gradient 0.
+            without a transition agent) or ``[B, Tq]``, where values outside that range give NaN.
+            ``previous`` is then required as the initial alignment. The recursion is computed from
+            logarithms, so that no weight underflows; a weight that is exactly 0 gets gradient 0.
         coverage: C before the first row, ``[B, Tk]``, float32 (float64 for float64); None means 0.
         previous: the weights of the row before the first, ``[B, Tk]``; None means 0.
-        log_previous: with a transition, the logarithms of ``previous``, −inf for 0, which may be
-            given instead: the last row of the result's ``log_weights``. They do not underflow.
+        log_previous: with a transition, the logarithms of ``previous``, −inf for 0, instead of it:
+            the last row of the result's ``log_weights``. They do not underflow.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         scale: s; None means 1 with a weight and 1/√A without.
         lengths, mask, bias, temperature, need_weights, backend: as in
-            :func:`attnfast.additive_attention`. A row whose mask is False throughout (padding of
-            the target) counts in neither coverage nor loss.
+            :func:`attnfast.additive_attention`. A row whose mask is entirely False (padding of
+            the target) does not contribute to coverage or loss.
 
     Returns:
         ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
@@ -480,9 +481,9 @@ def coverage_attention(
         transition, log α. With heads, ``[B, H, …]`` throughout.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
-        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
-            of a backend other than ``"reference"``.
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: the requested backend cannot run this call; or a second derivative is
+            requested from a backend other than ``"reference"``.
 
     Papers: See, Liu and Manning, "Get To The Point: Summarization with Pointer-Generator Networks",
     ACL 2017, arXiv:1704.04368; Tu et al., "Modeling Coverage for Neural Machine Translation", ACL
@@ -516,38 +517,39 @@ def copy_distribution(
     log: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Mix the distribution over the vocabulary with that of copying a word of the source.
+    r"""Mix the distribution over the vocabulary with a distribution that copies source words.
 
     .. math:: P_{tw} = p_t \, \mathrm{softmax}(\ell_t)_w
               + (1 - p_t) \sum_{i:\, s_i = w} \alpha_{ti}, \quad p_t = \sigma(g_t)
 
-    Words that the vocabulary lacks take part by numbers from V on, given to them source by source.
-    No tensor larger than the result is made, forward or backward, and the result does not depend on
-    the order in which threads run.
+    Out-of-vocabulary words have ids from V on, assigned separately for each source. No tensor
+    larger than the result is created, forward or backward, and the result does not depend on the
+    order in which threads run.
 
     Args:
         logits: ℓ ``[B, Tq, V]``, or log-probabilities; −inf for a word that may not be generated.
-            float32, float64, bfloat16 or float16; half types accumulate in float32.
+            float32, float64, bfloat16 or float16; half precision accumulates in float32.
         weights: α ``[B, Tq, Tk]``, of the logits' dtype, each row with sum 1 (or 0).
-        source: s ``[B, Tk]``, int64 or int32, the word at every key, 0 ≤ s < V + X, also where the
-            weights are 0.
+        source: s ``[B, Tk]``, int64 or int32, the word id at every key, 0 ≤ s < V + X, also where
+            the weights are 0.
         gate: g ``[B, Tq]``, the logit of p_gen, of the logits' dtype.
-        num_oov: X, how many words beyond the vocabulary the sources of the batch bring.
-        log: return log P, computed from logarithms: it loses nothing where p or P is near 0 or 1.
+        num_oov: X, the number of out-of-vocabulary words in the sources of the batch.
+        log: return log P, computed from logarithms, accurate also where p or P is near 0 or 1.
         backend: as in :func:`attnfast.additive_attention`.
 
     Returns:
-        ``[B, Tq, V + X]``, of the logits' dtype; half types give float32 under autocast. A word
-        that cannot come has P = 0, and −87.3 for its logarithm, with gradient 0: no logarithm of 0
-        is ever taken. (One that can come, but hardly, may have less.)
-        In log space a word's weights below e^−80 count as 0, and the gradient of a weight, which
-        is (1 − p) / P times the result's, stops growing at e^80 (float16, bfloat16: at 65504).
+        ``[B, Tq, V + X]``, of the logits' dtype; float32 for half precision under autocast. An
+        impossible word has P = 0, and −87.3 as its logarithm, with gradient 0, instead of −inf. (A
+        very improbable word may have less.) In log space a word's weights below e^−80 are treated
+        as 0, and the gradient of a weight, (1 − p) / P times that of the result, is limited to e^80
+        (float16, bfloat16: 65504).
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it. On a GPU no word
-            of the source is looked at, for checking would wait; one out of range is not copied.
-        RuntimeError: the backend asked for cannot run this call; or a second derivative is asked
-            of a backend other than ``"reference"``.
+        ValueError, TypeError: an argument does not fit; the message names it. On a GPU
+            the ids of the source are not checked, because checking would synchronize; an id out of
+            range is not copied.
+        RuntimeError: the requested backend cannot run this call; or a second derivative is
+            requested from a backend other than ``"reference"``.
 
     Papers: See, Liu and Manning, "Get To The Point: Summarization with Pointer-Generator Networks",
     ACL 2017, arXiv:1704.04368; Gu et al., "Incorporating Copying Mechanism in Sequence-to-Sequence

@@ -1,4 +1,4 @@
-"""Losses on attention weights, and on what attention draws."""
+"""Losses on attention weights, and on samples of hard attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnfast.ops.operators import accumulation_dtype
 __all__ = ["Reinforce", "alignment_loss", "doubly_stochastic_loss", "pointer_loss"]
 
 KINDS = ("cross_entropy", "squared")
-#: Of a weight below it the logarithm is taken as if it were this.
+#: Smaller weights are clamped to this value before their logarithm is taken.
 SMALLEST = 1e-8
 
 
@@ -35,22 +35,22 @@ def alignment_loss(
     ``squared``         :math:`\frac12 \sum_j (\alpha_{ij} - \hat\alpha_{ij})^2`
     ==================  =================================================
 
-    A span's weights stay in their columns; no tensor of size Tq·Tk is made. What is aligned to a
-    key that a row may not see counts with α = 0, the logarithm with that of 1e-8.
+    A span's weights stay in their columns; no tensor of size Tq·Tk is created. An alignment to a
+    key that is hidden from the row counts with α = 0, in the logarithm with α = 1e-8.
 
     Args:
         weights: α, ``[B, (H,) Tq, Tk]``, or ``[B, (H,) Tq, W]`` in the columns of a span.
-        alignment: α̂: the aligned key of every row, int64 ``[B, (H,) Tq]``, −1 for none; or numbers
-            ``[B, (H,) Tq, Tk]``, dense or ``torch.sparse_coo``. Unless sparse, 1 may stand for H.
-        keys: of the columns, ``[.., Tq, W]`` from :meth:`attnfast.Span.keys`, if the weights are
-            a span's.
+        alignment: α̂: the aligned key of every row, int64 ``[B, (H,) Tq]``, −1 for none; or weights
+            ``[B, (H,) Tq, Tk]``, dense or ``torch.sparse_coo``. Unless sparse, H may be 1.
+        keys: the key of each column, ``[.., Tq, W]`` from :meth:`attnfast.Span.keys`, if the
+            weights are a span's.
         kind: one of the table.
 
     Returns:
-        ``[B, (H,) Tq]``, differentiable, float32 for half types; 0 where the aligned key is −1.
+        ``[B, (H,) Tq]``, differentiable, float32 for half precision; 0 where the aligned key is −1.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Papers: Mi, Wang and Ittycheriah, "Supervised Attentions for Neural Machine Translation", EMNLP
     2016, arXiv:1608.00112; Liu et al., "Neural Machine Translation with Supervised Attention",
@@ -110,10 +110,10 @@ def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tenso
         mask: boolean ``[B, Tk]``, True for keys that exist; None means all.
 
     Returns:
-        ``[B]``, differentiable, float32 for half types.
+        ``[B]``, differentiable, float32 for half precision.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.2.1.
 
@@ -136,16 +136,16 @@ class Reinforce(nn.Module):
               (\log p(y_n \mid \tilde s_n) - b) \log p(\tilde s_n) + \lambda_e H[s_n]\right],
               \quad b \leftarrow 0.9\, b + 0.1\, \frac{1}{B} \sum_n \log p(y_n \mid \tilde s_n)
 
-    The factor before :math:`\log p(\tilde s)` is a number, through which no gradient goes: with
-    :math:`\lambda_r = 1` and :math:`\lambda_e = 0` the gradient's mean over what may be drawn is
-    that of the mean of :math:`-\log p(y \mid s)`. The baseline b is that of the batches before,
-    so that it depends on none of this one's draws, but for the first, which begins it. It moves in
-    training alone, not by a batch whose mean is infinite or NaN, and is a buffer.
+    The factor before :math:`\log p(\tilde s)` is detached: with :math:`\lambda_r = 1` and
+    :math:`\lambda_e = 0` the expected gradient over the samples is that of the mean of
+    :math:`-\log p(y \mid s)`. The baseline b is computed from previous batches, so that it does not
+    depend on the samples of this batch; the first batch initialises it. It is a buffer, which is
+    updated in training only and skips batches whose mean is infinite or NaN.
 
     Args:
         weight: λ_r.
         entropy_weight: λ_e.
-        decay: of the baseline, 0.9 in the formula.
+        decay: decay of the baseline, 0.9 in the formula.
 
     Papers: Williams, "Simple statistical gradient-following algorithms for connectionist
     reinforcement learning", Machine Learning 8, 1992; Xu et al., "Show, Attend and Tell", ICML
@@ -165,14 +165,14 @@ class Reinforce(nn.Module):
         self.register_buffer("baseline", torch.tensor(torch.nan, dtype=torch.float64))
 
     def forward(self, log_likelihood: Tensor, log_prob: Tensor, entropy: Tensor) -> Tensor:
-        r"""Return the loss of a batch, a number.
+        r"""Return the loss of a batch, a scalar.
 
         Args:
             log_likelihood: ``[B]``, :math:`\log p(y \mid \tilde s)` of whole targets.
             log_prob, entropy: ``[B]``, of :class:`attnfast.nn.HardAttentionState`.
 
         Raises:
-            ValueError, TypeError: they do not fit; the sentence names which.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_array("log_likelihood", log_likelihood, "real numbers", ("B",))
         check_device("log_likelihood", log_likelihood, self.baseline, "the module")
@@ -201,7 +201,7 @@ def check_weights(weights: object, columns: str = "Tk") -> None:
 
 
 def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
-    """Return the keys of the columns of ``weights``, with an axis for heads; refuse misfits."""
+    """Return the column keys of ``weights`` with a head axis; raise if they do not fit."""
     check_tensor("keys", keys)
     check_device("keys", keys, weights, "weights")
     if keys.dim() == 3 and weights.dim() == 4:
@@ -228,7 +228,7 @@ def _of_numbers(weights: Tensor, aligned: Tensor, kind: str) -> Tensor:
 
 
 def _unseen(aligned: Tensor, inside: Tensor, kind: str) -> Tensor:
-    """Return the loss of what is aligned to keys that no column has."""
+    """Return the loss of alignments to keys that no column has."""
     if kind == "squared":
         return 0.5 * (aligned.square().sum(-1) - inside.square().sum(-1))
     log = torch.log(aligned.new_tensor(SMALLEST))
@@ -265,18 +265,18 @@ def _of_entries(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: s
 
 
 def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
-    r"""Return how little probable pointers are, in nats a pointer, ends among them.
+    r"""Return the negative log-likelihood per pointer, in nats; ends count as pointers.
 
     .. math:: -\frac{1}{\sum_b T_b} \sum_b \sum_{t \le T_b} \ln P(y_{bt}), \quad
               T_b \text{ the place of the first end}
 
     Args:
         log_probs: ``[B, T, 1 + N]``, of :class:`attnfast.nn.PointerNetwork`.
-        pointers: ``[B, T]``, int64: 0 for the end, i for the i-th item; what follows a row's first
-            end does not count.
+        pointers: ``[B, T]``, int64: 0 for the end, i for the i-th item; pointers after a row's
+            first end are ignored.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Example:
         >>> log_probs = torch.full((1, 2, 3), 0.5).log()

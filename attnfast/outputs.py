@@ -1,8 +1,8 @@
 """Outputs of the public functions: tuples to unpack, with attributes for less common outputs.
 
-How many items a result has depends on no flag, so that ``context, weights = …`` always works, and
-there is room for more by name. ``os.stat_result`` has this form. A third item would be one that
-everybody must unpack; a flag that adds one changes what code that is given a result can do with it.
+The number of items does not depend on flags, so that ``context, weights = …`` always works, and
+further outputs can be added as attributes. ``os.stat_result`` has this form. A third item would
+have to be unpacked by every caller, and a flag that adds one would break code that unpacks two.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["AttentionOutput", "CoverageOutput", "RecurrentOutput", "RowStatistic
 class RowStatistics(NamedTuple):
     """Statistics of each row's attention weights, ``[B, (H,) Tq]``.
 
-    ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n where n are alike; ``largest`` weight
+    ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n for n equal weights; ``largest`` weight
     and its ``position``, int64, the key of the largest score, the first of equal ones, exact up to
-    2²⁴ keys; ``mean`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position, in keys.
-    Differentiable but for the position. All are 0 of a row that sees no key. Of one whose weights
-    are NaN so are they, and the position is 0.
+    2²⁴ keys; ``mean`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position, in keys. All
+    fields except ``position`` are differentiable. If a row sees no key, all fields are 0. If a
+    row's weights are NaN, all fields are NaN except ``position``, which is 0.
     """
 
     entropy: Tensor
@@ -34,10 +34,10 @@ class RowStatistics(NamedTuple):
 
 
 class _Result(tuple):
-    """A tuple of its items, also where they come one by one.
+    """A tuple that can be constructed from separate items.
 
-    Backward hooks of modules, and wrappers that move what a module returns, make results anew from
-    the items: attributes are not there then.
+    Backward hooks of modules, and wrappers that move a module's outputs, rebuild results from the
+    items; the attributes are lost then.
     """
 
     def __new__(cls, *items: Any) -> Any:
@@ -46,13 +46,13 @@ class _Result(tuple):
 
 
 class AttentionOutput(_Result):
-    """``context, weights``, by name too; weights are None unless asked for.
+    """``context, weights``, also as attributes; weights are None unless requested.
 
     Attributes:
-        log_sum_exp: log Σ_j exp(e_ij) ``[B, (H,) Tq]``, float32 (float64 for float64), −inf of a
-            row that sees no key.
-        statistics: :class:`RowStatistics` of the weights in log_sum_exp's dtype, or None unless
-            asked for.
+        log_sum_exp: log Σ_j exp(e_ij) ``[B, (H,) Tq]``, float32 (float64 for float64), −inf for
+            a row that sees no key.
+        statistics: :class:`RowStatistics` of the weights in log_sum_exp's dtype; None unless
+            requested.
     """
 
     log_sum_exp: Tensor
@@ -91,7 +91,7 @@ class AttentionOutput(_Result):
 
 
 class CoverageOutput(_Result):
-    """``context, weights, coverage``, by name too, the last of them after the last row.
+    """``context, weights, coverage``, also as attributes; coverage is that after the last row.
 
     Attributes:
         loss: every sequence's coverage loss, Σ_tj min(α_tj, C_tj), ``[B, (H)]``.
@@ -116,12 +116,12 @@ class CoverageOutput(_Result):
 
 
 class RecurrentOutput(_Result):
-    """``output, state``, by name too, of a recurrent layer that attends.
+    """``output, state`` of a recurrent layer that attends, also as attributes.
 
     Attributes:
-        states: of the last layer ``[B, T, H]``.
+        states: states of the last layer, ``[B, T, H]``.
         contexts: ``[B, T, Dv]``.
-        weights: ``[B, T, Tk]``, or None unless asked for.
+        weights: ``[B, T, Tk]``; None unless requested.
     """
 
     states: Tensor

@@ -1,4 +1,4 @@
-r"""Spans: which keys a query row may see.
+r"""Spans: the keys that are visible to a query row.
 
 A span is an arithmetic progression of key positions for every row.
 """
@@ -28,43 +28,43 @@ from attnfast._utils.checks import (
 
 __all__ = ["Position", "Span", "gaussian_bias"]
 
-#: Where rows stand among the keys: see :class:`Span`.
+#: The positions of rows among the keys: see :class:`Span`.
 Position = int | str | Tensor | None
 
 
 @dataclass(frozen=True)
 class Span:
-    r"""The keys that a row may see: those that all its conditions allow.
+    r"""The keys visible to a row: those that satisfy all conditions.
 
     ==============================  =========================================================
-    ``window=(left, right)``        p_i − left ≤ j ≤ p_i + right; None for a side without end,
+    ``window=(left, right)``        p_i − left ≤ j ≤ p_i + right; None for an unbounded side,
                                     one number for both
     ``causal=True``                 j ≤ p_i
     ``stride=k``                    j ≡ p_i (mod k)
     ``stride=k, fixed=True``        j ≡ 0 (mod k)
     ==============================  =========================================================
 
-    p_i is where row i stands among the keys, the argument ``position`` of the calls:
+    p_i is the position of row i among the keys, the argument ``position`` of the calls:
 
     ==============================  =========================================================
     None                            p_i = i
     a number n                      p_i = n + i: rows from the n-th on, a decoder's n-th step
     ``"end"``                       p_i = i + Tk − Tq: the last row at the last key
     ``"diagonal"``                  p_i = i · S / Tq, S the sequence's length: Luong's local-m
-    a tensor                        ``[Tq]``, ``[B, Tq]`` or ``[B, H, Tq]``, whole numbers or
-                                    not: Luong's local-p
+    a tensor                        ``[Tq]``, ``[B, Tq]`` or ``[B, H, Tq]``, integers or
+                                    floating point: Luong's local-p
     ==============================  =========================================================
 
     A stride that is not fixed needs one of the first three. A dilated window of radius r is
     ``window=r * k, stride=k``.
 
-    Where the window ends on both sides, weights are compact: ``[B, Tq, W]`` with a column for each
-    of the W keys that a row may see at most (:meth:`keys` tells which; those outside of the
-    sequence have weight 0). With a stride alone the columns are the keys of the row's progression;
-    else they are all keys.
+    If the window is bounded on both sides, weights are compact: ``[B, Tq, W]``, where W is the
+    largest number of keys visible to a row (:meth:`keys` returns the key of each column; keys
+    outside the sequence have weight 0). With a stride alone the columns are the keys of the row's
+    progression; otherwise they are all keys.
 
     Raises:
-        ValueError: a negative window, a stride below 1, or one of them 2³¹ and more.
+        ValueError: a negative window, a stride below 1, or either is 2³¹ or more.
 
     Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025, for local attention; Child et
     al., "Generating Long Sequences with Sparse Transformers", arXiv:1904.10509, for strides.
@@ -101,22 +101,22 @@ class Span:
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """How far a row sees to the left and to the right, None for no end."""
+        """The number of keys visible to the left and right of a row, None if unbounded."""
         left, right = self.window  # type: ignore[misc]
         return left, 0 if self.causal else right
 
     @property
     def compact(self) -> bool:
-        """True if the window bounds the number of keys that a row sees."""
+        """True if the window bounds the number of visible keys of a row."""
         return None not in self.sides
 
     @property
     def phases(self) -> int:
-        """How many phases rows and keys fall into, each with its own keys: 1 for a fixed stride."""
+        """The number of phases of rows, each of which sees its own keys: 1 for a fixed stride."""
         return 1 if self.fixed else self.stride
 
     def columns(self, Tk: int) -> int:
-        """Return W, how many columns the weights have."""
+        """Return W, the number of columns of the weights."""
         check_int("Tk", Tk, 0)
         left, right = self.sides
         if left is None or right is None:
@@ -126,7 +126,7 @@ class Span:
         return (left + right) // self.stride + 1
 
     def locate(self, p: Tensor, Tk: int) -> Rows:
-        """Return what rows at the positions ``p [*, Tq]`` see of Tk keys, all of them existing."""
+        """Return the keys visible to rows at positions ``p [*, Tq]`` if all Tk keys exist."""
         left, right = self.sides
         k = self.stride
         far = Tk + max(left or 0, right or 0) + k  # beyond it a row sees all keys or none
@@ -147,7 +147,7 @@ class Span:
         return Rows(phase, ceil_div(first - phase, k), ceil_div(last + 1 - phase, k))
 
     def stop(self, rows: Rows, Tk: int, lengths: Tensor | None) -> Tensor:
-        """Return where rows stop seeing keys that their sequences have."""
+        """Return the end of the visible keys of rows, limited to the sequences' lengths."""
         end: Any = Tk
         if lengths is not None:
             end = lengths.clamp(0, Tk).view(-1, *[1] * (max(rows.stop.dim(), 2) - 1))
@@ -168,13 +168,13 @@ class Span:
         """Return the key of every column of the weights, int64, −1 where there is none.
 
         Args:
-            Tq, Tk: how many rows and keys there are.
-            position: where the rows stand.
-            lengths: ``[B]``, the keys of each sequence.
-            device: of the result, if no other argument is a tensor.
+            Tq, Tk: the numbers of rows and keys.
+            position: the positions of the rows.
+            lengths: ``[B]``, the number of keys of each sequence.
+            device: device of the result, if no other argument is a tensor.
 
         Returns:
-            ``[Tq, W]``, with the batch's and heads' axes of position and lengths before it.
+            ``[Tq, W]``, preceded by the batch and head axes of position and lengths.
         """
         check_int("Tq", Tq, 0)
         check_int("Tk", Tk, 0)
@@ -208,7 +208,7 @@ Spans = Span | Sequence[Span] | None
 
 
 def ceil_div(n: Any, k: int) -> Any:
-    """Return how many steps of k it takes to n, rounded up."""
+    """Return n / k, rounded up."""
     if k == 1:
         return n
     n = n + (k - 1)
@@ -218,7 +218,7 @@ def ceil_div(n: Any, k: int) -> Any:
 def positions(
     position: Position, Tq: int, Tk: int, lengths: Tensor | None, device: torch.device | None
 ) -> Tensor:
-    """Return where the rows stand, ``[Tq]`` or what was given."""
+    """Return the positions of the rows: ``[Tq]``, or the given tensor."""
     if isinstance(position, Tensor):
         return position
     if lengths is not None:
@@ -232,14 +232,14 @@ def positions(
 
 
 def first_position(position: int | str | None, Tq: int, Tk: int) -> int:
-    """Return where the first row stands if the others follow it key by key."""
+    """Return the position of the first row if the others follow it key by key."""
     if is_int(position):
         return int(position)  # type: ignore[arg-type]
     return Tk - Tq if position == "end" else 0
 
 
 def check_position(position: object, spans: Sequence[Span]) -> None:
-    """Refuse what is no position, or none for these spans."""
+    """Raise unless ``position`` is a position that these spans accept."""
     given = isinstance(position, Tensor)
     named = position is None or (isinstance(position, str) and position in ("end", "diagonal"))
     number = is_int(position) and abs(int(position)) < 2**62  # type: ignore[call-overload]
@@ -277,7 +277,7 @@ def _check_place(Tq: int, Tk: int, position: Position, lengths: object, device: 
 def _check_rows(
     name: str, x: Tensor, rows: Sequence[int], like: object, whole: bool = False
 ) -> Sequence[int]:
-    """Raise unless x has a number for each row; return the shape of all rows."""
+    """Raise unless x has one element for each row; return the shape of all rows."""
     check_tensor(name, x)
     try:
         shape = torch.broadcast_shapes(x.shape, rows)
@@ -314,29 +314,29 @@ def gaussian_bias(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    r"""Return a bump to add to the scores, as ``bias``: a mild wish for keys near a position.
+    r"""Return a Gaussian bias for the scores, a soft preference for keys near a position.
 
     .. math:: b_{ij} = h \exp\left(-\frac{(j - p_i)^2}{2 \sigma^2}\right)
 
-    It raises the scores near p by at most h and leaves those far away as they are; the argument
-    ``sigma`` of :func:`attnfast.additive_attention` adds the logarithm of a Gaussian instead, which
-    falls without end, so that far keys cannot be seen.
+    The bias raises the scores near p by at most h and leaves those far from p unchanged. The
+    argument ``sigma`` of :func:`attnfast.additive_attention` adds the logarithm of a Gaussian
+    instead, which is unbounded below, so that far keys get almost no weight.
 
     Args:
-        Tq, Tk: how many rows and keys there are.
-        sigma: σ > 0, in keys; a number or a tensor of the rows' shape, with gradient.
-        height: h; a number or a tensor, with gradient.
+        Tq, Tk: the numbers of rows and keys.
+        sigma: σ > 0, in keys; a number or a tensor of the rows' shape, differentiable.
+        height: h; a number or a tensor, differentiable.
         position: p: ``"diagonal"`` for i · n / Tq with n the source's length, a tensor
-            ``[.., Tq]``, or what :meth:`Span.keys` takes.
+            ``[.., Tq]``, or any position that :meth:`Span.keys` takes.
         lengths: ``[B]``, n of each source; None means Tk.
-        dtype: of the result: the query's, or float32 beside half types.
-        device: of the result, if no other argument is a tensor.
+        dtype: dtype of the result: the query's, or float32 with half precision.
+        device: device of the result, if no other argument is a tensor.
 
     Returns:
-        ``[Tq, Tk]``, with the batch's and heads' axes of position and lengths before it.
+        ``[Tq, Tk]``, preceded by the batch and head axes of position and lengths.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Example:
         >>> attnfast.gaussian_bias(2, 4, sigma=1.0).argmax(-1)

@@ -1,20 +1,21 @@
-"""A decoder's steps over one memory, and the gradients that can wait for the last of them.
+"""A decoder's steps over one memory, with key gradients deferred to the end of the backward.
 
-A recurrent decoder attends with one query at a time, to the same keys. Only the query's gradient
-is needed for the recurrence. So a step's backward computes no more than that and leaves the
-gradient of its scores with the memory; once the last step has run, one pass over all steps gives
-the gradients of keys, values and weight.
+A recurrent decoder attends with one query at a time, to the same keys. The recurrence needs only
+the query's gradient. A step's backward therefore computes only that and stores the gradient of its
+scores with the memory; after the last step, one pass over all steps computes the gradients of keys,
+values and weight.
 
-In autograd's terms :class:`DeferredKeyGradients` is a node whose output, an empty token, every step
-consumes, so that its backward comes after theirs, whatever subset of the steps took part::
+In autograd's terms :class:`DeferredKeyGradients` is a node whose output, an empty token, is an
+input of every step, so that its backward runs after those of all steps that took part::
 
     keys, values, weight ─ DeferredKeyGradients ─ token ─┬─ Step 1 ─ context 1
                                                          ├─ Step 2 ─ context 2
                                                          └─ …
 
-Steps with a history go the same way; those with filters take a token of their own, which the
-filters went into too. Taking their features' tanh again at the end would cost more than to read and
-write the keys' gradient at every step, so they add theirs to sums, and only the values' waits.
+Steps with a history are deferred in the same way; steps with filters take their own token, which
+also depends on the filters. Recomputing the tanh of their features at the end would cost more than
+reading and writing the keys' gradient at every step, so each step adds its key gradient to a sum,
+and only the gradient of the values is deferred.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from attnfast.ops.coverage import COVERAGE, backward_into
 
 
 class _Differentiated(Function):
-    """Hands on what a backward computed, and what it was computed from: no derivative passes."""
+    """Return the outputs of a backward, connected to its inputs; differentiating them raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors):
@@ -58,9 +59,9 @@ class _Differentiated(Function):
 
 
 def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let no derivative go through what a backward computes: asking for one raises.
+    """Make the gradients of a backward raise if they are differentiated.
 
-    The backward returns its gradients and the tensors that it took them from. PyTorch's own
+    The backward returns its gradients and the tensors that they were computed from. PyTorch's own
     ``once_differentiable`` leaves no path to these: a derivative with respect to them is None.
     """
 
@@ -83,17 +84,18 @@ class _Left(list):
 
 
 class PendingGradients:
-    """Gradients that steps have left, by the running backward's number in autograd's engine.
+    """Pending gradients of steps, keyed by the graph task of the running backward.
 
-    One that never reaches the memory (only a query's gradient was asked for, or it failed) must
-    not be counted by the next: the engine alone holds what was left, and forgets it at the end.
+    If a backward never reaches the memory (because it failed, or only a query's gradient was
+    requested), the next backward must not use its pending gradients: only the autograd engine
+    references them, and it drops them when that backward ends.
     """
 
     def __init__(self):
         self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
 
     def pending(self) -> _Left:
-        """Return what is left in the running backward, to add to until its end."""
+        """Return the list of pending steps of the running backward, to append to."""
         task = number_of_backward()
         left = self.left.get(task)
         if left is None:
@@ -102,7 +104,7 @@ class PendingGradients:
         return left
 
     def collect(self) -> tuple[list[Any], tuple[Tensor, ...] | None]:
-        """Return what was left in the running backward, and its sums, and forget them."""
+        """Return the pending steps of the running backward and their sums, and clear both."""
         left = self.left.get(number_of_backward(), _Left())
         taken, sums = list(left), left.sums
         left.clear()
@@ -165,7 +167,7 @@ class SavedFeatures(NamedTuple):
 
 
 class SharedKeys:
-    """The steps over one memory: what their backend prepared of its keys, gradients that wait."""
+    """State shared by the steps over one memory: prepared keys and pending gradients."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class SharedKeys:
         self.versions = [
             (x, x._version, name) for name, x in named if x is not None and not x.is_inference()
         ]
-        self.task = number_of_backward()  # of the backward that runs, or -1
+        self.task = number_of_backward()  # of the running backward, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.backend = backend
         self.waiting = PendingGradients()
@@ -191,7 +193,7 @@ class SharedKeys:
             self.token = DeferredKeyGradients.apply(
                 key, value, weight, None, None, None, self._shared()
             )
-        self._room = room  # that the keys lie in, if they grow
+        self._room = room  # the buffer of the keys, if they grow
         self._is_prepared = False
         self._prepared: Tensor | None = None
         self._features: Features | None = None
@@ -201,7 +203,7 @@ class SharedKeys:
         return Shared(lengths, score, self.backend, waiting or self.waiting)
 
     def check_unchanged(self) -> None:
-        """Refuse tensors of the memory that were changed in place since it was prepared."""
+        """Raise if tensors of the memory were modified in place since it was prepared."""
         for x, version, name in self.versions:
             if x._version != version:
                 raise RuntimeError(
@@ -209,16 +211,16 @@ class SharedKeys:
                 )
 
     def defers(self) -> bool:
-        """Return whether gradients of keys, values and weight can wait for the end of the backward.
+        """Return whether the gradients of keys, values and weight can be deferred.
 
-        Not those of a step that a reentrant checkpoint takes again, in a backward of its own inside
-        the backward: the first such step would be the end.
+        A step that a reentrant checkpoint recomputes cannot defer them: it runs in a nested
+        backward, which would end after the first such step.
         """
         if self.token is None or not torch.is_grad_enabled():
             return False
         if number_of_backward() == self.task:
             return True
-        if has_saved_tensor_hooks():  # a non-reentrant checkpoint, which wants saved tensors alone
+        if has_saved_tensor_hooks():  # a non-reentrant checkpoint, which handles saved tensors only
             return False
         key, value, _, weight, *_ = self.source
         if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
@@ -243,15 +245,16 @@ class SharedKeys:
         )
 
     def prepared(self) -> Tensor | None:
-        """Return what the backend keeps of the keys, made at the first step.
+        """Return the keys as prepared by the backend at the first step, or None.
 
-        Nothing where operators are recorded or mapped: whether it is there depends on numbers.
+        It is None while operators are traced or vmapped, because whether a backend prepares keys
+        depends on their values.
         """
         if has_dispatch_mode():
             return None
         if not self._is_prepared:
             key, _, lengths, _, score, _ = self.source
-            with torch.inference_mode(False):  # or no backward could save it
+            with torch.inference_mode(False):  # so that a backward can save it
                 if self._room is None:
                     self._prepared = BACKENDS[self.backend].prepare(key, lengths, score)
                 else:
@@ -260,7 +263,7 @@ class SharedKeys:
         return self._prepared
 
     def features(self, of: tuple[Any, ...], filters: Tensor, projection: Tensor) -> Features:
-        """Return the token of steps with such filters, made once for what they are made ``of``."""
+        """Return the token of steps with these filters; reuse it while ``of`` is unchanged."""
         of = tuple((x, getattr(x, "_version", None)) for x in of)
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
@@ -275,7 +278,7 @@ class SharedKeys:
             if token.grad_fn is not None:
                 steps, made = weakref.ref(self), weakref.ref(known)
 
-                def forget(_: Any) -> None:  # the graph of the filters is gone now
+                def forget(_: Any) -> None:  # the graph of the filters is freed now
                     if (here := steps()) is not None and here._features is made():
                         here._features = None
 
@@ -284,7 +287,7 @@ class SharedKeys:
 
 
 class DeferredKeyGradients(Function):
-    """Makes the token that every step takes; its backward is that of all steps together."""
+    """Return the token that every step takes; its backward computes that of all steps together."""
 
     @staticmethod
     def forward(ctx: Any, key, value, weight, filters, projection, before, shared: Shared):
@@ -302,7 +305,7 @@ class DeferredKeyGradients(Function):
         key, value, weight, lengths, *features = saved = ctx.saved_tensors
         if sums is not None:
             weights, grad_context = (torch.cat(x, -2) for x in zip(*steps))
-            hidden = (weights == 0).all(-1, keepdim=True)  # their gradients count for nothing
+            hidden = (weights == 0).all(-1, keepdim=True)  # their gradients are ignored
             grad_context = grad_context.to(weights.dtype).masked_fill(hidden, 0)
             with torch.autocast(weights.device.type, enabled=False):
                 grad_value = weights.mT @ grad_context
@@ -330,10 +333,10 @@ class DeferredKeyGradients(Function):
 
 
 class Step(Function):
-    """One query's attention; its backward is the query's alone, and leaves the rest.
+    """Attention of one query; its backward computes the query's gradient and defers the others.
 
-    The call holds query and bias a second time; its other tensors are the memory's, whose gradients
-    come by the token.
+    The call also contains query and bias; its other tensors are the memory's, whose gradients
+    arrive through the token.
     """
 
     @staticmethod

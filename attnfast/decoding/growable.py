@@ -1,7 +1,7 @@
-"""Keys and values that come step by step: storage with room for more of them behind the last.
+"""Keys and values that grow step by step, in buffers with spare capacity.
 
-What is written lies beyond every tensor that was handed out, so none of them changes: not what an
-older memory sees, nor what autograd has saved.
+New rows are written beyond the end of every tensor returned before, so that neither older memories
+nor tensors saved by autograd change.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["GrowableBuffer", "append_rows"]
 class GrowableBuffer:
     """Storage ``[.., capacity, ·]``; its first rows are a tensor that grows.
 
-    ``newest`` gives the last such tensor, which alone may grow in place.
+    ``newest()`` returns the last such tensor, the only one that may grow in place.
     """
 
     def __init__(self, rows: Tensor):
         self.rows = rows
         self.newest: Any = lambda: None
-        self._kept: GrowableBuffer | None = None  # what a backend prepared of the rows
-        self._kept_of = 0  # how many of them it was asked to prepare
+        self._kept: GrowableBuffer | None = None  # the rows as prepared by a backend
+        self._kept_of = 0  # the number of rows prepared
         self._kept_for: Any = None  # the backend, and the score
 
     @staticmethod
     def like(x: Tensor, capacity: int) -> GrowableBuffer:
-        """Return room for rows like these."""
+        """Return a buffer for rows of the shape, dtype and device of ``x``."""
         shape = (*x.shape[:-2], capacity, x.shape[-1])
-        with torch.inference_mode(False):  # or it could be written to in no other mode
+        with torch.inference_mode(False):  # so that it can be written in any mode
             return GrowableBuffer(torch.empty(shape, dtype=x.dtype, device=x.device))
 
     def fits(self, old: Tensor, rows: int) -> bool:
@@ -43,14 +43,14 @@ class GrowableBuffer:
         return self.newest() is old and rows <= self.rows.shape[-2]
 
     def write(self, start: int, x: Tensor) -> Tensor:
-        """Write rows from ``start`` on; return all up to their end."""
+        """Write rows from ``start`` on; return all rows up to their end."""
         rows = x.shape[-2]
-        # Not a change to what was handed out, so by .data, which leaves its version as it is.
+        # The tensors returned before do not change, so write through .data to keep their version.
         self.rows.data.narrow(-2, start, rows).copy_(x)
         return self.rows.narrow(-2, 0, start + rows)
 
     def prepared(self, rows: int, backend: str, score: str) -> Tensor | None:
-        """Return what a backend keeps of the first ``rows`` keys; each is prepared once."""
+        """Return the first ``rows`` keys as prepared by a backend; each key is prepared once."""
         if self._kept_for != (backend, score):
             self._kept, self._kept_of, self._kept_for = None, 0, (backend, score)
         start = self._kept_of
@@ -66,7 +66,7 @@ class GrowableBuffer:
 
 
 class _Appended(Function):
-    """``torch.cat([old, new], -2)`` in a room that holds ``old`` already."""
+    """``torch.cat([old, new], -2)`` in a buffer that already contains ``old``."""
 
     @staticmethod
     def forward(ctx: Any, old: Tensor, new: Tensor, room: GrowableBuffer):
@@ -75,16 +75,17 @@ class _Appended(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any):
-        new = grad[..., ctx.rows :, :].clone()  # a view would keep the gradients of all rows
+        new = grad[..., ctx.rows :, :].clone()  # a view would keep all rows' gradients alive
         return grad[..., : ctx.rows, :], new, None
 
 
 def append_rows(
     room: GrowableBuffer | None, old: Tensor, new: Tensor
 ) -> tuple[Tensor, GrowableBuffer]:
-    """Return ``torch.cat([old, new], -2)`` and the room that it lies in.
+    """Return ``torch.cat([old, new], -2)`` and its buffer.
 
-    There is more room from the second time on: a search may reorder, and so copy, at every step.
+    Spare capacity is allocated from the second append on, because a search may reorder, and so
+    copy, the rows at every step.
     """
     if room is None:
         x = torch.cat([old, new], -2)

@@ -1,7 +1,7 @@
-"""Prepared memory: what a decoder attends to, step after step.
+"""Prepared memory: the keys and values that a decoder attends to, step after step.
 
-What a decoder computes once for a source is kept in a :class:`Memory`. Each step attends to it with
-one query; :mod:`attnfast.decoding.deferred` tells how their gradients are taken.
+A :class:`Memory` caches the tensors that a decoder computes once per source. Each step attends to
+it with one query; :mod:`attnfast.decoding.deferred` computes the gradients of the steps.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Memory(NamedTuple):
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
-    the dot score; ``backend``, the one asked for, or None; ``fertility [B, Tk]``, of coverage, or
-    None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, where key and value of
-    a memory lie that grows. Attending raises RuntimeError if key, value, lengths, weight or mask
+    the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage, or
+    None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, the buffers of key and
+    value if the memory grows. Attending raises RuntimeError if key, value, lengths, weight or mask
     was modified in place (detected by version counters; writes through ``.data`` are not
     detected).
 
-    A memory pickles as its tensors do: keys lose the graph that they came from. From two threads
-    the same memory may be read, not appended to.
+    A memory pickles as its tensors do: keys lose their autograd graph. Two threads may read the
+    same memory, but not append to it.
 
     Example:
         >>> key = torch.randn(2, 5, 8)
@@ -85,7 +85,7 @@ class Memory(NamedTuple):
     rooms: tuple[GrowableBuffer | None, GrowableBuffer | None] = (None, None)
 
     def index_select(self, index: Tensor) -> Memory:
-        """Return the memory of the sequences ``index``: reorder or repeat them for beam search."""
+        """Return the memory of the sequences ``index``, reordered or repeated for beam search."""
         names = ("key", "value", "lengths", "mask", "fertility")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.mask is not None and len(self.mask) != len(self.key):
@@ -95,18 +95,19 @@ class Memory(NamedTuple):
         return memory if self.steps is None else memory._with_steps(self.steps.backend)
 
     def append(self, key: Tensor, value: Tensor) -> Memory:
-        """Return the memory with more keys and values behind the last; this one stays as it was.
+        """Return the memory with more keys and values appended; this one is not modified.
 
-        The newest of a chain of memories grows in place, in storage that doubles; to append to an
-        older one copies it. All sequences see what is appended: ``lengths`` become a mask. Steps
-        over a memory that grew take the gradients of keys and values one by one, not at the end.
+        The newest of a chain of memories grows in place, in storage that doubles; appending to an
+        older one copies it. Appended keys are visible to every sequence, so ``lengths`` is
+        converted to a mask. Steps over a memory that has grown compute the gradients of keys and
+        values one by one, not at the end.
 
         Args:
             key: ``[B, (H,) A]`` for one key, ``[B, (H,) n, A]`` for several.
             value: ``[B, (H,) Dv]`` or ``[B, (H,) n, Dv]``.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         new = self._new_rows(key, value)
         _usable(self.steps)
@@ -126,7 +127,7 @@ class Memory(NamedTuple):
         return grown if is_tracing() else grown._with_steps(grown._chosen())
 
     def _new_rows(self, key: Any, value: Any) -> list[Tensor]:
-        """Return key and value as ``[B, (H,) n, ·]``; refuse what cannot be appended."""
+        """Return key and value as ``[B, (H,) n, ·]``; raise if they cannot be appended."""
         if self.fertility is not None:
             raise_value_error(
                 "memory", "without fertility to append keys", describe(self.fertility)
@@ -146,7 +147,7 @@ class Memory(NamedTuple):
         return new
 
     def _whole_mask(self) -> Tensor | None:
-        """Return the mask of all keys, those beyond lengths hidden, or None."""
+        """Return the mask of all keys, False beyond lengths, or None."""
         mask, keys = self.mask, self.key.shape[-2]
         if self.lengths is not None:
             seen = torch.arange(keys, device=self.key.device) < self.lengths.unsqueeze(-1)
@@ -163,7 +164,7 @@ class Memory(NamedTuple):
         kept: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> AttentionInputs:
-        """Return the call of a query; ``kept`` is what steps keep of the keys."""
+        """Return the call of a query; ``kept`` are the prepared keys of the steps."""
         return AttentionInputs(
             query, self.key, self.value, self.weight, bias, self.mask, self.lengths, None, 0, kept,
             scale, self.score, need_statistics, need_weights,
@@ -179,12 +180,12 @@ class Memory(NamedTuple):
 
     def __reduce__(self):
         alone = self._replace(steps=None, rooms=(None, None))
-        if self.rooms[0] is not None:  # not all the room
+        if self.rooms[0] is not None:  # not the whole buffer
             alone = alone._replace(key=self.key.clone(), value=self.value.clone())
         return _restored, (self.steps is not None, *alone)
 
     def _common(self) -> KeyValues:
-        """Return what all steps have in common."""
+        """Return the keys, values and terms that all steps share."""
         return unchecked(
             KeyValues, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
         )
@@ -197,7 +198,7 @@ def _restored(has_steps: bool, *fields) -> Memory:
 
 
 def check_memory(memory: object) -> None:
-    """Refuse what :func:`prepare` has not made: a source's states, most likely."""
+    """Raise unless ``memory`` was made by :func:`prepare`; users may pass the encoder states."""
     if (
         not isinstance(memory, Memory)
         or not isinstance(memory.key, Tensor)
@@ -217,7 +218,7 @@ def _check_query(query: Any, memory: Memory) -> None:
 
 
 def _usable(steps: SharedKeys | None) -> SharedKeys | None:
-    """Return what steps share, its tensors unchanged; None in a graph that is recorded."""
+    """Return ``steps`` after checking that its tensors are unchanged; None while tracing."""
     if steps is None or is_tracing():
         return None
     steps.check_unchanged()
@@ -233,7 +234,7 @@ def _attend_once(
     need_statistics: bool,
     bias: Tensor | None,
 ) -> AttentionOutput:
-    """Attend with one query that the memory's steps serve, within a span if one is given."""
+    """Attend with one query through the memory's steps, within a span if one is given."""
     steps: Any = memory.steps
     defers, lowered = steps.defers(), None
     weights_too = defers or bool(need_weights)
@@ -270,16 +271,16 @@ def prepare(
         value: ``[B, Tk, Dv]`` or ``[B, H, Tk, Dv]``.
         weight: ``[A]`` or ``[H, A]`` for the additive score; None for the dot score.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
-        lengths: ``[B]``: keys at ``lengths[b]`` and beyond are not seen.
+        lengths: ``[B]``: keys at ``lengths[b]`` and beyond are hidden.
         mask: boolean ``[B, Tk]`` or ``[B, (H or 1,) 1, Tk]``, True where a key may be attended to.
         backend: as in :func:`attnfast.additive_attention`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
-        RuntimeError: the backend asked for cannot run.
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: the requested backend cannot run.
 
-    As with any tensor that several losses share, all but the last of several backwards over one
-    memory need ``retain_graph=True``.
+    As with any tensor that several losses share, all but the last of several backward passes over
+    one memory need ``retain_graph=True``.
 
     Example:
         >>> memory = attnfast.prepare(torch.randn(2, 5, 8), torch.randn(2, 5, 6), torch.randn(8))
@@ -335,15 +336,16 @@ def attend(
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``, with the memory's dtype and device.
         scale: multiplies the score.
-        bias: added to it, with gradient: ``[B, (H,) Tq, Tk]``, or 1 in place of a size.
+        bias: added to it, with gradient: ``[B, (H,) Tq, Tk]``, or 1 for a size.
         span, position, sigma: as in :func:`attnfast.additive_attention`.
-        need_weights, need_statistics: return weights, statistics too; as there.
+        need_weights, need_statistics: return weights or statistics too, as in
+            :func:`attnfast.additive_attention`.
 
     Returns:
         ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None, an
-        :class:`attnfast.AttentionOutput` as of :func:`attnfast.additive_attention`.
+        :class:`attnfast.AttentionOutput` as from :func:`attnfast.additive_attention`.
 
-    With one query the gradients of keys, values and weight are taken for all such calls at once,
+    With one query the gradients of keys, values and weight are computed for all such calls at once,
     at the end of a backward; second derivatives and forward mode raise.
 
     Example:
@@ -408,14 +410,14 @@ def attend_with_history(
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
         memory: key, value, weight, score, lengths, mask, fertility and backend.
-        fertility, mask: in place of the memory's.
+        fertility, mask: used instead of the memory's.
 
     The other arguments are those of :func:`attnfast.coverage_attention`.
 
     Returns:
-        what :func:`attnfast.coverage_attention` does. With one query keys, values, weight,
-        filters and projection get their gradients of all such calls at the end of a backward;
-        second derivatives and forward mode raise.
+        the result of :func:`attnfast.coverage_attention`. With one query the gradients of keys,
+        values, weight, filters and projection are computed for all such calls at once, at the end
+        of a backward; second derivatives and forward mode raise.
 
     Example:
         >>> key, zeros = torch.randn(2, 5, 8), torch.zeros(2, 5)
@@ -461,7 +463,7 @@ def attend_with_history(
 def _attend_once_with_history(
     call: CoverageInputs, steps: Any, made_of: tuple[Any, ...], need_weights: bool
 ) -> CoverageOutput:
-    """Attend with one query that steps serve; its filters are ``made_of`` what users gave."""
+    """Attend with one query through the steps; ``made_of``: the user's tensors of the filters."""
     raise_on_tangents(call)
     token, waiting = steps.token, steps.waiting
     if not filters_of(call):
@@ -470,7 +472,7 @@ def _attend_once_with_history(
         features = steps.features(made_of, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
         token, waiting = features.token, features.waiting
-    kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients wait
+    kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients are deferred
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
     outputs = CoverageOutputs(*HistoryStep.apply(*call, token, waiting, steps.backend))
     return covered(outputs, call, need_weights)

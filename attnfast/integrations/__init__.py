@@ -1,4 +1,4 @@
-"""Other projects' attention, served by attnfast: one file for each project."""
+"""Adapters that run other projects' attention with attnfast, one file per project."""
 
 from attnfast.integrations.adapter import Adapter, ProbeInputs
 from attnfast.integrations.cache import cached_per_source

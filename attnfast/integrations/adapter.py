@@ -1,4 +1,4 @@
-"""An adapter: a class of somebody's attention, and the methods that take the place of its own."""
+"""Adapters: another project's attention class and the methods that replace its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LATE = 40  # steps of a long target
 
 
 class UnsupportedCall(Exception):
-    """Raised by an adapter's method for a call that the module's own code is to compute."""
+    """Raised by an adapter's method to leave a call to the module's own code."""
 
 
 class ProbeInputs:
-    """Random input of a probe, the same for the same seed."""
+    """Random input of a probe, determined by its seed."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class ProbeInputs:
         self.dtype, self.device, self.others, self.repeats = dtype, device, others, repeats
         self.late, self.known, self.most = late, tuple(known), LATE if late else 0
         self.first = first
-        self.marked = self.marks = 0  # words that targets have had in all rows, and are to have
+        self.marked = self.marks = 0  # words used in all rows so far, words to use
         self.leaves: list[Tensor] = []
 
     def __call__(self, *shape: int, grad: bool = True) -> Tensor:
-        """Return normal numbers; their gradients are compared unless ``grad`` is False."""
+        """Return normally distributed values; with ``grad`` their gradients are compared."""
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
-        if self.repeats and grad and x.dim() > 2:  # as padding has them
+        if self.repeats and grad and x.dim() > 2:  # as in padding
             rows = torch.rand(x.shape[:-1], generator=self.generator)
             x[rows < 0.25], x[rows > 0.75] = 0, 1
         x = x.to(self.device, self.dtype).requires_grad_(grad)
@@ -53,15 +53,15 @@ class ProbeInputs:
         return x
 
     def sources(self, *lengths: Iterable[int]) -> tuple[Iterable[int], ...]:
-        """Return the lengths of batches of sources: those given, or the first, and the others."""
+        """Return the lengths of batches of sources: the given ones, or the first, and others."""
         return (*lengths[: 1 if self.first else None], *self.others)
 
     def numbers(self, *values: int) -> Tensor:
-        """Return whole numbers, such as lengths."""
+        """Return integers, such as lengths."""
         return torch.tensor(values, device=self.device)
 
     def steps(self, *counts: int) -> tuple[int, ...]:
-        """Return the numbers of steps of targets: those given, and at the first call a late one."""
+        """Return the lengths of targets: the given ones, and at the first call a long one."""
         most, self.most = self.most, 0
         return (*counts, most) if most else counts
 
@@ -70,9 +70,9 @@ class ProbeInputs:
 
         The first few ids are usually padding and other special words. In a late target every
         second word is equal in all rows, so that all rows can end there: the first few ids, the
-        last, and the integers in the module's own code. Where a target is too short for all of
-        them, the next one has the rest; the last word of a target is none of them, as some
-        decoders do not read it.
+        last, and the integers in the module's own code. If a target is too short for all of them,
+        the next target continues; they are never the last word of a target, because some decoders
+        do not read it.
         """
         x = torch.randint(most, (B, T, *shape), generator=self.generator, device="cpu")
         x = torch.where(torch.rand(x.shape, generator=self.generator) < 0.5, x % 4, x)
@@ -90,29 +90,29 @@ class ProbeInputs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """One class of attention of another project.
+    """Describes one attention class of another project and its replacement.
 
     Args:
-        name: what a report calls it.
-        methods: a class whose methods take the place of the module's; ``super()`` in them is the
-            module's own class.
+        name: the name in reports.
+        methods: a class whose methods replace the module's; ``super()`` in them is the module's own
+            class.
         classes: the names of the module's class, ``package.module.Class``, or ``Class`` alone for
-            code that people copy into their own.
-        parameters: the names of the parameters that it must have; a ``*`` in one stands for the
-            numbers of a list of layers.
-        optional: the names of those that it may have; any other is a reason to leave it alone.
-        example: ``example(module, draw)`` calls a module of this kind, several steps on padded
-            input, and yields what it returns; ``draw(*shape)`` makes the input, and
+            code that is usually copied.
+        parameters: the names of the required parameters; a ``*`` in a name stands for the indices
+            of a list of layers.
+        optional: the names of optional parameters; a module with any other parameter is skipped.
+        example: ``example(module, draw)`` calls a module of this class, several steps on padded
+            input, and yields its results; ``draw(*shape)`` makes the input,
             ``draw.sources(...)`` adds a long source and large batches to the lengths, and
             ``draw.steps(...)`` a long target (see :class:`ProbeInputs`).
-        reads: the attributes and globals that the original's code reads or writes and ``methods``
-            need not, where it is one that people copy; a copy with any other is left alone.
-        attention: of a whole decoder, the name of its attention, which must be served too.
+        reads: for code that is usually copied, the attributes and globals that the original reads
+            or writes and ``methods`` do not need; a copy that uses any other is skipped.
+        attention: for a whole decoder, the name of its attention, which must be replaced too.
         larger: the size of parameters drawn for one comparison, times 1/√n for n features, so that
-            scores are large; 1 where a note says that large ones differ.
-        why_not: says why a module is left alone, or returns None.
-        note: what is different, if anything, for the report.
-        dtype: what the example is computed with.
+            scores are large; 1 if a note says that results for large scores differ.
+        why_not: returns the reason for skipping a module, or None.
+        note: a difference from the original, if any, for the report.
+        dtype: the dtype of the example.
 
     Raises:
         TypeError: ``methods`` is not a class, or a name is not a string.
@@ -132,7 +132,7 @@ class Adapter:
     dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        """Refuse what is not a class, or not a list of names."""
+        """Raise unless ``methods`` is a class and the names are lists of strings."""
         if not isinstance(self.methods, type):
             raise TypeError(f"methods must be a class, got {self.methods!r}")
         for field in ("classes", "parameters", "optional", "reads"):
@@ -148,9 +148,9 @@ class Adapter:
         return any(c in (full if "." in c else short) for c in self.classes)
 
     def misfits(self, module: nn.Module) -> tuple[list[str], list[str]]:
-        """Return the parameters that the module has and these have not, and the reverse."""
+        """Return the module's parameters unknown to the adapter, and the missing ones."""
         names = {
-            name.rpartition("/")[2]  # Keras puts the layers' names before it
+            name.rpartition("/")[2]  # Keras prefixes the layers' names
             for name, _ in module.named_parameters(remove_duplicate=False)
         }
         known = {n for p in (*self.parameters, *self.optional) for n in filter_names(names, p)}
@@ -158,11 +158,11 @@ class Adapter:
         return sorted(names - known), missing
 
     def fits(self, module: nn.Module) -> bool:
-        """Return whether the names of the module's class and parameters are the adapter's."""
+        """Return whether the module's class and parameter names match the adapter's."""
         return self.is_named(module) and not any(self.misfits(module))
 
 
 def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:
-    """Return what a method of the module's own class takes, by name."""
+    """Return the parameters of a method of the module's own class, by name."""
     own = getattr(type(module), "_attnfast_own", type(module))
     return dict(list(inspect.signature(getattr(own, name)).parameters.items())[1:])

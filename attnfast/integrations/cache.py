@@ -1,13 +1,14 @@
 """Cache the projected keys and prepared memory of a replaced module's source.
 
-A project calls its attention at every decoder step with the same source. What depends on the source
-alone is kept until one of the tensors that it was made of is another, was changed in place, or the
-way of calling changed; a backward through it ends it too, for its graph is gone then. Where source
-after source comes once, as in a beam search that indexes it at every step, nothing is kept.
+A project calls its attention at every decoder step with the same source. Results that depend only
+on the source are cached until one of their inputs is a different tensor or was modified in place,
+or the grad mode or autocast changes; a backward through a result also drops it, because its graph
+is freed then. If each source is used only once, as in a beam search that indexes the source at
+every step, nothing is cached.
 
-PyTorch counts changes in place as versions, but not those through ``.data``, through NumPy or
-through another tensor over the same memory. A tensor that a graph made, in memory of PyTorch's own,
-is compared by its version; any other on a CPU is compared with a copy at every call.
+Version counters record in-place changes, but not those through ``.data``, through NumPy or through
+another tensor over the same memory. A tensor that autograd created, in memory that PyTorch owns, is
+compared by its version; any other tensor on the CPU is compared with a copy at every call.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from attnfast.decoding import Memory
 
 __all__ = ["PLACE", "TensorSnapshot", "cached_per_source"]
 
-PLACE = "_attnfast"  # where a module keeps it; never in a state_dict, a copy or a pickle
-PATIENCE = 3  # so many sources in a row that come once, before nothing is kept of the next
+PLACE = "_attnfast"  # a module's cache attribute; never in a state_dict, a copy or a pickle
+PATIENCE = 3  # consecutive sources used only once, before caching stops
 
 
 class _Kept:
-    """A result, and what it was made of; ``missed``: how many before it nobody asked for again."""
+    """A cached result and its inputs; ``missed``: the number of results not reused before it."""
 
     def __init__(
         self, result: Any, of: tuple[Any, ...], source: Any, way: tuple[Any, ...], missed: int,
@@ -41,7 +42,7 @@ class _Kept:
         bases = [_base(x) for x in (*of, source) if isinstance(x, Tensor)]
         self.base = _base(result) if isinstance(result, Tensor) else None
         if any(self.base is x for x in bases):
-            self.base = None  # a view, whose memory others may write to
+            self.base = None  # a view of memory that others may write to
         self.of = tuple(
             TensorSnapshot(x, exact=not any(_base(x) is made for made in made_here))
             if isinstance(x, Tensor) else x
@@ -64,7 +65,7 @@ class _Kept:
 
 
 class _Passed:
-    """A source that was seen once and not cached; it may still come again."""
+    """A source that was used once and not cached; it may still be used again."""
 
     result = base = None
 
@@ -78,10 +79,10 @@ class _Passed:
 
 
 class TensorSnapshot:
-    """A snapshot of a tensor: the object or its base, its version and its form.
+    """A snapshot of a tensor: the object or its base, its version and its layout.
 
-    Some elements of a parameter are kept too, because writes through ``.data`` have no version, and
-    with ``exact`` a copy of any other tensor whose version does not count every change.
+    Some elements of a parameter are stored too, because writes through ``.data`` do not change its
+    version, and with ``exact`` a copy of any other tensor whose version misses some changes.
     """
 
     def __init__(self, x: Tensor, exact: bool = False):
@@ -107,8 +108,8 @@ class TensorSnapshot:
 def _tells_of_changes(x: Tensor) -> bool:
     """Return whether a tensor's version counts every change of its memory.
 
-    It does where a graph made the tensor, and not a user, in PyTorch's own memory, which NumPy has
-    no view of; only writes through ``.data`` are not counted.
+    It does if the tensor is the output of an autograd graph, in memory that PyTorch owns and NumPy
+    does not share; only writes through ``.data`` are not counted.
     """
     base = _base(x)
     return base.grad_fn is not None and not _is_shared(base)
@@ -132,7 +133,7 @@ def _is_equal(x: Tensor, copy: Tensor) -> bool:
 
 
 def _some(x: Tensor) -> Tensor:
-    """Return a view of some ten elements from all rows and columns."""
+    """Return a view of about ten elements, from the diagonal."""
     x = x.detach().squeeze()
     while x.dim() > 1:
         x = x.diagonal()
@@ -140,26 +141,26 @@ def _some(x: Tensor) -> Tensor:
 
 
 def _base(x: Tensor) -> Tensor:
-    """Return the tensor, or that of which it is a view: a slice is another at every step."""
+    """Return the base of a view, or the tensor: a slice is a new object at every step."""
     return x if x._base is None else x._base
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    """Return what may change of one tensor: version and place, for ``.data`` may be another's."""
+    """Return a tensor's version, address and requires_grad; ``.data`` may change the address."""
     return x._version, x.data_ptr() if x.numel() else 0, x.requires_grad
 
 
 def _part(x: Tensor) -> tuple[Any, ...]:
-    """Return which view it is."""
+    """Return the attributes that identify a view of its base."""
     return x.device, x.shape, x.stride(), x.dtype
 
 
 def _way(x: Tensor) -> tuple[Any, ...] | None:
-    """Return how results are computed now, or None where nothing may be kept."""
+    """Return the grad mode and autocast dtype, or None if nothing may be cached."""
     if torch.compiler.is_compiling() or has_saved_tensor_hooks():
-        return None  # under checkpointing each call saves what it needs itself
+        return None  # with checkpointing each call saves its own tensors
     if torch.jit.is_tracing() or has_dispatch_mode():
-        return None  # what is kept would be a constant of the graph
+        return None  # a cached result would be a constant of the graph
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return torch.is_grad_enabled(), autocast
@@ -173,23 +174,22 @@ def cached_per_source(
     source: Tensor | None = None,
     once: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return ``make()``, or what it returned last time if it was made ``of`` the same.
+    """Return ``make()``, or its cached result if the inputs ``of`` are unchanged.
 
     Args:
-        module: the project's module, which keeps the result, a tensor or a memory, under
-            ``name``.
-        make: computes it from nothing that may change but ``of``.
-        of: what it is computed from: tensors, compared by identity and version, and on a CPU by
-            their values where a version does not tell of every change; other values, compared as
-            they are.
-        source: a tensor that is not read, or of which the result is a view: another one, or
-            another version, ends what is kept.
-        once: computes what serves a single call, where nothing is kept.
+        module: the project's module, which caches the result, a tensor or a memory, as ``name``.
+        make: computes the result; ``of`` are its only inputs that may change.
+        of: the inputs: tensors, compared by identity and version, and on a CPU by their values if a
+            version does not count every change; other values, compared by equality.
+        source: a tensor that is not read, or of which the result is a view; another tensor or
+            version drops the cached result.
+        once: computes the result for a single call, used instead of ``make`` if nothing is cached.
 
-    Changes of parameters without a version (through ``.data``, by a fused optimiser, in NumPy's
-    view of a tensor) are seen in some elements, so not where they leave those as they are, nor on a
-    GPU, which would synchronize. Of other tensors on a CPU they are all seen, but for writes
-    through ``.data`` to what a graph made. ``train()`` and ``eval()`` end what is kept.
+    Changes of parameters that no version counts (through ``.data``, by a fused optimiser, in
+    NumPy's view of a tensor) are detected by sampling some elements, on a CPU only, because it
+    would synchronize on a GPU; a change that leaves these elements as they were is missed. For
+    other tensors on a CPU every change is detected, except writes through ``.data`` to the output
+    of a graph. ``train()`` and ``eval()`` clear the cache.
     """
     tensors = [x for x in (*of, source) if isinstance(x, Tensor)]
     way = _way(tensors[0])
@@ -206,7 +206,7 @@ def cached_per_source(
         else:
             missed = found.missed + 1
     if any(x.is_inference() or (x.device.type != "cpu" and _is_shared(x)) for x in tensors):
-        kept.pop(name, None)  # these do not know that they were changed
+        kept.pop(name, None)  # changes of these are not counted
         return (once or make)()
     if missed > PATIENCE:
         kept[name] = _Passed(of, source, missed)

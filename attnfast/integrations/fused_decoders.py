@@ -33,7 +33,7 @@ LOOP = "its own code runs single steps"
 
 
 def why_not_one_gru(rnn: nn.Module) -> str | None:
-    """Say that this is not PyTorch's GRU in one direction."""
+    """Return the reason if this is not PyTorch's GRU in one direction, or None."""
     known = type(rnn) is nn.GRU and not rnn.bidirectional
     return None if known else "its recurrent layer is not an nn.GRU in one direction"
 
@@ -51,14 +51,14 @@ def why_not_one_operator(
     """Return why no operator can replace a decoder's loop over ``steps`` steps, or None.
 
     Args:
-        layer: its cells.
-        source: what it attends to, ``[B, Tk, D]``.
-        states: those before the first step, ``[L, B, H]``.
-        attention: not called any more, and so without hooks.
-        parts: the linear layers, whose parameters stand for them, and dropouts, which must not
-            drop.
-        feed: what is fed to the first step, ``[1, B, F]``, if anything.
-        drops: whether the operator is to drop numbers.
+        layer: the decoder's cells.
+        source: the encoder states, ``[B, Tk, D]``.
+        states: the states before the first step, ``[L, B, H]``.
+        attention: the decoder's attention, which must have no hooks because it is not called.
+        parts: linear layers, whose parameters are used without calling them, and dropouts, which
+            must be inactive.
+        feed: the vector fed to the first step, ``[1, B, F]``, if any.
+        drops: whether the operator must apply dropout.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
     layers = 1 if layer.weight_ih_upper is None else 1 + len(layer.weight_ih_upper)
@@ -89,7 +89,7 @@ def state_of(*hidden: Tensor, feed: Tensor | None = None) -> RecurrentState:
 
 
 def last_states(steps: Tensor) -> Tensor:
-    """Return those after the last step, ``[L, B, H]``."""
+    """Return the states after the last step, ``[L, B, H]``."""
     last = steps[..., -1, :]
     return last if last.dim() == 3 else last.unsqueeze(0)
 
@@ -97,12 +97,12 @@ def last_states(steps: Tensor) -> Tensor:
 def masks_of(
     steps: int, like: Tensor, dropouts: Sequence[tuple[nn.Dropout, int]]
 ) -> list[Tensor | None]:
-    """Draw what dropouts multiply numbers ``[B, F]`` like these by, each so often in every step.
+    """Draw the masks of dropouts on tensors ``[B, F]``; each dropout has its number per step.
 
-    In the order in which a loop over the steps draws it, so that random numbers are the same.
+    Masks are drawn in the order of a loop over the steps, so that random numbers are the same.
 
     Returns:
-        ``[n, B, T, F]`` for each, None for one that does not drop.
+        ``[n, B, T, F]`` for each dropout, None if it is inactive.
     """
     masks: list[list[Tensor]] = [[] for _ in dropouts]
     for _ in range(steps):
@@ -121,7 +121,7 @@ def run_decoder(
     memory: Memory,
     **dropouts: Tensor | None,
 ) -> LayerOutputs:
-    """Run the layer over ``input [B, T, E]``; the memory says by which score it attends."""
+    """Run the layer over ``input [B, T, E]``; the memory determines the score."""
     attention = LuongAttention(1, 1, "dot")  # without parameters
     if query_proj is not None:
         attention.query_proj = query_proj

@@ -35,12 +35,12 @@ def together(
     source: Tensor,
     join: Callable[[list[Tensor]], Tensor] = torch.stack,
 ) -> Tensor:
-    """Return the parts of all heads in one tensor, ``join(parts)``, once per source."""
+    """Return the parts of all heads in one tensor, ``join(parts)``, cached per source."""
     return cached_per_source(module, name, lambda: join(parts), *parts, source=source)
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
-    """Return ``layer(states)``, once per source where the layer is plain ``nn.Linear``."""
+    """Return ``layer(states)``, cached per source if the layer is a plain ``nn.Linear``."""
     if type(layer) is not nn.Linear:
         return layer(states)
     return cached_per_source(
@@ -54,9 +54,9 @@ def is_plain(layer: nn.Module, *kinds: type) -> bool:
 
 
 def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first n columns of a layer's weight and the others, taken once per source.
+    """Return the first n columns of a layer's weight and the others, cached per source.
 
-    A slice's gradient is as large as the whole, so one that every step took would cost them more.
+    The gradient of a slice is as large as the whole weight, so slicing at every step costs more.
     """
     weight: Any = layer.weight
     sizes = [n, weight.shape[1] - n]
@@ -68,7 +68,7 @@ def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple
 def project_both(
     module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the two terms of ``layer([query; states])``, that of the states once per source."""
+    """Return the two terms of ``layer([query; states])``; that of the states is cached."""
     of_query, of_states = halves(module, layer, query.shape[-1], states)
     key = cached_per_source(
         module, "key", lambda: F.linear(states, of_states), states, layer.weight
@@ -79,7 +79,7 @@ def project_both(
 def project_joined(
     module: nn.Module, layer: nn.Module, context: Tensor, query: Tensor, source: Tensor
 ) -> Tensor:
-    """Return ``layer([context; query])``; of a plain layer autograd then saves no copy of both."""
+    """Return ``layer([context; query])``; for a plain layer autograd saves no concatenated copy."""
     if not is_plain(layer):
         return layer(torch.cat([context, query], -1))
     of_context, of_query = halves(module, layer, context.shape[-1], source)
@@ -111,7 +111,7 @@ def attend(
         module: the project's module, which keeps the memory.
         query: ``[B, (H,) A]`` for one decoder step, ``[B, (H,) Tq, A]`` for many.
         key, value: ``[B, (H,) Tk, A]`` and ``[B, (H,) Tk, Dv]``, the same tensors at every step;
-            value None where the project wants weights alone.
+            value is None if the project needs the weights only.
         weight: of the additive score, ``[A]``, ``[1, A]`` or with heads ``[H, A]``; None for the
             dot score.
         lengths: ``[B]``, the same tensor at every step.
@@ -119,11 +119,11 @@ def attend(
             to.
         scale: multiplies the score.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
-        history: what :func:`attnfast.coverage_attention` takes besides, if the score knows it.
+        history: further arguments of :func:`attnfast.coverage_attention`, if the score uses them.
 
     Raises:
-        UnsupportedCall: queries and keys are of other batches, or a mask has another shape: some
-            projects broadcast these and some refuse them, as the module's own code then does.
+        UnsupportedCall: queries and keys differ in batch size, or a mask has another shape. The
+            module's own code then broadcasts these or raises, as the project does.
     """
     step = query.dim() < key.dim()
     query = query.unsqueeze(-2) if step else query
@@ -152,19 +152,20 @@ def attend(
     if step:
         context, weights = context.squeeze(-2), weights.squeeze(-2)
     if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
-        weights = weights.float()  # as a softmax has it there
+        weights = weights.float()  # the dtype of a softmax under autocast
     return None if value is None else context, weights
 
 
 def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a mask has a shape, or 1 in the place of some sizes."""
+    """Return whether a mask has this shape, or 1 for some sizes."""
     return mask.dim() == len(shape) and all(m in (n, 1) for m, n in zip(mask.shape, shape))
 
 
 def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
-    """Return x with the type of a product of all, where a project multiplies and sums by elements.
+    """Return x in the dtype of an elementwise product and sum, as the project computes it.
 
-    Under autocast a matrix product and the operators here have its type, and such a sum has not.
+    Under autocast a matrix product and the operators here return the autocast dtype; an elementwise
+    product does not.
     """
     dtype = x.dtype
     for term in terms:
@@ -174,7 +175,7 @@ def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
 
 
 def keep_in_graph(x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Return x; parameters that cannot change it, as a bias before a softmax, have gradient 0."""
+    """Return x; parameters that cannot affect it (a bias before a softmax) get gradient 0."""
     for p in parameters:
         if p is not None and p.requires_grad and torch.is_grad_enabled():
             x = x + p.flatten()[:0].sum()

@@ -1,4 +1,4 @@
-"""A patched module: one whose class has an adapter's methods before its own."""
+"""Patched modules: their class has an adapter's methods in front of its own."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from attnfast.integrations.registry import ADAPTERS
 __all__ = ["adapter_serving", "patch", "unpatch"]
 
 
-_set_class = object.__dict__["__class__"].__set__  # whatever a class makes of its attributes
+_set_class = object.__dict__["__class__"].__set__  # even if a class overrides attribute access
 
 
 class _Patched:
     """Base of patched classes: everything but the adapter's methods."""
 
     def train(self, mode=True):
-        self.__dict__.pop(PLACE, None)  # parameters may be others now, written through ``.data``
+        self.__dict__.pop(PLACE, None)  # parameters may have changed through ``.data``
         return super().train(mode)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol):
-        """Say how the own class makes a copy, and that this is patched again."""
+        """Return how the original class is copied or pickled, and how the copy is patched."""
         made, args, *rest = (_of_own(x, type(self)) for x in super().__reduce_ex__(protocol))
         how = type(self)._attnfast_adapter.name, type(self)._attnfast_kinds
         return (_remade, (how, made, *args), *rest)
 
     def __prepare_scriptable__(self):
-        """Return what ``torch.jit.script`` compiles: the module's own code."""
+        """Return the module's own code for ``torch.jit.script``."""
         twin = copy(self)
         unpatch(twin)
         return twin
 
 
 def _of_own(x: Any, patched: Any) -> Any:
-    """Return a part of what the own class says of a copy: without its patch and what it keeps.
+    """Return an item of the original class's reduce value, without the patch and the cache.
 
-    A pickle names classes, and of the name of both only the own class can be found.
+    A pickle stores classes by name, and the name leads to the original class only.
     """
     own = patched._attnfast_own
     if x is patched:
@@ -59,13 +59,13 @@ def _of_own(x: Any, patched: Any) -> Any:
     if type(x) is tuple:
         return tuple(_of_own(part, patched) for part in x)
     if type(x) is dict:
-        x = x.copy()  # a call in another thread may add to the module's
+        x = x.copy()  # a call in another thread may add items
         x.pop(PLACE, None)
     return x
 
 
 def _remade(how: tuple[str, frozenset[type] | None], made: Callable[..., Any], *args: Any) -> Any:
-    """Make a patched module again, from a pickle or as a copy."""
+    """Recreate a patched module, from a pickle or as a copy."""
     name, kinds = how
     if name not in ADAPTERS:
         raise RuntimeError(f"a pickled module was replaced as {name}: register that adapter first")
@@ -76,13 +76,13 @@ def _remade(how: tuple[str, frozenset[type] | None], made: Callable[..., Any], *
 
 
 def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Let copies of an own ``__copy__`` or ``__deepcopy__`` be patched, too, and keep nothing."""
+    """Wrap a class's own ``__copy__`` or ``__deepcopy__``: copies are patched, with no cache."""
 
     @wraps(theirs)
     def method(self, *memos):
         memo, kept = (*memos, {})[0], vars(self).get(PLACE)
         if kept is not None:
-            memo[id(kept)] = {}  # what stands for it in a deep copy
+            memo[id(kept)] = {}  # the cache of the deep copy
         twin = theirs(self, *memos)
         memo.pop(id(kept), None)
         if type(twin) is type(self)._attnfast_own:
@@ -95,7 +95,7 @@ def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
-    """Return whether the inner layers are of the kinds compared, and have no hooks."""
+    """Return whether the inner layers have the classes that were compared, and no hooks."""
     for part in module._modules.values():
         if part is None:
             continue
@@ -114,7 +114,7 @@ def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
 
 
 def _why_not_served(module: Any) -> str:
-    """Return why the module's own code computes a call, or nothing."""
+    """Return why the module's own code computes a call, or an empty string."""
     if torch.jit.is_tracing():
         return "a graph is traced that may run without attnfast, as ONNX's do"
     if torch.compiler.is_compiling():
@@ -129,7 +129,7 @@ def _why_not_served(module: Any) -> str:
 
 
 def _serving(own: type, methods: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield methods that leave a call to the own class where it is not served, or new to ours."""
+    """Yield methods that call the original class if a call is not supported."""
     for name, ours in inspect.getmembers(methods, inspect.isfunction):
         theirs, taken = getattr(own, name, None), inspect.signature(ours).parameters
         if not inspect.isfunction(theirs):

@@ -1,8 +1,8 @@
-"""The comparison that comes before any trust: a module beside its replacement, on copies of both.
+"""Compare a module with its replacement, on copies of both, before it is replaced.
 
-Its own class and its adapter's methods compute the adapter's example: as it is, in training, in
-float64, under autocast, with larger parameters on a long source. Results, state and gradients must
-agree.
+The module's own class and the adapter's methods compute the adapter's example: in the module's own
+dtype, in training, in float64, under autocast, and with larger parameters on a long source.
+Results, state and gradients must agree.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from attnfast.integrations.patch import adapter_serving, patch
 __all__ = ["judge", "tensors"]
 
 OTHERS = ((600,), (2, 1))  # lengths of further sources of one comparison
-LARGE = 1 << 18  # elements of a parameter whose gradients are compared in one way alone
-WORDS = 512  # of a larger vocabulary, in all ways but that one
-OWN = (torch.float32, torch.float64)  # dtypes of modules that are compared as they are
+LARGE = 1 << 18  # elements of a parameter whose gradients are compared in one config only
+WORDS = 512  # words used of a larger vocabulary, in all configs but that one
+OWN = (torch.float32, torch.float64)  # dtypes of modules that are compared unconverted
 BATCHES = tuple(tuple(1 + i * i % 5 for i in range(rows)) for rows in (9, 17))
-#: In code that draws numbers of its own or asks for gradients, which an example need not show.
+#: Names in code that draws random numbers or uses gradients, which an example may not reveal.
 HIDDEN = {
     "random", "rand", "randn", "randint", "rand_like", "randn_like", "randperm", "uniform",
     "uniform_", "normal_", "bernoulli", "bernoulli_", "multinomial", "choice", "detach", "detach_",
@@ -43,20 +43,20 @@ HIDDEN = {
     "requires_grad", "is_grad_enabled", "is_inference", "is_inference_mode_enabled", "is_leaf",
     "grad", "grad_fn", "retain_grad", "retains_grad", "register_hook",
 }  # fmt: skip
-#: How code looks for an attribute that need not be there.
+#: Names by which code looks up an attribute that may be missing.
 BY_NAME = {"getattr", "hasattr", "attrgetter", "vars", "__dict__", "__getattribute__"}
-FIXED = (torch.dtype, torch.device, str, type(None), logging.Logger)  # what a global may be
+FIXED = (torch.dtype, torch.device, str, type(None), logging.Logger)  # types allowed for globals
 INTERNAL = {*vars(nn.Module()), PLACE}
 
 
 def judge(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
-    """Say why a module of a known class is left alone, or None; see :func:`compare`."""
+    """Return why a module of a known class is skipped, or None; see :func:`compare`."""
     why = why_left_unseen(module, adapter)
     return (why, []) if why else compare(module, adapter)
 
 
 def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say why a module of a known class is left alone without a comparison, or None."""
+    """Return why a module of a known class is skipped without a comparison, or None."""
     if adapter_serving(module) is not None:
         return "it is served already"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
@@ -73,7 +73,7 @@ def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
 
 
 def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say which arguments the module's methods need and their replacements do not take, or None."""
+    """Return the reason if the module's methods require arguments that replacements lack."""
     for name, method in inspect.getmembers(adapter.methods, inspect.isfunction):
         if not hasattr(type(module), name):
             continue
@@ -82,7 +82,7 @@ def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
         taken = inspect.signature(method).parameters
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             continue
-        own = arguments(module, name).values()  # without an optional one its own class takes over
+        own = arguments(module, name).values()  # optional ones fall back to its own class
         more = [p.name for p in own if p.name not in taken and p.default is p.empty]
         if more:
             return f"its own {name} takes {', '.join(more)}, which its replacement does not"
@@ -90,7 +90,7 @@ def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
 
 
 def why_not_inherited(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say which method of the adapter's class a subclass of it has of its own, or None."""
+    """Return the reason if a subclass of the adapter's class overrides a method, or None."""
     for cls in type(module).__mro__:
         if {cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"} & set(adapter.classes):
             return None
@@ -102,7 +102,7 @@ def why_not_inherited(module: nn.Module, adapter: Adapter) -> str | None:
 
 
 def why_not_hooked(module: nn.Module) -> str | None:
-    """Say which inner layer has hooks, which would not be called, or None."""
+    """Return the reason if an inner layer has hooks, which would not be called, or None."""
     for name, part in module.named_modules():
         hooks = (v for k, v in vars(part).items() if k.endswith("_hooks") and "state_dict" not in k)
         if part is not module and any(hooks):
@@ -110,11 +110,11 @@ def why_not_hooked(module: nn.Module) -> str | None:
     return None
 
 
-# ---- what its own code reads ---------------------------------------------------------------------
+# ---- attributes and globals that its own code reads ----------------------------------------------
 
 
 def words(code: CodeType) -> set[str]:
-    """Return the names that code uses, and its strings: attributes are among them."""
+    """Return the names, including attributes, and the strings that code uses."""
     inner = [words(x) for x in code.co_consts if isinstance(x, CodeType)]
     strings = {x for x in code.co_consts if isinstance(x, str)}
     return strings.union(code.co_names, *inner)
@@ -123,7 +123,7 @@ def words(code: CodeType) -> set[str]:
 def methods_of(cls: type) -> dict[str, list[FunctionType]]:
     """Return the methods of a class and of its bases, without those of ``nn.Module``.
 
-    Of a decorated one also the method that it wraps.
+    For a decorated method the list also has the method that it wraps.
     """
     found: dict[str, list[FunctionType]] = {}
     for base in cls.__mro__:
@@ -138,7 +138,7 @@ READS, WRITES = ("LOAD_ATTR", "LOAD_METHOD"), ("STORE_ATTR",)
 
 
 def of_self(function: FunctionType, operations: tuple[str, ...] = READS) -> set[str]:
-    """Return the attributes that a function reads, or writes, of its first argument."""
+    """Return the attributes of its first argument that a function reads, or writes."""
     code, found, is_self = function.__code__, set(), False
     for step in dis.get_instructions(code):
         if is_self and step.opname in operations:
@@ -149,17 +149,17 @@ def of_self(function: FunctionType, operations: tuple[str, ...] = READS) -> set[
 
 
 def read_by_name(code: CodeType) -> set[str]:
-    """Return the strings of code that looks attributes up by their names."""
+    """Return the strings in code that looks up attributes by name."""
     inner = [read_by_name(x) for x in code.co_consts if isinstance(x, CodeType)]
     strings = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
     return (strings if BY_NAME.intersection(code.co_names) else set()).union(*inner)
 
 
 def is_ready_made(x: Any, project: str) -> bool:
-    """Return whether x comes from Python or an installed package, which a project does not modify.
+    """Return whether x is code of Python or an installed package, which a project does not modify.
 
-    What it may change is a value of a class from there, such as a tensor, the command's options, a
-    layer or a ``functools.partial``.
+    Instances of classes from there, such as a tensor, command-line options, a layer or a
+    ``functools.partial``, can be modified, and the result is False for them.
     """
     if not isinstance(x, (type, FunctionType, BuiltinFunctionType, ModuleType)):
         return False
@@ -172,9 +172,9 @@ def is_ready_made(x: Any, project: str) -> bool:
 
 
 def bound_to(function: FunctionType) -> dict[str, Any]:
-    """Return a function's variables of enclosing functions and its defaults but numbers, by name.
+    """Return a function's closure variables and its defaults, except numbers and tuples, by name.
 
-    What has no value yet is its cell.
+    A variable without a value is represented by its cell.
     """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     cells.pop("__class__", None)  # of ``super()``
@@ -191,10 +191,10 @@ def bound_to(function: FunctionType) -> dict[str, Any]:
 def used_by(
     names: Iterable[str], methods: dict[str, list[FunctionType]]
 ) -> tuple[set[FunctionType], set[str], set[str]]:
-    """Return these methods and all that they call, their words, and the globals that they read.
+    """Return these methods and all that they call, the names they use, and the globals they read.
 
-    Globals are the variables of enclosing functions and the defaults of arguments too; of modules
-    and classes those attributes that are neither functions nor classes.
+    Globals include closure variables and the defaults of arguments; for modules and classes, those
+    of their attributes that are neither functions nor classes.
     """
     found: set[str] = set()
     read: set[str] = set()
@@ -231,7 +231,7 @@ def used_by(
 
 
 def integers(cls: type) -> list[int]:
-    """Return the integers in the code of a class and of what it calls: words, most likely."""
+    """Return the integers in the code of a class and of its callees, which are likely word ids."""
     methods = methods_of(cls)
     todo: list[Any] = []
     for function in used_by(methods, methods)[0]:
@@ -251,9 +251,9 @@ def integers(cls: type) -> list[int]:
 
 
 def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
-    """Say which attributes a copied class reads, or writes, and its replacement does not, or None.
+    """Return the reason if a copied class uses attributes that its replacement does not, or None.
 
-    What an attribute does may not show on the example: a temperature that is 1 for now.
+    The example may not reveal the effect of an attribute, such as a temperature that is still 1.
     """
     full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
     if full & set(adapter.classes):
@@ -274,7 +274,7 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
         if not issubclass(nn.Module, cls):
             state.update(k for k in vars(cls) if k not in own and k[:2] != "__")
     plain = {
-        name  # ReLU, Softmax: nothing to change in them
+        name  # ReLU, Softmax: without state
         for name, part in module.named_children()
         if type(part).__module__ == "torch.nn.modules.activation"
     }
@@ -292,27 +292,27 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     return None
 
 
-# ---- what both compute ---------------------------------------------------------------------------
+# ---- results of both -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """One way of calling both."""
+    """One configuration of the comparison."""
 
     dtype: torch.dtype
     device: torch.device
     tolerance: float
     training: bool = False
     autocast: bool = False
-    larger: float | None = None  # drawn parameters, of this size; else the module's own
+    larger: float | None = None  # size of drawn parameters; None: the module's own
     others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
-    repeats: bool = False  # rows of zeros and of the same numbers among the input's
-    late: bool = False  # one long target, of words that stand in every row at once
+    repeats: bool = False  # the input has rows of zeros and repeated rows
+    late: bool = False  # one long target, with words that are equal in all rows
     large: bool = False  # the whole vocabulary and gradients of large parameters; one batch
 
 
 def ways(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
-    """Yield the ways in which a module and its replacement are compared."""
+    """Yield the configurations in which a module and its replacement are compared."""
     cpu = torch.device("cpu")
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
     exact = adapter.dtype == torch.float64
@@ -330,7 +330,7 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Compute with one thread, as several wait for each other on a busy machine; log nothing."""
+    """Disable logging, and use one thread, which is faster on a busy machine."""
     threads, level = torch.get_num_threads(), logging.root.manager.disable
     handlers = list(logging.root.handlers)
     torch.set_num_threads(1)
@@ -345,11 +345,11 @@ def quietly() -> Iterator[None]:
 
 @quietly()
 def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
-    """Call the module and its replacement on the adapter's example, in every way.
+    """Call the module and its replacement on the adapter's example, in every configuration.
 
     Returns:
-        In what they differ, or None; the parameters that now have a gradient of 0, where the
-        module's own code gives them rounding errors.
+        The difference, or None; and the parameters whose gradient is now 0, while the module's own
+        code gives them rounding errors.
     """
     theirs: set[str] = set()
     ours: set[str] = set()
@@ -361,7 +361,7 @@ def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]
                 outcomes.append(outcome_of(module, adapter, way, served, words))
             except Exception as error:
                 if way.autocast and not served:
-                    break  # its own class does not know autocast either
+                    break  # its own class does not support autocast either
                 return _failure("its replacement" if served else "its own class", error), []
         else:
             try:
@@ -385,9 +385,9 @@ def _failure(whose: str, error: Exception) -> str:
 def words_to_compare(module: nn.Module, adapter: Adapter) -> int | None:
     """Return how many words of a large vocabulary are enough to compare, or None for all.
 
-    All that the module's code names are among them, and its own code must run with so many: it may
-    keep the size of its vocabulary in an attribute. A step of a decoder with tens of thousands of
-    words is a product with these, forward and backward, and the comparison takes hundreds of steps.
+    They include all word ids in the module's code, and its own code must run with that many: it may
+    store the vocabulary size in an attribute. With tens of thousands of words every decoder step
+    has a large GEMM, forward and backward, and the comparison takes hundreds of steps.
     """
     tables = [x for x in module.modules() if type(x) is nn.Embedding and x.num_embeddings > WORDS]
     if not tables:
@@ -421,7 +421,7 @@ def outcome_of(
             part.requires_grad_(False)
         for p in twin.parameters():
             if p.numel() > LARGE and not way.large:
-                p.requires_grad_(False)  # every step of a loop makes one as large as the parameter
+                p.requires_grad_(False)  # each step's gradient is as large as the parameter
             if p.is_floating_point() and way.larger is not None:
                 size = way.larger * max(p.shape[-1:], default=1) ** -0.5
                 p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
@@ -437,9 +437,9 @@ def outcome_of(
 
 
 def run(module: nn.Module, example: Any, draw: ProbeInputs) -> tuple[dict[str, Any], ...]:
-    """Run an example; return its results, the module's state, and the gradients of all of it.
+    """Run an example; return its results, the module's state, and the gradients of all of them.
 
-    The state is that after every call, because one call may overwrite what another wrote.
+    The state is recorded after every call, because a call may overwrite an earlier one's state.
     """
     results: dict[str, Any] = {}
     state: dict[str, Any] = {}
@@ -462,7 +462,7 @@ def run(module: nn.Module, example: Any, draw: ProbeInputs) -> tuple[dict[str, A
 
 
 def calls(module: nn.Module, example: Any, draw: ProbeInputs) -> Iterator[Any]:
-    """Yield an example's results, and again until its targets have had all words that they must."""
+    """Yield an example's results, repeated until its targets have used all required words."""
     before = None
     while before is None or before < draw.marked < draw.marks:
         before = draw.marked
@@ -481,10 +481,10 @@ def tensors(x: Any) -> Iterator[Tensor]:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Return buffers and attributes, also of inner layers, by name: tensors and what is plain."""
+    """Return buffers and plain attributes, also those of inner layers, by name."""
     state: dict[str, Any] = {}
     for path, part in module.named_modules():
-        ready_made = type(part).__module__.startswith("torch.nn.")  # what they keep is PyTorch's
+        ready_made = type(part).__module__.startswith("torch.nn.")  # their attributes are PyTorch's
         kept = {k: v for k, v in vars(part).items() if not ready_made and k not in INTERNAL}
         for name, x in sorted((kept | part._buffers).items()):
             state.update(_flat(f"{path}.{name}".lstrip("."), x))
@@ -504,9 +504,9 @@ def _flat(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copy(module: nn.Module, words: int | None = None) -> nn.Module:
-    """Return a copy without hooks, and without the history of what it keeps.
+    """Return a copy without hooks, whose tensors have no autograd graph.
 
-    With so many words its tables of words and the linear layers of as many features are cut.
+    If ``words`` is given, embeddings and linear layers of the vocabulary's size are cut to it.
     """
     every = [list(vars(part).values()) for part in module.modules()]
     memo = {id(x): x.detach().clone() for x in tensors(every) if not x.is_leaf}
@@ -525,7 +525,7 @@ def _copy(module: nn.Module, words: int | None = None) -> nn.Module:
 
 
 def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str]]:
-    """Return tables of more words and the layers that score them, with their sizes' names."""
+    """Return the embeddings of more words and the layers that score them, with size attributes."""
     tables = [x for x in module.modules() if type(x) is nn.Embedding and x.num_embeddings > words]
     sizes = {x.num_embeddings for x in tables}
     scores = [x for x in module.modules() if type(x) is nn.Linear and x.out_features in sizes]
@@ -533,9 +533,9 @@ def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str
 
 
 def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: ProbeConfig) -> str | None:
-    """Say in what two outcomes differ, or None."""
+    """Return the difference of two outcomes, or None."""
     for what, a, b in zip(("results", "state", "gradients"), old, new):
-        # Under autocast some gradients are rounding noise: they are compared with the largest.
+        # Under autocast some gradients are rounding noise: tolerances are relative to the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
         sizes = [float(_numbers(x).abs().max()) for x in every if way.autocast and x.numel()]
         least = max(sizes, default=0.0)

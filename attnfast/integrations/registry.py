@@ -1,4 +1,4 @@
-"""Every adapter that is known: those of the projects named here, and what users register."""
+"""Registry of adapters: those of the projects listed here, and those that users register."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from attnfast.integrations.adapter import Adapter
 
 __all__ = ["ADAPTERS", "PROJECTS", "adapter_of", "register_adapter", "why_unknown"]
 
-#: The files of adapters, each with a list of its own.
+#: The modules of adapters, each with its own list.
 PROJECTS = tuple(
     import_module(f"{projects.__name__}.{x.name}") for x in iter_modules(projects.__path__)
 )
-#: Every adapter that is known, by its name.
+#: All registered adapters, by name.
 ADAPTERS: dict[str, Adapter] = {a.name: a for project in PROJECTS for a in project.ADAPTERS}
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Make :func:`attnfast.replace` know one more class of attention.
+    """Make :func:`attnfast.replace` support one more class of attention.
 
     Args:
-        adapter: takes the place of one of the same name.
+        adapter: the adapter; it replaces an existing one with the same name.
 
     Raises:
         TypeError: ``adapter`` is not an :class:`Adapter`.
@@ -36,7 +36,7 @@ def register_adapter(adapter: Adapter) -> None:
 
 
 def why_unknown(module: nn.Module) -> str:
-    """Say what of a module that no adapter fits is not known."""
+    """Return why no adapter fits the module."""
     named = [adapter for adapter in ADAPTERS.values() if adapter.is_named(module)]
     if not named:
         cls = type(module)
@@ -53,5 +53,5 @@ def why_unknown(module: nn.Module) -> str:
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter whose class and parameters the module has, the last registered first."""
+    """Return the adapter that matches the module's class and parameters, last registered first."""
     return next((a for a in reversed(ADAPTERS.values()) if a.fits(module)), None)

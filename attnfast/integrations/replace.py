@@ -1,4 +1,4 @@
-"""``attnfast.replace(model)``: finds the attention that is known in a model and serves it."""
+"""``attnfast.replace(model)`` replaces the supported attention modules of a model."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Report:
 
     @property
     def replaced(self) -> list[Found]:
-        """The modules that attnfast serves now."""
+        """The modules that were replaced."""
         return [x for x in self.found if not x.left]
 
     @property
     def left(self) -> list[Found]:
-        """The modules that were left alone, and why."""
+        """The modules that were skipped, and why."""
         return [x for x in self.found if x.left]
 
     def undo(self) -> None:
-        """Give every module its own methods back."""
+        """Restore the original methods of every module."""
         for x in self.replaced:
             unpatch(x.module)
             x.left = "its replacement was undone"
@@ -78,21 +78,21 @@ class Report:
 def replace(model: nn.Module, *, strict: bool = False) -> Report:
     """Let attnfast compute the attention of a model, in place.
 
-    Every module whose class and parameters are known is first called next to its replacement, on
-    copies of both: several steps on small random padded input, in float64, as the model is, under
-    autocast, and with larger parameters on a long source. Where outputs, gradients, buffers or
-    attributes differ, its methods need arguments that the replacement does not know, a subclass has
-    methods of its own, a copied class reads or writes other attributes, or an inner layer has
-    hooks, it is left alone. Classes (for ``isinstance``), parameters, ``state_dict``, hooks,
-    arguments, results and attributes stay as they are; models can be copied and pickled. A call
-    goes to the module's own code with an optional argument that the replacement does not know, with
+    Every module whose class and parameters are supported is first compared with its replacement, on
+    copies of both: several steps on small random padded input, in float64, in the module's dtype,
+    under autocast, and with larger parameters on a long source. The module is skipped if outputs,
+    gradients, buffers or attributes differ, its methods need arguments that the replacement does
+    not support, a subclass overrides methods, a copied class reads or writes other attributes, or
+    an inner layer has hooks. Classes (for ``isinstance``), parameters, ``state_dict``, hooks,
+    arguments, results and attributes are unchanged; models can be copied and pickled. The module's
+    own code still runs calls with an optional argument that the replacement does not support, with
     queries and sources of different batch sizes or a mask of another shape, within ``torch.func``
-    and forward mode, where TorchScript or ONNX record a graph, and while inner layers have hooks or
-    are of another class than before. For a supported decoder class all
-    target steps run as one call; otherwise only its attention is replaced.
+    and forward mode, while TorchScript or ONNX trace a graph, and while inner layers have hooks or
+    a class other than the one compared. For a supported decoder class all target steps run as one
+    call; otherwise only its attention is replaced.
 
-    Keys are projected, and their memory prepared, once per source: as long as calls come with the
-    same tensors, unchanged. On a CPU every modification of a source is detected, also through NumPy
+    Keys are projected, and their memory prepared, once per source, as long as calls pass the same
+    tensors, unchanged. On a CPU every modification of a source is detected, also through NumPy
     or another tensor over its memory, except writes through ``.data`` to a source with a
     ``grad_fn``; on a GPU those that version counters record. A write through ``.data`` to a
     parameter between two calls with one source, as running averages make, is detected by sampling
@@ -103,23 +103,23 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
     Args:
         model: any module; its parameters are not touched.
-        strict: raise where a known class of attention cannot be served, instead of leaving it, and
-            where there is none; a decoder may be left if its attention is served.
+        strict: raise if a module of a supported class is skipped, or if there is none; a decoder
+            may be skipped if its attention is replaced.
 
     Returns:
-        A :class:`Report`; ``print(report)`` says what became of every attention, ``report.undo()``
-        takes all back.
+        A :class:`Report`; ``print(report)`` lists the result for every attention module,
+        ``report.undo()`` restores the model.
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: with ``strict``, what was left alone and why, or that no attention is known;
-            the model is as it was.
+        RuntimeError: with ``strict``, a module was skipped, with the reason, or no attention is
+            supported; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_flag("strict", strict)
     report = Report()
-    inner: set[nn.Module] = set()  # parts of known attention
+    inner: set[nn.Module] = set()  # parts of supported attention
     for path, module in _modules(model):
         adapter = adapter_of(module)
         ours = type(module).__module__.startswith("attnfast.")
@@ -141,7 +141,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     for found in report.replaced:
         _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]
-    report.found = [  # what only holds known attention is not worth a line
+    report.found = [  # containers of supported attention are not listed
         x
         for x in report.found
         if x.adapter is not None or not any(m in known for m in x.module.modules())
@@ -159,7 +159,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
 
 def _choose_backend(found: Found, report: Report) -> None:
-    """Say which backend serves a module, or why none serves a whole decoder."""
+    """Record the backend that runs a module, or the reason why none runs a whole decoder."""
     parameter = next(found.module.parameters(), torch.empty(0, device="cpu"))
     like, adapter = (parameter.device, parameter.dtype), found.adapter
     assert adapter is not None
@@ -175,7 +175,7 @@ def _choose_backend(found: Found, report: Report) -> None:
 
 
 def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules with their paths, also layers that Keras keeps in lists of its own."""
+    """Yield all modules with their paths, also layers that Keras stores in its own lists."""
     seen = set() if seen is None else seen
     known = list(model.named_modules(seen, path))
     yield from known

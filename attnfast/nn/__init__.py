@@ -9,26 +9,26 @@ Attention with a history also takes that of the rows before, and returns that of
 
     context, weights, history = attention(state, memory, history)
 
-Attention whose rows see some of the keys only (:class:`LocalAttention` and those beside it) has a
-history too, of how far the rows have come.
+Attention whose rows see only some of the keys (:class:`LocalAttention` and its siblings) has a
+history too: the number of rows so far.
 
-:class:`GatedAttention`, :class:`HardAttention` and :class:`TopKAttention` go around another
-attention; :class:`MultiHopAttention` asks a memory several times,
-and :class:`BidirectionalAttention` lets a text and a question attend to each other.
+:class:`GatedAttention`, :class:`HardAttention` and :class:`TopKAttention` wrap another attention;
+:class:`MultiHopAttention` queries a memory several times, and :class:`BidirectionalAttention` lets
+a text and a question attend to each other.
 
-Self-attention does not know where a state stands: :class:`SinusoidalPositions`,
-:class:`LearnedPositions` and :class:`RelativePositions` tell it.
+Self-attention is invariant to the order of the states: :class:`SinusoidalPositions`,
+:class:`LearnedPositions` and :class:`RelativePositions` add their positions.
 
-Recurrent layers that attend (:class:`AttentionGRU` and those beside it) take an attention and run
+Recurrent layers that attend (:class:`AttentionGRU` and its siblings) take an attention and run
 over a whole target in one call::
 
     output, state = layer(embedded, layer.prepare(encoder_states, lengths))
 
 :class:`PointerNetwork` reads a set of items and answers by pointing at them;
-:class:`NeuralTuringMachine` has a memory of its own, which it writes too.
+:class:`NeuralTuringMachine` reads and writes its own memory.
 
-The attribute ``temperature``, 1 unless set, divides every module's scores, with what is added to
-them.
+The attribute ``temperature``, 1 by default, divides every module's scores, including the terms that
+are added to them.
 """
 
 from attnfast.decoding import Memory

@@ -1,4 +1,4 @@
-"""How a recurrent layer is run: by one operator where that serves, else step by step."""
+"""Run a recurrent layer: by one operator where it applies, otherwise step by step."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.
 class RecurrentState(NamedTuple):
     """State of a recurrent layer between calls; a beam search reorders it.
 
-    ``hidden [L, B, H]`` of L layers, or ``[B, H]`` of one; ``cell``, the same of an LSTM, or None;
-    ``feed [B, F]``, what the attention gave last, where it is fed to the next step, or None for
-    zeros; ``history``, what the attention knows of its past, or None; ``packed``, what steps keep
-    of the parameters.
+    ``hidden``: ``[L, B, H]`` for L layers, or ``[B, H]`` for one. ``cell``: the same for an LSTM,
+    or None. ``feed [B, F]``: the last output of the attention, if it is fed to the next step, or
+    None for zeros. ``history``: the attention's history, or None. ``packed``: the packed
+    parameters that the steps share.
     """
 
     hidden: Tensor
@@ -60,7 +60,7 @@ class RecurrentState(NamedTuple):
     packed: Any = None
 
     def __reduce__(self):
-        return type(self), (*self[:-1], None)  # what is packed is for this process
+        return type(self), (*self[:-1], None)  # packed parameters stay in this process
 
     def index_select(self, index: Tensor) -> RecurrentState:
         """Return the state of the sequences ``index``."""
@@ -75,11 +75,11 @@ class RecurrentState(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A recurrent layer: the parameters of its cell, as ``nn.GRU`` has them, or a module.
+    """A recurrent layer: the parameters of its cell, as in ``nn.GRU``, or a module.
 
     With ``weight_ih_upper`` it is a stack, whose parameters are stacked, ``[L, ..]``: see
-    :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` makes attentional vectors, before
-    the tanh. ``rnn`` is called, step by step, where parameters do not stand for it.
+    :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` computes the attentional vectors
+    before the tanh. ``rnn`` is called step by step if its parameters are not equivalent to it.
     """
 
     mode: str
@@ -103,7 +103,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def stack(cls, mode: str, every: Sequence[Sequence[Any]], **options: Any) -> Layer:
-        """Return layers of these parameters each, in the order of :data:`NAMES`."""
+        """Return a stack of layers; each item has one layer's parameters, ordered as NAMES."""
         if len(every) == 1:
             return cls(mode, *every[0], **options)
         weight_ih, *rest = zip(*every)
@@ -121,24 +121,24 @@ class Layer(NamedTuple):
         return self._replace(**own, weight_ih=weight, weight_ih_upper=None)
 
     def feed_size(self, features: int) -> int:
-        """Return how many features it reads beside those of its inputs."""
+        """Return the number of features that it reads in addition to its inputs."""
         size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
         return size - features
 
 
 class Packed(NamedTuple):
-    """Parameters packed by a backend, and how to tell that they have not been changed since."""
+    """Parameters packed by a backend, and the versions that show later changes."""
 
     backend: str
     kept: Tensor
-    parameters: list[Tensor | None]  # held, so that no other comes to lie where they did
+    parameters: list[Tensor | None]  # referenced, so that their memory is not reused
     versions: list[int]
 
 
 class LayerOutputs(NamedTuple):
     """Outputs of a layer at every step, ``[B, T, ..]``, or None.
 
-    States and cells of a stack are those of all its layers, ``[L, B, T, H]``.
+    For a stack, states and cells are those of all layers, ``[L, B, T, H]``.
     """
 
     states: Tensor
@@ -192,7 +192,7 @@ def select_layer_backend(
 
 
 def upcast_halves(call: Any) -> Any:
-    """Return an operator's call in float32 if it is of a half type; weights stay bfloat16."""
+    """Return an operator's call in float32 if it is in half precision; weights stay bfloat16."""
     if not _is_half(call.hidden):
         return call
     kept = WEIGHTS if call.hidden.dtype == torch.bfloat16 else ()
@@ -204,14 +204,14 @@ def _is_half(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in HALF
 
 
-#: The kinds of attention that the operator has.
+#: The kinds of attention that the operator supports.
 SERVED = (
     BahdanauAttention, LuongAttention, LocalAttention, CoverageAttention, LocationAwareAttention,
     ForwardAttention,
 )  # fmt: skip
 
-#: Numbers of parameters, keys and values from which a single step with gradients is quicker in a
-#: loop: it packs no parameters, and takes the gradients of all steps' keys at once.
+#: Number of elements of parameters, keys and values from which a single step with gradients is
+#: faster in a loop: a loop packs no parameters and computes the key gradients of all steps at once.
 LARGE = 1 << 20
 
 
@@ -235,13 +235,13 @@ def run_layer(
     dropout_output: Tensor | None = None,
     need_weights: bool = False,
 ) -> LayerOutputs:
-    """Run a layer, or a stack, over ``input [B, T, E]`` from its own state on.
+    """Run a layer, or a stack, over ``input [B, T, E]``, starting from ``state``.
 
-    ``state.hidden`` is ``[B, H]``, of a stack ``[L, B, H]``. ``target_mask [B, T]`` is for
-    attention whose history needs it; the dropouts are masks, those of
-    :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator does it where it can, a loop over
-    steps of PyTorch's cells where it cannot. A single step of one layer keeps the parameters packed
-    for the next one, where a backend packs them.
+    ``state.hidden`` is ``[B, H]``, or ``[L, B, H]`` for a stack. ``target_mask [B, T]`` is for
+    attention whose history needs it; the dropouts are the masks of
+    :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer if it can,
+    otherwise a loop over steps of PyTorch's cells. A single step of one layer keeps the packed
+    parameters for the next step, if the backend packs them.
     """
     single = input.shape[1] == 1
     backend, reason, output = None, "its cell or output layer is no plain module", layer.output
@@ -289,7 +289,7 @@ def run_layer(
         call = upcast_halves(call)
         done = dispatch.run(RECURRENT, call, backend)
     except Exception:
-        RECURRENT.check(call)  # says in one sentence what does not fit
+        RECURRENT.check(call)  # raises an error that names the argument
         raise
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
     if isinstance(history, SpanState):
@@ -320,9 +320,9 @@ def terms_of(
     *,
     target_mask: Tensor | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Return what a call for inputs ``[B, T, E]`` says of its attention.
+    """Return the attention's arguments of a call for inputs ``[B, T, E]``, and its history.
 
-    Beside it the history: of a window that after the call, else that before it.
+    For a window the history is the one after the call, otherwise the one before it.
     """
     terms: dict[str, Any] = {}
     if isinstance(attention, HistoryAttention):
@@ -335,7 +335,7 @@ def terms_of(
 
 
 def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict[str, Any]:
-    """Return what is the same for all kinds; ``prepared`` keys, if the backend does."""
+    """Return the arguments common to all kinds; ``prepared``: with the backend's prepared keys."""
     kept, of_memory = None, None if is_tracing() else memory.steps
     if of_memory is not None:
         of_memory.check_unchanged()
@@ -358,7 +358,7 @@ def _remembered(
     input: Tensor,
     target_mask: Tensor | None,
 ) -> dict[str, Any]:
-    """Return what a layer's call says of attention with a history."""
+    """Return the arguments of a layer's call for attention with a history."""
     mask = memory.mask
     if target_mask is not None:
         seen = target_mask.unsqueeze(-1)
@@ -381,7 +381,7 @@ def _remembered(
 
 
 def _within(attention: LocalAttention, history: SpanState, memory: Memory, input: Tensor) -> Tensor:
-    """Return which keys the rows of a window see, ``[1, T, 2]`` or ``[B, T, 2]``."""
+    """Return the range of keys visible to each row of a window, ``[1 or B, T, 2]``."""
     T, Tk = input.shape[1], memory.key.shape[1]
     positions = attention.positions(history.rows, T, input.device)
     seen = attention.span.locate(rows_at(positions, input, Tk, memory.lengths), Tk)
@@ -389,12 +389,12 @@ def _within(attention: LocalAttention, history: SpanState, memory: Memory, input
 
 
 def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packed | None:
-    """Return the parameters as the backend packs them, those of the step before if they are."""
+    """Return the backend's packed parameters; reuse ``before`` if its parameters are unchanged."""
     names = (*NAMES, "weight_query", "weight_output")
     parameters = [getattr(call, name) for name in names]
     given = [x for x in parameters if x is not None]
     if any(x.is_inference() for x in given):
-        return None  # nobody counts their changes
+        return None  # inference tensors have no version counter
     versions = [x._version for x in given]
     if (
         isinstance(before, Packed)
@@ -421,7 +421,7 @@ def _run_steps(
     dropout_output: Tensor | None,
     need_weights: bool,
 ) -> LayerOutputs:
-    """Run the layer step by step, whatever the attention."""
+    """Run the layer step by step, with any attention."""
     h, c, history = state.hidden, state.cell, state.history
     stacked = layer.weight_ih_upper is not None
     every = [layer.at(i) for i in range(len(h))] if stacked else [layer]
@@ -481,7 +481,7 @@ def _run_steps(
 def _run_no_step(
     layer: Layer, input: Tensor, state: Any, attention: Any, memory: Any, need_weights: bool
 ) -> LayerOutputs:
-    """Return the results of an input without steps: those of one step, cut to none."""
+    """Return the outputs for an input without steps: those of one step, cut to length 0."""
     if getattr(attention, "has_history", False) and state.history is None:
         state = state._replace(history=attention.start(memory))
     step = _run_steps(
@@ -532,7 +532,7 @@ def _move(
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return sequences ``[B, T, E]`` from their ends to their starts, padding where it is."""
+    """Return sequences ``[B, T, E]`` in reverse order; padding stays at the end."""
     if lengths is None:
         return x.flip(1)
     steps = torch.arange(x.shape[1], device=x.device)
@@ -547,13 +547,13 @@ def run_rnn(
     lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Any] | None:
-    """Return what an ``nn.GRU`` or ``nn.LSTM`` does, or None where no operator is quicker.
+    """Return the output and state of an ``nn.GRU`` or ``nn.LSTM``, or None if PyTorch is as fast.
 
     Args:
-        rnn: its parameters, layers, directions and dropout count.
+        rnn: the module whose parameters, layers, directions and dropout are used.
         input: ``[B, T, E]``.
         hx: ``[L, B, H]``, a pair of them for an LSTM; None means zeros.
-        lengths: ``[B]``, int64: states beyond are 0.
+        lengths: ``[B]``, int64: states beyond the length are 0.
         backend: the only one to try, if given.
     """
     lstm = isinstance(rnn, nn.LSTM)

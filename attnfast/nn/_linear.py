@@ -1,4 +1,4 @@
-"""Linear layers of many rows, by the operator where it is quicker than PyTorch's product."""
+"""Linear layers of many rows, by the operator where it is faster than PyTorch's GEMM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnfast.ops.backends import reasons_against, try_select_backend
 from attnfast.ops.linear import LINEAR, LinearInputs
 from attnfast.ops.operators import is_tracing
 
-#: Below so many rows, or multiply-adds, PyTorch's product is as quick.
+#: Below this number of rows, or of multiply-adds, PyTorch's GEMM is as fast.
 LEAST_ROWS, LEAST_WORK = 64, 1 << 22
 
 
@@ -54,10 +54,10 @@ def _is_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any = None) -> Tensor:
-    """Return ``x Wᵀ + b`` of ``x [..., K]`` and ``weight [N, K]``, as ``F.linear`` does.
+    """Return ``x Wᵀ + b`` for ``x [..., K]`` and ``weight [N, K]``, as ``F.linear`` does.
 
-    The operator saves input and weight both, PyTorch what is needed: where one of them needs no
-    gradient PyTorch's is taken.
+    The operator always saves both input and weight for the backward. ``F.linear`` is used instead
+    if only one of them needs a gradient.
     """
     if is_tracing() or not _is_own(x, weight, bias) or backend not in (None, "cpu"):
         record("linear", "PyTorch", "the operator takes dense float32 or float64 on the CPU")
@@ -81,7 +81,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any =
 
 
 def project(layer: nn.Module, x: Tensor, backend: Any = None) -> Tensor:
-    """Return ``layer(x)``, by :func:`linear` where parameters stand for the layer."""
+    """Return ``layer(x)``, by :func:`linear` if the layer is a plain ``nn.Linear``."""
     if not is_plain(layer, nn.Linear):
         return layer(x)
     return linear(x, layer.weight, layer.bias, backend)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from attnfast.outputs import AttentionOutput
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Refuse sizes of a module that are no whole numbers of at least 1."""
+    """Raise unless the sizes of a module are integers of at least 1."""
     for name, size in sizes.items():
         check_int(name, size)
 
@@ -41,13 +41,13 @@ def check_sizes(**sizes: Any) -> None:
 def check_target_mask(
     mask: Any, rows: Sequence[int], like: Tensor | None = None, of: str = "state"
 ) -> None:
-    """Refuse what does not say of every row whether it is more than padding."""
+    """Raise unless the mask has one boolean for each row, False for padding."""
     if mask is not None:
         check_array("target_mask", mask, "boolean", rows, like=like, of=of)
 
 
 class _Attention(nn.Module):
-    """Projections around an op: additive where there is a weight, dot where there is none."""
+    """Projections around an op: additive with a weight, dot product without one."""
 
     query_proj: nn.Module
     key_proj: nn.Module
@@ -55,7 +55,7 @@ class _Attention(nn.Module):
     temperature: float = 1.0
     activation = "tanh"
     has_history = False  # whether calls take and return one
-    knows_order = False  # whether it counts where a key stands in the row of keys
+    knows_order = False  # whether the position of a key among the keys matters
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
         super().__init__()
@@ -77,13 +77,13 @@ class _Attention(nn.Module):
         """Project the keys of a source once.
 
         Args:
-            states: encoder states ``[B, Tk, key_dim]``, the source of keys and values. What padding
-                holds does not count if it is finite; NaN there reaches the gradient of the
-                projection's weight, as it does that of any ``nn.Linear``.
+            states: encoder states ``[B, Tk, key_dim]``, the source of keys and values. Finite
+                values in the padding are ignored; NaN in the padding reaches the gradient of the
+                projection's weight, as in any ``nn.Linear``.
             lengths: ``[B]``, the number of states that are not padding.
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
-            values: ``[B, Tk, Dv]``, what contexts are averages of, apart from the keys (Miller et
-                al., EMNLP 2016, arXiv:1606.03126); None for the states.
+            values: ``[B, Tk, Dv]``, averaged into the contexts, separate from the keys (Miller et
+                al., EMNLP 2016, arXiv:1606.03126); None uses the states.
         """
         try:
             return self._remember(*self._keys(states, values), lengths, mask)
@@ -92,12 +92,12 @@ class _Attention(nn.Module):
             raise
 
     def append(self, memory: Memory, states: Tensor, values: Tensor | None = None) -> Memory:
-        """Project the keys of more states, and return the memory with them behind the last.
+        """Project the keys of more states, and return the memory with them appended.
 
         Args:
-            memory: from :meth:`prepare` or from here; it stays as it was.
+            memory: from :meth:`prepare` or :meth:`append`; it is not modified.
             states: ``[B, key_dim]``, or ``[B, n, key_dim]`` for several.
-            values: ``[B, (n,) Dv]``, apart from the keys as in :meth:`prepare`; None for the
+            values: ``[B, (n,) Dv]``, separate from the keys as in :meth:`prepare`; None uses the
                 states.
         """
         check_memory(memory)
@@ -125,7 +125,7 @@ class _Attention(nn.Module):
             raise
 
     def _wants_values(self, memory: Memory, states: Tensor) -> bool:
-        """Return whether states cannot serve as the values of a memory."""
+        """Return whether states cannot be used as the values of a memory."""
         features = getattr(getattr(self, "value_proj", None), "in_features", None)
         return states.shape[-1] != (features or memory.value.shape[-1])
 
@@ -135,7 +135,7 @@ class _Attention(nn.Module):
         return key, states if values is None else values
 
     def _check_states(self, states: Any, values: Any = None) -> None:
-        """Say in one sentence what of a source does not fit the module, if so."""
+        """Raise unless the source fits the module."""
         check_tensor("states", states)
         features = getattr(self.key_proj, "in_features", None)
         if states.dim() != 3 or features not in (None, states.shape[-1]):
@@ -154,7 +154,7 @@ class _Attention(nn.Module):
         check_like(name, x, next(self.parameters(), x))
 
     def _check_call(self, state: Any, memory: Any) -> None:
-        """Say in one sentence what of a call does not fit the module, if anything."""
+        """Raise unless the state and the memory of a call fit the module."""
         check_memory(memory)
         check_tensor("state", state)
         B, features = memory.key.shape[0], memory.key.shape[-1]
@@ -186,7 +186,7 @@ class _Attention(nn.Module):
         need_statistics: bool = False,
         **span: Any,
     ) -> AttentionOutput:
-        """Run the op on a projected query, within a span, position and sigma if given.
+        """Run the op on a projected query, with span, position and sigma if given.
 
         The temperature divides the score, the bias and the prior.
         """
@@ -246,7 +246,7 @@ class BahdanauAttention(_Attention):
 
     Args:
         query_dim, key_dim, attn_dim: features of the decoder states, of the encoder states, and
-            of the space that they are compared in.
+            of the space in which they are compared.
         bias: give the query projection a bias.
         activation, backend: as in :func:`attnfast.additive_attention`.
 
@@ -279,7 +279,7 @@ class BahdanauAttention(_Attention):
 
 
 class _Unit(nn.Module):
-    """Vectors of length 1; half types are squared in float32, where their squares have room."""
+    """Normalise vectors to length 1; half precision is squared in float32, to avoid overflow."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1).to(x.dtype)
@@ -298,9 +298,9 @@ class LuongAttention(_Attention):
     ``cosine``      :math:`s_i^\top h_j / (|s_i| |h_j|)`      ``query_dim == key_dim``
     ==============  ========================================  ===========================
 
-    Cosines are from −1 to 1, so that no weight is more than e² times another; a ``temperature`` of
-    0.1, say, makes them sharper. The matrix W of concat is kept in two parts, one for the states
-    and one for the keys, so that the keys are projected once.
+    Cosines are from −1 to 1, so that no weight is more than e² times another; a ``temperature``
+    below 1, such as 0.1, makes the weights sharper. The matrix W of concat is stored in two parts,
+    one for the states and one for the keys, so that the keys are projected once.
 
     Args:
         query_dim, key_dim: features of the decoder states and of the encoder states.
@@ -309,7 +309,7 @@ class LuongAttention(_Attention):
         backend: as in :func:`attnfast.dot_attention`.
 
     Raises:
-        ValueError: an unknown score, or dimensions that it cannot compare.
+        ValueError: an unknown score, or dimensions that the score cannot compare.
 
     Papers: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025; the cosine, Graves, Wayne and
     Danihelka, "Neural Turing Machines", 2014, arXiv:1410.5401.
@@ -361,12 +361,12 @@ class MultiHeadAttention(_Attention):
 
     Args:
         query_dim, key_dim: features of the decoder states and of the encoder states.
-        attn_dim: features of queries, keys, values and output, all heads together.
+        attn_dim: features of queries, keys, values and output, summed over the heads.
         num_heads: H, a divisor of ``attn_dim``.
         score: ``"dot"`` (scaled by the root of a head's features) or ``"additive"``.
         backend: as in :func:`attnfast.dot_attention`.
-        value_dim: features of values that are apart from the keys; None for ``key_dim``.
-        positions: :class:`RelativePositions` of as many heads, added to the scores, or None.
+        value_dim: features of values that are separate from the keys; None means ``key_dim``.
+        positions: :class:`RelativePositions` with as many heads, added to the scores, or None.
 
     The weights are ``[B, H, Tq, Tk]``.
 
@@ -437,7 +437,7 @@ class MultiHeadAttention(_Attention):
         need_statistics: bool = False,
         first: int = 0,
     ) -> AttentionOutput:
-        """Do what the other modules do; ``first`` is the first state's position, for positions."""
+        """Attend as in the other modules; ``first`` is the position of the first state."""
         terms: dict[str, Any] = {}
         if self.positions is not None:
             self._check_call(state, memory)

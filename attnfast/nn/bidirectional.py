@@ -30,9 +30,9 @@ class BidirectionalAttention(nn.Module):
               g_t = [h_t;\, \tilde u_t;\, h_t \circ \tilde u_t;\, h_t \circ \tilde h]
 
     The score is a dot product of :math:`w \circ h_t` and :math:`u_j` with a bias for each word.
-    Each row's largest score is its log-sum-exp and the logarithm of its largest weight, so that no
-    tensor of text × question × features is made, nor one of text × question unless weights are
-    asked for.
+    Each row's largest score is the sum of its log-sum-exp and the logarithm of its largest weight,
+    so that no tensor of text × question × features is made, nor one of text × question unless
+    weights are requested.
 
     Args:
         dim: features d of the states of text and question.
@@ -64,16 +64,16 @@ class BidirectionalAttention(nn.Module):
 
         Args:
             text: h, ``[B, T, dim]``.
-            question: u, ``[B, J, dim]``; padding of both counts as 0, whatever it holds.
-            text_lengths, question_lengths: ``[B]``, how many of each are no padding, at least 1.
+            question: u, ``[B, J, dim]``; padding of both is replaced by 0, including NaN.
+            text_lengths, question_lengths: ``[B]``, the lengths without padding, at least 1.
             need_weights: return the weights too.
 
         Returns:
-            g ``[B, T, 4 · dim]``, and None or the weights of both ways, ``[B, T, J]`` of the
-            question's words for each of the text's, and ``[B, T]`` of the text's words.
+            g ``[B, T, 4 · dim]``, and None or the weights of both directions: ``[B, T, J]`` over
+            the question's words for each word of the text, and ``[B, T]`` over the text's words.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         read, beyond = [], {}
@@ -90,7 +90,7 @@ class BidirectionalAttention(nn.Module):
                 check_numbers(f"{name}_lengths", lengths, text.shape[0], 1, x.shape[1], name)
                 place = torch.arange(x.shape[1], device=x.device)
                 beyond[name] = place >= lengths.unsqueeze(-1)
-                x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # it may hold anything
+                x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # padding may be NaN
             read.append(x)
         if not question.shape[1]:
             raise_value_error("question", "of at least one word", list(question.shape))

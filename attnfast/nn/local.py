@@ -34,7 +34,7 @@ from attnfast.spans import Span, gaussian_bias, log_prior
 class SpanState(NamedTuple):
     """The state of attention within a span: each step returns it, and a beam search reorders it.
 
-    ``rows``, the number of rows so far: an int, or ``[B]`` if it differs by sequence; ``key [B]``,
+    ``rows``: the number of rows so far, an int, or ``[B]`` if it differs by sequence. ``key [B]``:
     the key of largest weight in the last row of :class:`HardMonotonicWindowAttention`.
     """
 
@@ -42,29 +42,29 @@ class SpanState(NamedTuple):
     key: Tensor | None = None
 
     def index_select(self, index: Tensor) -> SpanState:
-        """Return the progress of the sequences ``index``."""
+        """Return the state of the sequences ``index``."""
         kept = {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
 
     def after(self, rows: int | Tensor) -> SpanState:
-        """Return the progress after more rows: their number, or ``[B]`` numbers without padding."""
+        """Return the state after more rows: an int, or ``[B]`` counts without padding."""
         return self._replace(rows=self.rows + rows)
 
 
 def is_number(x: object) -> bool:
-    """Return whether x is a finite number, and neither True nor False."""
+    """Return whether x is a finite number and not a bool."""
     return is_finite(x) and not isinstance(x, bool)
 
 
 class _SpanAttention(LuongAttention):
-    """Luong's scores within a span; the row's number, which it depends on, is carried along."""
+    """Luong's scores within a span; the history carries the index of the next row."""
 
     has_history = True
     knows_order = True
     span: Span
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
-        """Return where Tq rows stand that come after so many ``rows``."""
+        """Return the positions of Tq rows that follow the first ``rows`` rows."""
         if isinstance(rows, Tensor):
             return rows.unsqueeze(-1) + torch.arange(Tq, device=device)
         return rows
@@ -87,7 +87,7 @@ class _SpanAttention(LuongAttention):
         Args:
             state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
             memory: from :meth:`prepare`.
-            history: what the last call returned, or None before the first row.
+            history: the history that the last call returned, or None before the first row.
             need_weights: return the weights too, in the columns of the span (see
                 :class:`attnfast.Span`), or ``"dense"`` or ``"sparse"``.
             target_mask: ``[B]`` or ``[B, Tq]``, False for rows of padding, which the history does
@@ -123,7 +123,7 @@ class _SpanAttention(LuongAttention):
         return context, weights, history
 
     def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
-        """Return what is added to the scores of rows at positions, as :func:`attend` takes it."""
+        """Return the terms added to the scores of rows at ``position``, as :func:`attend` takes."""
         return {}
 
     def _rows(
@@ -134,7 +134,7 @@ class _SpanAttention(LuongAttention):
         need_weights: bool | str,
         target_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, SpanState]:
-        """Return the contexts of rows, their weights, and the history but for their number."""
+        """Return the contexts of rows, their weights, and the history before rows are counted."""
         position = self.positions(history.rows, query.shape[1], query.device)
         context, weights = self._attend(
             query, memory, need_weights,
@@ -152,17 +152,17 @@ class LocalAttention(_SpanAttention):
 
     .. math:: |j - a t| \le D
 
-    With ``sigma`` near keys are preferred: :math:`-(j - a t)^2 / 2 \sigma^2` is added to their
-    scores. With ``height`` it is the plain bump :math:`h \exp(-(j - a t)^2 / 2 \sigma^2)`, and the
-    scores of far keys stay as they are.
+    With ``sigma``, :math:`-(j - a t)^2 / 2 \sigma^2` is added to the scores, which favours near
+    keys. With ``height`` as well, the bump :math:`h \exp(-(j - a t)^2 / 2 \sigma^2)` is added
+    instead, which leaves the scores of far keys unchanged.
 
     Args:
         query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
         window: D, or (left, right); None for no limit.
-        causal: see no key after the row's own.
-        slope: a, keys to a row: 1 in the paper; None for the sequence's length over the number of
-            rows, which takes all rows at once.
-        sigma: σ, in keys; None for neither.
+        causal: hide the keys after the row's own.
+        slope: a, keys per row: 1 in the paper; None for the sequence's length over the number of
+            rows, which needs all rows in one call.
+        sigma: σ, in keys; None adds nothing.
         height: h.
 
     Raises:
@@ -230,7 +230,7 @@ class StridedAttention(_SpanAttention):
         query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
         stride: k.
         fixed: the same keys for all rows.
-        causal: see no key after the row's own.
+        causal: hide the keys after the row's own.
 
     Raises:
         ValueError: a stride below 1, an unknown score.
@@ -269,7 +269,7 @@ class StridedAttention(_SpanAttention):
 
 
 class HardMonotonicWindowAttention(_SpanAttention):
-    r"""Hard monotonic: no row sees a key before the one of largest weight in the row before.
+    r"""Hard monotonic attention: no row sees a key before the previous row's argmax.
 
     .. math:: j \ge m_{t-1}, \quad m_t = \arg\max_j \alpha_{tj}
 
@@ -341,7 +341,7 @@ class LocalPredictiveAttention(LuongAttention):
               \alpha_{tj} = \mathrm{softmax}_{|j - p_t| \le D}(e_{tj})
               \exp\left(-\frac{(j - p_t)^2}{2 (D/2)^2}\right)
 
-    with S the length of the source. The weights add up to less than 1. The gradient reaches
+    with S the length of the source. The weights sum to less than 1. The gradient reaches
     :math:`p_t` through the Gaussian.
 
     Args:
@@ -400,9 +400,10 @@ class LocalPredictiveAttention(LuongAttention):
             p = self._positions(rows, memory)
             left, _ = self.span.sides
             sigma = (left or 0) / 2
-            # With the Gaussian as a prior the softmax is over e + log g, so Σ α / g, which is its
-            # normaliser over the paper's, brings the paper's weights back; in the window g ≥ e⁻².
-            wide = sigma / self.temperature**0.5  # the Gaussian is none of the scores
+            # With the Gaussian as a prior the softmax is over e + log g. Σ α / g is the ratio of
+            # the paper's normaliser to that one; dividing by it recovers the paper's weights. In
+            # the window g ≥ e⁻².
+            wide = sigma / self.temperature**0.5  # the temperature does not apply to the Gaussian
             context, weights = self._attend(
                 self.query_proj(rows), memory, True, span=self.span, position=p, sigma=wide
             )
@@ -424,10 +425,10 @@ class LocalPredictiveAttention(LuongAttention):
 
 
 class SparseSelfAttention(MultiHeadAttention):
-    r"""Self-attention of several heads, each with a span of its own.
+    r"""Self-attention of several heads, each with its own span.
 
-    Local heads beside strided ones see, in two layers or one, what is near and what is far, at a
-    cost in proportion to the keys seen::
+    Local and strided heads, in one layer or two, attend to near and far keys at a cost
+    proportional to the number of visible keys::
 
         SparseSelfAttention(512, [Span(window=5)] * 4 + [Span(stride=8)] * 4)
 
@@ -436,7 +437,7 @@ class SparseSelfAttention(MultiHeadAttention):
         heads: a :class:`attnfast.Span` for each head; their number divides ``dim``.
         score: ``"dot"`` or ``"additive"``.
         backend: as in :func:`attnfast.dot_attention`.
-        positions: :class:`RelativePositions` of as many heads, added to the scores, or None.
+        positions: :class:`RelativePositions` with as many heads, added to the scores, or None.
 
     Raises:
         ValueError: an unknown score, or heads that do not divide the features.

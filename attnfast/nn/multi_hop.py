@@ -1,4 +1,4 @@
-"""Attention that asks a memory several times, and attention to the few best of many keys."""
+"""Attention that queries a memory several times, and attention to the top k of many keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TYINGS = ("adjacent", "layer-wise")
 
 
 class MultiHopMemory(NamedTuple):
-    """Memory of :class:`MultiHopAttention`: one for each hop, or one for all."""
+    """Memory of :class:`MultiHopAttention`: one per hop, or one for all hops."""
 
     memories: tuple[Memory, ...]
 
@@ -43,7 +43,7 @@ class MultiHopMemory(NamedTuple):
 
 
 class MultiHopAttention(nn.Module):
-    r"""Attention that asks a memory K times, each time with what it has found so far.
+    r"""Attention that queries a memory K times, updating the query with each hop's context.
 
     .. math:: u^1 = q, \quad
               \alpha^k = \mathrm{softmax}_j\left(u^k \cdot m^k_j\right), \quad
@@ -62,8 +62,8 @@ class MultiHopAttention(nn.Module):
         tying: one of the table.
         backend: as in :func:`attnfast.dot_attention`.
 
-    The attribute ``linear``, False unless set, leaves the softmax out: a training may start so, and
-    go on with it ("linear start").
+    The attribute ``linear``, False by default, omits the softmax: training may start without it and
+    continue with it ("linear start").
 
     Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
     """
@@ -82,15 +82,15 @@ class MultiHopAttention(nn.Module):
     def prepare(
         self, sources: Sequence[Tensor], lengths: Tensor | None = None, mask: Tensor | None = None
     ) -> MultiHopMemory:
-        """Keep a source's keys and values for all hops.
+        """Prepare a source's keys and values for all hops.
 
         Args:
-            sources: tensors ``[B, Tk, dim]``: keys and values, or with adjacent tying ``hops + 1``,
-                of which each hop's values are the next one's keys.
+            sources: tensors ``[B, Tk, dim]``: keys and values, or with adjacent tying ``hops + 1``
+                tensors, where each hop's values are the next hop's keys.
             lengths, mask: as in :func:`attnfast.prepare`.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         wanted = self.hops + 1 if self.tying == "adjacent" else 2
         if not isinstance(sources, (list, tuple)) or len(sources) != wanted:
@@ -108,7 +108,7 @@ class MultiHopAttention(nn.Module):
     def forward(
         self, query: Tensor, memory: MultiHopMemory, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Ask K times.
+        """Attend to the memory K times.
 
         Args:
             query: q, ``[B, dim]`` or ``[B, Tq, dim]``.
@@ -120,7 +120,7 @@ class MultiHopAttention(nn.Module):
             Tk]`` or None.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("query", query)
         check_flag("need_weights", need_weights)
@@ -164,7 +164,7 @@ class MultiHopAttention(nn.Module):
 
 
 def _scores(query: Tensor, memory: Memory, unseen: float) -> Tensor:
-    """Return products ``[B, Tq, Tk]`` of queries and keys, ``unseen`` for keys that are not."""
+    """Return products ``[B, Tq, Tk]`` of queries and keys, ``unseen`` for hidden keys."""
     scores = query @ memory.key.transpose(1, 2)
     if memory.lengths is not None:
         place = torch.arange(scores.shape[-1], device=scores.device)
@@ -172,20 +172,20 @@ def _scores(query: Tensor, memory: Memory, unseen: float) -> Tensor:
     return scores if memory.mask is None else scores.masked_fill(~memory.mask, unseen)
 
 
-#: Logarithm of the most that two weights may differ by, for both to be numbers of float32.
+#: Logarithm of the largest ratio of two weights that float32 can represent.
 WIDEST = 60.0
 
 
 def _order(query: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Return numbers ``[B, Tq, Tk]`` that order additive scores, and their relative error.
+    """Return values ``[B, Tq, Tk]`` that order additive scores, and their relative error.
 
-    They are the weights of scores that are so scaled that no weight is too small for its dtype, and
-    0 for keys that are not seen. Numbers that differ by less than the error may be in any order.
+    The values are the attention weights of scores scaled so that no weight underflows, and 0 for
+    hidden keys. Values that differ by less than the error may be in any order.
     """
     key, weight = memory.key, memory.weight
     assert weight is not None
     weight = weight.to(key.dtype)
-    largest: Tensor | float = 1.0  # of what the activation gives
+    largest: Tensor | float = 1.0  # of the activation's output
     if memory.score != "tanh":
         seen = memory._whole_mask()
         shown = key if seen is None else key.masked_fill(~seen.transpose(1, 2), 0)
@@ -200,12 +200,12 @@ def _order(query: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
     return weights, 16 * torch.finfo(key.dtype).eps * (1 + most.clamp_max(WIDEST))
 
 
-#: The largest number of elements of features in memory while keys are scored by the formula.
+#: The largest number of feature elements in memory while keys are scored by the formula.
 FEATURES = 1 << 22
 
 
 def _score_pairs(query: Tensor, memory: Memory, index: Tensor) -> Tensor:
-    """Return the additive scores of the keys ``index [B, Tq, m]`` by the formula itself."""
+    """Return the additive scores of the keys ``index [B, Tq, m]``, computed by the formula."""
     assert memory.weight is not None
     (B, Tq, m), A = index.shape, query.shape[-1]
     pairs, rows = index.reshape(B, Tq * m), torch.arange(Tq * m, device=index.device) // max(m, 1)
@@ -220,8 +220,8 @@ def _score_pairs(query: Tensor, memory: Memory, index: Tensor) -> Tensor:
 def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
     """Return the k keys of the largest additive scores, ``[B, Tq, k]``, largest first.
 
-    The fused kernel finds the keys that may be among them; these are scored by the formula itself,
-    which separates scores that the weights of a row do not. While traced all keys are scored.
+    The fused kernel finds the candidate keys; these are scored again by the formula, which
+    distinguishes scores that the weights of a row do not. While tracing, all keys are scored.
     """
     order, error = _order(query, memory)
     first = order.topk(k)
@@ -242,20 +242,20 @@ class TopKMemory(NamedTuple):
     value: Tensor
 
     def index_select(self, index: Tensor) -> TopKMemory:
-        """Return those of the sequences ``index``."""
+        """Return the memory of the sequences ``index``."""
         return TopKMemory(self.memory.index_select(index), self.value.index_select(0, index))
 
 
 class TopKAttention(nn.Module):
-    r"""Attention to the k keys of largest score alone.
+    r"""Attention to the k keys of largest score.
 
     .. math:: S_t = \mathrm{top}_k\, e_t, \quad
               c_t = \sum_{j \in S_t} \mathrm{softmax}_{j \in S_t}(e_{tj})\, v_j
 
-    The choice is that of the scores in float32 (float64 for float64), computed without a gradient:
-    those of the keys that a fused pass finds near the k-th are taken once more by the formula. Of
-    the other keys no value is read, and nothing is kept for a backward. Of keys with equal scores
-    any may be chosen. A row that sees fewer than k keys attends to those.
+    Keys are chosen by their scores in float32 (float64 for float64), computed without a gradient:
+    the scores that a fused pass finds near the k-th are recomputed by the formula. Values of the
+    other keys are not read, and nothing is saved for their backward. Ties are broken arbitrarily.
+    A row that sees fewer than k keys attends to all of them.
 
     Args:
         attention: a :class:`BahdanauAttention` or :class:`LuongAttention`.
@@ -285,7 +285,7 @@ class TopKAttention(nn.Module):
 
     @property
     def backend(self) -> str | None:
-        """The backend that the attention was asked to use."""
+        """The requested backend of the attention."""
         return self.attention.backend
 
     def prepare(
@@ -295,18 +295,18 @@ class TopKAttention(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> TopKMemory:
-        """Make the memory, as the attention does."""
+        """Make the memory, as the attention's ``prepare`` does."""
         memory = self.attention.prepare(states, lengths, mask, values)
         if memory.score == "dot":
             return TopKMemory(memory, memory.value)
-        few = memory.value[..., :1].detach().contiguous()  # only the scores are wanted of it
+        few = memory.value[..., :1].detach().contiguous()  # only its scores are used
         short = self.attention._remember(memory.key, few, lengths, mask)
         return TopKMemory(short, memory.value)
 
     def choose(self, state: Tensor, memory: TopKMemory) -> Tensor:
         """Return the k keys of the largest scores, ``[B, k]`` or ``[B, Tq, k]``, largest first.
 
-        Where there are fewer keys k is their number. What a row may not see comes last.
+        If there are fewer than k keys, k is the number of keys. Hidden keys come last.
         """
         if not isinstance(memory, TopKMemory):
             raise_type_error("memory", "what prepare(...) returns", describe(memory))
@@ -338,7 +338,7 @@ class TopKAttention(nn.Module):
             None.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         index = self.choose(state, memory)
         keys, Tk = memory.memory, memory.value.shape[1]

@@ -1,4 +1,4 @@
-"""A recurrent layer with a memory of its own that it reads, writes and shifts over."""
+"""A recurrent layer with an external memory that it addresses, reads and writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import HALF
 from attnfast.ops.operators import accumulation_dtype
 
-#: Directions of vectors that are shorter count for less, down to nothing at 0.
+#: The cosine of a shorter vector is scaled down in proportion to its length.
 SHORT = 1e-3
 
 
@@ -29,7 +29,7 @@ class NTMState(NamedTuple):
     """State of a :class:`NeuralTuringMachine` between steps.
 
     ``hidden [B, H]`` and ``cell [B, H]`` of the controller; ``memory [B, N, M]``; ``weights
-    [B, R + W, N]`` of the heads, those that read first; ``read [B, R, M]``.
+    [B, R + W, N]`` of the heads, read heads first; ``read [B, R, M]``.
     """
 
     hidden: Tensor
@@ -56,16 +56,16 @@ name_in_exports(NTMOutput)
 
 
 def norm(x: Tensor) -> Tensor:
-    """Return the length of vectors, at least SHORT; gradients of every order at 0 are 0."""
+    """Return the norm of vectors, at least SHORT; gradients of every order at 0 are 0."""
     return x.square().sum(-1).clamp_min(SHORT**2).sqrt()
 
 
 class NeuralTuringMachine(nn.Module):
-    r"""An LSTM beside a memory of N slots, which heads read and write at every step.
+    r"""An LSTM with a memory of N slots, which heads read and write at every step.
 
-    The LSTM, the controller, reads the input and what was read from the memory the step before.
-    From its state each head has a key k, a strength :math:`\beta \ge 0`, a gate g from 0 to 1, a
-    distribution s over shifts from −S to S, and a sharpness :math:`\gamma \ge 1`:
+    The LSTM, the controller, reads the input and the previous step's read vectors. Its state gives
+    each head a key k, a strength :math:`\beta \ge 0`, a gate g from 0 to 1, a distribution s over
+    shifts from −S to S, and a sharpness :math:`\gamma \ge 1`:
 
     .. math::
         w^c_i &= \mathrm{softmax}_i\left(\beta \cos(k, m_i)\right) \\
@@ -74,24 +74,24 @@ class NeuralTuringMachine(nn.Module):
         the first)} \\
         w_i &= \tilde w_i^\gamma / \textstyle\sum_j \tilde w_j^\gamma
 
-    Heads that read return :math:`r = \sum_i w_i m_i`. Then those that write change all slots, with
-    e from 0 to 1 and a from −1 to 1:
+    Read heads return :math:`r = \sum_i w_i m_i`. Then write heads update all slots, with e from 0
+    to 1 and a from −1 to 1:
 
     .. math:: m_i \leftarrow m_i \textstyle\prod_h (1 - w^h_i e^h) + \sum_h w^h_i a^h
 
-    In the first step all heads come from slot 0, and all slots hold the same learned vector. So
-    the number of slots is no size of a parameter: ``num_slots`` may be set anew at any time, and
-    counts where a sequence starts; a state that is given keeps its slots. Vectors shorter than
-    0.001 count as that long in a cosine. Weights are found in float32 or more, and the state stays
-    of the module's dtype, under autocast too.
+    Before the first step all heads are at slot 0, and all slots hold the same learned vector. No
+    parameter's size depends on the number of slots: ``num_slots`` may be changed at any time and
+    applies to sequences that start afterwards; a given state keeps its slots. In a cosine, the
+    norm of a vector is at least 0.001. Weights are computed in float32 or wider, and the state
+    keeps the module's dtype, under autocast too.
 
     Args:
         input_size: features of the inputs.
         hidden_size: H, features of the controller's state.
         num_slots: N.
         slot_size: M, features of a slot.
-        num_reads, num_writes: R and W, how many heads of each kind.
-        shift: S, how far a head shifts at most in a step.
+        num_reads, num_writes: R and W, the number of heads of each kind.
+        shift: S, the largest shift of a head in one step.
 
     Paper: Graves, Wayne and Danihelka, "Neural Turing Machines", 2014, arXiv:1410.5401.
     """
@@ -117,16 +117,16 @@ class NeuralTuringMachine(nn.Module):
         self._check_slots()
         self.output_size = hidden_size + num_reads * slot_size
         heads = num_reads + num_writes
-        #: Of each head, one after the other: k, β, g, γ, s.
+        #: Sizes of each head's parameters, in order: k, β, g, γ, s.
         self.parts = (slot_size, 1, 1, 1, 2 * shift + 1)
         self.controller = nn.LSTMCell(input_size + num_reads * slot_size, hidden_size)
         self.heads = nn.Linear(hidden_size, heads * sum(self.parts))
-        self.writes = nn.Linear(hidden_size, num_writes * 2 * slot_size)  # of each, e and a
+        self.writes = nn.Linear(hidden_size, num_writes * 2 * slot_size)  # each head's e and a
         self.slot = nn.Parameter(torch.empty(slot_size))
         nn.init.uniform_(self.slot, -(slot_size**-0.5), slot_size**-0.5)
 
     def _check_slots(self) -> None:
-        """Refuse ``num_slots``, which may be set anew, if it is no size or less than a shift."""
+        """Raise unless ``num_slots``, which users may set, is an integer of at least the shift."""
         check_sizes(num_slots=self.num_slots)
         if self.num_slots < self.shift:
             raise_value_error("num_slots", f"at least shift, {self.shift}", self.num_slots)
@@ -140,14 +140,14 @@ class NeuralTuringMachine(nn.Module):
     def _start(self, batch: int) -> NTMState:
         slot, heads = self.slot, self.num_reads + self.num_writes
         hidden, cell = slot.new_zeros(2, batch, self.hidden_size)
-        memory = slot.expand(batch, self.num_slots, -1).clone()  # who writes there changes no slot
+        memory = slot.expand(batch, self.num_slots, -1).clone()  # in-place writes keep the slot
         weights = slot.new_zeros(batch, heads, self.num_slots)
         weights[..., 0] = 1
         read = slot.new_zeros(batch, self.num_reads, self.slot_size)
         return NTMState(hidden, cell, memory, weights, read)
 
     def address(self, parameters: Tensor, memory: Tensor, before: Tensor) -> Tensor:
-        """Return the weights ``[B, heads, N]`` of heads whose last weights are ``before``."""
+        """Return the weights ``[B, heads, N]`` of heads whose previous weights are ``before``."""
         dtype = accumulation_dtype(before.dtype)
         parameters, memory = parameters.to(dtype), memory.to(dtype)
         key, strength, gate, sharpness, shift = parameters.split(self.parts, -1)
@@ -157,14 +157,14 @@ class NeuralTuringMachine(nn.Module):
         S = self.shift
         around = torch.cat([mixed[..., -S:], mixed, mixed[..., :S]], -1).unfold(-1, 2 * S + 1, 1)
         shifted = (around @ shift.softmax(-1).flip(-1).unsqueeze(-1)).squeeze(-1)
-        # γ log w: the power of a small weight would be 0 in float32, and so would be the sum
+        # γ log w: powers of small weights would underflow in float32, and so would their sum
         log = shifted.clamp_min(torch.finfo(dtype).tiny).log()
         return ((1 + F.softplus(sharpness)) * log).softmax(-1).to(before.dtype)
 
     def step(self, x: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
         """Take one step: ``x [B, input_size]``; return ``[B, output_size]`` and the next state.
 
-        Nothing is checked here: :meth:`forward` does.
+        Arguments are not checked here, but in :meth:`forward`.
         """
         hidden, cell, memory, before, read = state
         B, R, dtype = x.shape[0], self.num_reads, memory.dtype
@@ -190,19 +190,19 @@ class NeuralTuringMachine(nn.Module):
 
         Args:
             x: ``[B, T, input_size]``, T at least 1.
-            state: of an earlier call, to go on from; None: :meth:`start`.
+            state: the state of an earlier call to continue from; None means :meth:`start`.
             need_weights: return the weights of all heads too.
 
         Returns:
-            A :class:`NTMOutput`: ``output [B, T, H + R · M]``, the controller's state and what
-            was read, the state after the last step, and weights ``[B, T, R + W, N]`` or None.
+            A :class:`NTMOutput`: ``output [B, T, H + R · M]``, the controller's state and the read
+            vectors; the state after the last step; and weights ``[B, T, R + W, N]`` or None.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         self._check(x, state)
         check_flag("need_weights", need_weights)
-        x = x.to(self.slot.dtype)  # autocast takes others
+        x = x.to(self.slot.dtype)  # under autocast x may have another dtype
         state = self._start(x.shape[0]) if state is None else state
         outputs, weights = [], []
         for t in range(x.shape[1]):
@@ -213,7 +213,7 @@ class NeuralTuringMachine(nn.Module):
         return NTMOutput(torch.stack(outputs, 1), state, shown)
 
     def _check(self, x: Any, state: Any) -> None:
-        """Refuse what does not fit."""
+        """Raise unless the input and the state fit the module."""
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.input_size or not x.numel():
             expected = f"[B, T, {self.input_size}] with a sequence and a step at least"
@@ -244,7 +244,7 @@ class NeuralTuringMachine(nn.Module):
             raise_value_error("state.memory", f"of at least {self.shift} slots, as shift is", slots)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
-        """Refuse what is on another device or of another dtype, unless autocast casts it."""
+        """Raise if x has another device, or a dtype that autocast does not cast."""
         if x.device != self.slot.device:
             raise_value_error(name, f"on the module's device {self.slot.device}", x.device)
         cast = is_autocast_on() and name == "x" and x.dtype in (torch.float32, *HALF)

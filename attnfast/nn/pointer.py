@@ -28,7 +28,7 @@ from attnfast.ops.reference import score
 
 
 class PointerNetwork(nn.Module):
-    r"""An LSTM that reads items, and one that answers by pointing at them, one after the other.
+    r"""An LSTM encoder of items, and an LSTM decoder that points at one item per step.
 
     .. math:: h_1 \dots h_N = \mathrm{LSTM}(x_1 \dots x_N), \quad
               s_t = \mathrm{LSTM}(x_{y_{t-1}}, s_{t-1}), \quad s_0 = h_N
@@ -36,16 +36,16 @@ class PointerNetwork(nn.Module):
     .. math:: e_{tj} = w^\top \tanh(W_q s_t + W_k h_j), \quad
               P(y_t = j) = \mathrm{softmax}_j(e_{tj}), \quad j = 0 \dots N
 
-    An answer is as long as the decoder will: it ends by pointing at :math:`h_0`, a learned state
+    The decoder chooses the length of an answer: it ends by pointing at :math:`h_0`, a learned state
     before the items, and begins by reading :math:`x_0`, a learned item. A pointer is 0 for the
-    end and i for the i-th item, counted from 1. Attention to all steps of a given answer is one
-    call. The logarithm of a very small weight is taken from its score: that of a weight which is 0
-    in its dtype is exact, and so is its gradient.
+    end and i for the i-th item, counted from 1. All steps of a given answer attend in one call. The
+    log-probability of a very small weight is computed from its score, so that it and its gradient
+    are exact even if the weight underflows to 0.
 
     Args:
         item_dim: features F of an item.
         hidden_dim: features of both LSTMs' states.
-        attn_dim: features of the space that states are compared in.
+        attn_dim: features of the space in which states are compared.
         backend: as in :func:`attnfast.additive_attention`.
 
     Paper: Vinyals, Fortunato and Jaitly, "Pointer Networks", NeurIPS 2015, arXiv:1506.03134.
@@ -82,14 +82,14 @@ class PointerNetwork(nn.Module):
                 raise_value_error("lengths", f"between 1 and {N}, the items", length)
 
     def encode(self, items: Tensor, lengths: Tensor) -> tuple[Memory, tuple[Tensor, Tensor]]:
-        """Read items; return what is pointed at, and the decoder's first state.
+        """Encode items; return the memory that pointers attend to, and the decoder's first state.
 
         Args:
-            items: ``[B, N, F]``; padding does not count, whatever finite numbers it holds.
+            items: ``[B, N, F]``; finite values in the padding are ignored.
             lengths: ``[B]``, int64 or int32, from 1 to N.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         self._check(items, lengths)
         there = lengths.to(items.device).long()
@@ -128,12 +128,12 @@ class PointerNetwork(nn.Module):
         asked = self.attention.query_proj(states[b, t]), memory.key[b, j]
         query, key = (x.unsqueeze(1).to(total.dtype) for x in asked)
         e = score(query, key, memory.weight, memory.score).flatten()
-        log_probs = weights.clamp_min(faint).log()  # whose gradient is 0 where it is faint
+        log_probs = weights.clamp_min(faint).log()  # its gradient is 0 for faint weights
         log_probs = log_probs.index_put((b, t, j), e - total[b, t])
         return log_probs.masked_fill(~visible, -math.inf)
 
     def _read(self, items: Tensor, pointers: Tensor) -> Tensor:
-        """Return what the decoder reads after ``pointers [B, T]``: the start after 0, or items."""
+        """Return the decoder's inputs after ``pointers [B, T]``: the start item after 0."""
         rows = torch.arange(len(items), device=items.device).unsqueeze(-1)
         chosen = items[rows, (pointers - 1).clamp_min(0)]
         return torch.where(pointers.unsqueeze(-1) > 0, chosen, self.start.to(items))
@@ -142,16 +142,16 @@ class PointerNetwork(nn.Module):
         """Return the log-probability of every pointer at every step of given answers.
 
         Args:
-            items: ``[B, N, F]``; padding does not count, whatever finite numbers it holds.
+            items: ``[B, N, F]``; finite values in the padding are ignored.
             lengths: ``[B]``, int64 or int32, from 1 to N.
             pointers: ``[B, T]``, int64: 0 for the end, i for the i-th item, padded with 0.
 
         Returns:
-            ``[B, T, 1 + N]``, float32 for half types; −inf for padding. Row t has read the pointers
-            before the t-th; rows after an end mean nothing.
+            ``[B, T, 1 + N]``, float32 for half precision; −inf for padding. Row t has read the
+            pointers before the t-th; rows after an end are undefined.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         memory, state = self.encode(items, lengths)
         B = len(items)
@@ -170,19 +170,19 @@ class PointerNetwork(nn.Module):
 
     @torch.no_grad()
     def decode(self, items: Tensor, lengths: Tensor, distinct: bool = False) -> Tensor:
-        """Answer, each pointer the most probable after those before.
+        """Decode greedily: each pointer is the most probable one after the previous ones.
 
         Args:
-            items: ``[B, N, F]``; padding does not count, whatever finite numbers it holds.
+            items: ``[B, N, F]``; finite values in the padding are ignored.
             lengths: ``[B]``, int64 or int32, from 1 to N.
-            distinct: point at no item twice.
+            distinct: do not point at an item twice.
 
         Returns:
             Pointers ``[B, T]``, int64: 0 for the end, i for the i-th item, padded with 0. An answer
             has at most as many pointers as there are items.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("distinct", distinct)
         memory, state = self.encode(items, lengths)
@@ -205,14 +205,14 @@ class PointerNetwork(nn.Module):
 
 
 class PointerGenerator(nn.Module):
-    r"""The distribution over words to generate and words to copy, and the choice between both.
+    r"""A mixture of generating words from the vocabulary and copying words of the source.
 
     .. math:: p_t = \sigma(W x_t + b), \quad
               P_{tw} = p_t\, \mathrm{softmax}(\ell_t)_w + (1 - p_t) \sum_{i:\, s_i = w} \alpha_{ti}
 
     Args:
-        feature_dims: sizes of what the choice depends on, side by side in x: context, state and
-            input of the decoder in the paper.
+        feature_dims: sizes of the features that are concatenated into x: in the paper context,
+            state and input of the decoder.
         backend: as in :func:`attnfast.copy_distribution`.
 
     Paper: See, Liu and Manning, ACL 2017, arXiv:1704.04368.
@@ -248,11 +248,11 @@ class PointerGenerator(nn.Module):
         """Return ``[B, Tq, V + X]``: log-probabilities, or probabilities.
 
         Args:
-            logits: ``[B, Tq, V]``; or ``[B, V]`` for one step, and so on below.
-            weights: ``[B, Tq, Tk]``, of the attention.
-            source: ``[B, Tk]``, the word at every key, from V on where the vocabulary lacks it.
-            features: ``[B, Tq, ·]``, what the choice depends on.
-            num_oov: X, how many words beyond the vocabulary the sources of the batch bring.
+            logits: ``[B, Tq, V]``, or ``[B, V]`` for one step; the other arguments likewise.
+            weights: ``[B, Tq, Tk]``, attention weights.
+            source: ``[B, Tk]``, the word id at every key, V or more for out-of-vocabulary words.
+            features: ``[B, Tq, ·]``, the features that x is concatenated from.
+            num_oov: X, the number of out-of-vocabulary words in the sources of the batch.
             log: return logarithms.
         """
         check_tensor("logits", logits)

@@ -1,4 +1,4 @@
-"""Where in a sequence a state stands: what self-attention does not know by itself."""
+"""Positions of states in a sequence, to which self-attention alone is invariant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnfast._utils.checks import check_array, check_int, check_like, raise_val
 
 
 class SinusoidalPositions(nn.Module):
-    r"""Add sines and cosines of a position to a state, without parameters and of any length.
+    r"""Add sines and cosines of the position to each state, without parameters, for any length.
 
     .. math:: p_{t,2i} = \sin\left(t / 10000^{2i/D}\right), \quad
               p_{t,2i+1} = \cos\left(t / 10000^{2i/D}\right)
@@ -36,10 +36,10 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    r"""Add a learned vector for its position to a state, :math:`x_t + p_t`.
+    r"""Add a learned vector for the position to each state, :math:`x_t + p_t`.
 
     Args:
-        longest: how many positions there are.
+        longest: the number of positions.
         dim: features of a state.
 
     Paper: Gehring et al., "Convolutional Sequence to Sequence Learning", ICML 2017,
@@ -68,19 +68,19 @@ class LearnedPositions(nn.Module):
 
 
 class RelativePositions(nn.Module):
-    r"""A number for how far a key is from a row, of each head, to add to the scores.
+    r"""Learned bias of the scores for each head and each distance of a key from the row.
 
     .. math:: b_{htj} = w_{h,\, \mathrm{clip}(j - t,\, -k,\, k)}
 
-    The distances are Shaw's, clipped at k; he has a vector for each, whose product with the query
-    is added. The numbers are 0 at first.
+    Distances are clipped at k as in Shaw et al., who learn a vector for each distance and add its
+    product with the query. The biases are initialised to 0.
 
     Args:
         num_heads: H.
         farthest: k.
 
     Papers: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
-    NAACL 2018, arXiv:1803.02155; as numbers, Raffel et al., JMLR 2020, arXiv:1910.10683.
+    NAACL 2018, arXiv:1803.02155; scalar biases, Raffel et al., JMLR 2020, arXiv:1910.10683.
     """
 
     def __init__(self, num_heads: int, farthest: int):
@@ -91,7 +91,7 @@ class RelativePositions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * farthest + 1))
 
     def forward(self, Tq: int, Tk: int, first: int = 0) -> Tensor:
-        """Return what is added, ``[1, H, Tq, Tk]``, for rows from ``first`` on and keys from 0."""
+        """Return the bias ``[1, H, Tq, Tk]`` for rows from ``first`` on and keys from 0."""
         for name, x in (("Tq", Tq), ("Tk", Tk), ("first", first)):
             check_int(name, x, 0)
         rows, keys = (torch.arange(n, device=self.weight.device) for n in (Tq, Tk))

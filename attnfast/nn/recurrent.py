@@ -49,25 +49,27 @@ class AttentionRNN(nn.Module):
                         \mathrm{attend}(h_t), \; \tilde h_t = \tanh(W_o [c_t; h_t])` (Luong)
     ==================  ========================================================================
 
-    The cells are those of ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``, and so are the names and shapes
-    of their parameters: ``weight_ih_l0 [G·H, input_size + F]``, whose last F columns read what the
-    attention gave, and so on. The weights of an ``nn.GRU``, or of an ``nn.GRUCell`` in a loop, with
-    input ``[x; c]`` load into them. Tensors have the batch first.
+    The cells are those of ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``, with the same names and shapes of
+    parameters, such as ``weight_ih_l0 [G·H, input_size + F]``, whose last F columns read the output
+    of the attention. The weights of an ``nn.GRU``, or of an ``nn.GRUCell`` in a loop, with input
+    ``[x; c]`` can be loaded. Tensors are batch first.
 
     Args:
         input_size: features E of the inputs.
         hidden_size: features H of the states.
-        context_size: features of a context, of the attention's values.
+        context_size: features of a context, those of the attention's values.
         attention: a module of :mod:`attnfast.nn`, which makes the memory.
-        num_layers: how many layers, each of which reads the states of the one below.
+        num_layers: the number of layers; each reads the states of the layer below.
         bias: whether the cells have biases.
         recurrence: one of the table.
-        query_layer: whose state asks. ``"last"``: the last layer's, as in Luong's stacks; the
-            layers are those of an ``nn.GRU`` with as many. ``"first"``: the first layer's, whose
-            context the others read too, ``[h_t; c_t]`` (GNMT); not with input feeding.
-        output_size: features F of :math:`\tilde h_t` with input feeding; None: ``hidden_size``.
-        dropout: probability that an output of a layer but the last is 0, in training.
-        recurrent_dropout: the same for a number of the state that :math:`W_{hh}` reads, one mask
+        query_layer: the layer whose state is the query. ``"last"``: the last layer, as in Luong's
+            stacks; the layers are those of an ``nn.GRU`` with as many. ``"first"``: the first
+            layer, and the others read its context too, ``[h_t; c_t]`` (GNMT); not with input
+            feeding.
+        output_size: features F of :math:`\tilde h_t` with input feeding; None means
+            ``hidden_size``.
+        dropout: dropout probability of the outputs of every layer except the last, in training.
+        recurrent_dropout: dropout probability of the state that :math:`W_{hh}` reads, with one mask
             for all steps of a call.
 
     Papers: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; Luong, Pham and Manning, EMNLP
@@ -144,13 +146,13 @@ class AttentionRNN(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the cells' parameters as PyTorch does, uniform up to 1/√H."""
+        """Draw the cells' parameters as PyTorch does, uniform in ±1/√H."""
         bound = self.hidden_size**-0.5
         for x in self.parameters(recurse=False):
             nn.init.uniform_(x, -bound, bound)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take the names of PyTorch's cells too, without a layer's number."""
+        """Also accept the parameter names of PyTorch's cells, which lack the layer suffix."""
         for name in NAMES:
             if f"{prefix}{name}" in state_dict and f"{prefix}{name}_l0" not in state_dict:
                 state_dict[f"{prefix}{name}_l0"] = state_dict.pop(f"{prefix}{name}")
@@ -170,7 +172,7 @@ class AttentionRNN(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Make the memory, as the attention does."""
+        """Make the memory, as the attention's ``prepare`` does."""
         return self.attention.prepare(states, lengths, mask, values)
 
     @property
@@ -184,7 +186,7 @@ class AttentionRNN(nn.Module):
         return Layer.stack(self.mode, every, output=self.output_proj, attends_first=first)
 
     def _start(self, input: Tensor, hx: Any) -> RecurrentState:
-        """Return the state before the first step, of what a caller gave."""
+        """Return the state before the first step, made from the caller's ``hx``."""
         shape = (self.num_layers, input.shape[0], self.hidden_size)
         if hx is None:
             hx = RecurrentState(input.new_zeros(shape))
@@ -221,7 +223,7 @@ class AttentionRNN(nn.Module):
         return hx
 
     def _check(self, input: Any, memory: Any, target_lengths: Any) -> None:
-        """Refuse inputs that do not fit."""
+        """Raise unless the inputs fit the layer."""
         check_tensor("input", input)
         if input.dim() != 3 or input.shape[-1] != self.input_size:
             raise_value_error("input", f"[B, T, {self.input_size}]", list(input.shape))
@@ -273,20 +275,19 @@ class AttentionRNN(nn.Module):
             input: ``[B, T, input_size]``, T = 1 for one step of a search.
             memory: from :meth:`prepare`.
             hx: the state before the first step: ``[num_layers, B, H]``, a pair of them for an LSTM,
-                or what the last call returned; None means zeros.
-            target_lengths: ``[B]``: results at these steps and beyond are 0, and the state that is
-                returned is that of the last step before. Between 0 and T, which nobody checks in a
-                graph or on a GPU.
+                or the state that the last call returned; None means zeros.
+            target_lengths: ``[B]``, between 0 and T, not checked while tracing or on a GPU: results
+                from these steps on are 0, and the returned state is that of the last step before.
             need_weights: return the weights too.
 
         Returns:
             ``output, state``: the states of the last layer ``[B, T, H]``, or with input feeding
             the attentional vectors ``[B, T, F]``; a :class:`RecurrentState`. The result's
             attributes are ``states [B, T, H]`` of the last layer, ``contexts [B, T, Dv]`` and
-            ``weights [B, T, Tk]``, None unless asked for.
+            ``weights [B, T, Tk]``, None unless requested.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         self._check(input, memory, target_lengths)
         check_flag("need_weights", need_weights)

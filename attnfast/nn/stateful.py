@@ -1,4 +1,4 @@
-"""Attention that knows what it attended to before: coverage, location, forward attention."""
+"""Attention that uses its previous weights: coverage, location-aware and forward attention."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from attnfast.ops.span import check_form
 class CumulativeState(NamedTuple):
     """Cumulative attention of the previous rows: passed between steps, reordered by a search.
 
-    ``coverage [B, Tk]``, the sum of their weights; ``previous [B, Tk]``, the weights of the last;
-    ``loss [B]``, the coverage loss so far, or None for 0; ``log_previous [B, Tk]``, of forward
-    attention, the logarithms of ``previous``, which do not underflow; None takes them from there.
+    ``coverage [B, Tk]``: the sum of their weights. ``previous [B, Tk]``: the weights of the last
+    row. ``loss [B]``: the coverage loss so far, or None for 0. ``log_previous [B, Tk]``: for
+    forward attention, the logarithms of ``previous``, which do not underflow; if None, they are
+    computed from ``previous``.
     """
 
     coverage: Tensor
@@ -72,9 +73,9 @@ class CumulativeState(NamedTuple):
 
 
 def last_of(steps: Tensor, first: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return every sequence's last row that is no padding, ``first`` if it has none.
+    """Return every sequence's last row that is not padding, or ``first`` if there is none.
 
-    They are ``[B, H]`` of ``steps [B, T, H]``, of a stack ``[L, B, H]``.
+    The result is ``[B, H]`` for ``steps [B, T, H]``, and ``[L, B, H]`` for a stack.
     """
     if steps.shape[-2] == 0:
         return first
@@ -86,11 +87,11 @@ def last_of(steps: Tensor, first: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 class HistoryAttention(_Attention):
-    r"""Additive attention that knows what it attended to before: what its kinds share.
+    r"""Base class of additive attention that depends on the weights of previous rows.
 
-    Their calls differ from those of the other modules in the history alone. All queries at once,
-    or one after the other with the history carried along, give the same numbers; in half types, up
-    to the rounding of the weights that the history carries.
+    Calls differ from those of the other modules only by the history. All queries in one call, or
+    one after the other with the history passed on, give the same results; in half precision, up to
+    the rounding of the weights in the history.
     """
 
     has_history = True
@@ -107,7 +108,7 @@ class HistoryAttention(_Attention):
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
-        """Return the arguments of :func:`attnfast.coverage_attention` that make the kind."""
+        """Return the arguments of :func:`attnfast.coverage_attention` specific to the subclass."""
         raise NotImplementedError
 
     def start(self, memory: Memory) -> CumulativeState:
@@ -131,7 +132,7 @@ class HistoryAttention(_Attention):
         Args:
             state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
             memory: from :meth:`prepare`.
-            history: what the last call returned, or :meth:`start`; None for that.
+            history: the history that the last call returned; None means :meth:`start`.
             need_weights: return the weights too.
             target_mask: ``[B]`` or ``[B, Tq]``, False for the padding at a target's end, which
                 leaves the history as it was.
@@ -186,7 +187,7 @@ class HistoryAttention(_Attention):
 
 
 class CoverageAttention(HistoryAttention):
-    r"""Additive attention that is told how much each key has been attended to.
+    r"""Additive attention with a coverage vector: the sum of each key's previous weights.
 
     .. math:: e_{tj} = w^\top \tanh(W_q s_t + b + W_k h_j + w_c C_{tj}) - \lambda C_{tj}, \quad
               C_{t+1,j} = C_{tj} + \alpha_{tj} / \phi_j
@@ -195,8 +196,8 @@ class CoverageAttention(HistoryAttention):
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
         feature: put the coverage into the tanh, with a learned :math:`w_c`.
         penalty: λ: a number, None for 0, or an :class:`~torch.nn.Parameter` to learn it.
-        fertility: the most attention that a key may ask for, N: :math:`\phi_j = N \sigma(u^\top
-            h_j)`, the fertility of Tu et al.; None for :math:`\phi = 1`.
+        fertility: N, the largest fertility of a key in Tu et al.: :math:`\phi_j = N \sigma(u^\top
+            h_j)`; None for :math:`\phi = 1`.
         bias: give the query projection a bias.
         activation, backend: as in :func:`attnfast.coverage_attention`.
 
@@ -264,16 +265,16 @@ class CoverageAttention(HistoryAttention):
 
 
 class LocationAwareAttention(HistoryAttention):
-    r"""Additive attention that sees where around a key it looked before.
+    r"""Additive attention with location features: filters over the previous weights.
 
     .. math:: e_{tj} = w^\top \tanh(W_q s_t + b + W_k h_j + U (F * [\alpha_{t-1}, C_t])_j)
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
-        filters: K, how many; 0 for the content alone.
-        width: of the filters, odd.
-        channels: what they look at: ``"previous"``, the last weights (Chorowski et al.);
-            ``"cumulative"``, the sum of all; ``"both"``, on two channels (Tacotron 2).
+        filters: K, the number of filters; 0 for the content score alone.
+        width: the width of the filters, odd.
+        channels: the input of the filters: ``"previous"``, the last weights (Chorowski et al.);
+            ``"cumulative"``, the sum of all weights; ``"both"``, on two channels (Tacotron 2).
         bias: give the query projection a bias.
         activation, backend: as in :func:`attnfast.coverage_attention`.
 
@@ -335,15 +336,15 @@ class ForwardAttention(LocationAwareAttention):
     .. math:: \alpha_{tj} \propto ((1 - u_t)\, \alpha_{t-1,j} + u_t\, \alpha_{t-1,j-1})
               \exp(e_{tj})
 
-    It begins at the first key. :meth:`forward` takes one more argument, ``transition_prob``, u: a
-    number, 0.5 for the plain recursion, or the output of a transition agent, which the decoder
-    computes from what it knows, the last context included: ``[B]`` for one step, ``[B, Tq]`` for
-    many.
+    The alignment begins at the first key. :meth:`forward` takes one more argument,
+    ``transition_prob``, u: a number, 0.5 for the plain recursion, or the output of a transition
+    agent, which the decoder computes from its state and the last context: ``[B]`` for one step,
+    ``[B, Tq]`` for many.
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
         filters, width, channels, bias, activation, backend: as in :class:`LocationAwareAttention`;
-            without filters the score is that of the content alone.
+            without filters the score depends on the content alone.
 
     Paper: Zhang, Ling and Dai, ICASSP 2018, arXiv:1807.06736.
 
@@ -393,7 +394,7 @@ class ForwardAttention(LocationAwareAttention):
         target_mask: Tensor | None = None,
         transition_prob: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, CumulativeState]:
-        if transition_prob is None:  # which would be attention without a transition
+        if transition_prob is None:  # None would mean attention without a transition
             raise_type_error("transition_prob", "a number or a tensor", "None")
         one = isinstance(state, Tensor) and state.dim() == 2
         if one and isinstance(transition_prob, Tensor) and transition_prob.dim() == 1:

@@ -20,17 +20,17 @@ from attnfast.nn.local import SparseSelfAttention
 
 
 class TransformerEncoderLayer(nn.Module):
-    r"""Self-attention and a network for each state, both added to what they read.
+    r"""Self-attention and a feed-forward network, each with a residual connection.
 
     .. math:: y = x + \mathrm{attend}(\mathrm{norm}(x)), \quad
               z = y + W_2\, \mathrm{relu}(W_1\, \mathrm{norm}(y) + b_1) + b_2
 
-    The norms come first, as in most transformers since the first.
+    The norms come first (pre-norm), unlike in Vaswani et al.
 
     Args:
-        attention: a :class:`SparseSelfAttention`; its heads may see all, ``[Span()] * H``.
+        attention: a :class:`SparseSelfAttention`; heads ``[Span()] * H`` see all keys.
         feedforward_dim: features between W_1 and W_2.
-        dropout: on what is added, in training.
+        dropout: dropout probability of both added terms, in training.
 
     Papers: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; Xiong et
     al., "On Layer Normalization in the Transformer Architecture", ICML 2020, arXiv:2002.04745.
@@ -54,14 +54,14 @@ class TransformerEncoderLayer(nn.Module):
     def forward(
         self, states: Tensor, lengths: Tensor | None = None, need_weights: bool | str = False
     ) -> tuple[Tensor, Any]:
-        """Return z, ``[B, T, dim]``, of ``states [B, T, dim]``, and the weights or None.
+        """Return z, ``[B, T, dim]``, and the attention weights or None.
 
         Args:
-            states: of each sequence ``lengths [B]`` exist; those beyond are seen by none.
+            states: ``[B, T, dim]``; states beyond ``lengths [B]`` are padding and are hidden.
             need_weights: as in :class:`SparseSelfAttention`.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_array("states", states, "real numbers", ("B", "T", self.dim))
         check_like("states", states, self.norms[0].weight)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Attention around attention: a gate on its context, and one key drawn in place of the average."""
+"""Wrappers of attention: a gate on its context, and hard attention, which samples one key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnfast.ops.span import check_form
 
 
 def _check_attention(attention: object, histories: bool) -> None:
-    """Refuse what is no attention that can be asked step by step."""
+    """Raise unless ``attention`` is an attention module that can be called step by step."""
     if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
         got = type(attention).__name__ if isinstance(attention, nn.Module) else describe(attention)
         raise_type_error("attention", "a module of attnfast.nn", got)
@@ -31,13 +31,13 @@ def _check_attention(attention: object, histories: bool) -> None:
 
 
 class GatedAttention(nn.Module):
-    r"""Attention whose context a gate lets through, more or less, as the state says.
+    r"""Attention whose context is scaled by a gate that depends on the decoder state.
 
     .. math:: \beta_t = \sigma(f^\top s_t + b), \quad c_t = \beta_t \sum_j \alpha_{tj} h_j
 
-    Words that need no source, such as "of", may close it. The weights are α, before the gate. It is
-    called as the attention that it is around, with a history or without. Recurrent layers run it
-    step by step.
+    The gate may close for words that need no source, such as "of". The weights are α, before the
+    gate. Calls take the arguments of the wrapped attention, with a history or without. Recurrent
+    layers run it step by step.
 
     Args:
         attention: a module of :mod:`attnfast.nn`.
@@ -65,7 +65,7 @@ class GatedAttention(nn.Module):
 
     @property
     def backend(self) -> str | None:
-        """The backend that the attention was asked to use."""
+        """The requested backend of the attention."""
         return getattr(self.attention, "backend", None)
 
     def prepare(
@@ -75,11 +75,11 @@ class GatedAttention(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Make the memory, as the attention does."""
+        """Make the memory, as the attention's ``prepare`` does."""
         return self.attention.prepare(states, lengths, mask, values)
 
     def forward(self, state: Tensor, memory: Memory, *args: Any, **options: Any) -> Any:
-        """Return what the attention does, its context ``[B, Dv]`` or ``[B, Tq, Dv]`` gated."""
+        """Return the attention's result with its context, ``[B, Dv]`` or ``[B, Tq, Dv]``, gated."""
         context, *rest = self.attention(state, memory, *args, **options)
         return self.gate(state).sigmoid() * context, *rest
 
@@ -87,9 +87,9 @@ class GatedAttention(nn.Module):
 class HardAttentionState(NamedTuple):
     """Samples of :class:`HardAttention` so far: passed between steps, reordered by a search.
 
-    ``log_prob [B]``, the sum over the rows of ln α of the key that was drawn; ``entropy [B]``, that
-    of their entropies, in nats; ``averaged [B]``, whether a sequence takes averages in place of
-    what is drawn: its sums are 0.
+    ``log_prob [B]``: the sum over the rows of ln α of the sampled key. ``entropy [B]``: the sum of
+    the rows' entropies, in nats. ``averaged [B]``: True if a sequence uses averages instead of
+    samples; its sums are 0.
     """
 
     log_prob: Tensor
@@ -97,7 +97,7 @@ class HardAttentionState(NamedTuple):
     averaged: Tensor
 
     def index_select(self, index: Tensor) -> HardAttentionState:
-        """Return what was drawn for the sequences ``index``."""
+        """Return the state of the sequences ``index``."""
         return HardAttentionState(*(x.index_select(0, index) for x in self))
 
 
@@ -108,24 +108,25 @@ def _fits(history: HardAttentionState, state: Tensor) -> bool:
 
 
 class HardAttention(nn.Module):
-    r"""Attention to one key, which is drawn by the weights.
+    r"""Attention to one key, sampled from the distribution that the weights define.
 
     .. math:: j_t \sim \mathrm{Multinoulli}(\alpha_{t1}, …, \alpha_{tn}), \quad c_t = h_{j_t}
 
-    In training a sequence takes the average :math:`\sum_j \alpha_{tj} h_j` at all its rows in place
-    of what is drawn, with the probability ``average``. In evaluation nothing is drawn: the key is
-    that of the largest weight. No gradient goes through the draw; the history,
-    :class:`HardAttentionState`, has the log-probabilities that :class:`attnfast.losses.Reinforce`
-    learns from. Recurrent layers run it step by step. A row that may see no key has context 0 and
-    adds nothing to the sums; one whose weights are NaN has a context of NaN.
+    In training, with probability ``average``, a sequence uses the average
+    :math:`\sum_j \alpha_{tj} h_j` instead of samples at all its rows. In evaluation nothing is
+    sampled: the key is that of the largest weight. No gradient passes through the sample; the
+    history, :class:`HardAttentionState`, has the log-probabilities that
+    :class:`attnfast.losses.Reinforce` learns from. Recurrent layers run it step by step. A row that
+    may see no key has context 0 and adds nothing to the sums; a row whose weights are NaN has a
+    context of NaN.
 
     Args:
         attention: a module of :mod:`attnfast.nn`, without a history, heads or a gate:
-            :class:`GatedAttention` goes around this one.
-        average: the probability.
+            :class:`GatedAttention` may wrap this module.
+        average: the probability of using the average in training.
 
-    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.1; with its
-    average of 0.5.
+    Paper: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, section 4.1, with
+    ``average`` = 0.5.
 
     Example:
         >>> attention = attnfast.nn.HardAttention(attnfast.nn.BahdanauAttention(6, 8, 4)).eval()
@@ -154,7 +155,7 @@ class HardAttention(nn.Module):
 
     @property
     def backend(self) -> str | None:
-        """The backend that the attention was asked to use."""
+        """The requested backend of the attention."""
         return getattr(self.attention, "backend", None)
 
     def prepare(
@@ -164,11 +165,11 @@ class HardAttention(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Make the memory, as the attention does."""
+        """Make the memory, as the attention's ``prepare`` does."""
         return self.attention.prepare(states, lengths, mask, values)
 
     def start(self, memory: Memory) -> HardAttentionState:
-        """Return the history before the first row; in training it draws which take averages."""
+        """Return the history before the first row; in training, sample ``averaged``."""
         if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
             raise_type_error("memory", "what prepare(...) returns", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
@@ -190,8 +191,8 @@ class HardAttention(nn.Module):
         Args:
             state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
             memory: from :meth:`prepare`.
-            history: what the last call returned, or :meth:`start`; None for that.
-            need_weights: return the weights too, α and not what was drawn.
+            history: the history that the last call returned; None means :meth:`start`.
+            need_weights: return the weights too: α, not the samples.
             target_mask: ``[B]`` or ``[B, Tq]``, False for padding, which adds nothing to the sums.
 
         Returns:
@@ -199,7 +200,7 @@ class HardAttention(nn.Module):
             and the history after the last of the states.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("state", state)
         if not isinstance(history, (HardAttentionState, type(None))):
