@@ -756,10 +756,10 @@ X = torch.ones(2, 3, 4)
         ),
         (
             {"weight": None, "coverage_weight": torch.ones(4)},
-            "weight must be given: coverage_weight",
+            "weight must be given with filters or coverage_weight",
         ),
-        ({"filters": torch.ones(2, 1, 3)}, "projection must be given when"),
-        ({"projection": torch.ones(4, 2)}, "filters must be given when"),
+        ({"filters": torch.ones(2, 1, 3)}, "projection must be given: filters and projection"),
+        ({"projection": torch.ones(4, 2)}, "filters must be given: filters and projection"),
         ({"channels": "next"}, "channels must be 'previous' or 'coverage', got 'next'"),
         (
             {"filters": torch.ones(2, 1, 4), "projection": torch.ones(4, 2)},

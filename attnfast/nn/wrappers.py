@@ -141,7 +141,7 @@ class HardAttention(nn.Module):
     def __init__(self, attention: nn.Module, average: float = 0.5):
         super().__init__()
         if isinstance(attention, GatedAttention):
-            expected = "not gated: use GatedAttention(HardAttention(...), ...)"
+            expected = "ungated (use GatedAttention(HardAttention(...), ...))"
             raise_type_error("attention", expected, "GatedAttention")
         if isinstance(attention, MultiHeadAttention):
             raise_type_error("attention", "one without heads", type(attention).__name__)
