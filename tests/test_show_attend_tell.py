@@ -391,7 +391,7 @@ def test_doubly_stochastic():
         (lambda m, x: HardAttention(CoverageAttention(2, 2, 2)), "must be one without a history"),
         (lambda m, x: HardAttention(BahdanauAttention(2, 2, 2), 1.5), "average must be a probab"),
         (lambda m, x: HardAttention(GatedAttention(BahdanauAttention(2, 2, 2), 2)),
-         "attention must be ungated .use GatedAttention.HardAttention.* got"),
+         "attention must be ungated (use GatedAttention(HardAttention(...), ...)), got"),
         (lambda m, x: HardAttention(MultiHeadAttention(2, 2, 2, 1)), "must be one without heads"),
         (lambda m, x: HardAttention(MeanContext()), "must be one with weights to draw by, got Mea"),
         (lambda m, x: Reinforce(-1.0), "weight must be a number, at least 0, got"),
