@@ -1,4 +1,4 @@
-"""Recordings: read from files, turned into log-mel features, normalised, masked; and word errors.
+"""Speech: reading recordings, log-mel features, normalisation, masking, and word errors.
 
 Plain PyTorch and the standard library. Samples are numbers from −1 to 1, times are in seconds,
 frequencies in hertz.
@@ -49,9 +49,9 @@ __all__ = [
     "word_errors",
 ]
 
-#: Of an energy below it the logarithm is taken as if it were this.
+#: Smaller energies are replaced by this before the logarithm.
 SMALLEST = 1e-10
-#: What a header may say of a recording whose length was not known when it was written, or more.
+#: The length that a header may state, or exceed, if it was written before the length was known.
 STREAMED = 2**31 - 2**16
 
 
@@ -60,11 +60,11 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
 
     Args:
         content: the file's bytes.
-        rate: how many samples a second it must have.
-        name: what errors call it.
+        rate: the required number of samples a second.
+        name: name of the recording in error messages.
 
     Raises:
-        InputError: it is no such file, of another rate, or empty.
+        InputError: it is not such a file, has another rate, or is empty.
     """
     try:
         with wave.open(io.BytesIO(content)) as file:
@@ -91,7 +91,7 @@ def _is_recording(name: str) -> bool:
 
 
 def _contents(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield place, name and content of every WAV file that a file is or, as an archive, holds."""
+    """Yield path, name and content of a WAV file, or of every WAV file in an archive."""
     try:
         if _is_recording(path.name):
             yield str(path), path.stem, path.read_bytes()
@@ -163,9 +163,9 @@ class LogMel(nn.Module):
     .. math:: |X_{tk}| = \left|\sum_{n < N} w_n x_{ts + n} e^{-2 \pi i k n / F}\right|, \quad
               y_{tm} = \ln \max\left(10^{-10}, \textstyle\sum_k H_{mk} |X_{tk}|^2\right)
 
-    w is Hann's window of N samples, s the hop, F the power of two from N on, and H are the
-    triangles of :func:`mel_filters`, both rounded to float32. A frame reads its N samples alone, so
-    that n samples have 1 + ⌊(n − N) / s⌋ frames, whatever else is in the batch.
+    w is Hann's window of N samples, s the hop, F the smallest power of two of at least N, and H are
+    the triangles of :func:`mel_filters`; w and H are rounded to float32. A frame reads only its N
+    samples, so that n samples have 1 + ⌊(n − N) / s⌋ frames, independently of the batch.
 
     Args:
         rate: samples a second.
@@ -203,7 +203,7 @@ class LogMel(nn.Module):
 
         Args:
             samples: ``[B, n]``, float32 or float64.
-            lengths: ``[B]``, how many of them exist, each a window at least.
+            lengths: ``[B]``, in samples, each at least one window.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or a sample is not finite.
@@ -227,7 +227,7 @@ class LogMel(nn.Module):
         if not len(lengths):
             frames = 1 + (samples.shape[1] - self.samples) // self.hop
             return samples.new_zeros(0, frames, len(self.filters)), counts
-        spare = self.fft - self.samples  # the window stands in the middle of F samples
+        spare = self.fft - self.samples  # the window is centred in F samples
         spectrum = torch.stft(
             nn.functional.pad(samples, (spare // 2, spare - spare // 2)), self.fft, self.hop,
             self.samples, self.window.to(samples.dtype), center=False, return_complex=True,
@@ -245,7 +245,7 @@ def _cut(features: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _listed(name: str, x: Any) -> list[Any]:
-    """Return the elements of an iterable in a list; raise if x is no iterable."""
+    """Return the elements of an iterable in a list; raise if x is not iterable."""
     try:
         return list(x)
     except TypeError:
@@ -253,11 +253,11 @@ def _listed(name: str, x: Any) -> list[Any]:
 
 
 class FeatureNormalizer(nn.Module):
-    r"""Features less their mean and over their deviation: of all recordings, or of each speaker's.
+    r"""Normalise features by mean and deviation of all recordings, or of each speaker's.
 
     .. math:: (x_{tm} - \mu_{sm}) / \sigma_{sm}
 
-    It begins with μ = 0 and σ = 1; :meth:`fit` takes them from recordings. They are buffers.
+    Initially μ = 0 and σ = 1; :meth:`fit` computes them from recordings. They are buffers.
 
     Args:
         features: M.
@@ -275,10 +275,10 @@ class FeatureNormalizer(nn.Module):
 
     @torch.no_grad()
     def fit(self, recordings: Iterable[Tensor], speakers: Iterable[int] | None = None) -> None:
-        """Take mean and deviation over all frames of ``recordings``, each ``[T, M]``.
+        """Compute mean and deviation over all frames of ``recordings``, each ``[T, M]``.
 
         Args:
-            speakers: of each its number below S; None means 0.
+            speakers: the speaker's index of each recording, below S; None means 0.
         """
         S, M = self.mean.shape
         sums = self.mean.new_zeros(3, S, M, dtype=torch.float64)  # of 1, x and x²
@@ -319,16 +319,16 @@ class FeatureNormalizer(nn.Module):
 
 
 class SpecAugment(nn.Module):
-    r"""In training, put 0 in place of some neighbouring features and of some neighbouring frames.
+    r"""In training, replace some neighbouring features and some neighbouring frames by 0.
 
     A mask of features is :math:`f \sim U[0, F]` wide, one of frames
-    :math:`t \sim U[0, \min(T, p\tau)]` long, τ the recording's length; where they begin is uniform
-    too. After a :class:`FeatureNormalizer` 0 is the mean. The paper's warping of time, of which it
-    says that it adds little, is left out.
+    :math:`t \sim U[0, \min(T, p\tau)]` long, τ the recording's length; their first index is uniform
+    too. After a :class:`FeatureNormalizer` 0 is the mean. The paper's time warping, which according
+    to the paper adds little, is omitted.
 
     Args:
-        feature_masks, feature_width: how many, and F.
-        frame_masks, frame_width: how many, and T.
+        feature_masks, feature_width: number of masks, and F.
+        frame_masks, frame_width: number of masks, and T.
         share: p.
 
     Paper: Park et al., "SpecAugment", Interspeech 2019, arXiv:1904.08779.
@@ -353,7 +353,7 @@ class SpecAugment(nn.Module):
         self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``features [B, T, M]``, of which ``lengths [B]`` frames exist, masked."""
+        """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked."""
         check_array("features", features, "real numbers", ("B", "T", "M"))
         check_lengths(lengths, features, 0, whose="features")
         if not self.training:
@@ -368,7 +368,7 @@ class SpecAugment(nn.Module):
             (self.frame_masks, longest, n, T, 2),
         ):
             drawn = torch.rand(2, B, count, dtype=dtype, device=features.device)
-            width = (drawn[0] * (most.floor() + 1)).floor()  # whole, from 0 to the most
+            width = (drawn[0] * (most.floor() + 1)).floor()  # an integer from 0 to the most
             begin = (drawn[1] * (total - width + 1)).floor()
             place = torch.arange(size, device=features.device).view(-1, 1, 1)
             inside = ((place >= begin) & (place < begin + width)).any(-1).T  # [B, size]
@@ -377,7 +377,7 @@ class SpecAugment(nn.Module):
 
 
 class WordErrors(NamedTuple):
-    """Words that differ from a reference of ``words``: replaced, left out and put in."""
+    """Substituted, deleted and inserted words against a reference of ``words`` words."""
 
     substitutions: int = 0
     deletions: int = 0
@@ -397,9 +397,9 @@ class WordErrors(NamedTuple):
 
 
 def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErrors:
-    """Count the fewest words to replace, leave out and put in that make one text of the other.
+    """Count the fewest substitutions, deletions and insertions that turn one text into the other.
 
-    Of several ways with as few errors it takes one with the most replaced words.
+    Among several ways with equally few errors it takes one with the most substitutions.
 
     Paper: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals",
     Soviet Physics Doklady 10(8), 1966.

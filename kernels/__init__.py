@@ -1,6 +1,6 @@
 """Triton kernels, installed as ``attnfast.kernels``: one file per operator."""
 
-if __name__ != "attnfast.kernels":  # attnfast's source folder stands on the path
+if __name__ != "attnfast.kernels":  # attnfast's source folder is on the path
     import importlib.util
     import sys
     from importlib.machinery import PathFinder

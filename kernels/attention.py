@@ -1,15 +1,15 @@
-"""Attention without history in Triton: five kernels serve both scores, forward and backward.
+"""Attention without history in Triton: five kernels for both scores, forward and backward.
 
-The additive score never takes a tanh per (query, key, feature). With E(x) = e^{2x},
+The additive score never computes a tanh per (query, key, feature). With E(x) = e^{2x},
 
     tanh(q + k) = 1 − 2r,    r = 1 / (1 + E(q)·E(k)),    1 − tanh² = 4r(1 − r),
 
-so exponentials are taken once per query element and once per key element, and two terms share a
+so exponentials are computed once per query element and once per key element, and two terms share a
 reciprocal: w0/d0 + w1/d1 = (w0·D + d0) / (d0·D) with D = d1/w1 = 1/w1 + (E(q)/w1)·E(k), so that w1
-costs nothing once the query's side has been divided by it. Where max|q| + max|k| ≤ 21.8 each d is
-below 2^63. The error is that of numbers near 1, so tiles where the sum is at most 0.8 take an odd
-polynomial of q + k. Tiles beyond both, a weight of extreme norm, and float64 take a direct path:
-one exponential per element, right for every finite input. Other activations have none of these.
+costs nothing once the query's side has been divided by it. If max|q| + max|k| ≤ 21.8, each d is
+below 2^63. The error is that of numbers near 1, so tiles where the sum is at most 0.8 use an odd
+polynomial of q + k. Tiles above 21.8, weights of extreme norm, and float64 use a direct path: one
+exponential per element, correct for every finite input. Other activations use none of these.
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
@@ -36,19 +36,19 @@ from attnfast.ops.backends import HALF, triton_interpreted
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 from attnfast.outputs import RowStatistics
 
-# The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD takes.
+# The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD supports.
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
 FACTORED_LIMIT = tl.constexpr(21.8)  # 1 + e^{2·21.8} < 2^63
 SMALL_LIMIT = tl.constexpr(0.8)
-# r is right to a few ulp of 1 where tanh saturates exactly: beyond this norm of w, which no trained
-# model comes near, the direct path keeps scores as accurate as eager code does.
+# r is accurate to a few ulp of 1 where tanh saturates exactly: beyond this norm of w, which no
+# trained model approaches, the direct path keeps scores as accurate as eager code does.
 WEIGHT_LIMIT = tl.constexpr(16.0)
-CHUNK = tl.constexpr(8)  # features summed on their own: rounding adds up in one long sum
-# A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest. Where
-# d0·D is beyond float32 and its reciprocal 0, w0/d0 is then below 2^-33.
+CHUNK = tl.constexpr(8)  # features summed separately: rounding errors add up in one long sum
+# A weight used as a divisor is clamped to at least this, and to 2^-30 of its chunk's largest. If
+# d0·D overflows float32 and its reciprocal is 0, w0/d0 is then below 2^-33.
 LEAST_WEIGHT = tl.constexpr(2.0**-42)
 STATISTICS = tl.constexpr(len(RowStatistics._fields))
-# Of every launch, whatever Triton's default: a product and a sum are one instruction, rounded once.
+# Options of every launch: a product and a sum are one instruction, rounded once (fused).
 LAUNCH = {"enable_fp_fusion": True}
 
 
@@ -74,7 +74,7 @@ def _exp_twice(b_x):
 
 @triton.jit
 def _small_tanh(b_x):
-    """tanh x up to SMALL_LIMIT, within 4e-9 of itself before rounding.
+    """tanh x up to SMALL_LIMIT, with a relative error of 4e-9 before rounding.
 
     x + x³ P(x²), fitted by least squares at Chebyshev's nodes, reweighted to the largest error.
     """
@@ -86,7 +86,7 @@ def _small_tanh(b_x):
 
 @triton.jit
 def _tanh(b_x):
-    """tanh x, and r(1 − r) = (1 − tanh²) / 4, both within a few ulp of themselves for every x."""
+    """tanh x, and r(1 − r) = (1 − tanh²) / 4, both accurate to a few ulp for every x."""
     b_t = tl.exp(-2 * tl.abs(b_x))
     b_r = _reciprocal(1 + b_t)
     b_far = 1 - 2 * b_t * b_r
@@ -130,7 +130,7 @@ def _scalar(pair, dtype: tl.constexpr):
 
 @triton.jit
 def _seen_keys(p_lengths, i_b, Tk):
-    """The number of keys that the rows of sequence ``i_b`` may see."""
+    """The number of keys visible to the rows of sequence ``i_b``."""
     if p_lengths is None:
         n = Tk
     else:
@@ -140,7 +140,7 @@ def _seen_keys(p_lengths, i_b, Tk):
 
 @triton.jit
 def _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
-    """The first key that rows with spans see, the one after the last, and the key of column 0."""
+    """The first visible key of rows with spans, the one after the last, and the key of column 0."""
     p_span += i_b * s_span[0] + i_h * s_span[1] + tl.cast(o_q, tl.int64) * s_span[2]
     b_start = tl.load(p_span, mask=m_q, other=0)
     b_stop = tl.minimum(tl.load(p_span + 1, mask=m_q, other=0), n)
@@ -161,7 +161,7 @@ def _exponentials(
 ):  # fmt: skip
     """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
 
-    With ``p_ew [H, AP + AP / CHUNK]`` weights are left there as the forward takes them: −2w of the
+    With ``p_ew [H, AP + AP / CHUNK]`` weights are stored there in the forward's layout: −2w of the
     first feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then the chunks' Σ w.
     """
     NT = tl.cdiv(T, BT)
@@ -179,7 +179,7 @@ def _exponentials(
         # [BT, BA]
         m_x = (o_t < n)[:, None] & (o_a < A)[None, :]
         b_x = tl.load(p_x + o_a.to(tl.int64)[None, :] * s_x[3], mask=m_x, other=0).to(tl.float32)
-        b_number = tl.where(tl.abs(b_x) >= 0, b_x, 0)  # a NaN may be one that no row sees
+        b_number = tl.where(tl.abs(b_x) >= 0, b_x, 0)  # a NaN may belong to a key that no row sees
         b_range = tl.maximum(b_range, tl.max(tl.abs(b_number), 1))
         # [BA]
         b_w = tl.load(p_weight + i_h * s_weight[0] + o_a * s_weight[1], mask=o_a < A, other=0)
@@ -217,7 +217,7 @@ def _scores(
     """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
 
     ``p_eq [BQ, 2]`` and ``p_ek [BK, 2]`` point into panels, ``[AP / 2, BQ, 2]`` and
-    ``[AP / 2, BK, 2]``, and ``p_ew`` to the weights as :func:`_exponentials` leaves them.
+    ``[AP / 2, BK, 2]``, and ``p_ew`` to the weights as :func:`_exponentials` stores them.
     """
     b_s = tl.zeros([BQ, BK], acc)
     if SCORE == "dot":
@@ -234,7 +234,7 @@ def _scores(
     elif near:
         # Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)), two features at a time
         for chunk in range(0, A, CHUNK):
-            # from Σ w down to what is left of it: less is rounded away than at its end
+            # start at Σ w and subtract: this loses less to rounding than adding Σ w at the end
             b_part = tl.zeros([BQ, BK], acc) + tl.load(p_ew + AP + chunk // CHUNK)
             for i in tl.static_range(0, CHUNK, 2):
                 b_w0, b_w1 = tl.load(p_ew + chunk + i), tl.load(p_ew + chunk + i + 1)
@@ -270,10 +270,10 @@ def _described(
 ):  # fmt: skip
     """Update the sums of a row's statistics by a block of keys.
 
-    Of the p = e^{s − m}: Σ p (s − m), the key of the largest score, μ = Σ p j / l and Σ p (j − μ)²,
-    the block's joined to the others' by Chan, Golub and LeVeque's formula, which loses no digits.
+    With p = e^{s − m}: Σ p (s − m), the key of the largest score, μ = Σ p j / l and Σ p (j − μ)².
+    Blocks are combined by the formula of Chan, Golub and LeVeque, which avoids cancellation.
     """
-    # infinite where the highest before was, or where nothing is left of the mass
+    # infinite if the previous maximum was infinite, or if the previous sum underflows
     b_gap = tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)
     b_drop = b_rescale * (b_drop + b_l * b_gap)
     b_drop += tl.sum(b_p * tl.where(b_p > 0, b_s - b_shift[:, None], 0), 1)
@@ -299,17 +299,17 @@ def _forward(
     s_span, s_context, scale, H, Tq, Tk, W, A, AP, Dv, SCORE: tl.constexpr, COMPACT: tl.constexpr,
     SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Context, weights and log-sum-exp of BQ rows: one sweep over the keys, softmax running.
+    """Context, weights and log-sum-exp of BQ rows: one sweep over the keys with online softmax.
 
     With m the largest score so far: l = Σ e^{s − m}, c = Σ e^{s − m} v, both rescaled as m grows.
-    The weights need the last m and l. So the sweep stores the scores in their place, and a second
-    sweep turns them into e^{s − m} / l: a read and a write each, next to nothing beside the
-    features that the score itself reads. With ``SCORES`` there is none, and the weights are scores.
-    Statistics run along as the softmax does: see :func:`_described`.
+    The weights need the last m and l. So the sweep stores the scores in the weights' memory, and a
+    second sweep turns them into e^{s − m} / l: one read and one write per element, negligible
+    compared with the features that the score reads. With ``SCORES`` there is no second sweep, and
+    the weights are scores. Statistics are updated online too: see :func:`_described`.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
-    # A score of −∞ that a row sees is LEAST instead, and no other is. Where it is the largest of a
-    # row, the row has diverged; where −∞ is, it is empty.
+    # A visible score of −∞ is replaced by LEAST, which no other score equals. If LEAST is a row's
+    # maximum, the row has diverged; if −∞ is, the row is empty.
     LEAST: tl.constexpr = -1.7976931348623157e308 if acc == tl.float64 else -3.4028234663852886e38
     SHORT: tl.constexpr = 1 - 2.0**-52 if acc == tl.float64 else 1 - 2.0**-23
     NQ, NK = tl.cdiv(Tq, BQ), tl.cdiv(Tk, BK)
@@ -378,7 +378,7 @@ def _forward(
             p_b += o_s[0] * s_bias[2] + o_s[1] * s_bias[3]
             b_bias = tl.load(p_b, mask=m_s, other=0).to(acc)
             b_s += b_bias
-            m_s = m_s & (b_bias != -float("inf"))  # also where the score is NaN
+            m_s = m_s & (b_bias != -float("inf"))  # also if the score is NaN
         if not SCORES:
             b_s = tl.where(b_s > LEAST, b_s, tl.where(b_s == -float("inf"), LEAST, b_s * SHORT))
         b_s = tl.where(m_s, b_s, -float("inf"))
@@ -398,7 +398,7 @@ def _forward(
         if p_context is not None:
             b_c = b_c * b_rescale[:, None]
             if p_mask is not None or p_bias is not None or p_span is not None:
-                # a NaN that no row here sees stays out: 0·NaN = NaN
+                # mask values that no row here sees, because 0·NaN = NaN
                 m_k = tl.max(m_s.to(tl.int32), 0) > 0
             # [BK, BV]
             p_vk = p_v + o_k.to(tl.int64)[:, None] * s_v[2]
@@ -427,7 +427,7 @@ def _forward(
             tl.store(p_row + 3, b_mean * b_seen, mask=m_q)
             tl.store(p_row + 4, b_squares / b_mass * b_seen, mask=m_q)
         if p_weights is not None and not SCORES:
-            tl.debug_barrier()  # the scores may come back to another thread than stored them
+            tl.debug_barrier()  # another thread may read the scores than stored them
             for column in range(0, W, BK):
                 o_column = column + tl.arange(0, BK)
                 p_s = p_weights + o_row[:, None] * W + o_column[None, :]
@@ -451,9 +451,9 @@ def _product(
 ):  # fmt: skip
     """out = scale · m x, for weights or score gradients m ``[Tq, W]``.
 
-    The sum runs over the keys, or over the queries where m stands transposed. As 0·NaN = NaN, a
-    row of x that meets only zeros is not loaded; with ``CLEAN`` what is not finite in x counts as
-    0, for then m already is NaN wherever that element was seen.
+    The sum runs over the keys, or over the queries if m is transposed. As 0·NaN = NaN, a row of x
+    that is multiplied only by zeros is not loaded; with ``CLEAN`` nonfinite elements of x count as
+    0, because m is already NaN wherever such an element is visible.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
     NM = tl.cdiv(M, BM)
@@ -518,7 +518,7 @@ def _score_gradient(
 ):  # fmt: skip
     """ds = P (g − Σ P g + dlse) with g = dc vᵀ + dP, of BQ rows; exactly 0 where P is 0.
 
-    The first sweep leaves g in the place of ds, the second finishes it.
+    The first sweep stores g in the memory of ds, and the second turns it into ds.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     NQ = tl.cdiv(Tq, BQ)
@@ -535,7 +535,7 @@ def _score_gradient(
         p_grad_weights += i_b * s_grad_weights[0] + i_h * s_grad_weights[1]
         p_grad_weights += o_q.to(tl.int64)[:, None] * s_grad_weights[2]
     b_delta = tl.zeros([BQ], acc)
-    b_dlse = tl.zeros([BQ], acc)  # not a part of delta: g − delta is often exactly 0
+    b_dlse = tl.zeros([BQ], acc)  # kept separate from delta, because g − delta is often exactly 0
     if p_grad_lse is not None:
         b_dlse = tl.load(p_grad_lse + o_row, mask=m_q, other=0)
     start, stop = 0, n
@@ -585,7 +585,7 @@ def _score_gradient(
 def _column_of(
     p_ds, p_span, s_span, i_b, i_h, y, exists, o_x, n, W, COMPACT: tl.constexpr
 ):  # fmt: skip
-    """ds of row ``y`` at the keys ``o_x``, to which ``p_ds`` points in row 0; 0 where unseen."""
+    """ds of row ``y`` at keys ``o_x``; ``p_ds`` points to them in row 0; 0 if not visible."""
     first, stop, origin = _rows_seen(p_span, s_span, i_b, i_h, y, exists, n, W, COMPACT)
     p_ds += tl.cast(y, tl.int64) * W - origin
     return tl.load(p_ds, mask=(o_x >= first) & (o_x < stop), other=0)
@@ -600,9 +600,9 @@ def _additive_gradient(
 ):  # fmt: skip
     """dx = scale · w Σ_y ds f'(x + y) of BX rows and BA features, and dw = scale · Σ ds f(x + y).
 
-    Of tanh f' is 4r(1 − r) and f is 1 − 2r. The score is symmetric: x are the queries and y the
-    keys, or the other way round. Every thread keeps its elements of x in registers while y passes,
-    so nothing is reduced between threads until the end.
+    For tanh, f' is 4r(1 − r) and f is 1 − 2r. The score is symmetric: x are the queries and y the
+    keys, or the other way round. Every thread keeps its elements of x in registers while it loops
+    over y, so threads reduce their sums only at the end.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     NX, NY = tl.cdiv(Tx, BX), tl.cdiv(Ty, BY)
@@ -648,7 +648,7 @@ def _additive_gradient(
             p_tile = p_ex + (i_bh * NX * BX + o_x)[:, None] * A + o_a[None, :]
             b_ex = tl.load(p_tile, mask=m_xa, other=0)
             for y in range(i_y * BY, end, 2):
-                # [BX] and [BA]; a row of y beyond the end is 1 and meets ds = 0
+                # [BX] and [BA]; a row of y beyond the end is 1 and is multiplied by ds = 0
                 if p_span is None:
                     p_dsy = p_ds + tl.cast(y, tl.int64) * (1 if OVER_KEYS else W)
                     m_1 = o_x < tl.where(y + 1 < end, Tx, 0)
@@ -721,18 +721,18 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _pair(scale: float) -> tuple[float, float]:
-    """Split a float64 into two float32, the only floats that a kernel takes."""
+    """Split a float64 into two float32, the only float type of kernel arguments."""
     high = ctypes.c_float(scale).value
     return high, scale - high
 
 
 def _block(size: int, largest: int, smallest: int = 16) -> int:
-    """Return the power of two that covers ``size``, within limits; no dot takes less than 16."""
+    """Return the power of two that covers ``size``, within limits; dots need at least 16."""
     return min(max(triton.next_power_of_2(size), smallest), largest)
 
 
 def _depth(dtype: torch.dtype) -> int:
-    """Return how much of a dot's sum one step takes: without tensor cores it sits in registers."""
+    """Return the depth of one step of a dot; without tensor cores its operands use registers."""
     return 32 if dtype in HALF else 16
 
 
@@ -740,7 +740,7 @@ def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool, weight
     """Launch :func:`_exponentials`: ``[B·H, blocks, block, A]`` and the range of every block.
 
     ``transposed`` makes it panels ``[…, A / 2, block, 2]``, A rounded up to CHUNK, for the forward.
-    ``weights`` are to be left there.
+    ``weights``: the buffer in which weights are stored, if given.
     """
     (B, H, T, A), blocks = x.shape, triton.cdiv(x.shape[2], block)
     columns = _whole_chunks(A) if transposed else A
@@ -759,18 +759,18 @@ def _whole_chunks(features: int) -> int:
 
 
 def _prepare(call: Any) -> tuple[Any, ...]:
-    """Bring every input to one form: a head axis, and a row of ``weight`` for each head."""
+    """Normalise the inputs: add a head axis, and a row of ``weight`` for each head."""
     query, key, value = _heads(call.query), _heads(call.key), _heads(call.value)
     weight, lengths, span = call.weight, call.lengths, _heads(getattr(call, "span", None))
     if weight is not None:
         weight = weight.expand(query.shape[1], query.shape[3])
-    if span is not None:  # the two numbers of a row lie side by side
+    if span is not None:  # the two bounds of a row must be adjacent in memory
         span = span.contiguous().expand(*query.shape[:2], -1, -1)
     return query, key, value, weight, None if lengths is None else lengths.contiguous(), span
 
 
 def _tile(size: int, span: Tensor | None, columns: int) -> int:
-    """Return how many rows to take together: fewer where each sees its own keys, or few."""
+    """Return the number of rows in a tile: fewer if each row sees its own keys, or few keys."""
     if span is None:
         return size
     return min(size // 2, _block(columns, size)) if columns else size // 2
@@ -794,9 +794,9 @@ def _shorter(block: int, rows: int, programs: int, device: torch.device) -> int:
 
 
 def _rows_of_keys(span, columns: int, B: int, H: int, Tk: int, block: int) -> Tensor | None:
-    """Return which rows see any of a block of keys, from the first to the one after the last.
+    """Return the range of rows that see any key of a block: the first, and the one after the last.
 
-    int64 ``[B, H, blocks, 2]``. Rows between them need not see one.
+    int64 ``[B, H, blocks, 2]``. Rows within the range need not see one.
     """
     if span is None:
         return None
@@ -841,8 +841,8 @@ def sweep(
 ) -> None:
     """Launch :func:`_forward` for context, weights, log-sum-exp and statistics.
 
-    Without context, weights or statistics where they are None; without context the weights are
-    scores: −inf where a row may not see a key.
+    Outputs that are None are not computed; without context the weights are scores: −inf for keys
+    not visible to a row.
     """
     acc, Dv = accumulation_dtype(call.query.dtype), call.value.shape[-1]
     query, key, value, weight, lengths, span = _prepare(call)
@@ -854,8 +854,8 @@ def sweep(
     factored = score == "tanh" and acc == torch.float32
     plain = score not in ("dot", "tanh")
     BK = _block(Tk, 32 if factored or plain else _depth(query.dtype))
-    # The weights, if they are there, save taking the scores again for values wider than a block,
-    # and save registers where a dot has no tensor cores. A factored score is dear: wider blocks.
+    # Stored weights avoid computing the scores again for values wider than a block, and save
+    # registers if a dot has no tensor cores. A factored score is expensive: wider blocks.
     separate = weights is not None and (Dv > 128 or query.dtype not in HALF)
     within = None if separate else context
     BV = _block(Dv, 256 if factored and not separate else 128)
@@ -903,9 +903,9 @@ def forward(call: AttentionInputs) -> AttentionOutputs:
 
 
 def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
-    """Launch :func:`_additive_gradient` for queries and keys; return the weight's in parts.
+    """Launch :func:`_additive_gradient` for queries and keys; return partial weight gradients.
 
-    The parts ``[B, H, blocks, A]`` are there if the gradients of keys are wanted.
+    The partial sums ``[B, H, blocks, A]`` are computed if the gradients of keys are needed.
     """
     query, key, _, weight, lengths, span = _prepare(call)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], call.weights.shape[-1]

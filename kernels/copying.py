@@ -3,10 +3,10 @@
     S = softmax(logits),  p = sigmoid(gate),  C_w = Σ of the weights of the keys whose word is w
     P_w = p S_w + (1 − p) C_w,  or log P_w
 
-A row is a sweep over the vocabulary as if nothing were copied. Then the words of the source are put
-right: their C comes from comparing each word with each, so that nothing is added atomically, and
-a word that stands there twice gets the same number twice. Their numbers are float64, a few hundred
-beside a vocabulary: in log space differences of large logarithms are exponents.
+A row is a sweep over the vocabulary as if nothing were copied. Then the words of the source are
+corrected: C is computed by comparing each word with each, so that no atomic additions are needed,
+and a word that occurs twice gets the same result twice. These few hundred results are computed in
+float64, because in log space differences of large logarithms are exponents.
 
 Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a key.
 """
@@ -50,7 +50,7 @@ def _gate(p_gate):
 
 @triton.jit
 def _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI: tl.constexpr):
-    """Return the words at the keys ``o_i`` and what all keys of the same word add up to."""
+    """Return the words at the keys ``o_i`` and the sum of weights of all keys of each word."""
     # [BI]
     b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
     b_mass = tl.zeros([BI], tl.float64)
@@ -65,9 +65,9 @@ def _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI: tl.constexpr):
 
 @triton.jit
 def _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V):
-    """Return log P of words, the part of P that is generated, q / P, the logit, what is copied.
+    """Return log P of words, the generated share of P, q / P, the logit, and the copied mask.
 
-    A word that cannot be generated has logit −inf; whether it is copied more than slightly.
+    A word that cannot be generated has logit −inf. The mask is False if its mass is negligible.
     """
     b_x = tl.load(p_x + b_w * s_x, mask=(b_w >= 0) & (b_w < V), other=-float("inf"))
     b_x = b_x.to(tl.float64)
@@ -131,7 +131,7 @@ def _distribution(
         else:
             b_out = tl.exp(b_x - shift) * factor
         tl.store(p_out + o_v, b_out, mask=o_v < V + X)
-    tl.debug_barrier()  # what follows takes the place of what some other thread has stored
+    tl.debug_barrier()  # the following stores overwrite values stored by other threads
     for i in range(0, Tk, BI):
         o_i = i + tl.arange(0, BI)
         b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
@@ -180,7 +180,7 @@ def _distribution_gradient(
             b_sum += tl.where(m_x, tl.exp(b_x - high - low) * b_g, 0)
     total = tl.sum(b_sum, 0).to(tl.float64)
 
-    every = total  # Σ G of the words that can come
+    every = total  # Σ G of the possible words
     b_minus = tl.zeros([BI], tl.float64)
     b_plus = tl.zeros([BI], tl.float64)
     for i in range(0, Tk, BI):

@@ -1,11 +1,11 @@
 """Attention with a history in Triton: one program scans the rows of a sequence and head.
 
-Without features scores are taken for all rows at once by attention's own kernel and the scan is a
-softmax for each row. With features a row's scores are taken in the scan: what the filters find
-around a key, projected into the activation. The state, coverage and last weights, stays in
-the multiprocessor's cache. The backward walks the rows from the last to the first; its sums over
-rows lie in memory private to a program, which adds to them atomically because several threads may
-hold one element, and so in the loops' order.
+Without features the kernel of attention computes the scores of all rows at once, and the scan is a
+softmax for each row. With features the scan computes a row's scores: the filters' outputs around a
+key are projected and added inside the activation. The state, coverage and last weights, stays in
+the multiprocessor's cache. The backward loops over the rows from the last to the first; its sums
+over rows are in memory private to a program, which adds to them atomically, in the loops' order,
+because several threads may hold one element.
 
 Names: as in :mod:`attnfast.kernels.attention`; ``f`` is a filter, ``x`` a key under a filter's tap.
 """
@@ -41,7 +41,7 @@ from attnfast.ops.coverage import (
 )
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
-LIMIT = tl.constexpr(87.0)  # of an exponent that only a term multiplied by 0 exceeds
+LIMIT = tl.constexpr(87.0)  # of an exponent; only terms that are multiplied by 0 exceed it
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _scan(
     H, Tq, Tk, A, K, W, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Weights, coverage and loss. Without filters ``weights`` holds the scores to begin with."""
+    """Weights, coverage and loss. Without filters ``weights`` initially holds the scores."""
     acc: tl.constexpr = p_weights.dtype.element_ty
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -234,11 +234,11 @@ def _scan_gradient(
     H, Tq, Tk, A, K, W, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """From g = dc vᵀ + dP, in the place of ds, to ds and all that flows through the history.
+    """Turn g = dc vᵀ + dP, stored in ds, into ds and the gradients through the history.
 
     ``dlast`` is the gradient of the weights as the next row's past, ``dcoverage`` that of the
     coverage after a row, then before it, ``dpast`` that of the log-weights; ``before`` and
-    ``dfound`` are for what the rows leave and the threads exchange.
+    ``dfound`` are buffers for values that rows pass on and threads exchange.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     i_bh = tl.program_id(0).to(tl.int64)
@@ -410,7 +410,7 @@ def _scan_gradient(
                         tl.atomic_add(p_f + W, b_df, mask=o_f < K, sem="relaxed")
             tl.debug_barrier()
 
-        # what this row leaves for the weights and coverage before it
+        # gradients of the weights and coverage before this row
         b_du = tl.zeros([BK], acc)
         for j in range(0, Tk, BK):
             o_k = j + tl.arange(0, BK)
@@ -447,7 +447,7 @@ def _scan_gradient(
 
 
 def _of_heads(x, dims: int):
-    """Return parameters as contiguous numbers, and the stride from one head's to the next's."""
+    """Return contiguous parameters, and the stride from one head to the next."""
     if x is None:
         return None, 0
     x = x.contiguous()
@@ -455,14 +455,14 @@ def _of_heads(x, dims: int):
 
 
 def _options(call) -> tuple:
-    """Return filters and projection, None without filters, and what both directions launch with."""
+    """Return filters and projection, None without filters, and launch options of both kernels."""
     query, key, penalty = call.query, call.key, call.penalty
     filters, projection = call.filters, call.projection
     K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
     if Triton.most_filters < K:
         raise_value_error("filters", f"at most {Triton.most_filters} on the Triton backend", K)
-    # No element of a row may be held by two warps: what one has stored in the place of what it
-    # loaded, the other would load too late, and add up.
+    # Two warps must not hold the same element of a row: one could overwrite the element before the
+    # other loads it, which would then add to the new value.
     rows = _block(key.shape[-2], 1024, 256)
     filters, s_filters = _of_heads(filters if K else None, 3)
     projection, s_projection = _of_heads(projection if K else None, 2)
@@ -492,7 +492,7 @@ def _options(call) -> tuple:
 
 
 def _previous_of(call) -> tuple:
-    """Return the weights before the first row, and of a transition their logarithms."""
+    """Return the weights before the first row, and with a transition their logarithms."""
     if call.previous is None:
         return call.query.new_zeros(
             call.key.shape[:-1], dtype=accumulation_dtype(call.query.dtype)
@@ -574,7 +574,7 @@ def _of_features(call: CoverageBackward, dq, dk, dweight) -> tuple[torch.Tensor,
 
 
 def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
-    """Run ``coverage_attention_backward``; with ``sums`` the operator that adds to these."""
+    """Run ``coverage_attention_backward``, or with ``sums`` the operator that adds to them."""
     query, key, value, penalty = call.query, call.key, call.value, call.penalty
     rate, transition_prob = call.inverse_fertility, call.transition_prob
     coverage, grad_context = call.coverage, call.grad_context

@@ -17,18 +17,19 @@ def best_device() -> torch.device:
 
 
 def peak_memory(function: Callable[[], object], device: torch.device | None = None) -> int:
-    """Return the most bytes that ``function`` held at once: see :func:`memory_of`."""
+    """Return the peak memory of ``function`` in bytes: see :func:`memory_of`."""
     return memory_of(function, device)[0]
 
 
 def memory_of(
     function: Callable[[], object], device: torch.device | None = None
 ) -> tuple[int, int]:
-    """Return the most bytes that ``function`` held at once, and those that its result holds.
+    """Return the peak memory of ``function`` in bytes, and the memory that its result holds.
 
-    Both beyond what was held before it. A result that requires gradients holds what was saved for
-    its backward. On a GPU this is the account of PyTorch's allocator. On the CPU it is the running
-    maximum of bytes allocated minus bytes freed, as ``torch.profiler`` records them.
+    Memory allocated before the call is not counted. A result that requires gradients holds the
+    tensors saved for its backward. On a GPU PyTorch's allocator counts the bytes. On the CPU they
+    are the running maximum of bytes allocated minus bytes freed, as ``torch.profiler`` records
+    them.
 
     Args:
         function: it is called once.
@@ -63,8 +64,8 @@ def memory_of(
 def median_times(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Return the median seconds of each function.
 
-    They take turns, after one call each that does not count, so that whatever else the machine
-    does slows all of them alike.
+    They take turns, after one warm-up call each, so that other load on the machine slows all of
+    them equally.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(repeats + 1):

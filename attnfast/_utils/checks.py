@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnfast._utils.torch_private import is_autocast_on, statically_true
 
-#: No error has more letters.
+#: The largest number of characters of an error message.
 LONGEST = 200
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
@@ -35,12 +35,12 @@ KINDS: dict[str, Callable[[torch.dtype], bool]] = {
 
 
 class InputError(ValueError):
-    """A file, an argument or an environment that cannot be worked with; the text says why."""
+    """An invalid file, argument or environment; the message gives the reason."""
 
 
 def describe(x: object) -> str:
-    """Return in a line what x is: type and shape of a tensor or an array, the length of a list or
-    tuple that holds some, else a short repr.
+    """Return a description of x in one line: type and shape of a tensor or an array, the length of
+    a list or tuple that holds some, else a short repr.
     """
     if isinstance(x, (list, tuple)) and any(
         hasattr(part, "shape") and not isinstance(part, numbers.Number) for part in x
@@ -55,12 +55,12 @@ def describe(x: object) -> str:
 
 
 def shape_of(*of: object) -> str:
-    """Return a shape as it is written, some of its sizes by their names: ``[2, Tk, 8]``."""
+    """Return a shape as text in which some sizes are names: ``[2, Tk, 8]``."""
     return f"[{', '.join(map(str, of))}]"
 
 
 def argument_message(argument: str, expected: str, got: object) -> str:
-    """Return one sentence in one line: the argument, what was expected and what came."""
+    """Return one sentence in one line: the argument, the expected value and the actual value."""
     text = f"{argument} must be {expected}, got {got}"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
@@ -76,7 +76,7 @@ def raise_type_error(argument: str, expected: str, got: object) -> NoReturn:
 
 
 def check_choice(argument: str, got: object, words: Iterable[str]) -> None:
-    """Refuse what is none of the words."""
+    """Raise unless ``got`` is one of the words."""
     words = list(words)
     if not isinstance(got, str) or got not in words:
         *some, last = map(repr, words)
@@ -96,7 +96,7 @@ def is_int(x: object) -> bool:
 
 
 def check_int(argument: str, got: object, least: int = 1) -> None:
-    """Refuse what is no whole number, or too small a one."""
+    """Raise unless ``got`` is an integer of at least ``least`` and below 2³¹."""
     if not is_int(got):
         raise_value_error(argument, f"a whole number of at least {least}", describe(got))
     if got < least:  # type: ignore[operator]
@@ -125,7 +125,7 @@ def check_array(
 ) -> None:
     """Raise unless x is a dense tensor of a kind of :data:`KINDS` and of one of the shapes, if any.
 
-    A size in a shape is a number, or a name where any number fits. ``like`` is a tensor whose
+    A size in a shape is a number, or a name if any number fits. ``like`` is a tensor whose
     device x must have, and ``of`` names it in the message.
     """
     check_tensor(name, x)
@@ -169,16 +169,16 @@ def check_like(name: str, x: Tensor, like: Tensor, whose: str = "the module's") 
 def check_numbers(name: str, x: Any, count: int, least: int, most: int, of: str = "") -> None:
     """Raise unless x is an integer tensor ``[count]`` with elements from ``least`` to ``most``.
 
-    Elements are read on a CPU alone. ``of`` names what x must fit.
+    Elements are read on a CPU only. ``of`` names the tensor that x must fit.
     """
     check_array(name, x, "int64 or int32", (count,), of=of)
     check_range(name, x, least, most, of=of)
 
 
 def check_range(name: str, x: Tensor, least: int, most: int, what: str = "", of: str = "") -> None:
-    """Raise unless integers are from ``least`` to ``most``; they are read on a CPU alone.
+    """Raise unless integers are from ``least`` to ``most``; they are read on a CPU only.
 
-    ``what`` names them in the message, and ``of`` what they must fit.
+    ``what`` names them in the message, and ``of`` the tensor that they must fit.
     """
     if not is_readable(x) or not x.numel():
         return
@@ -191,7 +191,7 @@ def check_range(name: str, x: Tensor, least: int, most: int, what: str = "", of:
 def check_exact(
     like: Tensor, tensors: Iterable[tuple[str, Tensor | None, torch.dtype, Iterable[int]]]
 ) -> None:
-    """Refuse tensors, each with its name, dtype and shape, that are not so or not on the device."""
+    """Raise unless every tensor has the dtype and shape listed for it and is on the device."""
     for name, x, dtype, shape in tensors:
         if x is None:
             continue
@@ -204,7 +204,7 @@ def check_exact(
 
 def is_finite(x: object) -> bool:
     """Return whether x is a finite number; unlike math.isfinite it works in a compiled graph."""
-    largest = 1.7976931348623157e308  # a number of the module would be an input of the graph
+    largest = 1.7976931348623157e308  # a global of the module would be an input of the graph
     return isinstance(x, (int, float)) and not isinstance(x, bool) and -largest <= x <= largest
 
 
@@ -217,18 +217,18 @@ def check_number(name: str, x: object, least: float, most: float | None = None) 
 
 def is_one(x: float) -> bool:
     """Return whether a number is 1; in a compiled graph, whether it is 1 for all inputs."""
-    if torch.compiler.is_compiling():  # to compare would make it a constant there
+    if torch.compiler.is_compiling():  # comparing would make it a constant there
         return statically_true(x == 1)
     return x == 1
 
 
 def reason(error: OSError) -> str:
-    """Return what went wrong with a file, without its number and name."""
+    """Return the text of a file's error, without the error number and the file name."""
     return error.strerror or str(error)
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, or what kind it is."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(":")
 
 
@@ -238,12 +238,12 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or re.search(sizes, str(error)) is not None
 
 
-#: What pip calls packages whose modules have another name.
+#: The names on PyPI of packages whose modules have another name.
 PACKAGES = {"sklearn": "scikit-learn"}
 
 
 def optional(name: str, purpose: str, extra: str = "translate") -> ModuleType:
-    """Import a package of an extra, or say which is missing and what it is for."""
+    """Import a package of an extra; raise with its name and purpose if that fails."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # one of the wrong version may fail with anything

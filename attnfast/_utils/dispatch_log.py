@@ -20,7 +20,7 @@ LOGGER = logging.getLogger("attnfast.dispatch")
 
 
 class Choice(NamedTuple):
-    """One decision: an operation, what ran it, and a sentence for each faster way that did not."""
+    """One decision: an operation, its implementation, and reasons against each faster one."""
 
     operation: str
     ran: str
@@ -36,7 +36,7 @@ class Explanation:
 
     Args:
         choices: the decisions, in the order in which they were made.
-        output: what the call returned.
+        output: the return value of the call.
     """
 
     choices: list[Choice]
@@ -74,12 +74,12 @@ _log_if_asked()
 
 
 def is_recording() -> bool:
-    """Return whether decisions are recorded: then, finding reasons may take time."""
+    """Return whether decisions are recorded, so that finding reasons may take time."""
     return bool(_explaining) or _logged is not None
 
 
 def record(operation: str, ran: str, *reasons: str | None) -> None:
-    """Record a decision, if :func:`explain` or ATTNFAST_LOG wants it; None is no reason."""
+    """Record a decision if :func:`explain` or ATTNFAST_LOG is active; None is no reason."""
     if torch.compiler.is_compiling() or not is_recording():
         return
     choice = Choice(operation, ran, tuple(x for x in reasons if x))
@@ -91,7 +91,7 @@ def record(operation: str, ran: str, *reasons: str | None) -> None:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run a call, and report what ran it and why faster ways did not.
+    """Run a call, and report its implementation and why faster ones were not used.
 
     Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an
     ``nn.GRU`` or a search, and attnfast or its own code for a replaced module. Those of a compiled

@@ -1,4 +1,4 @@
-"""How far work has come: a bar where someone watches, and elsewhere a plain line every minute."""
+"""Progress of long work: a bar on a terminal, and elsewhere a plain line every minute."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def log(sentence: str) -> None:
 
 
 class Progress:
-    """Work that is shown while it is done, in a ``with``; call it after each part.
+    """A context manager that shows the progress of work; call it after each part.
 
     The bar is tqdm's; without that package there are lines.
 
     Args:
-        name: of the work.
-        total: how many parts it has.
-        unit: what a part is called.
-        done: how many were done before.
+        name: name of the work.
+        total: number of parts.
+        unit: name of a part.
+        done: number of parts done before.
         report: called with each plain line.
     """
 
@@ -58,7 +58,7 @@ class Progress:
             self.bar.close()
 
     def __call__(self, count: int = 1, note: str = "") -> None:
-        """Count parts that are done; ``note`` says how well."""
+        """Count finished parts; ``note`` is shown with them."""
         self.done += count
         now = time.monotonic()
         if self.bar is not None:

@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: Ctrl-C, and what is to be as clean as that."""
+"""Signals that ask a process to stop: Ctrl-C, and others that are handled in the same way."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: Ctrl-C, what ``kill`` and schedulers send, and a terminal that is closed.
+#: Ctrl-C, the signal of ``kill`` and of schedulers, and the signal of a closed terminal.
 SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked to stop, and what was under way has come to a clean end."""
+    """A signal asked to stop, and the work under way has ended cleanly."""
 
     def __init__(self, number: int, text: str = ""):
         super().__init__(text)
@@ -24,8 +24,8 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def signals_call(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let a handler take :data:`SIGNALS`, but for those that the process was told to ignore."""
-    main = threading.current_thread() is threading.main_thread()  # no other may
+    """Install a handler for :data:`SIGNALS`, except those that the process ignores."""
+    main = threading.current_thread() is threading.main_thread()  # other threads may not
     mine = [n for n in SIGNALS if main and signal.getsignal(n) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in mine}
     try:
@@ -37,7 +37,7 @@ def signals_call(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Raise :class:`Interrupted` at the first signal, and let no other disturb what cleans up."""
+    """Raise :class:`Interrupted` at the first signal; ignore later ones during cleanup."""
 
     def handler(number: int, frame) -> None:
         for each in SIGNALS:
@@ -50,9 +50,9 @@ def raise_on_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Callable[[], None]]:
-    """Keep the first signal until it is asked for, so that no step is cut in two.
+    """Hold the first signal until the caller checks for it, so that no step is interrupted.
 
-    A second Ctrl-C is final; a second SIGTERM is not, for some send it twice.
+    A second Ctrl-C is final; a second SIGTERM is not, because some tools send it twice.
 
     Yields:
         A function that raises :class:`Interrupted` if a signal has come.

@@ -1,7 +1,7 @@
 """Wrap every private name of PyTorch that attnfast uses.
 
-tests/test_private_torch.py says of each what breaks where PyTorch drops it. ``Tensor._version`` and
-``Tensor._base``, which PyTorch's own notes tell users of, stand where they are needed.
+For each name, tests/test_private_torch.py states which feature breaks if PyTorch drops it.
+``Tensor._version`` and ``Tensor._base``, which PyTorch's notes document, are used directly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: A context in which an operator runs below autograd, at two thirds of a small call's time.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-#: Whether autocast is on for any device: one question in place of one for each device.
+#: Return whether autocast is on for any device: one call instead of one for each device.
 is_autocast_on = torch._C._is_any_autocast_enabled
 
 #: The number of the backward that runs in this thread, −1 outside of one.
@@ -26,7 +26,7 @@ number_of_backward = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd's engine hold this to the end of the backward that runs, and then call it."""
+    """Let autograd's engine call this at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[misc]
 
 
@@ -61,14 +61,14 @@ def has_global_hooks() -> bool:
 
 
 def class_of(module: Any) -> type:
-    """Return a module's class, also where torch.export traces its second name by a proxy."""
+    """Return a module's class, also if torch.export traces its second name by a proxy."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     proxied = tracing is not None and isinstance(module, tracing._AttrProxy)
     return type(module).__bases__[1] if proxied else type(module)
 
 
 def keep_in_pytrees(result: type, *names: str) -> None:
-    """Let pytrees, and so ``vmap`` and ``export``, keep attributes that a tuple has beside it."""
+    """Let pytrees, and so ``vmap`` and ``export``, keep the named attributes of a tuple."""
 
     def leaves_of(x: Any) -> Any:
         there = [name for name in names if getattr(x, name) is not None]
@@ -118,7 +118,7 @@ def statically_true(condition: Any) -> bool:
 def constant_in_graphs(function: Function) -> Function:
     """Let a compiled graph take a function's result as a constant.
 
-    What torch.compiler.assume_constant_result does, without its import of all of dynamo.
+    It does the same as torch.compiler.assume_constant_result without importing all of dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -7,14 +7,14 @@ Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any
 ``target_lengths``
     ``[B]``, the rows of each target; None means Tq.
 ``keys``
-    of the columns, from :meth:`attnfast.Span.keys`, if the weights are those of a span. Tk is then
-    the largest length, and lengths of None are those of the last key that any row sees.
+    key indices of the columns, from :meth:`attnfast.Span.keys`, if the weights are those of a span.
+    Tk is then the largest length; lengths of None end at the last key visible to any row.
 
 In the formulas α are the weights, i is a row of m, j a key of n; :math:`p_{ij} = \alpha_{ij} /
-\sum_j \alpha_{ij}` are those of a row whose weights do not add up to 1, as where a Gaussian
-multiplies them, and else the same. Entropies are in nats. Sums are float32, or float64 for float64.
-What lies in padding does not count, NaN neither, and its results are 0. Lengths and keys are below
-2³¹. An argument that does not fit raises ValueError or TypeError, and the sentence names it.
+\sum_j \alpha_{ij}` are normalised weights, which differ from α if rows do not sum to 1, as with a
+Gaussian prior. Entropies are in nats. Sums are float32, or float64 for float64. Padding is ignored,
+even if it is NaN, and its results are 0. Lengths and keys are below 2³¹. An argument that does not
+fit raises ValueError or TypeError, and the message names it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 
 
 class _Given:
-    """Weights whose padding is 0, and what of them is no padding.
+    """Weights whose padding is 0, and masks of the elements that are not padding.
 
     ``weights``, ``p``, ``seen [B, (H,) Tq, W]``; ``rows [B, (1,) Tq]``; ``keys`` of the columns;
     ``n`` and ``m [B]``.
@@ -107,7 +107,7 @@ class _Given:
         return x.long()
 
     def each(self, x: Tensor, axes: int = 0) -> Tensor:
-        """Return ``x [B]`` with an axis for heads, if there are any, and so many more."""
+        """Return ``x [B]`` with an axis for heads, if there are any, and ``axes`` more."""
         return x.view(-1, *[1] * (self.heads + axes))
 
     def mean(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class _Given:
         return x.masked_fill(~self.rows, 0).sum(-1) / self.each(self.m).clamp_min(1)
 
     def diagonal(self) -> Tensor:
-        """Return where a row stands among the keys, ``[B, (1,) Tq]``: (i + ½) n / m − ½."""
+        """Return a row's position among the keys, ``[B, (1,) Tq]``: (i + ½) n / m − ½."""
         like = self.weights
         i = torch.arange(self.rows.shape[-1], device=like.device, dtype=like.dtype)
         return (i + 0.5) * self.each(self.n, 1) / self.each(self.m, 1).clamp_min(1) - 0.5
@@ -125,7 +125,7 @@ class _Given:
         return _entropy(self.p)
 
     def evenness(self) -> Tensor:
-        """Return every row's entropy over the largest that the keys it may see allow."""
+        """Return every row's entropy over the largest entropy for its number of visible keys."""
         return self.entropy() / self.seen.sum(-1).clamp_min(2).to(self.p.dtype).log()
 
     def largest(self) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ class _Given:
         return self.keys.expand(self.weights.shape)
 
     def keys_exist(self) -> Tensor:
-        """Return which keys are no padding, ``[B, (1,) Tk]``."""
+        """Return the mask ``[B, (1,) Tk]`` of keys that are not padding."""
         return torch.arange(self.Tk, device=self.n.device) < self.each(self.n, 1)
 
 
@@ -158,7 +158,7 @@ def _shares(x: Tensor) -> Tensor:
 
 
 def _entropy(p: Tensor) -> Tensor:
-    """Return −Σ p ln p over the last axis, with gradient 0 of what is 0."""
+    """Return −Σ p ln p over the last axis, with gradient 0 for elements that are 0."""
     return -(p * torch.where(p > 0, p, 1).log()).sum(-1)
 
 
@@ -172,15 +172,16 @@ def row_statistics(
     *,
     keys: Tensor | None = None,
 ) -> RowStatistics:
-    r"""Return what a row looks at, and how sharply.
+    r"""Return the entropy, largest weight, mean and variance of each row's weights.
 
     .. math:: H_i = -\sum_j p_{ij} \ln p_{ij}, \quad \mu_i = \sum_j j\, p_{ij}, \quad
               \sigma^2_i = \sum_j (j - \mu_i)^2 p_{ij}
 
     Returns:
-        ``entropy`` H, 0 for one key and ln n where all are alike; ``largest`` weight α and its
+        ``entropy`` H, 0 for one key and ln n for uniform weights; ``largest`` weight α and its
         ``position``, int64, the first of equal ones; ``mean`` position μ and its ``variance`` σ²,
-        in keys. Differentiable but for the position. The module's text has the arguments.
+        in keys. All but the position are differentiable. The module's docstring describes the
+        arguments.
 
     Example:
         >>> weights = torch.eye(3).unsqueeze(0)
@@ -204,11 +205,11 @@ def kl_from_uniform(
 ) -> Tensor:
     r"""Return :math:`\mathrm{KL}(p_i \,\|\, \text{uniform}) = \ln n_i - H_i`, in nats.
 
-    It is 0 where a row looks everywhere alike, ln n where it looks at one key. n_i are the keys
-    that the row may see: those of its source, or of its span.
+    It is 0 for uniform weights and ln n if all weight is on one key. n_i is the number of keys
+    visible to the row: those of its source, or of its span.
 
     Returns:
-        ``[B, (H,) Tq]``, differentiable; 0 of a row that sees nothing.
+        ``[B, (H,) Tq]``, differentiable; 0 for a row without visible keys.
     """
     of = _Given(weights, lengths, target_lengths, keys)
     seen = of.seen.sum(-1)
@@ -233,12 +234,12 @@ def key_coverage(
     *,
     keys: Tensor | None = None,
 ) -> KeyCoverage:
-    r"""Return how much attention every key has had, and how evenly it was shared out.
+    r"""Return the total attention of every key, and the uniformity of these totals.
 
     .. math:: C_j = \sum_i \alpha_{ij}, \quad
               u = -\frac{1}{\ln n} \sum_j p_j \ln p_j, \quad p_j = C_j / \textstyle\sum_j C_j
 
-    u is 1 where all keys have had the same, 0 where one has had all, and 1 of a source of one key.
+    u is 1 if all totals are equal, 0 if one key has all attention, and 1 for a source of one key.
 
     Paper: Tu et al., "Modeling Coverage for Neural Machine Translation", ACL 2016,
     arXiv:1601.04811.
@@ -268,14 +269,14 @@ def diagonality(
     radius: float = 2.0,
     keys: Tensor | None = None,
 ) -> Diagonality:
-    r"""Return how near the weights lie to the diagonal, :math:`d_i = (i + ½) n / m - ½`.
+    r"""Return the distance of the weights from the diagonal, :math:`d_i = (i + ½) n / m - ½`.
 
     Args:
         radius: r, in keys.
 
     Returns:
         ``share``, the mean over the rows of :math:`\sum_{|j - d_i| \le r} p_{ij}`; ``offset``, that
-        of :math:`\sum_j (j - d_i) p_{ij}`, below 0 where rows look back; ``distance``, that of
+        of :math:`\sum_j (j - d_i) p_{ij}`, below 0 if rows look back; ``distance``, that of
         :math:`\sum_j |j - d_i| p_{ij}`.
     """
     check_number("radius", radius, 0)
@@ -292,13 +293,13 @@ def monotonicity(
     *,
     keys: Tensor | None = None,
 ) -> Tensor:
-    r"""Return the share of rows that look no farther back than the row before.
+    r"""Return the share of rows whose largest weight is not before that of the previous row.
 
     .. math:: \frac{1}{m - 1} \sum_{i \ge 1} [a_i \ge a_{i-1}], \quad
               a_i = \arg\max_j \alpha_{ij}
 
     Returns:
-        ``[B, (H)]``, from 0 to 1; 1 of a target of one row.
+        ``[B, (H)]``, from 0 to 1; 1 for a target of one row.
     """
     of = _Given(weights, lengths, target_lengths, keys)
     _, position = of.largest()
@@ -328,10 +329,10 @@ def over_under_translation(
               C_j = \sum_i \alpha_{ij}
 
     Args:
-        fertility: φ > 0, how much attention a key asks for, ``[B, Tk]``; None means m / n, so that
-            a target of another length does not count by itself.
+        fertility: φ > 0, the expected attention of a key, ``[B, Tk]``; None means m / n, so that
+            a difference in length alone does not count.
 
-    Paper: Tu et al., ACL 2016, arXiv:1601.04811, who count by hand what this estimates.
+    Paper: Tu et al., ACL 2016, arXiv:1601.04811, who count these errors by hand.
     """
     of = _Given(weights, lengths, target_lengths, keys)
     total = of.coverage()
@@ -352,7 +353,7 @@ def over_under_translation(
 
 
 def repetition(words: Sequence[Hashable], size: int = 1) -> float:
-    """Return the share of a sentence's n-grams of ``size`` words that it has said before.
+    """Return the share of a sentence's n-grams of ``size`` words that repeat an earlier one.
 
     Example:
         >>> attnfast.analysis.diagnostics.repetition(["a", "b", "a"])
@@ -389,12 +390,12 @@ def extract_alignment(
     """Return every sentence's links ``(source, target)``: each row's largest weight.
 
     Args:
-        least: a row whose largest weight is smaller has no link: its word comes from nothing
-            (NULL); nor has one whose weights are 0.
-        null: a key that stands for NULL, if one does, such as the end of the source; −1 is the
-            last one of each source.
+        least: a row whose largest weight is smaller has no link: its word is aligned to NULL; so
+            is a row whose weights are 0.
+        null: a key that stands for NULL, if there is one, such as the end of the source; −1 is the
+            last key of each source.
 
-    With heads it is the mean of their weights.
+    With heads, the mean of their weights is used.
 
     Example:
         >>> attnfast.analysis.diagnostics.extract_alignment(torch.tensor([[[0.0, 1.0]]]))
@@ -423,7 +424,7 @@ def extract_alignment(
 
 
 def _link_sets(name: str, x: Any) -> list[LinkSet]:
-    """Return a list of the sentences' sets of links; raise if they are anything else."""
+    """Return a list of the sentences' sets of links; raise unless they are sets of links."""
     sets: Any = list(x) if isinstance(x, Iterable) and not isinstance(x, Tensor) else [None]
     if not all(isinstance(each, (set, frozenset)) for each in sets):
         raise_type_error(name, "sets of links", describe(x))
@@ -431,7 +432,7 @@ def _link_sets(name: str, x: Any) -> list[LinkSet]:
 
 
 class AlignmentScore(NamedTuple):
-    """From 0 to 1; of the ``error_rate`` less is better."""
+    """Precision, recall and error rate, from 0 to 1; a lower ``error_rate`` is better."""
 
     precision: float
     recall: float
@@ -442,18 +443,18 @@ class AlignmentScore(NamedTuple):
 def alignment_score(
     found: Iterable[LinkSet], sure: Iterable[LinkSet], possible: Iterable[LinkSet] | None = None
 ) -> AlignmentScore:
-    r"""Compare links with those that people have made, over all sentences together.
+    r"""Compare links with reference links, over all sentences together.
 
     .. math:: P = \frac{|A \cap P|}{|A|}, \quad R = \frac{|A \cap S|}{|S|}, \quad
               \mathrm{AER} = 1 - \frac{|A \cap S| + |A \cap P|}{|A| + |S|}
 
     Args:
-        found: A, links ``(source, target)`` of every sentence, as :func:`extract_alignment` gives
+        found: A, links ``(source, target)`` of every sentence, as :func:`extract_alignment` returns
             them.
-        sure: S, those that must be there. A word that is in no link is aligned to nothing (NULL).
-        possible: P, those that may be there; the sure ones are always among them. None: no other.
+        sure: S, the required links. A word without a link is aligned to NULL.
+        possible: P, the allowed links, which always include the sure ones. None: no others.
 
-    Without any link found or sure the error rate is 0, and so are precision and recall.
+    Without any found or sure link the error rate is 0, and so are precision and recall.
 
     Paper: Och and Ney, "A Systematic Comparison of Various Statistical Alignment Models",
     Computational Linguistics 29(1), 2003.
@@ -477,7 +478,7 @@ def alignment_score(
 
 
 class HeadRoles(NamedTuple):
-    """``distance [H, H]``; the others ``[H]``. All but the offset from 0 to 1."""
+    """``distance [H, H]``; the others ``[H]``. All but the offset are from 0 to 1."""
 
     distance: Tensor
     positional: Tensor
@@ -494,17 +495,17 @@ def head_roles(
     radius: int = 2,
     keys: Tensor | None = None,
 ) -> HeadRoles:
-    r"""Return what each head of ``weights [B, H, Tq, Tk]`` does, over all rows.
+    r"""Return measures of the role of each head of ``weights [B, H, Tq, Tk]``, over all rows.
 
     Args:
         radius: of a neighbourhood, in keys.
 
     Returns:
-        ``distance``: the mean Jensen–Shannon divergence of two heads' rows, over ln 2: 0 where they
-        look at the same, 1 where at nothing in common. ``positional``: the share of rows whose
-        largest weight is at the same ``offset`` from the diagonal, rounded, the most frequent one
-        within the radius. ``local``: the mean share of weight within the radius of the largest.
-        ``broad``: the mean entropy over ln n, n the keys that a row may see.
+        ``distance``: the mean Jensen–Shannon divergence of two heads' rows, over ln 2: 0 if their
+        weights are equal, 1 if they share no key. ``positional``: the share of rows whose largest
+        weight is at the same ``offset`` from the diagonal, rounded, the most frequent one within
+        the radius. ``local``: the mean share of weight within the radius of the largest.
+        ``broad``: the mean entropy over ln n, with n visible keys.
 
     Papers: Voita et al., "Analyzing Multi-Head Self-Attention", ACL 2019, arXiv:1905.09418; Clark
     et al., "What Does BERT Look At?", BlackboxNLP 2019, arXiv:1906.04341.
@@ -549,17 +550,16 @@ def head_roles(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on :func:`failures` counts.
+    """The thresholds of :func:`failures`.
 
     Attributes:
-        diffuse: a row's entropy, over ln n, n the keys that it may see.
+        diffuse: a row's entropy, over ln n, with n visible keys.
         concentrated: a key's share of a sentence's weight, of three keys and rows or more.
-        stuck: rows that follow each other, not diffuse, with the largest weight at the same key.
-        drift: how much farther from the diagonal the last third of the rows looks than the first,
-            over n.
+        stuck: number of consecutive rows, not diffuse, with the largest weight at the same key.
+        drift: the mean distance from the diagonal in the last third of the rows less that in the
+            first third, over n.
         skipped: a key's coverage, over m / n; below it the key is skipped.
-        sentence: the share of rows that are diffuse, or of keys that are skipped, which makes a
-            sentence so.
+        sentence: the share of diffuse rows, or of skipped keys, from which a sentence is flagged.
     """
 
     diffuse: float = 0.9
@@ -598,21 +598,21 @@ def failures(
     thresholds: Thresholds | None = None,
     keys: Tensor | None = None,
 ) -> Failures:
-    """Look for the ways in which attention is known to fail.
+    """Detect known failures of attention.
 
     ================  ===========================================================================
-    diffuse           a row looks everywhere alike; a sentence, where many of its rows do
-    concentrated      one key has most of a sentence's weight, whatever the row
-    stuck             many rows one after the other look at the same key: a word that repeats
-    drifting          a sentence's rows leave the diagonal as it goes on
-    skipped           a key that no row looks at; a sentence, where many of its keys are so
+    diffuse           a row's weights are nearly uniform; a sentence has many such rows
+    concentrated      one key has most of a sentence's weight, independently of the row
+    stuck             many consecutive rows attend to the same key: a word that repeats
+    drifting          a sentence's rows move away from the diagonal towards its end
+    skipped           no row attends to a key; a sentence has many such keys
     ================  ===========================================================================
 
     Args:
-        thresholds: from where on each counts; None means those of :class:`Thresholds`.
+        thresholds: the limits of each failure; None means the defaults of :class:`Thresholds`.
 
-    A pattern is no proof: languages that order words differently leave the diagonal, and a word
-    that asks for several is looked at several times.
+    A flag is no proof: word order that differs between languages leaves the diagonal, and a word
+    with several translations is attended to several times.
     """
     limit = Thresholds() if thresholds is None else thresholds
     if not isinstance(limit, Thresholds):
@@ -621,7 +621,9 @@ def failures(
     dtype, live = of.weights.dtype, of.weights.sum(-1) > 0
     n, m = of.each(of.n).to(dtype), of.each(of.m).to(dtype)
     several_seen = of.seen.sum(-1) > 1
-    diffuse = live & several_seen & (of.evenness() >= limit.diffuse - 1e-5)  # but for rounding
+    diffuse = (
+        live & several_seen & (of.evenness() >= limit.diffuse - 1e-5)
+    )  # tolerance for rounding
 
     _, position = of.largest()
     sharp = live & several_seen & ~diffuse
@@ -655,7 +657,7 @@ def failures(
 
 
 def _runs(x: Tensor, least: int) -> Tensor:
-    """Return which of ``x [.., T]`` are among ``least`` equal ones or more in a row."""
+    """Return the mask of elements of ``x [.., T]`` in runs of ``least`` or more equal elements."""
     T = x.shape[-1]
     if least > T:
         return torch.zeros_like(x, dtype=torch.bool)

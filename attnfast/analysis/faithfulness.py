@@ -1,23 +1,22 @@
 r"""Test whether attention weights explain a model's decision.
 
-A model is what reads (:class:`AttentionModel`): a call with embedded inputs ``[B, n, E]`` and
-``lengths [B]``, each at least 1, returns a call (:class:`Decision`) that decides, by its own
-attention weights or by those that it is given::
+A reader (:class:`AttentionModel`) is called with embedded inputs ``[B, n, E]`` and ``lengths [B]``,
+each at least 1. It returns a callable (:class:`Decision`) that computes logits from the model's own
+attention weights or from given ones::
 
     reading = reader(embedded, lengths)
     logits, weights = reading()  # [B, C] and [B, n]
     logits, _ = reading(other_weights)
 
-The ``read`` of a :class:`attnfast.models.Classifier` is one; :func:`next_word` makes one of a
-translator; another model takes a few lines. It must be in evaluation mode, and a sentence's result
-must not depend on the rest of the batch, nor on what lies in padding.
+The ``read`` of a :class:`attnfast.models.Classifier` is a reader; :func:`next_word` makes one from
+a translator; supporting another model takes a few lines. The model must be in evaluation mode, and
+a sentence's result must not depend on the rest of the batch, nor on padding.
 
 In the formulas x are the embedded inputs, α the weights and j a key of n; y = softmax(logits) is
 the output, ŷ its largest entry: the decision. Importance and weights ``[B, n]`` are 0 in padding.
-Numbers of a sentence are ``[B]``. Random numbers come from a CPU generator
-seeded with ``seed``. Nothing is
-learnt: no parameter gets a gradient. An argument that does not fit raises ValueError or TypeError,
-and the sentence names it.
+Values for each sentence are ``[B]``. Random numbers come from a CPU generator seeded with ``seed``.
+No parameter gets a gradient. An argument that does not fit raises ValueError or TypeError, and the
+message names it.
 
 Papers: Jain and Wallace, "Attention is not Explanation", NAACL 2019, arXiv:1902.10186; Wiegreffe
 and Pinter, "Attention is not not Explanation", EMNLP 2019, arXiv:1908.04626; Serrano and Smith, "Is
@@ -67,7 +66,7 @@ __all__ = [
 
 
 class Decision(Protocol):
-    """An encoded input, which decides as often as it is called."""
+    """An encoded input, which can be called several times for a decision."""
 
     def __call__(self, weights: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
         """Return logits ``[B, C]`` and the weights ``[B, n]``: the given ones, or its own."""
@@ -83,7 +82,7 @@ class AttentionModel(Protocol):
 
 
 class _Given(nn.Module):
-    """In place of an attention, weights ``[B, Tk]`` whatever the state."""
+    """An attention with given weights ``[B, Tk]`` for any state."""
 
     backend = "reference"
 
@@ -102,7 +101,7 @@ class _Given(nn.Module):
 def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
     """Make a reader of a translator, whose decision is the word after ``words``.
 
-    The weights are those of that one decoder step; the steps before keep their own. Inputs are
+    The weights are those of that one decoder step; earlier steps keep their own. Inputs are
     ``model.embed(source)``.
 
     Args:
@@ -152,7 +151,7 @@ def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
 
 
 def _check(reader: object, embedded: object, lengths: object) -> None:
-    """Refuse what is no model or nothing to read."""
+    """Raise unless ``reader`` is a model and the inputs are embedded sentences with lengths."""
     fits = callable(reader) and not isinstance(reader, type)
     call: Any = reader.forward if isinstance(reader, nn.Module) else reader
     try:
@@ -179,7 +178,7 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
 
 
 def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
-    """Return logits and weights; raise unless the model returned such."""
+    """Return logits and weights; raise unless the model returned both."""
     if not callable(reading):
         raise_value_error("reader(embedded, lengths)", "a callable", describe(reading))
     result = reading() if weights is None else reading(weights)
@@ -197,14 +196,14 @@ def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
 
 
 def _output(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
-    """Return the output ``[B, C]`` and the weights, in the precision of sums."""
+    """Return the output ``[B, C]`` and the weights, in the accumulation dtype."""
     logits, used = _decide(reading, embedded, weights)
     dtype = accumulation_dtype(logits.dtype)
     return logits.softmax(-1, dtype=dtype), used.to(dtype)
 
 
 def _exist(embedded: Tensor, lengths: Tensor) -> Tensor:
-    """Return which keys are no padding, ``[B, n]``."""
+    """Return the mask ``[B, n]`` of keys that are not padding."""
     place = torch.arange(embedded.shape[1], device=embedded.device)
     return place < lengths.to(embedded.device).unsqueeze(-1)
 
@@ -238,11 +237,11 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
               s_{ij} = \mathrm{sign}(a_i - a_j), \; t_{ij} = \mathrm{sign}(b_i - b_j)
 
     Args:
-        a, b: ``[B, n]``; NaN in padding does not count.
+        a, b: ``[B, n]``; NaN in padding is ignored.
         lengths: ``[B]``; None means n.
 
     Returns:
-        ``[B]``, from −1 to 1; NaN where a row of either has fewer than two different numbers.
+        ``[B]``, from −1 to 1; NaN if a row of either has fewer than two different numbers.
 
     Paper: Kendall, "The Treatment of Ties in Ranking Problems", Biometrika 33(3), 1945.
     """
@@ -268,12 +267,12 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
 def gradient_times_input(
     reader: AttentionModel, embedded: Tensor, lengths: Tensor, *, fixed: bool = False
 ) -> Tensor:
-    r"""Return how much each input matters to the decision, ``[B, n]``, to first order.
+    r"""Return the first-order importance of each input for the decision, ``[B, n]``.
 
     .. math:: g_j = \Big| \sum_e x_{je} \frac{\partial \ln y_{\hat y}}{\partial x_{je}} \Big|
 
     Args:
-        fixed: hold the attention weights as they are, as Jain and Wallace do; else the gradient
+        fixed: hold the attention weights constant, as Jain and Wallace do; else the gradient
             goes through them too.
     """
     _check(reader, embedded, lengths)
@@ -288,18 +287,18 @@ def gradient_times_input(
 
 
 def _decided(logits: Tensor) -> Tensor:
-    """Return the sum over sentences of ln y of what was decided."""
+    """Return the sum over sentences of ln y of the decision."""
     logs = logits.log_softmax(-1, dtype=accumulation_dtype(logits.dtype))
     return logs.gather(-1, logits.argmax(-1, keepdim=True)).sum()
 
 
 @torch.no_grad()
 def leave_one_out(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> Tensor:
-    r"""Return how much the output changes without each input, ``[B, n]``.
+    r"""Return the change of the output without each input, ``[B, n]``.
 
     .. math:: \ell_j = \frac12 \sum_c |y_c(x) - y_c(x_{-j})|
 
-    The inputs behind j move up. Of a sentence of one input nothing would be left: it has 0.
+    The inputs after j move up. The result is 0 for a sentence of one input, which would be empty.
     """
     _check(reader, embedded, lengths)
     whole, _ = _output(reader(embedded, lengths), embedded)
@@ -317,7 +316,7 @@ def leave_one_out(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> 
 def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> Tensor:
     r"""Return :math:`\partial \ln y_{\hat y} / \partial \alpha_j`, ``[B, n]``.
 
-    Each weight is taken by itself: one that grows takes nothing from the others. Times the weights
+    Each weight is varied independently, without normalising the others. Multiplied by the weights,
     it is the second gradient ranking of Serrano and Smith.
     """
     _check(reader, embedded, lengths)
@@ -345,9 +344,9 @@ class PermutationOutput(NamedTuple):
 def permutation_test(
     reader: AttentionModel, embedded: Tensor, lengths: Tensor, *, count: int = 100, seed: int = 0
 ) -> PermutationOutput:
-    """Shuffle each sentence's weights, ``count`` times, and see how far its output moves.
+    """Shuffle each sentence's weights ``count`` times and measure the change of its output.
 
-    If attention explained a decision, to look elsewhere would change it, the more so the larger the
+    If attention explains a decision, shuffled weights should change it, and more so the larger the
     largest weight is.
 
     Returns:
@@ -377,7 +376,7 @@ def _generator(seed: object) -> torch.Generator:
 
 
 class Adversarial(NamedTuple):
-    """Result of :func:`adversarial`: numbers of each sentence ``[B]`` and weights ``[B, n]``."""
+    """Result of :func:`adversarial`: values for each sentence ``[B]`` and weights ``[B, n]``."""
 
     divergence: Tensor
     distance: Tensor
@@ -395,19 +394,19 @@ def adversarial(
     steps: int = 200,
     seed: int = 0,
 ) -> Adversarial:
-    r"""Look for weights as different as can be that leave the output as it is.
+    r"""Search for weights that are as different as possible but leave the output nearly unchanged.
 
     .. math:: \max_{\tilde\alpha} \mathrm{JSD}(\alpha, \tilde\alpha) \quad \text{subject to} \quad
               \mathrm{TVD}(y, \tilde y) \le \varepsilon
 
-    Adam climbs on the logits of :math:`\tilde\alpha`, where the output has moved too far back
-    towards it; the best weights of all steps that satisfy the constraint count. What is found is a
-    lower bound.
+    Adam maximises the divergence over the logits of :math:`\tilde\alpha`; if the output violates
+    the constraint, it reduces the change of the output instead. The result is the best weights of
+    all steps that satisfy the constraint, and its divergence is a lower bound.
 
-    Such weights are free in each sentence. No model need have them: one that were trained to have
-    them everywhere, and to decide alike, is another thing and harder to find (Wiegreffe and
-    Pinter). That a sentence has them says that its decision does not need its weights, not that
-    another model would look there. A JSD is at most ln 2 = 0.693.
+    The weights are chosen for each sentence separately. A model that is trained to produce such
+    weights on all sentences, with the same decisions, is a different and harder test (Wiegreffe and
+    Pinter). If such weights exist for a sentence, its decision does not need its own weights; it
+    does not follow that another model would attend in that way. A JSD is at most ln 2 = 0.693.
 
     Args:
         epsilon: ε, the largest :func:`total_variation` of the output.
@@ -415,9 +414,9 @@ def adversarial(
         steps: of each.
 
     Returns:
-        ``divergence``: the :func:`jensen_shannon` of the weights, 0 where none were found;
+        ``divergence``: the :func:`jensen_shannon` of the weights, 0 if none were found;
         ``distance``: the :func:`total_variation` of the output; ``weights``; ``bound``: the largest
-        divergence that any weights have, all of it on the key that has least.
+        divergence of any weights, reached with all weight on the key that has least.
     """
     _check(reader, embedded, lengths)
     check_number("epsilon", epsilon, 0, 1)
@@ -433,7 +432,7 @@ def adversarial(
     best = Adversarial(torch.zeros_like(bound), torch.zeros_like(bound), weights, bound)
 
     def judge(other: Tensor) -> Tensor:
-        """Keep the weights where they are better; return the loss."""
+        """Save the weights of sentences for which they are better; return the loss."""
         nonlocal best
         moved, _ = _output(reading, embedded, other.to(embedded.dtype))
         distance, divergence = total_variation(output, moved), jensen_shannon(weights, other)
@@ -465,14 +464,14 @@ def adversarial(
 def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: Tensor) -> Tensor:
     """Return the share of the keys to erase, the highest ranked first, before the decision changes.
 
-    What is erased has weight 0; the rest share the weight as before. The less, the better a ranking
-    knows what the decision rests on.
+    Erased keys have weight 0; the weights of the others are renormalised. A smaller share means
+    that the ranking identifies better the keys on which the decision depends.
 
     Args:
         ranking: ``[B, n]``: the weights, :func:`weight_gradient`, their product, random numbers.
 
     Returns:
-        ``[B]``, above 0; 1 where the last key alone still gives the decision.
+        ``[B]``, above 0; 1 if the last key alone still gives the same decision.
     """
     _check(reader, embedded, lengths)
     shape = embedded.shape[:2]

@@ -1,4 +1,4 @@
-"""Pictures, drawn in memory: every function returns the bytes of a PNG file."""
+"""Plots that are drawn in memory: every function returns the bytes of a PNG file."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _png(figure) -> bytes:
     return content.getvalue()
 
 
-#: Words that a picture has room for side by side, and inches that they may take.
+#: The most words side by side in a picture, and the most inches that they take.
 MOST_WORDS, MOST_INCHES = 40, 18.0
 
 
 def _fonts_for(words: Iterable[str]) -> list[str]:
-    """Return fonts of this machine that together have the letters of all words, as far as any has.
+    """Return fonts of this machine that together have the letters of all words, if possible.
 
-    The first is the usual one; matplotlib looks for a letter in one after the other.
+    The first is the default font; matplotlib searches the fonts in order for each letter.
     """
     manager = optional("matplotlib.font_manager", "drawing")
     open_font = optional("matplotlib.ft2font", "drawing").FT2Font
@@ -85,7 +85,7 @@ def _fonts_for(words: Iterable[str]) -> list[str]:
 
 
 def _check_words(name: str, words: object, count: int | None = None, of: str = "weights") -> None:
-    """Raise unless words are texts, ``count`` of them if given, as many as ``of`` has."""
+    """Raise unless words are strings, ``count`` of them if given, to fit ``of``."""
     if not isinstance(words, Sequence) or not all(isinstance(x, str) for x in words):
         raise_type_error(name, "texts", describe(words))
     if count is not None and len(words) != count:
@@ -108,18 +108,18 @@ def draw_alignment(
     """Draw a heatmap: a row for each target word, a column for each source word.
 
     Long sentences get smaller letters, and beyond 40 words a label for every second word, every
-    third and so on. Letters that the usual font lacks come from another one of the machine, if one
-    has them.
+    third and so on. Letters missing from the default font come from another font of the machine, if
+    one has them.
 
     Args:
         weights: ``[T, Tk]``, or ``[H, T, Tk]`` with a map for each head.
         source, target: Tk and T words.
-        keys: of the columns, ``[T, W]`` or ``[H, T, W]`` from :meth:`attnfast.Span.keys`, if the
-            weights are those of a span, ``[.., T, W]``.
+        keys: key indices of the columns, ``[T, W]`` or ``[H, T, W]`` from
+            :meth:`attnfast.Span.keys`, if the weights are those of a span, ``[.., T, W]``.
         titles: of the columns and of the rows.
 
     Raises:
-        ValueError: there are not as many words as rows and columns.
+        ValueError: the numbers of words differ from those of rows and columns.
     """
     check_array("weights", weights, "real numbers", ("T", "Tk"), ("H", "T", "Tk"))
     for name, words in (("source", source), ("target", target), ("titles", titles)):
@@ -167,7 +167,7 @@ def draw_alignment(
 
 
 def _label(axes, source: Sequence[str], target: Sequence[str], titles: tuple[str, str]) -> None:
-    """Put words beside the rows and above the columns of a heatmap."""
+    """Put words next to the rows and above the columns of a heatmap."""
     every = [-(-len(words) // MOST_WORDS) or 1 for words in (source, target)]
     columns, rows = (range(0, len(x), step) for x, step in zip((source, target), every))
     size = 10 * min(1.0, 28 / max(len(columns), len(rows), 1))
@@ -190,11 +190,11 @@ def _label(axes, source: Sequence[str], target: Sequence[str], titles: tuple[str
 
 
 def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], hop: float) -> bytes:
-    """Draw where a speller listens: weights below the spectrogram, on the same axis of time.
+    """Draw a speller's attention: weights below the spectrogram, on the same time axis.
 
     Args:
         features: ``[T, M]``, such as log-mel ones.
-        weights: ``[L, Tk]``, a row a letter; its keys share the time of the T frames evenly.
+        weights: ``[L, Tk]``, a row for each letter; the keys divide the time of T frames evenly.
         letters: L.
         hop: seconds from a frame to the next.
     """
@@ -224,12 +224,12 @@ def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], ho
 
 
 def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes:
-    """Draw what a memory network attends to: a row for each sentence, a column for each hop.
+    """Draw a memory network's attention: a row for each sentence, a column for each hop.
 
     Args:
         weights: ``[K, S]``.
         sentences: S.
-        question: what was asked, above the columns.
+        question: the question, shown above the columns.
     """
     _check_words("sentences", sentences)
     _check_text("question", question)
@@ -250,12 +250,12 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
 def draw_pointing(
     points: Tensor, wanted: Sequence[int], answer: Sequence[int], weights: Tensor
 ) -> bytes:
-    """Draw a polygon that is pointed at over the true one, and where each step points.
+    """Draw the polygon of a pointer network over the true one, and the weights of each step.
 
     Args:
         points: ``[N, 2]``.
-        wanted, answer: the corners of both, each a number of a point, from 0 on.
-        weights: ``[T, 1 + N]``, a row a step: of the end, and of the points.
+        wanted, answer: the corners of both as indices of points, from 0 on.
+        weights: ``[T, 1 + N]``, a row for each step: the end, then the points.
     """
     check_array("points", points, "real numbers", ("N", 2))
     check_array("weights", weights, "real numbers", ("T", 1 + len(points)), of="points")
@@ -295,10 +295,10 @@ def draw_pointing(
 
 
 def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) -> bytes:
-    """Draw where the heads of a :class:`attnfast.nn.NeuralTuringMachine` are, step by step.
+    """Draw the head weights of a :class:`attnfast.nn.NeuralTuringMachine`, step by step.
 
     Args:
-        x, output: ``[T, ·]``, what comes in and what goes out, from 0 to 1.
+        x, output: ``[T, ·]``, the inputs and the outputs, from 0 to 1.
         read, written: ``[T, heads, N]``, the weights of heads that read and of those that write.
     """
     check_array("x", x, "real numbers", ("T", "features"))
@@ -328,11 +328,11 @@ def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) ->
 
 
 def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
-    """Draw where a teller looks: an image, and once more for every word, as bright as its weights.
+    """Draw a captioning model's attention: the image, and a copy for every word lit by its weights.
 
     Args:
         image: ``[H, W]``, 0 for paper and 1 for ink.
-        maps: ``[T, H, W]``, the weights brought to the image's size.
+        maps: ``[T, H, W]``, the weights resized to the image.
         words: T.
     """
     check_array("image", image, "real numbers", ("H", "W"))
@@ -363,8 +363,8 @@ def draw_speed(
 
     Args:
         rows: by title, then by the name of a curve, a cost for each of ``sizes``.
-        note: what was measured, above all charts.
-        axis: what the sizes are.
+        note: a description of the measurement, shown above all charts.
+        axis: the label of the sizes.
     """
     if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
         raise_type_error("rows", "costs by title and by curve", describe(rows))

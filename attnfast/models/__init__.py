@@ -1,13 +1,13 @@
-"""Reference sequence-to-sequence models: written once, the attention passed in.
+"""Reference sequence-to-sequence models, each of which takes its attention as an argument.
 
 ``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
 :class:`Encoder`, :class:`TransformerEncoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and
-:class:`Seq2Seq`;
-:func:`greedy_search` and :func:`beam_search` decode with it. :class:`Classifier` reads a
-sentence and decides. :class:`ListenAttendSpell`, of a :class:`PyramidEncoder`, reads a recording;
-:class:`CTCPrefixScorer` lets the search ask its CTC head too. :class:`ShowAttendTell`, of a
-:class:`GridEncoder`, tells what an image shows. :class:`MemoryNetwork` answers questions about a
-story, and :class:`BiDAF` finds where in a text an answer stands.
+:class:`Seq2Seq`; :func:`greedy_search` and :func:`beam_search` decode with it.
+:class:`Classifier` classifies sentences. :class:`ListenAttendSpell`, with a
+:class:`PyramidEncoder`, recognises speech; :class:`CTCPrefixScorer` adds the scores of its CTC head
+to a search. :class:`ShowAttendTell`, with a :class:`GridEncoder`, describes images.
+:class:`MemoryNetwork` answers questions about a story, and :class:`BiDAF` finds the span of an
+answer in a text.
 """
 
 from attnfast.models._checks import BOS, EOS, PAD, UNK

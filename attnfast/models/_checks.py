@@ -1,4 +1,4 @@
-"""The special ids of a vocabulary, and checks of what models are given."""
+"""The special ids of a vocabulary, and checks of models' arguments."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from attnfast._utils.checks import (
 from attnfast.nn import Memory, RecurrentState
 
 #: The ids that every vocabulary starts with.
-PAD, UNK, BOS, EOS = range(4)  # searches never say the first three
+PAD, UNK, BOS, EOS = range(4)  # searches never select the first three
 
 
 def check_share(name: str, x: object) -> None:
-    """Refuse what is no share of a whole, or all of it."""
+    """Raise unless ``x`` is a number from 0 to below 1."""
     if not is_finite(x) or not 0 <= x < 1:  # type: ignore[operator]
         raise_value_error(name, "at least 0 and below 1", describe(x))
 
 
 def check_ids(name: str, words: object, count: int | None = None) -> None:
-    """Refuse what are no word ids ``[B, T]``, below ``count`` if given, which a CPU alone reads."""
+    """Raise unless ``words [B, T]`` are word ids, below ``count`` if given (read on a CPU only)."""
     check_tensor(name, words)
     assert isinstance(words, Tensor)
     if words.dtype not in (torch.int64, torch.int32) or words.dim() != 2:
@@ -46,7 +46,7 @@ def check_ids(name: str, words: object, count: int | None = None) -> None:
 def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
     """Return embedded ``words [B, T]``; raise if these are not ids of the vocabulary.
 
-    The embedding itself raises for ids out of bounds; they are read again only then.
+    The embedding itself raises if ids are out of bounds; only then are they read again.
     """
     check_ids(name, words)
     check_device(name, words, embedding.weight, "the module")
@@ -85,7 +85,7 @@ def check_step(
     *layers, features = hidden
     B = words.shape[0]
     value = getattr(source.memory, "value", None)
-    if isinstance(value, Tensor):  # attention of other projects may have none
+    if isinstance(value, Tensor):  # a memory of another project's attention may have no value
         check_like(name, value, like)
         if math.prod((*value.shape[1:-2], value.shape[-1])) != context_dim:
             raise_value_error(name, f"of contexts of {context_dim} features", describe(value))
@@ -107,7 +107,7 @@ def check_lengths(
 ) -> None:
     """Raise unless these are lengths of the sequences ``of [B, Tk, ..]``, ``least`` or more.
 
-    ``whose`` is what the sequences are called.
+    ``whose`` names the sequences in the message.
     """
     B, Tk = of.shape[:2]
     if B and Tk < least:

@@ -1,4 +1,4 @@
-"""Bidirectional attention flow: a text, a question, and where in the text its answer stands."""
+"""Bidirectional attention flow: find the span of a text that answers a question."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from attnfast.nn.attention import check_sizes
 
 
 class SpanPrediction(NamedTuple):
-    """Where an answer begins and where it ends: ``start`` and ``end [B, T]``, log-probabilities.
+    """Log-probabilities of an answer's first and last word: ``start`` and ``end [B, T]``.
 
-    ``weights``, what the attention returned besides, or None.
+    ``weights``: the weights that the attention returned, or None.
     """
 
     start: Tensor
@@ -41,8 +41,8 @@ class BiDAF(nn.Module):
     .. math:: P(s) = \mathrm{softmax}_t(w_s \cdot [g_t; m_t]), \quad
               P(e) = \mathrm{softmax}_t(w_e \cdot [g_t; m^2_t]), \quad m^2 = \mathrm{BiRNN}(m)
 
-    Text and question have one embedding and one BiRNN. The paper's highway layers and its words
-    made of letters are not there.
+    Text and question share one embedding and one BiRNN. The paper's highway layers and character
+    embeddings are omitted.
 
     Args:
         attention: called as :class:`attnfast.nn.BidirectionalAttention` of 2H features.
@@ -93,7 +93,7 @@ class BiDAF(nn.Module):
 
         Args:
             text, question: ``[B, T]`` and ``[B, J]``, word ids.
-            text_lengths, question_lengths: ``[B]``, how many words are no padding.
+            text_lengths, question_lengths: ``[B]``, the numbers of words without padding.
             need_weights: return the attention's weights too.
 
         Raises:

@@ -25,7 +25,7 @@ POOLINGS = ("attention", "mean", "max")
 
 
 class Classifier(nn.Module):
-    r"""Read a sentence, pool the states :math:`h_j` of its n words, and decide.
+    r"""Encode a sentence, pool the states :math:`h_j` of its n words, and classify it.
 
     ==============  =========================================================================
     ``pooling``     :math:`c`
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
         encoder: words ``[B, n, E]`` and lengths to states ``[B, n, 2H]``.
         vocab_size, embed_dim, classes: V, E and C.
         pooling: one of the table.
-        dropout: on words and on what is pooled.
+        dropout: on words and on the pooled states.
         backend: of the attention, as in :func:`attnfast.additive_attention`.
 
     Paper: Yang et al., "Hierarchical Attention Networks for Document Classification", NAACL 2016,
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         """Read embedded words ``[B, n, E]``: a reader of :mod:`attnfast.analysis.faithfulness`.
 
         Returns a function from weights ``[B, n]``, or None for the model's own, to logits
-        ``[B, C]`` and the weights that it pooled with. The largest states have no weights.
+        ``[B, C]`` and the weights that it pooled with. Max pooling has no weights.
         """
         if self.pooling == "max":
             raise_value_error("pooling", "attention or mean, to have weights", repr(self.pooling))
@@ -104,7 +104,7 @@ class Classifier(nn.Module):
         return decide
 
     def _states(self, embedded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states ``[B, n, 2H]``, and which of them are no padding."""
+        """Return the states ``[B, n, 2H]`` and the mask of those that are not padding."""
         states = self.encoder(embedded, lengths)
         place = torch.arange(states.shape[1], device=states.device)
         return states, place < lengths.to(states.device).unsqueeze(-1)
@@ -113,7 +113,7 @@ class Classifier(nn.Module):
         return self.output(self.dropout(context))
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        """Return the logits ``[B, C]`` of ``words [B, n]``, of which ``lengths [B]`` exist."""
+        """Return the logits ``[B, C]`` of ``words [B, n]`` with ``lengths [B]``."""
         check_ids("words", words)
         check_lengths(lengths, words, whose="words")
         if self.pooling != "max":

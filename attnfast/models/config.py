@@ -1,4 +1,4 @@
-"""From a few numbers to a model."""
+"""The configuration of a model, and a function that builds the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Config:
         stride: strided attention sees every stride-th key, from a word's own on, or with
             ``fixed_stride`` from the first.
         self_attention: let the encoder's states attend to each other with four heads, two within
-            the window and two with the stride; the heads of a transformer are then these.
+            the window and two with the stride; a transformer then uses these heads.
         input_feeding: of the Luong decoder.
         encoder: ``"rnn"``, or ``"transformer"`` with four heads in each layer.
         cell: ``"gru"`` or ``"lstm"``, of the RNNs.
@@ -71,9 +71,9 @@ class Config:
             states have 2H.
         layers: of the encoder.
         dropout: in training, the share of features dropped.
-        copying: choose between words of the vocabulary and words of the source, those included
-            that the vocabulary lacks: a pointer-generator.
-        length_ratio, longest_target: of :class:`Seq2Seq`, how long translations may become.
+        copying: use a pointer-generator, which chooses between words of the vocabulary and words
+            of the source, including out-of-vocabulary words.
+        length_ratio, longest_target: limits on the length of translations, see :class:`Seq2Seq`.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""CTC's word on the hypotheses of a search: prefix scores."""
+"""CTC prefix scores for the hypotheses of a search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnfast._utils.checks import check_array, describe, raise_type_error
 from attnfast.models._checks import EOS, check_ids
 from attnfast.models.las import BLANK, EncodedSpeech
 
-#: Below it the logarithm of a product of probabilities has too few digits to divide by it.
+#: If the logarithm of a product of probabilities is smaller, it is too imprecise to divide by.
 LEAST = -1e6
 
 
@@ -30,16 +30,16 @@ class PrefixState(NamedTuple):
     last: Tensor
 
     def index_select(self, index: Tensor) -> PrefixState:
-        """Return what is kept of the hypotheses ``index``."""
+        """Return the state of the hypotheses ``index``."""
         return PrefixState(*(x[index] for x in self))
 
 
 class CTCPrefixScorer:
-    r"""Says how probable CTC holds each label after a hypothesis: a scorer of :func:`beam_search`.
+    r"""Score each label after a hypothesis by CTC: a scorer of :func:`beam_search`.
 
-    The prefix probability of g is that of all texts that begin with it. With
-    :math:`\gamma^n_t(g)` and :math:`\gamma^b_t(g)`, the probabilities that the first t states say g
-    and end with its last label, or with a blank:
+    The prefix probability of g is that of all texts that begin with it. Let
+    :math:`\gamma^n_t(g)` and :math:`\gamma^b_t(g)` be the probabilities that the first t states
+    spell g and end with its last label, or with a blank:
 
     .. math:: \Phi_t(c) = \gamma^b_t(g) + [c \ne g_{-1}]\, \gamma^n_t(g), \quad
               \Psi(gc) = \sum_t \Phi_{t-1}(c)\, p_t(c), \quad
@@ -62,8 +62,8 @@ class CTCPrefixScorer:
 
         Args:
             words: ``[R, 1]``, the words that are new in the hypotheses.
-            state: what the last call returned, or None where ``words`` are the start.
-            heard: the recordings, one a hypothesis.
+            state: the state that the last call returned, or None if ``words`` are the start.
+            heard: the recordings, one for each hypothesis.
 
         Returns:
             :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, of the dtype of
@@ -111,7 +111,7 @@ class CTCPrefixScorer:
 
 
 def _of_label(log_p: Tensor, labels: Tensor) -> Tensor:
-    """Return of ``log_p [R, T, V]`` what every state says of ``labels [R, 1]``, ``[R, T]``."""
+    """Return the elements ``[R, T]`` of ``log_p [R, T, V]`` for ``labels [R, 1]``."""
     return log_p.gather(-1, labels.unsqueeze(1).expand(-1, log_p.shape[1], 1)).squeeze(-1)
 
 
@@ -124,8 +124,8 @@ def _walked(entering: Tensor, log_p: Tensor) -> Tensor:
     """Return ln y of y_t = (y_{t−1} + a_{t−1}) p_t from y_0 = 0 on, ``[R, T + 1]``.
 
     ``entering [R, T + 1]`` is ln a, ``log_p [R, T]`` ln p. With P_t = Π_{s ≤ t} p_s it is
-    y_t = P_t Σ_{s < t} a_s / P_s. Where P is too small to divide by, the sums of 1, 2, 4, … states
-    are put together.
+    y_t = P_t Σ_{s < t} a_s / P_s. If P is too small to divide by, the sums of 1, 2, 4, … states
+    are combined.
     """
     product = _summed(log_p)
     if not (product > LEAST).all():

@@ -1,6 +1,6 @@
-"""Recurrent decoders: each takes an attention and knows only where its context goes.
+"""Recurrent decoders, which take any attention as an argument.
 
-A decoder has one call for both uses::
+A decoder has one call for training and search::
 
     output, state, weights = decoder(embedded, state, memory)
 
@@ -46,18 +46,18 @@ def summary(states: Tensor, lengths: Tensor) -> Tensor:
         lengths: ``[B]``, each at least 1.
 
     Returns:
-        ``[B, 2H]``: the forward state of the last word beside the backward state of the first.
+        ``[B, 2H]``: the forward state of the last word and the backward state of the first, joined.
     """
     forward, backward = states.chunk(2, -1)
     last = (lengths - 1).to(states.device).view(-1, 1, 1).expand(-1, 1, forward.shape[-1])
-    first = backward[:, :1].sum(1)  # one row, or none where there is no sentence
+    first = backward[:, :1].sum(1)  # one row, or none for an empty batch
     return torch.cat([forward.gather(1, last).squeeze(1), first], -1)
 
 
 class FixedContext(nn.Module):
     """No attention: every decoder state gets the same context, the encoder's last states.
 
-    It has the two calls of an attention, so that a decoder need not know.
+    It has the two methods of an attention, so that decoders need no special case.
 
     Args:
         backend: of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
@@ -72,7 +72,7 @@ class FixedContext(nn.Module):
         self.backend = backend
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
-        """Keep the :func:`summary` of the source as its only value ``[B, 1, 2H]``."""
+        """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source."""
         check_array("states", states, "real numbers", ("B", "Tk", "2H"))
         check_numbers("lengths", lengths, states.shape[0], 1, states.shape[1], "states")
         value = summary(states, lengths).unsqueeze(1)
@@ -81,7 +81,7 @@ class FixedContext(nn.Module):
     def forward(
         self, state: Tensor, memory: Memory, need_weights: bool = False
     ) -> tuple[Tensor, None]:
-        """Return that value, whatever the state ``[B, D]`` or ``[B, Tq, D]``; no weights."""
+        """Return that value for any state ``[B, D]`` or ``[B, Tq, D]``; there are no weights."""
         check_memory(memory)
         B, value = memory.value.shape[0], memory.value
         check_array(
@@ -106,17 +106,17 @@ class _Decoder(nn.Module):
             raise_type_error("attention", "a module", describe(attention))
         check_choice("cell", cell, CELLS)
         self.context_dim = context_dim
-        self.attention: Any = attention  # it has the two calls of those of attnfast.nn
-        # PyTorch takes no integers of NumPy
+        self.attention: Any = attention  # it has the two methods of the modules of attnfast.nn
+        # PyTorch does not accept NumPy integers
         self.rnn = CELLS[cell](int(input_dim), int(hidden_dim), batch_first=True)
 
     @property
     def backend(self) -> str | None:
-        """The attention's, which serves the recurrent layer and the readout too."""
+        """The backend of the attention, which the recurrent layer and the readout use too."""
         return getattr(self.attention, "backend", None)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
-        """Return the layer that attends, and what reads states, contexts and words, if anything."""
+        """Return the layer that attends, and the readout of states, contexts and words, or None."""
         raise NotImplementedError
 
     def _run(self, inputs: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -124,7 +124,7 @@ class _Decoder(nn.Module):
         hx: Any = state.hidden.unsqueeze(0)
         if state.cell is not None:
             hx = hx, state.cell.unsqueeze(0)
-        single = inputs.shape[1] == 1  # for which a loop's step is as good
+        single = inputs.shape[1] == 1  # for which a step of a loop is as fast
         done = None if single else run_rnn(self.rnn, inputs, hx, None, self.backend)
         states, hx = self.rnn(inputs, hx) if done is None else done
         if state.cell is None:
@@ -139,7 +139,7 @@ class _Decoder(nn.Module):
         need_weights: bool,
         target_mask: Tensor | None,
     ) -> tuple[LayerOutputs, RecurrentState]:
-        """Run RNN and attention, each of which needs the other's last step."""
+        """Run RNN and attention step by step, as each depends on the other's last step."""
         done = run_layer(
             self.parts()[0], embedded, state, self.attention, memory,
             target_mask=target_mask, need_weights=need_weights,
@@ -175,7 +175,7 @@ class _Decoder(nn.Module):
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Decode the words ``embedded [B, T, E]`` of a target.
 
-        ``target_mask [B, T]`` is False for padding, which attention with a history passes over.
+        ``target_mask [B, T]`` is False for padding, which attention with a history skips.
 
         Returns:
             ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
@@ -204,7 +204,7 @@ class _Decoder(nn.Module):
         raise NotImplementedError
 
     def _check_call(self, embedded: Any, state: Any, memory: Any) -> None:
-        """Say in one sentence what of a call does not fit, if anything."""
+        """Raise, in one sentence, unless the arguments of a call fit."""
         features = self.readout.out_features
         check_tensor("embedded", embedded)
         if not isinstance(state, RecurrentState):
@@ -249,7 +249,7 @@ class BahdanauDecoder(_Decoder):
         attention: a module of :mod:`attnfast.nn`, or :class:`FixedContext`.
         cell: ``"gru"`` or ``"lstm"``.
 
-    Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; tanh takes the place of maxout.
+    Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; tanh replaces maxout.
     """
 
     def __init__(
@@ -281,14 +281,14 @@ class BahdanauDecoder(_Decoder):
 
 
 class LuongDecoder(_Decoder):
-    r"""The decoder of Luong: the RNN moves first, then its state attends.
+    r"""The decoder of Luong: the RNN takes its step first, then its state attends.
 
     .. math:: s_t = \mathrm{RNN}(s_{t-1}, y_{t-1}), \quad c_t = \mathrm{attention}(s_t), \quad
               \tilde s_t = \tanh(W_c [c_t; s_t])
 
     No state depends on an attention, so the whole target is one call of the RNN and one of the
     attention. With input feeding the RNN reads :math:`[y_{t-1}; \tilde s_{t-1}]`, so that
-    alignments know of past ones, and the target is decoded word by word.
+    alignments depend on past ones, and the target is decoded word by word.
 
     Args:
         embed_dim, context_dim, hidden_dim: features of words and outputs, of contexts, of states.

@@ -36,10 +36,10 @@ class Encoder(nn.Module):
         embed_dim: E, features of the words.
         hidden_dim: H, features of each direction.
         cell: ``"gru"`` or ``"lstm"``.
-        layers: how many RNNs on top of each other.
-        dropout: between the layers, and on what the self-attention returns.
+        layers: number of stacked RNNs.
+        dropout: between the layers, and on the output of the self-attention.
         self_attention: lets the states attend to each other, or None; its output is added to them
-            and the sum normalised.
+            and the sum is normalised.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
@@ -68,7 +68,7 @@ class Encoder(nn.Module):
             self.norm = nn.LayerNorm(2 * hidden_dim)
             self.dropout = nn.Dropout(dropout)
         self.rnn = CELLS[cell](
-            int(embed_dim),  # PyTorch takes no integers of NumPy
+            int(embed_dim),  # PyTorch does not accept NumPy integers
             int(hidden_dim),
             int(layers),
             batch_first=True,
@@ -78,7 +78,7 @@ class Encoder(nn.Module):
 
     @property
     def output_dim(self) -> int:
-        """Features 2H of the states."""
+        """The number of features of the states, 2H."""
         return 2 * self.rnn.hidden_size
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    r"""Self-attention over the source in place of a bidirectional RNN.
+    r"""Self-attention over the source instead of a bidirectional RNN.
 
     .. math:: x^0 = W e + \mathrm{positions}, \quad x^{l+1} = \mathrm{layer}(x^l), \quad
               h = \mathrm{norm}(x^L)
@@ -114,9 +114,9 @@ class TransformerEncoder(nn.Module):
     Args:
         embed_dim: E, features of the words.
         hidden_dim: H.
-        heads: a :class:`attnfast.Span` for each head; None for four that see all.
+        heads: a :class:`attnfast.Span` for each head; None for four heads that see all keys.
         layers: L.
-        dropout: on the words with their positions, and on what a layer adds.
+        dropout: on the words with their positions, and on the output of each sublayer.
         backend: of the self-attention.
 
     Paper: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; before a

@@ -34,14 +34,15 @@ from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.operators import accumulation_dtype
 
-#: CTC's blank: the id of padding, which is no label.
+#: CTC's blank: the id of padding, which is not a label.
 BLANK = PAD
 
 
 def join_frames(frames: Tensor, lengths: Tensor, size: int = 2) -> tuple[Tensor, Tensor]:
-    """Put ``size`` neighbours of ``frames [B, T, F]`` side by side, ``[B, ⌈T / size⌉, size · F]``.
+    """Join ``size`` neighbours of ``frames [B, T, F]`` to one, ``[B, ⌈T / size⌉, size · F]``.
 
-    Beside it the lengths, ``⌈lengths / size⌉``. What a last group lacks is 0, as padding must be.
+    The lengths ``⌈lengths / size⌉`` are returned too. An incomplete last group is filled with 0;
+    padding must be 0.
     """
     B, T, features = frames.shape
     frames = F.pad(frames, (0, 0, 0, -T % size))
@@ -49,19 +50,19 @@ def join_frames(frames: Tensor, lengths: Tensor, size: int = 2) -> tuple[Tensor,
 
 
 class PyramidEncoder(nn.Module):
-    r"""BiLSTMs on top of each other, each of which reads its input's frames joined by two.
+    r"""Stacked BiLSTMs, each of which reads its input's frames joined in pairs.
 
     .. math:: h^l_j = \mathrm{BiLSTM}(h^l_{j-1}, [h^{l-1}_{2j}; h^{l-1}_{2j+1}])
 
-    L layers leave ⌈T / 2ᴸ⌉ of T frames, of which attention and CTC have the less to do. An odd
-    frame at the end of a recording is joined with zeros.
+    L layers reduce T frames to ⌈T / 2ᴸ⌉, which makes attention and CTC cheaper. An odd frame at
+    the end of a recording is joined with zeros.
 
     Args:
         features: of a frame.
         hidden_dim: H, features of each direction.
         layers: L; the paper has 3 above one that joins nothing.
-        dropout: on what layers above the first read, and on the output.
-        join: how many frames; 1 for a plain encoder.
+        dropout: on the input of layers above the first, and on the output.
+        join: number of frames joined to one; 1 for a plain encoder.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Chan et al., "Listen, Attend and Spell", ICASSP 2016, arXiv:1508.01211.
@@ -93,7 +94,7 @@ class PyramidEncoder(nn.Module):
 
         Args:
             frames: ``[B, T, features]``.
-            lengths: ``[B]``, each at least ``join ** layers``; frames beyond do not count.
+            lengths: ``[B]``, each at least ``join ** layers``; frames beyond are ignored.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or a frame is not finite.
@@ -121,9 +122,9 @@ class PyramidEncoder(nn.Module):
 
 
 class EncodedSpeech(NamedTuple):
-    """A recording that has been read: what the speller attends to, and what CTC makes of it.
+    """Encoded recordings: the memory that the speller attends to, and CTC's log-probabilities.
 
-    ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half types;
+    ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half precision;
     ``lengths [B]`` of the states.
     """
 
@@ -139,8 +140,8 @@ class EncodedSpeech(NamedTuple):
 class LASOutput(NamedTuple):
     """Output of :class:`ListenAttendSpell` for a whole target, and CTC's for the recording.
 
-    ``logits [B, T, V]`` of the letter after each; ``frame_log_probs [B, Tk, V]`` of a label, and
-    how many states have one, ``lengths [B]``; ``weights [B, T, Tk]``, None unless asked for.
+    ``logits [B, T, V]`` of the letter after each; ``frame_log_probs [B, Tk, V]`` of the label of
+    each state; ``lengths [B]`` of the states; ``weights [B, T, Tk]``, None unless requested.
     """
 
     logits: Tensor
@@ -158,9 +159,10 @@ class ListenAttendSpell(nn.Module):
 
     .. math:: P_\mathrm{ctc}(\pi_j) = \mathrm{softmax}(W_c h_j)
 
-    The speller is one :class:`attnfast.nn.AttentionLSTM`, which begins with zeros. Labels are ids
-    from 4 on, as everywhere; CTC's blank is the id of padding. It has the calls ``encode`` and
-    ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and :func:`beam_search` take it.
+    The speller is one :class:`attnfast.nn.AttentionLSTM`, whose initial state is 0. Labels are ids
+    from 4 on, as everywhere; CTC's blank is the id of padding. The model has the methods ``encode``
+    and ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and :func:`beam_search` accept
+    it.
 
     Args:
         encoder: frames and lengths to states and lengths.
@@ -168,7 +170,7 @@ class ListenAttendSpell(nn.Module):
             and keys of the encoder's features, or :class:`FixedContext`.
         vocab_size: V, labels and the four special ids.
         hidden_dim, embed_dim: features of the speller's states, and of a letter.
-        dropout: on letters and on what the output layer reads.
+        dropout: on letters and on the input of the output layer.
 
     Papers: Chan et al., ICASSP 2016, arXiv:1508.01211; Watanabe et al., "Hybrid CTC/Attention
     Architecture for End-to-End Speech Recognition", IEEE JSTSP 11(8), 2017.
@@ -200,9 +202,9 @@ class ListenAttendSpell(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def output_limit(self, lengths: Tensor) -> Tensor:
-        """Return how many letters, the end included, a recording of ``lengths [B]`` may have.
+        """Return the most letters, the end included, for recordings of ``lengths [B]`` frames.
 
-        They are as many as states, the end beside: no label is shorter than a state.
+        They are one per state plus the end, because no label is shorter than a state.
         """
         check_tensor("lengths", lengths)
         check_numbers("lengths", lengths, lengths.numel(), 0, MOST)
@@ -211,14 +213,14 @@ class ListenAttendSpell(nn.Module):
         return lengths.cpu() + 1
 
     def encode(self, frames: Tensor, lengths: Tensor) -> tuple[EncodedSpeech, RecurrentState]:
-        """Listen to recordings, and project their keys, once.
+        """Encode recordings and project their keys, once.
 
         Args:
             frames: ``[B, T, features]``.
             lengths: ``[B]``.
 
         Returns:
-            What the speller attends to, and its state before the first letter.
+            The encoded recordings, and the speller's state before the first letter.
         """
         states, lengths = self.encoder(frames, lengths)
         lengths = lengths.to(states.device)
@@ -236,7 +238,7 @@ class ListenAttendSpell(nn.Module):
 
         Returns:
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
-            ``weights [B, T, Tk]`` if asked for, in the columns of its span if attention has one.
+            ``weights [B, T, Tk]`` if requested, in the columns of the attention's span, if any.
         """
         check_source("heard", heard, EncodedSpeech, state)
         check_flag("need_weights", need_weights)

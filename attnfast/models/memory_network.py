@@ -28,11 +28,12 @@ class MemoryNetworkOutput(NamedTuple):
 
 
 def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    r"""Return what each word's embedding is multiplied by before words are added up.
+    r"""Return the factors of each word's embedding in the sum over the words.
 
     .. math:: l_{kj} = (1 - j / J) - (k / d) (1 - 2 j / J)
 
-    for the j-th of J words and the k-th of d features, from 1 on. So a sum knows their order.
+    for the j-th of J words and the k-th of d features, from 1 on. The sum then depends on the
+    order of the words.
 
     Args:
         words: ``[.., L]``, padded with 0 at the end.
@@ -65,10 +66,10 @@ class MemoryNetwork(nn.Module):
               u^1 = \sum_j l_j \circ B q_j, \quad
               P(a) = \mathrm{softmax}(W u^{K+1})
 
-    with l the :func:`position_encoding`, T a learned vector for the place of a sentence, counted
-    from the last, and :math:`u^{K+1}` what :class:`attnfast.nn.MultiHopAttention` finds. With
-    adjacent tying there are K + 1 embeddings, the values of a hop the keys of the next; B is the
-    first, and W the last. Layer-wise, A, B, C and W are apart.
+    with l the :func:`position_encoding`, T a learned vector for the position of a sentence, counted
+    from the last, and :math:`u^{K+1}` the output of :class:`attnfast.nn.MultiHopAttention`. With
+    adjacent tying there are K + 1 embeddings: the values of a hop are the keys of the next, B is
+    the first, and W the last. With layer-wise tying A, B, C and W are separate.
 
     Args:
         vocab_size: V; 0 is padding.

@@ -50,12 +50,12 @@ def hybrid_loss(
               \lambda \ln P_\mathrm{ctc}(y_b)
 
     The first part is :func:`sequence_loss`, whose mean counts the ends too. The second is of the
-    labels alone, the ids from 4 on, in float32 at least. A text that has more labels than its
-    recording has states, or as many but repeats that need blanks between them, counts 0 in it,
+    labels alone, the ids from 4 on, in float32 at least. A text with more labels than its
+    recording has states, counting the blanks needed between repeated labels, contributes 0 to it,
     with a warning.
 
     Args:
-        spelled: what :class:`attnfast.models.ListenAttendSpell` returns.
+        spelled: the output of :class:`attnfast.models.ListenAttendSpell`.
         target_out: ``[B, T]``, labels and the end, int64 or int32.
         ctc_weight: λ, from 0 to 1.
         label_smoothing: of the speller's loss.
@@ -118,13 +118,13 @@ def _warn_of_long_texts(labels: Tensor, counts: Tensor, states: Tensor) -> None:
 
 
 def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tensor:
-    r"""Return ``target_in`` with a share of its words replaced by what a model would have said.
+    r"""Return ``target_in`` with a share of its words replaced by words drawn from a model.
 
     .. math:: \tilde y_t \sim \mathrm{softmax}(z_{t-1}) \text{ with probability } p,
               \text{ else } y_t
 
-    The model first reads the true words, for ``logits``, and then learns from what this returns:
-    two passes over whole targets, where Bengio's is a loop over single steps. The start, padding
+    The model first reads the true words, for ``logits``, and is then trained on the returned words:
+    two passes over whole targets, whereas Bengio et al. loop over single steps. The start, padding
     and the four special ids are never replaced, nor drawn.
 
     Args:

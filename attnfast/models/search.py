@@ -28,15 +28,15 @@ from attnfast.ops.copying import LOWEST
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.search import SEARCH, GreedySearchInputs
 
-#: No more is asked of lengths: a power of more would not fit in a number.
+#: The largest exponent of lengths; a power with a larger one would overflow.
 MOST = 64
 
 
 def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = None) -> Tensor:
-    """Return how many words, the end included, a search may write for ``lengths [B]``, on the CPU.
+    """Return the most words, the end included, of a search for ``lengths [B]``, on the CPU.
 
     Args:
-        model: its ``output_limit(lengths)`` is asked, or :func:`output_limit` if it has none.
+        model: its ``output_limit(lengths)`` is called, or :func:`output_limit` if it has none.
         max_output_length: the most words, the end not counted; None leaves it to the model.
     """
     if max_output_length is None:
@@ -58,8 +58,9 @@ class Scorer(Protocol):
     def score(self, words: Tensor, state: Any, memory: Any) -> tuple[Tensor, Any]:
         """Return the log-probabilities ``[R, V]`` of the word after each hypothesis, and a state.
 
-        ``words [R, 1]`` are the last of R hypotheses, the start with the state None; ``memory`` is
-        the model's, one a hypothesis. States have ``index_select``, as the model's.
+        ``words [R, 1]`` are the last words of R hypotheses, or the start with the state None;
+        ``memory`` is the model's, one for each hypothesis. States have ``index_select``, as the
+        model's do.
         """
         ...
 
@@ -73,7 +74,7 @@ def _log_probs(
     If ``other`` is given, return (1 − share) · own + share · other.
     """
     goes_on = torch.arange(logits.shape[-1], device=logits.device) != EOS
-    # What a pointer-generator cannot say, another sentence's own words among it.
+    # Impossible words of a pointer-generator, including out-of-vocabulary words of other sentences.
     logits = logits.masked_fill((logits == LOWEST) & goes_on, -math.inf)
     logits = logits.to(accumulation_dtype(logits.dtype))
     logits[:, :EOS] = -math.inf  # a list of the three would be copied to a GPU
@@ -87,14 +88,14 @@ def _log_probs(
 def _best_words(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of ``logits [B, V]`` among words that may come next, and its word.
 
-    Both are ``[B, 1]``. It is the word whose log-probability is the largest.
+    Both are ``[B, 1]``. The word has the largest log-probability.
     """
     best, words = logits[:, EOS:].max(-1, keepdim=True)
     return best, (words + EOS).masked_fill(best == LOWEST, EOS)
 
 
 def _refuse_nan(found: Tensor | bool) -> None:
-    """Raise if a search met scores that are NaN, asked at its end so as to wait for a GPU once."""
+    """Raise if a search met NaN scores; called at its end, so that a GPU is synchronized once."""
     if found:
         raise InputError(
             "the model's scores must be finite numbers, got NaN: its parameters are damaged or too "
@@ -103,7 +104,7 @@ def _refuse_nan(found: Tensor | bool) -> None:
 
 
 def check_model(model: object) -> None:
-    """Refuse what has not the two calls of a :class:`Seq2Seq`."""
+    """Raise unless ``model`` has the methods ``encode`` and ``decode`` of a :class:`Seq2Seq`."""
     has_both = all(callable(getattr(model, name, None)) for name in ("encode", "decode"))
     if not has_both or isinstance(model, type):
         raise_type_error("model", "a Seq2Seq", describe(model))
@@ -112,7 +113,7 @@ def check_model(model: object) -> None:
 def _select_search_backend(
     model: Any, source: EncodedSource, state: RecurrentState
 ) -> tuple[str | None, str]:
-    """Return the backend whose operator searches with a model; without one, None and the reason."""
+    """Return the backend whose operator can search with a model, or None and the reason."""
     if not is_plain(model, Seq2Seq):
         return None, f"no operator searches with {type(model).__name__}, or it has hooks"
     if model.dropout.training and model.dropout.p:
@@ -137,7 +138,7 @@ def _select_search_backend(
 def _in_one_call(
     model: Seq2Seq, source: EncodedSource, state: RecurrentState, limits: Tensor
 ) -> list[list[int]] | None:
-    """Return what :func:`greedy_search` does, by one operator; None if none serves the model."""
+    """Run :func:`greedy_search` as one operator; return None if no operator supports the model."""
     backend, reason = _select_search_backend(model, source, state)
     record("greedy search", backend or "step by step", reason)
     if backend is None:
@@ -163,7 +164,7 @@ def _in_one_call(
     try:
         rows = dispatch.run(SEARCH, call, backend).words.tolist()
     except Exception:
-        SEARCH.check(call)  # says in one sentence what does not fit
+        SEARCH.check(call)  # raises in one sentence unless the arguments fit
         raise
     _refuse_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
     return [row[: row.index(EOS)] for row in rows]
@@ -175,13 +176,13 @@ def greedy_search(
 ) -> list[list[int]]:
     """Take the most probable word at every step.
 
-    One operator searches where it can, and a loop over single steps elsewhere. In half precision
-    they may find different words: the operator keeps states, contexts and logits in float32, where
-    a step returns them rounded.
+    One operator searches if it supports the model, else a loop over single steps. In half precision
+    they may find different words: the operator keeps states, contexts and logits in float32,
+    whereas a step rounds them.
 
     Args:
         model: in evaluation mode; as in :func:`beam_search`.
-        source: word ids ``[B, Tk]``, or what else the model encodes.
+        source: word ids ``[B, Tk]``, or another input of the model's ``encode``.
         lengths: ``[B]``.
         max_output_length: the most words of a translation; None leaves it to the model.
 
@@ -239,20 +240,21 @@ def beam_search(
     .. math:: \frac{(1 - \lambda) \log P(y) + \lambda \log P_\mathrm{scorer}(y) + \gamma (n - 1)}
               {((5 + n) / 6)^\alpha}
 
-    with the normalisation of GNMT (Wu et al., 2016, arXiv:1609.08144) below the line. A sentence is
-    done when ``beam`` of its translations have finished and none that goes on scores more, or at
-    the limit of its length. Where no translation may end there, it is the best that goes on.
+    with the normalisation of GNMT (Wu et al., 2016, arXiv:1609.08144) as the denominator. The
+    search of a sentence ends when ``beam`` translations have finished and no unfinished hypothesis
+    scores more, or at the limit of its length. If no translation may end there, the result is the
+    best unfinished hypothesis.
 
     Args:
-        model: in evaluation mode; what has ``encode`` and ``decode``, as :class:`Seq2Seq` and
-            :class:`ListenAttendSpell`.
-        source: word ids ``[B, Tk]``, or what else the model encodes.
+        model: in evaluation mode, with the methods ``encode`` and ``decode``, as :class:`Seq2Seq`
+            and :class:`ListenAttendSpell`.
+        source: word ids ``[B, Tk]``, or another input of the model's ``encode``.
         lengths: ``[B]``.
         beam: K; 1 is :func:`greedy_search`, unless there are a ``scorer`` or a ``length_bonus``.
         length_penalty: α; 0 does not normalise and so favours short translations.
-        scorer: judges hypotheses too, such as :class:`CTCPrefixScorer`, or None.
-        scorer_weight: λ, from 0 to 1: its share. 1 leaves the model's own scores out.
-        length_bonus: γ for each word but the end.
+        scorer: a second scorer of hypotheses, such as :class:`CTCPrefixScorer`, or None.
+        scorer_weight: λ, from 0 to 1: its share. With 1 the model's own scores are ignored.
+        length_bonus: γ for each word except the end.
         max_output_length: the most words of a translation; None leaves it to the model.
 
     Returns:
@@ -262,7 +264,7 @@ def beam_search(
         InputError: ``beam`` is below 1, or scores are NaN.
 
     Paper: Watanabe et al., "Hybrid CTC/Attention Architecture for End-to-End Speech Recognition",
-    IEEE JSTSP 11(8), 2017, for the scores of two together.
+    IEEE JSTSP 11(8), 2017, for the combination of two scores.
 
     Example:
         >>> from attnfast.models import Config, beam_search, build
@@ -291,7 +293,7 @@ def beam_search(
     rows = torch.arange(batch, device=device).repeat_interleave(beam)
     memory, state = memory.index_select(rows), state.index_select(rows)
     words, scores = torch.full((batch * beam, 1), BOS, device=device), None
-    judged = judgement = None  # the scorer's state, and what it says
+    judged = judgement = None  # the scorer's state and log-probabilities
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
     nan = torch.zeros((), dtype=torch.bool, device=device)
     going = list(range(batch))  # the sentences that the rows of ``scores`` belong to

@@ -1,4 +1,4 @@
-"""The model that joins an encoder of sentences to a decoder."""
+"""A sequence-to-sequence model of an encoder and a decoder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from attnfast.nn.attention import check_sizes
 
 
 def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tensor:
-    r"""Return how many words, the end included, translations of ``lengths [B]`` words may have.
+    r"""Return the most words, the end included, of translations of ``lengths [B]`` words.
 
     .. math:: \max(\lfloor r n \rfloor + 10, \text{longest})
     """
@@ -45,9 +45,9 @@ def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tenso
 
 
 class EncodedSource(NamedTuple):
-    """A source that has been read: what the decoder attends to, and the words that it may copy.
+    """Encoded sources: the memory that the decoder attends to, and the words that it may copy.
 
-    ``words [B, Tk]``, of which those from V on are the source's own, ``num_oov`` in the batch.
+    ``words [B, Tk]``; ids from V on are out-of-vocabulary words, ``num_oov`` in the batch.
     """
 
     memory: Memory
@@ -60,7 +60,7 @@ class EncodedSource(NamedTuple):
 
 
 class Seq2SeqOutput(tuple):
-    """``logits, coverage`` of a whole target; ``weights [B, T, Tk]``, None unless asked for."""
+    """``logits, coverage`` of a whole target; ``weights [B, T, Tk]``, None unless requested."""
 
     weights: Tensor | None = None
 
@@ -79,8 +79,8 @@ class Seq2Seq(nn.Module):
         dropout: on words, on encoder states and on decoder outputs.
         pointer: copies words of the source, or None.
 
-    A search writes at most ``length_ratio`` words for each word of a source, and 10 more, or as
-    many as ``longest_target``, the end included, whichever is more: see :meth:`output_limit`.
+    A search returns at most ``length_ratio`` words for each word of a source plus 10, or
+    ``longest_target`` if that is more, the end included: see :meth:`output_limit`.
 
     Paper: Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017,
     arXiv:1608.05859, for the shared embedding.
@@ -119,7 +119,7 @@ class Seq2Seq(nn.Module):
             self.embedding.weight[PAD] = 0
 
     def output_limit(self, lengths: Tensor) -> Tensor:
-        """Return how many words, the end included, translations of ``lengths [B]`` may have."""
+        """Return the most words, the end included, of translations of ``lengths [B]`` words."""
         return output_limit(lengths, self.length_ratio, self.longest_target)
 
     def embed(self, words: Tensor) -> Tensor:
@@ -137,12 +137,12 @@ class Seq2Seq(nn.Module):
         """Read the source and project its keys, once.
 
         Args:
-            source: word ids ``[B, Tk]``; from V on, each sentence's own words, which are read as
-                unknown ones and can be copied.
+            source: word ids ``[B, Tk]``; ids from V on are out-of-vocabulary words, which are read
+                as the unknown word and can be copied.
             lengths: ``[B]``, each at least 1.
 
         Returns:
-            What the decoder attends to, and its state before the first word.
+            The encoded source, and the decoder's state before the first word.
         """
         embedded = self._embed("source", source)
         check_lengths(lengths, source, whose="source")
@@ -153,7 +153,7 @@ class Seq2Seq(nn.Module):
         return EncodedSource(memory, source, num_oov), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
-        """Do the same with an embedded source ``[B, Tk, E]``."""
+        """Encode an embedded source ``[B, Tk, E]``; return its memory and the initial state."""
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
@@ -170,7 +170,7 @@ class Seq2Seq(nn.Module):
 
         Returns:
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
-            log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if asked for.
+            log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if requested.
         """
         check_flag("need_weights", need_weights)
         check_source("source", source, EncodedSource, state)
@@ -207,7 +207,8 @@ class Seq2Seq(nn.Module):
 
         Returns:
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
-            :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is as there.
+            :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is that of
+            :meth:`decode`.
         """
         V = self.embedding.num_embeddings
         check_target(target_in, self.embedding, V if self.pointer is None else None)

@@ -1,4 +1,4 @@
-"""Show, attend and tell: a CNN to a grid of features, an LSTM that attends to it and tells."""
+"""Show, attend and tell: a CNN that makes a grid of features, an LSTM that attends to it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.operators import accumulation_dtype
 
-#: Of every convolution.
+#: The kernel size of every convolution.
 KERNEL = 3
 
 
 def exists(sizes: Tensor, height: int, width: int) -> Tensor:
-    """Return which cells of grids of ``sizes [B, 2]`` exist, ``[B, height, width]``."""
+    """Return the mask ``[B, height, width]`` of existing cells of grids of ``sizes [B, 2]``."""
     rows, columns = (
         torch.arange(most, device=sizes.device) < size.unsqueeze(-1)
         for most, size in zip((height, width), sizes.unbind(-1))
@@ -57,23 +57,23 @@ def exists(sizes: Tensor, height: int, width: int) -> Tensor:
 
 
 class GridEncoder(nn.Module):
-    r"""Convolutions that make of an image a grid of features, with the place of every cell.
+    r"""Convolutions that turn an image into a grid of features, with the position of every cell.
 
     .. math:: x^l = \mathrm{relu}(\mathrm{norm}(W^l * x^{l-1})), \quad
               h_{rc} = \left[x^L_{rc};\; s \left(\tfrac{2r + 1}{R} - 1\right);\;
               s \left(\tfrac{2c + 1}{C} - 1\right)\right]
 
-    All kernels are 3 × 3. An image's own edges are padded with zeros, whatever else is in the
-    batch. The norm is that of a batch, over the cells that exist: in training their mean and
-    deviation, later those of training. Of H × W pixels ⌈H / S⌉ × ⌈W / S⌉ cells remain, with S the
-    product of the strides, ``stride``; the cell r, c knows of ``field`` × ``field`` pixels around
-    the one at S r, S c.
+    All kernels are 3 × 3. Each image is padded with zeros at its own edges, independently of the
+    rest of the batch. The norm is batch normalisation over the existing cells: it uses their mean
+    and deviation in training, and the running ones in evaluation. H × W pixels become
+    ⌈H / S⌉ × ⌈W / S⌉ cells, with S the product of the strides, ``stride``; the receptive field of
+    the cell r, c is ``field`` × ``field`` pixels around the one at S r, S c.
 
     Args:
         channels: of an image.
         features: of each layer.
         strides: of each layer.
-        place_scale: s; many features drown a place that is not larger than they are.
+        place_scale: s; a position that is not larger than many features has little influence.
 
     Papers: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
     network's of 14 × 14 cells; Ioffe and Szegedy, "Batch Normalization", ICML 2015,
@@ -132,14 +132,14 @@ class GridEncoder(nn.Module):
                 raise_value_error("sizes", expected, cells)
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return grids ``[B, R, C, output_dim]``, 0 in padding, and which cells exist.
+        """Return grids ``[B, R, C, output_dim]``, 0 in padding, and the mask of existing cells.
 
-        The latter is ``[B, R, C]``, boolean.
+        The mask is ``[B, R, C]``, boolean.
 
         Args:
-            images: ``[B, channels, H, W]``; pixels beyond ``sizes`` do not count.
-            sizes: ``[B, 2]``, height and width of each image, int64 or int32: a cell at least, in
-                training two of all images.
+            images: ``[B, channels, H, W]``; pixels beyond ``sizes`` are ignored.
+            sizes: ``[B, 2]``, height and width of each image, int64 or int32: at least one cell
+                each, and in training at least two in the batch.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or a pixel is not finite.
@@ -170,7 +170,7 @@ class GridEncoder(nn.Module):
 class MeanContext(FixedContext):
     """No attention: all states of a decoder get the same context, the mean of the source's states.
 
-    It has the two calls of an attention, so that a decoder need not know.
+    It has the two methods of an attention, so that decoders need no special case.
     """
 
     has_weights = False
@@ -182,7 +182,10 @@ class MeanContext(FixedContext):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Keep the mean of ``states [B, Tk, F]``, or of values, as the only value ``[B, 1, F]``."""
+        """Return a memory whose only value ``[B, 1, F]`` is the mean of ``states [B, Tk, F]``.
+
+        If values are given, it is their mean.
+        """
         check_array("states", states, "real numbers", ("B", "Tk", "F"))
         if values is not None:
             B, Tk, _ = states.shape
@@ -201,7 +204,7 @@ class MeanContext(FixedContext):
 
 
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean ``[B, F]`` of those ``states [B, Tk, F]`` that ``mask [B, Tk]`` has."""
+    """Return the mean ``[B, F]`` of the ``states [B, Tk, F]`` where ``mask [B, Tk]`` is True."""
     dtype = accumulation_dtype(states.dtype)
     total = states.masked_fill(~mask.unsqueeze(-1), 0).sum(1, dtype=dtype)
     return (total / mask.sum(-1, keepdim=True).clamp_min(1)).to(states.dtype)
@@ -225,8 +228,8 @@ class CaptionOutput(NamedTuple):
     """Output of :class:`ShowAttendTell` for whole captions.
 
     ``logits [B, T, V]`` of the word after each; ``mask [B, R, C]``, the cells of each grid that
-    exist; ``weights [B, T, R · C]``, row after row of the grid, None unless asked for; ``history``,
-    what attention passes on: :class:`attnfast.nn.HardAttentionState` of hard attention.
+    exist; ``weights [B, T, R · C]``, row after row of the grid, None unless requested; ``history``,
+    the state of the attention, such as a :class:`attnfast.nn.HardAttentionState`.
     """
 
     logits: Tensor
@@ -236,7 +239,7 @@ class CaptionOutput(NamedTuple):
 
 
 class ShowAttendTell(nn.Module):
-    r"""A CNN that makes a grid of features, and an LSTM that attends to it and tells what is there.
+    r"""A CNN that makes a grid of features, and an LSTM that attends to it and writes a caption.
 
     .. math:: a = \mathrm{Show}(x), \quad
               h_0 = \tanh(W_h \bar a + b_h), \quad c_0 = \tanh(W_c \bar a + b_c)
@@ -245,22 +248,23 @@ class ShowAttendTell(nn.Module):
               h_t = \mathrm{LSTM}([E y_{t-1}; z_t], h_{t-1}), \quad
               P(y_t) = \mathrm{softmax}(W_o (E y_{t-1} + W_s h_t + W_z z_t))
 
-    with ā the mean of an image's features. The teller is one :class:`attnfast.nn.AttentionLSTM`,
-    a whole caption in one operator where its attention has one. It has the calls ``encode`` and
-    ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and :func:`beam_search` take it,
-    with images for the source and their sizes for lengths.
+    with ā the mean of an image's features. The decoder is one :class:`attnfast.nn.AttentionLSTM`,
+    which runs a whole caption as one operator if its attention has one. The model has the methods
+    ``encode`` and ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and
+    :func:`beam_search` accept it, with images as the source and their sizes as lengths.
 
     Args:
         encoder: images and sizes to grids.
-        attention: of the teller, with queries of ``hidden_dim`` and keys of the encoder's features:
-            of :mod:`attnfast.nn` a ``BahdanauAttention``, ``LuongAttention``, ``TopKAttention`` or
-            ``CoverageAttention``, soft as it is, or :class:`attnfast.nn.GatedAttention` or
-            :class:`attnfast.nn.HardAttention` around one, the latter around one without a
-            history; or :class:`MeanContext`. What knows the order of keys does not serve, as
-            padding would change it, nor what has heads.
+        attention: of the decoder, with queries of ``hidden_dim`` and keys of the encoder's
+            features: from :mod:`attnfast.nn` a ``BahdanauAttention``, ``LuongAttention``,
+            ``TopKAttention`` or ``CoverageAttention``, alone or inside
+            :class:`attnfast.nn.GatedAttention` or :class:`attnfast.nn.HardAttention`, the latter
+            only around attention without a history; or :class:`MeanContext`. Attention that
+            depends on the order of keys, which padding would change, and attention with heads are
+            not supported.
         vocab_size: V, the four special ids and a word at least.
-        hidden_dim, embed_dim: features of the teller's states, and of a word.
-        dropout: on words and on what the output layer reads.
+        hidden_dim, embed_dim: features of the decoder's states, and of a word.
+        dropout: on words and on the input of the output layer.
         longest: most words of a caption that a search finds, the end included.
 
     Paper: Xu et al., "Show, Attend and Tell: Neural Image Caption Generation with Visual
@@ -286,7 +290,7 @@ class ShowAttendTell(nn.Module):
         inner = attention
         while isinstance(inner, (GatedAttention, HardAttention)):
             inner = inner.attention
-        # What an order tells depends on the width of the batch: the cells are rows of a grid.
+        # The order of cells depends on the width of the batch, as they are rows of a grid.
         if getattr(inner, "knows_order", False) or isinstance(inner, MultiHeadAttention):
             expected = "one that knows no order of keys and has no heads, as BahdanauAttention"
             raise_type_error("attention", expected, type(inner).__name__)
@@ -301,19 +305,19 @@ class ShowAttendTell(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def output_limit(self, sizes: Tensor) -> Tensor:
-        """Return how many words, the end included, captions of images of ``sizes [B, 2]`` have."""
+        """Return the most words, the end included, of captions of images of ``sizes [B, 2]``."""
         check_array("sizes", sizes, "int64 or int32", ("B", 2))
         return torch.full((len(sizes),), self.longest)
 
     def encode(self, images: Tensor, sizes: Tensor) -> tuple[EncodedImage, RecurrentState]:
-        """Look at images, and project their keys, once.
+        """Encode images and project their keys, once.
 
         Args:
             images: ``[B, channels, H, W]``.
             sizes: ``[B, 2]``.
 
         Returns:
-            What the teller attends to, and its state before the first word.
+            The encoded images, and the decoder's state before the first word.
         """
         grid, mask = self.encoder(images, sizes)
         states, seen = grid.flatten(1, 2), mask.flatten(1)
@@ -329,7 +333,7 @@ class ShowAttendTell(nn.Module):
 
         Returns:
             ``logits [B, T, V]`` of the word after each, the state after the last, and
-            ``weights [B, T, R · C]`` if asked for.
+            ``weights [B, T, R · C]`` if requested.
         """
         check_source("seen", seen, EncodedImage, state)
         check_flag("need_weights", need_weights)
@@ -363,12 +367,12 @@ class ShowAttendTell(nn.Module):
     ) -> CaptionOutput:
         """Read the true words before each, ``target_in [B · N, T]``, padded with 0.
 
-        An image has N captions, one after the other, and is looked at once. What is returned has
-        as many rows as captions.
+        An image has N consecutive captions and is encoded once. Results have one row for each
+        caption.
         """
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
-        if isinstance(self.encoder, GridEncoder):  # in training to look at images moves its norms
+        if isinstance(self.encoder, GridEncoder):  # in training encoding images updates its norms
             self.encoder._check(images, sizes)
         B = images.shape[0]
         count = max(target_in.shape[0] // max(B, 1), 1)

@@ -28,9 +28,9 @@ SCORES = ("dot", "tanh", "relu", "leaky_relu")
 
 
 def check_inputs(call: Any) -> None:
-    """Refuse a query, keys, values and weight that do not fit together, and terms without a place.
+    """Raise unless query, keys, values, weight and terms fit together.
 
-    ``call`` is the arguments of an operator of attention, with a history or not.
+    ``call`` holds the arguments of an attention operator, with or without a history.
     """
     check_tensor("query", call.query)
     device, dtype = call.query.device, call.query.dtype
@@ -65,7 +65,7 @@ def check_inputs(call: Any) -> None:
 
 
 def check_terms(call: Any, columns: int) -> None:
-    """Refuse a mask, bias or lengths that do not fit scores of so many columns."""
+    """Raise unless mask, bias and lengths fit scores of ``columns`` columns."""
     keys = call.key.shape[-2]
     scores = (*call.query.shape[:-1], columns)
     mask, lengths = call.mask, call.lengths
@@ -102,19 +102,19 @@ def raise_on_tangents(inputs: Iterable[Any]) -> None:
 
 
 def check_scale(scale: object, expected: str = "a finite number") -> None:
-    """Refuse what is not a finite number: a tensor would lose its gradient."""
+    """Raise unless ``scale`` is a finite number; a tensor would lose its gradient."""
     if not is_finite(scale):
         raise_value_error("scale", expected, describe(scale))
 
 
 def check_activation(activation: Any) -> str:
-    """Return the additive score with an activation; refuse one that has none."""
+    """Return the additive score of an activation; raise if there is none."""
     check_choice("activation", activation, SCORES[1:])
     return SCORES[SCORES.index(activation)]
 
 
 def check_temperature(temperature: object) -> None:
-    """Refuse what is not a positive number."""
+    """Raise unless ``temperature`` is a positive number."""
     if not is_finite(temperature) or temperature <= 0:  # type: ignore[operator]
         raise_value_error("temperature", "a positive number", describe(temperature))
 
@@ -147,9 +147,9 @@ def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | N
 
 
 def fold_scale(call: Any) -> Any:
-    """Return a call; in a graph that is compiled, its scale multiplied into query or weight.
+    """Return a call; in a compiled graph, its scale is multiplied into query or weight.
 
-    There an operator's number is a constant, and a graph is compiled for each that it takes.
+    There an operator's scalar is a constant, and a graph is compiled for each of its values.
     """
     if not torch.compiler.is_compiling() or is_one(call.scale):
         return call
@@ -159,7 +159,7 @@ def fold_scale(call: Any) -> Any:
 
 
 def filled(like: Tensor, shape: Any, number: float, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of one number, which is no constant of a graph that is compiled either."""
+    """Return a tensor filled with a number that is not a constant in a compiled graph either."""
     if torch.compiler.is_compiling():
         return like.new_zeros(shape, dtype=dtype) + number
     return like.new_full(shape, number, dtype=dtype)

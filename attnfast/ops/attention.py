@@ -1,19 +1,19 @@
-r"""Attention without history: every query row weighs the keys it may see, rows are independent.
+r"""Attention without history: every query row weighs its visible keys, rows are independent.
 
     e_ij    = scale · score(q_i, k_j) + bias_ij
     α_ij    = exp(e_ij − log_sum_exp_i)  over the keys j that row i may see, 0 elsewhere
     c_i     = Σ_j α_ij v_j
 
-and, on request, statistics of a row's weights, for which nothing need be stored,
+and, on request, statistics of a row's weights, which need no stored weights,
 
     H_i = −Σ_j α_ij ln α_ij,  max_j α_ij and its first j,  μ_i = Σ_j j α_ij,  Σ_j (j − μ_i)² α_ij
 
 with ``score(q, k) = q·k`` (``dot``), or the additive ``Σ_a w_a f(q_a + k_a)``, which has the name
-of f, as :data:`attnfast.ops.reference.ACTIVATIONS` lists them. What a row may see is a span of keys
-(:mod:`attnfast.ops.span`), a length, a mask.
+of f, as :data:`attnfast.ops.reference.ACTIVATIONS` lists them. A span of keys
+(:mod:`attnfast.ops.span`), lengths and a mask select the keys that are visible to a row.
 
-This file is the contract: what goes into the operator and its backward, and what comes out. Every
-backend implements the two under its own namespace ``attnfast_<backend>``, and may have a
+This file is the contract: the inputs and outputs of the operator and of its backward. Every
+backend implements both under its own namespace ``attnfast_<backend>``, and may have a
 ``prepare``. :mod:`attnfast.ops.reference` is the oracle.
 """
 
@@ -42,12 +42,12 @@ STATISTICS = len(RowStatistics._fields)
 class AttentionInputs(NamedTuple):
     """The arguments of the operator.
 
-    ``bias`` and ``mask`` have the shape of the scores or 1 in place of a size. ``span [B, (H,) Tq,
-    2]``, int64, or 1 in place of B and H, holds the first key that a row may see and the one after
-    the last, which may lie outside of the sequence. With ``columns`` W > 0 scores are compact,
+    ``bias`` and ``mask`` are broadcast to the shape of the scores. ``span [B, (H,) Tq, 2]``,
+    int64, whose B and H may be 1, holds the first visible key of a row and the one after the last;
+    both may lie outside the sequence. With ``columns`` W > 0 scores are compact,
     ``[B, (H,) Tq, W]``: column m of row i is key ``span[i, 0] + m``, and keys beyond the W-th are
-    not seen; else they are ``[B, (H,) Tq, Tk]``. ``prepared`` is what the backend's own ``prepare``
-    made of the keys, and no other backend's. ``score`` is one of
+    not visible; else they are ``[B, (H,) Tq, Tk]``. ``prepared`` is the tensor that ``prepare`` of
+    the same backend returned for the keys. ``score`` is one of
     :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a weight.
     """
 
@@ -71,9 +71,9 @@ class AttentionOutputs(NamedTuple):
     """Outputs of ``attention``; all but the context have the accumulation dtype.
 
     That is float32, or float64 for float64. ``statistics [B, (H,) Tq, 5]`` are the fields of
-    :class:`attnfast.RowStatistics`: 0 of an empty row, NaN of one whose weights are. Weights and
-    statistics have size [0] unless needed; context and gradients of query, key and value lie in
-    memory as :func:`empty_rows` says.
+    :class:`attnfast.RowStatistics`: 0 for an empty row, NaN for a row whose weights are NaN.
+    Weights and statistics have size [0] unless needed; context and gradients of query, key and
+    value have the memory layout of :func:`empty_rows`.
     """
 
     context: Tensor
@@ -85,9 +85,9 @@ class AttentionOutputs(NamedTuple):
 class AttentionBackward(NamedTuple):
     """The arguments of the backward.
 
-    The saved weights are exactly 0 where a row may not see a key. The gradient of the statistics
-    is part of that of the weights. The backward begins at ``grad_score``, the gradient of the
-    scores, if that is given. ``need_grad_key`` stands for key, value and weight.
+    The saved weights are exactly 0 for keys that are not visible to a row. The gradient of the
+    statistics is part of that of the weights. The backward begins at ``grad_score``, the gradient
+    of the scores, if that is given. ``need_grad_key`` stands for key, value and weight.
     """
 
     grad_context: Tensor
@@ -121,7 +121,7 @@ class AttentionGradients(NamedTuple):
 
 
 def check(call: AttentionInputs) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    """Raise, in one sentence and before any computation, unless the arguments fit together."""
     check_inputs(call)
     q, keys = call.query.shape, call.key.shape[-2]
     span, columns = call.span, call.columns
@@ -186,7 +186,7 @@ def _fake_backward(call: AttentionBackward) -> AttentionGradients:
 
 
 class _AttentionOperator(Operator):
-    """Statistics are functions of the weights, which the backward has, and so are gradients."""
+    """Derive the statistics' gradients from the weights, which the backward has."""
 
     def arguments(self, ctx: Any, grads: Any, needs: Any = None) -> tuple[Any, Any]:
         of, saved = super().arguments(ctx, grads, needs)
@@ -200,10 +200,10 @@ class _AttentionOperator(Operator):
 
 
 def _through_weights(grad: Tensor, weights: Tensor) -> Tensor:
-    """Return what statistics with the gradient ``[.., 5]`` add to the weights'.
+    """Return the part of the weights' gradient due to the statistics' gradient ``[.., 5]``.
 
-    But for a number alike in a row, which a softmax leaves out: −1 of the entropy's −ln α − 1, and
-    where a span's columns begin, for positions count from μ.
+    Terms that are constant in a row are omitted, because the softmax cancels them: −1 of the
+    entropy's −ln α − 1, and the first column of a span, because positions count from μ.
     """
     if weights.shape[-1] == 0:
         return weights
@@ -229,8 +229,8 @@ implement(
     {"attention": "forward", "attention_backward": "backward"},
 )  # fmt: skip
 
-# What a backend keeps of the keys for all steps over them, of size [0] if nothing: nobody but the
-# backend looks into it.
+# The tensor that a backend caches for all steps over the same keys, of size [0] if none; its
+# content is private to the backend.
 LIBRARIES["cpu"].define("prepare(Tensor key, Tensor? lengths, str score) -> Tensor")
 
 

@@ -1,6 +1,6 @@
-"""Which implementation serves a call: a class for each, which judges the whole call.
+"""Selection of the implementation that runs a call: one class for each backend.
 
-:func:`select_backend` takes the backend that ranks a call best among those that support it.
+:func:`select_backend` takes the backend with the best rank among those that support a call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attnfast._utils.torch_private import constant_in_graphs, has_kernel
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
-#: The oldest NVIDIA GPU that Triton supports; for some older ones it compiles, and spills.
+#: The oldest NVIDIA GPU that Triton supports; for some older ones it compiles, but spills.
 OLDEST_FOR_TRITON = (8, 0)
 #: NVIDIA's systems on a chip: they run no machine code but their own.
 ALONE = {(7, 2), (8, 7), (10, 1)}
@@ -33,7 +33,7 @@ PACKAGE = Path(__file__).parents[1]
 
 @functools.cache
 def not_installed() -> str | None:
-    """Why neither compiled libraries nor Triton kernels can be found, or None.
+    """Return why neither compiled libraries nor Triton kernels can be found, or None.
 
     The sources' folder comes before the installed package where Python was started in it.
     """
@@ -63,7 +63,7 @@ def load_library(name: str) -> str | None:
 
 
 def _library(name: str) -> ctypes.CDLL:
-    """Return a library that is loaded, for what it exports beside its operators."""
+    """Return a loaded library, for its exported functions other than operators."""
     return ctypes.CDLL(str(PACKAGE / f"{name}.so"))
 
 
@@ -112,10 +112,10 @@ class DispatchKey(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     operator: str = "attention"
-    step: bool = False  # one query for each sequence: what it costs is latency
+    step: bool = False  # one query for each sequence: latency dominates
     filters: int = 0
-    history: bool = False  # of a recurrent layer's attention
-    stack: bool = False  # of recurrent layers, or dropout of what they give
+    history: bool = False  # the attention of a recurrent layer has a history
+    stack: bool = False  # several recurrent layers, or dropout of their outputs
     score: str = "tanh"
 
 
@@ -123,7 +123,7 @@ class Backend:
     """An implementation of the operators."""
 
     name: str
-    packs = False  # whether :meth:`pack` does
+    packs = False  # whether :meth:`pack` is implemented
 
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
@@ -140,20 +140,20 @@ class Backend:
         raise NotImplementedError
 
     def rank(self, request: DispatchKey) -> float:
-        """Return this one's place for a call, the lowest the best; infinite: asked for by name."""
+        """Return the rank for a call, lower is better; infinity if it is only selected by name."""
         raise NotImplementedError
 
     def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
-        """Return what steps over the same keys keep of them, which no other backend looks into.
+        """Return a tensor, private to the backend, that steps over the same keys share.
 
-        Its last axis but one is that of the keys, each of which is prepared by itself.
+        Its last axis but one is that of the keys; every key is prepared independently.
         """
         return None
 
     def pack(self, *parameters: Any) -> Tensor | None:
-        """Return what many calls over the same parameters of a recurrent layer keep of them.
+        """Return a tensor that calls with the same parameters of a recurrent layer share.
 
-        They are what ``pack_recurrent`` in :mod:`attnfast.ops.recurrent` takes.
+        The parameters are the arguments of ``pack_recurrent`` in :mod:`attnfast.ops.recurrent`.
         """
         return None
 
@@ -252,7 +252,7 @@ class Cpu(Backend):
 
 
 class Reference(Backend):
-    """Plain PyTorch, the oracle: it takes everything."""
+    """Plain PyTorch, the oracle: it supports every call."""
 
     name = "reference"
 
@@ -268,7 +268,7 @@ BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Ref
 
 @functools.cache
 def unsupported_reason(backend: str, *asked) -> str | None:
-    """Return why a backend cannot run a call, or None; ``asked`` is what a Request holds."""
+    """Return why a backend cannot run a call, or None; ``asked``: fields of a DispatchKey."""
     return BACKENDS[backend].unsupported_reason(DispatchKey(*asked))
 
 
@@ -329,7 +329,7 @@ def try_select_backend(
     history: bool = False,
     stack: bool = False,
 ) -> str | None:
-    """Return the compiled backend that serves a call best, or None: the one asked for, if any."""
+    """Return the best compiled backend for a call, or the requested one; None if there is none."""
     return _best(backend, device, dtype, operator, False, 0, history, stack)
 
 
@@ -343,12 +343,14 @@ def select_backend(
     filters: int = 0,
     score: str = "tanh",
 ) -> str:
-    """Return the backend for a call; one asked for by name is that one or a ``RuntimeError``.
+    """Return the backend for a call; raise RuntimeError if a requested one cannot run it.
 
     The other arguments are those of a :class:`DispatchKey`.
     """
     check_backend(backend)
-    name = backend if backend is None else str.__str__(backend)  # of an enumeration, its word
+    name = (
+        backend if backend is None else str.__str__(backend)
+    )  # the string of an enumeration member
     asked = device, dtype, operator, step, filters, False, False, score
     chosen = _choose(name, *asked)
     if is_recording():

@@ -1,7 +1,7 @@
-r"""The pointer-generator's distribution: words of the vocabulary, and words of the source.
+r"""The pointer-generator's distribution over words of the vocabulary and of the source.
 
     S_w = softmax(logits)_w,   p = sigmoid(gate),   C_w = Σ_{i: source_i = w} α_i
-    P_w = p S_w + (1 − p) C_w     over the vocabulary's words, V of them, and X of the sources' own
+    P_w = p S_w + (1 − p) C_w     over V words of the vocabulary and X out-of-vocabulary words
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
@@ -24,9 +24,9 @@ from attnfast._utils.checks import (
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.operators import Operator, implement
 
-#: The log-probability of a word that cannot come: that of the smallest normal float32.
+#: The log-probability of an impossible word: that of the smallest normal float32.
 LOWEST = math.log(torch.finfo(torch.float32).tiny)
-#: In log space a gradient is at most e^LIMIT, and a mass of copies below e^−LIMIT counts as none.
+#: In log space a gradient is at most e^LIMIT, and a copy probability below e^−LIMIT counts as 0.
 LIMIT = 80
 
 
@@ -44,7 +44,7 @@ class CopyInputs(NamedTuple):
 class CopyOutputs(NamedTuple):
     """Outputs of ``copy_distribution``.
 
-    ``log_sum_exp`` of the logits is float64, for a logit and it may both be large where their
+    ``log_sum_exp`` of the logits is float64, because a logit and it may both be large while their
     difference is small.
     """
 
@@ -74,7 +74,7 @@ class CopyGradients(NamedTuple):
 
 
 def check(call: CopyInputs | CopyBackward) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    """Raise, in one sentence and before any computation, unless the arguments fit together."""
     logits, weights, source, gate = call.logits, call.weights, call.source, call.gate
     num_oov = call.num_oov
     named = {"logits": logits, "weights": weights, "source": source, "gate": gate}

@@ -1,19 +1,20 @@
-r"""Attention with a memory of its past: every row depends on the weights of the rows before it.
+r"""Attention with a history: every row depends on the weights of the rows before it.
 
 With C_t the coverage before row t and p_t the weights of row t − 1::
 
     f_tj    = U · (F ∗ [p_t, C_t])_j                         the history's features
     e_tj    = scale · score(q_t, k_j + f_tj) + bias_tj − λ C_tj
     r_tj    = 1,  or (1 − u_t) p_tj + u_t p_t,j−1            forward attention
-    α_tj    ∝ r_tj exp(e_tj)  over the keys j that row t may see
+    α_tj    ∝ r_tj exp(e_tj)  over the keys j visible to row t
     C_t+1,j = C_tj + ρ_j α_tj,   c_t = Σ_j α_tj v_j,   loss = Σ_tj min(α_tj, C_tj)
 
-F are filters over the keys on one channel, the last weights, or two, the coverage the second; U
-projects what they find. A coverage feature is a filter of width 1, the inverse of a fertility is ρ.
+F are filters over the keys on one channel, the previous weights, or two, the second of which is the
+coverage; U projects their outputs. A coverage feature is a filter of width 1, and ρ is the inverse
+of the fertility.
 
-Forward attention is computed from logarithms, log α_tj = log r_tj + e_tj − log Σ_j r_tj exp(e_tj),
-and log α is carried from row to row: a weight of e^−200 can grow again, and no share by which a
-gradient is multiplied exceeds 1. The gradient of a weight that is exactly 0 is 0.
+Forward attention is computed in log space, log α_tj = log r_tj + e_tj − log Σ_j r_tj exp(e_tj),
+and log α is carried from row to row: a weight of e^−200 can grow again, and no factor of a
+gradient exceeds 1. The gradient of a weight that is exactly 0 is 0.
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
@@ -41,7 +42,7 @@ class CoverageInputs(NamedTuple):
 
     ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
     ``inverse_fertility``, ``coverage`` and ``previous [B, (H,) Tk]``, ``transition_prob [B, (H,)
-    Tq]`` are of the accumulation dtype. With a transition ``previous`` holds log p, −inf for 0.
+    Tq]`` have the accumulation dtype. With a transition ``previous`` holds log p, −inf for 0.
     """
 
     query: Tensor
@@ -77,7 +78,7 @@ class CoverageOutputs(NamedTuple):
 
 
 class CoverageBackward(NamedTuple):
-    """The arguments of the backward; the saved weights are 0 where a row may not see a key."""
+    """The arguments of the backward; the saved weights are 0 for keys not visible to a row."""
 
     grad_context: Tensor
     grad_weights: Tensor | None
@@ -123,8 +124,8 @@ class CoverageGradients(NamedTuple):
     grad_previous: Tensor
 
 
-#: Steps with filters that share their keys add what these and the parameters get to sums, of the
-#: accumulation dtype, one for each sequence (and head), and leave the value's gradient for the end.
+#: Steps with filters that share their keys add the gradients of keys and parameters to sums in the
+#: accumulation dtype, one for each sequence (and head); the value's gradient is taken at the end.
 SUMS = ("sum_key", "sum_weight", "sum_filters", "sum_projection")
 _of_all = get_type_hints(CoverageBackward)
 _last = ("scale", "score", "need_grad_query", "need_grad_score")
@@ -139,7 +140,7 @@ CoverageBackwardInto: Any = NamedTuple("CoverageBackwardInto", _into_fields)  # 
 
 
 def check_history(call: CoverageInputs, previous: str = "previous") -> None:
-    """Raise where the history does not fit query and key; ``previous`` names that argument."""
+    """Raise unless the history fits query and key; ``previous`` names that argument."""
     query, key, filters, projection = call.query, call.key, call.filters, call.projection
     heads, keys, A = list(query.shape[1:-2]), list(key.shape[:-1]), query.shape[-1]
     dtype = accumulation_dtype(query.dtype)
@@ -186,7 +187,7 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
 
 
 def check(call: CoverageInputs) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    """Raise, in one sentence and before any computation, unless the arguments fit together."""
     check_inputs(call)
     check_terms(call, call.key.shape[-2])
     check_history(call)
@@ -211,7 +212,7 @@ def _check_backward(call: CoverageBackward) -> None:
 
 
 def without_sums(call: Any) -> CoverageBackward:
-    """Return the arguments of the backward that has no sums to add to."""
+    """Return the arguments of the backward without sums."""
     names = [x for x in CoverageBackward._fields if x in call._fields]
     mine: dict[str, Any] = {x: getattr(call, x) for x in names}
     return CoverageBackward(**mine, need_grad_key=False, need_grad_filters=False)

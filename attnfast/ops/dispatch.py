@@ -1,4 +1,4 @@
-"""A call, taken to a backend: the reference, an operator, or its derivative in eager mode."""
+"""Run a call on a backend: the reference, an operator, or its derivative in eager mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["run", "run_attention"]
 
 
 def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
-    """Return the operator's results on a backend, which is one that can run the call."""
+    """Return the operator's results on a backend, which must support the call."""
     if backend == "reference":
         operator.check(call)
         return getattr(reference, operator.name)(call)
@@ -32,7 +32,7 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
 
 
 def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
-    """Run attention; its results are as users get them."""
+    """Run attention and return an AttentionOutput."""
     context, weights, log_sum_exp, statistics = run(ATTENTION, call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)
     return attention_result(

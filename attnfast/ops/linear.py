@@ -50,7 +50,7 @@ class LinearGradients(NamedTuple):
 
 
 def check(call: LinearInputs | LinearBackward) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    """Raise, in one sentence and before any computation, unless the arguments fit together."""
     check_tensor("input", call.input)
     if call.input.dim() != 2:
         raise_value_error("input", "[M, K]", list(call.input.shape))

@@ -1,7 +1,7 @@
-"""Spans in the operator's terms: which keys a row sees becomes two numbers a row, strides views.
+"""Lower spans to operator arguments: key bounds become two integers a row, strides become views.
 
-:func:`run_within` takes a call to a backend within a span, or one for each head, and gives results
-the form in which they were asked for.
+:func:`run_within` runs a call on a backend within one span, or one span for each head, and returns
+the weights in the requested form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["LoweredCall", "SpanArguments", "lower", "run_within"]
 
 
 class SpanArguments(NamedTuple):
-    """Which keys rows see, where rows stand among them, and how wide a prior around that is."""
+    """The span of visible keys, the rows' positions among the keys and a prior's width."""
 
     span: Spans = None
     position: Position = None
@@ -41,13 +41,13 @@ class SpanArguments(NamedTuple):
 
 
 class LoweredCall(NamedTuple):
-    """A call that a backend takes, and what its results need to be a span's."""
+    """A call for a backend, and the values that restore a span's results from its results."""
 
     call: AttentionInputs
     like: Tensor  # the query as it was
     Tk: int
-    keys: Any  # of the columns, where they are needed
-    narrow: Tensor | None  # which of the operator's columns are the span's, if not all
+    keys: Any  # key indices of the columns, if they are needed
+    narrow: Tensor | None  # the operator's columns that belong to the span, if not all
     span: Span
     front: int = 0  # rows of the first phase that do not exist
 
@@ -70,24 +70,24 @@ class LoweredCall(NamedTuple):
         return attention_result(context, weights, log_sum_exp, statistics)
 
     def _on_all_keys(self, statistics: Tensor) -> Tensor:
-        """Return the statistics of every k-th key, from the first of a row's phase on."""
+        """Convert statistics over every k-th key, from the first of a row's phase, to all keys."""
         entropy, largest, position, mean, variance = statistics.unbind(-1)
         k = self.span.stride
         first: Any = 0
         if self.span.phases > 1:
             rows = torch.arange(self.front, self.front + entropy.shape[-1], device=entropy.device)
-            first = (rows % k) * (largest != 0)  # none of a row that sees no key
+            first = (rows % k) * (largest != 0)  # 0 for a row without visible keys
         position, mean = k * position + first, k * mean + first
         return torch.stack([entropy, largest, position, mean, k * k * variance], -1)
 
 
 def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> LoweredCall:
-    """Bring what one span says of the keys into the operator's terms."""
+    """Express one span by the arguments of the operator."""
     span: Any = place.span
     position: Any = place.position
     sigma = place.sigma
     query, Tk, lengths, bias = call.query, call.key.shape[-2], call.lengths, call.bias
-    # Of windows wider than all keys the columns are taken from the keys in the end.
+    # For windows wider than all keys the columns are gathered from the keys at the end.
     compact = span.compact and span.columns(Tk) <= (Tk + span.stride - 1) // span.stride
     some = compact or span.stride > 1  # the columns are not simply all keys
     terms = bias is not None or call.mask is not None
@@ -175,11 +175,11 @@ def _run_within_one(
 def run_within(
     place: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
 ) -> AttentionOutput:
-    """Run a backend within a span, or one for each head: heads of the same one go together.
+    """Run a backend within a span, or one for each head; heads of one span run together.
 
-    With a list of spans the weights are a list, one for each head, unless ``form`` is a word.
+    With a list of spans the weights are a list, one for each head, unless ``form`` is a string.
     """
-    if call.bias is not None:  # its gradient is to be rounded once, after sums over keys and heads
+    if call.bias is not None:  # its gradient is rounded once, after sums over keys and heads
         call = call._replace(bias=call.bias.to(accumulation_dtype(call.bias.dtype)))
     spans = place.span
     if spans is None or isinstance(spans, Span):
@@ -187,7 +187,7 @@ def run_within(
 
     groups = {span: [i for i, x in enumerate(spans) if x == span] for span in dict.fromkeys(spans)}
     neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())
-    apart: dict[int, Any] = {}  # an index of heads would be a tensor that a GPU waits for
+    apart: dict[int, Any] = {}  # an index tensor of heads would synchronize the GPU
 
     def heads(x: Any, index: list[int], axis: int = 1) -> Any:
         if not isinstance(x, Tensor) or x.dim() < 2 + axis or x.shape[axis] == 1:

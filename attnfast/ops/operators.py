@@ -1,8 +1,8 @@
 """The operators of the compiled backends, each defined by the fields of four named tuples.
 
-An :class:`Operator` has its arguments, its results, and the arguments and results of its backward
-as types. Schemas, packing, unpacking and the derivative follow from their fields; a position has a
-meaning at PyTorch's dispatcher alone.
+The types of an :class:`Operator` are its arguments, its results, and the arguments and results of
+its backward. Schemas, packing, unpacking and the derivative follow from their fields; positions
+matter only to PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES: dict[Any, str] = {
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are taken in: float64 for float64, float32 otherwise."""
+    """Return the accumulation dtype: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -58,7 +58,7 @@ def is_tracing() -> bool:
 
 
 def call(overload: Any, arguments: Any) -> Any:
-    """Call an operator; where nothing is to be differentiated, below autograd, which is quicker."""
+    """Call an operator; below autograd, which is faster, if no gradient is needed."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return results_of(overload(*arguments))
     with below_autograd():
@@ -66,14 +66,14 @@ def call(overload: Any, arguments: Any) -> Any:
 
 
 def results_of(returned: Any) -> tuple[Any, ...]:
-    """Return an operator's results; the dispatcher gives one alone as it is."""
+    """Return an operator's results as a tuple; the dispatcher returns a single result bare."""
     return (returned,) if isinstance(returned, Tensor) else returned
 
 
 def schema(arguments: Any, results: Any) -> str:
     """Return the schema of an operator whose arguments and results are the fields of two types.
 
-    What ``Annotated`` says of a field stands in place of its type's name.
+    The metadata of an ``Annotated`` field replaces its type's name.
     """
 
     def listed(fields: Any) -> str:
@@ -87,19 +87,19 @@ def schema(arguments: Any, results: Any) -> str:
 
 
 def _getter(names: list[str], of: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what picks fields from a sequence whose fields have the names ``of``."""
+    """Return a function that selects fields from a sequence whose fields have the names ``of``."""
     places = [of.index(name) for name in names]
     if len(places) < 2:
         return lambda values: tuple(values[i] for i in places)
     return getters.itemgetter(*places)
 
 
-#: The type of every operator's arguments, and what refuses those that do not fit, as the compiled
-#: code does.
+#: The type of every operator's arguments, and the function that raises unless they fit, as the
+#: compiled code does.
 ARGUMENTS: dict[str, Any] = {}
 CHECKS: dict[str, Callable[..., None]] = {}
 
-#: A named tuple of a type and values, in half the time that its own constructor takes.
+#: Make a named tuple of a type from values, in half the time of its own constructor.
 unchecked = tuple.__new__
 
 
@@ -109,9 +109,9 @@ class ForwardOperator:
     Args:
         name: in the namespaces ``attnfast_<backend>``.
         Call, Result: its arguments and its results, named tuples.
-        check: refuses arguments that do not fit, before anything is computed.
+        check: raises before any computation unless the arguments fit.
         fake: returns empty results.
-        backends: those that have it.
+        backends: the backends that implement it.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class ForwardOperator:
         return overloads
 
     def __call__(self, backend: str, arguments: Any) -> Any:
-        """Run a backend; where gradients are wanted, PyTorch's registered derivative is taken."""
+        """Run a backend; gradients use the derivative that is registered with PyTorch."""
         return unchecked(self.Result, call(self.forwards[backend], arguments))
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
-        """Return the forward itself: there is nothing to differentiate."""
+        """Return the result of the forward itself, which has no gradient."""
         return self(backend, arguments)
 
 
@@ -172,7 +172,7 @@ class Operator(ForwardOperator):
             A field of ``Gradients`` is ``grad_`` and an argument, or ``grad_score``.
         needs: for each ``need_grad_…`` the arguments whose gradients it stands for.
         constant: results that have no gradient.
-        check_backward, fake_backward: what check and fake are, of the backward.
+        check_backward, fake_backward: ``check`` and ``fake`` of the backward.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Operator(ForwardOperator):
     # ---- the derivative --------------------------------------------------------------------------
 
     def _plan(self, needs: dict[str, tuple[str, ...]]) -> None:
-        """Work out where fields go from one type to the next."""
+        """Compute the indices that map fields of one type to fields of another."""
         given, found = list(self.Call._fields), list(self.Result._fields)
         hints = {**get_type_hints(self.Call), **get_type_hints(self.Result)}
         saved = [x for x in self.Backward._fields if x in hints]
@@ -239,7 +239,7 @@ class Operator(ForwardOperator):
         self._constant = [found.index(x) for x in self.constant]
 
     def setup_context(self, ctx: Any, inputs: Any, output: Any, *more: Tensor | None) -> None:
-        """Save what the backward needs, and more."""
+        """Save the arguments and results that the backward needs, and the tensors ``more``."""
         output = results_of(output)
         everything = (*inputs, *output)
         ctx.save_for_backward(*self._tensors(everything), *more)
@@ -251,9 +251,9 @@ class Operator(ForwardOperator):
         ctx.set_materialize_grads(False)
 
     def arguments(self, ctx: Any, grads: Any, needs: Any = None) -> tuple[Any, Any]:
-        """Return the arguments of the backward, and what was saved, which may be asked for once.
+        """Return the arguments of the backward and the saved tensors, which can be read once.
 
-        ``needs`` are the fields ``need_…``, if not as autograd tells.
+        ``needs`` are the fields ``need_…``; by default they follow ``ctx.needs_input_grad``.
         """
         if needs is None:
             needed = ctx.needs_input_grad
@@ -261,12 +261,12 @@ class Operator(ForwardOperator):
         saved = ctx.saved_tensors
         pool = (*grads, *saved[: self._saved], *ctx.numbers, *needs, None)
         arguments = unchecked(self.Backward, self._arranged(pool))
-        if grads[0] is None:  # autograd has none where it is 0
+        if grads[0] is None:  # autograd passes None for a gradient of 0
             arguments = self._with_zeros(arguments)
         return arguments, saved
 
     def _with_zeros(self, arguments: Any) -> Any:
-        """Return the arguments of a backward, of which the first result's gradient is 0."""
+        """Return the arguments of a backward with gradient 0 for the first result."""
         fields = [x for x in self.Call._fields if x in self.Backward._fields]
         call = self.Call(**{x: getattr(arguments, x) for x in fields})
         name = f"grad_{self.Result._fields[0]}"
@@ -321,7 +321,7 @@ class Operator(ForwardOperator):
 
 
 def implement(backend: str, module: str, functions: dict[str, str]) -> None:
-    """Let functions of a module, imported at the first call, be operators of a backend."""
+    """Register functions of a module, imported at the first call, as a backend's operators."""
     for name, function in functions.items():
 
         def run(*args, name=name, function=function):

@@ -26,11 +26,11 @@ from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.coverage import check as check_coverage
 from attnfast.ops.operators import LIBRARIES, Operator
 
-#: The cells: how many gates the parameters hold, and how many numbers of a unit the backward reads.
+#: The cells: the number of gates in the parameters, and of values per unit that the backward reads.
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
 SAVED_GATES = {"tanh": 0, "gru": 4, "lstm": 4}
 
-#: The weights of products: all of them may be bfloat16 where the other numbers are float32.
+#: The weights of matrix products: they may all be bfloat16 if the other tensors are float32.
 WEIGHTS = (
     "weight_ih", "weight_hh", "weight_ih_upper", "weight_query", "weight_output", "weight_readout",
     "weight_vocab",
@@ -40,36 +40,35 @@ WEIGHTS = (
 class RecurrentInputs(NamedTuple):
     """The arguments of the operator, float32 or float64.
 
-    Weights of bfloat16 beside float32: their products take numbers rounded to bfloat16, where the
-    processor has the instructions, and are summed in float32.
+    Weights may be bfloat16 with float32 inputs: their products round the inputs to bfloat16, where
+    the processor has the instructions, and accumulate in float32.
 
     ``input [B, T, E]``; ``hidden [B, H]`` and an LSTM's ``cell [B, H]``, the state before the first
-    step; ``feed [B, F]``, what is fed to the first step if it attends last, None for zeros. With G
-    gates: ``weight_ih [G·H, E + F]``, whose last F columns read what is fed, ``weight_hh
-    [G·H, H]``, ``bias_ih`` and ``bias_hh [G·H]``. F is the size of a context or, with
+    step; ``feed [B, F]``, the vector fed to the first step of a layer that attends last, None for
+    zeros. With G gates: ``weight_ih [G·H, E + F]``, whose last F columns read the fed vector,
+    ``weight_hh [G·H, H]``, ``bias_ih`` and ``bias_hh [G·H]``. F is the size of a context or, with
     ``weight_output [F, Dv + H]`` and ``bias_output [F]``, of an attentional vector.
 
     Attention: ``key [B, Tk, A]``, ``value [B, Tk, Dv]``, ``weight [A]`` of an additive score,
     ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T,
-    Tk]``, B and T 1 if they are all alike, ``span [B, T, 2]``, B 1 too, scale and
-    score, as those of :class:`AttentionInputs`. Without a key this is a plain recurrent layer.
+    Tk]``, whose B and T may be 1, ``span [B, T, 2]``, whose B may be 1, scale and
+    score are those of :class:`AttentionInputs`. Without a key this is a plain recurrent layer.
 
-    With ``coverage`` and ``previous [B, Tk]``, what comes before the first step, attention has a
+    With ``coverage`` and ``previous [B, Tk]``, the history before the first step, attention has a
     history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]``,
     ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
-    ``target_lengths`` and beyond pass it over.
+    ``target_lengths`` and beyond leave the history unchanged.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
     multiplied into the state that ``weight_hh`` reads, at every step, ``dropout_output [B, T, F]``
     into the attentional vectors.
 
     With ``weight_ih_upper [L − 1, G·H, H]`` there are L layers, two or more; ``hidden``, ``cell``,
-    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and of the results ``states``, ``cells``
+    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and the results ``states``, ``cells``
     and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T, H]`` is multiplied into
-    the inputs of the layers above the first. ``prepared`` and
-    ``packed`` are what the backend's own ``prepare`` and ``pack`` made of the keys and of the
-    parameters, and no other backend's.
+    the inputs of the layers above the first. ``prepared`` and ``packed`` are the tensors that
+    ``prepare`` and ``pack`` of the same backend returned for the keys and the parameters.
     """
 
     input: Tensor
@@ -114,9 +113,9 @@ class RecurrentOutputs(NamedTuple):
     """Outputs of ``recurrent`` at every step; absent ones have size [0].
 
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
-    ``attentional [B, T, F]``; of a history ``coverage [B, Tk]`` after the last step and ``loss
-    [B]``, and of a transition ``log_weights [B, T, Tk]``, −inf for 0. For the backward alone:
-    ``queries [B, T, A]`` unless they are these states, and ``gates [B, T, S·H]``: r, z, n and
+    ``attentional [B, T, F]``; with a history ``coverage [B, Tk]`` after the last step and ``loss
+    [B]``, and with a transition ``log_weights [B, T, Tk]``, −inf for 0. Only the backward reads
+    ``queries [B, T, A]``, absent if they are the states, and ``gates [B, T, S·H]``: r, z, n and
     W_hn h + b_hn of a GRU, i, f, g and o of an LSTM.
     """
 
@@ -224,7 +223,7 @@ PARAMETERS = (
 )  # fmt: skip
 
 
-#: What there is of every layer.
+#: The tensors that every layer has.
 PER_LAYER = (
     "hidden",
     "cell",
@@ -237,7 +236,7 @@ PER_LAYER = (
     "gates",
 )
 
-#: The arguments that sizes are read from; layers come before.
+#: The arguments that sizes are read from, without the axis of layers in front.
 RANKS: dict[str, tuple[str, ...]] = {
     "hidden": ("B", "H"), "key": ("B", "Tk", "A"), "value": ("B", "Tk", "Dv"),
     "weight_query": ("A", "H"), "weight_output": ("F", "Dv + H"), "mask": ("B", "T", "Tk"),
@@ -246,26 +245,26 @@ RANKS: dict[str, tuple[str, ...]] = {
 
 
 def layers(call: Any) -> tuple[int, ...]:
-    """Return the sizes in front of what there is of every layer: (L,), or none of one layer."""
+    """Return the leading sizes of the tensors that every layer has: (L,), or () for one layer."""
     return () if call.weight_ih_upper is None else tuple(call.hidden.shape[:1])
 
 
 def feed_size(call: Any) -> int:
-    """Return F, the features of what is fed to a step."""
+    """Return F, the number of features fed to a step."""
     if call.weight_output is not None:
         return call.weight_output.shape[0]
     return 0 if call.value is None else call.value.shape[-1]
 
 
 def dtype_of_weights(call: Any) -> torch.dtype:
-    """Return what :data:`WEIGHTS` must be."""
+    """Return the required dtype of :data:`WEIGHTS`."""
     dtype = call.hidden.dtype
     narrow = dtype == torch.float32 and call.weight_ih.dtype == torch.bfloat16
     return torch.bfloat16 if narrow else dtype
 
 
 def attention_of(call: Any, query: Tensor, t: slice) -> AttentionInputs:
-    """Return the call of attention for the queries of some steps."""
+    """Return the attention call for the queries of some steps."""
 
     mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
     span = None if call.span is None else call.span[:, t]
@@ -290,7 +289,7 @@ def coverage_of(
 
 
 def check(call: RecurrentInputs) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    """Raise, in one sentence and before any computation, unless the arguments fit together."""
     check_tensor("input", call.input)
     if call.input.dim() != 3:
         raise_value_error("input", "[B, T, E]", list(call.input.shape))
@@ -361,7 +360,7 @@ def check(call: RecurrentInputs) -> None:
 
 
 def _check_past(call: RecurrentInputs) -> None:
-    """Refuse a part of a history without the others."""
+    """Raise if only a part of a history is given."""
     if call.coverage is None:
         for name in (
             "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",
@@ -426,7 +425,7 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
     return RecurrentGradients(**{f"grad_{name}": x for name, x in grads.items()})
 
 
-# What a backend keeps of the parameters for many calls: nobody but the backend looks into it.
+# The parameters in a layout that a backend caches for many calls, private to the backend.
 LIBRARIES["cpu"].define(
     "pack_recurrent(Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh, "
     "Tensor? weight_query, Tensor? weight_output, int feed_size, str mode) -> Tensor"

@@ -1,6 +1,6 @@
-"""The oracle of every operator, in plain PyTorch: a formula each, right for float64.
+"""The oracle of every operator in plain PyTorch: one formula each, exact in float64.
 
-It is a backend like any other, ``backend="reference"``, and never made faster.
+It is a backend like any other, ``backend="reference"``, and is not optimised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def visible_keys(call: AttentionInputs | CoverageInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which keys a row may see, and keys and values with zeros where no row may see them."""
+    """Return the mask of visible keys, and keys and values with zeros where no row sees them."""
     query, key = call.query, call.key
     visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
     if call.lengths is not None:
@@ -48,7 +48,7 @@ def visible_keys(call: AttentionInputs | CoverageInputs) -> tuple[Tensor, Tensor
         visible = visible & call.mask
     if call.bias is not None:
         visible = visible & (call.bias != -math.inf)
-    unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: what no row may see must not leak NaN
+    unseen = ~visible.any(-2).unsqueeze(-1)  # [B, Tk, 1]: keys that no row sees must not leak NaN
     return visible, key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0)
 
 
@@ -68,7 +68,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor | None, name: str) -> Tensor:
-    """Return the dot scores ``[B, Tq, Tk]``, or the additive ones of an activation."""
+    """Return the dot scores ``[B, Tq, Tk]``, or the additive scores with an activation."""
     if weight is None:
         return query @ key.transpose(-1, -2)
     weight = weight[:, None, None, :] if weight.dim() == 2 else weight  # [H, A]: one for each head
@@ -124,7 +124,7 @@ def row_statistics(weights: Tensor, log_weights: Tensor) -> Tensor:
 
 
 def windows(signals: Tensor, width: int) -> Tensor:
-    """Return what a filter sees around every key: ``[..., C, Tk]`` to ``[..., Tk, C · width]``."""
+    """Return a filter's window around every key: ``[..., C, Tk]`` to ``[..., Tk, C · width]``."""
     padded = torch.nn.functional.pad(signals, (width // 2, width // 2))
     return padded.unfold(-1, width, 1).transpose(-3, -2).flatten(-2)
 
@@ -136,7 +136,7 @@ def log_transition(log_p: Tensor, u: Tensor) -> Tensor:
         top = torch.maximum(log_p + (1 - u).log(), log_before + u.log())
         none = top == -math.inf
         top = top.masked_fill(none, 0)
-    # Only a term that is multiplied by 0 exceeds the limit; it counts in the gradient of u alone.
+    # Only a term that is multiplied by 0 exceeds the limit; it affects only the gradient of u.
     limit = 0.98 * math.log(torch.finfo(u.dtype).max)
     here, before = ((x - top).clamp(max=limit).exp() for x in (log_p, log_before))
     r = ((1 - u) * here + u * before).masked_fill(none, 1)
@@ -208,7 +208,7 @@ def copy_distribution(call: CopyInputs) -> CopyOutputs:
     generated = log_p + x.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -math.inf)
     generated = torch.nn.functional.pad(generated, (0, num_oov), value=-math.inf)
     # log P = m + log(e^{generated − m} + C e^{log q − m}), with the larger of the two as m.
-    slight = copied < math.exp(-LIMIT)  # counts as 0, but for its gradient
+    slight = copied < math.exp(-LIMIT)  # counts as 0, except in its gradient
     copied = copied - copied.detach().masked_fill(~slight, 0)
     never = (generated == -math.inf) & slight
     top = (log_q + copied.log()).maximum(generated).masked_fill(never, 0).detach()
@@ -218,7 +218,7 @@ def copy_distribution(call: CopyInputs) -> CopyOutputs:
 
 
 def layer_at(call: RecurrentInputs, number: int) -> RecurrentInputs:
-    """Return the call with what layer ``number`` has of its own, as the only one."""
+    """Return the call of layer ``number`` alone, with this layer's own tensors."""
     if call.weight_ih_upper is None:
         return call
     given = {x: getattr(call, x) for x in PER_LAYER if x in RecurrentInputs._fields}
@@ -256,7 +256,7 @@ def linear(call: LinearInputs) -> LinearOutputs:
 
 
 def _wide(call: Any) -> Any:
-    """Return the call of a layer with weights of the dtype of all else."""
+    """Return the call of a layer with its weights in the dtype of the other tensors."""
     weights = [x for x in WEIGHTS if getattr(call, x, None) is not None]
     return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
 
@@ -346,7 +346,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
 
 
 def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
-    """Say the best word at every step."""
+    """Select the best word at every step."""
     linear = torch.nn.functional.linear
     call = _wide(call)
     B = call.hidden.shape[0]
@@ -374,7 +374,7 @@ def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
             word = torch.where(ended, words[:, t - 1], word)
         words[:, t:] = word.unsqueeze(1)
         ended = (word == call.end) | (word < 0)
-        word = word.masked_fill(ended, call.begin)  # which nobody reads
+        word = word.masked_fill(ended, call.begin)  # never read
         if ended.all():
             break
     return GreedySearchOutputs(words)

@@ -1,4 +1,4 @@
-"""Greedy search: a recurrent layer that attends and reads, at every step, the best word so far.
+"""Greedy search: a recurrent layer that attends and reads the best word of the previous step.
 
 .. code-block:: text
 
@@ -30,7 +30,7 @@ class GreedySearchInputs(NamedTuple):
     scores; ``weight_readout [R, H + Dv + E]`` and ``bias_readout [R]``, or None, where the
     attentional vectors are scored. Sequence b has at most ``limits [B]`` words, int64, the end
     included, and none has more than ``most``. ``begin`` is read first; words below ``end`` are
-    never said.
+    never selected.
 
     The others are those of :class:`attnfast.ops.recurrent.RecurrentInputs`, which must have keys.
     With ``weight_ih [G·H, E]`` nothing is fed to the next step.
@@ -73,14 +73,14 @@ class GreedySearchInputs(NamedTuple):
 class GreedySearchOutputs(NamedTuple):
     """Output of ``greedy_search``: ``words [B, most]``.
 
-    A row is ``end`` from its end on, −1 from the step on whose scores are NaN.
+    A row is filled with ``end`` after its end, and with −1 from the first step with NaN scores.
     """
 
     words: Tensor
 
 
 def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
-    """Return the layer's call for inputs ``[B, T, E]``, where nothing is fed with weights of 0."""
+    """Return the layer's call for inputs ``[B, T, E]``; if nothing is fed, feed weights are 0."""
     shared = {
         x: getattr(call, x) for x in RecurrentInputs._fields if x in GreedySearchInputs._fields
     }
@@ -94,7 +94,7 @@ def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
 
 
 def check(call: GreedySearchInputs) -> None:
-    """Refuse arguments that do not fit together, in one sentence, before anything is computed."""
+    """Raise, in one sentence and before any computation, unless the arguments fit together."""
     for name, axes in (
         ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("weight_hh", "[G·H, H]"),
         ("embedding", "[V, E]"), ("weight_vocab", "[V, R]"), ("limits", "[B]"),

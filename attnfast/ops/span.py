@@ -1,7 +1,7 @@
-r"""Spans as the operators know them: two numbers a row, phases, and columns of weights.
+r"""Spans for the operators: two integers a row, phases, and columns of weights.
 
-A row sees the keys from ``start`` up to ``stop``. Wider steps are views: keys j ≡ 0 (mod k) are
-every k-th key, and where keys j ≡ p_i (mod k) are seen, queries and keys fall into k phases, each
+A row sees the keys from ``start`` up to ``stop``. Strides are views: keys j ≡ 0 (mod k) are
+every k-th key, and if rows see keys j ≡ p_i (mod k), queries and keys are split into k phases, each
 with its own keys, side by side on the head axis (:func:`to_phases`).
 """
 
@@ -24,7 +24,7 @@ from attnfast.spans import (
 
 
 def rows_at(position: Position, query: Tensor, Tk: int, lengths: Tensor | None) -> Tensor:
-    """Return where the rows of a query stand, with as many axes as it has rows'."""
+    """Return the positions of a query's rows, with one axis for each axis of its rows."""
     p = positions(position, query.shape[-2], Tk, lengths, query.device)
     if p.dim() == 2 and query.dim() == 4:
         p = p.unsqueeze(1)
@@ -34,7 +34,7 @@ def rows_at(position: Position, query: Tensor, Tk: int, lengths: Tensor | None) 
 def check_span(
     query: Tensor, key: Tensor, span: Spans, position: Position, sigma: object, need_weights: object
 ) -> None:
-    """Refuse in one sentence what does not fit a query that fits its keys."""
+    """Raise in one sentence unless the span fits a query that fits its keys."""
     *lead, Tq, _ = query.shape
     heads = lead[1] if len(lead) == 2 else 0
     spans = [] if span is None else [span] if isinstance(span, Span) else span
@@ -71,7 +71,7 @@ def check_span(
 
 
 def check_form(need_weights: object) -> None:
-    """Refuse what is no form of the weights."""
+    """Raise unless ``need_weights`` is a form of the weights."""
     if need_weights is True or need_weights is False:
         return
     if isinstance(need_weights, str):
@@ -85,7 +85,7 @@ def check_form(need_weights: object) -> None:
 
 
 def at_keys(x: Tensor, keys: Tensor) -> Tensor:
-    """Return ``x [B, (H,) Tq, Tk]``, or 1 in place of a size, at ``keys [.., Tq, W]``."""
+    """Return ``x [B, (H,) Tq, Tk]``, whose sizes may be 1, at ``keys [.., Tq, W]``."""
     shape = (*torch.broadcast_shapes(x.shape[:-1], keys.shape[:-1]), keys.shape[-1])
     if x.shape[-1] == 0:  # no keys, and columns that no row sees
         return x.new_zeros(shape)
@@ -99,16 +99,16 @@ def at_keys(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def some(n: int) -> bool:
-    """Return whether n is not 0, or may not be: one graph is compiled for all remainders."""
+    """Return whether n may be nonzero, so that one graph is compiled for all remainders."""
     return torch.compiler.is_compiling() or n != 0
 
 
 def bounds_in_phases(
     span: Span, Tq: int, first: int, Tk: int, lengths: Tensor | None, heads: int, like: Tensor
 ) -> Tensor | None:
-    """Return which keys of their phase rows see, for queries and keys of :func:`to_phases`.
+    """Return the bounds of visible keys in each phase, for queries and keys of :func:`to_phases`.
 
-    ``[B, H·k, T / k, 2]`` or 1 in place of B and H·k; None where all see all.
+    ``[B, H·k, T / k, 2]``, where B and H·k may be 1; None if all rows see all keys.
     """
     k, (left, right) = span.phases, span.sides
     front, device = first % k, like.device
@@ -146,13 +146,13 @@ def from_phases(x: Tensor, k: int, front: int, like: Tensor) -> Tensor:
     x = x if like.dim() == 3 else x.view(x.shape[0], x.shape[1] // k, k, *x.shape[2:])
     x = x.transpose(-3, -2).flatten(-3, -2)
     T = like.shape[-2]
-    if torch.compiler.is_compiling():  # nor a graph for each way that a part lies in memory
+    if torch.compiler.is_compiling():  # avoid one graph for each memory layout of a part
         return x.narrow_copy(-2, front, T)
     return x if x.shape[-2] == T else x[..., front : front + T, :]
 
 
 def to_dense(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
-    """Spread columns over all Tk keys, those without a key left out."""
+    """Spread columns over all Tk keys; columns without a key are dropped."""
     shape = torch.broadcast_shapes(weights.shape, keys.shape)
     keys, inside = keys.expand(shape), ((keys >= 0) & (keys < Tk)).expand(shape)
     weights = weights.expand(shape)
@@ -165,7 +165,7 @@ def to_dense(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
 
 
 def to_columns(x: Tensor, keys: Tensor) -> Tensor:
-    """Return the numbers ``x [.., Tk]`` of the ``keys [.., W]``, 0 where there is no such key."""
+    """Return the elements of ``x [.., Tk]`` at ``keys [.., W]``, 0 if there is no such key."""
     inside = (keys >= 0) & (keys < x.shape[-1])
     if x.shape[-1] == 0:
         return x.new_zeros((*x.shape[:-1], keys.shape[-1]))
@@ -174,7 +174,7 @@ def to_columns(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def to_sparse(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
-    """Return a ``torch.sparse_coo`` tensor of the keys that rows may see."""
+    """Return a ``torch.sparse_coo`` tensor over the visible keys."""
     keys = keys.expand_as(weights)
     *rows, column = (keys >= 0).nonzero(as_tuple=True)
     index = torch.stack([*rows, keys[(*rows, column)]])
@@ -185,7 +185,7 @@ def to_sparse(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
 
 
 def to_form(form: str, weights: Tensor, keys: Tensor, Tk: int) -> Tensor:
-    """Return the weights of the ``keys`` as ``need_weights`` asks for them."""
+    """Return the weights of the ``keys`` in the form that ``need_weights`` selects."""
     return (to_dense if form == "dense" else to_sparse)(weights, keys, Tk)
 
 

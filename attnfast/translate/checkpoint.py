@@ -1,7 +1,7 @@
-"""Checkpoints: written whole or not at all, read whole or not at all, and without running code.
+"""Checkpoints, which are written and read atomically, and without running code.
 
-A checkpoint is a file of ``torch.save`` with the SHA-256 of all bytes before it at its end, as the
-comment of the zip archive that it is, so that one rename moves both and ``torch.load`` reads it.
+A checkpoint is a file of ``torch.save``, a zip archive, whose comment at the end is the SHA-256 of
+all bytes before it, so that one rename moves both and ``torch.load`` reads the file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from attnfast._utils.checks import InputError, first_line, reason
 from attnfast.models import Config, Seq2Seq, build
 from attnfast.translate.data import Tokenizer, load_tokenizer
 
-#: Of what is written.
+#: The version of the file format.
 FORMAT = 2
 DIGITS = 2 * hashlib.sha256().digest_size
 
 
 def make_folder(directory: Path) -> None:
-    """Make a folder, and refuse one that no file can be made in.
+    """Make a folder; raise if no file can be created in it.
 
     Raises:
-        InputError: a file is in its place, or it cannot be written to.
+        InputError: the path is a file, or the folder cannot be written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def make_folder(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a folder for this process, until it leaves the context or ends in any way.
+    """Lock a folder for this process, until it leaves the context or exits.
 
     Raises:
         InputError: another process holds the lock, or the file system has no locks.
@@ -67,10 +67,10 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work of which it is to hold the result.
+    """Raise if a file cannot be written, before the work whose result it will hold.
 
     Raises:
-        InputError: a folder is in its place, or its folder is not there or cannot be written to.
+        InputError: the path is a folder, or its parent does not exist or cannot be written to.
     """
     path = path.resolve()
     if path.is_dir():
@@ -82,15 +82,15 @@ def check_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its place and then move it there: what was there survives a failure.
+    """Write a temporary file and rename it: an existing file survives a failure.
 
-    What a process that was killed has left beside it is removed.
+    Temporary files of a killed process are removed.
 
     Raises:
         InputError: the folder cannot be written to, or the disk is full.
     """
     temporary = None
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a symbolic link is preserved
     try:
         if path.exists() and not path.is_file():  # a pipe or a device has nothing to lose
             path.write_bytes(content)
@@ -125,13 +125,14 @@ def _refuse_numbers_that_are_not_finite(model: Seq2Seq, name: str | Path) -> Non
 
 
 def save(path: Path, config: Config, model: Seq2Seq, tokenizer: Tokenizer, **state: Any) -> None:
-    """Write a checkpoint: the model, all that is needed to use it, and the state of its training.
+    """Write a checkpoint: model, configuration, tokenizer, and the state of its training.
 
     Args:
         state: tensors, numbers, strings, and dictionaries and lists of them.
 
     Raises:
-        InputError: a parameter is not finite, or the file cannot be written; what was there stays.
+        InputError: a parameter is not finite, or the file cannot be written; an existing file is
+            unchanged.
     """
     _refuse_numbers_that_are_not_finite(model, path)
     proto = torch.frombuffer(bytearray(tokenizer.content()), dtype=torch.uint8)
@@ -156,7 +157,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint's dictionary onto the CPU.
 
     Raises:
-        InputError: there is no such file, it is not as it was written, or it is something else.
+        InputError: the file does not exist, is damaged, or is not a checkpoint.
     """
     try:
         content = Path(path).read_bytes()
@@ -181,13 +182,14 @@ def load(path: str | Path) -> dict[str, Any]:
 def restore(
     state: dict[str, Any], backend: str | None = None, name: str | Path = "checkpoint"
 ) -> tuple[Config, Seq2Seq, Tokenizer]:
-    """Make the model, in evaluation mode, and the tokenizer of what :func:`load` read.
+    """Make the model, in evaluation mode, and the tokenizer from a dictionary of :func:`load`.
 
     Args:
-        name: what errors call the file.
+        name: name of the file in error messages.
 
     Raises:
-        InputError: the parts do not fit together: another version's; or a parameter is not finite.
+        InputError: the parts do not fit together, as in another version's file, or a parameter is
+            not finite.
     """
     try:
         config = Config(**state["config"])

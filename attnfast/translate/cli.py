@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _device(name: str | None, backend: str | None) -> torch.device:
-    """Return the device of a name, or the best there is; refuse a backend that cannot run on it."""
+    """Return the named device, or the best one; raise if the backend cannot run on it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", "cuda"):
@@ -82,7 +82,7 @@ def train(args: argparse.Namespace) -> None:
         links = read_alignments(args.alignments, pairs)
 
     directory = Path(args.out)
-    make_folder(directory)  # not to find out an epoch later
+    make_folder(directory)  # fail now instead of an epoch later
     with lock(directory):
         _train(args, config, options, device, pairs, valid_pairs, links)
 
@@ -229,7 +229,7 @@ def translate(args: argparse.Namespace) -> None:
     if args.output is None:
         _check_output()
     else:
-        check_file(Path(args.output))  # not to find out later
+        check_file(Path(args.output))  # fail now instead of later
     if args.input is None:
         name, lines = "standard input", decode_lines(_read_input(), "standard input")
     else:
@@ -330,7 +330,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Say in one sentence what does not fit; the usage is for those who ask with --help."""
+    """A parser that reports errors in one sentence and prints the usage only for --help."""
 
     def error(self, message: str) -> NoReturn:
         what, among, choices = message.removeprefix("argument ").partition(" (choose from ")
@@ -340,7 +340,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(text: str) -> int:
-    """Read a whole number that every part of PyTorch can count to."""
+    """Read an integer within the limits of every part of PyTorch."""
     try:
         number = int(text)
     except ValueError:
@@ -481,7 +481,7 @@ def _parser() -> Parser:
 
 
 def _with_options(text: str, args: argparse.Namespace) -> str:
-    """Name the option that the user typed in place of the argument that it sets."""
+    """Replace the name of an argument by the option that the user typed."""
     name, _, rest = text.partition(" ")
     named = rest.startswith("must be") and name in vars(args)
     return f"--{name.replace('_', '-')} {rest}" if named else text
@@ -503,7 +503,7 @@ def _prepare_output() -> None:
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Parse a command line, call its ``function``, and return the exit status.
 
-    What a user can mend, and what stops it from outside, ends in one sentence.
+    Errors that a user can correct, and signals, end in one sentence.
     """
     args = argparse.Namespace()
     _prepare_output()

@@ -34,8 +34,8 @@ FOREIGN = {
 def decode_lines(content: bytes, name: str) -> list[str]:
     r"""Split UTF-8 text, gzipped or not, at ``\n`` and nowhere else: aligned files stay aligned.
 
-    Text without any ``\n`` is split at ``\r``, which ended lines on old Macs. The byte order mark
-    that some editors begin a file with is left out, and white space around a line.
+    Text without any ``\n`` is split at ``\r``, which ended lines on old Macs. A byte order mark at
+    the start of the file and white space around a line are removed.
 
     Raises:
         InputError: a broken gzip file, another compressed file, or bytes that are not UTF-8, whose
@@ -79,7 +79,7 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def read_pairs(source: str | Path, target: str | Path) -> list[tuple[str, str]]:
-    """Read two files of which line n of one is the translation of line n of the other.
+    """Read two files in which line n of one is the translation of line n of the other.
 
     Raises:
         InputError: as :func:`read_lines`; or the files differ in length, or are empty.
@@ -96,7 +96,7 @@ def read_pairs(source: str | Path, target: str | Path) -> list[tuple[str, str]]:
 
 
 class Links(NamedTuple):
-    """Which words of a pair translate each other: numbers of a source's and a target's word."""
+    """Word alignment of a pair: indices of a source word and a target word for each link."""
 
     sure: set[tuple[int, int]]
     possible: set[tuple[int, int]]
@@ -106,12 +106,12 @@ def read_alignments(path: str | Path, pairs: Sequence[tuple[str, str]]) -> list[
     """Read the word alignments of ``pairs``, one line each, in Pharaoh's format.
 
     ``0-0 1-2`` links the first words, and the source's second with the target's third; ``1?2`` is
-    a link that is possible, not sure. Words are what white space separates, as for ``str.split``: a
-    no-break space too. An empty line is a pair whose words are aligned to nothing.
+    a link that is possible, not sure. White space, including no-break spaces, separates words, as
+    for ``str.split``. An empty line is a pair without alignment links.
 
     Raises:
-        InputError: as :func:`read_lines`; or a line is no such links, or links a word that its
-            pair has not, or there are not as many lines as pairs.
+        InputError: as :func:`read_lines`; or a line is not in this format, or links a word that
+            its pair does not have, or the numbers of lines and pairs differ.
     """
     lines = read_lines(path)
     if len(lines) != len(pairs):
@@ -146,7 +146,7 @@ class Tokenizer(Protocol):
     parts: str
 
     def oov_words(self, text: str) -> list[str]:
-        """Return the words of a text that the vocabulary lacks, each once; V on are their ids."""
+        """Return the out-of-vocabulary words of a text, each once; their ids start at V."""
         ...
 
     def encode(self, text: str, own: Sequence[str] = ()) -> list[int]: ...
@@ -158,26 +158,26 @@ class Tokenizer(Protocol):
         ...
 
     def word_numbers(self, text: str) -> list[int]:
-        """Return the number of the word, by white space, that each token of a text belongs to.
+        """Return the index of the word, split at white space, that each token of a text belongs to.
 
         All are −1 if a token belongs to two words, or words encoded alone have other letters.
         """
         ...
 
     def tokens(self, text: str) -> list[str]:
-        """Return a text's tokens as they are written, for people to read."""
+        """Return a text's tokens as readable strings."""
         ...
 
     def content(self) -> bytes:
-        """Return all there is to it, for a checkpoint."""
+        """Return the serialized tokenizer, for a checkpoint."""
         ...
 
 
-#: Substitutes for characters to which sentencepiece gives a meaning of its own: Unicode leaves
-#: U+FDD0 to U+FDEF to the internal use of programs.
+#: Substitutes for characters with a special meaning in sentencepiece: Unicode reserves U+FDD0 to
+#: U+FDEF for the internal use of programs.
 RESERVED = {ord(c): 0xFDD0 + i for i, c in enumerate("\0\t\n\x1f\u2581\u2585")}
 BLANK = "\u2581"
-#: Normalisation forms that text may be put into.
+#: The supported normalisation forms of text.
 FORMS = ("NFC", "NFKC")
 
 
@@ -188,8 +188,8 @@ class SubwordTokenizer:
 
     Args:
         proto: the serialized model.
-        form: a normalisation form of Unicode, ``"NFC"`` or ``"NFKC"``, that text is put into before
-            it is split; None leaves it as it is.
+        form: a normalisation form of Unicode, ``"NFC"`` or ``"NFKC"``, applied to text before it
+            is split; None does not normalise.
 
     Paper: Kudo and Richardson, "SentencePiece", EMNLP 2018, arXiv:1808.06226.
     """
@@ -361,7 +361,7 @@ class WordTokenizer:
 
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
-    """Make a tokenizer of what a checkpoint holds."""
+    """Make a tokenizer from the kind and content in a checkpoint."""
     name, _, form = kind.partition(" ")
     if name == "sentencepiece" and form in ("", *FORMS):
         return SubwordTokenizer(content, form or None)
@@ -373,8 +373,8 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 class Example(NamedTuple):
     """A sentence pair as word ids, without start and end.
 
-    ``alignment``: for each target token the source's tokens that it translates, none for NULL; or
-    None where that is not known.
+    ``alignment``: for each target token the source tokens that it translates, none for NULL; or
+    None if the alignment is not known.
     """
 
     source: list[int]
@@ -382,7 +382,7 @@ class Example(NamedTuple):
     alignment: list[list[int]] | None = None
 
     def __repr__(self) -> str:
-        """Say what a training's fingerprint is made of, as before there were alignments."""
+        """Return the text used in a training's fingerprint, unchanged since before alignments."""
         more = "" if self.alignment is None else f", alignment={self.alignment}"
         return f"Example(source={self.source}, target={self.target}{more})"
 
@@ -392,8 +392,9 @@ class Batch(NamedTuple):
 
     ``source [B, Tk]``, each sentence with its end; ``lengths [B]`` on the CPU;
     ``target_in [B, T]``, the target after the start; ``target_out [B, T]``, the target with its
-    end: what is to be predicted after each word of ``target_in``. ``alignment [B, T, Tk]``: what
-    the words of ``target_out`` translate, in equal shares; 0 for NULL, the end and the unknown.
+    end: the word to predict after each word of ``target_in``. ``alignment [B, T, Tk]``: equal
+    weights on the source tokens that each word of ``target_out`` translates; 0 for NULL, the end
+    and unknown alignments.
     """
 
     source: Tensor
@@ -419,11 +420,11 @@ def encode_pairs(
     copying: bool = False,
     alignments: Sequence[Links] | None = None,
 ) -> tuple[list[Example], str]:
-    """Turn text into examples, leaving out what cannot be learnt from.
+    """Turn text into examples, without pairs that are empty or too long for training.
 
-    With ``copying`` a source's words beyond the vocabulary have ids of their own, in its target
+    With ``copying``, out-of-vocabulary words of a source have their own ids, in its target
     too. With ``alignments`` every token of a target word is aligned to all tokens of the words that
-    are linked with it, unless the tokenizer sees other words than white space makes.
+    are linked with it, unless the tokenizer's words differ from those between white space.
 
     Returns:
         The examples, and a sentence on the pairs left out: those with an empty side and those
@@ -491,7 +492,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def batches(examples: Sequence[Example], size: int, seed: int, epoch: int) -> list[list[Example]]:
-    """Split examples into batches of ``size`` sentences of like length, in random order.
+    """Split examples into batches of ``size`` sentences of similar length, in random order.
 
     The result is a function of the arguments alone, so that a run can be resumed anywhere.
     """

@@ -37,14 +37,14 @@ MODELS = {"none": "reference", "eager": "reference", "fused": None}
 
 
 class Settings(NamedTuple):
-    """How much to do.
+    """The amount of work of a demo.
 
     Args:
         pairs, test_pairs: sentences to learn from, and others to translate.
         steps, batch_size, learning_rate: of the training.
         dim: features of words and of each encoder direction; decoder and attention have twice.
-        lengths, repeats: of the sentences that time and memory are drawn over, and how often each
-            is timed.
+        lengths, repeats: sentence lengths of the time and memory charts, and the number of timings
+            of each.
     """
 
     pairs: int = 6400
@@ -79,7 +79,7 @@ class Result(NamedTuple):
 
 
 def make_learner(name: str, vocab_size: int, options: Options, dim: int) -> Learner:
-    """Make a model of :data:`MODELS`: the same weights each time, but for the attention."""
+    """Make a model of :data:`MODELS`; all have the same weights except for the attention."""
     torch.manual_seed(options.seed)
     attention = LuongAttention(2 * dim, 2 * dim, "concat", backend=MODELS[name])
     decoder = LuongDecoder(dim, 2 * dim, 2 * dim, attention)
@@ -110,7 +110,7 @@ def train(
 
 
 def idle_step(learner: Learner, batch: Batch, options: Options) -> None:
-    """Take a training step of rate 0 and let go of its gradients, as of all else it made."""
+    """Run a training step of learning rate 0 and free its gradients and other tensors."""
     train_step(learner.model, learner.optimizer, batch, options, 0.0)
     learner.optimizer.zero_grad(set_to_none=True)
 
@@ -143,7 +143,7 @@ def measure(
     repeats: int,
     title: str,
 ) -> dict[str, list[Cost]]:
-    """Return what each of the functions made for a length costs, for all lengths."""
+    """Return the cost of each function at each length."""
     rows = []
     with Progress(title, len(lengths), "length") as progress:
         for n in lengths:
@@ -198,7 +198,7 @@ def evaluate(
     test: Sequence[Pair],
     outputs: Mapping[str, Sequence[str]],
 ) -> Result:
-    """Gather what the training of :func:`train` took and what it was good for."""
+    """Collect the costs and the translation quality of the models that :func:`train` trained."""
     sources, references = zip(*test)
     order = sorted(range(1, len(groups)), key=lambda step: len(groups[step][-1].target))
     longest = collate(groups[order[-1]]).to(best_device())
@@ -242,9 +242,9 @@ def run(
     """Compare no, eager and fused attention; print a table, write two pictures.
 
     Args:
-        directory: where ``alignment.png`` and ``speed.png`` go, at the very end.
-        say: called with sentences on what is going on.
-        settings: how much to do; the default takes less than two minutes on two cores.
+        directory: folder of ``alignment.png`` and ``speed.png``, written at the very end.
+        say: called with progress messages.
+        settings: the amount of work; the default takes less than two minutes on two cores.
 
     Raises:
         InputError: the folder cannot be written to, or a package is missing.

@@ -36,14 +36,14 @@ def translate(
     warn: Callable[[str], None] = lambda sentence: None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Translations:
-    """Translate lines; every line in gives a line out, an empty one an empty one.
+    """Translate lines, one output line for each input line; empty lines stay empty.
 
     Args:
-        model: it is used in evaluation mode, whatever mode it is in.
+        model: it runs in evaluation mode, independently of its current mode.
         lines: one sentence each.
         beam: width of the search; 1 is greedy.
         max_length: a longer source, in tokens, is cut to this; None reads it whole.
-        batch_size: sentences of like length that are searched together, fewer where they are long.
+        batch_size: sentences of similar length that are searched together; fewer if they are long.
         max_output_length: the most tokens of a translation; None leaves it to the model.
         name: of the text, in warnings and errors that name a line.
         warn: called with a sentence about a line that was cut or holds unknown words, or whose
@@ -102,7 +102,7 @@ def translate(
 def _search(
     model: Seq2Seq, sources: Sequence[list[int]], beam: int, max_output_length: int | None
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the translations of a batch, and how many tokens each might have, the end included."""
+    """Return the translations of a batch, and the token limit of each, the end included."""
     source, lengths = pad_sources(sources)
     limits = output_limits(model, lengths, max_output_length).tolist()
     source = source.to(next(model.parameters()).device)
@@ -114,7 +114,7 @@ def _search(
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Yield batches of the numbers of sequences that are not empty, the shortest first."""
+    """Yield batches of indices of nonempty sequences, the shortest first."""
     batch: list[int] = []
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lengths.__getitem__):
         if len(batch) == batch_size or (batch and (len(batch) + 1) * lengths[i] > LARGEST):
@@ -159,7 +159,7 @@ def bleu_by_length(
     """Score sentences by the number of words in their source.
 
     Returns:
-        A row for each range of ``width`` lengths that occurs: its name, how many sentences, BLEU.
+        A row for each range of ``width`` lengths that occurs: name, number of sentences, BLEU.
     """
     groups: dict[int, list[int]] = {}
     for i, source in enumerate(sources):

@@ -1,4 +1,4 @@
-"""Looking into a model's attention: sentences by how wrong they look, in a table and on a page."""
+"""Reports on a model's attention: the most suspicious sentences, in a table and on a page."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from attnfast.analysis import diagnostics
 from attnfast.models import Seq2Seq
 from attnfast.translate.data import Example, Links, Tokenizer, collate
 
-#: What failures are called.
+#: The names of failures.
 PATTERNS = ("diffuse", "concentrated", "stuck", "drifting", "skipped")
-#: Numbers of a sentence, and what tables call them.
+#: Measurements of a sentence, and their names in tables.
 NUMBERS = {
     "entropy": "mean entropy of a row, nats",
     "largest": "mean largest weight of a row",
@@ -49,7 +49,7 @@ class Sentence(NamedTuple):
 
     @property
     def suspicion(self) -> float:
-        """How wrong it looks: its failures, counted, and its shares of errors on top."""
+        """The suspicion score: the number of failures plus the shares of errors."""
         shares = [self.numbers[x] for x in ("over", "under", "repetition")]
         return len(self.failures) + sum(shares) + (self.error_rate or 0.0)
 
@@ -64,12 +64,12 @@ def inspect(
     max_length: int = 256,
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[Sentence]:
-    """Return what attention does while the model is given the targets, the most suspicious first.
+    """Measure attention under teacher forcing; return sentences, the most suspicious first.
 
     Args:
-        model: it is used in evaluation mode, whatever mode it is in.
+        model: it runs in evaluation mode, independently of its current mode.
         pairs: sources and targets; those with an empty side, or more than ``max_length`` tokens on
-            one, are left out.
+            one, are skipped.
         alignments: of the pairs' words, if they are known.
         batch_size: sentences that are read together.
         progress: called after each batch with the number of pairs in it.
@@ -105,7 +105,7 @@ def _sentences(
     weights: Tensor,
     alignments: Sequence[Links] | None,
 ) -> list[Sentence]:
-    """Return the sentences of a batch; the ends of both sides count in no number."""
+    """Return the sentences of a batch; no measurement counts the end of source or target."""
     lengths, targets = (
         torch.tensor([len(getattr(example, side)) for _, example in some])
         for side in ("source", "target")
@@ -156,14 +156,14 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 
 def _numbers(sentences: Sequence[Sentence]) -> dict[str, list[float]]:
-    """Return every number of all sentences, by what it is."""
+    """Return the measurements of all sentences, by name."""
     numbers = {text: [x.numbers[name] for x in sentences] for name, text in NUMBERS.items()}
     errors = [x.error_rate for x in sentences if x.error_rate is not None]
     return numbers | ({"alignment error rate": errors} if errors else {})
 
 
 def table(sentences: Sequence[Sentence], most: int = 10) -> str:
-    """Return lines for a terminal: what fails, how numbers spread, which sentences look worst."""
+    """Return a text report: failures, quantiles of measurements, and the worst sentences."""
     lines = [f"{'fails':<14}{'sentences':>10}"]
     for name in PATTERNS:
         lines.append(f"{name:<14}{sum(name in x.failures for x in sentences):>10}")
@@ -181,11 +181,11 @@ def table(sentences: Sequence[Sentence], most: int = 10) -> str:
 
 
 def page(sentences: Sequence[Sentence], title: str, most: int = 200) -> str:
-    """Return an HTML page that needs nothing else: the table, and a map of each sentence.
+    """Return a self-contained HTML page: the table, and a map of each sentence.
 
     Args:
-        title: what was inspected.
-        most: how many sentences are on it, the most suspicious ones.
+        title: title of the page.
+        most: the largest number of sentences, the most suspicious ones.
     """
     shown = sentences[:most]
     count = f"{len(sentences)} sentences" if len(sentences) != 1 else "one sentence"
@@ -246,7 +246,7 @@ def _bars(values: Sequence[float], text: str, bins: int = 20) -> str:
 
 
 def _details(i: int, sentence: Sentence) -> str:
-    """Return a sentence that opens on its map; the first is open."""
+    """Return a sentence as an HTML element that unfolds to its map; the first is open."""
     flags = "".join(f'<span class="flag">{html.escape(x)}</span>' for x in sentence.failures)
     facts = [f"{name} {x:.2f}" for name, x in sentence.numbers.items()]
     if sentence.error_rate is not None:

@@ -1,9 +1,9 @@
 """A small grammar that writes English sentences together with their German translations.
 
-German asks of a translator what attention is for. Verbs move to the end of a clause or to its
-front (*the dog has seen the cat* → *der Hund hat die Katze gesehen*); articles, adjectives and
-relative pronouns agree with a noun's gender, number and case; and relative clauses inside
-coordinated clauses make sentences long. Every word knows what it translates.
+Translation into German needs attention. Verbs move to the end of a clause or to its front
+(*the dog has seen the cat* → *der Hund hat die Katze gesehen*); articles, adjectives and relative
+pronouns agree with a noun's gender, number and case; and relative clauses inside
+coordinated clauses make sentences long. Every word is aligned with its translations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def translations(english: str, german: str) -> tuple[Word, Word]:
 
 
 class Aligned(NamedTuple):
-    """A sentence in both languages, and which words of the two translate each other."""
+    """A sentence in both languages, and the alignment of their words."""
 
     english: list[str]
     german: list[str]

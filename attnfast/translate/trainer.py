@@ -1,4 +1,4 @@
-"""Training a translator: one epoch after the other, resumable at any step to the bit."""
+"""Training of a translator in epochs; resuming from any step is bitwise exact."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from attnfast.translate.evaluate import bleu, translate
 
 @dataclass(frozen=True)
 class Options:
-    """How to train.
+    """Options of a training.
 
     Args:
         epochs: passes over the training pairs; the learning rate reaches 0 at their end.
         batch_size: sentences in a batch.
         learning_rate: the highest.
         warmup: share of all steps in which the learning rate rises to it.
-        label_smoothing: share of the target distribution spread over the whole vocabulary; none
-            where words are copied, of which most cannot come.
+        label_smoothing: share of the target distribution spread over the whole vocabulary; not used
+            with copying, where most words are impossible.
         coverage_loss: weight of the coverage loss of attention with coverage.
-        alignment_loss: weight of the loss on attention weights where pairs have alignments.
-        alignment_until: share of all steps by which that weight has fallen to 0, linearly; None
-            keeps it as it is.
+        alignment_loss: weight of the loss on attention weights of pairs with alignments.
+        alignment_until: share of all steps after which that weight has fallen to 0, linearly; None
+            keeps it constant.
         attention_lr_scale: of the learning rate, for attention's parameters.
         weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         seed: of the weights, of the order of the data and of dropout.
         save_every: minutes, after which ``last.pt`` is written in the middle of an epoch too.
-        max_length: tokens of a side; longer pairs are left out.
+        max_length: the most tokens of a side; longer pairs are skipped.
     """
 
     epochs: int = 6
@@ -128,7 +128,7 @@ def train_step(
     rate: float,
     supervision: float = 0.0,
 ) -> float:
-    """Learn from one batch; return its loss.
+    """Run a training step on one batch; return its loss.
 
     ``supervision`` is the weight of the loss on attention's weights, if the batch has alignments.
     """
@@ -156,7 +156,7 @@ def train_step(
 
 
 class AttentionLog:
-    """Means over all rows that attention has had: entropy, largest weight, diagonality."""
+    """Means over all rows of attention: entropy, largest weight, diagonality."""
 
     def __init__(self):
         self.sums: dict[str, float] = {}
@@ -217,23 +217,23 @@ def validation_loss(
 
 
 def rank(entry: dict[str, float]) -> tuple[float, float]:
-    """Order epochs: by BLEU, and where that is the same by the validation loss."""
+    """Order epochs by BLEU, and by validation loss if BLEU is equal."""
     return entry["bleu"], -entry["valid_loss"]
 
 
 @dataclass
 class Trainer:
-    """A model in training, and where it stands.
+    """A model in training, and the state of the training.
 
     Args:
-        config, model, tokenizer: what is trained, on the device where it is to be.
+        config, model, tokenizer: the model to train, on its device, with config and tokenizer.
         train: the pairs to learn from.
         valid: the pairs to measure the loss on.
         valid_text: source and target lines to measure BLEU on.
-        directory: where the checkpoints ``last.pt`` and ``best.pt`` and ``log.csv`` go.
+        directory: folder of the checkpoints ``last.pt`` and ``best.pt`` and of ``log.csv``.
 
-    The model's translations may become as long as the longest target of ``train``, and twice as
-    long as the mean ratio of targets to sources makes them, or longer if its config says so.
+    The length limit of translations is raised to the longest target of ``train``, and to twice the
+    mean ratio of targets to sources, unless the config sets larger limits.
     """
 
     config: Config
@@ -288,9 +288,9 @@ class Trainer:
         self.saved = time.monotonic()
 
     def resume(self, state: dict[str, Any], name: str) -> None:
-        """Take up the training of a checkpoint, whose model is already loaded.
+        """Resume the training of a checkpoint, whose model is already loaded.
 
-        With more epochs than it began with it goes on, at the learning rates of the longer one.
+        With more epochs than before it continues at the learning rates of the longer training.
 
         Raises:
             InputError: the checkpoint holds no training, or one of another model, on other pairs,
@@ -337,7 +337,7 @@ class Trainer:
         ``last.pt`` is also written every ``options.save_every`` minutes.
 
         Args:
-            report: called with a line on each epoch, and every minute where nobody sees a bar.
+            report: called with a line on each epoch, and every minute if no bar is shown.
 
         Raises:
             Interrupted: Ctrl-C or SIGTERM; ``last.pt`` has all up to the last finished step.
