@@ -428,7 +428,7 @@ def encode_pairs(
 
     Returns:
         The examples, and a sentence on the pairs left out: those with an empty side and those
-        with more than ``max_length`` words on one. It is empty when none was.
+        with more than ``max_length`` tokens on one. It is empty when none was.
     """
     examples, empty, long = [], 0, 0
     for i, pair in enumerate(pairs):
