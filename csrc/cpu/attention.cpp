@@ -1,4 +1,4 @@
-// Registers attention for the CPU: picks the instruction set, shares out the work.
+// Registers attention for the CPU: selects the instruction set and schedules the passes.
 #include "attention.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -16,13 +16,13 @@ const AttentionKernels& kernels() {
   return chosen;
 }
 
-// Smaller matrices than this are multiplied by our own kernels.
+// Smaller matrices than this are multiplied by the kernels of this library.
 constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
-// Scores that pass at a time where they are not returned, and the fewest rows of them.
+// The number of scores computed at a time if they are not returned, and the fewest rows of them.
 constexpr int64_t kPart = 1 << 20, kPartRows = 16;
-// Multiply-adds of one matrix from which the library earns a call of its own.
+// Multiply-adds of one matrix from which a separate library call is worth its overhead.
 constexpr int64_t kOwnCall = 1 << 26;
-constexpr int64_t kSoftmaxDepth = 8;  // of a softmax alone, in features of a score
+constexpr int64_t kSoftmaxDepth = 8;  // cost of a softmax alone, in features of a score
 
 int64_t grad_weight_parts(const Problem&) { return 1; }
 
@@ -35,16 +35,17 @@ void run_passes(const Backward& a, const Plan& plan, int64_t threads, const Pass
   run(a, plan, threads, kernels().backward_scratch(a, plan), passes...);
 }
 
-// ---- with a library's products ------------------------------------------------------------------
+// ---- with a library's GEMM ----------------------------------------------------------------------
 
-// Whether one call of a library can take the matrices of all sequences and heads.
+// Return true if one library call can take the matrices of all sequences and heads.
 bool even(const Problem& a, const View& x) { return a.H == 1 || a.B == 1 || x.batch == a.H * x.head; }
 bool dense(const Problem& a, const View& x, int64_t rows, int64_t columns) {
   return !x.data || (x.row == columns && even(a, x) && (a.H == 1 ? x.batch : x.head) == rows * columns);
 }
 bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
 
-// Whether a library's products use all that ours do: MKL leaves AVX-512 to Intel's processors.
+// Return true if a library's GEMM uses all the instructions that our kernels use: MKL uses AVX-512
+// only on Intel processors.
 bool library_keeps_up() {
 #if defined(__x86_64__)
   static const bool keeps_up = &kernels() != &avx512::attention || __builtin_cpu_is("intel");
@@ -54,8 +55,8 @@ bool library_keeps_up() {
 #endif
 }
 
-// Whether PyTorch's matrix product may beat ours, for dot scores: enough rows to repay its packing, and
-// few keys beyond the lengths, which only ours leaves out.
+// Return true if PyTorch's GEMM may be faster than our kernels, for dot scores: there are enough
+// rows to repay its packing, and few keys beyond the lengths, which only our kernels skip.
 bool may_multiply(const Problem& a) {
   if (!library_keeps_up()) return false;
   if (a.weight.data || a.span.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
@@ -65,7 +66,7 @@ bool may_multiply(const Problem& a) {
   return 4 * std::accumulate(a.lengths, a.lengths + a.B, int64_t{0}) >= 3 * a.B * a.Tk;
 }
 
-// Whether it does: one call for all matrices, or, in the backward, large ones.
+// Return true if it is used: one call for all matrices, or, in the backward, large matrices.
 bool multiplies(const Forward& a) {
   if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;
   return together(a) && dense(a, a.context, a.Tq, a.Dv) && may_multiply(a);
@@ -82,8 +83,8 @@ View transposed(View x) {
   return x;
 }
 
-// out = left right: matrices [m, k] and [k, n] of every sequence and head, all at once if they lie
-// evenly, else sequence by sequence.
+// Compute out = left right, matrices [m, k] and [k, n] of every sequence and head: in one call if
+// they are evenly spaced, else one sequence at a time.
 void multiply(const Problem& a, const View& left, const View& right, const View& out, int64_t m, int64_t k,
               int64_t n) {
   const bool together = even(a, left) && even(a, right) && even(a, out);
@@ -100,7 +101,7 @@ void multiply(const Problem& a, const View& left, const View& right, const View&
   }
 }
 
-// The forward of rows [row, row + rows) of sequences [b, b + n) alone.
+// Return the forward of rows [row, row + rows) of sequences [b, b + n) only.
 Forward part_of(const Forward& whole, int64_t b, int64_t n, int64_t row, int64_t rows) {
   Forward a = whole;
   const int64_t size = a.dtype == Dtype::f64 ? 8 : 4;
@@ -117,7 +118,8 @@ Forward part_of(const Forward& whole, int64_t b, int64_t n, int64_t row, int64_t
   return a;
 }
 
-// Without weights to return, scores pass part by part through a place of their own.
+// Run the forward with a library's GEMM. If weights are not returned, scores go part by part
+// through a temporary buffer.
 void forward_with_products(const Forward& whole) {
   const bool apart = !whole.weights.data;
   const int64_t row = std::max<int64_t>(whole.H * whole.Tk, 1);  // of all heads
@@ -165,7 +167,7 @@ void run_forward(const Forward& a, const Tensor&) {
   if (a.span.data) return run_passes(a, plan, threads, kernels().span);
   plan.scores = a.weights;
   std::optional<Tensor> scores;
-  if (!a.weights.data && (plan.keys < a.Tk || plan.columns < a.Dv)) {  // few rows, shared by threads
+  if (!a.weights.data && (plan.keys < a.Tk || plan.columns < a.Dv)) {  // threads share few rows
     scores = empty(kCpu, {a.B, a.H, a.Tq, a.Tk}, dtype_of_sums(a));
     plan.scores = view(*scores);
   }
@@ -184,7 +186,7 @@ void run_backward(const Backward& a, const Tensor&) {
   const int64_t threads = threads_for(a);
   const bool inputs = a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
   if (whole && inputs && !a.grad_score_given && grad_inputs.items(a, plan) == a.B * a.H) {
-    // one item has all that concerns a sequence
+    // one item has all the data of a sequence
     return a.span.data ? run_passes(a, plan, threads, grad_score_span, grad_inputs)
                        : run_passes(a, plan, threads, grad_weights, grad_score, grad_inputs);
   }

@@ -1,4 +1,5 @@
-// What the CPU's launcher knows of its kernels, one set for every instruction set (see vector.h).
+// The interface between the CPU launcher and its kernels, one table of functions per instruction
+// set (see vector.h).
 #pragma once
 #include <stddef.h>
 
@@ -6,31 +7,33 @@
 
 namespace attnfast {
 
-// Of max|q| + max|k| of the additive score: up to here (1 + e^{2(q + k)})^2 stays below 2^126,
+// Bound of max|q| + max|k| for the factored additive score: up to it, (1 + e^{2(q + k)})^2 stays
+// below 2^126.
 constexpr double kFactoredSumLimit = 21.8;
-constexpr double kSmallSumLimit = 1;                      // and up to here tanh's error must be relative.
-constexpr double kPreparedLimit = kFactoredSumLimit / 2;  // of keys whose exponentials are kept
-constexpr int64_t kKeyBlock = 64;                         // keys that are scored at a time
-constexpr int64_t kMostRows = 64;                         // of an item
+constexpr double kSmallSumLimit = 1;                      // up to this, tanh needs a relative error
+constexpr double kPreparedLimit = kFactoredSumLimit / 2;  // for keys whose exponentials are cached
+constexpr int64_t kKeyBlock = 64;                         // keys scored at a time
+constexpr int64_t kMostRows = 64;                         // rows of an item
 
 namespace cpu {
 
-// How a call is carried out: what one item of a pass takes, and what passes tell each other.
+// The plan of a call: the size of an item of a pass, and the values that passes share.
 struct Plan {
   int64_t rows, keys, columns;      // of one item
-  View scores;                      // forward: where the scores lie, if not in a thread's scratch
-  bool multiplied = false;          // a library has left the products, which passes look through
-  bool* has_zero_weight = nullptr;  // out, whether any weight is 0
-  double grad_score_scale = 1;      // backward: what the scores' gradient is multiplied by on its way out,
-  double grad_inputs_scale = 1;     // and what the inputs' gradients are
+  View scores;                      // forward: the scores, if they are not in a thread's scratch
+  bool multiplied = false;          // products are from a library's GEMM; passes check them
+  bool* has_zero_weight = nullptr;  // out: true if any weight is 0
+  double grad_score_scale = 1;      // backward: factor applied to the scores' gradient on output
+  double grad_inputs_scale = 1;     // backward: factor applied to the inputs' gradients
 };
 
-// The exponentials of the keys, out, and the largest |key| of each block of them, float [B, H, blocks].
+// The arguments of prepare. Both outputs are float: the exponentials of the keys, and the largest
+// |key| of each block of keys, [B, H, blocks].
 struct Preparation : Problem {
   View exponentials_out, ranges;
 };
 
-// A pass over the tensors of a call, cut into items that threads may take in any order.
+// A pass over the tensors of a call, cut into items that threads may run in any order.
 template <class Call>
 struct Pass {
   int64_t (*items)(const Call&, const Plan&);
@@ -39,18 +42,19 @@ struct Pass {
 
 }  // namespace cpu
 
-// One set of functions per instruction set. Scratch is private to a thread, 64-byte aligned. From scores
-// to context, and from grad_weights to grad_score, item i of a pass needs item i of the pass before, and
-// no other, where both have as many items; they then share a thread's scratch too.
+// One table of functions per instruction set. Scratch is private to a thread and 64-byte aligned.
+// From scores to context, and from grad_weights to grad_score, item i of a pass depends only on
+// item i of the previous pass if both passes have equally many items; the two items then also share
+// a thread's scratch.
 struct AttentionKernels {
   size_t (*forward_scratch)(const Forward&, const cpu::Plan&);  // bytes
   cpu::Pass<Forward> scores, softmax, context;
-  cpu::Pass<Forward> span;  // all of them where rows have spans
+  cpu::Pass<Forward> span;  // replaces all three if rows have spans
   size_t (*backward_scratch)(const Backward&, const cpu::Plan&);
-  cpu::Pass<Backward> grad_weights, grad_score;  // grad_context . value, then the softmax's backward
-  cpu::Pass<Backward> grad_score_span;           // both where rows have spans
-  cpu::Pass<Backward> grad_inputs;               // slices of the features of every gradient but the score's
-  cpu::Pass<Backward> grad_value;                // those of the value alone
+  cpu::Pass<Backward> grad_weights, grad_score;  // grad_context . value; the softmax's backward
+  cpu::Pass<Backward> grad_score_span;           // replaces both if rows have spans
+  cpu::Pass<Backward> grad_inputs;               // feature slices of every gradient but the score's
+  cpu::Pass<Backward> grad_value;                // feature slices of the value's gradient only
   size_t (*prepare_scratch)(const cpu::Preparation&);
   cpu::Pass<cpu::Preparation> prepare;
 };

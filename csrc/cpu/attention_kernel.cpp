@@ -3,9 +3,9 @@
 //   e_ij = scale * score(q_i, k_j) + bias_ij,  P = softmax(e) over visible keys,  c_i = sum P_ij v_j
 //
 // Each pass takes its items from a grid: (sequence, head) x blocks of query rows x parts of keys or
-// columns. Scores are computed tile by tile from rows held in cache (score.h); everything else is
-// rows of scores and products of a small matrix with rows (product.h). Where rows have spans the
-// same is done by bands of rows whose keys are nearly the same (span.h).
+// columns. Scores are computed tile by tile from rows held in cache (score.h); the rest is rows of
+// scores and products of a small matrix with rows (product.h). If rows have spans, the work is done
+// in bands of rows whose keys are nearly the same (span.h).
 #include "attention.h"
 #include "rows.h"
 #include "score.h"
@@ -19,8 +19,8 @@ static_assert(kPadding % (2 * Vector<float>::width) == 0, "exponentials are read
 
 // ---- forward ----------------------------------------------------------------------------------
 
-// Scores of the rows of an item, or other products of rows. Keys are prepared by blocks, and the values
-// of a block pick the path of its additive scores.
+// The scores of the rows of an item, or other products of rows. Keys are prepared by blocks, and
+// the values of a block select the path of its additive scores.
 template <class T, class C = typename Accumulate<T>::type>
 class Scores {
  public:
@@ -39,7 +39,7 @@ class Scores {
       if (factorable()) q_range = exponentials(q, item.rows, depth, width, q_held);
   }
 
-  // Prepare keys [from, to), at most kKeyBlock, for tiles to take.
+  // Prepare keys [from, to), at most kKeyBlock, for `tile`.
   void prepare(int64_t from, int64_t to) {
     first = from;
     last = to;
@@ -54,7 +54,7 @@ class Scores {
       if (factorable()) {
         const bool near = q_range <= kSmallSumLimit;
         if (near && q_range + range_of(keys, n, width) <= kSmallSumLimit) {
-          if (item.rows < 3) return;  // too few to pay for tanh(k)
+          if (item.rows < 3) return;  // too few to repay tanh(k)
           double_tanh(keys, n, width, k_held);
           return take(Path::small, {k_held, width});
         }
@@ -66,8 +66,8 @@ class Scores {
     if (!additive && a.span.data) transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
   }
 
-  // The scores of the item's rows [row, row + n) and the keys [from, to). Where rows have spans, up to
-  // two vectors more are written.
+  // Compute the scores of the item's rows [row, row + n) and the keys [from, to). If rows have
+  // spans, up to two vectors more are written.
   void tile(int64_t row, int64_t n, int64_t from, int64_t to, C* out, int64_t stride) const {
     const int64_t j = from - first, nk = to - from;
     const Rows<C> qs = {rows.data + row * rows.stride, rows.stride};
@@ -84,7 +84,7 @@ class Scores {
     block(qs, n, ks, nk, w, width, out, stride);
   }
 
-  // What the constructor takes.
+  // Return the number of elements of scratch that the constructor takes.
   static int64_t room(int64_t rows, int64_t depth) {
     return (2 * rows + kKeyBlock + kTransposed<C> + 1) * padded<C>(depth);
   }
@@ -96,7 +96,7 @@ class Scores {
  private:
   bool factorable() const { return additive && a.score == Score::tanh; }
 
-  // Tiles take such keys, and the queries' rows that go with them.
+  // Set the keys that tiles read, and the matching form of the query rows.
   void take(Path next, Rows<C> prepared) {
     if (held != next) {
       if (next == Path::small) double_tanh(q, item.rows, width, q_held);
@@ -122,7 +122,7 @@ class Scores {
   Rows<C> q, rows, keys;
 };
 
-// The scores of all rows and keys of an item, in their columns.
+// Compute the scores of all rows and keys of an item, in their columns.
 template <class T, class C>
 void fill(const Plan& plan, const Item& item, Scores<T, C> scores, Rows<C> out) {
   const int64_t end = min(item.seen, (item.part + 1) * plan.keys);
@@ -149,7 +149,7 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   const bool described = a.statistics.data;
   const auto statistics = [&](int64_t i) { return at<C>(a.statistics, item, i); };
   Flags<C> zeros = {};
-  // Step by step over a few rows that stay in the first-level cache, so that none waits for another.
+  // Each step runs over a few rows that stay in the L1 cache, so that no row waits for another.
   constexpr int64_t kMost = 16, kNumbers = 2048;
   const int64_t group = min(kMost, parts(kNumbers, item.seen + 1));
   for (int64_t first = 0; first < item.rows; first += group) {
@@ -176,8 +176,9 @@ void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   report_zero_weights<C>(a, plan, item, zeros);
 }
 
-// mix, or a second look at what a library has left in its place: a key of weight 0 adds nothing, even
-// when its value is NaN, so what the library took for NaN comes from mix.
+// Call gemm_small, or check a product that a library has computed: a key of weight 0 adds nothing,
+// even when its value is NaN, so elements that are NaN in the library's product are replaced by
+// those of gemm_small.
 template <class T, class C>
 void multiply(const Plan& plan, const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n,
               const T* v, int64_t v_stride, int64_t width, C scale, T* out, int64_t out_stride,
@@ -209,8 +210,8 @@ void context(const Forward& a, const Plan& plan, int64_t index, void* memory) {
            scratch.next);
 }
 
-// All of it for rows with spans: scores, weights and context of a band follow one another in a matrix
-// that stays in cache.
+// Run the whole forward for rows with spans: scores, weights and context of a band are computed in
+// turn in a matrix that stays in cache.
 template <class T, class C = typename Accumulate<T>::type>
 void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, 1);
@@ -256,7 +257,7 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// x_ij = grad_context_i . v_j, in the place of grad_score
+// Compute x_ij = grad_context_i . v_j, stored in grad_score.
 template <class T, class C = typename Accumulate<T>::type>
 void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, parts(a.Tk, plan.keys));
@@ -265,8 +266,8 @@ void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* memo
   fill(plan, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
 }
 
-// out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) of the columns [from, to) of a row i, to x_j
-// grad_weights_ij added; exactly 0 where P is.
+// Compute out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) for the columns [from, to) of a
+// row i, with grad_weights_ij added to x_j; exactly 0 if P_ij is 0.
 template <class C>
 void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to, C scale,
                       C* x, C* out, Flags<C>& zeros) {
@@ -304,7 +305,7 @@ void grad_score(const Backward& a, const Plan& plan, int64_t index, void*) {
   report_zero_weights<C>(a, plan, item, zeros);
 }
 
-// Both passes for rows with spans, by bands.
+// Run both passes for rows with spans, by bands.
 template <class T, class C = typename Accumulate<T>::type>
 void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, 1);
@@ -327,9 +328,9 @@ void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* m
   });
 }
 
-// Two vectors of features of `n` rows, one after the other; returns the largest magnitude. A NaN
-// counts as 0: a row that may see it has NaN weights and so a NaN grad_score; for the others it must
-// not exist.
+// Pack two vectors of features of `n` rows; return the largest magnitude. A NaN counts as 0: a row
+// that may see it has NaN weights and so a NaN grad_score; for the other rows it must not have any
+// effect.
 template <class T, class C>
 C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, bool finite, C* out) {
   constexpr int W = Vector<C>::width;
@@ -345,7 +346,7 @@ C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, bool finite
   return highest<C>(most);
 }
 
-// The way back, each feature times its factor.
+// Undo pack_slice and multiply each feature by its factor.
 template <class T, class C>
 void unpack_slice(const C* x, const C* factor, int64_t n, int64_t width, T* out, int64_t stride) {
   constexpr int W = Vector<C>::width;
@@ -362,13 +363,13 @@ void clear(const View& out, const Item& item, int64_t from, int64_t to, int64_t 
     for (int64_t i = 0; i < width; ++i) at<T>(out, item, r)[c + i] = T{};
 }
 
-// What packed queries and keys give their gradients, additive score; see grad_blocks.
+// A function that adds the gradients of packed queries and keys, additive score; see grad_blocks.
 template <class C>
 using GradBlocks = void (*)(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n,
                             C* grad_q, C* grad_k, C* grad_w);
 
-// Prepare nq queries and the n keys that follow them for the path that their largest magnitudes, added
-// up, allow.
+// Prepare nq queries and the n keys that follow them for the path that the sum of their largest
+// magnitudes allows.
 template <class C>
 GradBlocks<C> prepare_blocks(Score score, C range, C* q, int64_t n) {
   if constexpr (sizeof(C) == 4) {
@@ -388,7 +389,8 @@ GradBlocks<C> prepare_blocks(Score score, C range, C* q, int64_t n) {
   });
 }
 
-// The gradients of query, key and weight for two vectors of features from c on, additive score.
+// Compute the gradients of query, key and weight for two vectors of features from c on, additive
+// score.
 template <class T, class C>
 void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c, C scale, C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
@@ -431,8 +433,8 @@ void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c
   for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
 }
 
-// The same for the only query of a sequence, columns [c, c + width): whole rows of keys pass, four
-// at a time, those without a gradient left out.
+// Compute the same gradients for the only query of a sequence, columns [c, c + width): whole rows
+// of keys pass, four at a time; keys without a gradient are skipped.
 template <class T, class C = typename Accumulate<T>::type>
 class StepGradient {
  public:
@@ -476,7 +478,7 @@ class StepGradient {
  private:
   using GradRows = void (*)(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width,
                             int64_t ahead, C* grad_q, C* grad_k, C* grad_w);
-  // Keys that have a gradient; where fewer than four are left the first stands for the others.
+  // Keys that have a gradient; if fewer than four remain, the first fills the other places.
   struct Four {
     int64_t key[4];
     const C* k[4];
@@ -484,7 +486,7 @@ class StepGradient {
     int found;
   };
 
-  // The next four from key j on; whether there is any.
+  // Find the next four from key j on; return true if there are any.
   bool find(int64_t& j, Four& four) const {
     const C* g = at<C>(a.grad_score, item, 0);
     four.found = 0;
@@ -501,10 +503,10 @@ class StepGradient {
     return four.found > 0;
   }
 
-  // The path for these keys; rows of keys and of the query become what it takes, the next four rows lying
-  // `ahead` of the keys.
+  // Return the function of the path for these keys. The rows of keys and of the query are replaced
+  // by its inputs; the next four rows lie `ahead` of the keys.
   GradRows prepare(Four& four, const C*& of_query, int64_t& ahead) const {
-    const bool look = !prepared || near;  // at the keys themselves
+    const bool look = !prepared || near;  // read the keys themselves
     for (int i = 0; look && i < 4; ++i)
       four.k[i] = gather(at<T>(a.key, item, four.key[i]) + c, 0, 1, width, wide, k_scratch + i * wide).data;
     const bool keys = a.grad_key.data;
@@ -521,7 +523,7 @@ class StepGradient {
       const auto factored = [&](int i) {
         return exponentials(Rows<C>{four.k[i], 0}, 1, width, wide, k_exp + i * wide);
       };
-      const bool small = near && all_keys(range) <= kSmallSumLimit;  // needs no tanh(k) for one query
+      const bool small = near && all_keys(range) <= kSmallSumLimit;  // no tanh(k) for one query
       if (factorable && !small && (prepared || all_keys(factored) <= kFactoredSumLimit)) {
         of_query = q_exp;
         for (int i = 0; i < 4; ++i)
@@ -549,10 +551,10 @@ class StepGradient {
   const C* q;
   C *q_exp, *grad_q, *grad_w, *factor, *k_scratch, *k_exp, *grad_k;
   C q_range = 0;
-  bool factorable, near, prepared;  // near: the query is, perhaps with the keys too
+  bool factorable, near, prepared;  // near: the query is small, perhaps the keys too
 };
 
-// The gradients of query, key and weight, columns [c, c + width), dot score.
+// Compute the gradients of query, key and weight, columns [c, c + width), dot score.
 template <class T, class C>
 void grad_dot(const Backward& a, const Plan& plan, const Item& item, int64_t c, int64_t width, C* scratch) {
   const C *g = at<C>(a.grad_score, item, 0), scale = plan.grad_inputs_scale;
@@ -571,7 +573,7 @@ void grad_dot(const Backward& a, const Plan& plan, const Item& item, int64_t c, 
              at<T>(a.grad_key, item, 0) + c, a.grad_key.row, scratch);
 }
 
-// Columns [c, c + columns) of the value's gradient.
+// Compute columns [c, c + columns) of the value's gradient.
 template <class T, class C>
 void grad_value_slice(const Backward& a, const Plan& plan, const Item& item, int64_t c, C* scratch) {
   const int64_t width = min(plan.columns, a.Dv - c);
@@ -594,7 +596,7 @@ void grad_value(const Backward& a, const Plan& plan, int64_t index, void* memory
   grad_value_slice<T>(a, plan, item, index % slices * plan.columns, static_cast<C*>(memory));
 }
 
-// A slice of the features of query, key and weight, or of the columns of value.
+// Compute a slice of the features of query, key and weight, or of the columns of value.
 template <class T, class C = typename Accumulate<T>::type>
 void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* memory) {
   const int64_t features = feature_slices(a, plan), slices = features + value_slices(a, plan);
@@ -619,7 +621,7 @@ void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* memor
 
 // ---- prepare ----------------------------------------------------------------------------------
 
-// e^{2 key} of a block of keys, and the largest |key| among them, over which a NaN is passed.
+// Compute e^{2 key} of a block of keys, and the largest |key| among them, ignoring NaN.
 template <class T, class C = typename Accumulate<T>::type>
 void prepare(const cpu::Preparation& a, const Plan&, int64_t index, void* memory) {
   if constexpr (sizeof(C) == 4) {
@@ -636,7 +638,7 @@ void prepare(const cpu::Preparation& a, const Plan&, int64_t index, void* memory
 
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Of span_products.
+// Return the size of the sums' scratch of span_products.
 template <class T>
 int64_t span_sums(const Backward& a, const Plan& plan) {
   return larger(
@@ -648,7 +650,7 @@ int64_t span_sums(const Backward& a, const Plan& plan) {
   return a.dtype == Dtype::f32 ? span_sums<float>(a, plan) : span_sums<Half>(a, plan);
 }
 
-// Room for scores, and for bands of them.
+// Return the size of the scratch for scores and for bands of them.
 template <class C>
 int64_t tiles_elements(const Problem& a, const Plan& plan) {
   const int64_t widest = larger(a.A, a.Dv);
@@ -657,7 +659,8 @@ int64_t tiles_elements(const Problem& a, const Plan& plan) {
   return Scores<float, C>::room(plan.rows, widest) + bands;
 }
 
-// Room for products; where a library has left them, for `again` rows of them.
+// Return the size of the scratch for products, and for `again` rows of them if a library computes
+// them.
 template <class C>
 int64_t product_elements(const Problem& a, const Plan& plan, int64_t again) {
   const int64_t longest = larger(a.Tq, a.Tk) + 1;
@@ -680,7 +683,7 @@ int64_t backward_elements(const Backward& a, const Plan& plan) {
   return larger(larger(tiles, products), larger(slice, step));
 }
 
-// Bytes of so many floats, or of so many doubles.
+// Return the bytes of `floats` floats, or, for float64, of `doubles` doubles.
 size_t scratch_bytes(Dtype dtype, int64_t floats, int64_t doubles) {
   const size_t bytes = dtype == Dtype::f64 ? doubles * sizeof(double) : floats * sizeof(float);
   return (bytes + 63) / 64 * 64;

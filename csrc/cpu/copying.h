@@ -1,4 +1,4 @@
-// What the CPU's launcher of copy_distribution knows of its kernels (see attention.h).
+// The interface between the CPU launcher of copy_distribution and its kernels (see attention.h).
 #pragma once
 #include <stddef.h>
 
@@ -6,7 +6,7 @@
 
 namespace attnfast {
 
-// Both take row i of B x Tq; scratch is private to a thread, 64-byte aligned.
+// Both functions process row i of B x Tq; scratch is private to a thread and 64-byte aligned.
 struct CopyingKernels {
   size_t (*scratch)(const Copying&);  // bytes
   void (*forward)(const CopyForward&, int64_t row, void* scratch);

@@ -1,10 +1,10 @@
-// copy_distribution on the CPU, for one instruction set (see vector.h); the launcher is copying.cpp.
+// copy_distribution on the CPU, for one instruction set (see vector.h); launched by copying.cpp.
 //
 //   S = softmax(logits),  p = sigmoid(gate),  C_w = sum of the weights of the keys whose word is w
 //   P_w = p S_w + (1 - p) C_w,  or log P_w
 //
-// A row is a sweep over the vocabulary as if nothing were copied; then the words that are, a few
-// hundred, are put right. Repeated ones get the same numbers several times.
+// A row is one sweep over the vocabulary as if nothing were copied; then the copied words, a few
+// hundred, are corrected. A repeated word is written several times with the same values.
 #include "copying.h"
 #include "product.h"
 #include "../word.h"
@@ -13,14 +13,14 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-constexpr int64_t kSum = 1024;  // elements added up on their own: long sums lose digits
+constexpr int64_t kSum = 1024;  // elements of a partial sum: long sums lose digits
 
 template <class C>
 constexpr C infinity() {
   return __builtin_inf();
 }
 
-// A gradient that a half type cannot hold is its largest number: a weight of 0 times it is 0.
+// Clamp a gradient to the largest value that half precision can hold: a weight of 0 times it is 0.
 template <class T, class C>
 void narrow_to_finite(C x, T& out) {
   const C most = sizeof(T) == sizeof(C) ? infinity<C>() : (C)65504;
@@ -32,14 +32,14 @@ T* at(const View& v, int64_t b, int64_t t) {
   return static_cast<T*>(v.data) + b * v.batch + t * v.row;
 }
 
-// A number to subtract, in two parts: a logit and a log-sum-exp may both be large.
+// A value to subtract, in two parts: a logit and a log-sum-exp may both be large.
 template <class C>
 struct Shift {
   C high, low;
   explicit Shift(double x) : high((C)x), low((C)(x - (double)high)) {}
 };
 
-// e^{x - shift}, 0 where it is no normal number; NaN stays.
+// Return e^{x - shift}, 0 if it is not a normal number; NaN stays.
 template <class C>
 Vec<C> exp_below(Vec<C> x, Shift<C> shift) {
   x = x - shift.high - shift.low;
@@ -48,7 +48,7 @@ Vec<C> exp_below(Vec<C> x, Shift<C> shift) {
   return x == x ? e : x;
 }
 
-// Sum f(v, n) over the vectors v of n elements.
+// Return the sum of f(v, n) over the vectors v of n elements.
 template <class C, class F>
 C sum_of(int64_t n, F f) {
   C total = 0;
@@ -60,21 +60,21 @@ C sum_of(int64_t n, F f) {
   return total;
 }
 
-// mass[w] = the sum of the weights of the keys whose word is w, for the words of the source.
+// Compute mass[w] = sum of the weights of the keys whose word is w, for the words of the source.
 template <class T, class C>
 void add_up(const T* weights, const int64_t* source, int64_t n, C* mass) {
   for (int64_t i = 0; i < n; ++i) mass[source[i]] = 0;
   for (int64_t i = 0; i < n; ++i) mass[source[i]] += widen(weights[i]);
 }
 
-// What a row reads and writes, and the scratch behind it.
+// The inputs and outputs of a row, followed by its scratch.
 template <class T, class C>
 struct Row {
   int64_t b, t, V, N;
   const T* weights;
   const int64_t* source;
   Gate gate;
-  C *mass, *first, *second, *third;  // scratch: N numbers each
+  C *mass, *first, *second, *third;  // scratch: N elements each
   const C* x;                        // the logits
 
   Row(const Copying& a, int64_t index, void* memory)
@@ -89,14 +89,14 @@ struct Row {
 
   bool generates(int64_t w) const { return w < V && x[w] != -infinity<C>(); }
 
-  // With the mass of every word of the source.
+  // Return word w; its mass must have been computed.
   Word word(int64_t w, double log_sum_exp) const {
     const double log_generated = generates(w) ? x[w] - log_sum_exp + gate.log_p : -infinity<double>();
     return Word(log_generated, mass[w], gate.log_q);
   }
 };
 
-// Where n results are computed: in place, or in `scratch` if they are to be rounded.
+// Return the buffer in which n results are computed: `out`, or `scratch` if they must be rounded.
 template <class C, class T>
 C* computed(T* out, C* scratch) {
   if constexpr (sizeof(T) == sizeof(C)) return out;
@@ -161,9 +161,9 @@ struct Softmax {
   Vec<C> operator()(Vec<C> x) const { return none ? Vec<C>{} : exp_below(x, shift); }
 };
 
-// With G the gradient of the probabilities, T = sum_w S G:
+// Run the backward of the probabilities. With G their gradient and T = sum_w S G:
 //   dlogits = p S (G - T),  dweight_i = (1 - p) G of its word
-// Returns dgate = p (1 - p) (T - sum_i weight_i G of its word).
+// Return dgate = p (1 - p) (T - sum_i weight_i G of its word).
 template <class T, class C>
 C backward_of_probabilities(const CopyBackward& a, const Row<T, C>& r, const Softmax<C>& softmax,
                             const C* G, C* out, T* grad_weights) {
@@ -188,9 +188,10 @@ C backward_of_probabilities(const CopyBackward& a, const Row<T, C>& r, const Sof
   return p * q * (total - copied);
 }
 
-// With G the gradient of the logarithms, R_w = p S_w / P_w what is generated of a word, T = sum_w R G:
+// Run the backward of the logarithms. With G their gradient, R_w = p S_w / P_w the generated share
+// of a word, and T = sum_w R G:
 //   dlogits = R G - S T,  dweight_i = G (1 - p) / P of its word
-// Returns dgate = T - p sum G, of the words that can come.
+// Return dgate = T - p sum G over the possible words.
 template <class T, class C>
 C backward_of_logarithms(const CopyBackward& a, const Row<T, C>& r, const Softmax<C>& softmax,
                          double log_sum_exp, const C* G, C* out, T* grad_weights) {
@@ -200,7 +201,7 @@ C backward_of_logarithms(const CopyBackward& a, const Row<T, C>& r, const Softma
     const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
     return x == -infinity<C>() ? Vec<C>{} : load_part(G + v, n, (C)0);
   });
-  double generated = plain, all = plain;  // T, and sum G of the words that can come: they nearly cancel
+  double generated = plain, all = plain;  // T, and sum G of the possible words: they nearly cancel
   add_up(r.weights, r.source, a.Tk, r.mass);
   for (int64_t i = 0; i < a.Tk; ++i) {
     const int64_t w = r.source[i];

@@ -1,4 +1,4 @@
-// Registers coverage_attention for the CPU: attention's own passes before and after its scan.
+// Registers coverage_attention for the CPU: attention's passes before and after its scan.
 #include "coverage.h"
 
 #include "../launch_coverage.h"
@@ -19,8 +19,8 @@ const CoverageKernels& kernels() {
 
 int64_t grad_weight_parts(const Problem&) { return 1; }
 
-// In each call passes follow one another for every (sequence, head) where they have as many items: then
-// one thread's arithmetic hides the other's reading.
+// In each call, passes run consecutively for every (sequence, head) if they have equally many
+// items: one thread's arithmetic then hides another's memory reads.
 void run_forward(const CoverageForward& a, const Tensor&) {
   Plan plan = plan_by_rows(a);
   plan.scores = a.weights;

@@ -1,19 +1,20 @@
-// What the CPU's launcher of coverage_attention knows of its kernels (see attention.h).
+// The interface between the CPU launcher of coverage_attention and its kernels (see attention.h).
 #pragma once
 #include "../coverage.h"
 #include "attention.h"
 
 namespace attnfast {
 
-// Passes over (sequence, head), each row after the other.
+// Passes over (sequence, head); the rows of an item run in order.
 struct CoverageKernels {
   size_t (*forward_scratch)(const CoverageForward&);  // bytes
-  cpu::Pass<CoverageForward> forward;                 // scores, if they have no features, become weights
+  cpu::Pass<CoverageForward> forward;  // turns scores, if they have no features, into weights
   size_t (*backward_scratch)(const CoverageBackward&);
-  cpu::Pass<CoverageBackward> backward;  // what the weights' gradient leaves for the scores
+  cpu::Pass<CoverageBackward> backward;  // turns the weights' gradient into the scores'
 
-  // For steps that share their parameters: bytes of `features`, and of a sequence's row of `kept`; what
-  // fills in the one, and after the last step adds up the other. `back` says that a backward reads them.
+  // For steps that share their parameters: `features` and `kept` return the bytes of the packed
+  // parameters and of a sequence's row of partial sums. `prepare` fills in the former, `finish`
+  // adds up the latter after the last step. `back` is true if a backward reads the features.
   size_t (*features)(const Problem&, const History&, bool back);
   size_t (*kept)(const CoverageBackward&);
   void (*prepare)(const Problem&, const History&, bool back);

@@ -1,6 +1,6 @@
-// A history's features in the activation of an additive score, and their gradients, for one instruction set
-// (see vector.h): features of 64 keys at a time by two small products, then z = q + k + U f in registers and
-// its activation.
+// Compute a history's features in the activation of an additive score, and their gradients, for one
+// instruction set (see vector.h): the features of 64 keys at a time by two small products, then
+// z = q + k + U f and its activation in registers.
 #pragma once
 #include "coverage.h"
 #include "rows.h"
@@ -11,10 +11,11 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// Signals over the keys: the last weights and the coverage, zeros past both ends, or gradients.
+// Signals over the keys: the previous weights and the coverage, zero beyond both ends, or their
+// gradients.
 template <class C>
 struct Signals {
-  C* channel[2];  // of key 0
+  C* channel[2];  // at key 0
   void take(Scratch<C>& scratch, int64_t Tk, int64_t width) {
     for (C*& x : channel) x = scratch.take(Tk + width) + width / 2;
   }
@@ -24,19 +25,19 @@ struct Signals {
   }
 };
 
-// Whether the keys' gradients are added to where they belong, not to scratch.
+// Return true if the keys' gradients are added to grad_key directly, not to scratch.
 template <class C>
 bool in_place(const CoverageBackward& a) {
   return a.sums && a.grad_key.data && a.A == padded<C>(a.A);
 }
 
-// What an item keeps. Padded to two vectors: A, K and the taps of a filter on all channels.
+// The buffers of an item. Padded to two vectors: A, K and the taps of a filter over all channels.
 template <class C>
 struct Place {
   int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
   Signals<C> state;
   C *window, *found, *query, *key;
-  C *filters, *packed_filters, *projection, *weight, *slope;  // the parameters; the last of a backward
+  C *filters, *packed_filters, *projection, *weight, *slope;  // parameters; slope: backward only
 
   Place(const Problem& a, const History& h, Scratch<C>& scratch, bool back) {
     K = h.filters_count;
@@ -64,12 +65,12 @@ struct Place {
   }
 };
 
-// The same of the backward.
+// The buffers of an item in the backward.
 template <class C>
 struct BackwardPlace : Place<C> {
-  int64_t key_rows;  // of grad_key: one for all where nobody asks for it
+  int64_t key_rows;  // of grad_key: 1, shared by all keys, if it is not needed
   Signals<C> grad, grad_before;
-  C *past, *grad_past, *moved;  // of a transition: see transition.h
+  C *past, *grad_past, *moved;  // of a transition, see transition.h
   C *coverages, *grad_z, *grad_query, *grad_key, *grad_found, *grad_window, *product, *gemm_scratch;
   C *grad_weight, *grad_filters, *grad_projection;
 
@@ -106,8 +107,7 @@ C* row_of(const View& v, const Item& i, int64_t row = 0) {
   return at<C>(v, i, row);
 }
 
-// One after the other, two vectors of the columns of a matrix [rows, columns]: as gemm_small_packed takes
-// them.
+// Pack a matrix [rows, columns] for gemm_small_packed, two vectors of columns at a time.
 template <class C, class At>
 void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
@@ -116,7 +116,7 @@ void pack_columns(int64_t rows, int64_t columns, const At& at, C* out) {
       for (int64_t c = c0; c < c0 + W2; ++c) *out++ = c < columns ? at(r, c) : C{};
 }
 
-// out[n, K] = p[n, columns] times what pack_columns has packed.
+// Compute out[n, K] = p[n, columns] times the matrix packed by pack_columns.
 template <class C>
 void times_packed(const C* p, int64_t stride, int64_t n, int64_t columns, const C* v, int64_t K, C* out,
                   int64_t out_stride) {
@@ -130,7 +130,8 @@ void copy(const C* from, int64_t n, C* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// The parameters of the features: filters [K, taps] and projection [K, A], rows padded with zeros.
+// Pack the parameters of the features: filters [K, taps] and projection [K, A], rows padded with
+// zeros.
 template <class T, class C>
 void prepare_features(const Problem& a, const History& h, const Item& item, bool back, Place<C>& p) {
   const C *filters = row_of<C>(h.filters, item), *projection = row_of<C>(h.projection, item);
@@ -143,14 +144,14 @@ void prepare_features(const Problem& a, const History& h, const Item& item, bool
   const T* weight = at<T>(a.weight, item, 0);
   for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
   if (!back) return;
-  const auto slope = [&](int64_t c, int64_t k) {  // of a feature's place in grad_z
+  const auto slope = [&](int64_t c, int64_t k) {  // factor of grad_z_c in the gradient of feature k
     return 4 * p.weight[c] * p.projection[k * p.A + c];
   };
   if (p.K > 1) pack_columns(p.A, p.K, slope, p.slope);
   for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
 }
 
-// What the filters find around n keys, found[i, k]; keys[i] are their positions.
+// Apply the filters around n keys and store found[i, k]; keys[i] are the positions of the keys.
 template <class C>
 void find(Place<C>& p, const int64_t* keys, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -164,7 +165,8 @@ void find(Place<C>& p, const int64_t* keys, int64_t n) {
   times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
 }
 
-// z = q + k_j + sum_k found_jk U_k of J keys, two vectors of features from c on: z[2 j] and z[2 j + 1].
+// Compute z = q + k_j + sum_k found_jk U_k for J keys and two vectors of features from c on: z[2 j]
+// and z[2 j + 1].
 template <int J, class C>
 inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
                      Vec<C> (&z)[2 * J]) {
@@ -178,7 +180,7 @@ inline void features(const Place<C>& p, const C* q, const C* const* k, const C* 
       z[2 * j + 1] += found[j * p.found_row + i] * u1;
     }
   }
-  for (int j = 0; j < J; ++j) {  // the larger numbers last: less is rounded away
+  for (int j = 0; j < J; ++j) {  // add the larger terms last: less is rounded away
     z[2 * j] += load(k[j] + c);
     z[2 * j + 1] += load(k[j] + c + V);
     z[2 * j] += load(q + c);
@@ -186,13 +188,13 @@ inline void features(const Place<C>& p, const C* q, const C* const* k, const C* 
   }
 }
 
-// Have the cache fetch column c of the J keys after these: 2 KB apart, they look like no stream to it.
+// Prefetch column c of the next J keys: rows 2 KB apart are not recognised as a stream.
 template <int J, class C>
 inline void prefetch_next(const C* const* k, int64_t c) {
   for (int j = J; j < 2 * J; ++j) prefetch_step(k[j] + c);
 }
 
-// s = -f(z) / 2
+// Compute s = -f(z) / 2.
 template <Score S, int N, class C>
 inline void half_activations(const Vec<C> (&z)[N], Vec<C> (&s)[N]) {
   if constexpr (S == Score::tanh) half_tanh(z, s);
@@ -200,7 +202,7 @@ inline void half_activations(const Vec<C> (&z)[N], Vec<C> (&s)[N]) {
     for (int i = 0; i < N; ++i) s[i] = activation<S, C>(z[i]) * (C)-0.5;
 }
 
-// out[j] = sum_c w_c f(z_jc) of J keys
+// Compute out[j] = sum_c w_c f(z_jc) for J keys.
 template <Score S, int J, class C>
 void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
   constexpr int V = Vector<C>::width;
@@ -216,7 +218,8 @@ void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out)
   for (int j = 0; j < J; ++j) out[j] = -2 * sum<C>(acc[j]);
 }
 
-// Rows of n keys at the given positions; after them the last, again, for who looks ahead.
+// Gather the rows of n keys at the given positions. The last row is repeated after them for code
+// that prefetches.
 template <class T, class C>
 void take_keys(const Problem& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
                const C** out) {
@@ -225,7 +228,7 @@ void take_keys(const Problem& a, const Item& item, Place<C>& p, const int64_t* k
   for (int64_t i = n; i < n + 4; ++i) out[i] = out[n - 1];
 }
 
-// The additive scores of row t with the history's features in the activation.
+// Compute the additive scores of row t with the history's features in the activation.
 template <class T, class C>
 void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C>& p, C* out) {
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
@@ -250,9 +253,10 @@ void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// With s = -f(z) / 2 and g the gradients of J scores: grad_z_jc = g_j f'(z) / 4. That lacks a factor of
-// 4 w_c, as does what it adds to grad_query; what g_j s adds to grad_weight lacks -2. Where `one` filter is
-// all there are, grad_z goes to grad_found and grad_projection here, else it is stored.
+// With s = -f(z) / 2 and g the gradients of J scores, compute grad_z_jc = g_j f'(z) / 4. It lacks a
+// factor of 4 w_c, as does the term added to grad_query; the term g_j s added to grad_weight lacks
+// -2. If there is only `one` filter, grad_z is added to grad_found and grad_projection here,
+// otherwise it is stored.
 template <Score S, int J, bool one, class C>
 void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
                C* grad_z, C* grad_found) {
@@ -308,14 +312,14 @@ void add_up(C* sum, const C* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
 }
 
-// At most a block of the keys of a row that have a gradient, NaN or not.
+// Up to one block of the keys of a row that have a gradient, NaN included.
 template <class C>
 struct KeysWithGradient {
   int64_t at[kKeyBlock], n;
-  const C* rows[kKeyBlock + 4];  // of keys, and of their gradients; after them the last, again
+  const C* rows[kKeyBlock + 4];  // of keys and of their gradients; the last is repeated after them
   C *grad[kKeyBlock + 4], gradient[kKeyBlock];
 
-  // From key j on; whether there is any.
+  // Find such keys from key j on; return true if there are any.
   template <class T>
   bool find(const CoverageBackward& a, const Item& item, const C* g, C scale, BackwardPlace<C>& p,
             int64_t& j) {
@@ -333,8 +337,8 @@ struct KeysWithGradient {
   }
 };
 
-// From the gradients of row t's scores, times the scale, to those of query, key, weight, features and
-// the history before the row.
+// Compute the gradients of query, key, weight, features and the history before the row from the
+// gradients of row t's scores times the scale.
 template <class T, class C>
 void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const C* g,
                    BackwardPlace<C>& p) {

@@ -1,16 +1,16 @@
 // coverage_attention on the CPU, for one instruction set (see vector.h); the launcher is
 // coverage.cpp, the formula is in attnfast/ops/coverage.py.
 //
-// One item is a (sequence, head), whose rows follow one another. Without features in the tanh the
-// scores are there when it begins, taken for all rows at once by attention's own pass. With
-// features a row's scores are taken here, see coverage_features.h.
+// One item is a (sequence, head), whose rows run in order. Without features in the tanh,
+// attention's pass has computed the scores of all rows before. With features, a row's scores are
+// computed here, see coverage_features.h.
 #include "coverage_features.h"
 
 namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// The weights of the row before the first.
+// Load the weights of the row before the first.
 template <class C>
 void load_previous(const Problem& a, const History& h, const Item& item, C* out) {
   const C* x = row_of<C>(h.previous, item);
@@ -26,7 +26,7 @@ void load_state(const Problem& a, const History& h, const Item& item, Place<C>& 
   if (h.coverage_in.data) copy(row_of<C>(h.coverage_in, item), a.Tk, p.state.channel[1]);
 }
 
-// The log-weights of a row, with none before the first key.
+// Load the log-weights of a row, with -inf before the first key.
 template <class C>
 void load_logarithms(const C* x, int64_t Tk, C* out) {
   out[-1] = -__builtin_inf();
@@ -78,7 +78,7 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// The coverage before every row, as the forward has added it up.
+// Compute the coverage before every row, as the forward does.
 template <class C>
 void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fertility,
                 BackwardPlace<C>& p) {
@@ -89,9 +89,9 @@ void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fe
   }
 }
 
-// The rows of a (sequence, head) from the last to the first. grad_score holds grad_context . value and
-// becomes the scores' gradient; channel 0 of `grad` is the gradient of the row's weights as the next row's
-// past, channel 1 that of the coverage after it, then before it.
+// Runs the rows of a (sequence, head) from the last to the first. grad_score holds grad_context .
+// value and becomes the scores' gradient. Channel 0 of `grad` is the gradient of the row's weights
+// through the next row's history; channel 1 is that of the coverage after the row, then before it.
 template <class T, class C = typename Accumulate<T>::type>
 class Rewind {
   static constexpr int V = Vector<C>::width;
@@ -107,10 +107,10 @@ class Rewind {
   C* row(const View& v, int64_t t = 0) const { return v.data ? row_of<C>(v, item, t) : nullptr; }
   C number(const View& v) const { return v.data ? *row(v) : 0; }
 
-  // g becomes the gradient of row t's weights; returns their mean, by the weights.
+  // Turn g into the gradient of row t's weights; return its mean, weighted by the weights.
   C weights_backward(int64_t t, const C* weights, const C* coverage, C* g) {
     if (a.grad_weights.data) add_up(g, row(a.grad_weights, t), n);
-    const int64_t n = this->n;  // locals, which stores cannot change
+    const int64_t n = this->n;  // local copies, which stores cannot change
     const C *rate = inverse_fertility, *past = p.grad.channel[0], loss = grad_loss;
     C *grad_rate = grad_inverse_fertility, *grad_coverage = this->grad_coverage;
     Vec<C> products = {};
@@ -128,7 +128,7 @@ class Rewind {
     return sum<C>(products);
   }
 
-  // Add the gradient of row t's log-weights to what the row after it has left; returns the sum.
+  // Add the gradient of row t's log-weights to the one from the next row; return the sum.
   C logarithms_backward(int64_t t) {
     const C *given = row(a.grad_log_weights, t), *logarithms = row(a.log_weights, t);
     C sum = 0;
@@ -139,8 +139,9 @@ class Rewind {
     return sum;
   }
 
-  // g becomes the gradient of row t's scores; `mean` is that of g by the weights, `total` the sum of the
-  // log-weights' gradients. The two are apart, so that a row of one key has none.
+  // Turn g into the gradient of row t's scores; `mean` is g's mean by the weights, `total` the sum
+  // of the log-weights' gradients. The two are kept separate, so that a row of one key has no
+  // gradient.
   void softmax_backward(const C* weights, const C* coverage, C mean, C total, C* g) {
     const int64_t n = this->n;
     const C penalty = this->penalty, *past = a.transition_prob.data ? p.grad_past : nullptr;
@@ -180,7 +181,7 @@ class Rewind {
       copy(coverage, a.Tk, p.state.channel[1]);
       grad_features<T>(a, item, t, g, p);
     }
-    // What the filters left past the ends, and at keys that no row sees, belongs to nothing.
+    // Discard the filters' gradients past the ends, and at keys that no row sees.
     for (int64_t j = 0; j < a.Tk; ++j) p.grad.channel[0][j] = grad_previous[j];
   }
 
@@ -212,7 +213,8 @@ class Rewind {
     if (a.grad_previous.data) put_grad_previous();
   }
 
-  // With a transition what the filters leave for the weights goes to their logarithms, too.
+  // Store the gradient of `previous`. With a transition, the filters' gradient of the weights also
+  // goes to their logarithms.
   void put_grad_previous() {
     C* const out = row(a.grad_previous);
     if (!a.transition_prob.data) return copy(p.grad.channel[0], a.Tk, out);

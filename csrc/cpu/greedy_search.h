@@ -1,4 +1,4 @@
-// Greedy search: every step takes the word that the step before has found best, see recurrent_forward.h.
+// Greedy search: every step reads the best word of the previous step, see recurrent_forward.h.
 #pragma once
 #include "recurrent_forward.h"
 
@@ -8,9 +8,9 @@ namespace {
 
 using cpu::Found;
 
-constexpr int64_t kPanelsAtATime = 8;  // of the vocabulary, of an item
+constexpr int64_t kPanelsAtATime = 8;  // of the vocabulary, in one item
 
-// What the parameters of a search are packed into.
+// The packed parameters and the buffers of a search.
 template <class C>
 struct SearchRoom {
   Packed<C> layer;
@@ -18,10 +18,10 @@ struct SearchRoom {
   Panels<C> vocabulary;
   Found<C>* found;  // [B, groups]: the best word of every group of panels
   int64_t groups;
-  int64_t* sequence;  // [B]: which sequence a row is
+  int64_t* sequence;  // [B]: the sequence of each row
   int64_t* goes_on;   // [B]: the rows that the next step still needs
-  int64_t* rows;      // [most + 1]: how many rows a step has
-  // Rows of the attention's arguments, once some have been left out.
+  int64_t* rows;      // [most + 1]: the number of rows of each step
+  // Rows of the attention's arguments, compacted once some have been dropped.
   C *key, *value, *exponentials;
   int64_t *lengths, *span;
   bool* mask;
@@ -59,7 +59,7 @@ class Search {
   Member& member;
   const SearchRoom<C> room;
   void* own;
-  Problem attention;  // of the rows that there still are; queries are a step's own
+  Problem attention;  // of the remaining rows; queries belong to a step
 
  public:
   Search(const GreedySearch& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
@@ -105,7 +105,7 @@ class Search {
     });
   }
 
-  // The state before the first step lies where that of every second step does; the fed one too.
+  // Copy the initial state of sequence b, and its fed vector, into the outputs of the odd steps.
   void begin(int64_t b) {
     room.sequence[b] = b;
     const RecurrentForward& last = a.odd;
@@ -124,7 +124,7 @@ class Search {
     for (int64_t i = 0; i < a.even.E; ++i) to[i] = from[i] * (C)a.embedding_scale;
   }
 
-  // What the state, the context and the word say of the next one.
+  // Compute the readout from the state, the context and the word.
   void read_out(const RecurrentForward& step) {
     member.share(blocks(step, plan, room.of_state.count), [&](int64_t item) {
       const Block block(step, plan, item);
@@ -148,7 +148,7 @@ class Search {
     });
   }
 
-  // The best word of a group of panels, of some rows.
+  // Find the best word of a group of panels for some rows.
   void find(const RecurrentForward& step, const View& output, int64_t item) {
     const Block block(step, plan, item);
     Lanes best[kMostBatch];
@@ -172,7 +172,7 @@ class Search {
       room.found[(block.b + r) * room.groups + block.panel] = best[r].first();
   }
 
-  // Of equal scores the first is the best, and NaN is better than any.
+  // Return true if `score` beats `best`: the first of equal scores wins, and NaN beats any number.
   static bool is_better(C score, C best) { return !(score <= best) && best == best; }
 
   // The best word of each lane.
@@ -196,7 +196,7 @@ class Search {
     }
   };
 
-  // The best word of row r at step t, which the next step reads.
+  // Choose the best word of row r at step t, which the next step reads.
   void choose(int64_t r, int64_t t) {
     const int64_t b = room.sequence[r];
     int64_t* const words = a.words + b * a.most;
@@ -215,8 +215,8 @@ class Search {
 
   bool is_last(int64_t word) const { return word < 0 || word == a.end; }
 
-  // How many rows the step after t has: without those that have ended, when these are a quarter. Written
-  // down for a thread that comes late.
+  // Count the rows of the step after t. Ended sequences are dropped once they are a quarter of the
+  // rows. The count is stored for a thread that arrives late.
   void count(int64_t rows, int64_t t) {
     int64_t n = 0;
     for (int64_t r = 0; r < rows; ++r)
@@ -224,10 +224,11 @@ class Search {
     room.rows[t + 1] = 4 * n <= 3 * rows ? n : rows;
   }
 
-  // Rows of a view for the sequences that go on, each `rows` of `columns` numbers, side by side at `to`.
+  // Copy the rows of a view for the sequences that go on, each `rows` of `columns` elements, to
+  // consecutive memory at `to`.
   template <class T>
   void keep(View from, T* to, int64_t n, int64_t rows, int64_t columns) const {
-    if (!from.batch) return;  // absent, or the same for all
+    if (!from.batch) return;  // absent, or shared by all sequences
     for (int64_t r = 0; r < n; ++r)
       for (int64_t i = 0; i < rows; ++i) {
         const T* const old = static_cast<T*>(from.data) + room.goes_on[r] * from.batch + i * from.row;
@@ -238,7 +239,7 @@ class Search {
       }
   }
 
-  // Let the n rows that go on lie side by side.
+  // Compact the n rows that go on so that they are adjacent.
   void leave_out(const RecurrentForward& step, int64_t n) {
     Problem& of = attention;
     const auto in_place = [&](const View& x, int64_t columns) {

@@ -1,4 +1,4 @@
-// Registers linear for the CPU: picks the instruction set, shares out blocks of its products.
+// Registers linear for the CPU: selects the instruction set and schedules blocks of its products.
 #include "linear.h"
 
 #include "run.h"
@@ -43,8 +43,8 @@ ATTNFAST_ARGUMENTS(LinearBackwardArguments, "linear_backward", ATTNFAST_LINEAR_B
 ATTNFAST_RESULTS(LinearOutputs, ATTNFAST_LINEAR_RESULT)
 ATTNFAST_RESULTS(LinearGradients, ATTNFAST_LINEAR_GRADIENTS)
 
-constexpr int64_t kWorkOfAThread = 1 << 16;  // multiply-adds from which another thread is worth a region
-constexpr int64_t kItemsOfAThread = 16;      // so that all end at the same time
+constexpr int64_t kWorkOfAThread = 1 << 16;  // multiply-adds that repay another thread
+constexpr int64_t kItemsOfAThread = 16;      // so that all threads end at the same time
 
 void multiply(const Product& a) {
   if (a.M == 0) return;
@@ -115,18 +115,19 @@ using LinearOperators = Operators<linear, linear_backward>;
 
 }  // namespace
 
-// For a test: the lists above.
+// Return the lists above, for a test.
 ATTNFAST_EXPORT const char* attnfast_linear_operators() {
   static const std::string text = LinearOperators::listed();
   return text.c_str();
 }
 
-// Whether these products are quicker than PyTorch's, whose library keeps AVX-512 for Intel's processors.
+// Return true if these products are faster than PyTorch's, whose library uses AVX-512 only on Intel
+// processors.
 ATTNFAST_EXPORT bool attnfast_linear_is_quicker() {
 #if defined(__x86_64__)
   try {
     return &kernels() == &avx512::linear && !__builtin_cpu_is("intel");
-  } catch (const std::exception&) {  // an instruction set that is not: the operators say so
+  } catch (const std::exception&) {  // an unsupported instruction set: the operators report it
     return false;
   }
 #else

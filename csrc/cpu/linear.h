@@ -1,4 +1,4 @@
-// What the CPU's launcher of linear knows of its kernels, one set for every instruction set.
+// The interface between the CPU launcher of linear and its kernels, one table per instruction set.
 #pragma once
 #include <stddef.h>
 
@@ -6,8 +6,8 @@
 
 namespace attnfast {
 
-// out[m, n] = bias[n] + the sum over k of left[m, k] right[k, n]. Of both strides of a factor one is 1;
-// tensors are of one dtype, float32 or float64.
+// out[m, n] = bias[n] + sum_k left[m, k] right[k, n]. One of the two strides of each factor is 1;
+// all tensors have one dtype, float32 or float64.
 struct Product {
   Dtype dtype;
   int64_t M, N, K;
@@ -15,13 +15,14 @@ struct Product {
   int64_t left_row, left_column, right_row, right_column;
   void* out;         // contiguous
   const void* bias;  // or null
-  void* sums;        // [M], of each row of left, or null
+  void* sums;        // [M], the sum of each row of left, or null
 };
 
-// `packed` holds right in panels of some columns, scratch is private to a thread; both 64-byte aligned.
+// `packed` holds right in panels of columns; scratch is private to a thread. Both are 64-byte
+// aligned.
 struct LinearKernels {
-  int64_t rows;                       // of an item
-  int64_t (*panels)(const Product&);  // of right
+  int64_t rows;                       // rows of an item
+  int64_t (*panels)(const Product&);  // panels of right
   size_t (*packed)(const Product&);   // bytes
   size_t (*scratch)(const Product&);  // bytes
   void (*pack)(const Product&, int64_t panel, void* packed);

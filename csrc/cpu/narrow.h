@@ -1,5 +1,5 @@
-// Products of numbers of bfloat16, summed in float, by the instruction that takes two at a time. A panel
-// holds them in pairs: row m has numbers 2m and 2m + 1 of every column.
+// Products of bfloat16 values, summed in float, by the instruction that multiplies pairs. A panel
+// holds pairs: row m has elements 2m and 2m + 1 of every column.
 #pragma once
 #include "product.h"
 
@@ -9,12 +9,12 @@ namespace {
 
 constexpr int64_t kNarrowPanel = 2 * Vector<float>::width;  // columns
 
-// Columns [0, n) of a panel: the rows of a weight as they lie in memory.
+// Pack columns [0, n) of a panel: the rows of a weight as they are stored in memory.
 void pack_rows(const uint16_t* weight, int64_t stride, int64_t n, int64_t depth, float* out) {
   auto* const pairs = reinterpret_cast<uint32_t*>(out);
   int64_t k = 0;
   if (stride % 2 == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(float) == 0) {
-    k = depth / 16 * 16;  // what `transpose` takes
+    k = depth / 16 * 16;  // `transpose` takes multiples of 8
     transpose(reinterpret_cast<const float*>(weight), stride / 2, n, k / 2, out, kNarrowPanel);
   }
   for (; k < depth; k += 2)
@@ -24,7 +24,7 @@ void pack_rows(const uint16_t* weight, int64_t stride, int64_t n, int64_t depth,
     }
 }
 
-// `depth` rows of a weight, n of its columns.
+// Pack `depth` rows of a weight, n of its columns.
 void pack(const uint16_t* weight, int64_t stride, int64_t depth, int64_t n, float* out) {
   auto* pairs = reinterpret_cast<uint32_t*>(out);
   for (int64_t k = 0; k < depth; k += 2, weight += 2 * stride, pairs += kNarrowPanel) {
@@ -38,7 +38,7 @@ void pack(const uint16_t* weight, int64_t stride, int64_t depth, int64_t n, floa
 #define ATTNFAST_NARROW __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 constexpr int64_t kPairs = 256, kNarrowRows = 8;  // of the left factor, at a time
 
-// Round n numbers, zeros after the last.
+// Round n elements to bfloat16 and fill up with zeros.
 ATTNFAST_NARROW void round_pairs(const float* x, int64_t n, uint32_t* out) {
   for (int64_t k = 0; k < n; k += 32, out += 16) {
     const int64_t left = n - k;
@@ -69,7 +69,7 @@ ATTNFAST_NARROW void narrow_tile(const uint32_t* a, int64_t pairs, const float* 
     for (int i = 0; i < 2; ++i) _mm512_storeu_ps(out + r * kNarrowPanel + 16 * i, sums[r][i]);
 }
 
-// out[r] += a[r] . panel, a rounded to bfloat16.
+// Compute out[r] += a[r] . panel, with a rounded to bfloat16.
 void multiply_narrow(const float* a, int64_t a_row, int64_t rows, int64_t depth, const float* panel,
                      float* out) {
   alignas(64) uint32_t rounded[kNarrowRows * kPairs];

@@ -1,4 +1,4 @@
-// Products over a right factor that is packed into panels of two vectors.
+// Products with a right factor that is packed into panels of two vectors.
 #pragma once
 #include "narrow.h"
 #include "product.h"
@@ -10,15 +10,15 @@ namespace {
 
 template <class C>
 constexpr int64_t kPanel = 2 * Vector<C>::width;           // columns
-constexpr int64_t kDepth = 512;                            // of a panel, that all rows take at a time
-constexpr int64_t kProductRows = 64, kProductDepth = 512;  // of a large product's left factor, at a time
+constexpr int64_t kDepth = 512;                            // of a panel, for all rows at a time
+constexpr int64_t kProductRows = 64, kProductDepth = 512;  // of a large product's left side
 
 template <class C>
 int64_t panels(int64_t columns) {
   return (columns + kPanel<C> - 1) / kPanel<C>;
 }
 
-// Rows of kPanel numbers. If it is narrow, a number is two of bfloat16, those of two rows.
+// Rows of kPanel elements. In a narrow panel an element is two bfloat16 values, of two rows.
 template <class C>
 struct Panel {
   C* data;
@@ -26,7 +26,7 @@ struct Panel {
   Panel from(int64_t row) const { return {data + (narrow ? row / 2 : row) * kPanel<C>, narrow}; }
 };
 
-// A matrix [depth, columns] in panels of kPanel columns, one after the other.
+// A matrix [depth, columns] in consecutive panels of kPanel columns.
 template <class C>
 struct Panels {
   C* data = nullptr;
@@ -43,16 +43,16 @@ Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count, bool narro
   return x;
 }
 
-// Columns [first, first + n) of a panel: the rows of a weight as they lie in memory.
+// Pack columns [first, first + n) of a panel: the rows of a weight as they are stored in memory.
 template <class C>
 void pack_rows(const C* weight, int64_t stride, int64_t n, int64_t depth, C* out) {
-  const int64_t whole = depth / 8 * 8;  // what `transpose` takes
+  const int64_t whole = depth / 8 * 8;  // `transpose` takes multiples of 8
   transpose(weight, stride, n, whole, out, kPanel<C>);
   for (int64_t k = whole; k < depth; ++k)
     for (int64_t i = 0; i < kPanel<C>; ++i) out[k * kPanel<C> + i] = i < n ? weight[i * stride + k] : C{};
 }
 
-// out[r] += a[r] . panel: rows of kPanel numbers.
+// Compute out[r] += a[r] . panel; rows have kPanel elements.
 template <class C>
 void multiply_panel(const C* a, int64_t a_row, int64_t a_column, int64_t rows, int64_t depth,
                     const Panel<C>& panel, C* out) {
@@ -70,13 +70,15 @@ void clear(C* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] = 0;
 }
 
-// For every vector of columns of a panel: f(first of its columns in the panel, how many of them exist).
+// Call f(c, n) for every vector of columns of a panel: c is its first column in the panel, n the
+// number of columns from c on.
 template <class C, class F>
 inline __attribute__((always_inline)) void for_vectors(int64_t width, const F& f) {
   for (int64_t c = 0; c < min(width, kPanel<C>); c += Vector<C>::width) f(c, width - c);
 }
 
-// What a large product takes so many rows of: out[m, n] = bias[n] + the sum over k of left[m, k] right[k, n].
+// The arguments of a large product for some rows: out[m, n] = bias[n] + sum_k left[m, k] right[k,
+// n].
 template <class C>
 struct ProductRows {
   const C* left;
@@ -85,10 +87,11 @@ struct ProductRows {
   C* out;
   int64_t out_row, columns;
   const C* bias;  // or null
-  C* sums;        // of each row of left, or null
+  C* sums;        // the sum of each row of left, or null
 };
 
-// Bring [depth, rows] of left side by side; add its rows up, for sums of sums lose less than one long sum.
+// Gather [depth, rows] of left contiguously. Add up its rows in blocks, because sums of partial
+// sums lose less than one long sum.
 template <class C>
 void gather_left(const ProductRows<C>& x, int64_t k, int64_t depth, C* out, C* sums) {
   for (int64_t i = 0; i < depth;) {
@@ -101,8 +104,8 @@ void gather_left(const ProductRows<C>& x, int64_t k, int64_t depth, C* out, C* s
   }
 }
 
-// Panels [first, last) of the result, kProductDepth of the depth at a time; `own` has room for as much of
-// left.
+// Compute panels [first, last) of the result, kProductDepth of the depth at a time; `own` is
+// scratch for that much of left.
 template <class C>
 void multiply_rows(const ProductRows<C>& x, const Panels<C>& right, int64_t first, int64_t last, C* own) {
   constexpr int64_t P = kPanel<C>;

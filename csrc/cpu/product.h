@@ -1,4 +1,4 @@
-// Products of a small matrix with rows, and what brings rows into the form to compute with.
+// Products of a small matrix with rows, and the functions that convert rows to the computing type.
 #pragma once
 #include "vector.h"
 
@@ -6,15 +6,15 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// Rows of numbers to compute with, `stride` apart.
+// Rows of elements in the computing type, `stride` apart.
 template <class C>
 struct Rows {
   const C* data;
   int64_t stride;
 };
 
-// Have the cache fetch rows [from, from + n), those of them before `end`: what comes next, in steps too
-// short for the processor to foresee. (GCC drops a call of a function that does nothing else.)
+// Prefetch rows [from, from + n) that lie before `end`: they are read next, in steps too short for
+// the processor to predict. (GCC drops a call of a function that does nothing else.)
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const T* rows, int64_t stride, int64_t from, int64_t n,
                                                     int64_t end, int64_t width) {
@@ -22,21 +22,21 @@ __attribute__((always_inline)) inline void prefetch(const T* rows, int64_t strid
     for (int64_t c = 0; c < width; c += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows + r * stride + c);
 }
 
-// The same for `n` rows that are to be read now, unless they lie side by side.
+// Prefetch `n` rows that are read now, unless they are contiguous.
 template <class T>
 __attribute__((always_inline)) inline void prefetch_apart(const T* rows, int64_t stride, int64_t n,
                                                           int64_t width) {
   if (stride != width) prefetch(rows, stride, 0, n, n, width);
 }
 
-// The same for two vectors, what a tile takes at a time of a row.
+// Prefetch two vectors, the columns of a row that a tile takes at a time.
 template <class C>
 __attribute__((always_inline)) inline void prefetch_step(const C* x) {
   for (int64_t c = 0; c < 2 * Vector<C>::width; c += 64 / (int64_t)sizeof(C)) __builtin_prefetch(x + c);
 }
 
-// Bring `n` rows into computing type, `padded` columns with zeros past `width`: in `scratch` unless
-// they are so already.
+// Convert `n` rows to the computing type, `padded` columns with zeros past `width`. The result is
+// in `scratch` unless the rows have this form already.
 template <class T, class C>
 Rows<C> gather(const T* src, int64_t stride, int64_t n, int64_t width, int64_t padded, C* scratch) {
   if constexpr (sizeof(T) == sizeof(C)) {
@@ -50,14 +50,15 @@ Rows<C> gather(const T* src, int64_t stride, int64_t n, int64_t width, int64_t p
   return {scratch, padded};
 }
 
-// Round the first n numbers of x, at most a vector, into tensor elements.
+// Round the first n elements of x, at most a vector, to the tensor's dtype and store them.
 template <class T, class C>
 void put(T* out, Vec<C> x, int64_t n) {
   if constexpr (sizeof(T) == sizeof(C)) return store_part(out, x, n);
   for (int64_t i = 0; i < n && i < Vector<C>::width; ++i) narrow(x[i], out[i]);
 }
 
-// acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns, those of v side by side.
+// Compute acc[r] = sum_k p[r, k] v[k] for R rows and two vectors of columns; those of v are
+// adjacent.
 template <int R, bool skip_zeros, class C>
 inline __attribute__((always_inline)) void gemm_small_block(const C* p, int64_t p_row, int64_t p_col,
                                                             int64_t n, const C* v, int64_t v_row,
@@ -75,7 +76,8 @@ inline __attribute__((always_inline)) void gemm_small_block(const C* p, int64_t 
   }
 }
 
-// The same in blocks of keys, for sums of sums lose less than one long sum.
+// Compute gemm_small_block in blocks of keys, because sums of partial sums lose less than one long
+// sum.
 template <int R, bool skip_zeros, class C>
 inline __attribute__((always_inline)) void gemm_small_sums(const C* p, int64_t p_row, int64_t p_col,
                                                            int64_t n, const C* v, int64_t v_row,
@@ -93,9 +95,9 @@ inline __attribute__((always_inline)) void gemm_small_sums(const C* p, int64_t p
   }
 }
 
-// out[r] = scale * sum_k p[r, k] v[k] for R rows, added up if `more`. Where p are weights a key of
-// weight 0 adds nothing even when its value is NaN: a sum that is NaN is taken again without such
-// keys, which changes no bit otherwise.
+// Compute out[r] = scale * sum_k p[r, k] v[k] for R rows, added to out if `more`. If p are weights,
+// a key of weight 0 adds nothing even when its value is NaN: a sum that is NaN is computed again
+// without such keys, which changes no bit otherwise.
 template <int R, bool weights, bool more, class C, class O>
 __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n,
                                                const C* v, int64_t v_row, C scale, O* out,
@@ -119,11 +121,11 @@ __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_
   }
 }
 
-// The same for any number of rows.
+// Compute gemm_small_tile for any number of rows.
 template <bool weights, bool more, class C, class O>
 void gemm_small_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
                      int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
-  constexpr int R = kVectorBytes == 64 ? 8 : 6;  // what the registers hold
+  constexpr int R = kVectorBytes == 64 ? 8 : 6;  // rows that the registers hold
   const auto run = [&](auto tile, int64_t r) {
     tile(p + r * p_row, p_row, p_col, n, v, v_row, scale, out + r * out_stride, out_stride, width);
   };
@@ -140,7 +142,7 @@ void gemm_small_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, i
   gemm_small_rows<weights, false>(p, p_row, p_col, rows, n, v, W2, scale, out, out_stride, width);
 }
 
-// Scale what another has computed; tell whether it is free of NaN.
+// Scale a matrix that was computed elsewhere; return true if all elements are finite.
 template <class C>
 bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
   constexpr int W = Vector<C>::width;
@@ -160,8 +162,8 @@ bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
   return !has_nan<C>(check);
 }
 
-// out = scale * sum_k p[k] v[k]: runs through the rows of v once, four at a time, those of weight 0
-// left out. `acc` has room for a row.
+// Compute out = scale * sum_k p[k] v[k] in one pass over the rows of v, four at a time, skipping
+// those of weight 0. `acc` is a buffer for one row.
 template <class T, class C, class O>
 void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
                     C scale, O* out, C* acc) {
@@ -185,7 +187,7 @@ void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_
   for (int64_t c = 0; c < width; c += W) put<O, C>(out + c, load(acc + c) * scale, width - c);
 }
 
-// Two vectors of columns of `n` rows, one after the other, zeros past `width`.
+// Pack `n` rows, two vectors of columns at a time, with zeros past `width`.
 template <class T, class C>
 void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
   constexpr int W = Vector<C>::width;
@@ -201,14 +203,14 @@ void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
   }
 }
 
-// out[c * out_stride + r] = row r, column c: zeros past the last row, for what happens to lie there
-// may be so small that it is multiplied a hundred times slower.
+// Set out[c * out_stride + r] to row r, column c, and zeros past the last row: stale values there
+// may be subnormal, and a product with them a hundred times slower.
 template <class C>
 void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out, int64_t out_stride) {
   int64_t r = 0;
 #if defined(__AVX2__)
   if constexpr (sizeof(C) == 4) {
-    for (; r + 8 <= n; r += 8)  // columns are a multiple of 8
+    for (; r + 8 <= n; r += 8)  // the number of columns is a multiple of 8
       for (int64_t c = 0; c < columns; c += 8)
         transpose8(rows + r * stride + c, stride, out + c * out_stride + r, out_stride);
   }
@@ -219,12 +221,13 @@ void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out
   }
 }
 
-// out[r] = scale * sum_k p[r, k] v[k], columns [0, width) of v. Scratch: see gemm_small_scratch.
+// Compute out[r] = scale * sum_k p[r, k] v[k] for columns [0, width) of v. Scratch: see
+// gemm_small_scratch.
 template <class T, class C, class O>
 void gemm_small(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const T* v,
                 int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
   constexpr int W = Vector<C>::width;
-  if (rows < 3 || n < 3) {  // too few to pay for packing
+  if (rows < 3 || n < 3) {  // too few to repay packing
     for (int64_t r = 0; r < rows; ++r)
       gemm_small_row(p + r * p_row, p_col, n, v, v_stride, width, scale, out + r * out_stride, scratch);
     return;

@@ -1,4 +1,5 @@
-// Registers the recurrent layer that attends for the CPU: picks the instruction set, makes the team.
+// Registers the recurrent layer with attention for the CPU: selects the instruction set and starts
+// the team.
 #include "recurrent.h"
 
 #include "../launch_recurrent.h"
@@ -33,7 +34,8 @@ int64_t threads_for(const Layer& a, int64_t more = 0) {
   return std::clamp<int64_t>(work / kStepWorthAThread, 1, torch::stable::get_num_threads());
 }
 
-// As many sequences an item as repay a panel's way into the cache, and few enough that all have work.
+// Choose the sequences of an item: enough to repay loading a panel into the cache, few enough that
+// all threads have work.
 LayerPlan plan_of(const Layer& a, int64_t threads) {
   LayerPlan plan{};
   const int64_t panels = std::max<int64_t>(a.H / 32, 1);
@@ -43,7 +45,7 @@ LayerPlan plan_of(const Layer& a, int64_t threads) {
   return plan;
 }
 
-// Rows [B, T, columns] of scratch, of so many layers.
+// Rows [B, T, columns] of scratch, for `layers` layers.
 struct Room {
   View* view;
   int64_t columns, layers = 1;
@@ -80,8 +82,8 @@ void put_past(const Arguments& given, const LayerChecker& fit, Call& a, KeepAliv
   if (a.target_lengths) a.step_lengths = lengths_of_steps(a, a.attention.lengths, keep);
 }
 
-// What a history's backward adds to at every step: gradients of parameters, in parts for each sequence, and,
-// where filters see the keys, of these.
+// The sums to which a history's backward adds at every step: gradients of parameters, in parts for
+// each sequence, and, if the filters read the keys, of the keys.
 struct HistorySums {
   const Parts parts;
 
@@ -118,7 +120,7 @@ struct HistorySums {
   }
 };
 
-// The states that are asked with.
+// Return the states that are the queries.
 View states_of_last(const Layer& a) {
   View x = a.states;
   const int64_t size = a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float);
@@ -248,7 +250,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   a.bias_ih = kept(given.bias_ih, keep);
   a.bias_hh = kept(given.bias_hh, keep);
   const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a))}, ScalarType::Byte);
-  a.B = 32;  // as much work as so many sequences make
+  a.B = 32;  // as much work as 32 sequences make
   const int64_t threads = threads_for(a);
   std::vector<uint32_t> taken(kernels().pack_items(a));
   Team team = {threads, taken.data(), 0};
@@ -303,7 +305,7 @@ struct SearchChecker : LayerChecker {
 ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchChecker)
 ATTNFAST_RESULTS(GreedySearchOutputs, ATTNFAST_SEARCH_OUTPUTS)
 
-// Room for what a step leaves, and what both kinds of step share.
+// Allocate the buffers for a step's results, and for the data that both kinds of step share.
 void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, GreedySearch& a,
                KeepAlive& keep) {
   const auto room = [&](bool wanted, int64_t columns) {
@@ -380,7 +382,7 @@ using SearchOperators = Operators<greedy_search>;
 
 }  // namespace
 
-// For a test: the list above.
+// Return the list above, for a test.
 ATTNFAST_EXPORT const char* attnfast_search_operators() {
   static const std::string text = SearchOperators::listed();
   return text.c_str();

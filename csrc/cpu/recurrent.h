@@ -1,4 +1,5 @@
-// What the CPU's launcher of a recurrent layer knows of its kernels, one set for every instruction set.
+// The interface between the CPU launcher of a recurrent layer and its kernels, one table per
+// instruction set.
 #pragma once
 #include "../recurrent.h"
 #include "attention.h"
@@ -6,20 +7,20 @@
 namespace attnfast {
 namespace cpu {
 
-// What the members of a team tell each other.
+// The state that the members of a team share.
 struct Team {
   int64_t members;
-  uint32_t* taken;  // for each item the last phase in which it was taken, at first 0
-  uint64_t done;    // items, in all phases
+  uint32_t* taken;  // for each item the last phase that took it, initially 0
+  uint64_t done;    // number of items done, over all phases
 };
 
-// How a layer is carried out.
+// The plan of a layer.
 struct LayerPlan {
   int64_t rows;    // of one item of a product
   Plan attention;  // of one step
 };
 
-// The best of some words.
+// The best word of a range.
 template <class C>
 struct Found {
   C score;
@@ -28,20 +29,22 @@ struct Found {
 
 }  // namespace cpu
 
-// A search for the best word at every step, which the next one reads: a layer's steps, one at a time.
+// Greedy search: the steps of a layer, one at a time, each of which reads the best word of the
+// previous step.
 struct GreedySearch {
   Dtype dtype;
   int64_t B, T, V, R, begin, end, most;  // T is 1; at most `most` words, the first after `begin`
-  RecurrentForward even, odd;            // steps, each of which begins where the other has ended
-  View hidden, first_cell, feed;         // what the first step begins with
+  RecurrentForward even, odd;            // steps, each starting from the other's results
+  View hidden, first_cell, feed;         // initial values of the first step
   View embedding, weight_readout, weight_vocab, bias_readout, bias_vocab;
   double embedding_scale;
   const int64_t* limits;  // [B]
-  View read;              // room [B, 1, R], with a readout
+  View read;              // scratch [B, 1, R], with a readout
   int64_t* words;         // out [B, most]
 };
 
-// Bytes of scratch, for all and for each member, and the most items of a phase; what one member does.
+// The size in bytes of the scratch shared by all and of each member's, the largest number of items
+// of a phase, and the work of one member.
 template <class Call>
 struct LayerKernel {
   size_t (*shared)(const Call&, const cpu::LayerPlan&);
@@ -51,8 +54,8 @@ struct LayerKernel {
 };
 
 struct RecurrentKernels {
-  bool (*multiplies_narrow)();     // whether this processor multiplies numbers of bfloat16
-  size_t (*packed)(const Layer&);  // bytes of packed weights, which a forward may be given
+  bool (*multiplies_narrow)();     // true if this processor multiplies bfloat16 pairs
+  size_t (*packed)(const Layer&);  // bytes of packed weights, an optional input of a forward
   int64_t (*pack_items)(const Layer&);
   void (*pack)(const Layer&, cpu::Team&, int64_t member, void* out);
   LayerKernel<RecurrentForward> forward;

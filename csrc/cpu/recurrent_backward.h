@@ -1,4 +1,4 @@
-// The steps of a recurrent layer back, see recurrent_steps.h.
+// The backward of the steps of a recurrent layer, see recurrent_steps.h.
 #pragma once
 #include <vector>
 
@@ -8,24 +8,24 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// A parameter's gradient: out[m, n] = the sum, over all steps of all sequences, of left[m] right[n].
+// A parameter's gradient: out[m, n] = sum of left[m] right[n] over all steps of all sequences.
 template <class C>
 struct ParameterGradient {
-  View left;          // rows [B, T, .] that lie evenly, from the first column that counts on
-  View right, first;  // of a step; if `earlier`, of the step before, at first of `first` or, without it, 0
+  View left;          // rows [B, T, .] that are evenly spaced, from the first relevant column on
+  View right, first;  // of a step, or, if `earlier`, of the step before: initially `first` or 0
   bool earlier;
   View factor;  // multiplied into right, or absent
   int64_t rows, columns;
   View out, sums;  // and the sums of left, or absent
   Panels<C> packed;
-  bool packs;  // else another one does
+  bool packs;  // false if another gradient packs `right`
 };
 
-// Where a backward keeps what it computes with.
+// The buffers of a backward.
 template <class C>
 struct BackwardRoom {
   Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
-  C *to_state, *to_cell;  // what reaches a step's state and cell, [layers, B, H]
+  C *to_state, *to_cell;  // gradients of a step's state and cell, [layers, B, H]
   void* features;
   View kept;  // of a history's filters, [B]
   std::vector<ParameterGradient<C>> gradients;
@@ -74,7 +74,7 @@ struct BackwardRoom {
       if (layer)
         list(own(a.grad_gates), below(a.states), none, false, below(a.dropout_between), gates, a.H,
              below(a.grad_weight_ih_upper), own(a.grad_bias_ih));
-      const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // gates that inputs and states share
+      const int64_t alike = a.cell == Cell::gru ? 2 * a.H : gates;  // shared by inputs and states
       list(own(a.grad_gates), own(a.states), own(a.hidden), true, own(a.dropout), alike, a.H,
            own(a.grad_weight_hh), own(a.grad_bias_hh));
       if (alike == gates) continue;
@@ -105,7 +105,7 @@ class BackwardPass {
   Member& member;
   const BackwardRoom<C> room;
   char* own;
-  const int64_t gates, units, of_fed;  // panels of the state, of what is fed
+  const int64_t gates, units, of_fed;  // panels of the state, of the fed vector
 
  public:
   BackwardPass(const RecurrentBackward& a, const LayerPlan& plan, Member& member, Scratch<C> place,
@@ -133,8 +133,8 @@ class BackwardPass {
   }
 
  private:
-  // Columns of a weight from `first` on, each row of the weight a row of a panel; then those of the next
-  // layer's weight.
+  // Pack the columns of a weight from `first` on, each row of the weight as a row of a panel; then
+  // those of the next layer's weight.
   void pack_columns(const Panels<C>& out, const View& weight, int64_t first, int64_t columns,
                     int64_t panel) {
     const int64_t of_layer = panels<C>(columns), c = panel % of_layer * P;
@@ -174,7 +174,8 @@ class BackwardPass {
       for (int64_t c = 0; c < a.F; c += Vector<C>::width) put_fed(b, a.T - 1, c, a.F - c, Vec<C>{});
   }
 
-  // What the next step gives to what it is fed, to what else reaches the attentional vector or context.
+  // Store the gradient of the attentional vector's sum, or of the context, at step t: x, the
+  // gradient of the next step's fed vector, plus the gradient that the caller gives.
   void put_fed(int64_t b, int64_t t, int64_t c, int64_t n, Vec<C> x) {
     const View& given = a.weight_output.data ? a.grad_attentional : a.grad_contexts;
     const View& out = a.weight_output.data ? a.grad_fed : a.attention.grad_context;
@@ -192,7 +193,7 @@ class BackwardPass {
     store_part(row<C>(out, b, t) + c, x, n);
   }
 
-  // What reaches the attentional vector of step t reaches the context.
+  // Propagate the gradient of the attentional vector of step t to the context.
   void reach_contexts(int64_t t) {
     member.share(blocks(a, plan, room.context.count), [&](int64_t item) {
       const Block block(a, plan, item);
@@ -225,7 +226,8 @@ class BackwardPass {
     run(passes.grad_weights, rewind, passes.grad_inputs);
   }
 
-  // The coverage before every step, and what reaches the history after the last one.
+  // Compute the coverage before every step, and initialise the gradient of the history after the
+  // last one.
   void begin_history() {
     const CoverageBackward& h = a.attention;
     member.share(a.B, [&](int64_t b) {
@@ -254,7 +256,8 @@ class BackwardPass {
     run_passes(all, plan.attention, member, own, VARIANT::coverage.finish);
   }
 
-  // x[r] += what reaches the state through the query of step t and, if it attends last, the output.
+  // Add to x[r] the gradient of the state through the query of step t and, if it attends last, the
+  // output.
   void add_attended(int64_t t, const Block& block, C* x) {
     if (!a.attends || t >= a.T) return;
     const Sources<C> asked = of_step<C>(a.attention.grad_query, block.b, t);
@@ -274,7 +277,7 @@ class BackwardPass {
   C* to_state(int64_t layer, int64_t b) const { return room.to_state + (layer * a.B + b) * a.H; }
   C* to_cell(int64_t layer, int64_t b) const { return room.to_cell + (layer * a.B + b) * a.H; }
 
-  // What reaches a layer's step reaches its sums, the state before, and what the layer has read.
+  // Propagate the gradient of a layer's step to its sums, the previous state and the layer's input.
   void step_back(int64_t t, int64_t layer) {
     by_cell(a.cell, [&](auto known) {
       member.share(blocks(a, plan, units),
@@ -300,7 +303,7 @@ class BackwardPass {
     }
   }
 
-  // Padding: what reaches the state goes by.
+  // Padding: pass the gradient of the state through.
   template <class Known>
   void pass_row(int64_t t, int64_t layer, int64_t b, int64_t i, const C* x) {
     C* const state = to_state(layer, b) + i;
@@ -311,7 +314,8 @@ class BackwardPass {
     });
   }
 
-  // The units of a panel, from i on, of one sequence; x is what attention gives to the state.
+  // Run the backward of a panel's units, from i on, for one sequence; x is attention's gradient of
+  // the state.
   template <class Known>
   void move_row_back(int64_t t, int64_t layer, int64_t b, int64_t i, const C* x) {
     const int64_t H = a.H;
@@ -345,7 +349,7 @@ class BackwardPass {
     });
   }
 
-  // x[r] += what the gates give to the state before, times weight_hh.
+  // Add to x[r] the gates' gradients times weight_hh, the gradient of the previous state.
   void multiply_hidden(int64_t t, int64_t layer, const Block& block, C* x) {
     const Sources<C> from = of_step<C>(at_layer<C>(a.grad_gates, layer), block.b, t);
     const Panel<C> panel = room.hidden.at(layer * units + block.panel);
@@ -362,7 +366,7 @@ class BackwardPass {
     add_to_state(layer, block, x, at_layer<C>(a.dropout, layer), t);
   }
 
-  // What a layer has read are the states of the one below.
+  // Propagate the gradient of a layer's input, the states of the layer below.
   void grad_to_below(int64_t t, int64_t layer, const Block& block) {
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
@@ -398,7 +402,7 @@ class BackwardPass {
       });
   }
 
-  // What reaches the state and the cell before the first step.
+  // Write the gradients of the state and the cell before the first step.
   void write_initial_grads(int64_t layer, const Block& block) {
     const int64_t first = block.panel * P;
     alignas(64) C x[kMostBatch * P];
@@ -431,9 +435,10 @@ class BackwardPass {
     });
   }
 
-  // ---- parameters ---------------------------------------------------------------------------------
+  // ---- parameters -------------------------------------------------------------------------------
 
-  // Which of the gradients an item belongs to, of those that have so many items each.
+  // Return the gradient that an item belongs to and make `item` an index into it; `items` gives the
+  // number of items of each gradient.
   template <class Items>
   const ParameterGradient<C>& find(int64_t& item, const Items& items) const {
     int which = 0;
@@ -478,7 +483,7 @@ class BackwardPass {
         }
   }
 
-  // Rows [first, first + kProductRows) of a gradient.
+  // Compute rows [first, first + kProductRows) of a gradient.
   void sum_products(const ParameterGradient<C>& x, int64_t first) {
     C* const sums = x.sums.data ? row<C>(x.sums, 0) + first : nullptr;
     const ProductRows<C> rows = {row<C>(x.left, 0) + first,

@@ -1,4 +1,4 @@
-// The steps of a recurrent layer, see recurrent_steps.h.
+// The forward of the steps of a recurrent layer, see recurrent_steps.h.
 #pragma once
 #include "recurrent_steps.h"
 
@@ -6,11 +6,11 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// What a layer's parameters are packed into.
+// The packed parameters of a layer.
 template <class C>
 struct Packed {
   Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
-  C* bias;  // of the sums of `cell_forward` of every layer, each to whole panels
+  C* bias;  // of the sums of `cell_forward` in every layer, padded to whole panels
 
   Packed(const Layer& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
@@ -26,13 +26,14 @@ struct Packed {
     bias = room.take(a.layers * kMostGates * units * kPanel<C>);
   }
 
-  // Those that are given, if any.
+  // Return the packed parameters that the caller provides, if any.
   static Packed of(const RecurrentForward& a, Scratch<C>& room) {
     Scratch<C> given = {static_cast<C*>(a.packed)};
     return Packed(a, a.packed ? given : room);
   }
 
-  // Pack a panel of a weight whose rows come in blocks, one for each gate of a layer, each to whole panels.
+  // Pack a panel of a weight whose rows come in blocks, one for each gate of a layer, each padded
+  // to whole panels.
   static void pack(const Panels<C>& out, const View& weight, int64_t column, int64_t rows, int64_t panel) {
     const int64_t of_block = panels<C>(rows), block = panel / of_block,
                   first = panel % of_block * kPanel<C>;
@@ -85,11 +86,11 @@ class Forwards {
   Member& member;
   const Packed<C> packed;
   C* masked[2];  // states times the dropout, of even and odd steps
-  C* lifted;     // states as the layers above read them, where not all is read
+  C* lifted;     // states times the dropout between layers, or null
   void* features;
   char* own;
   const int64_t gates, units;
-  const View sums;  // where the inputs' share of the gates lies until its step
+  const View sums;  // the inputs' contribution to the gates, until its step
 
  public:
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, Scratch<C> room, void* own)
@@ -133,7 +134,7 @@ class Forwards {
     });
   }
 
-  // The inputs of all steps at once.
+  // Multiply the inputs of all steps at once.
   void multiply_inputs() {
     const int64_t chunks = parts(a.B * a.T, kMostBatch);
     member.share(a.B && a.T ? chunks * packed.input.count : 0, [&](int64_t item) {
@@ -168,7 +169,8 @@ class Forwards {
     run(passes.scores, weigh, passes.context);
   }
 
-  // The coverage that every step adds to where it lies, and the parameters as steps read them.
+  // Copy the coverage to the output that every step adds to, and prepare the parameters for the
+  // steps.
   void begin_history() {
     const View &from = a.attention.coverage_in, &to = a.attention.coverage_out;
     member.share(a.B, [&](int64_t b) {
@@ -185,14 +187,14 @@ class Forwards {
     });
   }
 
-  // The state that is asked with at step t.
+  // Return the state that is the query at step t.
   Sources<C> asked(int64_t b, int64_t t) const {
     const Level level = last_level<C>(a);
     if (!a.attends_first) return of_step<C>(level.states, b, t);
     return t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
   }
 
-  // The query, or, where it is no state of this step, a copy of the state.
+  // Compute the query, or, if the query is not a state of this step, copy the state.
   void project(int64_t t, const Block& block) {
     const int64_t first = block.panel * kPanel<C>;
     const bool projects = a.weight_query.data;
@@ -218,7 +220,7 @@ class Forwards {
     });
   }
 
-  // What a layer reads beside its own state, if anything.
+  // Return the input of a layer, other than its previous state, if there is one.
   Sources<C> read(int64_t t, int64_t layer, int64_t b) const {
     if (layer && lifted) return {lifted + ((layer - 1) * a.B + b) * a.H, a.H};
     if (layer) return of_step<C>(at_layer<C>(a.states, layer - 1), b, t);
@@ -250,7 +252,8 @@ class Forwards {
       move_row<Known>(t, layer, level, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
   }
 
-  // The units of a panel, from i on, of one sequence; x are its sums, those of a gate kMostBatch * P apart.
+  // Run the cell on a panel's units, from i on, for one sequence; x are its sums, those of
+  // successive gates kMostBatch * P apart.
   template <class Known>
   void move_row(int64_t t, int64_t layer, const Level& level, int64_t b, int64_t i, const C* x,
                 const C* before) {
@@ -309,7 +312,7 @@ class Forwards {
     });
   }
 
-  // What attention has left beyond the targets' ends.
+  // Clear the results of attention beyond the targets' ends.
   void clear_padding() {
     member.share(a.B, [&](int64_t b) {
       for (int64_t t = larger(a.target_lengths[b], 0); t < a.T; ++t) {

@@ -1,5 +1,5 @@
-// A recurrent layer that attends at every step, on the CPU, for one instruction set (see vector.h); the
-// launcher is recurrent.cpp.
+// A recurrent layer that attends at every step, on the CPU, for one instruction set (see vector.h);
+// the launcher is recurrent.cpp.
 #include "greedy_search.h"
 #include "recurrent_backward.h"
 
@@ -7,7 +7,7 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// Where room is measured, nothing lies.
+// Return a scratch at no real address, for measuring sizes.
 template <class C>
 Scratch<C> nowhere() {
   return {reinterpret_cast<C*>(64)};
@@ -52,7 +52,7 @@ size_t search_room(const GreedySearch& a) {
   return bytes_of(room);
 }
 
-// The most items that a phase of products has: panels are at least 4 columns wide.
+// Return the largest number of items of a phase of products: panels are at least 4 columns wide.
 int64_t most_items(const Layer& a, const LayerPlan& plan) {
   const int64_t columns = larger(larger(a.E, a.H), larger(a.A, larger(a.F, a.Dv)));
   const int64_t all_panels = 7 + (4 + 3 * a.layers) * kMostGates * parts(columns, 4);

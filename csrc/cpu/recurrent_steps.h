@@ -1,9 +1,10 @@
-// What forward and backward of a recurrent layer share: items of a step's products, cells, attention.
+// Code common to forward and backward of a recurrent layer: items of a step's products, cells,
+// attention.
 //
-// A team of threads walks through the steps together: each phase is a product whose columns, in panels
-// of two vectors, they share, or a pass of attention. Weights are packed once for all steps; what the
-// inputs give to the gates is one product before the first step, and every parameter's gradient one
-// product after the last.
+// A team of threads walks through the steps together. Each phase is a product whose columns, in
+// panels of two vectors, the threads share, or a pass of attention. Weights are packed once for all
+// steps. The inputs' contribution to the gates is one product before the first step, and every
+// parameter's gradient is one product after the last.
 #pragma once
 #include "coverage.h"
 #include "panels.h"
@@ -26,7 +27,7 @@ C* row(const View& x, int64_t b, int64_t t = 0) {
   return static_cast<C*>(x.data) + b * x.batch + t * x.row;
 }
 
-// What one layer of a stack has.
+// Return the slice of one layer of a stack.
 template <class C>
 View at_layer(View x, int64_t layer) {
   if (x.data) x.data = static_cast<C*>(x.data) + layer * x.head;
@@ -45,12 +46,12 @@ Level last_level(const Layer& a) {
   return level_of<C>(a, a.layers - 1);
 }
 
-// Whether step t of sequence b is more than padding.
+// Return true unless step t of sequence b is padding.
 bool runs(const Layer& a, int64_t b, int64_t t) { return !a.target_lengths || t < a.target_lengths[b]; }
 
 // ---- products -----------------------------------------------------------------------------------
 
-// Rows that a product takes: of step t of the sequences from b on.
+// The left rows of a product: those of step t of the sequences from b on.
 template <class C>
 struct Sources {
   const C* data;
@@ -61,7 +62,7 @@ Sources<C> of_step(const View& x, int64_t b, int64_t t) {
   return {row<C>(x, b, t), x.batch};
 }
 
-// An item of a product over a step's sequences: a panel, and so many of them.
+// An item of a product over a step's sequences: a panel and a range of sequences.
 struct Block {
   int64_t panel, b, rows;
   Block(const Layer& a, const LayerPlan& plan, int64_t item) {
@@ -107,7 +108,7 @@ void move_on(Problem& a, int64_t t, int64_t bytes) {
 }
 bool has_history(const History& h) { return h.coverage_in.data; }
 
-// Room for what all steps read of a history's parameters, or null.
+// Return a buffer for a history's packed parameters, which all steps read, or null.
 template <class C>
 void* take_features(const Problem& a, const History& h, bool back, Scratch<C>& room) {
   if (!has_history(h) || !h.filters_count) return nullptr;
@@ -120,7 +121,7 @@ void prepare_once(Call a, void* features, bool back) {
   VARIANT::coverage.prepare(a, a, back);
 }
 
-// Make step t, whose row of weights these are, begin with what the steps before it left.
+// Let step t, whose row of weights this is, start from the results of the previous steps.
 template <class C, class Step>
 void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
   step.coverage_in = coverage;
@@ -155,7 +156,7 @@ CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
   return step;
 }
 
-// Passes that follow one another, item by item where they have as many.
+// Run consecutive passes, item by item if they have equally many items.
 template <class Call>
 void run_passes(const Call&, const cpu::Plan&, Member&, void*) {}
 template <class Call, class Of, class... Rest>

@@ -1,4 +1,4 @@
-// What passes share: the item that they work on, and rows of scores that become weights.
+// Code common to the passes: the item of work, and rows of scores that become weights.
 #pragma once
 #include "attention.h"
 #include "product.h"
@@ -9,7 +9,7 @@ namespace {
 
 using cpu::Plan;
 
-// Room that is given out piece by piece.
+// A buffer that is handed out piece by piece.
 template <class C>
 struct Scratch {
   C* next;
@@ -29,17 +29,18 @@ int64_t keys_seen(const Problem& a, int64_t b) {
 
 int64_t row_blocks(const Problem& a, const Plan& plan) { return (a.Tq + plan.rows - 1) / plan.rows; }
 
-// Parts of a (sequence, head) in grad_inputs: slices of the features, and of the values' columns.
+// Return the parts of a (sequence, head) in grad_inputs: slices of the features, and of the values'
+// columns.
 int64_t feature_slices(const Problem& a, const Plan& plan) { return parts(a.A, plan.columns); }
 int64_t value_slices(const Backward& a, const Plan& plan) {
   return a.grad_value.data ? parts(a.Dv, plan.columns) : 0;
 }
 
-// Item `index` of a pass, rows of a (sequence, head) and one part of its keys or columns.
+// Item `index` of a pass: rows of a (sequence, head) and one part of its keys or columns.
 struct Item {
   int64_t b, h, bh, row, rows, part, seen;
 
-  // Blocks of rows, each in so many parts.
+  // Blocks of rows, each in `parts` parts.
   Item(const Problem& a, const Plan& plan, int64_t index, int64_t parts)
       : Item(a, index / parts / row_blocks(a, plan)) {
     part = index % parts;
@@ -61,7 +62,8 @@ int64_t padded(int64_t width) {
   return round_up(width, 2 * Vector<C>::width);
 }
 
-// Where the scores of an item lie: the weights' place, or the start of a thread's scratch.
+// Return the number of elements of a thread's scratch for an item's scores, 0 if these are in a
+// tensor.
 template <class C>
 int64_t scores_scratch(const Problem& a, const Plan& plan) {
   return plan.scores.data || a.span.data ? 0 : round_up(plan.rows * a.W, 64 / sizeof(C));
@@ -72,14 +74,14 @@ Rows<C> scores_of(const Problem& a, const Plan& plan, const Item& item, Scratch<
   return {scratch.take(scores_scratch<C>(a, plan)), a.W};
 }
 
-// Zeros in place of the numbers of a row that are not in [from, to).
+// Set the elements of a row outside [from, to) to 0.
 template <class C>
 void clear_outside(C* row, int64_t n, int64_t from, int64_t to) {
   for (int64_t j = 0; j < min(from, n); ++j) row[j] = 0;
   for (int64_t j = to > 0 ? to : 0; j < n; ++j) row[j] = 0;
 }
 
-// Numbers [0, n) of a row that nothing else may touch beyond.
+// Elements [0, n) of a row; nothing beyond them may be touched.
 template <class C>
 struct Exactly {
   C* x;
@@ -92,8 +94,8 @@ struct Exactly {
   void put(int64_t j, Vec<C> v) const { store_part(x + j, v, n - j); }
 };
 
-// Numbers [from, to) of a row whose neighbours, to the next multiples of a vector, have no meaning:
-// `put` writes there what it is given, and `get_put` reads it.
+// Elements [from, to) of a row whose neighbours, up to the next multiples of a vector, have no
+// meaning: `put` writes its argument there, and `get_put` reads it.
 template <class C>
 struct Within {
   C* x;
@@ -110,7 +112,7 @@ struct Within {
   void put(int64_t j, Vec<C> v) const { store(x + j, v); }
 };
 
-// A row of scores becomes weights in three steps. The largest score:
+// A row of scores becomes weights in three steps. First, return the largest score:
 template <class C, template <class> class Row>
 C largest(const Row<C>& s) {
   const C infinity = __builtin_inf();
@@ -122,7 +124,7 @@ C largest(const Row<C>& s) {
   return highest<C>(most);
 }
 
-// e^x of scores less the largest; NaN stays, and makes the whole row NaN.
+// Return e^x of scores less the largest; NaN stays, and makes the whole row NaN.
 template <class C>
 Vec<C> mass_of(Vec<C> x) {
   Vec<C> e = exp(x);
@@ -130,8 +132,9 @@ Vec<C> mass_of(Vec<C> x) {
   return x == x ? e : x;
 }
 
-// Add terms of the elements [from, to) to `sums`, a vector of them by `term(j, sums)`: in blocks of 256
-// vectors, four sums each, for rounding errors grow with the number of terms that one sum takes.
+// Add terms of the elements [from, to) to `sums`, a vector of them by `term(j, sums)`: in blocks of
+// 256 vectors, four partial sums each, because rounding errors grow with the number of terms in one
+// sum.
 template <class C, int N, class Term>
 void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
   constexpr int64_t W = Vector<C>::width, kBlock = 256 * W;
@@ -147,7 +150,8 @@ void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
   }
 }
 
-// Their exponentials, in place, and 0 in place of neighbours without meaning; returns the sum.
+// Second, replace the scores by their exponentials, and neighbours without meaning by 0; return the
+// sum.
 template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top) {
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
@@ -160,15 +164,15 @@ C exponentiate(const Row<C>& s, C top) {
   return sum<C>(total[0]);
 }
 
-// The same, and statistics of the row whose first number is key `first`, but for the entropy's ln sum e,
-// which `normalise` takes:
+// Do the same and compute statistics of the row whose first element is key `first`, without the
+// entropy's ln sum e, which `normalise` adds:
 //   entropy = ln sum e - sum e (x - top) / sum e,  largest = 1 / sum e,
 //   mean = sum e j / sum e,  variance = sum e (j - mean)^2 / sum e
 template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   constexpr int W = Vector<C>::width;
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
-  Vec<C> earliest = splat(-infinity);  // minus the number of the first largest
+  Vec<C> earliest = splat(-infinity);  // minus the index of the first largest
   const Vec<C> numbers = __builtin_convertvector(lane_numbers<C>(), Vec<C>) + (C)s.first();
   Vec<C> number = numbers;
   Vec<C> totals[3] = {}, squares[1] = {};
@@ -198,8 +202,8 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   return mass;
 }
 
-// Weights; returns the log of the mass. A row without any becomes zeros: see `fill_nan_row`. `zeros` marks the
-// lanes where a weight is 0.
+// Third, divide by the mass; return the log of the mass. A row without mass becomes zeros: see
+// `fill_nan_row`. `zeros` marks the lanes where a weight is 0.
 template <class C, template <class> class Row>
 C normalise(const Row<C>& s, C mass, Flags<C>& zeros) {
   if (mass == 0) {
@@ -234,7 +238,7 @@ void multiply_by(C scale, int64_t n, C* x) {
     for (int64_t j = 0; j < n; ++j) x[j] *= scale;
 }
 
-// Add the bias to the scores of columns [from, to), hide what the mask hides.
+// Add the bias to the scores of columns [from, to) and hide what the mask hides.
 template <class T, class C>
 void finish_scores(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* s) {
   const int64_t n = to - from;
@@ -254,8 +258,9 @@ void finish_scores(const Problem& a, const Item& item, int64_t i, int64_t from, 
   }
 }
 
-// NaN in place of the weights of a row that has diverged, at the keys [from, to) that it sees. So is a
-// softmax where a score is +inf or NaN, or where there are scores and all are -inf. Returns whether any.
+// Set the weights of a row that has diverged to NaN at its visible keys [from, to). A softmax
+// diverges if a score is +inf or NaN, or if there are scores and all are -inf. Return true if any
+// weight was set.
 template <class T, class C>
 bool fill_nan_row(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* p) {
   bool any = false;
@@ -269,8 +274,8 @@ bool fill_nan_row(const Problem& a, const Item& item, int64_t i, int64_t from, i
   return any;
 }
 
-// Row i, whose numbers are those of the keys [from, to) in their columns, becomes weights; log sum exp and
-// statistics, 0 without mass and NaN if the row has diverged, are left in their places.
+// Turn row i into weights; its elements are those of the keys [from, to) in their columns. Store
+// log sum exp and statistics: 0 without mass, NaN if the row has diverged.
 template <class T, class C, template <class> class Row>
 void finish_row(const Forward& a, const Item& item, int64_t i, const Row<C>& s, int64_t from, int64_t to,
                 C top, C mass, Flags<C>& zeros) {
@@ -284,7 +289,7 @@ void finish_row(const Forward& a, const Item& item, int64_t i, const Row<C>& s, 
   for (int x = 0; x < kStatistics; ++x) statistics[x] = diverged ? __builtin_nan("") : 0;
 }
 
-// The function of a pass over calls of one type.
+// Select the instance of a pass's function by the dtype of the call.
 #define ATTNFAST_BY_DTYPE(Call, function)                                \
   [](const Call& a, const Plan& plan, int64_t item, void* scratch) {     \
     switch (a.dtype) {                                                   \
@@ -295,7 +300,7 @@ void finish_row(const Forward& a, const Item& item, int64_t i, const Row<C>& s, 
     }                                                                    \
   }
 
-// The coverage after a row of weights; `rate` is an inverse fertility, or null.
+// Compute the coverage after a row of weights; `rate` is an inverse fertility, or null.
 template <class C>
 void cover(const C* before, const C* weights, const C* rate, int64_t n, C* now) {
   if (rate)

@@ -1,4 +1,4 @@
-// How the CPU's launchers share out work: the instruction set, threads, items of passes.
+// Scheduling for the CPU launchers: the instruction set, threads, items of passes.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,12 +11,12 @@
 namespace attnfast {
 namespace cpu {
 
-// What steps over the same keys keep of them: their exponentials, for tanh; size [0] if nothing, as where
-// a key lies beyond the exponentials' domain.
+// Return the exponentials of the keys, which steps over the same keys cache, for tanh; the size is
+// [0] if there is nothing to cache, e.g. if a key is outside the exponentials' domain.
 Tensor exponentials_of(const Problem&);
-// The backward of attention, as its own operator runs it.
+// Run the backward of attention, as its operator does.
 void run_backward(const Backward&);
-// The same of the values' gradient alone.
+// Run the part of that backward that computes the values' gradient.
 void run_grad_value(const Backward&);
 
 }  // namespace cpu
@@ -30,7 +30,7 @@ bool bias_may_be_of_sums() { return true; }
 
 const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 
-// The table of kernels for this processor, or for the instruction set that is asked for.
+// Return the table of kernels for this processor, or for the instruction set that is requested.
 template <class Kernels>
 const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
   const char* forced = std::getenv("ATTNFAST_CPU_ISA");
@@ -55,7 +55,7 @@ const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernel
 #define ATTNFAST_CHOOSE(table) choose(portable::table, portable::table, portable::table)
 #endif
 
-// Below this many score elements a second thread costs more than it brings.
+// Below this number of score elements a second thread costs more than it gains.
 constexpr int64_t kWorthAThread = 1 << 15;
 
 int64_t threads_for(int64_t elements) {
@@ -70,7 +70,7 @@ ScalarType dtype_of_sums(const Problem& a) {
   return a.dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// Call run(item, scratch) for every item. A thread begins with its own share of the items, and then
+// Call run(item, scratch) for every item. A thread starts with its share of the items and then
 // helps the others.
 template <class Run>
 void parallel_items(int64_t items, int64_t most_threads, size_t scratch, const Run& run) {
@@ -78,7 +78,7 @@ void parallel_items(int64_t items, int64_t most_threads, size_t scratch, const R
   const int64_t threads = std::min(items, most_threads);
   const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
   char* base = static_cast<char*>(memory.data_ptr());
-  std::vector<std::atomic<int64_t>> taken(threads);  // of each share
+  std::vector<std::atomic<int64_t>> taken(threads);  // items taken of each share
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       for (int64_t i = 0; i < threads; ++i) {
@@ -89,8 +89,8 @@ void parallel_items(int64_t items, int64_t most_threads, size_t scratch, const R
   });
 }
 
-// Run passes that follow one another: item by item where they have as many, and a thread's share is
-// in its cache when the next pass comes; else one after the other.
+// Run consecutive passes: item by item if they have equally many items, so that a thread's share is
+// in its cache when the next pass starts; otherwise one after the other.
 template <class Call, class... Calls>
 void run(const Call& a, const Plan& plan, int64_t most_threads, size_t scratch,
          const Pass<Calls>&... passes) {
@@ -109,9 +109,9 @@ void run(const Call& a, const Plan& plan, int64_t most_threads, size_t scratch,
   }
 }
 
-// Rows of one item: as many as repay the preparation of the keys, few enough that scores stay in
-// cache and that threads get as many items each, or several. Where rows alone make too few items,
-// keys and columns are shared out too.
+// Choose the rows of one item: enough to repay the preparation of the keys, few enough that the
+// scores stay in cache and that all threads get the same number of items, or several each. If rows
+// alone give too few items, keys and columns are split too.
 Plan plan_by_rows(const Problem& a) {
   Plan plan{};
   const int64_t threads = threads_for(a), sequences = a.B * a.H;
@@ -134,11 +134,11 @@ Plan plan_by_rows(const Problem& a) {
   return plan;
 }
 
-// Columns of one item of the inputs' gradients: a few registers' worth, more only where that leaves each
-// thread two items; whole rows, for one query, of the memory's bandwidth.
+// Return the columns of one item of the inputs' gradients: a few registers' worth, and more only if
+// each thread still gets two items; whole rows for one query, because of the memory's bandwidth.
 int64_t columns_of_gradients(const Problem& a) {
   const int64_t widest = std::max<int64_t>({a.A, a.Dv, 1}), items = std::max<int64_t>(a.B * a.H, 1);
-  const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;  // a column's sums are apart
+  const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;  // separate sums
   const bool rows = a.Tq == 1 || (a.span.data && !half);
   const int64_t most = rows ? widest : half ? kPadding : 4 * kPadding;
   const int64_t slices = (2 * threads_for(a) + items - 1) / items, n = slices * kPadding;

@@ -1,10 +1,10 @@
 // Scores of tiles of queries and keys; tanh has three paths.
 //
-// With Eq = e^{2q} and Ek = e^{2k} taken once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek), and
-// two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). The error is that of
-// numbers near 1, too much where tanh is small: up to kSmallSumLimit tanh(q) and tanh(k) are taken once,
-// and tanh(q + k) = (tanh q + tanh k) / (1 + tanh q tanh k), pairs sharing a reciprocal too. Beyond
-// kFactoredSumLimit the direct path takes tanh(q + k).
+// With Eq = e^{2q} and Ek = e^{2k} computed once per element, tanh(q + k) = 1 - 2 / (1 + Eq Ek),
+// and two features share a reciprocal:  w0/d0 + w1/d1 = (w0 d1 + w1 d0) / (d0 d1). The error is
+// that of values near 1, too large if tanh is small: up to kSmallSumLimit tanh(q) and tanh(k) are
+// computed once, and tanh(q + k) = (tanh q + tanh k) / (1 + tanh q tanh k), where pairs share a
+// reciprocal too. Beyond kFactoredSumLimit the direct path computes tanh(q + k).
 #pragma once
 #include "product.h"
 
@@ -12,10 +12,10 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-enum class Path { direct, factored, small };  // of tanh; other scores are taken directly
+enum class Path { direct, factored, small };  // of tanh; other scores always use the direct path
 
-// e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0. Returns the largest
-// |x|, passing over NaN: a NaN in a masked key must not choose the path.
+// Compute e^{2x}, with 0 in the padding so that a padded feature has d = 1 and weight 0. Return the
+// largest |x|, ignoring NaN: a NaN in a masked key must not select the path.
 template <class C>
 C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
   constexpr int W = Vector<C>::width;
@@ -32,7 +32,7 @@ C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
   return highest<C>(most);
 }
 
-// The largest |x|, passing over NaN.
+// Return the largest |x|, ignoring NaN.
 template <class C>
 C range_of(Rows<C> x, int64_t n, int64_t padded) {
   constexpr int W = Vector<C>::width;
@@ -46,7 +46,7 @@ C range_of(Rows<C> x, int64_t n, int64_t padded) {
   return highest<C>(most);
 }
 
-// -2 tanh(x), as Path::small takes it.
+// Compute -2 tanh(x), the input of Path::small.
 template <class C>
 void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
   constexpr int W = Vector<C>::width;
@@ -60,18 +60,18 @@ void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
     }
 }
 
-// out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc). A term of tanh is -w tanh / 2, taken as
-// w (1/d - 1/2): a sum of w/d, to be subtracted from that of w, is rounded as a number of the size of
-// that of |w|, and where the weights have one sign the score is far smaller.
+// Compute out[i][j] = sum_c q_ic k_jc (dot), or sum_c w_c f(q_ic + k_jc). A term of tanh is -w tanh
+// / 2, computed as w (1/d - 1/2): a sum of w/d that is subtracted from the sum of w is rounded to
+// the precision of the sum of |w|, and if the weights have one sign the score is far smaller.
 template <class C, Score S, Path P, int I, int J>
 void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out, int64_t out_stride) {
   constexpr int W = Vector<C>::width;
-  constexpr int64_t kFeatures = 16 * 2 * W;  // summed on their own: sums of sums lose less
+  constexpr int64_t kFeatures = 16 * 2 * W;  // per partial sum: sums of partial sums lose less
   Vec<C> total[I][J] = {};
   for (int64_t c0 = 0; c0 < padded; c0 += kFeatures) {
     Vec<C> acc[I][J] = {};
     for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * W) {
-      if constexpr (I == 1 && J == 4)  // a query alone waits for its keys: have the next four come
+      if constexpr (I == 1 && J == 4)  // a single query waits for its keys: prefetch the next four
         for (int j = 0; j < J; ++j) prefetch_step(k.data + (J + j) * k.stride + c);
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
@@ -123,7 +123,8 @@ void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out, int64_
   }
 }
 
-// The scores of nq queries and nk keys. Four keys stay in the first cache while queries pass.
+// Compute the scores of nq queries and nk keys. Four keys stay in the L1 cache while the queries
+// pass.
 template <class C, Score S, Path P>
 void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64_t padded, C* out,
                  int64_t out_stride) {
@@ -142,12 +143,12 @@ void score_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, const C* w, int64
   }
 }
 
-// The dot scores of nq queries and nk keys; scratch holds two vectors of keys, transposed.
+// Compute the dot scores of nq queries and nk keys; scratch holds two vectors of keys, transposed.
 template <class C>
 void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* out, int64_t out_stride,
                C* scratch) {
   constexpr int W2 = 2 * Vector<C>::width;
-  if (nq < 6)  // too few to pay for a transposition
+  if (nq < 6)  // too few to repay a transposition
     return score_block<C, Score::dot, Path::direct>(q, nq, k, nk, nullptr, padded, out, out_stride);
   for (int64_t j = 0; j < nk; j += W2) {
     const int64_t keys = min(nk - j, W2);
@@ -156,7 +157,8 @@ void dot_block(Rows<C> q, int64_t nq, Rows<C> k, int64_t nk, int64_t padded, C* 
   }
 }
 
-// The same where all keys have been transposed, `k_row` apart; reads and writes up to two vectors more.
+// Compute the dot scores of keys that are already transposed, `k_row` apart. Up to two vectors more
+// are read and written.
 template <class C>
 void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk, int64_t padded, C* out,
                     int64_t out_stride) {
@@ -166,8 +168,8 @@ void dot_transposed(Rows<C> q, int64_t nq, const C* k, int64_t k_row, int64_t nk
                                   W2);
 }
 
-// s = -f(q + k) / 2 of two vectors of features; of tanh, 1 / (1 + e^{2(q + k)}) - 1/2, or of what
-// double_tanh has left, (q + k) / (4 + q k)
+// Compute s = -f(q + k) / 2 for two vectors of features; for tanh, 1 / (1 + e^{2(q + k)}) - 1/2,
+// or, from the results of double_tanh, (q + k) / (4 + q k).
 template <class C, Score S, Path P>
 inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& s0, Vec<C>& s1) {
   if constexpr (S != Score::tanh) {
@@ -191,14 +193,15 @@ inline void half_activation(Vec<C> q0, Vec<C> q1, Vec<C> k0, Vec<C> k1, Vec<C>& 
   }
 }
 
-// g f'(q + k) / 4, of a quarter of g and t = g s; of tanh, g (1/4 - s^2)
+// Return g f'(q + k) / 4, from a quarter of g and t = g s; for tanh, g (1/4 - s^2).
 template <Score S, class C>
 inline Vec<C> quarter_slope(C quarter, Vec<C> t, Vec<C> s) {
   if constexpr (S == Score::tanh) return quarter - t * s;
   else return times_slope<S, C>(splat(quarter), s * (C)-2);
 }
 
-// For I queries and n keys, two vectors of features, packed: with g the gradient of the score
+// For I queries and n keys, add to the gradients of two vectors of features, packed. With g the
+// gradient of the score:
 //   grad_q_i += sum_j g f' / 4,  grad_k_j += sum_i g f' / 4,  grad_w += sum_ij g s
 template <class C, Score S, Path P, int I>
 void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q, C* grad_k,
@@ -236,8 +239,8 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
   }
 }
 
-// The same for all queries and keys, by blocks: what is touched stays in the first cache, and sums
-// of sums lose less than one long sum.
+// Call grad_tile for all queries and keys by blocks: the data of a block stays in the L1 cache, and
+// sums of partial sums lose less than one long sum.
 template <class C, Score S, Path P>
 void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t nq, int64_t n, C* grad_q,
                  C* grad_k, C* grad_w) {
@@ -262,8 +265,9 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
   }
 }
 
-// The same for one query and four whole rows of keys; without `keys` only grad_q. grad_k [4, width] is
-// written, not added to. The next four rows are expected so far `ahead`.
+// Compute the same gradients for one query and four whole rows of keys; without `keys` only grad_q.
+// grad_k [4, width] is overwritten, not added to. The next four rows are prefetched, `ahead`
+// elements further.
 template <class C, Score S, Path P, bool keys>
 void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, int64_t ahead, C* grad_q,
                C* grad_k, C* grad_w) {

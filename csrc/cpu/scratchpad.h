@@ -1,4 +1,4 @@
-// Scratch of a launcher's call.
+// The scratch memory of a launcher's call.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -8,7 +8,7 @@
 namespace attnfast {
 namespace {
 
-// Bytes of scratch that a thread keeps from call to call: fresh pages from the system cost as much as a
+// Bytes of scratch that a thread caches between calls: fresh pages from the system cost up to a
 // quarter of a call.
 constexpr size_t kMostKept = size_t{1} << 27;
 
@@ -17,7 +17,7 @@ struct Release {
 };
 using Memory = std::unique_ptr<void, Release>;
 
-// Scratch of a call, which a thread keeps for its next one unless it is too much.
+// The scratch of a call. A thread caches it for its next call unless it is too large.
 class Scratchpad {
   Memory own;
   char* next;

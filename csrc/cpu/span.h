@@ -1,5 +1,5 @@
-// Spans: rows that each see a run of keys of their own, taken by bands of rows whose keys are nearly
-// the same. What a band computes beyond them is left out again.
+// Spans: each row sees a separate range of keys. Rows are processed in bands whose keys are nearly
+// the same; the surplus that a band computes is discarded.
 #pragma once
 #include "../span.h"
 #include "rows.h"
@@ -12,10 +12,10 @@ Seen seen_by(const Problem& a, const Item& item, int64_t row) {
   return seen_within(a, at<int64_t>(a.span, item, row), item.seen);
 }
 
-// The same for the rows of an item, looked up once.
+// The visible keys of an item's rows, looked up once.
 struct SeenByRows {
   Seen rows[kMostRows];
-  int64_t last = 0;  // after the last key that any of them sees
+  int64_t last = 0;  // one past the last key that any of them sees
   SeenByRows(const Problem& a, const Item& item) {
     for (int64_t r = 0; r < item.rows; ++r) {
       rows[r] = seen_by(a, item, item.row + r);
@@ -30,8 +30,8 @@ struct Band {
   int64_t row, rows, from, to;
 };
 
-// The rows from `row` on, before `end`, whose keys in [first, last) are so nearly the same that all
-// pairs are at most 1 + waste / 8 times those seen.
+// Return the band of rows from `row` on, before `end`, whose keys in [first, last) are so nearly
+// the same that the number of all pairs is at most 1 + waste / 8 times that of the visible ones.
 template <class See>
 Band band_of(int64_t row, int64_t end, int64_t first, int64_t last, int waste, const See& see) {
   Band band = {row, 0, last, first};
@@ -51,7 +51,7 @@ Band band_of(int64_t row, int64_t end, int64_t first, int64_t last, int waste, c
   return band;
 }
 
-constexpr int kTight = 1, kLoose = 4;  // waste: of scores, taken two rows at a time; of products
+constexpr int kTight = 1, kLoose = 4;  // waste of scores, two rows at a time, and of products
 
 // Visit the bands of rows [row, end).
 template <class See, class Visit>
@@ -64,8 +64,8 @@ void for_bands(int64_t row, int64_t end, int64_t first, int64_t last, int waste,
   }
 }
 
-// The most keys of a band taken loosely, and its numbers as a matrix [rows, keys]: where its rows begin,
-// for tiles write up to two vectors beyond their keys, and room for all.
+// Return the largest number of keys of a loose band, the row length of a band as a matrix [rows,
+// keys], because tiles write up to two vectors beyond their keys, and the size of its scratch.
 int64_t band_keys(const Problem& a) { return 2 * min(a.W, a.Tk) + 16; }
 template <class C>
 int64_t band_row(int64_t keys) {
@@ -76,7 +76,8 @@ int64_t band_scratch(const Problem& a) {
   return a.span.data ? kMostRows * band_row<C>(band_keys(a)) : 0;
 }
 
-// Where a row's own numbers lie: [from, to) in the matrix, [column, end()) in its columns.
+// The location of a row's visible elements: [from, to) in the matrix, [column, end()) in its
+// columns.
 struct Own {
   int64_t from, to, column;
   int64_t end() const { return column + to - from; }
@@ -87,11 +88,11 @@ Own own_of(const Seen& s, const Band& band) {
   return {s.from - band.from, s.to - band.from, s.from - s.origin};
 }
 
-// Keys of a block, transposed, lie this far apart.
+// The distance of the features of a block of transposed keys.
 template <class C>
 constexpr int64_t kTransposed = kKeyBlock + 2 * Vector<C>::width;
 
-// The scores of a band, as a matrix; what its rows do not see is left undefined.
+// Compute the scores of a band as a matrix; elements that its rows do not see are undefined.
 template <class Scores, class C>
 void fill(const Band& band, const SeenByRows& seen, Scores& scores, C* out, int64_t stride) {
   for (int64_t j = band.from, end; j < band.to; j = end) {
@@ -105,7 +106,8 @@ void fill(const Band& band, const SeenByRows& seen, Scores& scores, C* out, int6
   }
 }
 
-// Rows of numbers in their columns become the matrix of a band, 0 where a row sees no key.
+// Copy rows of elements in their columns to the matrix of a band, with 0 at keys that a row does
+// not see.
 template <class C>
 void spread(const Problem& a, const Item& item, const Band& band, Rows<C> p, C* out) {
   const int64_t n = band.to - band.from;
@@ -117,7 +119,7 @@ void spread(const Problem& a, const Item& item, const Band& band, Rows<C> p, C* 
   }
 }
 
-// The keys that any row of a sequence sees; one empty run if none does.
+// Return the range of keys that any row of a sequence sees; an empty one if none does.
 Seen hull(const Problem& a, const Item& item) {
   Seen all = {item.seen, 0, 0};
   for (int64_t r = 0; r < a.Tq; ++r) {
@@ -129,16 +131,17 @@ Seen hull(const Problem& a, const Item& item) {
   return all.from < all.to ? all : Seen{0, 0, 0};
 }
 
-// From where to where rows of a product pass.
+// The source and the destination of the rows of a product.
 template <class T>
 struct Side {
   const T* from;
   int64_t from_row;
-  T* to;  // null: not wanted
+  T* to;  // null: not needed
   int64_t to_row;
 };
 
-// keys.to_i = scale * sum_j p_ij keys.from_j for the rows of a band, p [rows, keys], columns [0, width)
+// Compute keys.to_i = scale * sum_j p_ij keys.from_j for the rows of a band, p [rows, keys],
+// columns [0, width).
 template <class T, class C>
 void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t width, const Side<T>& keys,
                   C* gemm_scratch) {
@@ -157,7 +160,8 @@ void band_product(const C* p, int64_t stride, const Band& band, C scale, int64_t
                gemm_scratch);
 }
 
-// Room for the sums of span_products, for those that cannot be added up in their place.
+// Return the size of the scratch for those sums of span_products that cannot be accumulated in
+// place.
 template <class T>
 int64_t sums_scratch(const Problem& a, int64_t width) {
   constexpr int64_t W2 = 2 * Vector<typename Accumulate<T>::type>::width;
@@ -165,18 +169,18 @@ int64_t sums_scratch(const Problem& a, int64_t width) {
   return a.Tk * (apart ? round_up(width, W2) : width % W2 ? W2 : 0);
 }
 
-// Two products of p, rows of numbers in their columns, for columns [0, width):
+// Compute two products of p, rows of elements in their columns, for columns [0, width):
 //   keys.to_i = scale * sum_j p_ij keys.from_j,  rows.to_j = scale * sum_i p_ij rows.from_i
 template <class T, class C = typename Accumulate<T>::type>
 void span_products(const Problem& a, const Item& item, Rows<C> p, C scale, int64_t width,
                    const Side<T>& keys, const Side<T>& rows, C* scratch) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   constexpr bool in_place = sizeof(T) == sizeof(C);
-  C* gemm_scratch = scratch + band_scratch<C>(a);  // or a band's rows, side by side
+  C* gemm_scratch = scratch + band_scratch<C>(a);  // or a band's rows, contiguous
   C* sums = gemm_scratch + gemm_small_scratch<C>(kMostRows + band_keys(a), width);
-  const int64_t apart = in_place ? width / W2 * W2 : 0;  // columns from here on have sums apart
+  const int64_t apart = in_place ? width / W2 * W2 : 0;  // columns from here on have separate sums
   int64_t cleared = 0;
-  const auto clear_to = [&](int64_t end) {  // just before the first sums come, while in cache
+  const auto clear_to = [&](int64_t end) {  // just before the first sums arrive, while in cache
     for (; cleared < end; ++cleared)
       for (int64_t c = 0; c < apart; ++c) rows.to[cleared * rows.to_row + c] = T{};
   };

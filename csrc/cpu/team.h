@@ -1,4 +1,4 @@
-// Threads that work on one thing phase by phase, at the price of a barrier each.
+// A team of threads that work on one problem phase by phase, with one barrier per phase.
 #pragma once
 #include <sched.h>
 
@@ -11,8 +11,8 @@ namespace {
 
 using cpu::Team;
 
-// One of a team's threads. All members call the same phases in the same order. None waits for a thread
-// that has not come yet: what it would do the others do, and it passes over the phases that are over.
+// A thread of a team. All members call the same phases in the same order. No member waits for a
+// thread that has not started yet: the others do its work, and it skips the phases that are over.
 class Member {
   Team& team;
   int64_t me;
@@ -37,8 +37,8 @@ class Member {
  public:
   Member(Team& team, int64_t me) : team(team), me(me) {}
 
-  // Call run(item) for every item, each once; return when all are done. A member begins with its own
-  // share, whose part of the weights its cache holds, and then helps the others.
+  // Call run(item) once for every item; return when all are done. A member starts with its own
+  // share, whose part of the weights is in its cache, and then helps the others.
   template <class Run>
   void share(int64_t items, const Run& run) {
     ++phase;

@@ -1,5 +1,5 @@
-// Forward attention's recursion in logarithms, for one instruction set (see vector.h): its softmax and the
-// gradient of that. A weight of e^-200 is carried on, and no share by which a gradient is multiplied exceeds 1.
+// Forward attention's recursion in logarithms, for one instruction set (see vector.h): its softmax
+// and the backward. A weight of e^-200 is kept, and no ratio that multiplies a gradient exceeds 1.
 #pragma once
 #include "../coverage.h"
 #include "vector.h"
@@ -8,21 +8,21 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-// e^x of a logarithm of at most 0; NaN stays.
+// Return e^x for a logarithm of at most 0; NaN stays.
 template <class C>
 inline Vec<C> weight_of(Vec<C> x) {
   const Vec<C> y = exp(x);
   return x < kLeastLogarithm<C> ? Vec<C>{} : x == x ? y : x;
 }
 
-// e^x of a difference of logarithms, which may be positive; limited to what C holds.
+// Return e^x for a difference of logarithms, which may be positive; clamped to the range of C.
 template <class C>
 inline Vec<C> ratio_of(Vec<C> x) {
   return weight_of<C>(x > -kLeastLogarithm<C> ? splat(-kLeastLogarithm<C>) : x);
 }
 
-// log(1 + y) for y in [0, 1], less a rounding error at 0, from 2 artanh(y / (2 + y)); its error is below
-// 1e-8.
+// Return log(1 + y) for y in [0, 1], minus a rounding error at 0, from 2 artanh(y / (2 + y)); its
+// error is below 1e-8.
 inline Vec<float> log_of_one_more(Vec<float> y) {
   const Vec<float> s = y / (y + 2.f), square = s * s;
   Vec<float> p = square * (1.f / 15) + 1.f / 13;
@@ -35,8 +35,8 @@ inline Vec<double> log_of_one_more(Vec<double> y) {
   return y;
 }
 
-// r_j = (1 - u) p_j + u p_{j-1} of log-weights. All three are divided by e^top, the larger term, so that an
-// error of top cancels in their quotients.
+// r_j = (1 - u) p_j + u p_{j-1} of log-weights. All three are divided by e^top, the larger term, so
+// that an error of top cancels in their quotients.
 template <class C>
 struct Transition {
   C u, log_stay, log_move;  // log(1 - u), log u
@@ -54,7 +54,7 @@ struct Transition {
   }
 };
 
-// A row of n log-weights, or of their gradients; [-1, n] may be read.
+// Allocate a row of n log-weights, or of their gradients; [-1, n] may be read.
 template <class C>
 C* take_logarithms(Scratch<C>& scratch, int64_t n) {
   return scratch.take(n + 2) + 1;
@@ -64,8 +64,9 @@ void fill(C* x, int64_t n, C value) {
   for (int64_t j = 0; j < n; ++j) x[j] = value;
 }
 
-// Scores e become weights proportional to r exp(e); `past`, the log-weights of the row before, become
-// this row's, and so does `kept`: -inf beyond n, where keys are not seen.
+// Turn scores e into weights proportional to r exp(e). `past`, the log-weights of the previous row,
+// becomes the log-weights of this row, and so does `kept`: -inf beyond n, at keys that are not
+// visible.
 template <class C>
 void transition_softmax(C u, int64_t n, int64_t Tk, C* past, C* kept, C* e) {
   constexpr int V = Vector<C>::width;
@@ -97,8 +98,8 @@ void transition_softmax(C u, int64_t n, int64_t Tk, C* past, C* kept, C* e) {
   fill(kept + n, Tk - n, none);
 }
 
-// From g, the gradient of log(r exp(e)) of a row, to that of `past`, the log-weights of the row before;
-// `moved` is scratch. Returns the gradient of u.
+// Compute the gradient of `past`, the log-weights of the previous row, from g, the gradient of
+// log(r exp(e)) of a row; `moved` is scratch. Return the gradient of u.
 template <class C>
 double transition_backward(C u, int64_t n, int64_t Tk, const C* past, const C* g, C* moved, C* grad_past) {
   constexpr int V = Vector<C>::width;

@@ -1,8 +1,8 @@
 // Vectors of floats or doubles, exp and reciprocal, for the instruction set that VARIANT names.
 //
 // Every unit that includes this file is compiled once per instruction set, so it may include no
-// header with ordinary inline functions (the linker would keep one copy for all), and all it
-// defines lies in a namespace of the variant's own.
+// header with ordinary inline functions (the linker would keep one copy for all), and all its
+// definitions lie in a namespace of the variant.
 #pragma once
 #include <stdint.h>
 #if defined(__AVX2__)
@@ -20,7 +20,7 @@ namespace VARIANT {
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 #else
-constexpr int kVectorBytes = 32;  // two registers where they have 16 bytes: more lanes, finer sums
+constexpr int kVectorBytes = 32;  // two 16-byte registers: more lanes, finer partial sums
 #endif
 
 template <class C>
@@ -32,7 +32,7 @@ template <class C>
 using Vec = typename Vector<C>::type;
 typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
 template <class C>
-using Flags = decltype(Vec<C>{} == Vec<C>{});  // of a comparison: all bits of a lane, or none
+using Flags = decltype(Vec<C>{} == Vec<C>{});  // of a comparison: all bits of a lane set, or none
 
 template <class C>
 static inline Vec<C> load(const C* p) {
@@ -57,13 +57,13 @@ static inline Vec<C> splat(C x) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// The first n of 8 lanes.
+// Return a mask of the first n of 8 lanes.
 static inline __m256i lanes(int64_t n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 #endif
 
-// The first n numbers at p, the rest of the vector filled up.
+// Load the first n elements at p and set the other lanes to `fill`.
 template <class C>
 static inline Vec<C> load_part(const C* p, int64_t n, C fill) {
   if (n >= Vector<C>::width) return load(p);
@@ -81,7 +81,7 @@ static inline Vec<C> load_part(const C* p, int64_t n, C fill) {
   return x;
 }
 
-// Store the first n numbers of x, at most a vector.
+// Store the first n elements of x, at most a vector.
 template <class C>
 static inline void store_part(C* p, Vec<C> x, int64_t n) {
   if (n >= Vector<C>::width) return store(p, x);
@@ -94,7 +94,7 @@ static inline void store_part(C* p, Vec<C> x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
-// 0, 1, 2, ...
+// Return 0, 1, 2, ...
 template <class C>
 static inline Flags<C> lane_numbers() {
   Flags<C> lane;
@@ -102,7 +102,7 @@ static inline Flags<C> lane_numbers() {
   return lane;
 }
 
-// The lanes j with from <= first + j < to.
+// Return a mask of the lanes j with from <= first + j < to.
 template <class C>
 static inline Flags<C> lanes_within(int64_t first, int64_t from, int64_t to) {
   using I = decltype(Flags<C>{}[0] + 0);
@@ -119,7 +119,7 @@ static inline C sum(Vec<C> x) {
   return s[0];
 }
 
-// The largest element; there may be no NaN.
+// Return the largest element; x must not contain NaN.
 template <class C>
 static inline C highest(Vec<C> x) {
   C s[Vector<C>::width];
@@ -129,14 +129,14 @@ static inline C highest(Vec<C> x) {
   return s[0];
 }
 
-// out[i] = the sum of x[i]
+// Set out[i] to the sum of x[i].
 template <class C>
 static inline void sums(const Vec<C> (&x)[4], C* out) {
   for (int i = 0; i < 4; ++i) out[i] = sum<C>(x[i]);
 }
 
 #if defined(__AVX2__)
-// By 128 bits: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
+// Return the sums of pairs, in lanes of 128 bits: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
 static inline Vec<float> pairs(Vec<float> a, Vec<float> b) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) +
@@ -146,7 +146,7 @@ static inline Vec<float> pairs(Vec<float> a, Vec<float> b) {
 #endif
 }
 
-// Eight rows of eight floats become eight columns.
+// Transpose eight rows of eight floats.
 static inline void transpose8(const float* in, int64_t stride, float* out, int64_t out_stride) {
   __m256 a[8], b[8];
   for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(in + i * stride);
@@ -190,7 +190,7 @@ static inline bool has_nan(Vec<C> x) {
   return any<C>(x != x);
 }
 
-// x, but no more and no less than a limit; NaN stays.
+// Clamp x to a limit from above or below; NaN stays.
 static inline Vec<float> at_most(Vec<float> x, float limit) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_min_ps((__m512)splat(limit), (__m512)x);
@@ -210,7 +210,7 @@ static inline Vec<float> at_least(Vec<float> x, float limit) {
 #endif
 }
 
-// exp(x), within 2 ulp; x outside ±87 counts as ±87. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
+// Return exp(x), within 2 ulp; x is clamped to ±87. Cephes' polynomial on [-ln 2 / 2, ln 2 / 2].
 static inline Vec<float> exp(Vec<float> x) {
   x = at_least(at_most(x, 87.f), -87.f);
   const Vec<float> shifted = x * 1.44269504088896341f + 12582912.f;  // the integer in the low bits
@@ -235,7 +235,7 @@ static inline Vec<double> exp(Vec<double> x) {
   return x;
 }
 
-// 1 / x within 1 ulp, for 1 <= x < 2^126. (With 8 lanes the division unit keeps up.)
+// Return 1 / x within 1 ulp, for 1 <= x < 2^126. (With 8 lanes the division unit keeps up.)
 static inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> r = (Vec<float>)_mm512_rcp14_ps((__m512)x);
@@ -245,9 +245,10 @@ static inline Vec<float> reciprocal(Vec<float> x) {
 #endif
 }
 
-// s = -tanh(z) / 2 of several vectors. tanh z = z P(z^2) / Q(z^2) within 2e-8 of itself up to |z| = 9,
-// fitted by reweighted least squares; beyond, 1 to the last bit. Four vectors take each step together:
-// one after the other, the processor would not look far enough ahead to overlap them.
+// Compute s = -tanh(z) / 2 for several vectors. tanh z = z P(z^2) / Q(z^2) has a relative error
+// below 2e-8 up to |z| = 9, fitted by reweighted least squares; beyond, it is 1 to the last bit.
+// Four vectors take each step together: one after the other, the processor would not look far
+// enough ahead to overlap them.
 template <int N>
 static inline void half_tanh(const Vec<float> (&z)[N], Vec<float> (&s)[N]) {
   constexpr int n = N < 4 ? N : 4;

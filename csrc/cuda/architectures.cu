@@ -1,4 +1,5 @@
-// What the library was built for, for attnfast/ops/backends.py: the values of __CUDA_ARCH__, ascending.
+// The architectures of this build, for attnfast/ops/backends.py: the values of __CUDA_ARCH__,
+// ascending.
 #define TEXT(...) #__VA_ARGS__
 #define TEXT_OF(...) TEXT(__VA_ARGS__)
 

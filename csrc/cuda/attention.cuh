@@ -2,10 +2,10 @@
 //
 //   e_ij = scale * score(q_i, k_j) + bias_ij,  P = softmax(e) over visible keys,  c_i = sum P_ij v_j
 //
-// A block takes a tile of query rows and runs along the keys with a running softmax: no score is
-// stored unless weights are asked for. What a row may not see is left out by selection, never
-// multiplied by 0, for it may be NaN. Where tiles are too few to fill the GPU, a tile's keys are cut
-// into parts, of a block each, which step.cuh's combine joins.
+// A block takes a tile of query rows and iterates over the keys with a running softmax: scores are
+// stored only if weights are requested. Keys that a row may not see are excluded by selection,
+// never by multiplying by 0, because they may be NaN. If there are too few tiles to fill the GPU, a
+// tile's keys are split into parts of one block each, which step.cuh's combine joins.
 #pragma once
 #include "score.cuh"
 #include "step.cuh"
@@ -15,21 +15,22 @@ namespace {
 
 // ---- forward ----------------------------------------------------------------------------------
 
-// Columns of the context that a thread sums up at most; a wider context takes more blocks, on grid.y,
-// which compute the scores again.
+// The largest number of context columns that a thread sums; a wider context takes more blocks, on
+// grid.y, which recompute the scores.
 template <class C>
 constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
-// What the rows of a tile have come to: the largest score, the sum of e^{score - highest}, and what that
-// sum and the context were last multiplied by; and e^{score - highest} of the keys at hand.
+// The running state of a tile's rows: the largest score, the sum of e^{score - highest}, and the
+// factor by which that sum and the context were last multiplied; also e^{score - highest} of the
+// current keys.
 template <class C>
 struct Softmax {
   C highest[kQueries], mass[kQueries], factor[kQueries];
-  Described<C> described[kQueries];  // if asked for
+  Described<C> described[kQueries];  // if requested
   alignas(16) C shares[kKeys][kQueries + 4];
 };
 
-// Take the scores of the keys from j0 on into the softmax; `stored` tells whether to keep them.
+// Update the softmax with the scores of the keys from j0 on; the scores are kept if `stored`.
 template <class T, class C>
 __device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, int rows, int64_t n,
                                bool stored, Staged<C>& staged, Softmax<C>& softmax) {
@@ -45,7 +46,7 @@ __device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, i
     }
     const C before = softmax.highest[r], top = fmax(before, of_warp<Max>(s));
     const C shift = top == -INFINITY ? 0 : top, fade = exp(before - shift), p = exp(s - shift);
-    __syncwarp();  // every lane has looked at the highest before
+    __syncwarp();  // every lane has read the previous highest
     const C more = of_warp<Add>(p);
     softmax.shares[lane][r] = p;
     if (a.statistics.data) {
@@ -61,7 +62,8 @@ __device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, i
   }
 }
 
-// Add the values of `keys` keys from j0 on, by their shares, to columns of the context kThreads apart.
+// Add the values of `keys` keys from j0 on, times their shares, to columns of the context kThreads
+// apart.
 template <class T, class C, int columns>
 __device__ void add_values(const Forward& a, const Tile& tile, int64_t j0, int keys, int column,
                            const C (&shares)[kKeys][kQueries + 4], C (&context)[kQueries][columns]) {
@@ -86,11 +88,11 @@ __device__ void add_values(const Forward& a, const Tile& tile, int64_t j0, int k
         }
     };
     if (none == 0) add(std::true_type{});
-    else add(std::false_type{});  // it must not meet a weight of 0
+    else add(std::false_type{});  // a non-finite value must not meet a weight of 0
   }
 }
 
-// The parts of each row, if there are several; see step.cuh.
+// The buffer for the parts of each row, if there are several; see step.cuh.
 struct KeyParts {
   View of;
   int count;
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
 #pragma unroll 1
   for (int left = to - from; left > 0; left -= kKeys) {
     const int j0 = to - left, keys = min(left, kKeys);
-    constexpr bool near = columns < 4;  // with more registers spill on sm_100
+    constexpr bool near = columns < 4;  // with 4 columns registers would spill on sm_100
     score_tile<S, T, near>(a, factored, tile, j0, keys, staged);
     update_softmax<T>(a, tile, j0, rows, n, a.weights.data && first, staged, softmax);
     __syncthreads();
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
     add_values<T>(a, tile, j0, keys, column, softmax.shares, context);
   }
 
-  __syncthreads();  // and scores come back to other lanes than wrote them
+  __syncthreads();  // and other lanes read the scores than wrote them
   if (parts.count > 1) return put_part(a, tile, rows, column, softmax, context, parts);
   if (first)
     for (int r = threadIdx.x / 32; r < rows; r += kWarps) {
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// staged.score(row, key) becomes grad_context_i . v_j of a tile; see score_tile.
+// Set staged.score(row, key) to grad_context_i . v_j for a tile; see score_tile.
 template <class T, class C>
 __device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0, int keys,
                                 Staged<C>& staged) {
@@ -194,8 +196,8 @@ __device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0,
   score_tile<Score::dot>(g, v, static_cast<const T*>(nullptr), a.Dv, staged, nullptr);
 }
 
-// Store the scores of all pairs in weights (forward), or grad_context_i . v_j in grad_score (backward).
-// Blocks with different y take different keys.
+// Store the scores of all pairs in weights (forward), or grad_context_i . v_j in grad_score
+// (backward). Blocks with different y take different keys.
 template <class T, Score S, bool backward>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
@@ -223,9 +225,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   }
 }
 
-// The products of grad_context and values, in their place, become the scores' gradients of a row:
+// Turn the products of grad_context and values of a row, in place, into the scores' gradients:
 //   grad_score_ij = P_ij (x_ij - sum_j P_ij x_ij + grad_log_sum_exp_i),
-//   x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 where P is.
+//   x_ij = grad_context_i . v_j + grad_weights_ij; exactly 0 if P_ij is 0.
 template <class T>
 __global__ void __launch_bounds__(kThreads) grad_score(const Backward a) {
   using C = typename Accumulate<T>::type;
@@ -238,44 +240,45 @@ __global__ void __launch_bounds__(kThreads) grad_score(const Backward a) {
   C product = 0;
 #pragma unroll 4
   for (int64_t j = threadIdx.x; j < columns; j += kThreads)
-    if (const C p = weights[j]; p != 0) product += p * x(j);  // it is 0 where a row sees no key
+    if (const C p = weights[j]; p != 0) product += p * x(j);  // 0 if a row sees no key
   int turn = 0;
   const C mean = of_blocks<Add>(product, turn);
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, tile.row) : 0;
 #pragma unroll 4
   for (int64_t j = threadIdx.x; j < a.W; j += kThreads) {
     const C p = j < columns ? weights[j] : 0;
-    out[j] = p == 0 ? 0 : p * (x(j) - mean + extra);  // one key: x - mean is exactly 0
+    out[j] = p == 0 ? 0 : p * (x(j) - mean + extra);  // for a single key x - mean is exactly 0
   }
 }
 
-// A gradient is a sum over the other side, for every row and feature; queries and keys take turns
-// in the part of the rows, so that no two blocks add to the same number:
+// A gradient is a sum over the other side, for every row and feature. Queries and keys take the
+// role of the rows in turn, so that no two blocks add to the same element:
 //   dot       out_r = scale * sum_c g_rc y_c
 //   tanh      out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
 //   others    out_r = 4 scale w * sum_c g_rc f'(x_r + y_c) / 4,  s = -f(x_r + y_c) / 2
-// and, where queries are the rows, grad_weight = -2 scale * sum_rc g_rc s.
+// and, if queries are the rows, grad_weight = -2 scale * sum_rc g_rc s.
 struct Sum {
   View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
   int64_t rows, width;
   double scale;
   View grad_weight;   // [tiles of rows, width] for each [B, H], or absent
-  View rows_of_keys;  // where keys are the rows and have spans: see find_rows_of_keys
+  View rows_of_keys;  // if keys are the rows and have spans: see find_rows_of_keys
 };
 
 constexpr int kHeight = 8;                  // rows of a warp
 constexpr int kSumRows = kWarps * kHeight;  // of a block
 constexpr int kSumColumns = 32;             // staged at a time, by a warp
-constexpr int kPart = 32 / kWarps;          // so many of the rows or columns
+constexpr int kPart = 32 / kWarps;          // the number of rows or columns per warp
 constexpr int kSlice = 64;                  // features of a block, two for each lane
 
 template <class C>
 struct StagedSum {
   alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], weight[kWarps][kSlice];
-  C total[kHeight + 1][2][kThreads];  // a thread's own
+  C total[kHeight + 1][2][kThreads];  // a thread's totals
 
-  // Add the sums of some columns to the totals and reset them to 0: sums of sums have smaller errors.
+  // Add the sums of some columns to the totals and reset them to 0: sums of partial sums have
+  // smaller errors.
   __device__ void add(C (&out)[kHeight][2], C (&grad_weight)[2]) {
     for (int half = 0; half < 2; ++half) {
       for (int r = 0; r < kHeight; ++r) {
@@ -288,9 +291,9 @@ struct StagedSum {
   }
 };
 
-// For every block of kSumRows keys, which rows see any of them, from the first to the last: Tq minus
-// the one and the other plus one, of which the largest count. Rows of keys are int64 [B, H, blocks, 2],
-// zeros at first.
+// For every block of kSumRows keys, find the range from the first to the last row that sees any of
+// them, stored as the maxima of Tq minus the first row and of the last row plus one. rows_of_keys
+// is int64 [B, H, blocks, 2], initially zero.
 __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Problem a, const View rows_of_keys) {
   Tile tile = locate(a, a.Tq, kThreads);
   tile.row += threadIdx.x / 32 * 32;  // a row for each lane
@@ -309,16 +312,16 @@ __global__ void __launch_bounds__(kThreads) find_rows_of_keys(const Problem a, c
   }
 }
 
-// NaN counts as 0, and, but under tanh, what is not finite: a row that may see it has NaN weights and so
-// a NaN g; for the others it must not exist.
+// Replace NaN by 0, and, except under tanh, every non-finite value: a row that may see it has NaN
+// weights and so a NaN g; for the other rows it must not have any effect.
 template <Score S, class C, int N>
 __device__ void drop_unseen(C (&x)[N]) {
   for (C& v : x) v = (S == Score::tanh ? v == v : v - v == 0) ? v : 0;
 }
 
-// Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice. The quick way
-// has rows and columns hold e^{2x}, or, for the dot score, nothing that must not meet a 0. It loses too
-// much where all tanh are small.
+// Add the staged columns to the rows warp + kWarps * r, features lane + 32 x of the slice. On the
+// quick path rows and columns hold e^{2x}, or, for the dot score, only values that may be
+// multiplied by 0. This path is too inaccurate if all tanh are small.
 template <Score S, bool quick, bool weighs, class C>
 __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x)[kHeight][2],
                             C (&out)[kHeight][2], C (&grad_weight)[2]) {
@@ -353,7 +356,7 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
   }
 }
 
-// The keys that rows of a tile see, or, where keys are the rows, the query rows that see them.
+// Return the keys that rows of a tile see, or, if keys are the rows, the query rows that see them.
 template <bool keys_are_rows>
 __device__ Seen columns_of(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t n) {
   if (!keys_are_rows) return seen_by_all(a, tile, rows, n);
@@ -362,8 +365,8 @@ __device__ Seen columns_of(const Problem& a, const Sum& sum, const Tile& tile, i
   return {a.Tq - of[0], of[1], 0};
 }
 
-// g of the rows and `count` columns from c0 on, each warp's part. Neighbouring lanes read neighbouring
-// numbers.
+// Load g of the rows and `count` columns from c0 on, each warp its part. Neighbouring lanes read
+// neighbouring elements.
 template <bool keys_are_rows, class C>
 __device__ void load_g(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t c0, int count,
                        C (&g)[kPart]) {
@@ -377,7 +380,7 @@ __device__ void load_g(const Problem& a, const Sum& sum, const Tile& tile, int r
     bool exists = lane < of_j && warp + m * kWarps < of_i;
     int64_t origin = 0;
     if (a.span.data && exists) {
-      const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // what lies beyond n is 0
+      const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // g beyond n is 0
       exists = own.from <= j && j < own.to;
       origin = own.origin;
     }
@@ -385,7 +388,7 @@ __device__ void load_g(const Problem& a, const Sum& sum, const Tile& tile, int r
   }
 }
 
-// Each warp's part of the columns, e^{2y} where they are factored, and of g.
+// Stage each warp's part of the columns, e^{2y} if they are factored, and of g.
 template <bool keys_are_rows, bool factorable, class C>
 __device__ void stage(const C (&y)[2][kPart], const C (&g)[kPart], bool quick, StagedSum<C>& staged) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -399,7 +402,8 @@ __device__ void stage(const C (&y)[2][kPart], const C (&g)[kPart], bool quick, S
   }
 }
 
-// Write the sums of a block, each feature times its factor, and what its rows give the weight.
+// Write the sums of a block, each feature times its factor, and the rows' contribution to the
+// weight's gradient.
 template <class T, Score S, bool weighs, class C>
 __device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t slice,
                             StagedSum<C>& staged) {
@@ -473,7 +477,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
       if (factorable) special |= beyond(y[half], kFactoredEachLimit), large |= beyond_small(y[half]);
     }
     load_g<keys_are_rows>(a, sum, tile, rows, c0, count, g);
-    bool quick = !__syncthreads_or(special);  // and the columns staged before are used up
+    bool quick = !__syncthreads_or(special);  // and the previously staged columns have been read
     if (factorable) quick &= __syncthreads_or(large) != 0;
     stage<keys_are_rows, factorable>(y, g, quick, staged);
     __syncthreads();
@@ -487,13 +491,13 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
 
 // ---- launches -----------------------------------------------------------------------------------
 //
-// Each calls launch(kernel, blocks on x, blocks on y, the kernel's arguments). launch.together does
-// so with blocks that differ in y as a cluster, of which launch.most_together(kernel) tells the
-// largest; launch.places(kernel) is how many blocks run at once; launch.scratch<C>(numbers) is memory
-// that lasts until the kernels are through.
+// Each function calls launch(kernel, blocks on x, blocks on y, the kernel's arguments).
+// launch.together does the same with the blocks that differ in y as a cluster, whose largest size
+// is launch.most_together(kernel); launch.places(kernel) is the number of blocks that run at once;
+// launch.scratch<C>(numbers) is memory that lasts until the kernels have finished.
 
-// Return the number of parts to cut each block's keys into, so that all blocks need the fewest waves; a
-// wave takes as long as one part.
+// Return the number of parts to cut each block's keys into, so that all blocks need the fewest
+// waves; a wave takes as long as one part.
 template <class Launch, class Kernel>
 int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel kernel) {
   const int64_t places = launch.places(kernel), keys = min(a.Tk, a.W + kQueries);
@@ -501,13 +505,13 @@ int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel ker
   const auto waves = [&](int64_t count) { return double(tiles(blocks * count, places)) / count; };
   int best = 1;
   for (int count = 2; count <= most; ++count)
-    if (waves(count) < 0.9 * waves(best)) best = count;  // to join them costs, too
+    if (waves(count) < 0.9 * waves(best)) best = count;  // joining them has a cost, too
   return best;
 }
 
 inline int64_t grad_weight_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
 
-// `added` is for a step alone; see put_context.
+// `added` is for a single step only; see put_context.
 template <class Launch>
 void launch_forward(const Forward& a, const Launch& launch, const View& added = {}) {
   by_dtype(a.dtype, [&](auto zero) {
@@ -518,7 +522,7 @@ void launch_forward(const Forward& a, const Launch& launch, const View& added = 
       constexpr int N = decltype(columns)::value;
       const auto kernel =
           by_score(a.score, [](auto known) { return forward<T, decltype(known)::score, N>; });
-      const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // the weights are due at 0
+      const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // also if Dv = 0
       const int64_t blocks = a.B * a.H * tiles(a.Tq, kQueries);
       KeyParts parts = {{}, key_parts(a, blocks * slices, launch, kernel)};
       if (parts.count > 1) parts.of = room_for_parts<typename Accumulate<T>::type>(a, parts.count, launch);
@@ -544,7 +548,8 @@ void launch_sum(const Problem& a, const Sum& sum, const Launch& launch,
   launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
 }
 
-// With spans, which rows see the keys of each block, for sums whose rows are keys; else absent.
+// With spans, return the rows that see the keys of each block, for sums whose rows are keys; else
+// absent.
 template <class Launch>
 View rows_of_keys(const Backward& a, const Launch& launch) {
   if (!a.span.data || !(a.grad_key.data || a.grad_value.data)) return {};
@@ -554,14 +559,14 @@ View rows_of_keys(const Backward& a, const Launch& launch) {
   return rows;
 }
 
-// The gradient of the value, if it is wanted.
+// Compute the gradient of the value, if it is needed.
 template <class T, class Launch>
 void launch_grad_value(const Backward& a, const View& rows_of_keys, const Launch& launch) {
   if (!a.grad_value.data) return;
   launch_sum<T>(a, {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}, rows_of_keys}, launch);
 }
 
-// Of query, key, weight and value those gradients that are wanted, from the scores'.
+// Compute the gradients of query, key, weight and value that are needed, from the scores' gradient.
 template <class T, class Launch>
 void launch_grad_inputs(const Backward& a, const Launch& launch) {
   const View of_keys = rows_of_keys(a, launch);

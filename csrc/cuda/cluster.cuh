@@ -1,12 +1,12 @@
-// Blocks that work on the same rows: those along grid.y, a cluster where there are several (sm_90 and
-// later). They wait for each other and read each other's shared memory.
+// Blocks that work on the same rows: those along grid.y, a cluster if there are several (sm_90 and
+// later). They synchronize and read each other's shared memory.
 #pragma once
 #include "tile.cuh"
 
 namespace attnfast {
 namespace {
 
-// Wait for all threads of these blocks, and see what they have written.
+// Synchronize all threads of these blocks; their previous writes become visible.
 __device__ inline void wait_for_blocks() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   if (gridDim.y > 1) {
@@ -18,7 +18,8 @@ __device__ inline void wait_for_blocks() {
   __syncthreads();
 }
 
-// What a shared variable is in another block. None may leave before it has been looked at.
+// Return the address of a shared variable in another block. No block may exit before others have
+// read its variables.
 template <class C>
 __device__ const C* of_another(const C* mine, unsigned block) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -27,8 +28,9 @@ __device__ const C* of_another(const C* mine, unsigned block) {
   return mine;
 }
 
-// The numbers of all threads of all blocks joined, always in the same order. Waits for the blocks once,
-// after which one may come to the next call while others still look: `turn` gives that another place.
+// Reduce the values of all threads of all blocks, always in the same order. The blocks synchronize
+// once, after which one may reach the next call while others still read: `turn` alternates the
+// buffer.
 template <class Join, class C>
 __device__ C of_blocks(C x, int& turn) {
   static_assert(kMostBlocks * kWarps == 32);  // a lane for each warp
@@ -43,8 +45,8 @@ __device__ C of_blocks(C x, int& turn) {
   return of_warp<Join>(x);
 }
 
-// Add up what the blocks have: sum(c) of each, for the columns c < width; one of them calls
-// out(c, total). No block goes on while another looks at its sums.
+// Add up the blocks' sums: sum(c) of each, for the columns c < width; one thread calls out(c,
+// total). No block continues while another reads its sums.
 template <class C, class Sum, class Out>
 __device__ void add_up_blocks(int64_t width, const Sum& sum, const Out& out) {
   constexpr int kAtATime = 1024;

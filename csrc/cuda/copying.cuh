@@ -1,9 +1,9 @@
 // copy_distribution on the GPU: device code on raw pointers; the launcher is copying.cu. The
 // formulas are those of cpu/copying_kernel.cpp.
 //
-// A block takes a row: a sweep over the vocabulary as if nothing were copied, then the words of the
-// source are put right, each by the thread of its first key. What the keys of a word add up to comes
-// from comparing each with each, a few hundred, so that nothing is added atomically.
+// A block takes a row: one sweep over the vocabulary as if nothing were copied, then the words of
+// the source are corrected, each by the thread of its first key. The total weight of a word's keys
+// comes from comparing each key with each, a few hundred, so that no atomic additions are needed.
 #pragma once
 #include "../word.h"
 #include "cluster.cuh"
@@ -11,7 +11,7 @@
 namespace attnfast {
 namespace {
 
-// What a row reads.
+// The inputs of a row.
 template <class T>
 struct Row {
   int64_t b, t, V, N, keys;
@@ -32,7 +32,8 @@ struct Row {
   __device__ bool exists(int64_t w) const { return 0 <= w && w < N; }
   __device__ bool generates(int64_t w) const { return w < V && widen(logits[w]) != -INFINITY; }
 
-  // What the keys of the word of key i add up to; whether i is the first of them.
+  // Return the total weight of the keys whose word is that of key i; `first` is set if i is the
+  // first.
   __device__ double mass(int64_t i, bool& first) const {
     double total = 0;
     first = true;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 6) distribution(const CopyForward a)
     return x == -INFINITY ? C(kLowest) : x - top + low;
   };
   for (int64_t v = threadIdx.x; v < r.N; v += kThreads) narrow(generated(v), out[v]);
-  __syncthreads();  // what follows takes the place of what some other thread has stored
+  __syncthreads();  // the following stores overwrite those of other threads
   for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
     const int64_t w = r.source[i];
     bool first;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 6) distribution(const CopyForward a)
 template <class T>
 __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const CopyBackward a) {
   using C = typename Accumulate<T>::type;
-  constexpr double most = sizeof(T) == 2 ? 65504 : HUGE_VAL;  // that a gradient of a weight can be
+  constexpr double most = sizeof(T) == 2 ? 65504 : HUGE_VAL;  // the largest gradient of a weight
   const Row<T> r(a);
   const T* grad = r.template at<const T>(a.grad_distribution);
   T* out = r.template at<T>(a.grad_logits);
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const CopyB
     const C x = widen(r.logits[v]), g = widen(grad[v]), s = a.log ? C(1) : S(x);
     if (x != -INFINITY && s != 0) part += s * g;
   }
-  double total = of_blocks<Add>(part, turn), all = total;  // all: sum G of the words that can come
+  double total = of_blocks<Add>(part, turn), all = total;  // all: sum G of the possible words
   double minus = 0, plus = 0;
   for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
     const int64_t w = r.source[i];

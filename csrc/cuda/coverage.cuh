@@ -1,10 +1,10 @@
 // coverage_attention on the GPU: device code on raw pointers; the launcher is coverage.cu. The
 // formulas are those of cpu/coverage_kernel.cpp.
 //
-// A row's scores need the weights of the rows before, so the blocks of a cluster, each with its share
-// of the keys, take a sequence and head and go from row to row; what needs no history comes before and
-// after, from all blocks. A key belongs to one thread, which alone adds to its sums; what is summed
-// over keys, each block adds up for itself, and nothing is added atomically.
+// A row's scores need the weights of the previous rows, so the blocks of a cluster, each with a
+// share of the keys, take a sequence and head and process its rows in order; work that needs no
+// history is done before and after, by all blocks. A key belongs to one thread, which alone adds to
+// its sums. Sums over keys are computed per block, and nothing is added atomically.
 #pragma once
 #include "../coverage.h"
 #include "attention.cuh"
@@ -13,7 +13,7 @@
 namespace attnfast {
 namespace {
 
-// An activation, and g times its slope where it is x, of a score that is known at run time alone.
+// Return an activation, and g times its slope at x, for a score that is known only at run time.
 template <class C>
 __device__ C activated(Score score, C z) {
   switch (score) {
@@ -35,7 +35,7 @@ __device__ C times_slope(Score score, C g, C x) {
   }
 }
 
-// A signal over the keys, 0 past both ends; null is 0 everywhere. x may hold its logarithms.
+// A signal over the keys, 0 beyond both ends; null is 0 everywhere. x may hold its logarithms.
 template <class C>
 struct Signal {
   const C* x;
@@ -47,8 +47,8 @@ struct Signal {
   }
 };
 
-// What a block reads and keeps, forward or backward. Its keys are [from, to), of which the row may see
-// those before `seen`.
+// The inputs and buffers of a block, forward or backward. Its keys are [from, to), of which the row
+// may see those before `seen`.
 template <class T, class Call, class C = typename Accumulate<T>::type>
 struct Scan {
   const Call& a;
@@ -57,8 +57,8 @@ struct Scan {
   const T* const weight;
   const C *const filters, *const projection, *const inverse_fertility;
   const C penalty;
-  C* found;  // of all blocks: [Tk, K]
-  C* next;   // scratch that is left
+  C* found;  // shared by all blocks: [Tk, K]
+  C* next;   // remaining scratch
 
   __device__ Scan(const Call& a, const View& scratch)
       : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), from(blockIdx.y * share(a, gridDim.y)),
@@ -69,7 +69,7 @@ struct Scan {
     found = take(a.Tk * K);
   }
 
-  // Scratch of each sequence and head; see above.
+  // Return the scratch elements of each sequence and head; see above.
   static int64_t numbers(const Call& a, int64_t) { return a.Tk * a.filters_count; }
 
   static __device__ int64_t share(const Call& a, int64_t blocks) { return (a.Tk + blocks - 1) / blocks; }
@@ -80,7 +80,7 @@ struct Scan {
     return place;
   }
   __device__ C* row(const View& v, int64_t i = 0) const { return v.data ? at<C>(v, tile, i) : nullptr; }
-  // The weights of the row before, and of a transition their logarithms.
+  // Return the weights of the previous row. With a transition, `previous` holds their logarithms.
   __device__ Signal<C> last(int64_t t) const {
     if (t) return {row(a.weights, t - 1), a.Tk};
     return {row(a.previous), a.Tk, a.transition_prob.data != nullptr};
@@ -90,7 +90,7 @@ struct Scan {
     return {past, a.transition_prob.data ? row(a.transition_prob) + t : nullptr};
   }
 
-  // What the filters find around the block's keys.
+  // Apply the filters around the block's keys.
   __device__ void find(const Signal<C>& last, const Signal<C>& coverage) const {
     for (int64_t index = from * K + threadIdx.x; index < seen * K; index += kThreads) {
       const int64_t j = index / K, k = index % K;
@@ -104,7 +104,7 @@ struct Scan {
     }
   }
 
-  // The scores of row t with the features in the tanh: warps take keys, lanes features.
+  // Compute the scores of row t with the features in the tanh: warps take keys, lanes features.
   __device__ void score(int64_t t, C* out) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const T* q = at<T>(a.query, tile, t);
@@ -138,14 +138,15 @@ struct Scan {
   }
 };
 
-// The same of the backward, and its gradients with the features in the tanh.
+// The inputs and buffers of the backward, and its gradients with the features in the tanh.
 template <class T, class C = typename Accumulate<T>::type>
 struct BackwardScan : Scan<T, CoverageBackward> {
   using Base = Scan<T, CoverageBackward>;
   using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::W, Base::taps;
   using Base::row, Base::take;
   using Base::weight, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
-  // of all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]; after `past` comes that of a transition's log-weights
+  // shared by all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]; the log-weights' gradient of a
+  // transition follows `past`
   C *coverages, *past, *grad_coverage, *grad_found, *slopes, *grad_keys;
   C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
 
@@ -171,7 +172,8 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     return K ? a.A + K * a.channels * a.width + a.A * K : 0;
   }
 
-  // From the gradients of row t's scores to those of its query, of keys, parameters and the history.
+  // Compute the gradients of row t's query, of keys, parameters and the history from those of its
+  // scores.
   __device__ void score_backward(int64_t t, const C* g) const {
     const Signal<C> last = this->last(t), coverage = {coverages + t * a.Tk, a.Tk};
     this->find(last, coverage);
@@ -187,7 +189,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     grad_signals(g, last, coverage);
   }
 
-  // Of row t's query, and what its scores add to those of keys, weight and projection.
+  // Compute the gradient of row t's query, and add to those of keys, weight and projection.
   __device__ void grad_features(int64_t t, const C* g) const {
     const T* q = at<T>(a.query, tile, t);
     C* const grad_projection = parts + a.A + K * taps;
@@ -222,7 +224,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     });
   }
 
-  // From grad_found to the gradients of the filters and of what they have looked at.
+  // Compute the gradients of the filters and of their inputs from grad_found.
   __device__ void grad_signals(const C* g, const Signal<C>& last, const Signal<C>& coverage) const {
     C* const grad_filters = parts + a.A;
     for (int64_t index = threadIdx.x; a.grad_filters.data && index < K * taps; index += kThreads) {
@@ -245,7 +247,8 @@ struct BackwardScan : Scan<T, CoverageBackward> {
       }
   }
 
-  // For a thread's keys, from `begin` on: the coverage before every row, and what rows add to.
+  // For a thread's keys, from `begin` on, compute the coverage before every row and initialise the
+  // sums over rows.
   __device__ void begin(int64_t begin) const {
     const C *coverage_in = row(a.coverage_in), *grad_coverage_out = row(a.grad_coverage_out);
     C* const grad_inverse_fertility = row(a.grad_inverse_fertility);
@@ -262,7 +265,8 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     }
   }
 
-  // From the gradient g of a row's scores to that of the log-weights before it; returns that of u.
+  // Compute the gradient of the previous log-weights from g, the gradient of a row's scores; return
+  // that of u.
   __device__ double past_backward(int64_t begin, const Transition<C>& transition, const C* g) const {
     double grad_u = 0;
     for (int64_t j = begin; j < seen; j += kThreads) {
@@ -280,25 +284,25 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     return grad_u;
   }
 
-  // Write the gradients of the history before all rows, of the same keys.
+  // Write the gradients of the history before all rows, for the same keys.
   __device__ void end(int64_t begin) const {
     C *const grad_coverage_in = row(a.grad_coverage_in), *const grad_previous = row(a.grad_previous);
     for (int64_t j = begin; j < to; j += kThreads) {
       if (grad_coverage_in) grad_coverage_in[j] = grad_coverage[j];
       if (!grad_previous) continue;
-      const C p = this->last(0)[j];  // what reaches it reaches its logarithm, too
+      const C p = this->last(0)[j];  // its gradient goes to its logarithm, too
       grad_previous[j] = !a.transition_prob.data ? past[j] : grad_past(j) + (p == 0 ? 0 : p * past[j]);
     }
   }
 
-  // What score_backward adds to, before the rows.
+  // Clear the sums of score_backward, before the rows.
   __device__ void begin_backward() const {
     for (int64_t i = threadIdx.x; i < part_size(a); i += kThreads) parts[i] = 0;
     if (a.sums) return;
     for (int64_t i = from * a.A + threadIdx.x; i < to * a.A; i += kThreads) grad_keys[i] = 0;
   }
 
-  // The gradients of keys and parameters, after the rows of all blocks.
+  // Compute the gradients of keys and parameters, after the rows of all blocks.
   __device__ void end_backward() const {
     C* const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
     const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size(a);
@@ -321,7 +325,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const Scan<T, CoverageForward> s(a, scratch);
-  const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
+  const int64_t begin = s.from + threadIdx.x;  // first key of this thread
   C* coverage = s.row(a.coverage_out);
   const C* coverage_in = s.row(a.coverage_in);
   for (int64_t j = begin; j < s.to; j += kThreads) coverage[j] = coverage_in ? coverage_in[j] : C(0);
@@ -330,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
   for (int64_t t = 0; t < a.Tq; ++t) {
     const Signal<C> last = s.last(t);
     C *row = s.row(a.weights, t), *logarithms = s.row(a.log_weights, t);
-    if (s.K || logarithms) wait_for_blocks();  // their keys' weights and coverage count too
+    if (s.K || logarithms) wait_for_blocks();  // reads other blocks' weights and coverage
     if (s.K) {
       s.find(last, {coverage, a.Tk});
       __syncthreads();
@@ -370,18 +374,18 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
   }
   loss = of_blocks<Add>(loss, turn);
   if (begin == 0) *s.row(a.loss) = loss;
-  wait_for_blocks();  // which may still look
+  wait_for_blocks();  // others may still read
 }
 
-// Rows from the last to the first. grad_score holds grad_context . value and becomes the scores'
-// gradient; `past` is the gradient of the row's weights as the next row's past, grad_coverage that of
-// the coverage after the row, then before it.
+// Run the rows from the last to the first. grad_score holds grad_context . value and becomes the
+// scores' gradient; `past` is the gradient of the row's weights through the next row's history,
+// grad_coverage that of the coverage after the row, then before it.
 template <class T, bool transition>
 __global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
     scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
-  const int64_t begin = s.from + threadIdx.x;  // of this thread's keys
+  const int64_t begin = s.from + threadIdx.x;  // first key of this thread
   int turn = 0;
   const C grad_loss = a.grad_loss.data ? *s.row(a.grad_loss) : C(0);
   C* const grad_inverse_fertility = s.row(a.grad_inverse_fertility);
@@ -409,10 +413,10 @@ __global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
         part_of_logarithms += s.grad_past(j);
       }
     }
-    // after it, all that the row after, or the start, has left is there
+    // afterwards, all results of the next row, or of the start, are visible
     const C mean = of_blocks<Add>(part, turn);
     for (int64_t j = begin; j < s.to; j += kThreads) s.past[j] = 0;
-    // apart from the mean, so that a row of one key has no gradient
+    // separate from the mean, so that a row of one key has no gradient
     const C total = transition ? of_blocks<Add>(part_of_logarithms, turn) : C(0);
     for (int64_t j = begin; j < s.to; j += kThreads) {
       C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
@@ -422,23 +426,23 @@ __global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
       s.grad_coverage[j] -= s.penalty * x;
     }
     if constexpr (transition) {
-      wait_for_blocks();  // a key's gradient comes to the one before it, too
+      wait_for_blocks();  // a key's gradient goes to the previous key, too
       const C grad_u = of_blocks<Add>(s.past_backward(begin, s.transition(t), g), turn);
       if (begin == 0) s.row(a.grad_transition_prob)[t] = grad_u;
     }
     if (s.K) s.score_backward(t, g);
   }
 
-  grad_penalty = of_blocks<Add>(grad_penalty, turn);  // all blocks are through with their rows
+  grad_penalty = of_blocks<Add>(grad_penalty, turn);  // all blocks have finished their rows
   if (begin == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
   s.end(begin);
   if (s.K) s.end_backward();
-  wait_for_blocks();  // which may still look
+  wait_for_blocks();  // others may still read
 }
 
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
-// `Keeps` is what a kernel of scan keeps.
+// `Keeps` is the class of a scan kernel's inputs and buffers.
 template <class T, class Keeps, class Call, class Launch>
 void launch_scan(const Call& a, void (*kernel)(Call, View), const Launch& launch) {
   using C = typename Accumulate<T>::type;

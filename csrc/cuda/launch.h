@@ -1,4 +1,4 @@
-// Hands kernels to the current stream of a tensor's device; nothing waits.
+// Launches kernels on the current stream of a tensor's device; nothing synchronizes.
 #pragma once
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -25,7 +25,7 @@ class Launch {
 
   static void check(cudaError_t error) {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // or the next launch would report it again
+    cudaGetLastError();  // clear the error, or the next launch would report it again
     throw std::runtime_error(cudaGetErrorString(error));
   }
 
@@ -58,14 +58,14 @@ class Launch {
     start(kernel, x, y, 1, args...);
   }
 
-  // The same, blocks that differ in y being a cluster.
+  // Launch blocks that differ in y as a cluster.
   template <class... Args>
   void together(void (*kernel)(Args...), int64_t x, int64_t y, const Args&... args) const {
     start(kernel, x, y, y, args...);
   }
 
-  // The blocks of the largest cluster, up to kMostBlocks: 1 where the device has none, or runs code made
-  // for one that has none.
+  // Return the number of blocks of the largest cluster, up to kMostBlocks: 1 if the device has
+  // none, or runs code built for one that has none.
   template <class... Args>
   int most_together(void (*kernel)(Args...)) const {
     static std::mutex one;
@@ -86,7 +86,7 @@ class Launch {
     return most = std::clamp(most, 1, kMostBlocks);
   }
 
-  // Blocks that the device runs at once.
+  // Return the number of blocks that the device runs at once.
   template <class... Args>
   int places(void (*kernel)(Args...)) const {
     static std::mutex one;
@@ -100,14 +100,14 @@ class Launch {
     return places = std::max(processors * blocks, 1);
   }
 
-  // Memory that lasts until the kernels are through.
+  // Allocate memory that lasts until the kernels have finished.
   template <class C>
   C* scratch(int64_t numbers) const {
     kept.push_back(empty(device, {numbers}, sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float));
     return static_cast<C*>(kept.back().data_ptr());
   }
 
-  // The same, zeros.
+  // Allocate such memory filled with zeros.
   int64_t* zeros(int64_t numbers) const {
     kept.push_back(empty(device, {numbers}, ScalarType::Long));
     void* place = kept.back().data_ptr();
@@ -123,7 +123,7 @@ std::string sizes(const List& list) {
   return text + "]";
 }
 
-// Call run(launch); an error says what failed, as describe() tells.
+// Call run(launch); an error message includes describe().
 template <class Describe, class Run>
 void launched(const Tensor& like, int threads, const Describe& describe, const Run& run) {
   const Launch launch(like, threads);

@@ -1,4 +1,4 @@
-// Registers the recurrent layer that attends for CUDA.
+// Registers the recurrent layer with attention for CUDA.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "recurrent.cuh"

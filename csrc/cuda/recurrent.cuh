@@ -1,5 +1,5 @@
-// A step of a recurrent layer that attends, but attention and the products that are the library's: a
-// thread takes a unit of a sequence. recurrent.h has the loop.
+// A step of a recurrent layer with attention, without the attention and the products, which are
+// GEMMs of the library: one thread takes one unit of a sequence. recurrent.h has the loop.
 #pragma once
 #include "../recurrent.h"
 #include "score.cuh"
@@ -13,13 +13,13 @@ struct Math {
   static __device__ C sigmoid(C x) { return C(1) / (C(1) + exp(-x)); }
 };
 
-// Rows [B, n] of a step; `data` is null where there are none.
+// Rows [B, n] of a step; `data` is null if absent.
 struct Rows2 {
   void* data = nullptr;
   int64_t stride = 0;
 };
 
-// Which unit of which sequence a thread takes.
+// The sequence and the unit that a thread takes.
 struct Place {
   int64_t b, i;
   bool exists;
@@ -44,10 +44,10 @@ __device__ C read(const Rows2& x, int64_t b, int64_t i) {
 struct Move {
   int64_t B, H, t;
   const int64_t* target_lengths;
-  Rows2 of_input, bias_ih;          // of_input of a GRU or LSTM are `gates`, of a tanh cell `state`
-  Rows2 of_state;                   // the biases in it
+  Rows2 of_input, bias_ih;          // of_input aliases `gates`, or `state` of a tanh cell
+  Rows2 of_state;                   // includes the biases
   Rows2 before, cell_before, mask;  // mask: the dropout
-  Rows2 state, cell, gates, seen;   // out; seen [B, 2 H]: the state, and times the mask
+  Rows2 state, cell, gates, seen;   // out; seen [B, 2 H]: the state, and the state times the mask
 };
 
 template <class C, Cell K>
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(kThreads) move_states(const Move a) {
   *at<C>(a.seen, b, a.H + i) = u.state * *at<C>(a.mask, b, i);
 }
 
-// What reaches a state from beyond its step.
+// The gradients that reach a state from other steps and its query.
 struct Reaching {
   Rows2 carried;  // [B, H], or [B, 2 H] with a mask, which is the dropout
   Rows2 mask;
-  Rows2 asked;  // as a query that is the state itself, or absent
+  Rows2 asked;  // gradient of the query, if it is the state itself, or absent
 
   template <class C>
   __device__ C sum(int64_t b, int64_t i, int64_t H) const {
@@ -89,9 +89,9 @@ struct MoveBack {
   int64_t B, H, t;
   const int64_t* target_lengths;
   Rows2 grad_state, grad_cell_given, gates, state, before, cell, cell_before;
-  Reaching reaching;         // in; out, in its place, what reaches the state before by itself
-  Rows2 grad_cell;           // the same of the cell
-  Rows2 of_input, of_state;  // out, what reaches the sums
+  Reaching reaching;         // in; out: the previous state's gradient not through the sums
+  Rows2 grad_cell;           // the same for the cell
+  Rows2 of_input, of_state;  // out, the gradients of the sums
 };
 
 template <class C, Cell K>
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
   const C g = a.reaching.sum<C>(b, i, a.H);
   if (a.reaching.mask.data) *at<C>(a.reaching.carried, b, a.H + i) = 0;
   Unit<C> u = {};
-  if (a.target_lengths && a.t >= a.target_lengths[b]) {  // padding: what reaches the state goes by
+  if (a.target_lengths && a.t >= a.target_lengths[b]) {  // padding: pass the gradient through
     u.state = g;
     u.cell = read<C>(a.grad_cell, b, i);
   } else {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
   }
 }
 
-// What reaches the state before the first step, which may lie where some of it does.
+// Compute the gradient of the state before the first step; `out` may alias one of its terms.
 template <class C>
 __global__ void __launch_bounds__(kThreads) reach_first(int64_t H, Reaching reaching, Rows2 out) {
   const Place place(H);
@@ -135,11 +135,12 @@ struct Feed {
   int64_t B, F, Dv;
   Rows2 contexts, weight;  // [B, Dv], [F, Dv]
   Rows2 of_state;          // [B, F]
-  Rows2 attentional;       // out, as these
+  Rows2 attentional;       // out, like these
 };
 
-// The attentional vector, tanh of what context and state give, the context's product included: a tile of
-// sequences and features, as if they were a score's queries and keys.
+// Compute the attentional vector, tanh of the contributions of context and state, including the
+// context's product: for a tile of sequences and features, as if they were a score's queries and
+// keys.
 template <class C>
 __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
   __shared__ Staged<C> staged;
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
         tanh(staged.score(row, lane) + *at<C>(a.of_state, b + row, i + lane));
 }
 
-// What reaches its sum, from what reaches it.
+// Compute the gradient of its sum from its gradient.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
     feed_back(int64_t features, Rows2 attentional, Rows2 grad, Rows2 out) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- padding ------------------------------------------------------------------------------------
 
-// Zeros in rows [B, T, columns] beyond the targets' ends; T and columns as one.
+// Clear rows [B, T, columns] beyond the targets' ends; T and columns are one dimension.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
     clear_padding(int64_t numbers, int64_t columns, Rows2 x, const int64_t* target_lengths) {

@@ -1,10 +1,12 @@
-// The loop of a recurrent layer that attends, for CUDA: products are the library's, the rest is kernels
-// of recurrent.cuh and a step's attention. Nothing waits for the device, so a graph may capture it.
+// The loop of a recurrent layer with attention, for CUDA: products are GEMMs of the library, the
+// rest is kernels of recurrent.cuh and a step's attention. Nothing synchronizes with the device, so
+// a graph may capture it.
 //
-// A row of `of_states` holds all that a state gives: to the query of its attention, to the gates of the
-// next step and to the attentional vector, one product with the parameters side by side. Row t is of the
-// state before step t. In the backward the same row holds the gradients, and one product takes them to
-// the state. With dropout the state lies there twice, as it is and times the mask.
+// A row of `of_states` holds all contributions of a state: to the query of its attention, to the
+// gates of the next step and to the attentional vector, one product with the concatenated
+// parameters. Row t belongs to the state before step t. In the backward the same row holds the
+// gradients, and one product maps them to the state. With dropout a row holds the state twice, as
+// it is and times the mask.
 #pragma once
 #include "../launch_recurrent.h"
 #include "recurrent.cuh"
@@ -24,7 +26,7 @@ bool multiplies_narrow() { return false; }
 
 // ---- tensors ------------------------------------------------------------------------------------
 
-// A view; `offset` counts from the first number of x.
+// Return a view; `offset` counts from the first element of x.
 Tensor strided(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                int64_t offset) {
   AtenTensorHandle handle;
@@ -33,11 +35,11 @@ Tensor strided(const Tensor& x, const std::vector<int64_t>& sizes, const std::ve
   return Tensor(handle);
 }
 
-// Columns [first, first + n) of a matrix whose rows lie evenly, and of its rows.
+// Return columns [first, first + n) of `rows` rows of a matrix whose rows are evenly spaced.
 Tensor block(const Tensor& x, int64_t row, int64_t rows, int64_t first, int64_t n) {
   return strided(x, {rows, n}, {x.stride(0), 1}, row * x.stride(0) + first);
 }
-// The same of step t of rows [B, T, columns], and of all steps from t on, as rows of a matrix if T is all.
+// Return such columns of step t of rows [B, T, columns], and of `count` steps from t on.
 Tensor step(const Tensor& x, int64_t t, int64_t first, int64_t n) {
   return strided(x, {x.size(0), n}, {x.stride(0), 1}, t * x.stride(1) + first);
 }
@@ -52,13 +54,13 @@ Tensor turned(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.st
 void copy(const Tensor& from, Tensor to) { torch::stable::copy_(to, from); }
 void zero(Tensor x) { torch::stable::zero_(x); }
 
-// out = a b, added to what is there if it `adds`. The stable dispatcher takes no scalars, so this is the
-// function that AOTInductor's code calls.
+// Compute out = a b, added to out if `adds`. The stable dispatcher takes no scalars, so this calls
+// the function that AOTInductor's code calls.
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool adds) {
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), adds ? 1. : 0., 1.));
 }
-// x *= factor
+// Compute x *= factor.
 void scale(const Tensor& x, const Tensor& factor) {
   using torch::stable::detail::from;
   std::array<StableIValue, 2> stack = {from(x), from(factor)};
@@ -70,10 +72,10 @@ Rows2 matrix_rows(const Tensor& x) { return {data_or_sentinel(x), x.stride(0)}; 
 
 // ---- the parameters that multiply a state -------------------------------------------------------
 
-// They lie side by side; where each one's columns lie in a row of `of_states`.
+// These parameters, concatenated, and the first column of each in a row of `of_states`.
 struct OfState {
-  int64_t gates, output, all;  // first columns after the query's, and their number
-  int64_t copies;              // of a state in a row of what they multiply
+  int64_t gates, output, all;  // first columns after the query's, and the total number
+  int64_t copies;              // copies of a state in a row that they multiply
   Tensor weight, bias;         // [all, copies H], [all]
 
   template <class Arguments>
@@ -94,18 +96,18 @@ struct OfState {
       put(block(packed(*given.weight_output), 0, a.F, a.Dv, a.H), given.bias_output, output, 0);
   }
 
-  // The first column of what weight_hh multiplies.
+  // Return the first column of the state that weight_hh multiplies.
   int64_t masked(const Layer& a) const { return (copies - 1) * a.H; }
 };
 
 // ---- what both ways share -----------------------------------------------------------------------
 
-// Tensors as kernels take them, and launches for a layer's type and cell.
+// Conversions of tensors to kernel arguments, and launches for a layer's dtype.
 template <class Arguments, class Launch>
 struct Loop {
   const Launch& launch;
   const typename Arguments::ArgumentChecker fit;
-  const int64_t size;  // bytes of a number
+  const int64_t size;  // bytes of an element
   KeepAlive keep;
 
   Loop(const Arguments& given, const Launch& launch)
@@ -114,12 +116,12 @@ struct Loop {
   char* place(const Tensor& x, int64_t number) const {
     return static_cast<char*>(data_or_sentinel(x)) + (x.numel() ? number * size : 0);
   }
-  // Of step t of rows [B, T, columns], and of rows [B, columns].
+  // Return step t of rows [B, T, columns], or rows [B, columns].
   Rows2 at(const Tensor& x, int64_t t, int64_t first = 0) const {
     return {place(x, t * x.stride(1) + first), x.stride(0)};
   }
   static Rows2 at(const Optional& x) { return x ? matrix_rows(*x) : Rows2{}; }
-  // Of the step before, or what comes before the first one.
+  // Return the step before, or `first` at the first step.
   Rows2 before(const Tensor& x, const Optional& first, int64_t t) const {
     return t ? at(x, t - 1) : at(first);
   }
@@ -134,7 +136,8 @@ struct Loop {
   }
   Optional side_by_side(const Optional& x) const { return x ? Optional(packed(*x)) : x; }
 
-  // A kernel of the layer's type, kernels.operator()<C>(); and one for `units` of every sequence.
+  // Run a kernel of the layer's dtype, kernels.operator()<C>(); `run` launches `units` of every
+  // sequence.
   template <class Kernels, class... Args>
   void run_blocks(int64_t blocks, const Kernels& kernels, const Args&... args) const {
     if (size == 8) launch(kernels(double{}), blocks, 1, args...);
@@ -151,13 +154,13 @@ struct Loop {
   }
 };
 
-// What step t of attention has, of the one that all have.
+// Move the mask and the span of a call for all steps to step t.
 void move_on(Problem& a, int64_t t) {
   if (a.mask.data) a.mask.data = static_cast<char*>(a.mask.data) + t * a.mask.row;
   if (a.span.data) a.span.data = static_cast<int64_t*>(a.span.data) + t * a.span.row;
 }
 
-// What no kernel here has.
+// Raise if an argument is given that no kernel here supports.
 template <class Arguments>
 void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   fit.check(!given.coverage, "coverage");
@@ -165,13 +168,14 @@ void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   fit.check(!given.dropout_output, "dropout_output");
 }
 
-// W_o's columns for the context, of input feeding.
+// Return the columns of W_o for the context, for input feeding.
 Optional context_columns(const Optional& weight_output, const Layer& a) {
   return weight_output ? Optional(block(packed(*weight_output), 0, a.F, 0, a.Dv)) : Optional();
 }
 
-// Values times these, taken before the loop so that no step has a product with its context. Absent where
-// that would cost more: with too few steps for so many keys, or rows that are so much longer to read.
+// Return the values times these columns, computed before the loop so that no step multiplies its
+// context. Absent if that would cost more: with too few steps for the number of keys, or rows that
+// are much longer.
 template <class Loop>
 Optional project_values(const Loop& loop, const Layer& a, const Optional& value, const Optional& columns) {
   if (!columns || a.Tk > 4 * a.T || a.F > 2 * a.Dv) return {};
@@ -197,7 +201,7 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
                  of_context = context_columns(given.weight_output, a),
                  projected = project_values(loop, a, given.value, of_context);
 
-  // What the inputs give, of all steps at once, where the gates or states will be.
+  // The inputs' contribution at all steps, stored where the gates or states will be.
   const Tensor& sums = kept_of(a.cell) ? made.gates : made.states;
   multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
            turned(block(weight_ih, 0, gates, 0, a.E)), false);
@@ -220,7 +224,7 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
   Forward attends{};
   const Tensor log_sum_exp = loop.room({a.T, 1});
   if (a.attends) put_attention(given, loop.fit, a, attends, loop.keep);
-  // With row `from` of what states give.
+  // Run attention at step t with row `from` of `of_states`.
   const auto attend = [&](int64_t t, int64_t from) {
     Forward now = attends;
     move_on(now, t);
@@ -281,7 +285,7 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
     if (asks_last || t + 1 < a.T) give(t + 1);
     if (asks_last) attend(t, t + 1);
   }
-  if (projected) {  // contexts are what the queries of a dot score would get, were weights its gradients
+  if (projected) {  // a context is a dot score's grad_query with weights as grad_score
     Backward sum = {attends};
     sum.score = Score::dot;
     sum.scale = 1;
@@ -305,7 +309,7 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// Rows [B, T, columns] of the step before: `first`, or zeros, then all but the last of x.
+// Return rows [B, T, columns] shifted by one step: `first`, or zeros, then all but the last of x.
 template <class Loop>
 Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
   const int64_t T = x.size(1), columns = x.size(2);
@@ -336,13 +340,13 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
                  grad_cells = loop.side_by_side(given.grad_cells),
                  grad_weights = loop.side_by_side(given.grad_weights),
                  of_context = context_columns(given.weight_output, a);
-  Optional projected;  // then a step reads no gradient of a context
+  Optional projected;  // if present, a step reads no gradient of a context
   if (!given.grad_contexts) projected = project_values(loop, a, given.value, of_context);
 
   const Tensor of_inputs = loop.room({a.T, gates}), of_states = loop.room({a.T + 1, of.all}),
                carried = mask ? loop.room({2 * H}) : grads.grad_hidden, asked = loop.room({1, H});
   for (const Tensor& x : {of_states, carried, asked, grads.grad_cell}) zero(x);
-  // What comes back for the contexts and attentional vectors, to which the loop adds.
+  // The gradients of the contexts and attentional vectors, to which the loop adds.
   const auto returned = [&](const Optional& grad, bool wanted, int64_t columns) {
     const Tensor out = loop.room({wanted ? a.T : 0, columns});
     if (grad && wanted) copy(*grad, out);
@@ -365,7 +369,7 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     attends.grad_score = loop.view_at(grad_score, 0);
     attends.grad_score_returned = true;
   }
-  // Into row `to` of what reaches states.
+  // Run attention's backward at step t and store into row `to` of `of_states`.
   const auto attend_back = [&](int64_t t, int64_t to) {
     Backward now = attends;
     move_on(now, t);
@@ -435,7 +439,7 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
       Reaching{matrix_rows(carried), loop.at(mask), asks_first ? loop.at(asked, 0) : Rows2{}},
       matrix_rows(grads.grad_hidden));
 
-  Optional of_output;  // what reaches the sums of attentional vectors
+  Optional of_output;  // gradients of the sums of attentional vectors
   if (of_context) {
     of_output = loop.room({a.T, a.F});
     copy(steps(of_states, 1, a.T, of.output, a.F), *of_output);

@@ -1,35 +1,35 @@
 // Scores of a tile of queries and a block of keys.
 //
-// The additive score is the factored one: with Eq = e^{2q} and Ek = e^{2k} taken once per element,
-// tanh(q + k) = 1 - 2/d, d = 1 + Eq Ek, and two features share a reciprocal, the query's side of the
-// second being divided by its weight:
+// The additive score is factored: with Eq = e^{2q} and Ek = e^{2k} computed once per element,
+// tanh(q + k) = 1 - 2/d, d = 1 + Eq Ek, and two features share a reciprocal; the query's factor of
+// the second is divided by its weight:
 //   w0/d0 + w1/d1 = (w0 D + d0) / (d0 D),  D = d1/w1 = 1/w1 + (Eq/w1) Ek.
-// What this cannot hold is NaN in it, and such sums are taken again, tanh by tanh. Its error is that of
-// numbers near 1: tiles up to kSmallTanhLimit take a polynomial of q + k.
+// Values that this cannot represent are NaN in it, and such sums are recomputed, tanh by tanh. Its
+// error is that of values near 1: tiles up to kSmallTanhLimit use a polynomial of q + k.
 #pragma once
 #include "tile.cuh"
 
 namespace attnfast {
 namespace {
 
-// A weight that divides counts as no less than this, nor than 2^-30 of its chunk's largest, so that
-// |D| < 2^106. Where d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
+// A weight that divides is clamped to at least this, and to 2^-30 of its chunk's largest, so that
+// |D| < 2^106. If d0 D is so large that its reciprocal is 0, w0/d0 is below 2^-33.
 constexpr float kLeastWeight = 0x1p-42f;
 
 constexpr int kRows = 4;                  // query rows of a warp
 constexpr int kQueries = kWarps * kRows;  // of a block
 constexpr int kKeys = 32;                 // at a time, one for each lane
 constexpr int kFeatures = 16;             // that a warp stages at a time
-constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows meet all banks
+constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows access all banks
 constexpr int kSumPitch = kKeys + 8;      // and lanes that write their sums
 
-// For each warp the features that it takes, of the queries and then of the keys; at last its sums.
+// For each warp its features, of the queries and then of the keys; finally its sums.
 template <class C>
 struct Staged {
   alignas(16) C rows[kWarps][kQueries + kKeys][kPitch], w[kWarps][kFeatures];
 
   __device__ C& sum(int warp, int row, int key) { return (&rows[warp][0][0])[row * kSumPitch + key]; }
-  // Of all warps, after score_tile.
+  // Return the sum over all warps, after score_tile.
   __device__ C score(int row, int key) {
     C score = 0;
     for (int warp = 0; warp < kWarps; ++warp) score += sum(warp, row, key);
@@ -37,17 +37,17 @@ struct Staged {
   }
 };
 
-// Four neighbours, in one load where they lie as they should.
+// Four adjacent elements, loaded at once if they are aligned.
 template <class T>
 struct alignas(sizeof(T) < 4 ? 8 : 16) Quad {
   T x[4];
 };
-// Whether rows begin where four may be loaded at once.
+// Return true if rows are aligned for loads of four elements.
 template <class T>
 __device__ bool aligned(const Rows<T>& x) {
   return reinterpret_cast<uintptr_t>(x.data) % alignof(Quad<T>) == 0 && x.stride % 4 == 0;
 }
-// Four features, zeros past the `count` that a row still has.
+// Load four features, zeros past the `count` that remain in a row.
 template <class T, class C>
 __device__ void load(const T* from, bool aligned, int count, C (&out)[4]) {
   if (aligned && count >= 4) {
@@ -58,7 +58,7 @@ __device__ void load(const T* from, bool aligned, int count, C (&out)[4]) {
   }
 }
 
-// Sum w tanh(q + k) of the features that a warp takes; see score_tile. Rare, so exact.
+// Return the sum of w tanh(q + k) over the features of a warp; see score_tile. Rare, so exact.
 template <class T>
 __device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width) {
   double sum = 0;
@@ -70,23 +70,24 @@ __device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width)
   return sum;
 }
 
-// What the factored score reads, in chunks of kFeatures: e^{2x} of queries and keys, and -2w; of every
-// second feature 1 / -2w, by which the query's e^{2x} is multiplied. After the weights each chunk's sum.
-// Behind all of these lie x and w themselves, for tiles near 0, and then the largest |x| of each row.
-// (Views of their own would make the parameters so long that registers spill on sm_100.)
+// The inputs of the factored score, in chunks of kFeatures: e^{2x} of queries and keys, and -2w;
+// for every second feature 1 / -2w, by which the query's e^{2x} is multiplied. Each chunk's sum
+// follows the weights. After all of these come x and w themselves, for tiles near 0, and then the
+// largest |x| of each row. (Separate views would make the parameters so long that registers spill
+// on sm_100.)
 struct Factored {
   View query, key, weight;
 };
 
-// The largest |x| of a row, of `count` in a sequence.
+// Return the location of the largest |x| of a row, of `count` in a sequence.
 __device__ inline float* range_of(const Problem& a, const View& panel, const Tile& tile, int64_t count,
                                   int64_t row) {
   const int64_t before = (int64_t{tile.b} * a.H + tile.h) * count;
   return static_cast<float*>(panel.data) + 2 * a.B * panel.batch + before + row;
 }
 
-// Four features' weights, as above; three other lanes have those of the rest of the chunk, and all
-// its sum in `total`.
+// Convert four features' weights as above; three other lanes have those of the rest of the chunk,
+// and all lanes its sum in `total`.
 __device__ inline void divide_by_second(float (&w)[4], float& total) {
   float most = 0;
   for (const float x : w) most = fmax(most, fabs(x));
@@ -101,7 +102,7 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
   for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
 }
 
-// The rows of queries, or of keys, that a block takes.
+// Factor the rows of queries, or of keys, that a block takes.
 template <class T, bool keys>
 __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
@@ -139,7 +140,7 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
       Quad<float> e, near;
       for (int i = 0; i < 4; ++i) {
         near.x[i] = x[r][i];
-        most[r] = fmax(most[r], fabs(x[r][i]));  // passes over NaN
+        most[r] = fmax(most[r], fabs(x[r][i]));  // ignores NaN
         e.x[i] = fabs(x[r][i]) <= kFactoredEachLimit ? expf(2 * x[r][i]) : NAN;
         if (!keys && i % 2) e.x[i] *= w[i];
       }
@@ -180,13 +181,14 @@ Factored factored(const Problem& a, const Launch& launch) {
   return out;
 }
 
-// Add q k (dot) or w f(q + k) of the staged features, of the tile's queries lane / 8 + 4 r and its keys
-// lane % 8 + 8 x.
+// Add q k (dot) or w f(q + k) of the staged features, for the tile's queries lane / 8 + 4 r and its
+// keys lane % 8 + 8 x.
 template <Score S, bool small, class C>
 __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
   const int lane = threadIdx.x % 32;
   const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
-  constexpr int n = sizeof(C) == 8 && S != Score::dot && S != Score::tanh ? 2 : 4;  // or doubles spill
+  constexpr int n =
+      sizeof(C) == 8 && S != Score::dot && S != Score::tanh ? 2 : 4;  // more doubles would spill
 #pragma unroll 1
   for (int c = 0; c < kFeatures; c += n) {
     C k[4][n];
@@ -215,8 +217,8 @@ __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][
   }
 }
 
-// Sums of w tanh(q + k) that a factored score could not hold, which are NaN, or all where nothing is
-// factored, become again(row, key); see score_tile.
+// Replace sums of w tanh(q + k) by again(row, key): those that are NaN, because the factored score
+// cannot represent them, or all if nothing is factored; see score_tile.
 template <bool factored, class C, class Again>
 __device__ void take_again(C (&sum)[4][4], const Again& again) {
   const int lane = threadIdx.x % 32;
@@ -235,10 +237,10 @@ __device__ void take_again(C (&sum)[4][4], const Again& again) {
   }
 }
 
-// staged.score(row, key) becomes the sum over all features of q k (dot) or of w f(q + k). Warps share
-// the features, of which they take chunks; every thread of the block takes part. Where the score is
-// tanh's, X is float and q, k and w are factored, or it is double; and `again(row, key)` is what the
-// warp's features add up to, tanh by tanh; `small` tells that they are near 0, and not factored.
+// Set staged.score(row, key) to the sum over all features of q k (dot) or of w f(q + k). Warps
+// split the features in chunks; every thread of the block takes part. If the score is tanh, X is
+// float and q, k and w are factored, or X is double; `again(row, key)` returns the sum of the
+// warp's features, tanh by tanh; `small` is true if they are near 0, and not factored.
 template <Score S, class X, class C, class Again>
 __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width, Staged<C>& staged,
                            const Again& again, bool small = false) {
@@ -248,7 +250,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
   const bool fours = factored || (aligned(q) && aligned(k));
   C(*const rows)[kPitch] = staged.rows[warp], * const weights = staged.w[warp];
   using Step = std::conditional_t<factored, int, int64_t>;
-  Step from[kSteps];  // where rows begin; past the last one the last again
+  Step from[kSteps];  // where rows begin; past the last row, the last again
 #pragma unroll
   for (int n = 0; n < kSteps; ++n) {
     const Rows<X>& side = n < kQueries / 8 ? q : k;
@@ -256,7 +258,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
     from[n] = min(row, side.count - 1) * Step(side.stride) + quad;
   }
   C sum[4][4] = {};
-  __syncthreads();  // the scores of the tile before have been looked at
+  __syncthreads();  // the scores of the previous tile have been read
 #pragma unroll 1
   for (int first = warp * kFeatures; first < width; first += kWarps * kFeatures) {
     C part[4][4];
@@ -270,7 +272,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
              x[n]);
       C v = 0;
       if (S != Score::dot && lane < kFeatures && first + lane < width) v = widen(w[first + lane]);
-      __syncwarp();  // the features staged before are used up
+      __syncwarp();  // the previously staged features have been read
 #pragma unroll
       for (int n = 0; n < kSteps; ++n)
         for (int i = 0; i < 4; ++i) rows[lane / 4 + 8 * n][quad + i] = x[n][i];
@@ -279,7 +281,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
       if (factored && small) score_features<S, true>(rows, weights, part);
       else score_features<S, false>(rows, weights, part);
     }
-    for (int r = 0; r < 4; ++r)  // sums of sums lose less
+    for (int r = 0; r < 4; ++r)  // sums of partial sums lose less
       for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
   }
   if constexpr (S == Score::tanh) take_again<factored>(sum, again);
@@ -289,7 +291,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
   __syncthreads();
 }
 
-// Of a tile's query rows and the keys from j0 on. Without `near` tiles near 0 are factored too.
+// Compute the scores of a tile's query rows and the keys from j0 on. Without `near`, tiles near 0
+// are factored too.
 template <Score S, class T, bool near = true, class C>
 __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile, int64_t j0, int keys,
                            Staged<C>& staged) {

@@ -1,5 +1,5 @@
-// A decoder's step, the only row of a sequence, whose cost is all latency: its keys are shared by
-// blocks. Where these are a cluster (sm_90 and later, up to 512 keys) one launch is enough.
+// A decoder's step, a single row of a sequence, whose cost is all latency: its keys are split over
+// blocks. If these are a cluster (sm_90 and later, up to 512 keys), one launch is enough.
 #pragma once
 #include "cluster.cuh"
 #include "score.cuh"
@@ -8,15 +8,15 @@ namespace attnfast {
 namespace {
 
 constexpr int kStepKeys = 64;  // of a block
-constexpr int kAtOnce = 4;     // keys of a warp, whose loads are under way together
-constexpr int kUnderWay = 16;  // loads of a thread that sums over keys
-constexpr int kJoined = 64;    // parts of a row, by a block
+constexpr int kAtOnce = 4;     // keys of a warp that are loaded together
+constexpr int kUnderWay = 16;  // loads in flight of a thread that sums over keys
+constexpr int kJoined = 64;    // parts of a row that a block joins
 
 // ---- a block's keys -----------------------------------------------------------------------------
 
 struct StepKeys {
   Seen own;      // all that the row sees
-  int64_t from;  // the first that this block takes
+  int64_t from;  // first key of this block
   int count;
 };
 
@@ -26,7 +26,8 @@ __device__ inline StepKeys keys_of_block(const Problem& a, const Tile& tile) {
   return {own, from, max(0, up_to(kStepKeys, own.to - from))};
 }
 
-// A feature of a score. Every pair of a query and a key meets once, so nothing is factored.
+// Return a feature's term of a score. Every pair of a query and a key occurs once, so nothing is
+// factored.
 template <Score S, class C>
 __device__ C feature_score(C q, C k, C w) {
   if constexpr (S == Score::dot) return q * k;
@@ -34,7 +35,7 @@ __device__ C feature_score(C q, C k, C w) {
   else return w * activation<S, C>(q + k);
 }
 
-// The scores of a query row and the block's keys, each handed to finish(key, score) once.
+// Compute the scores of a query row and the block's keys; each calls finish(key, score) once.
 template <Score S, class C, class T, class Finish>
 __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t width,
                            const Finish& finish) {
@@ -64,8 +65,8 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
   }
 }
 
-// Return the sum of term(share_j, x_j) over the block's keys, x a column of them. Terms whose share is 0
-// are skipped, because a hidden x_j may be NaN. Shares beyond the keys are 0.
+// Return the sum of term(share_j, x_j) over the block's keys, x a column of them. Terms whose share
+// is 0 are skipped, because a hidden x_j may be NaN. Shares beyond the keys are 0.
 template <class C, class T, class Term>
 __device__ C sum_column(const C* share, const T* column, int64_t row, int keys, const Term& term) {
   C sum = 0;
@@ -85,11 +86,11 @@ __device__ C sum_column(const C* share, const T* column, int64_t row, int keys, 
 
 // ---- forward ------------------------------------------------------------------------------------
 
-// The softmax of a row from those of its parts: part(i) is the largest score and the mass of one.
+// The softmax of a row, joined from its parts: part(i) is the largest score and the mass of part i.
 template <class C>
 struct End {
-  C top, mass;       // mass 0: nothing was seen
-  Described<C> row;  // if asked for
+  C top, mass;       // mass is 0 if no key is visible
+  Described<C> row;  // if requested
 
   __device__ C faded(C to) const { return mass == 0 ? C(0) : exp(top - to); }
   __device__ C share() const { return share_of(top, mass); }
@@ -120,14 +121,15 @@ __device__ Described<C> described(int64_t parts, const Part& part) {
   return before.row;
 }
 
-// A column of a row's context x; where something is `added`, tanh(x + added) stands in its place.
+// Store a column of a row's context x, or, if `added` is given, tanh(x + added).
 template <class T, class C>
 __device__ void put_context(const Forward& a, const View& added, const Tile& tile, int64_t c, C x) {
   if (added.data) x = tanh(x + widen(at<T>(added, tile, tile.row)[c]));
   narrow(x, at<T>(a.context, tile, tile.row)[c]);
 }
 
-// Without parts the row's blocks are a cluster, or there is one; else they leave theirs for combine.
+// Run a row's step. Without `parts`, the row's blocks are a cluster or a single block; else they
+// store parts for combine.
 template <class T, Score S>
 __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View added, const View parts) {
   using C = typename Accumulate<T>::type;
@@ -179,8 +181,8 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
       [&](int64_t c, C total) { put_context<T>(a, added, tile, c, total); });
 }
 
-// Join up to kJoined parts of each row. If there are more, each block in y joins kJoined of them and
-// stores the result in `joined`.
+// Join up to kJoined parts of each row. If there are more, each block in y joins kJoined of them
+// and stores the result in `joined`.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     combine(const Forward a, const View added, const View parts, int64_t count, const View joined) {
@@ -231,8 +233,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// The gradients of scores and query, all that a step over a prepared memory wants; see grad_score
-// and grad_rows for the formulas. In one kernel, for what a step costs is its launches.
+// Compute the gradients of scores and query, all that a step over a prepared memory needs; see
+// grad_score and grad_rows for the formulas. It is one kernel, because launches dominate the cost
+// of a step.
 template <class T, Score S>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backward(const Backward a) {
   using C = typename Accumulate<T>::type;
@@ -296,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
 
 inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}); }
 
-// For every row its parts, each with the context's columns and an End.
+// Allocate the parts of every row, each with the context's columns and an End.
 template <class C, class Launch>
 View room_for_parts(const Problem& a, int64_t count, const Launch& launch) {
   const int64_t row = a.Dv + int64_t{sizeof(End<C>) / sizeof(C)};
@@ -328,7 +331,7 @@ void launch_step(const Forward& a, const Launch& launch, const View& added) {
   launch_combine<T>(a, launch, added, parts, blocks);
 }
 
-// Whether it was a step's backward that one launch can do.
+// Run the backward of a step if one launch can do it; return true if so.
 template <class T, class Launch>
 bool launch_step_backward(const Backward& a, const Launch& launch) {
   const auto kernel =

@@ -1,4 +1,4 @@
-// What ops on the GPU share: numbers, and which of the rows and keys a block takes.
+// Code common to ops on the GPU: arithmetic, and the rows and keys of a block.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,13 +16,14 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 constexpr int kMostBlocks = 8;         // of a cluster
-// Of each |q| and |k| whose e^{2x} are multiplied: d = 1 + Eq Ek <= 1 + e^{4 * 10.9} < 2^63; of weights,
-// too, for they magnify the 3 ulp that the factored path loses.
+// Bound of each |q| and |k| whose e^{2x} are multiplied: d = 1 + Eq Ek <= 1 + e^{4 * 10.9} < 2^63;
+// of weights, too, because they magnify the 3 ulp that the factored path loses.
 constexpr float kFactoredEachLimit = 10.9f;
-// Of |q| + |k|: up to here tanh is so small that its error must be relative, and small_tanh holds.
+// Bound of |q| + |k|: up to it, tanh is so small that its error must be relative, and small_tanh is
+// valid.
 constexpr float kSmallTanhLimit = 0.8f;
 
-// ---- numbers ----------------------------------------------------------------------------------
+// ---- arithmetic -------------------------------------------------------------------------------
 
 template <class T>
 struct Accumulate {
@@ -42,11 +43,12 @@ __device__ inline void narrow(double x, double& out) { out = x; }
 __device__ inline void narrow(float x, __half& out) { out = __float2half_rn(x); }
 __device__ inline void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
 
-// 1 / x for 1 <= x <= 2^126: one special function, with -ftz=true.
+// Return 1 / x for 1 <= x <= 2^126: one special function, with -ftz=true.
 __device__ inline float reciprocal(float x) { return __fdividef(1.f, x); }
 
-// tanh x up to kSmallTanhLimit, within 4e-9 of itself before rounding: x + x^3 P(x^2), fitted by least
-// squares at Chebyshev's nodes, reweighted towards the largest error.
+// Return tanh x up to kSmallTanhLimit, with a relative error of 4e-9 before rounding:
+// x + x^3 P(x^2), fitted by least squares at Chebyshev's nodes, reweighted towards the largest
+// error.
 template <class C>
 __device__ C small_tanh(C x) {
   const C u = x * x;
@@ -55,7 +57,7 @@ __device__ C small_tanh(C x) {
 }
 
 struct Add {
-  static constexpr float none = 0;  // changes nothing
+  static constexpr float none = 0;  // the neutral element
   template <class C>
   __device__ C operator()(C x, C y) const {
     return x + y;
@@ -69,7 +71,7 @@ struct Max {
   }
 };
 
-// The numbers of a warp's threads joined, always in the same order; all take part.
+// Reduce the values of a warp's threads, always in the same order; all threads take part.
 template <class Join, class C>
 __device__ C of_warp(C x) {
   for (int step = 16; step > 0; step /= 2) x = Join()(x, __shfl_xor_sync(kAll, x, step));
@@ -89,14 +91,14 @@ void by_dtype(Dtype dtype, F f) {
 
 // ---- where ------------------------------------------------------------------------------------
 
-// Which rows of which [B, H] this block takes; blockIdx.x counts tiles within B * H.
+// The rows of a [B, H] that this block takes; blockIdx.x counts tiles within B * H.
 struct Tile {
   int b, h, part;
   int64_t row;
 };
 
 inline int64_t tiles(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
-// Of what is left, as much as a tile holds; less than 0 beyond the end.
+// Return the rows of a tile, at most those that remain; less than 0 beyond the end.
 __device__ inline int up_to(int most, int64_t left) { return left < most ? left : most; }
 
 __device__ inline Tile locate(const Problem& a, int64_t rows, int height, int block = blockIdx.x) {
@@ -114,13 +116,13 @@ __device__ T* at(const View& v, const Tile& tile, int64_t row) {
   return static_cast<T*>(v.data) + tile.b * v.batch + tile.h * v.head + row * v.row;
 }
 
-// The keys that a query row may see, of the n of its sequence.
+// Return the keys that a query row may see, of the n of its sequence.
 __device__ inline Seen seen_by(const Problem& a, const Tile& tile, int64_t row, int64_t n) {
   if (!a.span.data) return {0, n, 0};
   return seen_within(a, at<int64_t>(a.span, tile, row), n);
 }
 
-// The keys that any of up to 32 rows of a tile sees; every lane of a warp takes part.
+// Return the keys that any of up to 32 rows of a tile sees; every lane of a warp takes part.
 __device__ inline Seen seen_by_all(const Problem& a, const Tile& tile, int64_t rows, int64_t n) {
   if (!a.span.data) return {0, n, 0};
   const int lane = threadIdx.x % 32;
@@ -143,7 +145,7 @@ struct Rows {
   int count;
 };
 
-// Rows warp, warp + kWarps, ... of a tile at feature c, zeros past the end.
+// Load rows warp, warp + kWarps, ... of a tile at feature c, zeros past the end.
 template <class T, class C, int N>
 __device__ void load(const Rows<T>& x, int64_t c, int64_t width, C (&out)[N]) {
   const int count = c < width ? x.count : 0;
@@ -153,8 +155,8 @@ __device__ void load(const Rows<T>& x, int64_t c, int64_t width, C (&out)[N]) {
     out[n] = row < count ? widen(*from) : 0;
 }
 
-// Whether any of these is larger than a path's limit. Passes over NaN: one in a key that is not seen
-// must not choose the path.
+// Return true if any value is larger than a path's limit. NaN is ignored: one in a hidden key must
+// not select the path.
 template <class C, int N>
 __device__ bool beyond(const C (&x)[N], float limit) {
   bool far = false;
@@ -164,15 +166,15 @@ __device__ bool beyond(const C (&x)[N], float limit) {
 
 // ---- scores -----------------------------------------------------------------------------------
 
-// What tells a row that has diverged from an empty one: its largest score, a score of -inf that a row
-// sees being this instead, and no other.
+// The score that replaces a score of -inf that a row sees: a row whose largest score this is has
+// diverged, and an empty row has none.
 template <class C>
 constexpr C kLeast = sizeof(C) == 4 ? C(-__FLT_MAX__) : C(-__DBL_MAX__);
 template <class C>
 constexpr C kUlp = sizeof(C) == 4 ? C(__FLT_EPSILON__) : C(__DBL_EPSILON__);
 
-// A product becomes the score of row i in a column: scale, bias, mask; -inf where it is hidden, also
-// where it is NaN, and `least` in place of -inf elsewhere.
+// Turn a product into the score of row i in a column: scale, bias, mask. It is -inf if hidden, also
+// if it is NaN, and `least` instead of -inf elsewhere.
 template <class T, class C>
 __device__ C finish_score(const Problem& a, const Tile& tile, int64_t i, int64_t column, C s,
                           C least = -INFINITY) {
@@ -187,20 +189,21 @@ __device__ C finish_score(const Problem& a, const Tile& tile, int64_t i, int64_t
   return seen ? s : C(-INFINITY);
 }
 
-// What e^{score - top} is multiplied by to be a weight: 0 in an empty row, NaN in one that diverged.
+// Return the factor from e^{score - top} to a weight: 0 in an empty row, NaN in one that diverged.
 template <class C>
 __device__ C share_of(C top, C total) {
   return total == 0 ? C(0) : top == kLeast<C> ? C(NAN) : 1 / total;
 }
 
-// What statistics of a row come from, of p = e^{score - top} over some of its keys: sum p (score - top),
-// the key of the largest score, the mean of the keys, sum p (key - mean)^2.
+// The data from which statistics of a row are computed, with p = e^{score - top} over some of its
+// keys: sum p (score - top), the key of the largest score, the mean of the keys,
+// sum p (key - mean)^2.
 template <class C>
 struct Described {
   C drop, position, mean, squares;
 };
 
-// Those of a warp's keys `key + 32 x`, whose masses p add up to `mass`; all lanes take part.
+// Return those of a warp's keys `key + 32 x`, whose masses p add up to `mass`; all lanes take part.
 template <class C, int N>
 __device__ Described<C> describe(const C (&score)[N], const C (&p)[N], C top, C mass, C key) {
   Described<C> row = {0, -INFINITY, 0, 0};
@@ -220,7 +223,7 @@ __device__ Described<C> describe(const C (&score)[N], const C (&p)[N], C top, C 
   return row;
 }
 
-// Take in what later keys have come to (Chan, Golub and LeVeque's formula, which loses no digits).
+// Merge those of later keys (Chan, Golub and LeVeque's formula, which loses no digits).
 template <class C>
 __device__ void join(Described<C>& row, C top, C mass, const Described<C>& more, C its_top, C its_mass) {
   if (its_mass == 0) return;
@@ -230,7 +233,7 @@ __device__ void join(Described<C>& row, C top, C mass, const Described<C>& more,
   }
   const C both = fmax(top, its_top), fade = exp(top - both), its_fade = exp(its_top - both);
   const C share = its_mass * its_fade / (mass * fade + its_mass * its_fade), step = more.mean - row.mean;
-  // a gap may be infinite where nothing is left of a mass
+  // a gap may be infinite if a mass has vanished
   const C gap = fade == 0 ? C(0) : top - both, its_gap = its_fade == 0 ? C(0) : its_top - both;
   row.drop = fade * (row.drop + mass * gap) + its_fade * (more.drop + its_mass * its_gap);
   if (its_top > top) row.position = more.position;
@@ -250,8 +253,8 @@ __device__ void put_statistics(const Forward& a, const Tile& tile, int64_t i, C 
   out[kVariance] = mass == 0 ? C(0) : row.squares * share;
 }
 
-// The scores of row i, in their place, become weights: one thread's share of the work, and log sum exp.
-// `total` is the sum of e^{score - top}.
+// Turn the scores of row i into weights in place, one thread's share of the work, and store log sum
+// exp. `total` is the sum of e^{score - top}.
 template <class C>
 __device__ void finish_row(const Forward& a, const Tile& tile, int64_t i, const Seen& own, C top, C total,
                            int thread, int threads) {
