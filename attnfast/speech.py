@@ -143,6 +143,10 @@ def mel_filters(mels: int, fft: int, rate: int) -> Tensor:
 
     .. math:: H_{mk} = \max\left(0, \min\left(\frac{f_k - f_{m-1}}{f_m - f_{m-1}},
               \frac{f_{m+1} - f_k}{f_{m+1} - f_m}\right)\right), \quad f_k = k \cdot rate / fft
+
+    Example:
+        >>> attnfast.speech.mel_filters(mels=8, fft=512, rate=16000).shape
+        torch.Size([8, 257])
     """
     check_sizes(mels=mels, fft=fft, rate=rate)
     top = 2595 * torch.tensor(1 + rate / 1400, dtype=torch.float64).log10()
@@ -332,6 +336,11 @@ class SpecAugment(nn.Module):
         share: p.
 
     Paper: Park et al., "SpecAugment", Interspeech 2019, arXiv:1904.08779.
+
+    Example:
+        >>> augment = attnfast.speech.SpecAugment(feature_width=4).train()
+        >>> augment(torch.ones(2, 50, 40), torch.tensor([50, 30])).shape
+        torch.Size([2, 50, 40])
     """
 
     def __init__(

@@ -210,6 +210,10 @@ def kl_from_uniform(
 
     Returns:
         ``[B, (H,) Tq]``, differentiable; 0 for a row without visible keys.
+
+    Example:
+        >>> attnfast.analysis.diagnostics.kl_from_uniform(torch.full((1, 2, 4), 0.25))
+        tensor([[0., 0.]])
     """
     of = _Given(weights, lengths, target_lengths, keys)
     seen = of.seen.sum(-1)
@@ -243,6 +247,10 @@ def key_coverage(
 
     Paper: Tu et al., "Modeling Coverage for Neural Machine Translation", ACL 2016,
     arXiv:1601.04811.
+
+    Example:
+        >>> attnfast.analysis.diagnostics.key_coverage(torch.eye(3).unsqueeze(0)).total
+        tensor([[1., 1., 1.]])
     """
     of = _Given(weights, lengths, target_lengths, keys)
     total = of.coverage()
@@ -278,6 +286,10 @@ def diagonality(
         ``share``, the mean over the rows of :math:`\sum_{|j - d_i| \le r} p_{ij}`; ``offset``, that
         of :math:`\sum_j (j - d_i) p_{ij}`, below 0 if rows look back; ``distance``, that of
         :math:`\sum_j |j - d_i| p_{ij}`.
+
+    Example:
+        >>> attnfast.analysis.diagnostics.diagonality(torch.eye(4).unsqueeze(0)).share
+        tensor([1.])
     """
     check_number("radius", radius, 0)
     of = _Given(weights, lengths, target_lengths, keys)
@@ -300,6 +312,10 @@ def monotonicity(
 
     Returns:
         ``[B, (H)]``, from 0 to 1; 1 for a target of one row.
+
+    Example:
+        >>> attnfast.analysis.diagnostics.monotonicity(torch.eye(4).unsqueeze(0))
+        tensor([1.])
     """
     of = _Given(weights, lengths, target_lengths, keys)
     _, position = of.largest()
@@ -458,6 +474,11 @@ def alignment_score(
 
     Paper: Och and Ney, "A Systematic Comparison of Various Statistical Alignment Models",
     Computational Linguistics 29(1), 2003.
+
+    Example:
+        >>> score = attnfast.analysis.diagnostics.alignment_score([{(0, 0)}], [{(0, 0), (1, 1)}])
+        >>> score.precision, score.recall
+        (1.0, 0.5)
     """
     found, sure = _link_sets("found", found), _link_sets("sure", sure)
     possible = [set()] * len(sure) if possible is None else _link_sets("possible", possible)

@@ -136,6 +136,11 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
 
     Returns:
         ``[B, 2]``, int64.
+
+    Example:
+        >>> start, end = torch.tensor([[0.1, 0.9]]).log(), torch.tensor([[0.8, 0.2]]).log()
+        >>> attnfast.models.best_spans(start, end)  # a start after the end is not allowed
+        tensor([[1, 1]])
     """
     for name, x in (("start", start), ("end", end)):
         check_array(name, x, "real numbers", ("B", "T"))

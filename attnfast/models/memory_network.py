@@ -42,6 +42,11 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
 
     Returns:
         ``[.., L, d]``; 0 for padding, whose embedding may be anything.
+
+    Example:
+        >>> words = torch.tensor([[4, 5, 0], [6, 7, 8]])
+        >>> attnfast.models.position_encoding(words, features=4).shape
+        torch.Size([2, 3, 4])
     """
     check_tensor("words", words)
     if words.dtype not in (torch.int64, torch.int32) or not words.dim():

@@ -28,6 +28,11 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
     """Return the mean cross-entropy of ``logits [B, T, V]`` over words that are not padding.
 
     It is 0 where there are none.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 2, 4), torch.tensor([[1, 3]])
+        >>> attnfast.models.sequence_loss(logits, target).item() == torch.tensor(4.0).log().item()
+        True
     """
     check_array("logits", logits, "real numbers", ("B", "T", "V"))
     *shape, V = logits.shape
@@ -135,6 +140,11 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
     Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
     student workshop, arXiv:1906.07651.
+
+    Example:
+        >>> words, logits = torch.tensor([[2, 5, 6]]), torch.randn(1, 3, 9)
+        >>> attnfast.models.scheduled_sampling(words, logits, share=0.0)
+        tensor([[2, 5, 6]])
     """
     check_ids("target_in", target_in)
     shape = (*target_in.shape, "V")

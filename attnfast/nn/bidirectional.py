@@ -40,6 +40,12 @@ class BidirectionalAttention(nn.Module):
 
     Paper: Seo et al., "Bidirectional Attention Flow for Machine Comprehension", ICLR 2017,
     arXiv:1611.01603.
+
+    Example:
+        >>> attention = attnfast.nn.BidirectionalAttention(8)
+        >>> lengths = torch.tensor([5, 3]), torch.tensor([4, 4])
+        >>> attention(torch.randn(2, 5, 8), torch.randn(2, 4, 8), *lengths)[0].shape
+        torch.Size([2, 5, 32])
     """
 
     def __init__(self, dim: int, backend: str | None = None):

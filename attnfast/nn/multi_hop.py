@@ -66,6 +66,13 @@ class MultiHopAttention(nn.Module):
     continue with it ("linear start").
 
     Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
+
+    Example:
+        >>> attention = attnfast.nn.MultiHopAttention(8, hops=2)
+        >>> states = torch.randn(2, 5, 8)
+        >>> memory = attention.prepare([states, states, states], torch.tensor([5, 3]))
+        >>> attention(torch.randn(2, 8), memory)[0].shape
+        torch.Size([2, 8])
     """
 
     def __init__(

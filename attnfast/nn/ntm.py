@@ -94,6 +94,12 @@ class NeuralTuringMachine(nn.Module):
         shift: S, the largest shift of a head in one step.
 
     Paper: Graves, Wayne and Danihelka, "Neural Turing Machines", 2014, arXiv:1410.5401.
+
+    Example:
+        >>> machine = attnfast.nn.NeuralTuringMachine(3, 8, num_slots=10, slot_size=4)
+        >>> result = machine(torch.randn(2, 6, 3))
+        >>> result.output.shape  # the controller's state and the vector read
+        torch.Size([2, 6, 12])
     """
 
     def __init__(
