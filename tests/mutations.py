@@ -1036,7 +1036,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "why_not_one_operator": [
             ("x.training and x.p > 0", "x.training and x.p > 1"),
             ("if not is_plain(attention, type(attention)):", "if False:"),
-            ("return None if backend else reason or", "return None if True else reason or"),
+            ("stack=drops or layers > 1)[1] or None", "stack=drops or layers > 1)[1] and None"),
             ("x.shape[:2] == (layers, len(source))", "True"),
         ],
         "masks_of": [
@@ -1263,8 +1263,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cell.h", RECURRENT): {
-        "__attribute__": [
-            ("u.state = n + z * (state - n);", "u.state = n + z * state;"),
+        "cell_forward": [("u.state = n + z * (state - n);", "u.state = n + z * state;")],
+        "cell_backward": [
             ("const V to_cell = grad_cell + g * o", "const V to_cell = g * o"),
         ],
     },
@@ -1318,7 +1318,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cpu/greedy_search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
-        "__attribute__": [
+        "compare": [
             ("~(scores <= score) & (score == score)", "~(scores < score) & (score == score)"),
             ("~(scores <= score) & (score == score) & among", "~(scores <= score) & among"),
         ],

@@ -54,7 +54,6 @@ class _Recorder(threading.local):
 
 
 _recorder = _Recorder()
-_explaining = 0  # calls of explain in all threads
 _logged: set[Choice] | None = None  # choices that have been logged, if any are to be
 
 
@@ -74,13 +73,15 @@ _log_if_asked()
 
 
 def is_recording() -> bool:
-    """Return whether decisions are recorded, so that finding reasons may take time."""
-    return bool(_explaining) or _logged is not None
+    """Return whether decisions are recorded here, so that finding reasons may take time."""
+    if torch.compiler.is_compiling():
+        return False
+    return _recorder.choices is not None or _logged is not None
 
 
 def record(operation: str, ran: str, *reasons: str | None) -> None:
     """Record a decision if :func:`explain` or ATTNFAST_LOG is active; None is no reason."""
-    if torch.compiler.is_compiling() or not is_recording():
+    if not is_recording():
         return
     choice = Choice(operation, ran, tuple(x for x in reasons if x))
     if _recorder.choices is not None:
@@ -95,7 +96,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an
     ``nn.GRU`` or a search, and attnfast or its own code for a replaced module. Those of a compiled
-    graph were made when it was traced, and are not reported. The environment variable
+    graph were made when it was traced, and are not reported, nor are those of other threads. The
+    environment variable
     ``ATTNFAST_LOG=dispatch`` logs each new decision of a program to stderr instead.
 
     Args:
@@ -114,17 +116,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         >>> print(found)
         attention: reference, as requested
     """
-    global _explaining
     if not callable(function):
         raise_type_error("function", "callable", describe(function))
     outer = _recorder.choices
     choices: list[Choice] = []
     _recorder.choices = choices
-    _explaining += 1
     try:
         output = function(*args, **kwargs)
     finally:
-        _explaining -= 1
         _recorder.choices = outer
     if outer is not None:
         outer += choices

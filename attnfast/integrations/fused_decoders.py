@@ -78,8 +78,7 @@ def why_not_one_operator(
         return "its own code drops attention weights"
     if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
         return "its parameters and inputs differ in dtype or device"
-    backend, reason = select_layer_backend(None, None, like, stack=drops or layers > 1)
-    return None if backend else reason or "no backend has the operator"
+    return select_layer_backend(None, None, like, stack=drops or layers > 1)[1] or None
 
 
 def state_of(*hidden: Tensor, feed: Tensor | None = None) -> RecurrentState:

@@ -183,8 +183,10 @@ def select_layer_backend(
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
     backend = try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
-    if backend is not None or not is_recording():
+    if backend is not None:
         return backend, ""
+    if not is_recording():
+        return None, "no backend has the operator"
     asked = like.device, dtype, operator, False, 0, remembers, stack
     if wanted is None:
         return None, "; ".join(reasons_against(None, *asked))
@@ -249,7 +251,7 @@ def run_layer(
     stack = layer.weight_ih_upper is not None or dropout_output is not None
     in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
     if plain and single and in_loop:
-        reason = "a single step of a stack, or of a large layer with gradients, is quicker so"
+        reason = "a single step of a stack, or of a large layer with gradients, is faster in a loop"
     elif plain:
         backend, reason = select_layer_backend(
             attention, memory, input, history=state.history, stack=stack
@@ -565,8 +567,7 @@ def run_rnn(
     elif input.dim() != 3:
         reason = "its input is not [B, T, E]"
     else:
-        chosen, reason = select_layer_backend(None, None, input, backend)
-        reason = "" if chosen else reason or "no backend has the operator"
+        _, reason = select_layer_backend(None, None, input, backend)
     if reason:
         record(type(rnn).__name__, "PyTorch", reason)
         return None

@@ -293,15 +293,13 @@ def _best(backend: str | None, *asked) -> str | None:
 
 @functools.cache
 def _choose(backend: str | None, *asked) -> str:
-    request = DispatchKey(*asked)
     if backend is None:
-        order = ranked_backends(request)
-        reasons = {name: unsupported_reason(name, *asked) for name in order}
-        chosen = next(name for name in order if reasons[name] is None)
+        order = ranked_backends(DispatchKey(*asked))
+        chosen = next(name for name in order if unsupported_reason(name, *asked) is None)
         if chosen == "reference":
-            refusals = "; ".join(f"{name}: {reasons[name]}" for name in order[:-1])
+            reasons = "; ".join(reasons_against(chosen, *asked))
             warnings.warn(
-                f"attnfast runs on its reference implementation, right but slow ({refusals})",
+                f"attnfast runs on its reference implementation, correct but slow ({reasons})",
                 stacklevel=5,
             )
         return chosen
