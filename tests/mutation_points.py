@@ -110,6 +110,9 @@ def _cxx_functions(source: str) -> Iterator[Range]:
 
 def _name_of(head: list[str]) -> str:
     """Return the name of what a block belongs to, or nothing for a loop or a namespace."""
+    while "__attribute__" in head:  # and its two pairs of parentheses
+        at = head.index("__attribute__")
+        head = head[:at] + head[head.index(")", at) + 2 :]
     before = head[: head.index("(")] if "(" in head else []
     if before and before[-1].isidentifier() and before[-1] not in NO_FUNCTIONS:
         return before[-1]

@@ -28,7 +28,7 @@ struct Layer : Base<T> {
   int64_t size() const { return rows /* a comment */
                                 + 1; }
 };
-int64_t run(const Layer& x, std::function<void()> f = [] {}) {
+inline __attribute__((always_inline)) int64_t run(const Layer& x, std::function<void()> f = [] {}) {
   if (x.size()) {
     for (;;) f([&](int i) { return "rows + 1"; });
   }
