@@ -219,7 +219,7 @@ def test_progress_is_reordered():
         ),
         (lambda: LocalAttention(D, D, slope=True), "slope must be a number.*got True"),
         (lambda: LocalAttention(D, D, sigma=1, height=True), "height must be a number.*got True"),
-        (lambda: LocalAttention(D, D, height=1.0), "height must be a number beside a sigma, or"),
+        (lambda: LocalAttention(D, D, height=1.0), "height must be a number with a sigma, or"),
         (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
         (
             lambda: HardMonotonicWindowAttention(D, D, ahead=-1),

@@ -196,7 +196,7 @@ class LocalAttention(_SpanAttention):
         if sigma is not None and not (is_number(sigma) and sigma > 0):
             raise_value_error("sigma", "a positive number or None", describe(sigma))
         if height is not None and (sigma is None or not is_number(height)):
-            raise_value_error("height", "a number beside a sigma, or None", describe(height))
+            raise_value_error("height", "a number with a sigma, or None without", describe(height))
         if slope is not None and not (is_number(slope) and 0 <= slope < 1e9):
             raise_value_error("slope", "a number of at least 0, or None", describe(slope))
         self.span = Span(window=window, causal=causal)

@@ -131,7 +131,7 @@ def check(call: AttentionInputs) -> None:
     if span is not None:
         fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
         if not fits or any(a not in (1, b) for a, b in zip(span.shape, q[:-2])):
-            raise_value_error("span", f"{[*q[:-1], 2]}, or 1 in place of B and H", list(span.shape))
+            raise_value_error("span", f"{[*q[:-1], 2]}, or 1 instead of B and H", list(span.shape))
         if span.dtype != torch.int64 or span.device != call.query.device:
             raise_value_error(
                 "span", f"int64 on {call.query.device}", f"{span.dtype} on {span.device}"
