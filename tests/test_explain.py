@@ -16,7 +16,7 @@ from attnfast.models import Config, beam_search, build, greedy_search
 from attnfast.nn import AttentionGRU, BahdanauAttention, HardAttention
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn._linear import linear
-from attnfast.ops.backends import unsupported_reason
+from attnfast.ops.backends import reasons_against, unsupported_reason
 
 pytestmark = pytest.mark.skipif(
     unsupported_reason("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
@@ -40,6 +40,16 @@ def test_a_backend():
     assert str(named) == "attention: reference, as requested"
 
 
+def test_reasons_are_those_against_better_backends():
+    cpu = torch.device("cpu")
+    assert reasons_against("cuda", cpu, torch.float32) == ()  # it ranks first
+    [reason, *_] = reasons_against("cpu", cpu, torch.float32)
+    assert reason.startswith("not cuda: ")
+    layer = AttentionGRU(8, 8, 8, BahdanauAttention(8, 8, 8))
+    found = attnfast.explain(layer, X, layer.prepare(X))
+    assert [x.reasons for x in found.choices if x.operation == "recurrent layer"] == [()]
+
+
 def test_a_step_over_a_prepared_memory():
     attention = BahdanauAttention(8, 8, 8)
     assert choices(attention, X[:, 0], attention.prepare(X))["attention"] == ("cpu", "")
@@ -51,7 +61,9 @@ def test_what_is_not_called_or_not_recorded():
     assert str(attnfast.explain(len, "abc")).startswith("no operation of attnfast ran")
     with pytest.raises(ValueError, match="query"):
         attnfast.explain(attnfast.dot_attention, X[0], X, X)
-    attnfast.dot_attention(X, X, X)  # nobody asked
+    found = attnfast.explain(linear, X, torch.ones(1, 8))
+    attnfast.dot_attention(X, X, X)  # after the call that is explained
+    assert [x.operation for x in found.choices] == ["linear"]
     assert attnfast.explain(len, "").choices == []
 
 
