@@ -94,7 +94,7 @@ def additive_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    weight: Tensor,
+    score_vector: Tensor,
     *,
     activation: str = "tanh",
     lengths: Tensor | None = None,
@@ -122,7 +122,7 @@ def additive_attention(
             float16. Half precision accumulates in float32.
         key: ``[B, Tk, A]`` (or with heads), with the query's dtype and device, like ``value``.
         value: ``[B, Tk, Dv]`` (or with heads).
-        weight: ``[A]``; with heads also ``[H, A]``.
+        score_vector: ``[A]``; with heads also ``[H, A]``.
         activation: ``"tanh"``, or ``"relu"``, max(0, x), or ``"leaky_relu"``, GATv2's
             max(0.2 x, x) (Brody, Alon and Yahav, ICLR 2022, arXiv:2105.14491).
         lengths: ``[B]``, int64 or int32: keys at ``lengths[b]`` and beyond are hidden. On the
@@ -164,7 +164,7 @@ def additive_attention(
     For all finite q and k, each tanh has an absolute error of at most 4e-7 (float64: a few ulp), so
     that the error of a score is at most 4e-7·Σ|w| plus the rounding of its sum: about the error of
     eager float32 code. If all queries and keys of a block are near 0, max|q| + max|k| ≤ 0.8, each
-    tanh is accurate to a few ulp, and so is the gradient of the weight.
+    tanh is accurate to a few ulp, and so is the gradient of the score vector.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -185,9 +185,9 @@ def additive_attention(
         >>> weights[1, :, 3:].sum().item()  # beyond the length
         0.0
     """
-    check_tensor("weight", weight)
+    check_tensor("score_vector", score_vector)
     call = AttentionInputs(
-        query, key, value, weight, bias, mask, lengths, score=check_activation(activation),
+        query, key, value, score_vector, bias, mask, lengths, score=check_activation(activation),
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
     place = SpanArguments(span, position, sigma)
@@ -281,7 +281,7 @@ def coverage_call(
     check_temperature(temperature)
     query, bias, scale = call.query, call.bias, call.scale
     if scale is None:
-        scale = 1.0 if call.weight is not None else max(query.shape[-1], 1) ** -0.5
+        scale = 1.0 if call.score_vector is not None else max(query.shape[-1], 1) ** -0.5
     check_scale(scale, "a finite number or None")
     dtype = accumulation_dtype(query.dtype)
     if coverage_weight is not None:
@@ -300,7 +300,7 @@ def coverage_call(
 
     filters, projection = cast("filters", call.filters), cast("projection", call.projection)
     if filters is not None or projection is not None:
-        plain = CoverageInputs(query, call.key, call.value, call.weight, score=call.score)
+        plain = CoverageInputs(query, call.key, call.value, call.score_vector, score=call.score)
         check_history(plain._replace(filters=filters, projection=projection))
     check_choice("channels", channels, ("previous", "coverage"))
     if channels == "coverage" and filters is not None and filters.shape[-2] == 1:
@@ -414,7 +414,7 @@ def coverage_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    weight: Tensor | None = None,
+    score_vector: Tensor | None = None,
     *,
     penalty: float | Tensor | None = None,
     coverage_weight: Tensor | None = None,
@@ -447,7 +447,8 @@ def coverage_attention(
 
     Args:
         query, key, value: as in :func:`attnfast.additive_attention`.
-        weight: of the additive score ``[A]`` or, with heads, ``[H, A]``; None for the dot score.
+        score_vector: of the additive score, ``[A]`` or, with heads, ``[H, A]``; None for the dot
+            score.
         penalty: λ, multiplies the coverage that is subtracted from the score: a number, or a
             tensor, a scalar or ``[H]``, differentiable.
         coverage_weight: w of the coverage feature :math:`f_{tj} = w C_{tj}`, ``[A]`` or ``[H, A]``.
@@ -468,7 +469,7 @@ def coverage_attention(
         log_previous: with a transition, the logarithms of ``previous``, −inf for 0, instead of it:
             the last row of the result's ``log_weights``. They do not underflow.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
-        scale: s; None means 1 with a weight and 1/√A without.
+        scale: s; None means 1 with a score vector and 1/√A without.
         lengths, mask, bias, temperature, need_weights, backend: as in
             :func:`attnfast.additive_attention`. A row whose mask is entirely False (padding of
             the target) does not contribute to coverage or loss.
@@ -492,16 +493,17 @@ def coverage_attention(
     Acoustic Modeling for Speech Synthesis", ICASSP 2018, arXiv:1807.06736.
 
     Example:
-        >>> query, key, weight = torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(8)
+        >>> query, key, score_vector = torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(8)
         >>> context, weights, coverage = attnfast.coverage_attention(
-        ...     query, key, key, weight, coverage=torch.zeros(2, 5), penalty=1.0, need_weights=True
+        ...     query, key, key, score_vector, coverage=torch.zeros(2, 5), penalty=1.0,
+        ...     need_weights=True,
         ... )
         >>> torch.allclose(coverage, weights.sum(1))  # of all rows
         True
     """
-    score = "dot" if weight is None else check_activation(activation)
+    score = "dot" if score_vector is None else check_activation(activation)
     call = CoverageInputs(
-        query, key, value, weight, bias, mask, lengths, filters, projection,
+        query, key, value, score_vector, bias, mask, lengths, filters, projection,
         penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
     )  # fmt: skip
     return cover(call, temperature, coverage_weight, channels, log_previous, need_weights, backend)

@@ -28,7 +28,7 @@ def calls(case: Case, backward: bool) -> dict:
     """Return one call of each contender on the tensors of the case."""
     args = inputs(case, best_device())
     grad = torch.randn(case.B, case.Tq, case.Dv, device=best_device())
-    leaves = [args[name] for name in ("query", "key", "value", "weight")]
+    leaves = [args[name] for name in ("query", "key", "value", "score_vector")]
     torch._dynamo.reset()
     ways = {
         "attnfast": lambda **a: attend(a),

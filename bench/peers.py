@@ -45,7 +45,7 @@ def eager(attention, source: Tensor, lengths: Tensor):
     seen = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
 
     def attend(h: Tensor) -> Tensor:
-        scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys) @ attention.weight
+        scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys) @ attention.score_vector
         weights = scores.masked_fill(~seen, -1e9).softmax(-1)
         return (weights.unsqueeze(1) @ source).squeeze(1)
 
@@ -67,7 +67,7 @@ def eager_with_history(attention, source: Tensor, lengths: Tensor):
             found = F.conv1d(past.unsqueeze(1), kernel, padding=kernel.shape[-1] // 2)
             features = attention.location_proj(found.transpose(1, 2))
         scores = torch.tanh(attention.query_proj(h).unsqueeze(1) + keys + features)
-        weights = (scores @ attention.weight).masked_fill(hidden, -1e9).softmax(-1)
+        weights = (scores @ attention.score_vector).masked_fill(hidden, -1e9).softmax(-1)
         past = past + weights if isinstance(attention, CoverageAttention) else weights
         return (weights.unsqueeze(1) @ source).squeeze(1)
 

@@ -80,7 +80,9 @@ def refuse_wrong_results(case: Case, args: dict, ways: dict, grad: torch.Tensor)
 
     def part(dtype):
         return {
-            k: None if v is None else (v if k == "weight" else v[:1]).detach().to("cpu", dtype)
+            k: None
+            if v is None
+            else (v if k == "score_vector" else v[:1]).detach().to("cpu", dtype)
             for k, v in args.items()
         }
 
@@ -190,8 +192,8 @@ def test_statistics(benchmark, score, shape):
 def recurrent(step_of):
     """Return a decoder whose every query has something of the context before it."""
 
-    def run(query, key, value, weight=None, **_):
-        step, contexts, context = step_of(key, value, weight), [], 0
+    def run(query, key, value, score_vector=None, **_):
+        step, contexts, context = step_of(key, value, score_vector), [], 0
         for q in query.split(1, 1):
             context = step(torch.add(q, context, alpha=0.1))
             contexts.append(context)

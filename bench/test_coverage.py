@@ -89,7 +89,7 @@ def test_whole_target(benchmark, term, shape, direction):
     B, Tq, Tk, A, Dv = WHOLE[shape]
     rows = {"query": (B, Tq, A), "key": (B, Tk, A), "value": (B, Tk, Dv)}
     args = {k: torch.randn(size, device=DEVICE) for k, size in rows.items()}
-    args["weight"] = torch.randn(A, device=DEVICE) * 2 / A**0.5
+    args["score_vector"] = torch.randn(A, device=DEVICE) * 2 / A**0.5
     own = {"penalty": torch.ones(1), "coverage_weight": torch.randn(A) / 4}
     args[term] = own[term].to(DEVICE)
     what = {"penalty": "coverage penalty", "coverage_weight": "coverage in the tanh"}
@@ -106,7 +106,7 @@ def test_location_step(benchmark, shape, direction):
     B, Tk, A, Dv, K, W = STEPS[shape]
     rows = {"query": (B, 1, A), "key": (B, Tk, A), "value": (B, Tk, Dv)}
     args = {k: torch.randn(size, device=DEVICE) for k, size in rows.items()}
-    args["weight"] = torch.randn(A, device=DEVICE) * 2 / A**0.5
+    args["score_vector"] = torch.randn(A, device=DEVICE) * 2 / A**0.5
     args["filters"] = torch.randn(K, 1, W, device=DEVICE) / W**0.5
     args["projection"] = torch.randn(A, K, device=DEVICE) / K**0.5
     args["previous"] = torch.randn(B, Tk, device=DEVICE).softmax(-1)

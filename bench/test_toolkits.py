@@ -20,10 +20,10 @@ def espnet(ours):
     """Watanabe et al., "ESPnet: End-to-End Speech Processing Toolkit", Interspeech 2018."""
     attentions = pytest.importorskip("espnet.nets.pytorch_backend.rnn.attentions")
     theirs = attentions.AttAdd(
-        ours.key_proj.in_features, ours.query_proj.in_features, len(ours.weight)
+        ours.key_proj.in_features, ours.query_proj.in_features, len(ours.score_vector)
     )
     theirs.mlp_enc.weight, theirs.mlp_dec.weight = ours.key_proj.weight, ours.query_proj.weight
-    theirs.gvec.weight = torch.nn.Parameter(ours.weight[None].detach())
+    theirs.gvec.weight = torch.nn.Parameter(ours.score_vector[None].detach())
     for bias in (theirs.mlp_enc.bias, theirs.gvec.bias):
         torch.nn.init.zeros_(bias)
 
@@ -44,7 +44,7 @@ def joeynmt(ours):
         ours.key_proj.weight,
         ours.query_proj.weight,
     )
-    theirs.energy_layer.weight = torch.nn.Parameter(ours.weight[None].detach())
+    theirs.energy_layer.weight = torch.nn.Parameter(ours.score_vector[None].detach())
 
     def start(source):
         theirs.compute_proj_keys(source)
@@ -84,7 +84,7 @@ def test_toolkit(benchmark, toolkit, shape, direction):
         return timed(lambda: decode(start), leaves, grad)
 
     calls = {
-        "attnfast": run(lambda x: attnfast(ours, x), ours.weight),
+        "attnfast": run(lambda x: attnfast(ours, x), ours.score_vector),
         toolkit.__name__: run(theirs, their_weight),
     }
     for got, want in zip(*(call() for call in calls.values())):

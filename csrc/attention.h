@@ -23,13 +23,13 @@ struct Problem {
   double scale;
   int64_t B, H, Tq, Tk, A, Dv;
   View query, key, value;  // column stride 1
-  View weight;             // [H, A] by its head stride; absent for the dot score
+  View score_vector;       // [H, A] by its head stride; absent for the dot score
   View bias, mask;         // any strides; forward only
   bool bias_in_sums;       // CPU: the bias has the accumulation dtype
   const int64_t* lengths;  // [B] or null
   // int64 [B, H, Tq, 2], or absent: a row's first key and one past its last key. Both may lie
   // outside the sequence.
-  View span;
+  View key_bounds;
   // W is the number of columns of scores and weights: Tk, or, if they are compact, the largest
   // number of keys that a row sees. Column m of compact scores is the m-th key of the span.
   int64_t W;
@@ -56,7 +56,7 @@ struct Backward : Problem {
   bool grad_score_given;
   bool grad_score_returned;               // as a result, so it must equal the scores' gradient bitwise
   View grad_query, grad_key, grad_value;  // out, column stride 1, in dtype
-  View grad_weight;                       // out: rows [B, H, parts, A], whose sum is the gradient
+  View grad_score_vector;                 // out: rows [B, H, parts, A], whose sum is the gradient
 };
 
 constexpr int64_t kPadding = 32;  // features; the row length of exponentials is a multiple of it

@@ -24,7 +24,7 @@ struct CoverageForward : Forward, History {
   View log_weights;         // out, [B, H, Tq, Tk], with a transition
 };
 
-// With filters, grad_query, grad_key and grad_weight are also written by the kernels of this
+// With filters, grad_query, grad_key and grad_score_vector are also written by the kernels of this
 // struct.
 struct CoverageBackward : Backward, History {
   View log_weights;                   // saved by the forward
@@ -33,11 +33,11 @@ struct CoverageBackward : Backward, History {
   // CPU: in, [B, H, Tk], or absent: the gradient of the last row's weights from the row after it;
   // with a transition, the gradient of their logarithms
   View grad_last;
-  // Accumulate into grad_key, grad_weight, grad_filters and grad_projection, and on the CPU also
+  // Accumulate into grad_key, grad_score_vector, grad_filters and grad_projection, and on the CPU also
   // into grad_penalty and grad_inverse_fertility, separately for each [B, H] and in the
   // accumulation dtype.
   bool sums;
-  // CPU: a buffer [B, H] for the sums of grad_weight, grad_filters and grad_projection until
+  // CPU: a buffer [B, H] for the sums of grad_score_vector, grad_filters and grad_projection until
   // `finish`, zeroed before the first step; or absent
   View kept;
   View grad_filters, grad_projection;  // out: one part for each [B, H]

@@ -232,14 +232,14 @@ bool bias_may_be_of_sums();
   X(Tensor, query, rows, own, {Tq, A})  \
   X(Tensor, key, rows, own, {Tk, A})    \
   X(Tensor, value, rows, own, {Tk, Dv}) \
-  X(Optional, weight, parameters, own, {A})
+  X(Optional, score_vector, parameters, own, {A})
 #define ATTNFAST_TERMS(X)                             \
   X(Optional, bias, terms, Types(own, sums), {Tq, W}) \
   X(Optional, mask, terms, ScalarType::Bool, {Tq, W})
 #define ATTNFAST_LENGTHS(X) X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B})
 #define ATTNFAST_SCORE(X) \
   X(double, scale, any)   \
-  X(std::string, score, goes_with, given.weight)
+  X(std::string, score, goes_with, given.score_vector)
 
 // The sizes of query, key and value.
 struct AttentionChecker : ArgumentChecker {
@@ -260,8 +260,8 @@ struct AttentionChecker : ArgumentChecker {
   }
 
   // Return whether weight is given exactly if the score needs one.
-  static bool goes_with(const std::string& score, const Optional& weight) {
-    return weight.has_value() == (score_of(score) != Score::dot);
+  static bool goes_with(const std::string& score, const Optional& score_vector) {
+    return score_vector.has_value() == (score_of(score) != Score::dot);
   }
 
   bool spans(const Optional& x) const {
@@ -313,14 +313,15 @@ void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& 
   a.query = view_of_rows(given.query, keep);
   a.key = view_of_rows(given.key, keep);
   a.value = view_of_rows(given.value, keep);
-  if (given.weight) a.weight = view_of_parameters(*given.weight, given.weight->dim() == 2, keep);
+  if (given.score_vector)
+    a.score_vector = view_of_parameters(*given.score_vector, given.score_vector->dim() == 2, keep);
   a.lengths = lengths_of(given.lengths, fit, fit.Tk, keep);
-  if constexpr (requires { given.span; }) {
+  if constexpr (requires { given.key_bounds; }) {
     a.compact = given.columns > 0;
-    if (const Optional& span = given.span) {
-      const bool side_by_side = span->stride(span->dim() - 1) == 1;
-      keep.push_back(side_by_side ? *span : torch::stable::contiguous(*span));
-      a.span = broadcast_view(keep.back());
+    if (const Optional& bounds = given.key_bounds) {
+      const bool side_by_side = bounds->stride(bounds->dim() - 1) == 1;
+      keep.push_back(side_by_side ? *bounds : torch::stable::contiguous(*bounds));
+      a.key_bounds = broadcast_view(keep.back());
     }
     if (given.prepared) a.exponentials = view_of_rows(*given.prepared, keep);
   }

@@ -5,15 +5,15 @@
 namespace attnfast {
 namespace {
 
-// Return the number of rows of grad_weight for each [B, H].
-int64_t grad_weight_parts(const Problem&);
+// Return the number of rows of grad_score_vector for each [B, H].
+int64_t grad_score_vector_parts(const Problem&);
 // Compute the outputs; `query` determines the device.
 void run_forward(const Forward&, const Tensor& query);
 void run_backward(const Backward&, const Tensor& query);
 
-#define ATTNFAST_SPAN(X)                               \
-  X(Optional, span, spans)                             \
-  X(int64_t, columns, between, 0, given.span ? Tk : 0) \
+#define ATTNFAST_SPAN(X)                                     \
+  X(Optional, key_bounds, spans)                             \
+  X(int64_t, columns, between, 0, given.key_bounds ? Tk : 0) \
   X(Optional, prepared, exponentials, given.score)
 
 #define ATTNFAST_ATTENTION(X)   \
@@ -40,7 +40,8 @@ void run_backward(const Backward&, const Tensor& query);
   X(bool, need_grad_score, any)
 
 #define ATTNFAST_ATTENTION_OUTPUTS(X) X(context) X(weights) X(log_sum_exp) X(statistics)
-#define ATTNFAST_ATTENTION_GRADIENTS(X) X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score)
+#define ATTNFAST_ATTENTION_GRADIENTS(X) \
+  X(grad_query) X(grad_key) X(grad_value) X(grad_score_vector) X(grad_score)
 
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionChecker)
 ATTNFAST_ARGUMENTS(AttentionBackwardArguments, "attention_backward", ATTNFAST_ATTENTION_BACKWARD,
@@ -78,10 +79,11 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
   const Tensor grad_query = gradient_of_rows(given.need_grad_query, query, a.grad_query);
   const Tensor grad_key = gradient_of_rows(given.need_grad_key, given.key, a.grad_key);
   const Tensor grad_value = gradient_of_rows(given.need_grad_key, given.value, a.grad_value);
-  const bool need_grad_weight = given.need_grad_key && given.weight;
-  const std::vector<int64_t> parts = {a.B, a.H, need_grad_weight ? grad_weight_parts(a) : 0, a.A};
-  const Tensor grad_weight = empty_if(need_grad_weight, query, parts, fit.sums);
-  if (need_grad_weight) a.grad_weight = view(grad_weight);
+  const bool need_grad_score_vector = given.need_grad_key && given.score_vector;
+  const std::vector<int64_t> parts = {a.B, a.H, need_grad_score_vector ? grad_score_vector_parts(a) : 0,
+                                      a.A};
+  const Tensor grad_score_vector = empty_if(need_grad_score_vector, query, parts, fit.sums);
+  if (need_grad_score_vector) a.grad_score_vector = view(grad_score_vector);
   a.grad_score_given = given.grad_score.has_value();
   a.grad_score_returned = given.need_grad_score && !a.grad_score_given;
   const Tensor grad_score = a.grad_score_given ? packed(*given.grad_score)
@@ -98,8 +100,9 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
       .grad_query = grad_query,
       .grad_key = grad_key,
       .grad_value = grad_value,
-      .grad_weight = need_grad_weight ? sum_of_parts(grad_weight, {0, 2}, given.weight->dim() == 2, fit.own)
-                                      : grad_weight,
+      .grad_score_vector = need_grad_score_vector ? sum_of_parts(grad_score_vector, {0, 2},
+                                                                 given.score_vector->dim() == 2, fit.own)
+                                                  : grad_score_vector,
       .grad_score = a.grad_score_returned ? grad_score : empty_if(false, query, {}, fit.sums),
   };
 }

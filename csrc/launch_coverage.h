@@ -9,7 +9,7 @@ namespace {
 // Compute the outputs; `query` determines the device.
 void run_forward(const CoverageForward&, const Tensor& query);
 void run_backward(const CoverageBackward&, const Tensor& query);
-int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without filters
+int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; without filters
 
 #define ATTNFAST_HISTORY(X)                                   \
   X(Optional, filters, parameters, sums, {K, channels, taps}) \
@@ -50,7 +50,7 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
 #define ATTNFAST_COVERAGE_BACKWARD_INTO(X)                 \
   ATTNFAST_COVERAGE_SAVED(X)                               \
   X(Tensor, sum_key, packed_rows, {Tk, A})                 \
-  X(Tensor, sum_weight, packed_rows, {A})                  \
+  X(Tensor, sum_score_vector, packed_rows, {A})            \
   X(Tensor, sum_filters, packed_rows, {K, channels, taps}) \
   X(Tensor, sum_projection, packed_rows, {A, K})           \
   ATTNFAST_SCORE(X)                                        \
@@ -60,7 +60,7 @@ int64_t grad_weight_parts(const Problem&);  // see launch_attention.h; without f
 #define ATTNFAST_COVERAGE_OUTPUTS(X) X(context) X(weights) X(coverage) X(loss) X(log_weights)
 // clang-format off
 #define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
-  X(grad_query) X(grad_key) X(grad_value) X(grad_weight) X(grad_score) X(grad_filters)     \
+  X(grad_query) X(grad_key) X(grad_value) X(grad_score_vector) X(grad_score) X(grad_filters)     \
   X(grad_projection) X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob)     \
   X(grad_coverage) X(grad_previous)
 // clang-format on
@@ -133,7 +133,7 @@ void put_sums(const CoverageBackwardIntoArguments& given, const CoverageChecker&
   };
   a.sums = true;
   a.grad_key = of(given.sum_key, fit.A);
-  a.grad_weight = of(given.sum_weight, fit.A);
+  a.grad_score_vector = of(given.sum_score_vector, fit.A);
   a.grad_filters = of(given.sum_filters, fit.taps);
   a.grad_projection = of(given.sum_projection, fit.K);
 }
@@ -183,10 +183,10 @@ CoverageGradients coverage_gradients(const Arguments& given) {
       gradient_of_numbers(given.transition_prob, query, fit, a.grad_transition_prob);
   const Tensor grad_coverage = gradient_of_numbers(given.coverage, query, fit, a.grad_coverage_in);
   const Tensor grad_previous = gradient_of_numbers(given.previous, query, fit, a.grad_previous);
-  const bool need_grad_weight = need_grad_key && given.weight;
-  std::optional<int64_t> of_weight;
-  if (need_grad_weight) of_weight = fit.K ? 1 : grad_weight_parts(a);
-  const Parts parts(query, fit, of_weight, need_grad_filters, given.penalty.has_value(), a);
+  const bool need_grad_score_vector = need_grad_key && given.score_vector;
+  std::optional<int64_t> vector_parts;
+  if (need_grad_score_vector) vector_parts = fit.K ? 1 : grad_score_vector_parts(a);
+  const Parts parts(query, fit, vector_parts, need_grad_filters, given.penalty.has_value(), a);
   if constexpr (into) put_sums(given, fit, a);
 
   const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights);
@@ -203,9 +203,9 @@ CoverageGradients coverage_gradients(const Arguments& given) {
       .grad_query = grad_query,
       .grad_key = grad_key,
       .grad_value = grad_value,
-      .grad_weight = need_grad_weight
-                         ? sum_of_parts(parts.weight, {0, 2}, given.weight->dim() == 2, fit.own)
-                         : empty_if(false, query, {}, fit.own),
+      .grad_score_vector = need_grad_score_vector ? sum_of_parts(parts.score_vector, {0, 2},
+                                                                 given.score_vector->dim() == 2, fit.own)
+                                                  : empty_if(false, query, {}, fit.own),
       .grad_score = given.need_grad_score ? grad_score : empty_if(false, query, {}, fit.sums),
       .grad_filters = need_grad_filters
                           ? sum_of_parts(parts.filters, {0}, given.filters->dim() == 4, fit.sums)

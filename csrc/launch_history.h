@@ -24,7 +24,7 @@ struct FilterSizes {
       channels = filters->size(n - 2);
       taps = filters->size(n - 1);
       fit.check((channels == 1 || channels == 2) && taps % 2 == 1, "filters");
-      fit.check(given.weight.has_value() || K == 0, "weight");
+      fit.check(given.score_vector.has_value() || K == 0, "score_vector");
     }
   }
 };
@@ -63,7 +63,7 @@ void put_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive
 // The parts of the parameters' gradients, one or several for every sequence and head, which are
 // summed at the end.
 struct Parts {
-  Tensor weight, filters, projection, penalty;
+  Tensor score_vector, filters, projection, penalty;
 
   template <class Sizes>
   static Tensor part(bool wanted, const Tensor& like, const Sizes& fit, std::vector<int64_t> sizes,
@@ -74,12 +74,13 @@ struct Parts {
     return x;
   }
 
-  // Allocate the requested gradients and store their Views in a. The weight's gradient has
-  // of_weight parts; nullopt: not requested.
+  // Allocate the requested gradients and store their Views in a. The gradient of the score vector has
+  // vector_parts parts; nullopt: not requested.
   template <class Sizes>
-  Parts(const Tensor& like, const Sizes& fit, std::optional<int64_t> of_weight, bool of_filters,
+  Parts(const Tensor& like, const Sizes& fit, std::optional<int64_t> vector_parts, bool of_filters,
         bool of_penalty, CoverageBackward& a)
-      : weight(part(of_weight.has_value(), like, fit, {of_weight.value_or(0), fit.A}, a.grad_weight)),
+      : score_vector(part(vector_parts.has_value(), like, fit, {vector_parts.value_or(0), fit.A},
+                          a.grad_score_vector)),
         filters(part(of_filters, like, fit, {fit.K, fit.channels, fit.taps}, a.grad_filters)),
         projection(part(of_filters, like, fit, {fit.A, fit.K}, a.grad_projection)),
         penalty(part(of_penalty, like, fit, {}, a.grad_penalty)) {}

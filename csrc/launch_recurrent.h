@@ -13,31 +13,31 @@ namespace {
 bool weights_may_be_narrow();
 bool multiplies_narrow();
 
-#define ATTNFAST_LAYER_PARAMETERS(X)                         \
-  X(Tensor, hidden, layered, own, {B, N})                    \
-  X(Tensor, weight_ih, sizes, of_weights, {G * N, E + F})    \
-  X(Tensor, weight_hh, layered, of_weights, {G * N, N})      \
-  X(Optional, cell, layered, own, {B, N})                    \
-  X(Optional, feed, sizes, own, {B, F})                      \
-  X(Optional, bias_ih, layered, own, {G * N})                \
-  X(Optional, bias_hh, layered, own, {G * N})                \
-  X(Optional, key, sizes, own, {B, Tk, A})                   \
-  X(Optional, value, sizes, own, {B, Tk, Dv})                \
-  X(Optional, weight, sizes, own, {A})                       \
-  X(Optional, weight_query, sizes, of_weights, {A, N})       \
-  X(Optional, bias_query, sizes, own, {A})                   \
-  X(Optional, weight_output, sizes, of_weights, {O, Dv + N}) \
-  X(Optional, bias_output, sizes, own, {O})
+#define ATTNFAST_LAYER_PARAMETERS(X)                                  \
+  X(Tensor, hidden, layered, own, {B, H})                             \
+  X(Tensor, weight_ih, sizes, of_weights, {G * H, E + F})             \
+  X(Tensor, weight_hh, layered, of_weights, {G * H, H})               \
+  X(Optional, cell, layered, own, {B, H})                             \
+  X(Optional, feed, sizes, own, {B, F})                               \
+  X(Optional, bias_ih, layered, own, {G * H})                         \
+  X(Optional, bias_hh, layered, own, {G * H})                         \
+  X(Optional, key, sizes, own, {B, Tk, A})                            \
+  X(Optional, value, sizes, own, {B, Tk, Dv})                         \
+  X(Optional, score_vector, sizes, own, {A})                          \
+  X(Optional, weight_query, sizes, of_weights, {A, H})                \
+  X(Optional, bias_query, sizes, own, {A})                            \
+  X(Optional, weight_output, sizes, of_weights, {output_dim, Dv + H}) \
+  X(Optional, bias_output, sizes, own, {output_dim})
 #define ATTNFAST_LAYER(X) X(Tensor, input, sizes, own, {B, T, E}) ATTNFAST_LAYER_PARAMETERS(X)
 #define ATTNFAST_LAYER_KEYS(X)                                               \
   X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
-  X(Optional, span, spans)                                                   \
+  X(Optional, key_bounds, spans)                                             \
   X(Optional, target_lengths, sizes, ScalarType::Long, {B})                  \
-  X(Optional, dropout, layered, own, {B, N})
+  X(Optional, dropout, layered, own, {B, H})
 #define ATTNFAST_LAYER_STACK(X)                                           \
-  X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * N, N}) \
-  X(Optional, dropout_between, sizes, own, {layers - 1, B, T, N})         \
-  X(Optional, dropout_output, sizes, own, {B, T, O})
+  X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
+  X(Optional, dropout_between, sizes, own, {layers - 1, B, T, H})         \
+  X(Optional, dropout_output, sizes, own, {B, T, output_dim})
 #define ATTNFAST_LAYER_HISTORY(X)                       \
   X(Optional, filters, sizes, own, {K, channels, taps}) \
   X(Optional, projection, sizes, own, {A, K})           \
@@ -50,7 +50,7 @@ bool multiplies_narrow();
   X(std::string, mode, any)       \
   X(bool, attends_first, any)     \
   X(double, scale, any)           \
-  X(std::string, score, goes_with, given.key, given.weight)
+  X(std::string, score, goes_with, given.key, given.score_vector)
 
 #define ATTNFAST_RECURRENT(X)                         \
   ATTNFAST_LAYER(X)                                   \
@@ -68,11 +68,11 @@ bool multiplies_narrow();
 // clang-format on
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
-  X(Tensor, grad_states, layered, own, {B, T, N})                                       \
-  X(Optional, grad_cells, of_layers, given.cell.has_value(), N)                         \
+  X(Tensor, grad_states, layered, own, {B, T, H})                                       \
+  X(Optional, grad_cells, of_layers, given.cell.has_value(), H)                         \
   X(Optional, grad_contexts, result, given.key, Dv)                                     \
   X(Optional, grad_weights, result, given.key, Tk)                                      \
-  X(Optional, grad_attentional, result, given.weight_output, O)                         \
+  X(Optional, grad_attentional, result, given.weight_output, output_dim)                \
   X(Optional, grad_coverage, after, given.coverage, {B, Tk})                            \
   X(Optional, grad_loss, after, given.coverage, {B})                                    \
   X(Optional, grad_log_weights, result, given.transition_prob, Tk)                      \
@@ -80,13 +80,13 @@ bool multiplies_narrow();
   ATTNFAST_LAYER_KEYS(X)                                                                \
   ATTNFAST_LAYER_STACK(X)                                                               \
   ATTNFAST_LAYER_HISTORY(X)                                                             \
-  X(Tensor, states, layered, own, {B, T, N})                                            \
-  X(Tensor, cells, of_layers, given.cell.has_value(), N)                                \
+  X(Tensor, states, layered, own, {B, T, H})                                            \
+  X(Tensor, cells, of_layers, given.cell.has_value(), H)                                \
   X(Tensor, contexts, result, given.key, Dv)                                            \
   X(Tensor, weights, result, given.key, Tk)                                             \
-  X(Tensor, attentional, result, given.weight_output, O)                                \
+  X(Tensor, attentional, result, given.weight_output, output_dim)                       \
   X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
-  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)                              \
+  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                              \
   X(Tensor, log_weights, kept, given.transition_prob.has_value(), Tk)                   \
   ATTNFAST_LAYER_OPTIONS(X)                                                             \
   X(bool, need_grad_input, any)                                                         \
@@ -96,7 +96,7 @@ bool multiplies_narrow();
 #define ATTNFAST_RECURRENT_GRADIENTS(X)                                            \
   X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
   X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
-  X(grad_key) X(grad_value) X(grad_weight) X(grad_weight_query) X(grad_bias_query) \
+  X(grad_key) X(grad_value) X(grad_score_vector) X(grad_weight_query) X(grad_bias_query) \
   X(grad_weight_output) X(grad_bias_output) X(grad_weight_ih_upper) X(grad_filters) X(grad_projection) \
   X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob) X(grad_coverage) X(grad_previous)
 // clang-format on
@@ -112,7 +112,7 @@ Cell cell_of(const std::string& mode) {
 struct LayerChecker : ArgumentChecker, FilterSizes {
   ScalarType of_weights;
   bool stacked = false;  // there are layers above the first
-  int64_t layers = 1, T = 1, E = 0, N = 0, G, F = 0, O = 0, Tk = 0, A = 0, Dv = 0;
+  int64_t layers = 1, T = 1, E = 0, H = 0, G, F = 0, output_dim = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
   explicit LayerChecker(const Arguments& given)
@@ -127,7 +127,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     if (stacked) layers = given.hidden.size(0), check(layers > 1, "hidden");
     B = given.hidden.size(stacked);
     lead = 1;
-    N = A = given.hidden.size(1 + stacked);
+    H = A = given.hidden.size(1 + stacked);
     if constexpr (requires { given.input; }) {
       check(given.input.dim() == 3, "input");
       T = given.input.size(1);
@@ -138,7 +138,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
       check(!x || of, name);
     };
     for (const Optional* x :
-         {&given.weight_query, &given.weight_output, &given.feed, &given.lengths, &given.span})
+         {&given.weight_query, &given.weight_output, &given.feed, &given.lengths, &given.key_bounds})
       needs(*x, given.key, "key");
     if constexpr (requires { given.coverage; }) {
       needs(given.coverage, given.key, "key");
@@ -146,7 +146,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
                                 &given.transition_prob, &given.previous})
         needs(*x, given.coverage, "coverage");
       needs(given.coverage, given.previous, "previous");
-      check(!given.coverage || !given.span, "span");
+      check(!given.coverage || !given.key_bounds, "key_bounds");
     }
     if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
     if constexpr (requires { given.dropout_between; }) {
@@ -165,11 +165,12 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     if (given.weight_query)
       check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
     if (given.weight_output)
-      check(given.weight_output->dim() == 2, "weight_output"), F = O = given.weight_output->size(0);
+      check(given.weight_output->dim() == 2, "weight_output"),
+          F = output_dim = given.weight_output->size(0);
   }
 
-  static bool goes_with(const std::string& score, const Optional& key, const Optional& weight) {
-    return weight.has_value() == (score_of(score) != Score::dot) && (key || !weight);
+  static bool goes_with(const std::string& score, const Optional& key, const Optional& score_vector) {
+    return score_vector.has_value() == (score_of(score) != Score::dot) && (key || !score_vector);
   }
 
   // Check the result of `prepare` in cpu/attention.cpp.
@@ -266,9 +267,9 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
   a.B = fit.B;
   a.T = fit.T;
   a.E = fit.E;
-  a.H = fit.N;
+  a.H = fit.H;
   a.F = fit.F;
-  a.O = fit.O;
+  a.output_dim = fit.output_dim;
   a.Tk = fit.Tk;
   a.A = fit.A;
   a.Dv = fit.Dv;
@@ -323,11 +324,11 @@ void put_attention(const Arguments& given, const LayerChecker& fit, const Layer&
   a.Dv = layer.Dv;
   a.key = view_of_rows(*given.key, keep);
   a.value = view_of_rows(*given.value, keep);
-  if (given.weight) a.weight = view_of_parameters(*given.weight, false, keep);
+  if (given.score_vector) a.score_vector = view_of_parameters(*given.score_vector, false, keep);
   a.lengths = lengths_of(given.lengths, fit, fit.Tk, keep);
-  if (given.span) {
-    keep.push_back(packed(*given.span));
-    a.span = broadcast_view(keep.back());
+  if (given.key_bounds) {
+    keep.push_back(packed(*given.key_bounds));
+    a.key_bounds = broadcast_view(keep.back());
   }
   if constexpr (requires { given.mask; })
     if (given.mask) a.mask = broadcast_view(*given.mask);
@@ -356,7 +357,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
       .cells = of_layers(a.cell == Cell::lstm, a.H, a.cells),
       .contexts = room(a.attends, a.Dv, a.contexts),
       .weights = room(a.attends, a.Tk, a.attention.weights),
-      .attentional = room(given.weight_output.has_value(), a.O, a.attentional),
+      .attentional = room(given.weight_output.has_value(), a.output_dim, a.attentional),
       .coverage = coverage,
       .loss = loss,
       .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
@@ -400,7 +401,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_bias_hh = gradient(given.bias_hh, parameters, a.grad_bias_hh, fit.stacked),
       .grad_key = nothing(),
       .grad_value = nothing(),
-      .grad_weight = nothing(),
+      .grad_score_vector = nothing(),
       .grad_weight_query = gradient(given.weight_query, parameters, a.grad_weight_query),
       .grad_bias_query = gradient(given.bias_query, parameters, a.grad_bias_query),
       .grad_weight_output = gradient(given.weight_output, parameters, a.grad_weight_output),
@@ -421,7 +422,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
 // computation.
 template <class Run>
 void add_key_gradients(const RecurrentBackwardArguments& given, const LayerChecker& fit,
-                       const Backward& step, int64_t weight_parts, RecurrentGradients& grads,
+                       const Backward& step, int64_t vector_parts, RecurrentGradients& grads,
                        const Run& run) {
   Backward all = step;
   all.Tq = fit.T;
@@ -431,10 +432,10 @@ void add_key_gradients(const RecurrentBackwardArguments& given, const LayerCheck
   grads.grad_key = gradient_of_rows(true, *given.key, all.grad_key);
   grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
   const Tensor parts =
-      empty_if(given.weight.has_value(), given.input, {all.B, 1, weight_parts, all.A}, fit.own);
-  if (given.weight) all.grad_weight = view(parts);
+      empty_if(given.score_vector.has_value(), given.input, {all.B, 1, vector_parts, all.A}, fit.own);
+  if (given.score_vector) all.grad_score_vector = view(parts);
   run(all);
-  if (given.weight) grads.grad_weight = sum_of_parts(parts, {0, 2}, false, fit.own);
+  if (given.score_vector) grads.grad_score_vector = sum_of_parts(parts, {0, 2}, false, fit.own);
 }
 
 RecurrentOutputs recurrent(const RecurrentArguments&);

@@ -16,9 +16,10 @@ struct Layer {
   bool narrow;  // CPU: the weights are bfloat16, and products take bfloat16 factors
   bool attends, attends_first;
   int64_t layers;  // each reads the states of the one below; the last one's states are the queries
-  int64_t B, T, E, H, F, O, Tk, A, Dv;  // F: features fed to a step; O: features of an attentional vector
+  // F: features fed to a step; output_dim: features of an attentional vector, else 0
+  int64_t B, T, E, H, F, output_dim, Tk, A, Dv;
   View input, hidden, first_cell, feed, dropout;
-  View dropout_between, dropout_output;  // [layers - 1, B, T, H], [B, T, O]
+  View dropout_between, dropout_output;  // [layers - 1, B, T, H], [B, T, output_dim]
   View weight_ih, weight_hh, weight_ih_upper, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
   const int64_t* target_lengths;  // [B] or null

@@ -736,7 +736,7 @@ def _depth(dtype: torch.dtype) -> int:
     return 32 if dtype in HALF else 16
 
 
-def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool, weights=None):
+def _exponentials_of(x, score_vector, lengths, block: int, *, transposed: bool, weights=None):
     """Launch :func:`_exponentials`: ``[B·H, blocks, block, A]`` and the range of every block.
 
     ``transposed`` makes it panels ``[…, A / 2, block, 2]``, A rounded up to CHUNK, for the forward.
@@ -747,7 +747,7 @@ def _exponentials_of(x, weight, lengths, block: int, *, transposed: bool, weight
     e = x.new_empty(B * H * blocks * block * columns, dtype=torch.float32)
     ranges = x.new_empty(B * H * blocks, dtype=torch.float32)
     _exponentials[(B * H * blocks,)](
-        x, weight, lengths, e, weights, ranges, x.stride(), weight.stride(),
+        x, score_vector, lengths, e, weights, ranges, x.stride(), score_vector.stride(),
         (2, 2 * block) if transposed else (columns, 2), H, T, A, columns,
         CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH,
     )  # fmt: skip
@@ -759,19 +759,30 @@ def _whole_chunks(features: int) -> int:
 
 
 def _prepare(call: Any) -> tuple[Any, ...]:
-    """Normalise the inputs: add a head axis, and a row of ``weight`` for each head."""
+    """Normalise the inputs: add a head axis, and a row of ``score_vector`` for each head."""
     query, key, value = _heads(call.query), _heads(call.key), _heads(call.value)
-    weight, lengths, span = call.weight, call.lengths, _heads(getattr(call, "span", None))
-    if weight is not None:
-        weight = weight.expand(query.shape[1], query.shape[3])
-    if span is not None:  # the two bounds of a row must be adjacent in memory
-        span = span.contiguous().expand(*query.shape[:2], -1, -1)
-    return query, key, value, weight, None if lengths is None else lengths.contiguous(), span
+    score_vector, lengths, bounds = (
+        call.score_vector,
+        call.lengths,
+        _heads(getattr(call, "key_bounds", None)),
+    )
+    if score_vector is not None:
+        score_vector = score_vector.expand(query.shape[1], query.shape[3])
+    if bounds is not None:  # the two bounds of a row must be adjacent in memory
+        bounds = bounds.contiguous().expand(*query.shape[:2], -1, -1)
+    return (
+        query,
+        key,
+        value,
+        score_vector,
+        None if lengths is None else lengths.contiguous(),
+        bounds,
+    )
 
 
-def _tile(size: int, span: Tensor | None, columns: int) -> int:
+def _tile(size: int, bounds: Tensor | None, columns: int) -> int:
     """Return the number of rows in a tile: fewer if each row sees its own keys, or few keys."""
-    if span is None:
+    if bounds is None:
         return size
     return min(size // 2, _block(columns, size)) if columns else size // 2
 
@@ -793,15 +804,15 @@ def _shorter(block: int, rows: int, programs: int, device: torch.device) -> int:
     return block
 
 
-def _rows_of_keys(span, columns: int, B: int, H: int, Tk: int, block: int) -> Tensor | None:
+def _rows_of_keys(bounds, columns: int, B: int, H: int, Tk: int, block: int) -> Tensor | None:
     """Return the range of rows that see any key of a block: the first, and the one after the last.
 
     int64 ``[B, H, blocks, 2]``. Rows within the range need not see one.
     """
-    if span is None:
+    if bounds is None:
         return None
-    own = tuple(slice(None) if step else slice(1) for step in span.stride()[:2])
-    start, stop = span[own].unbind(-1)
+    own = tuple(slice(None) if step else slice(1) for step in bounds.stride()[:2])
+    start, stop = bounds[own].unbind(-1)
     stop = stop.clamp(max=Tk)
     stop = torch.minimum(stop, start + columns) if columns else stop
     first = start.clamp(min=0)
@@ -809,7 +820,7 @@ def _rows_of_keys(span, columns: int, B: int, H: int, Tk: int, block: int) -> Te
     # The first row whose keys end after the block begins, the last whose begin before it ends.
     ends = stop.masked_fill(empty, 0).cummax(-1).values.contiguous()
     begins = first.masked_fill(empty, Tk).flip(-1).cummin(-1).values.flip(-1).contiguous()
-    keys = torch.arange(0, Tk, block, device=span.device).expand(*ends.shape[:-1], -1)
+    keys = torch.arange(0, Tk, block, device=bounds.device).expand(*ends.shape[:-1], -1)
     low = torch.searchsorted(ends, keys.contiguous(), right=True)
     high = torch.searchsorted(begins, (keys + block).clamp(max=Tk).contiguous())
     rows = torch.stack([low, high], -1)
@@ -817,15 +828,15 @@ def _rows_of_keys(span, columns: int, B: int, H: int, Tk: int, block: int) -> Te
 
 
 def _multiply(
-    m, x, lengths, span, columns: int, out, scale: float, *, over_keys: bool, clean: bool
+    m, x, lengths, bounds, columns: int, out, scale: float, *, over_keys: bool, clean: bool
 ) -> None:
     """Launch :func:`_product`: ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``."""
     (B, H, K, N), M = x.shape, out.shape[-2]
     Tk = K if over_keys else M
-    BM, BK, BN = _block(M, _tile(64, span, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
-    rows = None if over_keys else _rows_of_keys(span, columns, B, H, Tk, BM)
+    BM, BK, BN = _block(M, _tile(64, bounds, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
+    rows = None if over_keys else _rows_of_keys(bounds, columns, B, H, Tk, BM)
     _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
-        m, x, lengths, span, rows, out, x.stride(), _strides(span), out.stride(),
+        m, x, lengths, bounds, rows, out, x.stride(), _strides(bounds), out.stride(),
         _pair(scale), H, Tk, m.shape[-1], M, K, N,
         OVER_KEYS=over_keys, COMPACT=columns > 0, CLEAN=clean, BM=BM, BK=BK, BN=BN,
         num_warps=4 if x.dtype in HALF else 8, **LAUNCH,
@@ -845,7 +856,7 @@ def sweep(
     not visible to a row.
     """
     acc, Dv = accumulation_dtype(call.query.dtype), call.value.shape[-1]
-    query, key, value, weight, lengths, span = _prepare(call)
+    query, key, value, score_vector, lengths, bounds = _prepare(call)
     bias, mask, columns, scale, score = call.bias, call.mask, call.columns, call.scale, call.score
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
@@ -861,25 +872,28 @@ def sweep(
     BV = _block(Dv, 256 if factored and not separate else 128)
     # Plain activations of float32 and a context do not fit the registers together in taller tiles.
     most = 4096 if plain and not separate and query.dtype not in HALF else 8192
-    BQ = _block(Tq, min(_tile(64, span, columns), most // BV), 1)
+    BQ = _block(Tq, min(_tile(64, bounds, columns), most // BV), 1)
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)
     e_q = e_k = e_w = range_q = range_k = None
     with torch.cuda.device_of(query):
         if factored:
             e_w = query.new_empty(H, _whole_chunks(A) * (CHUNK.value + 1) // CHUNK.value, dtype=acc)
-            e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=True, weights=e_w)
-            e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=True)
+            e_q, range_q = _exponentials_of(
+                query, score_vector, None, BQ, transposed=True, weights=e_w
+            )
+            e_k, range_k = _exponentials_of(key, score_vector, lengths, BK, transposed=True)
         _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
-            query, key, value, weight, e_q, e_k, e_w, range_q, range_k, bias, mask, lengths,
-            span, within, weights, lse, statistics, query.stride(), key.stride(), value.stride(),
-            (0, 0) if weight is None else weight.stride(), _strides(bias), _strides(mask),
-            _strides(span), _strides(within), _pair(scale), H, Tq, Tk, W, A, _whole_chunks(A), Dv,
-            SCORE=score, COMPACT=columns > 0, SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
+            query, key, value, score_vector, e_q, e_k, e_w, range_q, range_k, bias, mask, lengths,
+            bounds, within, weights, lse, statistics, query.stride(), key.stride(), value.stride(),
+            (0, 0) if score_vector is None else score_vector.stride(), _strides(bias),
+            _strides(mask), _strides(bounds), _strides(within), _pair(scale),
+            H, Tq, Tk, W, A, _whole_chunks(A), Dv, SCORE=score, COMPACT=columns > 0,
+            SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
             num_warps=8, **LAUNCH,
         )  # fmt: skip
         if separate and context is not None:
-            seen = (lengths, span, columns)
+            seen = (lengths, bounds, columns)
             _multiply(weights, value, *seen, context, 1.0, over_keys=True, clean=False)
 
 
@@ -907,28 +921,28 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
 
     The partial sums ``[B, H, blocks, A]`` are computed if the gradients of keys are needed.
     """
-    query, key, _, weight, lengths, span = _prepare(call)
+    query, key, _, score_vector, lengths, bounds = _prepare(call)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], call.weights.shape[-1]
     factored = call.score == "tanh" and ds.dtype == torch.float32
     BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
     e_q = e_k = range_q = range_k = None
     if factored:
-        e_q, range_q = _exponentials_of(query, weight, None, BQ, transposed=False)
-        e_k, range_k = _exponentials_of(key, weight, lengths, BK, transposed=False)
+        e_q, range_q = _exponentials_of(query, score_vector, None, BQ, transposed=False)
+        e_k, range_k = _exponentials_of(key, score_vector, lengths, BK, transposed=False)
     parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
     options = {"SCORE": call.score, "COMPACT": call.columns > 0, "BA": BA, "num_warps": 4, **LAUNCH}
     scale, to = _pair(call.scale), dq if call.need_grad_query else None
     _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
-        query, key, weight, e_q, e_k, range_q, range_k, ds, lengths, span, None,
+        query, key, score_vector, e_q, e_k, range_q, range_k, ds, lengths, bounds, None,
         to, parts if call.need_grad_key else None, query.stride(), key.stride(),
-        weight.stride(), _strides(span), _strides(to), scale, H, Tk, W, Tq, Tk, A,
+        score_vector.stride(), _strides(bounds), _strides(to), scale, H, Tk, W, Tq, Tk, A,
         OVER_KEYS=True, BX=BQ, BY=BK, **options,
     )  # fmt: skip
     if call.need_grad_key:
-        rows = _rows_of_keys(span, call.columns, B, H, Tk, BK)
+        rows = _rows_of_keys(bounds, call.columns, B, H, Tk, BK)
         _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
-            key, query, weight, e_k, e_q, range_k, range_q, ds, lengths, span, rows,
-            dk, None, key.stride(), query.stride(), weight.stride(), _strides(span),
+            key, query, score_vector, e_k, e_q, range_k, range_q, ds, lengths, bounds, rows,
+            dk, None, key.stride(), query.stride(), score_vector.stride(), _strides(bounds),
             dk.stride(), scale, H, Tk, W, Tk, Tq, A,
             OVER_KEYS=False, BX=BK, BY=BQ, **options,
         )  # fmt: skip
@@ -946,27 +960,27 @@ def backward(call: AttentionBackward) -> AttentionGradients:
     need_grad_query, need_grad_key = call.need_grad_query, call.need_grad_key
     grad_query = empty(need_grad_query, call.query)
     grad_key, grad_value = empty(need_grad_key, call.key), empty(need_grad_key, call.value)
-    grad_weight = call.query.new_empty(0)
+    grad_score_vector = call.query.new_empty(0)
     ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
-    query, key, value, _, lengths, span = _prepare(call)
+    query, key, value, _, lengths, bounds = _prepare(call)
     grad_context, grad_weights = _heads(call.grad_context), _heads(call.grad_weights)
     dq, dk, dv = _heads(grad_query), _heads(grad_key), _heads(grad_value)
     (B, H, Tq, _), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
-    BQ = _shorter(_block(Tq, _tile(64, span, columns)), Tq, B * H, query.device)
+    BQ = _shorter(_block(Tq, _tile(64, bounds, columns)), Tq, B * H, query.device)
     BK, BV = _block(Tk, 32), _block(Dv, _depth(query.dtype))
-    seen = (lengths, span, columns)
+    seen = (lengths, bounds, columns)
     with torch.cuda.device_of(query):
         if grad_score is None:
             _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
                 grad_context, grad_weights,
                 None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
-                value, weights, lengths, span, ds, grad_context.stride(), _strides(grad_weights),
-                value.stride(), _strides(span), H, Tq, Tk, W, Dv, COMPACT=columns > 0,
+                value, weights, lengths, bounds, ds, grad_context.stride(), _strides(grad_weights),
+                value.stride(), _strides(bounds), H, Tq, Tk, W, Dv, COMPACT=columns > 0,
                 BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH,
             )  # fmt: skip
         if need_grad_key:
             _multiply(weights, grad_context, *seen, dv, 1.0, over_keys=False, clean=False)
-        if call.weight is None:
+        if call.score_vector is None:
             if need_grad_query:
                 _multiply(ds, key, *seen, dq, scale, over_keys=True, clean=True)
             if need_grad_key:
@@ -974,9 +988,9 @@ def backward(call: AttentionBackward) -> AttentionGradients:
         elif need_grad_query or need_grad_key:
             parts = _additive_gradients(call, ds, dq, dk)
             if need_grad_key:
-                shared = (0, 2) if call.weight.dim() == 2 else (0, 1, 2)
-                grad_weight = parts.sum(shared).to(query.dtype)
+                shared = (0, 2) if call.score_vector.dim() == 2 else (0, 1, 2)
+                grad_score_vector = parts.sum(shared).to(query.dtype)
     keep_score = call.need_grad_score and grad_score is None
     return AttentionGradients(
-        grad_query, grad_key, grad_value, grad_weight, ds if keep_score else ds.new_empty(0)
+        grad_query, grad_key, grad_value, grad_score_vector, ds if keep_score else ds.new_empty(0)
     )

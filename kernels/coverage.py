@@ -551,13 +551,13 @@ def _added(parts: torch.Tensor, like: torch.Tensor, axes: int) -> torch.Tensor:
 
 
 def _of_features(call: CoverageBackward, dq, dk, dweight) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key, value and weight of a call with filters."""
+    """Return the gradients of query, key, value and score_vector of a call with filters."""
     grad_value = empty_rows(call.value) if call.need_grad_key else call.value.new_empty(0)
-    grad_weight = call.query.new_empty(0)
+    grad_score_vector = call.query.new_empty(0)
     if call.need_grad_key:
-        assert call.weight is not None
-        axes = dweight.dim() - call.weight.dim()
-        grad_weight = _added(dweight, call.weight, axes)
+        assert call.score_vector is not None
+        axes = dweight.dim() - call.score_vector.dim()
+        grad_score_vector = _added(dweight, call.score_vector, axes)
         with torch.cuda.device_of(call.query):
             _multiply(
                 call.weights.contiguous(), _heads(call.grad_context),
@@ -570,7 +570,7 @@ def _of_features(call: CoverageBackward, dq, dk, dweight) -> tuple[torch.Tensor,
             (call.query, dq, call.need_grad_query), (call.key, dk, call.need_grad_key),
         )
     )  # fmt: skip
-    return grad_query, grad_key, grad_value, grad_weight
+    return grad_query, grad_key, grad_value, grad_score_vector
 
 
 def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
@@ -635,8 +635,9 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     else:
         of_scores = AttentionBackward(
             grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
-            key=key, value=value, weight=call.weight, lengths=call.lengths, span=None, columns=0,
-            prepared=None, weights=weights, grad_score=ds, scale=call.scale, score=call.score,
+            key=key, value=value, score_vector=call.score_vector, lengths=call.lengths,
+            key_bounds=None, columns=0, prepared=None, weights=weights, grad_score=ds,
+            scale=call.scale, score=call.score,
             need_grad_query=call.need_grad_query, need_grad_key=call.need_grad_key,
             need_grad_score=False,
         )  # fmt: skip
@@ -649,10 +650,10 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             axes = dfilters.dim() - call.filters.dim()
             grad_filters = _added(dfilters, call.filters, axes)
             grad_projection = _added(dprojection, call.projection, axes)
-    grad_query, grad_key, grad_value, grad_weight = of_inputs
+    grad_query, grad_key, grad_value, grad_score_vector = of_inputs
     own = 1 if penalty is not None and penalty.shape[0] > 1 else len(heads)
     return CoverageGradients(
-        grad_query, grad_key, grad_value, grad_weight,
+        grad_query, grad_key, grad_value, grad_score_vector,
         ds if call.need_grad_score else none(), grad_filters, grad_projection,
         none() if penalty is None else _added(dpenalty, penalty, own),
         drate, dtransition,

@@ -63,7 +63,7 @@ def functions() -> Table:
     spanned = inputs() | span
     del spanned["mask"], spanned["bias"]
     at = {"position": torch.rand(B, TQ) * TK, "sigma": torch.rand(B, TQ) + 1}
-    weight = {"weight": torch.randn(A)}
+    weight = {"score_vector": torch.randn(A)}
     memory = attnfast.prepare(torch.randn(B, TK, A), torch.randn(B, TK, 3), **weight)
     terms: dict[str, Any] = {
         "penalty": 0.5, "coverage_weight": torch.randn(A), "filters": torch.randn(2, 1, 3),

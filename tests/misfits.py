@@ -20,7 +20,12 @@ from attnfast.ops.operators import ARGUMENTS, CHECKS
 
 #: Marks, dtype and sizes. The dtype is that of the first argument (q), of its sums (s), or its own.
 #: ? may be None; ~ may be 1 in place of a size that has no =; own may have H in front.
-KEYS = {"query": "q B H Tq A", "key": "q B H Tk A", "value": "q B H Tk Dv", "weight": "? own q A"}
+KEYS = {
+    "query": "q B H Tq A",
+    "key": "q B H Tk A",
+    "value": "q B H Tk Dv",
+    "score_vector": "? own q A",
+}
 LENGTHS = {"lengths": "? int B"}
 TERMS = {"bias": "? ~ q|s B H Tq W", "mask": "? ~ bool B H Tq W", **LENGTHS}
 SPAN = {
@@ -53,7 +58,7 @@ CALLS = {
     },
 }  # fmt: skip
 CALLS["coverage_attention_backward_into"] = {
-    **CALLS["coverage_attention_backward"], "sum_key": "s B H Tk A", "sum_weight": "s B H A",
+    **CALLS["coverage_attention_backward"], "sum_key": "s B H Tk A", "sum_score_vector": "s B H A",
     "sum_filters": "s B H K C Taps", "sum_projection": "s B H A K",
 }  # fmt: skip
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.int8)
@@ -119,16 +124,16 @@ class Call:
         self.columns = 0
         missing = {p for p, x in self.patterns.items() if "?" in x.marks and draw.random() < 0.5}
         if "into" in self.name or draw.random() < 0.5:  # filters want the others
-            missing -= {"filters", "projection", "weight"}
+            missing -= {"filters", "projection", "score_vector"}
             self.sizes["K"] += "into" in self.name and not self.sizes["K"]
         else:
             missing |= {"filters", "projection"}
-        self.score = "dot" if "weight" in missing else draw.choice(("tanh", *SCORES[1:]))
+        self.score = "dot" if "score_vector" in missing else draw.choice(("tanh", *SCORES[1:]))
         if self.score != "tanh" or self.dtype == torch.float64:
             missing.add("prepared")
         if "span" not in missing and draw.random() < 0.5:
             self.columns = draw.randint(0, self.sizes["Tk"])
-        own = {p: self.heads and draw.random() < 0.5 for p in ("weight", "filters")}
+        own = {p: self.heads and draw.random() < 0.5 for p in ("score_vector", "filters")}
         own["projection"] = own["filters"]
         others = {
             "columns": self.columns, "scale": 1.0, "log": False, "num_oov": self.sizes["X"],
@@ -218,7 +223,7 @@ class Call:
                     return False
         if not 0 <= columns <= (0 if span is None else sizes["Tk"]):
             return False
-        if "score" in args and (args["weight"] is None) != (args["score"] == "dot"):
+        if "score" in args and (args["score_vector"] is None) != (args["score"] == "dot"):
             return False
         exact = args.get("score") != "tanh" or first.dtype == torch.float64
         if args.get("prepared") is not None and exact:
@@ -247,7 +252,7 @@ class Call:
             or filters.dim() != projection.dim() + 1
         ):
             return False
-        return args["weight"] is not None if sizes["K"] else "into" not in self.name
+        return args["score_vector"] is not None if sizes["K"] else "into" not in self.name
 
     def __str__(self) -> str:
         told = {

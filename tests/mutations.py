@@ -120,7 +120,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/ops/attention.py", CPU): {
-        "": [('"need_grad_key": ("key", "value", "weight")', '"need_grad_key": ("key", "value")')],
+        "": [('("key", "value", "score_vector")', '("key", "value")')],
     },
     ("attnfast/functional.py", SPANS): {
         "_attend": [("sigma * temperature**0.5", "sigma * temperature")],
@@ -325,7 +325,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "_Attention._attend": [
             ("check_temperature(temperature)", ""),
-            ("if (memory.weight is None) != (self.weight is None):", "if False:"),
+            ("if (memory.score_vector is None) != (self.weight is None):", "if False:"),
         ],
     },
     ("attnfast/decoding/memory.py", "tests/test_local.py -k m-"): {

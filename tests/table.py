@@ -196,7 +196,7 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
         "query": floats(*lead, case.Tq, case.A, scale=case.scale),
         "key": floats(*lead, case.Tk, case.A, scale=case.scale),
         "value": floats(*lead, case.Tk, case.Dv),
-        "weight": None,
+        "score_vector": None,
         "bias": None,
         "mask": None,
         "lengths": None,
@@ -209,10 +209,10 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
             args[name] = _laid_out(args[name], case.layout)
     if case.score != "dot":
         shape = (*case.heads, case.A) if case.weight_per_head else (case.A,)
-        args["weight"] = floats(*shape, scale=2 / max(case.A, 1) ** 0.5)
+        args["score_vector"] = floats(*shape, scale=2 / max(case.A, 1) ** 0.5)
         if case.positive:
             weight = torch.rand(shape, generator=g, dtype=torch.float64)
-            args["weight"] = weight.to(device, case.dtype)
+            args["score_vector"] = weight.to(device, case.dtype)
     if "bias" in case.terms:
         rows = case.Tq if case.seed % 2 else 1
         args["bias"] = floats(case.B, *([1] * len(case.heads)), rows, case.Tk)
@@ -244,7 +244,7 @@ def every(result) -> tuple:
 def attend(args: dict[str, Tensor | None], **options):
     """Call the public function that the arguments belong to."""
     args = {**args, **options}
-    weight = args.pop("weight")
+    weight = args.pop("score_vector")
     query, key, value = args.pop("query"), args.pop("key"), args.pop("value")
     if weight is None:
         return attnfast.dot_attention(query, key, value, scale=1.0, **args)
@@ -258,16 +258,18 @@ EAGER = {
 }
 
 
-def eager(query, key, value, weight=None, bias=None, mask=None, lengths=None, activation="tanh"):
+def eager(
+    query, key, value, score_vector=None, bias=None, mask=None, lengths=None, activation="tanh"
+):
     """Attend as people write it, in the tensors' own dtype: context, weights, log-sum-exp."""
-    if weight is None:
+    if score_vector is None:
         score = query @ key.transpose(-1, -2)
     else:
         features = EAGER[activation](query.unsqueeze(-2) + key.unsqueeze(-3))
         score = (
-            features @ weight
-            if weight.dim() == 1
-            else (features @ weight[:, None, :, None]).squeeze(-1)
+            features @ score_vector
+            if score_vector.dim() == 1
+            else (features @ score_vector[:, None, :, None]).squeeze(-1)
         )
     if bias is not None:
         score = score + bias
@@ -309,7 +311,7 @@ def results(case: Case, args: dict[str, Tensor | None], how, names=NAMES) -> dic
     return {k: v.detach() for k, v in outputs.items()}
 
 
-FEATURE_AXES = {"query": -1, "key": -1, "weight": -1, "coverage_weight": -1, "projection": -2}
+FEATURE_AXES = {"query": -1, "key": -1, "score_vector": -1, "coverage_weight": -1, "projection": -2}
 
 
 def in_orders(how) -> list:
@@ -382,7 +384,7 @@ def oracle_of(case: Case, how, names=NAMES) -> dict[str, Tensor]:
 
 def exact(activation="tanh", **args):
     """Call the reference."""
-    score = "dot" if args.get("weight") is None else activation
+    score = "dot" if args.get("score_vector") is None else activation
     return reference.attention(AttentionInputs(**args, score=score))
 
 

@@ -144,12 +144,12 @@ def test_tanh_near_zero(dtype, rows, backend):
     count = 200 if backend in ("cpu", "reference") else 6  # heads are slow in an interpreter
     z = torch.logspace(-12, 0, count, dtype=torch.float64).to(dtype).double()
     z = torch.cat([-z, z]).view(-1, 1, 1, 1)
-    args = {"query": z, "key": z / 2, "value": z, "weight": torch.ones(z.shape[0], 1)}
+    args = {"query": z, "key": z / 2, "value": z, "score_vector": torch.ones(z.shape[0], 1)}
     args["query"] = (z / 2).expand(-1, -1, rows, 1)  # halves: their sum is exact
     args = {k: x.transpose(0, 1) if x.dim() == 4 else x for k, x in args.items()}  # heads
     args = {k: x.to(DEVICE[backend], dtype).requires_grad_() for k, x in args.items()}
     tanh = attend(args, backend=backend).log_sum_exp
-    (grad,) = torch.autograd.grad(tanh[..., 0].sum(), args["weight"])
+    (grad,) = torch.autograd.grad(tanh[..., 0].sum(), args["score_vector"])
     right = torch.tensor([math.tanh(x) for x in z.flatten()], dtype=torch.float64)
     for got in (tanh[0, :, 0], tanh[0, :, -1], grad.flatten()):
         error = (got.detach().double().cpu() / right - 1).abs().max()
@@ -199,7 +199,9 @@ def test_textbook_softmax(backend):
 def test_temperature_divides_score_and_bias(backend):
     args = inputs(Case("tanh", 2, 3, 5, 8, 8, terms=("bias",)), DEVICE[backend])
     warm = everything(args, temperature=2.0, backend=backend)
-    halved = {k: v / 2 if k in ("weight", "bias") else v for k, v in args.items() if v is not None}
+    halved = {
+        k: v / 2 if k in ("score_vector", "bias") else v for k, v in args.items() if v is not None
+    }
     half = everything({**args, **halved}, backend=backend)
     for a, b in zip(warm, half):
         torch.testing.assert_close(a, b)
@@ -211,7 +213,7 @@ def test_scale_multiplies_the_query(size, terms, backend):
     """Also in the gradients, whether that of the score is wanted for itself (the bias) or not."""
     case = Case("dot", 2, *size, terms=terms)
     args = inputs(case, DEVICE[backend])
-    args.pop("weight")
+    args.pop("score_vector")
     dot = functools.partial(attnfast.dot_attention, backend=backend)
     got = results(case, args, lambda **a: dot(**a, scale=0.3)[:1])
     want = results(case, args, lambda query, **a: dot(0.3 * query, **a, scale=1.0)[:1])
@@ -270,7 +272,7 @@ def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, backend):
     """Where all scores are −∞ or one is +∞ or NaN, as a softmax; what it may not see is 0 still."""
     device = DEVICE[backend]
     args = inputs(Case("relu", 2, Tq, Tk, 9, 5, terms=("bias",)), device)
-    weight, key = -args["weight"].detach().abs() - 0.1, args["key"].detach().clone()
+    weight, key = -args["score_vector"].detach().abs() - 0.1, args["key"].detach().clone()
     key[0], key[1, 7] = math.inf, -math.inf  # scores are all −∞ there, and usual here
     mask = torch.ones(2, Tq, Tk, dtype=torch.bool, device=device)
     mask[:, :, 25:30] = False
@@ -279,7 +281,7 @@ def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, backend):
     if Tq == 20:
         mask[0, 4] = False  # an empty row
         bias[1, 5, 15], bias[1, 6, 21], bias[1, 7] = math.inf, math.nan, torch.finfo(bias.dtype).min
-    changed = {"weight": weight, "key": key, "bias": bias, "mask": mask}
+    changed = {"score_vector": weight, "key": key, "bias": bias, "mask": mask}
     if span:
         changed["span"] = attnfast.Span(window=Tk - 10)
     changed["need_statistics"] = True
@@ -407,13 +409,13 @@ def test_a_row_that_is_nan_leaves_alone_what_it_may_not_see(score, backend):
 def test_large_scores(factor, backend):
     case = Case("tanh", 2, 3, 33, 16, 8)
     args = inputs(case, DEVICE[backend])
-    weight = args["weight"].detach() * factor
-    wanted_args = {**inputs(case), "weight": weight.cpu()}
+    weight = args["score_vector"].detach() * factor
+    wanted_args = {**inputs(case), "score_vector": weight.cpu()}
     double = {k: v.detach().double() for k, v in wanted_args.items() if v is not None}
     wanted = eager(**double)
     with torch.no_grad():
         plain = eager(**wanted_args)
-        got = everything({**args, "weight": weight}, backend=backend)
+        got = everything({**args, "score_vector": weight}, backend=backend)
     got, wanted, plain = (dict(zip(NAMES, outputs)) for outputs in (got, wanted, plain))
     check(case, got, wanted, [plain])
 
@@ -464,7 +466,7 @@ def test_weights_that_vanish(factor, small, offset, backend):
         pytest.skip("slow in an interpreter, and between the other two")
     case = Case("tanh", 2, 18, 19, 48, 8)
     args = {x: v.detach() for x, v in inputs(case).items() if v is not None}
-    args["weight"][small] *= factor
+    args["score_vector"][small] *= factor
     for side in ("query", "key"):
         args[side][:, ::2] += offset
     judge_on(case, args, backend)
@@ -479,7 +481,7 @@ def test_a_dot_is_scaled_as_pytorch_scales_it(backend):
 
 def test_a_temperature_divides_the_weight(backend):
     args = inputs(Case("tanh", 2, 3, 5, 8, 4), DEVICE[backend])
-    leaves = [args[k] for k in ("query", "key", "value", "weight")]
+    leaves = [args[k] for k in ("query", "key", "value", "score_vector")]
     query, key, value, weight = leaves
     warm, _ = attnfast.additive_attention(*leaves, temperature=2.0, backend=backend)
     halved, _ = attnfast.additive_attention(query, key, value, weight / 2, backend=backend)
@@ -510,7 +512,7 @@ def test_a_context_lies_in_memory_as_its_query(order, backend):
 
 def test_only_a_weight_wants_its_gradient(backend):
     args = inputs(Case("tanh", 2, 3, 5, 8, 4), DEVICE[backend])
-    query, key, value, weight = (args[k] for k in ("query", "key", "value", "weight"))
+    query, key, value, weight = (args[k] for k in ("query", "key", "value", "score_vector"))
     grads = []
     for leaves in ((query, key, value), (x.detach() for x in (query, key, value))):
         context, _ = attnfast.additive_attention(*leaves, weight, backend=backend)
@@ -594,7 +596,7 @@ def test_threads_and_batch_do_not_change_a_row():
         assert torch.equal(whole, attnfast.additive_attention(**args)[0])
     finally:
         torch.set_num_threads(threads)
-    one = {k: v if k == "weight" else v[:1] for k, v in args.items()}
+    one = {k: v if k == "score_vector" else v[:1] for k, v in args.items()}
     torch.testing.assert_close(whole[:1], attnfast.additive_attention(**one)[0])
 
 
@@ -764,9 +766,15 @@ GOOD = Case("tanh", 2, 3, 5, 8, 7)
         ({"key": torch.zeros(3, 5, 8)}, "key must be"),
         ({"key": torch.zeros(2, 5, 8).double()}, "key must be of the query's dtype torch.float32"),
         ({"value": torch.zeros(2, 6, 7)}, r"value must be \[2, 5, Dv\].*got \[2, 6, 7\]"),
-        ({"weight": torch.zeros(7)}, r"weight must be \[8\] to fit the query and key, got \[7\]"),
-        ({"weight": torch.zeros(8, device="meta")}, "weight must be on the query's device cpu"),
-        ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
+        (
+            {"score_vector": torch.zeros(7)},
+            r"score_vector must be \[8\] to fit the query and key, got \[7\]",
+        ),
+        (
+            {"score_vector": torch.zeros(8, device="meta")},
+            "score_vector must be on the query's device cpu",
+        ),
+        ({"score_vector": None}, "score_vector must be a torch.Tensor, got NoneType"),
         ({"mask": torch.zeros(2, 3, 5)}, "mask must be boolean"),
         ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask must be \[2, 3, 5\].*got \[2, 5\]"),
         ({"bias": torch.zeros(2, 3, 4)}, r"bias must be \[2, 3, 5\]"),

@@ -57,7 +57,7 @@ def tensors(B: int, Tq: int, Tk: int, H: int | None = None) -> dict[str, Tensor]
         "key": torch.randn(*lead, Tk, A),
         "value": torch.randn(*lead, Tk, DV),
         "bias": torch.randn(*lead, 1, Tk),
-        "weight": torch.randn(A),
+        "score_vector": torch.randn(A),
     }
     x = {name: leaf.requires_grad_() for name, leaf in x.items()}
     mask = (torch.rand(*lead, Tq, Tk) > 0.2).index_fill(-1, torch.tensor(0), True)
@@ -69,14 +69,14 @@ def additive(x, number, **options):
 
 
 def dot(x, number, **options):
-    x = {name: y for name, y in x.items() if name != "weight"}
+    x = {name: y for name, y in x.items() if name != "score_vector"}
     return attnfast.dot_attention(**x, temperature=number, need_weights=True, **options)
 
 
 def by_penalty(x, number):
     B, Tk = x["key"].shape[:2]
     terms = {"penalty": number, "fertility": x["key"].sigmoid().sum(-1), "scale": number / 2}
-    x = {name: y for name, y in x.items() if name != "weight"}
+    x = {name: y for name, y in x.items() if name != "score_vector"}
     start = x["value"].new_zeros(B, Tk)
     return every(coverage_attention(**x, **terms, coverage=start, need_weights=True))
 
@@ -121,7 +121,7 @@ def predicted(x, number):
 
 def heads(x: dict[str, Tensor]) -> dict[str, Tensor]:
     """Two heads, of one's numbers."""
-    alone = ("weight", "lengths")
+    alone = ("score_vector", "lengths")
     return {k: y if k in alone else torch.stack([y, y], 1) for k, y in x.items()}
 
 
@@ -247,17 +247,17 @@ def test_scales_keep_the_rule(score, dtype):
     case = Case(score, 2, 5, 70, 96, 24, dtype=dtype)
     scale = 0.37
 
-    def attend(query, key, value, weight, bias, mask, lengths, backend=None):
+    def attend(query, key, value, score_vector, bias, mask, lengths, backend=None):
         terms = {"need_weights": True, "backend": backend, "temperature": 1 / scale}
-        if weight is None:
+        if score_vector is None:
             return attnfast.dot_attention(query, key, value, scale=1.0, **terms)
-        return attnfast.additive_attention(query, key, value, weight, **terms)
+        return attnfast.additive_attention(query, key, value, score_vector, **terms)
 
-    def eager(query, key, value, weight, **_):
-        if weight is None:
+    def eager(query, key, value, score_vector, **_):
+        if score_vector is None:
             e = query @ key.mT * scale
         else:
-            e = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() @ weight * scale
+            e = (query.unsqueeze(-2) + key.unsqueeze(-3)).tanh() @ score_vector * scale
         return e.softmax(-1) @ value, e.softmax(-1), e.logsumexp(-1)
 
     torch._dynamo.reset()

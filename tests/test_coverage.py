@@ -158,9 +158,9 @@ def attend(backend: str):
 def in_steps(backend: str):
     """Return the same as a decoder does it: a prepared memory, one query after the other."""
 
-    def attend(query, key, value, weight=None, *, lengths=None, fertility=None, **terms):
+    def attend(query, key, value, score_vector=None, *, lengths=None, fertility=None, **terms):
         score = {"activation": terms.pop("activation", "tanh")}
-        memory = prepare(key, value, weight, **score, lengths=lengths, backend=backend)
+        memory = prepare(key, value, score_vector, **score, lengths=lengths, backend=backend)
         memory = memory._replace(fertility=fertility)
         by_row = {k: terms.pop(k) for k in ("mask", "bias") if terms.get(k) is not None}
         steps, lost, state = [], 0, {k: terms.pop(k, None) for k in ("coverage", "previous")}
@@ -415,7 +415,7 @@ def test_steps_of_another_scale(by, backend):
     case = History("tanh", 2, 1, 9, 8, 5, terms=(by,), dtype=torch.float64)
     skip_unless(backend, case)
     args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
-    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "weight"))
+    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "score_vector"))
     leaves, grads = [query, key, value, weight, *args.values()], []
     state = {k: key.new_full((2, 9), 0.3) for k in ("coverage", "previous")}
     for deferred in (True, False):
@@ -435,7 +435,7 @@ def test_steps_have_no_second_derivative(terms, backend):
     if backend == "reference":
         pytest.skip("PyTorch differentiates it")
     args = {k: v for k, v in arguments(case, DEVICE[backend]).items() if v is not None}
-    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "weight"))
+    query, key, value, weight = (args.pop(k) for k in ("query", "key", "value", "score_vector"))
     memory = prepare(key, value, weight, backend=backend)
     context, *_ = attend_with_history(query[:, :1], memory, **args)
     leaves = [query, key, value, weight, *(x for x in args.values() if x.requires_grad)]
@@ -454,7 +454,7 @@ def test_hidden_rows_may_have_any_gradient(by, backend):
     skip_unless(backend, case)
     device = DEVICE[backend]
     args = arguments(case, device)
-    leaves = [args["key"], args["value"], args["weight"]]
+    leaves = [args["key"], args["value"], args["score_vector"]]
     names = ("penalty", "filters", "projection", "coverage_weight")
     terms = {k: args[k] for k in names if k in args}
     nothing = torch.zeros(2, 1, 9, dtype=torch.bool, device=device)
@@ -478,7 +478,7 @@ def test_parameters_that_change_in_place_between_steps(by, backend):
     grads, contexts = [], []
     for late in (False, True):
         args = arguments(case, DEVICE[backend])
-        leaves = [args["key"], args["value"], args["weight"]]
+        leaves = [args["key"], args["value"], args["score_vector"]]
         terms = {k: args[k] for k in ("filters", "projection", "coverage_weight") if k in args}
         state = {
             k: torch.full((2, 9), 0.25, device=DEVICE[backend]) for k in ("coverage", "previous")
@@ -502,7 +502,7 @@ def test_checkpointed_steps():
     terms = {k: args[k] for k in ("filters", "projection")}
     leaves, grads = [args["key"], args["value"], *terms.values()], []
     for how in (lambda step, *a: step(*a), functools.partial(checkpoint, use_reentrant=False)):
-        memory, previous, loss = prepare(args["key"], args["value"], args["weight"]), None, 0
+        memory, previous, loss = prepare(args["key"], args["value"], args["score_vector"]), None, 0
         for query in args["query"].split(1, -2):
             step = functools.partial(attend_with_history, memory=memory, need_weights=True, **terms)
             context, weights, _ = how(lambda q, p, s=step: s(q, previous=p), query, previous)
@@ -516,7 +516,7 @@ def test_checkpointed_steps():
 def test_steps_leave_nothing(reached):
     """Neither after a backward nor without one."""
     args = arguments(History("tanh", 2, 3, 9, 8, 5, terms=("location",)))
-    memory = prepare(args["key"] * 1, args["value"], args["weight"])
+    memory = prepare(args["key"] * 1, args["value"], args["score_vector"])
     terms = {k: args[k] for k in ("filters", "projection")}
     result = attend_with_history(args["query"][:, :1], memory, **terms)
     if reached:
@@ -637,7 +637,7 @@ def test_large_scores(factor, backend):
     case = History("tanh", 2, 3, 33, 16, 8, terms=("penalty", "coverage_weight", "location"))
     skip_unless(backend, case)
     args = arguments(case, DEVICE[backend])
-    args["weight"] = (args["weight"].detach() * factor).requires_grad_()
+    args["score_vector"] = (args["score_vector"].detach() * factor).requires_grad_()
     for x in run(case, args, backend).values():
         assert x.isfinite().all()
 
@@ -690,7 +690,7 @@ def test_opcheck(backend):
         *(args[k] for k in ("filters", "projection", "penalty", "fertility", "transition_prob")),
         args["coverage"], args["previous"].log(),
     )  # fmt: skip
-    tensors = (*(args[k] for k in ("query", "key", "value", "weight")),)
+    tensors = (*(args[k] for k in ("query", "key", "value", "score_vector")),)
     call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5, "tanh")
     torch.library.opcheck(ops.coverage_attention.default, call)
     outputs = ops.coverage_attention(*call)
@@ -700,7 +700,9 @@ def test_opcheck(backend):
         torch.library.opcheck(
             ops.coverage_attention_backward.default, (*backward, 0.5, "tanh", *needed)
         )
-    shapes = (x.shape[-n:] for x, n in ((args["weight"], 1), (history[0], 3), (history[1], 2)))
+    shapes = (
+        x.shape[-n:] for x, n in ((args["score_vector"], 1), (history[0], 3), (history[1], 2))
+    )
     sums = [torch.zeros(args["key"].shape, device=DEVICE[backend])]
     sums += [torch.zeros(*outputs[3].shape, *shape, device=DEVICE[backend]) for shape in shapes]
     torch.library.opcheck(
@@ -755,8 +757,8 @@ X = torch.ones(2, 3, 4)
             r"coverage_weight must be real numbers \[4\] to fit the query",
         ),
         (
-            {"weight": None, "coverage_weight": torch.ones(4)},
-            "weight must be given with filters or coverage_weight",
+            {"score_vector": None, "coverage_weight": torch.ones(4)},
+            "score_vector must be given with filters or coverage_weight",
         ),
         ({"filters": torch.ones(2, 1, 3)}, "projection must be given: filters and projection"),
         ({"projection": torch.ones(4, 2)}, "filters must be given: filters and projection"),
@@ -789,7 +791,7 @@ X = torch.ones(2, 3, 4)
     ],
 )
 def test_bad_input_is_one_clear_sentence(change, message):
-    args = {"query": X, "key": X, "value": X, "weight": torch.ones(4)}
+    args = {"query": X, "key": X, "value": X, "score_vector": torch.ones(4)}
     with pytest.raises((ValueError, TypeError), match=message) as error:
         attnfast.coverage_attention(**{**args, **change})
     assert "\n" not in str(error.value)

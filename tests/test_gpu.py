@@ -89,7 +89,7 @@ def recurrent(leaves, backend, reads_contexts=True):
     x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output = leaves
     lengths = torch.arange(B, device="cuda") * 3  # of keys and of targets
     call = RecurrentInputs(
-        x, hidden, weight_ih, weight_hh, bias_ih=bias, key=key, value=value, weight=weight,
+        x, hidden, weight_ih, weight_hh, bias_ih=bias, key=key, value=value, score_vector=weight,
         weight_query=weight_query, weight_output=output, lengths=lengths, target_lengths=lengths,
         dropout=torch.ones_like(hidden), attends_first=False, score="tanh",
     )  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_causal_span(case, rows, backend):
 @pytest.fixture(params=["tanh", "dot"])
 def parts(request):
     args = inputs(Case(request.param, 3, 6, 6, 32, 5, dtype=torch.float64))
-    return [args[x] for x in ("query", "key", "value", "weight")]
+    return [args[x] for x in ("query", "key", "value", "score_vector")]
 
 
 def test_derivatives_of_the_reference(parts):
@@ -159,7 +159,7 @@ def test_a_search_reorders(parts, trains):
 def test_an_older_memory_is_selected(backend):
     """What the backend keeps of the keys behind it is another's."""
     args = inputs(Case("tanh", 2, 1, 9, 32, 8), DEVICE[backend])
-    query, key, value, weight = (args[x] for x in ("query", "key", "value", "weight"))
+    query, key, value, weight = (args[x] for x in ("query", "key", "value", "score_vector"))
     index = torch.tensor([1, 0], device=key.device)
     with torch.no_grad():
         old = start(key, value, weight, 4, backend=backend).append(key[:, 4], value[:, 4])
@@ -208,7 +208,9 @@ def test_changed_fields_are_taken(parts):
 def test_lengths_and_masks(heads, backend):
     """What is appended comes behind the padding, and all see it; what padding holds is nothing."""
     args = inputs(Case("tanh", 3, 2, 6, 32, 5, H=heads), DEVICE[backend])
-    query, key, value, weight = (args[x].detach() for x in ("query", "key", "value", "weight"))
+    query, key, value, weight = (
+        args[x].detach() for x in ("query", "key", "value", "score_vector")
+    )
     lengths = torch.tensor([4, 2, 0], device=key.device)
     mask = torch.tensor([True, False, True, True], device=key.device).expand(3, 4)
     seen = (torch.arange(4, device=key.device) < lengths[:, None]) & mask
@@ -253,7 +255,9 @@ def test_copies_are_amortised(parts, trains):
 
 def test_keys_are_prepared_once(monkeypatch):
     args = inputs(Case("tanh", 2, 1, 8, 32, 8))
-    query, key, value, weight = (args[x].detach() for x in ("query", "key", "value", "weight"))
+    query, key, value, weight = (
+        args[x].detach() for x in ("query", "key", "value", "score_vector")
+    )
     memory = start(key, value, weight, 3, backend="cpu").append(key[:, 3], value[:, 3])
     rows, original = [], torch.ops.attnfast_cpu.prepare
     monkeypatch.setattr(
@@ -378,7 +382,7 @@ def test_bad_arguments():
 def test_a_history_grows(backend):
     """A penalty on what was covered, with a memory that grows and its coverage padded along."""
     args = inputs(Case("tanh", 2, 1, 5, 8, 4), DEVICE[backend])
-    query, key, value, weight = (args[x] for x in ("query", "key", "value", "weight"))
+    query, key, value, weight = (args[x] for x in ("query", "key", "value", "score_vector"))
     memory = start(key, value, weight, 4, backend=backend).append(key[:, 4], value[:, 4])
     covered = torch.rand(2, 5, device=key.device)
     got, want = (

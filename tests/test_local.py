@@ -30,9 +30,9 @@ def states(seed=0):
 def scores(attention, state, source):
     """e [B, Tq, Tk] of Luong's general or concat score."""
     query, key = attention.query_proj(state), attention.key_proj(source)
-    if attention.weight is None:
+    if attention.score_vector is None:
         return query @ key.transpose(1, 2)
-    return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ attention.weight
+    return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ attention.score_vector
 
 
 def softmax(attention, e, seen):
@@ -174,7 +174,10 @@ def test_heads_of_self_attention(score):
     if score == "dot":
         e = query @ key.transpose(-1, -2) * (D / 4) ** -0.5
     else:
-        e = torch.tanh(query.unsqueeze(3) + key.unsqueeze(2)) * attention.weight[:, None, None]
+        e = (
+            torch.tanh(query.unsqueeze(3) + key.unsqueeze(2))
+            * attention.score_vector[:, None, None]
+        )
         e = e.sum(-1)
     i, j = torch.arange(TK).view(-1, 1), torch.arange(TK)
     near = (i - j).abs() <= 1

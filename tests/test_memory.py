@@ -123,7 +123,7 @@ def test_what_is_not_seen_does_not_touch_the_gradients(score, backend):
 def parts(request):
     """Two steps on one memory: its leaves, its queries, and how to attend."""
     args = inputs(Case(request.param, 2, 4, 9, 32, 7, dtype=torch.float64))
-    leaves = [args[x] for x in ("key", "value", "weight") if args[x] is not None]
+    leaves = [args[x] for x in ("key", "value", "score_vector") if args[x] is not None]
     first, second, both = args["query"][:, :1], args["query"][:, 1:2], args["query"][:, 2:]
     return leaves, [x.detach().requires_grad_() for x in (first, second, both)]
 
@@ -209,7 +209,7 @@ def test_checkpointed_steps_over_projected_keys(history, backend):
 
     def run(how):
         args = inputs(Case("tanh", 2, 2, 9, 8, 5), DEVICE[backend])
-        leaves = [args[x] for x in ("query", "key", "value", "weight")]
+        leaves = [args[x] for x in ("query", "key", "value", "score_vector")]
         query, *of_memory = (x * 1.0 for x in leaves)
         m = prepare(*of_memory, backend=backend)
         step = functools.partial(attend_with_history, penalty=1.0) if history else attend
@@ -238,12 +238,12 @@ def test_reentrant_checkpoint_over_a_memory_made_outside(parts, projected):
     )
 
 
-@pytest.mark.parametrize("name", ["key", "value", "weight", "lengths", "mask"])
+@pytest.mark.parametrize("name", ["key", "value", "score_vector", "lengths", "mask"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_memory_changed_in_place_is_refused(name, rows, grad):
     args = inputs(Case("tanh", 2, 2, 9, 8, 5, terms=("lengths",)))
-    args = {k: args[k].detach() for k in ("query", "key", "value", "weight", "lengths")}
+    args = {k: args[k].detach() for k in ("query", "key", "value", "score_vector", "lengths")}
     args["key"].requires_grad_(grad)
     query = args.pop("query")[:, :rows]
     args["mask"] = torch.ones(2, 9, dtype=torch.bool)
@@ -259,7 +259,7 @@ def test_a_memory_changed_in_place_is_refused(name, rows, grad):
 
 def test_a_memory_pickles():
     args = inputs(Case("tanh", 2, 1, 9, 8, 5, terms=("lengths",)))
-    m = prepare(args["key"] * 2, args["value"], args["weight"], lengths=args["lengths"])
+    m = prepare(args["key"] * 2, args["value"], args["score_vector"], lengths=args["lengths"])
     query = args["query"]
     for again in (pickle.loads(pickle.dumps(m)), copy.copy(m)):
         assert torch.equal(attend(query, again)[0], attend(query, m)[0])
@@ -269,7 +269,7 @@ def test_a_memory_pickles():
 def test_steps_serve_their_own_activation():
     case = Case("tanh", 2, 1, 9, 8, 5)
     args = inputs(case)
-    query, leaves = args["query"], [args[k] for k in ("key", "value", "weight")]
+    query, leaves = args["query"], [args[k] for k in ("key", "value", "score_vector")]
     memories = prepare(*leaves)._replace(score="relu"), prepare(*leaves, activation="relu")
     got, want = (gradients(leaves, attend(query, m)[0]) for m in memories)
     same(got, want)
@@ -418,7 +418,7 @@ def test_inference_then_training(parts):
 
 def test_autocast_reaches_a_memory_made_outside():
     args = inputs(Case("tanh", 2, 1, 9, 32, 8))
-    m = prepare(args["key"], args["value"], args["weight"])
+    m = prepare(args["key"], args["value"], args["score_vector"])
     with torch.autocast("cpu", torch.bfloat16):
         context, _ = attend(args["query"], m)
     assert context.dtype == torch.bfloat16
@@ -447,8 +447,8 @@ def test_what_no_step_may_see_changes_nothing(score, dtype):
             args[x].detach().masked_fill(hidden.unsqueeze(-1), filler).requires_grad_()
             for x in ("key", "value")
         )
-        leaves = [x for x in (args["query"], key, value, args["weight"]) if x is not None]
-        m = prepare(key, value, args["weight"], lengths=lengths, mask=mask.expand(2, 1, 37))
+        leaves = [x for x in (args["query"], key, value, args["score_vector"]) if x is not None]
+        m = prepare(key, value, args["score_vector"], lengths=lengths, mask=mask.expand(2, 1, 37))
         a, weights = attend(args["query"], m, need_weights=True)
         b = attend(args["query"] * 0.5, m)[0]
         found.append([a, weights, b, *gradients(leaves, a, b, weights)])
@@ -458,7 +458,7 @@ def test_what_no_step_may_see_changes_nothing(score, dtype):
 
 def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     args = inputs(Case("tanh", 2, 1, 70, 40, 8))
-    m = prepare(args["key"], args["value"], args["weight"])
+    m = prepare(args["key"], args["value"], args["score_vector"])
     calls = []
     original = torch.ops.attnfast_cpu.prepare
     monkeypatch.setattr(
@@ -471,7 +471,7 @@ def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     assert kept.shape == (2, 1, 70, 64)
     torch.testing.assert_close(kept[:, 0, :, :40], torch.exp(2 * args["key"]), atol=0, rtol=2e-6)
     assert not kept[..., 40:].any()
-    far = prepare(args["key"] + 11, args["value"], args["weight"])
+    far = prepare(args["key"] + 11, args["value"], args["score_vector"])
     assert far.steps.prepared() is None
     assert prepare(args["key"], args["value"]).steps.prepared() is None  # dot
 
@@ -505,9 +505,13 @@ def test_log_sum_exp_of_steps(backend):
     found = []
     for size in (1, 3):
         args = inputs(Case("tanh", 2, 3, 9, 8, 5, terms=("lengths",)), DEVICE[backend])
-        leaves = [args[x] for x in ("query", "key", "weight")]
+        leaves = [args[x] for x in ("query", "key", "score_vector")]
         m = prepare(
-            args["key"], args["value"], args["weight"], lengths=args["lengths"], backend=backend
+            args["key"],
+            args["value"],
+            args["score_vector"],
+            lengths=args["lengths"],
+            backend=backend,
         )
         results = [attend(query, m) for query in args["query"].split(size, 1)]
         assert all(result.weights is None for result in results)
@@ -527,7 +531,7 @@ def test_keys_out_of_reach_after_a_graph_was_recorded():
         return torch.cat([attend(q, m).context for q in query.split(1, 1)], 1)
 
     args = inputs(Case("tanh", 2, 2, 9, 8, 5))
-    near = [args[x].detach() for x in ("query", "key", "value", "weight")]
+    near = [args[x].detach() for x in ("query", "key", "value", "score_vector")]
     far = [near[0], near[1] * 20, *near[2:]]
     with torch.no_grad():
         recorded = make_fx(steps)(*near)

@@ -162,7 +162,7 @@ def test_the_best_of_weights_that_are_0(activation):
     """Keys whose weights are too small for float32 are told apart, and from hidden ones."""
     plain = BahdanauAttention(1, 1, 1, activation=activation)
     with torch.no_grad():
-        plain.weight.fill_(300.0)
+        plain.score_vector.fill_(300.0)
         plain.query_proj.weight.fill_(0)
         plain.key_proj.weight.fill_(1)
     module, query = TopKAttention(plain, 2), torch.zeros(1, 1)
@@ -180,8 +180,8 @@ def test_the_best_of_half_types(name, dtype):
     module = TopKAttention(plain, 8)
     query, keys = torch.randn(1, 20, D).to(dtype), torch.randn(1, 500, D).to(dtype)
     memory, rows = module.prepare(keys), plain.query_proj(query).double()
-    e = score(rows, memory.memory.key.double(), None if name == "dot" else plain.weight.double(),
-              memory.memory.score)  # fmt: skip
+    vector = None if name == "dot" else plain.score_vector.double()
+    e = score(rows, memory.memory.key.double(), vector, memory.memory.score)
     assert module.choose(query, memory).equal(e.topk(8).indices)
 
 
@@ -380,7 +380,9 @@ def test_the_choice_tells_close_scores_apart(activation):
         query, source = size * torch.randn(50, 8), torch.randn(50, 1, 8)
         source = size * (source + spread * torch.randn(50, 200, 8))
         features = attention.query_proj(query).unsqueeze(1) + attention.key_proj(source)
-        scores = (torch.tanh if activation == "tanh" else torch.relu)(features) @ attention.weight
+        scores = (torch.tanh if activation == "tanh" else torch.relu)(
+            features
+        ) @ attention.score_vector
         chosen = scores.gather(1, module.choose(query, module.prepare(source)))
         assert chosen.equal(scores.topk(5).values), (size, spread)
 
@@ -389,7 +391,7 @@ def test_hidden_keys_come_last_where_others_are_close():
     """One source has five keys of one score; another shows two, and hides larger ones."""
     attention = BahdanauAttention(1, 1, 1)
     with torch.no_grad():
-        for x in (attention.weight, attention.query_proj.weight, attention.key_proj.weight):
+        for x in (attention.score_vector, attention.query_proj.weight, attention.key_proj.weight):
             x.fill_(1)
     module = TopKAttention(attention, 3)
     keys = torch.tensor([[[0.5]] * 5, [[0.1], [0.9], [0.2], [0.8], [0.7]]])

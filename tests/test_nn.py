@@ -48,8 +48,8 @@ def module(request):
 def states(module):
     torch.manual_seed(1)
     query_dim = Q if any(True for _ in module.query_proj.parameters()) else K
-    if isinstance(module, LuongAttention) and module.weight is None:
-        query_dim = module.key_proj.out_features if hasattr(module.key_proj, "weight") else K
+    if isinstance(module, LuongAttention) and module.score_vector is None:
+        query_dim = module.key_proj.out_features if hasattr(module.key_proj, "score_vector") else K
     return torch.randn(B, TQ, query_dim), torch.randn(B, TK, K)
 
 
@@ -69,8 +69,12 @@ def by_hand(module, query, source, values=None):
         visible = visible.unsqueeze(1)
     else:
         q, k, v = module.query_proj(query), module.key_proj(source), values
-    if module.weight is not None:
-        w = module.weight if module.weight.dim() == 1 else module.weight[:, None, None]
+    if module.score_vector is not None:
+        w = (
+            module.score_vector
+            if module.score_vector.dim() == 1
+            else module.score_vector[:, None, None]
+        )
         activation = getattr(torch, module.activation)
         score = (activation(q.unsqueeze(-2) + k.unsqueeze(-3)) * w).sum(-1)
     else:
@@ -101,7 +105,7 @@ def test_what_dot_scores_are_scaled_by(name, scale):
 def test_initial_parameters():
     """The score's weight lies within ±1/√A, and biases are there where they are asked for."""
     for width in (1, 100):
-        weight = BahdanauAttention(Q, K, width).weight.abs()
+        weight = BahdanauAttention(Q, K, width).score_vector.abs()
         assert weight.max() <= width**-0.5
     assert weight.max() > 0.5 * width**-0.5
     assert [BahdanauAttention(Q, K, A, bias=x).query_proj.bias is None for x in (0, 1)] == [1, 0]
@@ -293,9 +297,9 @@ def test_autocast(module):
         got, weights = module(query, module.prepare(source, LENGTHS), need_weights=True)
     assert got.dtype == weights.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.05)
-    if module.weight is not None:
+    if module.score_vector is not None:
         got.float().sum().backward()
-        assert module.weight.grad.dtype == torch.float32
+        assert module.score_vector.grad.dtype == torch.float32
 
 
 def test_bad_arguments():

@@ -22,7 +22,7 @@ def model(seed=0, spread=1.0, backend=None):
     torch.manual_seed(seed)
     made = PointerNetwork(F, H, A, backend).double()
     with torch.no_grad():
-        made.attention.weight.mul_(spread)
+        made.attention.score_vector.mul_(spread)
         made.attention.key_proj.weight.mul_(spread**0.5)
     return made
 
@@ -52,7 +52,7 @@ def by_hand(model, items, pick):
     while True:
         state = step(model.decoder, x, state)
         query, key = attention.query_proj(state[0]), attention.key_proj(torch.stack(keys))
-        rows.append(((query + key).tanh() @ attention.weight).log_softmax(-1))
+        rows.append(((query + key).tanh() @ attention.score_vector).log_softmax(-1))
         pointer = pick(rows)
         if pointer is None:
             return torch.stack(rows)

@@ -122,7 +122,7 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
     args |= {"key": floats(B, Tk, A), "value": floats(B, Tk, Dv), "score": case.score}
     args["scale"] = 0.7
     if case.score != "dot":
-        args["weight"] = floats(A, scale=2 / max(A, 1) ** 0.5)
+        args["score_vector"] = floats(A, scale=2 / max(A, 1) ** 0.5)
     if "projection" in terms:
         args["weight_query"] = floats(A, H, scale=max(H, 1) ** -0.5)
         args["bias_query"] = floats(A) if "biases" in terms else None

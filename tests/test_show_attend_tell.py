@@ -77,7 +77,7 @@ def weights_by_hand(attention, state, cells):
     if isinstance(attention, LuongAttention):
         return (cells @ attention.key_proj.weight.T @ state).softmax(-1)
     q, k = attention.query_proj(state), attention.key_proj(cells)
-    return ((q + k).tanh() @ attention.weight).softmax(-1)
+    return ((q + k).tanh() @ attention.score_vector).softmax(-1)
 
 
 def test_a_grid_is_that_of_each_image_alone():
@@ -275,7 +275,7 @@ def test_hard_attention_shows_nan(training):
 def test_a_search_shows_nan_of_hard_attention():
     told = model("hard")
     with torch.no_grad():
-        told.teller.attention.attention.weight.fill_(torch.nan)
+        told.teller.attention.attention.score_vector.fill_(torch.nan)
     with pytest.raises(ValueError, match="the model's scores must be finite numbers, got NaN"):
         greedy_search(told, images(), SIZES)
 

@@ -324,10 +324,10 @@ def test_prior(learned, span, score, backend):
 @pytest.mark.parametrize("span", [SPAN, Span(causal=True)], ids=name)
 def test_scale_of_any_sign(span, scale, backend):
     case = Case("dot", 2, 5, 9, 8, 4)
-    args = {k: v for k, v in inputs(case, DEVICE[backend]).items() if k != "weight"}
+    args = {k: v for k, v in inputs(case, DEVICE[backend]).items() if k != "score_vector"}
     options = {"need_weights": "dense", "backend": backend, "span": span}
     got = results(case, args, lambda **a: attnfast.dot_attention(**a, scale=scale, **options))
-    args = {k: v for k, v in inputs(case).items() if k != "weight"}
+    args = {k: v for k, v in inputs(case).items() if k != "score_vector"}
     options["backend"] = "reference"
     want = results(case, args, lambda **a: attnfast.dot_attention(**a, scale=scale, **options))
     for key, value in want.items():
@@ -552,7 +552,7 @@ def test_gradcheck(score, backend):
     names = [k for k, x in args.items() if x is not None]
 
     def run(*leaves):
-        return weigh({"weight": None, **dict(zip(names, leaves))}, SPAN, backend)
+        return weigh({"score_vector": None, **dict(zip(names, leaves))}, SPAN, backend)
 
     assert torch.autograd.gradcheck(run, leaves)
 
@@ -565,7 +565,7 @@ def test_opcheck(score, backend):
     args = {k: None if v is None else v.detach() for k, v in args.items()}
     ops = getattr(torch.ops, f"attnfast_{backend}")
     bounds = torch.tensor([[[-1, 2], [0, 3], [2, 9]]], device=DEVICE[backend])
-    tensors = [args[k] for k in ("query", "key", "value", "weight")]
+    tensors = [args[k] for k in ("query", "key", "value", "score_vector")]
     bias = torch.randn(2, 3, 3, device=DEVICE[backend])
     call = AttentionInputs(
         *tensors, bias, bias > -1, span=bounds, columns=3, scale=0.5, score=score,

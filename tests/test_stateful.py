@@ -73,7 +73,7 @@ def by_hand(module, query, source):
             signals = signals.get(module.channels, [previous, coverage])
             found = F.conv1d(torch.stack(signals, 1), module.location_conv.weight, padding=1)
             features = features + module.location_proj(found.transpose(1, 2))
-        e = EAGER[module.activation](features) @ module.weight
+        e = EAGER[module.activation](features) @ module.score_vector
         if getattr(module, "penalty", None) is not None:
             e = e - module.penalty * coverage
         a = e.masked_fill(~visible, -math.inf).softmax(-1)
@@ -174,7 +174,7 @@ def test_temperature(module):
     warm = copy.deepcopy(module)
     warm.temperature = 2.0
     with torch.no_grad():
-        module.weight.div_(2)
+        module.score_vector.div_(2)
         if getattr(module, "penalty", None) is not None:
             module.penalty = (
                 nn.Parameter(module.penalty / 2)

@@ -240,7 +240,7 @@ def test_steps_over_a_memory(backend):
     """Step by step the numbers and gradients are those of all rows at once."""
     case = Case("tanh", 2, 4, 9, 8, 8, terms=("lengths",))
     args = inputs(case, DEVICE[backend])
-    leaves = [args[x] for x in ("query", "key", "weight")]
+    leaves = [args[x] for x in ("query", "key", "score_vector")]
 
     def loss(statistics):
         return sum((k + 1) * x.square().sum() for k, x in enumerate(statistics) if k != 2)
@@ -248,7 +248,7 @@ def test_steps_over_a_memory(backend):
     whole = attend(args, need_statistics=True, backend=backend).statistics
     wanted = torch.autograd.grad(loss(whole), leaves)
     memory = prepare(
-        args["key"], args["value"], args["weight"], lengths=args["lengths"], backend=backend
+        args["key"], args["value"], args["score_vector"], lengths=args["lengths"], backend=backend
     )
     steps = [
         attend_to(args["query"][:, t : t + 1], memory, need_statistics=True).statistics
@@ -269,7 +269,7 @@ def test_gradcheck(span, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
     args = inputs(case, DEVICE[backend])
-    names = ("query", "key", "weight", "bias")
+    names = ("query", "key", "score_vector", "bias")
 
     def rows(*leaves):
         got = {**args, **dict(zip(names, leaves))}

@@ -3,12 +3,12 @@
 A recurrent decoder attends with one query at a time, to the same keys. The recurrence needs only
 the query's gradient. A step's backward therefore computes only that and stores the gradient of its
 scores with the memory; after the last step, one pass over all steps computes the gradients of keys,
-values and weight.
+values and score vector.
 
 In autograd's terms :class:`DeferredKeyGradients` is a node whose output, an empty token, is an
 input of every step, so that its backward runs after those of all steps that took part::
 
-    keys, values, weight ─ DeferredKeyGradients ─ token ─┬─ Step 1 ─ context 1
+    keys, values, score vector ─ DeferredKeyGradients ─ token ─┬─ Step 1 ─ context 1
                                                          ├─ Step 2 ─ context 2
                                                          └─ …
 
@@ -129,7 +129,7 @@ class KeyValues(NamedTuple):
     key: Tensor
     value: Tensor
     lengths: Tensor | None
-    weight: Tensor | None
+    score_vector: Tensor | None
     score: str
     backend: str | None
 
@@ -144,19 +144,19 @@ class Shared(NamedTuple):
 
 
 class SavedStep(NamedTuple):
-    """The tensors of one step that the gradients of keys, values and weight need."""
+    """The tensors of one step that the gradients of keys, values and score vector need."""
 
     query: Tensor
     weights: Tensor
     grad_score: Tensor  # times the scale
     grad_context: Tensor
-    span: Tensor | None = None
+    key_bounds: Tensor | None = None
     columns: int = 0
 
     @property
     def kind(self) -> tuple[int, bool]:
         """Return the properties that steps must share to be processed together."""
-        return self.columns, self.span is None
+        return self.columns, self.key_bounds is None
 
 
 class SavedFeatures(NamedTuple):
@@ -178,9 +178,9 @@ class SharedKeys:
         room: GrowableBuffer | None = None,
     ):
         self.source = source
-        key, value, _, weight, _, _ = source
+        key, value, _, score_vector, _, _ = source
         # An inference tensor has no version.
-        named = zip(("key", "value", "lengths", "weight", "mask"), (*source[:4], mask))
+        named = zip(("key", "value", "lengths", "score_vector", "mask"), (*source[:4], mask))
         self.versions = [
             (x, x._version, name) for name, x in named if x is not None and not x.is_inference()
         ]
@@ -191,7 +191,7 @@ class SharedKeys:
         self.token = None  # not deferred
         if deferred:
             self.token = DeferredKeyGradients.apply(
-                key, value, weight, None, None, None, self._shared()
+                key, value, score_vector, None, None, None, self._shared()
             )
         self._room = room  # the buffer of the keys, if they grow
         self._is_prepared = False
@@ -211,7 +211,7 @@ class SharedKeys:
                 )
 
     def defers(self) -> bool:
-        """Return whether the gradients of keys, values and weight can be deferred.
+        """Return whether the gradients of keys, values and score vector can be deferred.
 
         A step that a reentrant checkpoint recomputes cannot defer them: it runs in a nested
         backward, which would end after the first such step.
@@ -222,8 +222,8 @@ class SharedKeys:
             return True
         if has_saved_tensor_hooks():  # a non-reentrant checkpoint, which handles saved tensors only
             return False
-        key, value, _, weight, *_ = self.source
-        if any(x is not None and x.grad_fn is not None for x in (key, value, weight)):
+        key, value, _, score_vector, *_ = self.source
+        if any(x is not None and x.grad_fn is not None for x in (key, value, score_vector)):
             raise RuntimeError(
                 "memory must be prepared inside a reentrant checkpoint that attends to it; "
                 "or call checkpoint(..., use_reentrant=False)"
@@ -232,12 +232,12 @@ class SharedKeys:
 
     def serve(self, query: Tensor, source: KeyValues) -> bool:
         """Return whether this is one query over the tensors that the keys were prepared from."""
-        key, value, lengths, weight, score, backend = self.source
+        key, value, lengths, score_vector, score, backend = self.source
         return (
             source[0] is key
             and source[1] is value
             and source[2] is lengths
-            and source[3] is weight
+            and source[3] is score_vector
             and source[4] == score
             and source[5] == backend
             and query.dtype == key.dtype
@@ -267,10 +267,10 @@ class SharedKeys:
         of = tuple((x, getattr(x, "_version", None)) for x in of)
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
-            key, value, _, weight, _, _ = self.source
+            key, value, _, score_vector, _, _ = self.source
             waiting = PendingGradients()
             token = DeferredKeyGradients.apply(
-                key, value, weight, filters, projection, self.token, self._shared(waiting)
+                key, value, score_vector, filters, projection, self.token, self._shared(waiting)
             )
             known = self._features = Features(
                 of, filters.detach(), projection.detach(), token, waiting
@@ -290,8 +290,8 @@ class DeferredKeyGradients(Function):
     """Return the token that every step takes; its backward computes that of all steps together."""
 
     @staticmethod
-    def forward(ctx: Any, key, value, weight, filters, projection, before, shared: Shared):
-        ctx.save_for_backward(key, value, weight, shared.lengths, filters, projection)
+    def forward(ctx: Any, key, value, score_vector, filters, projection, before, shared: Shared):
+        ctx.save_for_backward(key, value, score_vector, shared.lengths, filters, projection)
         ctx.shared = shared._replace(lengths=None)
         ctx.set_materialize_grads(False)
         return key.new_empty(0)
@@ -302,7 +302,7 @@ class DeferredKeyGradients(Function):
         steps, sums = ctx.shared.waiting.collect()
         if not steps:
             return (None,) * 7, ()
-        key, value, weight, lengths, *features = saved = ctx.saved_tensors
+        key, value, score_vector, lengths, *features = saved = ctx.saved_tensors
         if sums is not None:
             weights, grad_context = (torch.cat(x, -2) for x in zip(*steps))
             hidden = (weights == 0).all(-1, keepdim=True)  # their gradients are ignored
@@ -310,7 +310,7 @@ class DeferredKeyGradients(Function):
             with torch.autocast(weights.device.type, enabled=False):
                 grad_value = weights.mT @ grad_context
             grad_key, *parts = sums  # of every sequence and head
-            of_all = (weight, *features)
+            of_all = (score_vector, *features)
             summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, of_all)]
             grads = (grad_key.to(key.dtype), grad_value.to(value.dtype), *summed)
             return (*grads, None, None), (*saved, *itertools.chain(*steps))
@@ -318,18 +318,21 @@ class DeferredKeyGradients(Function):
         for kind in dict.fromkeys(step.kind for step in steps):
             alike = zip(*(step for step in steps if step.kind == kind))
             rows: list[Any] = [None if x[0] is None else torch.cat(x, -2) for x in [*alike][:5]]
-            query, weights, grad_score, grad_context, span = rows
+            query, weights, grad_score, grad_context, bounds = rows
             arguments = AttentionBackward(
                 grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None,
-                query=query, key=key, value=value, weight=weight, lengths=lengths,
-                span=span, columns=kind[0], prepared=None, weights=weights,
+                query=query, key=key, value=value, score_vector=score_vector, lengths=lengths,
+                key_bounds=bounds, columns=kind[0], prepared=None, weights=weights,
                 grad_score=grad_score, scale=1.0, score=ctx.shared.score,
                 need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip
             _, *more, _ = ATTENTION.backward(ctx.shared.backend, arguments)
             grads = tuple(a + b for a, b in zip(grads, more)) if grads else more
         left = (x for step in steps for x in step if isinstance(x, Tensor))
-        return (*grads[:2], None if weight is None else grads[2], *[None] * 4), (*saved, *left)
+        return (*grads[:2], None if score_vector is None else grads[2], *[None] * 4), (
+            *saved,
+            *left,
+        )
 
 
 class Step(Function):
@@ -356,8 +359,8 @@ class Step(Function):
         grad_bias = ATTENTION.of_bias(ctx, grad_score) if ctx.needs_input_grad[2] else None
         if of.scale != 1:
             grad_score = grad_score * of.scale
-        span = None if of.span is None else of.span.expand(*of.query.shape[:-1], 2)
-        record = SavedStep(of.query, of.weights, grad_score, of.grad_context, span, of.columns)
+        bounds = None if of.key_bounds is None else of.key_bounds.expand(*of.query.shape[:-1], 2)
+        record = SavedStep(of.query, of.weights, grad_score, of.grad_context, bounds, of.columns)
         ctx.waiting.pending().append(record)
         return (grad_query, None, grad_bias, None, None, None), saved
 
@@ -383,7 +386,7 @@ class HistoryStep(Function):
         else:
             if left.sums is None:
                 batch = of.weights.shape[:-2]
-                of_all = ((of.weight, 1), (of.filters, 3), (of.projection, 2))
+                of_all = ((of.score_vector, 1), (of.filters, 3), (of.projection, 2))
                 shapes = (of.key.shape, *((*batch, *x.shape[-n:]) for x, n in of_all))
                 left.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
             gradients = backward_into(ctx.backend, of, left.sums)

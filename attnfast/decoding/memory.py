@@ -56,12 +56,12 @@ class Memory(NamedTuple):
     """An encoded source prepared for attention: made by :func:`prepare`, used by :func:`attend`.
 
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
-    ``mask [B, (1,) 1, Tk]`` or None; ``weight [A]`` or ``[H, A]`` of the additive score, None for
-    the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage, or
-    None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, the buffers of key and
-    value if the memory grows. Attending raises RuntimeError if key, value, lengths, weight or mask
-    was modified in place (detected by version counters; writes through ``.data`` are not
-    detected).
+    ``mask [B, (1,) 1, Tk]`` or None; ``score_vector [A]`` or ``[H, A]`` of the additive score, None
+    for the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage,
+    or None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, the buffers of key
+    and value if the memory grows. Attending raises RuntimeError if key, value, lengths,
+    score_vector or mask was modified in place (detected by version counters; writes through
+    ``.data`` are not detected).
 
     A memory pickles as its tensors do: keys lose their autograd graph. Two threads may read the
     same memory, but not append to it.
@@ -77,7 +77,7 @@ class Memory(NamedTuple):
     value: Tensor
     lengths: Tensor | None = None
     mask: Tensor | None = None
-    weight: Tensor | None = None
+    score_vector: Tensor | None = None
     backend: str | None = None
     steps: SharedKeys | None = None
     fertility: Tensor | None = None
@@ -166,8 +166,8 @@ class Memory(NamedTuple):
     ) -> AttentionInputs:
         """Return the call of a query; ``kept`` are the prepared keys of the steps."""
         return AttentionInputs(
-            query, self.key, self.value, self.weight, bias, self.mask, self.lengths, None, 0, kept,
-            scale, self.score, need_statistics, need_weights,
+            query, self.key, self.value, self.score_vector, bias, self.mask, self.lengths, None, 0,
+            kept, scale, self.score, need_statistics, need_weights,
         )  # fmt: skip
 
     def _chosen(self) -> str:
@@ -187,7 +187,8 @@ class Memory(NamedTuple):
     def _common(self) -> KeyValues:
         """Return the keys, values and terms that all steps share."""
         return unchecked(
-            KeyValues, (self.key, self.value, self.lengths, self.weight, self.score, self.backend)
+            KeyValues,
+            (self.key, self.value, self.lengths, self.score_vector, self.score, self.backend),
         )
 
 
@@ -257,7 +258,7 @@ def _attend_once(
 def prepare(
     key: Tensor,
     value: Tensor,
-    weight: Tensor | None = None,
+    score_vector: Tensor | None = None,
     *,
     activation: str = "tanh",
     lengths: Tensor | None = None,
@@ -269,7 +270,7 @@ def prepare(
     Args:
         key: ``[B, Tk, A]`` or ``[B, H, Tk, A]``, float32, float64, bfloat16 or float16.
         value: ``[B, Tk, Dv]`` or ``[B, H, Tk, Dv]``.
-        weight: ``[A]`` or ``[H, A]`` for the additive score; None for the dot score.
+        score_vector: ``[A]`` or ``[H, A]`` for the additive score; None for the dot score.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         lengths: ``[B]``: keys at ``lengths[b]`` and beyond are hidden.
         mask: boolean ``[B, Tk]`` or ``[B, (H or 1,) 1, Tk]``, True where a key may be attended to.
@@ -288,13 +289,13 @@ def prepare(
         >>> context.shape
         torch.Size([2, 1, 6])
     """
-    key, value, weight = autocast(key, value, weight)
+    key, value, score_vector = autocast(key, value, score_vector)
     check_tensor("key", key)
     if key.dtype not in FLOATS:
         raise_value_error("key", "float32, float64, bfloat16 or float16", key.dtype)
     if key.dim() not in (3, 4):
         raise_value_error("key", "[B, Tk, A] or [B, H, Tk, A]", list(key.shape))
-    for name, x in (("value", value), ("weight", weight)):
+    for name, x in (("value", value), ("score_vector", score_vector)):
         if x is not None or name == "value":
             check_tensor(name, x)
             check_like(name, x, key, "the key's")
@@ -304,17 +305,17 @@ def prepare(
             mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
     activation = check_activation(activation)
-    score = "dot" if weight is None else activation
-    check(AttentionInputs(one, key, value, weight, None, mask, lengths, score=score))
+    score = "dot" if score_vector is None else activation
+    check(AttentionInputs(one, key, value, score_vector, None, mask, lengths, score=score))
     lengths = None if lengths is None else lengths.long()
-    memory = Memory(key, value, lengths, mask, weight, backend, score=score)
+    memory = Memory(key, value, lengths, mask, score_vector, backend, score=score)
     if torch.compiler.is_compiling():
         return memory
     chosen = memory._chosen()
     deferred = (
         chosen != "reference"
         and torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (key, value, weight))
+        and any(x is not None and x.requires_grad for x in (key, value, score_vector))
     )
     return memory._with_steps(chosen, deferred)
 
@@ -345,8 +346,8 @@ def attend(
         ``context [B, (H,) Tq, Dv]`` and ``weights [B, (H,) Tq, Tk]`` or None, an
         :class:`attnfast.AttentionOutput` as from :func:`attnfast.additive_attention`.
 
-    With one query the gradients of keys, values and weight are computed for all such calls at once,
-    at the end of a backward; second derivatives and forward mode raise.
+    With one query the gradients of keys, values and score vector are computed for all such calls at
+    once, at the end of a backward; second derivatives and forward mode raise.
 
     Example:
         >>> key = torch.randn(2, 5, 8)
@@ -409,15 +410,15 @@ def attend_with_history(
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
-        memory: key, value, weight, score, lengths, mask, fertility and backend.
+        memory: key, value, score_vector, score, lengths, mask, fertility and backend.
         fertility, mask: used instead of the memory's.
 
     The other arguments are those of :func:`attnfast.coverage_attention`.
 
     Returns:
         the result of :func:`attnfast.coverage_attention`. With one query the gradients of keys,
-        values, weight, filters and projection are computed for all such calls at once, at the end
-        of a backward; second derivatives and forward mode raise.
+        values, score vector, filters and projection are computed for all such calls at once, at the
+        end of a backward; second derivatives and forward mode raise.
 
     Example:
         >>> key, zeros = torch.randn(2, 5, 8), torch.zeros(2, 5)
@@ -433,7 +434,7 @@ def attend_with_history(
     fertility = memory.fertility if fertility is None else fertility
     mask = memory.mask if mask is None else mask
     call = CoverageInputs(
-        query, memory.key, memory.value, memory.weight, bias, mask, memory.lengths, filters,
+        query, memory.key, memory.value, memory.score_vector, bias, mask, memory.lengths, filters,
         projection, penalty, fertility, transition_prob, coverage,  # type: ignore[arg-type]
         previous, scale, memory.score,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -472,7 +473,9 @@ def _attend_once_with_history(
         features = steps.features(made_of, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
         token, waiting = features.token, features.waiting
-    kept = {x: getattr(call, x) for x in ("key", "value", "weight")}  # their gradients are deferred
+    kept = {
+        x: getattr(call, x) for x in ("key", "value", "score_vector")
+    }  # their gradients are deferred
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
     outputs = CoverageOutputs(*HistoryStep.apply(*call, token, waiting, steps.backend))
     return covered(outputs, call, need_weights)

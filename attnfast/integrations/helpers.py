@@ -97,7 +97,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    weight: Tensor | None = None,
+    score_vector: Tensor | None = None,
     *,
     lengths: Tensor | None = None,
     mask: Tensor | None = None,
@@ -112,8 +112,8 @@ def attend(
         query: ``[B, (H,) A]`` for one decoder step, ``[B, (H,) Tq, A]`` for many.
         key, value: ``[B, (H,) Tk, A]`` and ``[B, (H,) Tk, Dv]``, the same tensors at every step;
             value is None if the project needs the weights only.
-        weight: of the additive score, ``[A]``, ``[1, A]`` or with heads ``[H, A]``; None for the
-            dot score.
+        score_vector: of the additive score, ``[A]``, ``[1, A]`` or with heads ``[H, A]``; None for
+            the dot score.
         lengths: ``[B]``, the same tensor at every step.
         mask: boolean ``[B, Tk]``, or of the shape of the weights, True where a key may be attended
             to.
@@ -127,23 +127,23 @@ def attend(
     """
     step = query.dim() < key.dim()
     query = query.unsqueeze(-2) if step else query
-    flat = weight is not None and key.dim() == 3
+    flat = score_vector is not None and key.dim() == 3
     if mask is not None and mask.dim() == 2:
         mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
     of_weights = *query.shape[:-1], key.shape[-2]
     if query.shape[:-2] != key.shape[:-2] or not (mask is None or _fits(mask, of_weights)):
         raise UnsupportedCall("its own code computes queries, keys and masks of these shapes")
-    score = "dot" if weight is None else activation
+    score = "dot" if score_vector is None else activation
 
     def made(how: Callable[..., Any], **more: Any) -> Any:
         values, ends = key[..., :1] if value is None else value, lengths
         ends = None if ends is None else ends.long()
-        w = weight if weight is None or not flat else weight.view(-1)
-        return how(key, values, weight=w, lengths=ends, **more)
+        w = score_vector if score_vector is None or not flat else score_vector.view(-1)
+        return how(key, values, score_vector=w, lengths=ends, **more)
 
     memory = cached_per_source(
         module, "memory", lambda: made(prepare, activation=activation),
-        key, weight, lengths, activation, source=value,
+        key, score_vector, lengths, activation, source=value,
         once=lambda: made(Memory, score=score),
     )  # fmt: skip
     memory = memory if mask is None else memory._replace(mask=mask)

@@ -332,7 +332,7 @@ def terms_of(
         terms = _remembered(attention, history, memory, input, target_mask)
     elif isinstance(attention, LocalAttention):
         history = history or SpanState()
-        terms["span"] = _within(attention, history, memory, input)
+        terms["key_bounds"] = _within(attention, history, memory, input)
     return _terms(attention, memory, backend, terms.get("filters") is None) | terms, history
 
 
@@ -346,7 +346,7 @@ def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict
     scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
     query = attention.query_proj
     return {
-        "key": memory.key, "value": memory.value, "weight": memory.weight,
+        "key": memory.key, "value": memory.value, "score_vector": memory.score_vector,
         "lengths": memory.lengths, "mask": memory.mask, "prepared": kept, "score": memory.score,
         "scale": scale / attention.temperature,
         "weight_query": getattr(query, "weight", None), "bias_query": getattr(query, "bias", None),
@@ -368,7 +368,7 @@ def _remembered(
     of, state = attention._terms(memory), history._state()
     query = input.new_empty(*input.shape[:2], memory.key.shape[-1])
     call = CoverageInputs(
-        query, memory.key, memory.value, memory.weight, None, mask, memory.lengths,
+        query, memory.key, memory.value, memory.score_vector, None, mask, memory.lengths,
         of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
         of.get("transition_prob"),  # type: ignore[arg-type]
         state["coverage"], state.get("previous"), None, memory.score,  # type: ignore[arg-type]
@@ -376,7 +376,7 @@ def _remembered(
     options = of.get("coverage_weight"), of.get("channels", "previous"), state.get("log_previous")
     call = coverage_call(call, attention.temperature, *options)
     names = (
-        "weight", "mask", "filters", "projection", "penalty", "inverse_fertility",
+        "score_vector", "mask", "filters", "projection", "penalty", "inverse_fertility",
         "transition_prob", "coverage", "previous", "scale",
     )  # fmt: skip
     return {x: getattr(call, x) for x in names}

@@ -47,11 +47,11 @@ def check_target_mask(
 
 
 class _Attention(nn.Module):
-    """Projections around an op: additive with a weight, dot product without one."""
+    """Projections around an op: additive with a score vector, dot product without one."""
 
     query_proj: nn.Module
     key_proj: nn.Module
-    weight: nn.Parameter | None
+    score_vector: nn.Parameter | None
     temperature: float = 1.0
     activation = "tanh"
     has_history = False  # whether calls take and return one
@@ -62,10 +62,10 @@ class _Attention(nn.Module):
         check_backend(backend)
         self.scale = scale
         self.backend = backend
-        self.weight = None
+        self.score_vector = None
         if weight_shape is not None:
             bound = weight_shape[-1] ** -0.5
-            self.weight = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
+            self.score_vector = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
 
     def prepare(
         self,
@@ -164,17 +164,17 @@ class _Attention(nn.Module):
             raise_value_error("state", expected, list(state.shape))
         self._check_dtype("state", state)
         check_like("memory", memory.key, state, "the state's")
-        if self.weight is not None and memory.key.shape[-1] != self.weight.shape[-1]:
+        if self.score_vector is not None and memory.key.shape[-1] != self.score_vector.shape[-1]:
             got = memory.key.shape[-1]
             raise_value_error(
-                "memory", f"of keys of {self.weight.shape[-1]} features, as the module", got
+                "memory", f"of keys of {self.score_vector.shape[-1]} features, as the module", got
             )
         check_temperature(self.temperature)
 
     def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
         """Make the memory of projected keys."""
         return prepare(
-            key, value, self.weight, activation=self.activation, lengths=lengths, mask=mask,
+            key, value, self.score_vector, activation=self.activation, lengths=lengths, mask=mask,
             backend=self.backend,
         )  # fmt: skip
 
@@ -200,8 +200,8 @@ class _Attention(nn.Module):
             if span.get("sigma") is not None:
                 span["sigma"] = span["sigma"] * temperature**0.5
         check_form(need_weights)
-        if (memory.weight is None) != (self.weight is None):
-            kind = "a dot" if self.weight is None else "an additive"
+        if (memory.score_vector is None) != (self.score_vector is None):
+            kind = "a dot" if self.score_vector is None else "an additive"
             raise_value_error(
                 "memory", f"prepared for {kind} score, as the module has", f"one for {memory.score}"
             )

@@ -501,10 +501,10 @@ class SparseSelfAttention(MultiHeadAttention):
             }
             if self.positions is not None:
                 terms["bias"] = self.positions(*states.shape[1:2] * 2)
-            if self.weight is None:
+            if self.score_vector is None:
                 result = dot_attention(query, key, value, **terms)
             else:
-                result = additive_attention(query, key, value, self.weight, **terms)
+                result = additive_attention(query, key, value, self.score_vector, **terms)
         except Exception:
             self._check_states(states)
             if mask is not None:

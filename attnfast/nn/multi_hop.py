@@ -189,18 +189,18 @@ def _order(query: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
     The values are the attention weights of scores scaled so that no weight underflows, and 0 for
     hidden keys. Values that differ by less than the error may be in any order.
     """
-    key, weight = memory.key, memory.weight
-    assert weight is not None
-    weight = weight.to(key.dtype)
+    key, score_vector = memory.key, memory.score_vector
+    assert score_vector is not None
+    score_vector = score_vector.to(key.dtype)
     largest: Tensor | float = 1.0  # of the activation's output
     if memory.score != "tanh":
         seen = memory._whole_mask()
         shown = key if seen is None else key.masked_fill(~seen.transpose(1, 2), 0)
         largest = sum(F.pad(x.abs().flatten(0, 1), (0, 0, 0, 1)).amax(0) for x in (query, shown))
-    most = 2 * (weight.abs() * largest).sum()
-    weight = weight * (WIDEST / most.clamp_min(WIDEST))
+    most = 2 * (score_vector.abs() * largest).sum()
+    score_vector = score_vector * (WIDEST / most.clamp_min(WIDEST))
     weights = additive_attention(
-        query, key, memory.value.to(key.dtype), weight, activation=memory.score,
+        query, key, memory.value.to(key.dtype), score_vector, activation=memory.score,
         lengths=memory.lengths, mask=memory.mask, need_weights=True, backend=memory.backend,
     ).weights  # fmt: skip
     assert weights is not None
@@ -213,14 +213,14 @@ FEATURES = 1 << 22
 
 def _score_pairs(query: Tensor, memory: Memory, index: Tensor) -> Tensor:
     """Return the additive scores of the keys ``index [B, Tq, m]``, computed by the formula."""
-    assert memory.weight is not None
+    assert memory.score_vector is not None
     (B, Tq, m), A = index.shape, query.shape[-1]
     pairs, rows = index.reshape(B, Tq * m), torch.arange(Tq * m, device=index.device) // max(m, 1)
     scores = []
     for some, of in zip(*(x.split(max(FEATURES // max(B * A, 1), 1), -1) for x in (pairs, rows))):
         key = memory.key.gather(1, some.unsqueeze(-1).expand(-1, -1, A))
         features = ACTIVATIONS[memory.score](query[:, of] + key)
-        scores.append(features @ memory.weight.to(query.dtype))
+        scores.append(features @ memory.score_vector.to(query.dtype))
     return torch.cat(scores, -1).view(B, Tq, m)
 
 
@@ -366,7 +366,7 @@ class TopKAttention(nn.Module):
             seen = seen & of.reshape(*rows, Tk).gather(-1, index)
         few = Memory(
             chosen(keys.key), chosen(memory.value), None, seen.view(len(index) * Tq, 1, k),
-            keys.weight, keys.backend, score=keys.score,
+            keys.score_vector, keys.backend, score=keys.score,
         )  # fmt: skip
         context, weights = self.attention(state.flatten(0, -2), few, need_weights)
         context = context.view(*rows, context.shape[-1])

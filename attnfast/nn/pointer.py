@@ -127,7 +127,7 @@ class PointerNetwork(nn.Module):
         b, t, j = (visible & (weights < faint)).nonzero(as_tuple=True)
         asked = self.attention.query_proj(states[b, t]), memory.key[b, j]
         query, key = (x.unsqueeze(1).to(total.dtype) for x in asked)
-        e = score(query, key, memory.weight, memory.score).flatten()
+        e = score(query, key, memory.score_vector, memory.score).flatten()
         log_probs = weights.clamp_min(faint).log()  # its gradient is 0 for faint weights
         log_probs = log_probs.index_put((b, t, j), e - total[b, t])
         return log_probs.masked_fill(~visible, -math.inf)

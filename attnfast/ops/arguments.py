@@ -28,13 +28,13 @@ SCORES = ("dot", "tanh", "relu", "leaky_relu")
 
 
 def check_inputs(call: Any) -> None:
-    """Raise unless query, keys, values, weight and terms fit together.
+    """Raise unless query, keys, values, score vector and terms fit together.
 
     ``call`` holds the arguments of an attention operator, with or without a history.
     """
     check_tensor("query", call.query)
     device, dtype = call.query.device, call.query.dtype
-    for name in ("key", "value", "weight", "bias", "mask", "lengths"):
+    for name in ("key", "value", "score_vector", "bias", "mask", "lengths"):
         x = getattr(call, name)
         if x is None and name not in ("key", "value"):
             continue
@@ -55,13 +55,15 @@ def check_inputs(call: Any) -> None:
         raise_value_error("key", f"{shape_of(*q[:-2], 'Tk', q[-1])} to fit the query", list(k))
     if v[:-1] != k[:-1]:
         raise_value_error("value", f"{shape_of(*k[:-1], 'Dv')} to fit the key", list(v))
-    if call.score not in SCORES or (call.score == "dot") != (call.weight is None):
-        scores = "dot" if call.weight is None else " or ".join(SCORES[1:])
-        more = "out" if call.weight is None else ""
-        raise_value_error("score", f"{scores} with{more} a weight", call.score)
-    if call.weight is not None and call.weight.shape not in (q[-1:], (*q[1:-2], q[-1])):
+    if call.score not in SCORES or (call.score == "dot") != (call.score_vector is None):
+        scores = "dot" if call.score_vector is None else " or ".join(SCORES[1:])
+        more = "out" if call.score_vector is None else ""
+        raise_value_error("score", f"{scores} with{more} a score_vector", call.score)
+    if call.score_vector is not None and call.score_vector.shape not in (q[-1:], (*q[1:-2], q[-1])):
         shapes = f"{[q[-1]]}" + (f" or {[q[1], q[-1]]}" if len(q) == 4 else "")
-        raise_value_error("weight", f"{shapes} to fit the query and key", list(call.weight.shape))
+        raise_value_error(
+            "score_vector", f"{shapes} to fit the query and key", list(call.score_vector.shape)
+        )
 
 
 def check_terms(call: Any, columns: int) -> None:
@@ -135,7 +137,7 @@ def autocast_call(call: Any) -> Any:
     """Cast those tensors of a call that have the query's dtype, as autocast does."""
     if not is_autocast_on():
         return call
-    names = ("query", "key", "value", "weight", "bias")
+    names = ("query", "key", "value", "score_vector", "bias")
     return call._replace(**dict(zip(names, autocast(*(getattr(call, x) for x in names)))))
 
 
@@ -147,15 +149,15 @@ def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | N
 
 
 def fold_scale(call: Any) -> Any:
-    """Return a call; in a compiled graph, its scale is multiplied into query or weight.
+    """Return a call; in a compiled graph, its scale is multiplied into query or score vector.
 
     There an operator's scalar is a constant, and a graph is compiled for each of its values.
     """
     if not torch.compiler.is_compiling() or is_one(call.scale):
         return call
-    if call.weight is None:
+    if call.score_vector is None:
         return call._replace(query=call.query * call.scale, scale=1.0)
-    return call._replace(weight=call.weight * call.scale, scale=1.0)
+    return call._replace(score_vector=call.score_vector * call.scale, scale=1.0)
 
 
 def filled(like: Tensor, shape: Any, number: float, dtype: torch.dtype) -> Tensor:

@@ -42,23 +42,23 @@ STATISTICS = len(RowStatistics._fields)
 class AttentionInputs(NamedTuple):
     """The arguments of the operator.
 
-    ``bias`` and ``mask`` are broadcast to the shape of the scores. ``span [B, (H,) Tq, 2]``,
+    ``bias`` and ``mask`` are broadcast to the shape of the scores. ``key_bounds [B, (H,) Tq, 2]``,
     int64, whose B and H may be 1, holds the first visible key of a row and the one after the last;
     both may lie outside the sequence. With ``columns`` W > 0 scores are compact,
-    ``[B, (H,) Tq, W]``: column m of row i is key ``span[i, 0] + m``, and keys beyond the W-th are
-    not visible; else they are ``[B, (H,) Tq, Tk]``. ``prepared`` is the tensor that ``prepare`` of
-    the same backend returned for the keys. ``score`` is one of
-    :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a weight.
+    ``[B, (H,) Tq, W]``: column m of row i is key ``key_bounds[i, 0] + m``, and keys beyond the W-th
+    are not visible; else they are ``[B, (H,) Tq, Tk]``. ``prepared`` is the tensor that ``prepare``
+    of the same backend returned for the keys. ``score`` is one of
+    :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a score vector.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    weight: Tensor | None = None
+    score_vector: Tensor | None = None
     bias: Tensor | None = None
     mask: Tensor | None = None
     lengths: Tensor | None = None
-    span: Tensor | None = None
+    key_bounds: Tensor | None = None
     columns: int = 0
     prepared: Tensor | None = None
     scale: float = 1.0
@@ -87,7 +87,7 @@ class AttentionBackward(NamedTuple):
 
     The saved weights are exactly 0 for keys that are not visible to a row. The gradient of the
     statistics is part of that of the weights. The backward begins at ``grad_score``, the gradient
-    of the scores, if that is given. ``need_grad_key`` stands for key, value and weight.
+    of the scores, if that is given. ``need_grad_key`` stands for key, value and score_vector.
     """
 
     grad_context: Tensor
@@ -96,9 +96,9 @@ class AttentionBackward(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    weight: Tensor | None
+    score_vector: Tensor | None
     lengths: Tensor | None
-    span: Tensor | None
+    key_bounds: Tensor | None
     columns: int
     prepared: Tensor | None
     weights: Tensor
@@ -116,7 +116,7 @@ class AttentionGradients(NamedTuple):
     grad_query: Tensor
     grad_key: Tensor
     grad_value: Tensor
-    grad_weight: Tensor
+    grad_score_vector: Tensor
     grad_score: Tensor
 
 
@@ -124,17 +124,19 @@ def check(call: AttentionInputs) -> None:
     """Raise, in one sentence and before any computation, unless the arguments fit together."""
     check_inputs(call)
     q, keys = call.query.shape, call.key.shape[-2]
-    span, columns = call.span, call.columns
-    if not 0 <= columns <= (0 if span is None else keys):
-        expected = "0 without a span" if span is None else f"between 0 and {keys}"
+    bounds, columns = call.key_bounds, call.columns
+    if not 0 <= columns <= (0 if bounds is None else keys):
+        expected = "0 without key_bounds" if bounds is None else f"between 0 and {keys}"
         raise_value_error("columns", expected, columns)
-    if span is not None:
-        fits = span.dim() == len(q) and span.shape[-2:] == (q[-2], 2)
-        if not fits or any(a not in (1, b) for a, b in zip(span.shape, q[:-2])):
-            raise_value_error("span", f"{[*q[:-1], 2]}, or 1 instead of B and H", list(span.shape))
-        if span.dtype != torch.int64 or span.device != call.query.device:
+    if bounds is not None:
+        fits = bounds.dim() == len(q) and bounds.shape[-2:] == (q[-2], 2)
+        if not fits or any(a not in (1, b) for a, b in zip(bounds.shape, q[:-2])):
             raise_value_error(
-                "span", f"int64 on {call.query.device}", f"{span.dtype} on {span.device}"
+                "key_bounds", f"{[*q[:-1], 2]}, or 1 instead of B and H", list(bounds.shape)
+            )
+        if bounds.dtype != torch.int64 or bounds.device != call.query.device:
+            raise_value_error(
+                "key_bounds", f"int64 on {call.query.device}", f"{bounds.dtype} on {bounds.device}"
             )
     check_terms(call, columns or keys)
     if call.prepared is not None:
@@ -174,13 +176,15 @@ def _fake(call: AttentionInputs) -> AttentionOutputs:
 
 
 def _fake_backward(call: AttentionBackward) -> AttentionGradients:
-    query, weight, weights = call.query, call.weight, call.weights
+    query, score_vector, weights = call.query, call.score_vector, call.weights
     score = call.need_grad_score and call.grad_score is None
     return AttentionGradients(
         empty_rows(query) if call.need_grad_query else query.new_empty(0),
         empty_rows(call.key) if call.need_grad_key else query.new_empty(0),
         empty_rows(call.value) if call.need_grad_key else query.new_empty(0),
-        query.new_empty(weight.shape if weight is not None and call.need_grad_key else (0,)),
+        query.new_empty(
+            score_vector.shape if score_vector is not None and call.need_grad_key else (0,)
+        ),
         weights.new_empty(weights.shape if score else (0,)),
     )
 
@@ -220,7 +224,7 @@ ATTENTION = _AttentionOperator(
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
     needs={
         "need_grad_query": ("query",),
-        "need_grad_key": ("key", "value", "weight"),
+        "need_grad_key": ("key", "value", "score_vector"),
         "need_grad_score": ("bias",),
     },
 )  # fmt: skip

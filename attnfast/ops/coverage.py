@@ -48,7 +48,7 @@ class CoverageInputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    weight: Tensor | None = None
+    score_vector: Tensor | None = None
     bias: Tensor | None = None
     mask: Tensor | None = None
     lengths: Tensor | None = None
@@ -88,7 +88,7 @@ class CoverageBackward(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    weight: Tensor | None
+    score_vector: Tensor | None
     lengths: Tensor | None
     filters: Tensor | None
     projection: Tensor | None
@@ -113,7 +113,7 @@ class CoverageGradients(NamedTuple):
     grad_query: Tensor
     grad_key: Tensor
     grad_value: Tensor
-    grad_weight: Tensor
+    grad_score_vector: Tensor
     grad_score: Tensor
     grad_filters: Tensor
     grad_projection: Tensor
@@ -126,7 +126,7 @@ class CoverageGradients(NamedTuple):
 
 #: Steps with filters that share their keys add the gradients of keys and parameters to sums in the
 #: accumulation dtype, one for each sequence (and head); the value's gradient is taken at the end.
-SUMS = ("sum_key", "sum_weight", "sum_filters", "sum_projection")
+SUMS = ("sum_key", "sum_score_vector", "sum_filters", "sum_projection")
 _of_all = get_type_hints(CoverageBackward)
 _last = ("scale", "score", "need_grad_query", "need_grad_score")
 _no = ("need_grad_key", "need_grad_filters", *_last)
@@ -170,9 +170,9 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
         raise_value_error(missing, "given: filters and projection go together", None)
     if filters is None or projection is None:
         return
-    if call.weight is None and filters.shape[-3:-2] != (0,):
+    if call.score_vector is None and filters.shape[-3:-2] != (0,):
         raise_value_error(
-            "weight", "given with filters or coverage_weight (additive score only)", None
+            "score_vector", "given with filters or coverage_weight (additive score only)", None
         )
     lead = list(filters.shape[:-3])
     if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:
@@ -220,12 +220,14 @@ def without_sums(call: Any) -> CoverageBackward:
 
 def _check_backward_into(call: Any) -> None:
     _check_backward(without_sums(call))
-    if call.weight is None or call.filters is None or not call.filters.shape[-3]:
-        raise_value_error("filters", "given, with a weight: sums are of steps with filters", None)
+    if call.score_vector is None or call.filters is None or not call.filters.shape[-3]:
+        raise_value_error(
+            "filters", "given with score_vector: sums are of steps with filters", None
+        )
     lead, A, dtype = call.key.shape[:-2], call.key.shape[-1], accumulation_dtype(call.key.dtype)
     sums = [
         ("sum_key", call.sum_key, dtype, call.key.shape),
-        ("sum_weight", call.sum_weight, dtype, (*lead, A)),
+        ("sum_score_vector", call.sum_score_vector, dtype, (*lead, A)),
         ("sum_filters", call.sum_filters, dtype, (*lead, *call.filters.shape[-3:])),
         ("sum_projection", call.sum_projection, dtype, (*lead, A, call.filters.shape[-3])),
     ]
@@ -258,7 +260,7 @@ def _fake_backward(call: CoverageBackward) -> CoverageGradients:
         half(call.query, call.need_grad_query),
         half(call.key, call.need_grad_key),
         half(call.value, call.need_grad_key),
-        half(call.weight, call.need_grad_key),
+        half(call.score_vector, call.need_grad_key),
         like(call.weights, call.need_grad_score),
         like(call.filters, call.need_grad_filters),
         like(call.projection, call.need_grad_filters),
@@ -275,7 +277,7 @@ COVERAGE = Operator(
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
     needs={
         "need_grad_query": ("query",),
-        "need_grad_key": ("key", "value", "weight"),
+        "need_grad_key": ("key", "value", "score_vector"),
         "need_grad_score": ("bias",),
         "need_grad_filters": ("filters", "projection"),
     },
@@ -297,7 +299,7 @@ implement(
 def backward_into(
     backend: str, arguments: CoverageBackward, sums: tuple[Tensor, ...]
 ) -> CoverageGradients:
-    """Run the backward that adds the gradients of key, weight, filters and projection to sums."""
+    """Run the backward that adds the gradients of keys and parameters to sums."""
     fields = arguments._asdict()
     given = {**{x: fields[x] for x in (*_first, *_last)}, **dict(zip(SUMS, sums))}
     return CoverageGradients._make(call(_into[backend], CoverageBackwardInto(**given)))

@@ -116,7 +116,7 @@ def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> Lowe
         prior = log_prior(keys, p, sigma, dtype).to(dtype)
         call = call._replace(bias=prior if call.bias is None else call.bias + prior)
     if need_bounds:
-        call = call._replace(span=torch.stack([rows.start, rows.stop], -1))
+        call = call._replace(key_bounds=torch.stack([rows.start, rows.stop], -1))
     if need_narrow:
         narrow = rows.start.unsqueeze(-1) + torch.arange(span.columns(Tk), device=query.device)
     call = call._replace(columns=span.columns(Tk) if compact else 0)
@@ -144,9 +144,9 @@ def _in_phases(call: AttentionInputs, span: Span, position: Any, front: int) -> 
     Tq, Tk = query.shape[-2], call.key.shape[-2]
     heads = query.shape[1] if query.dim() == 4 else 1
     first = first_position(position, Tq, Tk)
-    weight = call.weight
-    if weight is not None and weight.dim() == 2:
-        weight = weight.repeat_interleave(k, 0)
+    score_vector = call.score_vector
+    if score_vector is not None and score_vector.dim() == 2:
+        score_vector = score_vector.repeat_interleave(k, 0)
     rows = (*query.shape[1:-1], -1)
     bias, mask = (
         None if x is None else to_phases(x.expand(-1, *rows), k, front)
@@ -156,11 +156,11 @@ def _in_phases(call: AttentionInputs, span: Span, position: Any, front: int) -> 
         query=to_phases(query, k, front),
         key=to_phases(call.key, k, 0),
         value=to_phases(call.value, k, 0),
-        weight=weight,
+        score_vector=score_vector,
         bias=bias,
         mask=mask,
         lengths=None,
-        span=bounds_in_phases(span, Tq, first, Tk, call.lengths, heads, query),
+        key_bounds=bounds_in_phases(span, Tq, first, Tk, call.lengths, heads, query),
     )
 
 
@@ -202,7 +202,7 @@ def run_within(
     for span, index in groups.items():
         order += index
         of_heads = call._replace(
-            weight=heads(call.weight, index, 0),
+            score_vector=heads(call.score_vector, index, 0),
             **{
                 x: heads(getattr(call, x), index) for x in ("query", "key", "value", "bias", "mask")
             },

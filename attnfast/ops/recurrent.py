@@ -49,9 +49,9 @@ class RecurrentInputs(NamedTuple):
     ``weight_hh [G·H, H]``, ``bias_ih`` and ``bias_hh [G·H]``. F is the size of a context or, with
     ``weight_output [F, Dv + H]`` and ``bias_output [F]``, of an attentional vector.
 
-    Attention: ``key [B, Tk, A]``, ``value [B, Tk, Dv]``, ``weight [A]`` of an additive score,
+    Attention: ``key [B, Tk, A]``, ``value [B, Tk, Dv]``, ``score_vector [A]`` of an additive score,
     ``weight_query [A, H]`` and ``bias_query [A]``, ``lengths [B]`` of the keys, ``mask [B, T,
-    Tk]``, whose B and T may be 1, ``span [B, T, 2]``, whose B may be 1, scale and
+    Tk]``, whose B and T may be 1, ``key_bounds [B, T, 2]``, whose B may be 1, scale and
     score are those of :class:`AttentionInputs`. Without a key this is a plain recurrent layer.
 
     With ``coverage`` and ``previous [B, Tk]``, the history before the first step, attention has a
@@ -81,14 +81,14 @@ class RecurrentInputs(NamedTuple):
     bias_hh: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
-    weight: Tensor | None = None
+    score_vector: Tensor | None = None
     weight_query: Tensor | None = None
     bias_query: Tensor | None = None
     weight_output: Tensor | None = None
     bias_output: Tensor | None = None
     mask: Tensor | None = None
     lengths: Tensor | None = None
-    span: Tensor | None = None
+    key_bounds: Tensor | None = None
     target_lengths: Tensor | None = None
     dropout: Tensor | None = None
     weight_ih_upper: Tensor | None = None
@@ -152,13 +152,13 @@ class RecurrentBackward(NamedTuple):
     bias_hh: Tensor | None
     key: Tensor | None
     value: Tensor | None
-    weight: Tensor | None
+    score_vector: Tensor | None
     weight_query: Tensor | None
     bias_query: Tensor | None
     weight_output: Tensor | None
     bias_output: Tensor | None
     lengths: Tensor | None
-    span: Tensor | None
+    key_bounds: Tensor | None
     target_lengths: Tensor | None
     dropout: Tensor | None
     weight_ih_upper: Tensor | None
@@ -201,7 +201,7 @@ class RecurrentGradients(NamedTuple):
     grad_bias_hh: Tensor
     grad_key: Tensor
     grad_value: Tensor
-    grad_weight: Tensor
+    grad_score_vector: Tensor
     grad_weight_query: Tensor
     grad_bias_query: Tensor
     grad_weight_output: Tensor
@@ -240,7 +240,7 @@ PER_LAYER = (
 RANKS: dict[str, tuple[str, ...]] = {
     "hidden": ("B", "H"), "key": ("B", "Tk", "A"), "value": ("B", "Tk", "Dv"),
     "weight_query": ("A", "H"), "weight_output": ("F", "Dv + H"), "mask": ("B", "T", "Tk"),
-    "span": ("B", "T", "2"),
+    "key_bounds": ("B", "T", "2"),
 }  # fmt: skip
 
 
@@ -267,10 +267,10 @@ def attention_of(call: Any, query: Tensor, t: slice) -> AttentionInputs:
     """Return the attention call for the queries of some steps."""
 
     mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
-    span = None if call.span is None else call.span[:, t]
+    bounds = None if call.key_bounds is None else call.key_bounds[:, t]
     kept = getattr(call, "prepared", None)
     return AttentionInputs(
-        query, call.key, call.value, call.weight, None, mask, call.lengths, span, 0, kept,
+        query, call.key, call.value, call.score_vector, None, mask, call.lengths, bounds, 0, kept,
         call.scale, call.score, False, True,
     )  # fmt: skip
 
@@ -282,9 +282,9 @@ def coverage_of(
     plain = attention_of(call, query, t)
     transition = None if call.transition_prob is None else call.transition_prob[:, t]
     return CoverageInputs(
-        query, call.key, call.value, call.weight, None, plain.mask, call.lengths, call.filters,
-        call.projection, call.penalty, call.inverse_fertility, transition, coverage, previous,
-        call.scale, call.score,
+        query, call.key, call.value, call.score_vector, None, plain.mask, call.lengths,
+        call.filters, call.projection, call.penalty, call.inverse_fertility, transition, coverage,
+        previous, call.scale, call.score,
     )  # fmt: skip
 
 
@@ -314,8 +314,8 @@ def check(call: RecurrentInputs) -> None:
     (B, T, E), H = call.input.shape, call.hidden.shape[-1]
     gates = GATES[call.mode] * H
     if call.key is None:
-        given = [x for x in ("value", "weight", "weight_query", "bias_query", "weight_output",
-                             "bias_output", "mask", "lengths", "span", "feed", "coverage",
+        given = [x for x in ("value", "score_vector", "weight_query", "bias_query", "weight_output",
+                             "bias_output", "mask", "lengths", "key_bounds", "feed", "coverage",
                              "prepared")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
@@ -371,8 +371,8 @@ def _check_past(call: RecurrentInputs) -> None:
         raise_value_error(
             "previous", "given with a coverage: the weights before the first step", None
         )
-    elif call.span is not None:
-        raise_value_error("span", "None with a coverage", "a tensor")
+    elif call.key_bounds is not None:
+        raise_value_error("key_bounds", "None with a coverage", "a tensor")
 
 
 def _check_backward(call: RecurrentBackward) -> None:
@@ -418,7 +418,7 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
         return call.input.new_empty(x.shape if wanted and x is not None else (0,))
 
     grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS}
-    grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "weight")}
+    grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "score_vector")}
     past = ("inverse_fertility", "transition_prob", "coverage", "previous")
     grads |= {x: like(x, True) for x in ("hidden", "cell", "feed", *past)}
     grads["input"] = like("input", call.need_grad_input)
@@ -438,6 +438,6 @@ RECURRENT = Operator(
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,
-        "need_grad_key": ("key", "value", "weight"),
+        "need_grad_key": ("key", "value", "score_vector"),
     },
 )  # fmt: skip

@@ -53,9 +53,9 @@ def visible_keys(call: AttentionInputs | CoverageInputs) -> tuple[Tensor, Tensor
 
 
 def exactly(call: Any) -> Any:
-    """Return a call whose query, key, value, weight and bias have the accumulation dtype."""
+    """Return a call whose query, key, value, score vector and bias have the accumulation dtype."""
     dtype = accumulation_dtype(call.query.dtype)
-    names = ("query", "key", "value", "weight", "bias")
+    names = ("query", "key", "value", "score_vector", "bias")
     given = {name: getattr(call, name) for name in names}
     return call._replace(**{name: x.to(dtype) for name, x in given.items() if x is not None})
 
@@ -67,13 +67,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def score(query: Tensor, key: Tensor, weight: Tensor | None, name: str) -> Tensor:
+def score(query: Tensor, key: Tensor, score_vector: Tensor | None, name: str) -> Tensor:
     """Return the dot scores ``[B, Tq, Tk]``, or the additive scores with an activation."""
-    if weight is None:
+    if score_vector is None:
         return query @ key.transpose(-1, -2)
-    weight = weight[:, None, None, :] if weight.dim() == 2 else weight  # [H, A]: one for each head
+    if score_vector.dim() == 2:  # [H, A]: one for each head
+        score_vector = score_vector[:, None, None, :]
     features = query.unsqueeze(-2) + key.unsqueeze(-3)
-    return (weight * ACTIVATIONS[name](features)).sum(-1)
+    return (score_vector * ACTIVATIONS[name](features)).sum(-1)
 
 
 def attention(call: AttentionInputs) -> AttentionOutputs:
@@ -81,19 +82,19 @@ def attention(call: AttentionInputs) -> AttentionOutputs:
     dtype, keys = call.query.dtype, None
     call = exactly(call)
     Tk = call.key.shape[-2]
-    if call.span is not None:
+    if call.key_bounds is not None:
         j = torch.arange(Tk, device=call.query.device)
-        inside = (j >= call.span[..., :1]) & (j < call.span[..., 1:])
+        inside = (j >= call.key_bounds[..., :1]) & (j < call.key_bounds[..., 1:])
         if call.columns:
-            inside = inside & (j < call.span[..., :1] + call.columns)
-            keys = call.span[..., :1] + torch.arange(call.columns, device=call.query.device)
+            inside = inside & (j < call.key_bounds[..., :1] + call.columns)
+            keys = call.key_bounds[..., :1] + torch.arange(call.columns, device=call.query.device)
             bias, mask = (
                 None if x is None else to_dense(x, keys, Tk) for x in (call.bias, call.mask)
             )
             call = call._replace(bias=bias, mask=mask)
         call = call._replace(mask=inside if call.mask is None else inside & call.mask)
     visible, k, v = visible_keys(call)
-    e = call.scale * score(call.query, k, call.weight, call.score)
+    e = call.scale * score(call.query, k, call.score_vector, call.score)
     if call.bias is not None:
         e = e + call.bias
 
@@ -166,7 +167,9 @@ def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
             signals = torch.stack([p, c][: filters.shape[-2]], -2)
             found = windows(signals, width) @ filters.flatten(-2).mT
             keys = k + found @ call.projection.mT
-        e = call.scale * score(q[..., t : t + 1, :], keys, call.weight, call.score).squeeze(-2)
+        e = call.scale * score(q[..., t : t + 1, :], keys, call.score_vector, call.score).squeeze(
+            -2
+        )
         if bias is not None:
             e = e + bias.expand(*bias.shape[:-2], q.shape[-2], -1)[..., t, :]
         if call.penalty is not None:
@@ -355,8 +358,8 @@ def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
     h, c, f = call.hidden, call.cell, call.feed
     for t in range(call.most):
         x = call.embedding[word] * call.embedding_scale
-        span = None if call.span is None else call.span[:, t : t + 1]
-        step = call._replace(hidden=h, cell=c, feed=f, span=span)
+        bounds = None if call.key_bounds is None else call.key_bounds[:, t : t + 1]
+        step = call._replace(hidden=h, cell=c, feed=f, key_bounds=bounds)
         made = recurrent(layer_of(step, x.unsqueeze(1)))
         h, context = made.states[:, 0], made.contexts[:, 0]
         c = None if call.cell is None else made.cells[:, 0]

@@ -48,7 +48,7 @@ class GreedySearchInputs(NamedTuple):
     bias_hh: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
-    weight: Tensor | None = None
+    score_vector: Tensor | None = None
     weight_query: Tensor | None = None
     bias_query: Tensor | None = None
     weight_output: Tensor | None = None
@@ -58,7 +58,7 @@ class GreedySearchInputs(NamedTuple):
     bias_vocab: Tensor | None = None
     mask: Tensor | None = None
     lengths: Tensor | None = None
-    span: Tensor | None = None
+    key_bounds: Tensor | None = None
     prepared: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True

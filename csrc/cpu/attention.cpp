@@ -24,7 +24,7 @@ constexpr int64_t kPart = 1 << 20, kPartRows = 16;
 constexpr int64_t kOwnCall = 1 << 26;
 constexpr int64_t kSoftmaxDepth = 8;  // cost of a softmax alone, in features of a score
 
-int64_t grad_weight_parts(const Problem&) { return 1; }
+int64_t grad_score_vector_parts(const Problem&) { return 1; }
 
 template <class... Calls>
 void run_passes(const Forward& a, const Plan& plan, int64_t threads, const Pass<Calls>&... passes) {
@@ -59,7 +59,8 @@ bool library_keeps_up() {
 // rows to repay its packing, and few keys beyond the lengths, which only our kernels skip.
 bool may_multiply(const Problem& a) {
   if (!library_keeps_up()) return false;
-  if (a.weight.data || a.span.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64)) return false;
+  if (a.score_vector.data || a.key_bounds.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64))
+    return false;
   if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
   if (std::max(a.A, a.Dv) < kLibraryColumns) return false;
   if (!a.lengths) return true;
@@ -164,7 +165,7 @@ void run_forward(const Forward& a, const Tensor&) {
   if (multiplies(a)) return forward_with_products(a);
   Plan plan = plan_by_rows(a);
   const int64_t threads = threads_for(a);
-  if (a.span.data) return run_passes(a, plan, threads, kernels().span);
+  if (a.key_bounds.data) return run_passes(a, plan, threads, kernels().span);
   plan.scores = a.weights;
   std::optional<Tensor> scores;
   if (!a.weights.data && (plan.keys < a.Tk || plan.columns < a.Dv)) {  // threads share few rows
@@ -178,21 +179,21 @@ void run_backward(const Backward& a, const Tensor&) {
   Plan plan = plan_by_rows(a);
   const bool whole = plan.rows >= a.Tq && plan.keys >= a.Tk;
   plan.columns = columns_of_gradients(a);
-  const bool takes_scale = !a.grad_score_given && !a.grad_score_returned && !a.weight.data;
+  const bool takes_scale = !a.grad_score_given && !a.grad_score_returned && !a.score_vector.data;
   (takes_scale ? plan.grad_score_scale : plan.grad_inputs_scale) = a.scale;
   if (multiplies(a)) return backward_with_products(a, plan);
   const auto &grad_weights = kernels().grad_weights, &grad_score = kernels().grad_score;
   const auto &grad_score_span = kernels().grad_score_span, &grad_inputs = kernels().grad_inputs;
   const int64_t threads = threads_for(a);
-  const bool inputs = a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_weight.data;
+  const bool inputs = a.grad_query.data || a.grad_key.data || a.grad_value.data || a.grad_score_vector.data;
   if (whole && inputs && !a.grad_score_given && grad_inputs.items(a, plan) == a.B * a.H) {
     // one item has all the data of a sequence
-    return a.span.data ? run_passes(a, plan, threads, grad_score_span, grad_inputs)
-                       : run_passes(a, plan, threads, grad_weights, grad_score, grad_inputs);
+    return a.key_bounds.data ? run_passes(a, plan, threads, grad_score_span, grad_inputs)
+                             : run_passes(a, plan, threads, grad_weights, grad_score, grad_inputs);
   }
   if (!a.grad_score_given)
-    a.span.data ? run_passes(a, plan, threads, grad_score_span)
-                : run_passes(a, plan, threads, grad_weights, grad_score);
+    a.key_bounds.data ? run_passes(a, plan, threads, grad_score_span)
+                      : run_passes(a, plan, threads, grad_weights, grad_score);
   if (inputs) run_passes(a, plan, threads, grad_inputs);
 }
 

@@ -34,7 +34,7 @@ class Scores {
     q = gather(at<T>(query, item, item.row), query.row, item.rows, depth, width, q_scratch);
     if (!additive) return;
     q_held = scratch.take(item.rows * width);
-    w = gather(at<T>(a.weight, item, 0), 0, 1, depth, width, scratch.take(width)).data;
+    w = gather(at<T>(a.score_vector, item, 0), 0, 1, depth, width, scratch.take(width)).data;
     if constexpr (sizeof(C) == 4)
       if (factorable()) q_range = exponentials(q, item.rows, depth, width, q_held);
   }
@@ -63,7 +63,7 @@ class Scores {
           return take(Path::factored, {k_held, width});
       }
     }
-    if (!additive && a.span.data) transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
+    if (!additive && a.key_bounds.data) transpose(keys.data, keys.stride, n, width, k_held, kTransposed<C>);
   }
 
   // Compute the scores of the item's rows [row, row + n) and the keys [from, to). If rows have
@@ -72,7 +72,7 @@ class Scores {
     const int64_t j = from - first, nk = to - from;
     const Rows<C> qs = {rows.data + row * rows.stride, rows.stride};
     const Rows<C> ks = {keys.data + j * keys.stride, keys.stride};
-    if (!additive && a.span.data)
+    if (!additive && a.key_bounds.data)
       return dot_transposed(qs, n, k_held + j, kTransposed<C>, nk, width, out, stride);
     if (!additive) return dot_block(qs, n, ks, nk, width, out, stride, k_held);
     auto block = by_activation(
@@ -138,7 +138,7 @@ void scores(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, parts(a.Tk, plan.keys));
   Scratch<C> scratch = {static_cast<C*>(memory)};
   const Rows<C> s = scores_of(a, plan, item, scratch);
-  fill(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.weight.data, scratch), s);
+  fill(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.score_vector.data, scratch), s);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
@@ -216,7 +216,7 @@ template <class T, class C = typename Accumulate<T>::type>
 void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(memory)};
-  Scores<T> scores(a, item, a.query, a.key, a.A, a.weight.data, scratch);
+  Scores<T> scores(a, item, a.query, a.key, a.A, a.score_vector.data, scratch);
   const SeenByRows seen(a, item);
   C* matrix = scratch.take(band_scratch<C>(a));
   const Side<T> side = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, item.row),
@@ -396,7 +396,7 @@ void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c
   constexpr int W2 = 2 * Vector<C>::width;
   const int64_t width = min(W2, a.A - c), n = keys.to - keys.from;
   const Rows<C> g = {at<C>(a.grad_score, item, 0), a.W};
-  const T* weight = at<T>(a.weight, item, 0) + c;
+  const T* score_vector = at<T>(a.score_vector, item, 0) + c;
   C* q = scratch;
   C* k = q + a.Tq * W2;
   C* grad_q = k + n * W2;
@@ -407,7 +407,7 @@ void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c
   const C range = pack_slice(at<T>(a.query, item, 0) + c, a.query.row, a.Tq, width, !bounded, q) +
                   pack_slice(at<T>(a.key, item, keys.from) + c, a.key.row, n, width, !bounded, k);
   const auto blocks = prepare_blocks(a.score, range, q, a.Tq + n);
-  if (a.span.data) {
+  if (a.key_bounds.data) {
     C* tile = grad_w + W2;
     const auto see = [&](int64_t row) { return seen_by(a, item, row); };
     for_bands(0, a.Tq, 0, item.seen, kTight, see, [&](const Band& band) {
@@ -420,7 +420,7 @@ void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c
   }
 
   C factor[W2] = {};
-  for (int64_t x = 0; x < width; ++x) factor[x] = 4 * scale * widen(weight[x]);
+  for (int64_t x = 0; x < width; ++x) factor[x] = 4 * scale * widen(score_vector[x]);
   if (a.grad_query.data)
     unpack_slice(grad_q, factor, a.Tq, width, at<T>(a.grad_query, item, 0) + c, a.grad_query.row);
   if (a.grad_key.data) {
@@ -428,8 +428,8 @@ void grad_slice(const Backward& a, const Item& item, const Seen& keys, int64_t c
     clear<T>(a.grad_key, item, 0, keys.from, c, width);
     clear<T>(a.grad_key, item, keys.to, a.Tk, c, width);
   }
-  if (!a.grad_weight.data) return;
-  C* out_w = at<C>(a.grad_weight, item, 0) + c;
+  if (!a.grad_score_vector.data) return;
+  C* out_w = at<C>(a.grad_score_vector, item, 0) + c;
   for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
 }
 
@@ -447,9 +447,9 @@ class StepGradient {
     k_scratch = factor + wide;
     k_exp = k_scratch + 4 * wide;
     grad_k = k_exp + 4 * wide;
-    const T* weight = at<T>(a.weight, item, 0) + c;
+    const T* score_vector = at<T>(a.score_vector, item, 0) + c;
     for (C* x = grad_q; x < factor; ++x) *x = 0;
-    for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(weight[x]) : C{};
+    for (int64_t x = 0; x < wide; ++x) factor[x] = x < width ? 4 * scale * widen(score_vector[x]) : C{};
     q = gather(at<T>(a.query, item, 0) + c, 0, 1, width, wide, scratch).data;
     factorable = sizeof(C) == 4 && a.score == Score::tanh;
     if constexpr (sizeof(C) == 4)
@@ -470,8 +470,8 @@ class StepGradient {
         put_row(at<T>(a.grad_key, item, four.key[i]) + c, grad_k + i * wide);
     }
     if (a.grad_query.data) put_row(at<T>(a.grad_query, item, 0) + c, grad_q);
-    if (!a.grad_weight.data) return;
-    C* out_w = at<C>(a.grad_weight, item, 0) + c;
+    if (!a.grad_score_vector.data) return;
+    C* out_w = at<C>(a.grad_score_vector, item, 0) + c;
     for (int64_t x = 0; x < width; ++x) out_w[x] = -2 * scale * grad_w[x];
   }
 
@@ -558,7 +558,7 @@ class StepGradient {
 template <class T, class C>
 void grad_dot(const Backward& a, const Plan& plan, const Item& item, int64_t c, int64_t width, C* scratch) {
   const C *g = at<C>(a.grad_score, item, 0), scale = plan.grad_inputs_scale;
-  if (a.span.data) {
+  if (a.key_bounds.data) {
     Side<T> keys = {at<T>(a.key, item, 0) + c, a.key.row},
             rows = {at<T>(a.query, item, 0) + c, a.query.row};
     if (a.grad_query.data) keys.to = at<T>(a.grad_query, item, 0) + c, keys.to_row = a.grad_query.row;
@@ -580,7 +580,7 @@ void grad_value_slice(const Backward& a, const Plan& plan, const Item& item, int
   const C* weights = at<C>(a.weights, item, 0);
   const T* grad_context = at<T>(a.grad_context, item, 0) + c;
   T* out = at<T>(a.grad_value, item, 0) + c;
-  if (a.span.data) {
+  if (a.key_bounds.data) {
     const Side<T> rows = {grad_context, a.grad_context.row, out, a.grad_value.row};
     return span_products<T>(a, item, Rows<C>{weights, a.W}, (C)1, width, Side<T>{}, rows, scratch);
   }
@@ -607,16 +607,16 @@ void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* memor
     return grad_value_slice<T>(a, plan, item, (slice - features) * plan.columns, scratch);
   const int64_t c = slice * plan.columns, width = min(plan.columns, a.A - c);
   const C scale = plan.grad_inputs_scale;
-  if (!a.weight.data) {
+  if (!a.score_vector.data) {
     grad_dot<T>(a, plan, item, c, width, scratch);
-  } else if (a.Tq == 1 && !a.span.data) {
+  } else if (a.Tq == 1 && !a.key_bounds.data) {
     StepGradient<T>(a, item, c, width, scale, scratch).run();
   } else {
-    const Seen keys = a.span.data ? hull(a, item) : Seen{0, item.seen, 0};
+    const Seen keys = a.key_bounds.data ? hull(a, item) : Seen{0, item.seen, 0};
     for (int64_t x = 0; x < width; x += 2 * Vector<C>::width)
       grad_slice<T>(a, item, keys, c + x, scale, scratch);
   }
-  if (a.grad_key.data && !a.span.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
+  if (a.grad_key.data && !a.key_bounds.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
 }
 
 // ---- prepare ----------------------------------------------------------------------------------
@@ -655,7 +655,7 @@ template <class C>
 int64_t tiles_elements(const Problem& a, const Plan& plan) {
   const int64_t widest = larger(a.A, a.Dv);
   const int64_t bands =
-      a.span.data ? gemm_small_scratch<C>(kMostRows + band_keys(a), widest) + band_scratch<C>(a) : 0;
+      a.key_bounds.data ? gemm_small_scratch<C>(kMostRows + band_keys(a), widest) + band_scratch<C>(a) : 0;
   return Scores<float, C>::room(plan.rows, widest) + bands;
 }
 
@@ -677,8 +677,9 @@ template <class C>
 int64_t backward_elements(const Backward& a, const Plan& plan) {
   constexpr int64_t W2 = 2 * Vector<C>::width;
   const int64_t longest = larger(a.Tq, a.Tk) + 1, tiles = tiles_elements<C>(a, plan);
-  const int64_t products = a.span.data ? tiles + span_sums(a, plan) : product_elements<C>(a, plan, longest);
-  const int64_t slice = a.weight.data ? 2 * longest * 2 * W2 + W2 + band_scratch<C>(a) : 0;
+  const int64_t products =
+      a.key_bounds.data ? tiles + span_sums(a, plan) : product_elements<C>(a, plan, longest);
+  const int64_t slice = a.score_vector.data ? 2 * longest * 2 * W2 + W2 + band_scratch<C>(a) : 0;
   const int64_t step = 17 * round_up(padded<C>(a.A), kPadding);
   return larger(larger(tiles, products), larger(slice, step));
 }

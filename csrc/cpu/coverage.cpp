@@ -17,7 +17,7 @@ const CoverageKernels& kernels() {
   return chosen;
 }
 
-int64_t grad_weight_parts(const Problem&) { return 1; }
+int64_t grad_score_vector_parts(const Problem&) { return 1; }
 
 // In each call, passes run consecutively for every (sequence, head) if they have equally many
 // items: one thread's arithmetic then hides another's memory reads.

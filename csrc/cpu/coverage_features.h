@@ -37,7 +37,7 @@ struct Place {
   int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
   Signals<C> state;
   C *window, *found, *query, *key;
-  C *filters, *packed_filters, *projection, *weight, *slope;  // parameters; slope: backward only
+  C *filters, *packed_filters, *projection, *score_vector, *slope;  // parameters; slope: backward only
 
   Place(const Problem& a, const History& h, Scratch<C>& scratch, bool back) {
     K = h.filters_count;
@@ -60,7 +60,7 @@ struct Place {
     filters = room.take(K * taps);
     packed_filters = room.take(taps * found_row);
     projection = room.take(K * A);
-    weight = room.take(A);
+    score_vector = room.take(A);
     if (back) slope = room.take(A * found_row);
   }
 };
@@ -72,7 +72,7 @@ struct BackwardPlace : Place<C> {
   Signals<C> grad, grad_before;
   C *past, *grad_past, *moved;  // of a transition, see transition.h
   C *coverages, *grad_z, *grad_query, *grad_key, *grad_found, *grad_window, *product, *gemm_scratch;
-  C *grad_weight, *grad_filters, *grad_projection;
+  C *grad_score_vector, *grad_filters, *grad_projection;
 
   BackwardPlace(const CoverageBackward& a, Scratch<C>& scratch) : Place<C>(a, a, scratch, true) {
     const int64_t K = this->K, A = this->A, taps = this->taps, widest = A > taps ? A : taps;
@@ -96,7 +96,7 @@ struct BackwardPlace : Place<C> {
   }
 
   void take_sums(Scratch<C>& room) {
-    grad_weight = room.take(this->A);
+    grad_score_vector = room.take(this->A);
     grad_filters = room.take(this->K * this->taps);
     grad_projection = room.take(this->K * this->A);
   }
@@ -141,11 +141,11 @@ void prepare_features(const Problem& a, const History& h, const Item& item, bool
     for (int64_t c = 0; c < p.A; ++c) p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
   }
   pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; }, p.packed_filters);
-  const T* weight = at<T>(a.weight, item, 0);
-  for (int64_t c = 0; c < p.A; ++c) p.weight[c] = c < a.A ? widen(weight[c]) : C{};
+  const T* score_vector = at<T>(a.score_vector, item, 0);
+  for (int64_t c = 0; c < p.A; ++c) p.score_vector[c] = c < a.A ? widen(score_vector[c]) : C{};
   if (!back) return;
   const auto slope = [&](int64_t c, int64_t k) {  // factor of grad_z_c in the gradient of feature k
-    return 4 * p.weight[c] * p.projection[k * p.A + c];
+    return 4 * p.score_vector[c] * p.projection[k * p.A + c];
   };
   if (p.K > 1) pack_columns(p.A, p.K, slope, p.slope);
   for (int64_t c = 0; p.K == 1 && c < p.A; ++c) p.slope[c] = slope(c, 0);
@@ -212,7 +212,7 @@ void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out)
     prefetch_next<J>(k, c);
     features<J>(p, p.query, k, found, c, z);
     half_activations<S, 2 * J, C>(z, s);
-    const Vec<C> w0 = load(p.weight + c), w1 = load(p.weight + c + V);
+    const Vec<C> w0 = load(p.score_vector + c), w1 = load(p.score_vector + c + V);
     for (int j = 0; j < J; ++j) acc[j] += w0 * s[2 * j] + w1 * s[2 * j + 1];
   }
   for (int j = 0; j < J; ++j) out[j] = -2 * sum<C>(acc[j]);
@@ -254,7 +254,7 @@ void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C
 // ---- backward ---------------------------------------------------------------------------------
 
 // With s = -f(z) / 2 and g the gradients of J scores, compute grad_z_jc = g_j f'(z) / 4. It lacks a
-// factor of 4 w_c, as does the term added to grad_query; the term g_j s added to grad_weight lacks
+// factor of 4 w_c, as does the term added to grad_query; the term g_j s added to grad_score_vector lacks
 // -2. If there is only `one` filter, grad_z is added to grad_found and grad_projection here,
 // otherwise it is stored.
 template <Score S, int J, bool one, class C>
@@ -262,9 +262,9 @@ void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C
                C* grad_z, C* grad_found) {
   constexpr int V = Vector<C>::width;
   Vec<C> f[J] = {};
-  C *const grad_query = p.grad_query, *const grad_weight = p.grad_weight;
+  C *const grad_query = p.grad_query, *const grad_score_vector = p.grad_score_vector;
   C* const grad_projection = p.grad_projection;
-  const C *const q = p.query, *const weight = p.weight, *const slope = p.slope;
+  const C *const q = p.query, *const score_vector = p.score_vector, *const slope = p.slope;
   const int64_t A = p.A;
   for (int64_t c = 0; c < A; c += 2 * V) {
     Vec<C> z[2 * J], s[2 * J];
@@ -272,7 +272,7 @@ void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C
     prefetch_next<J>(grad_k, c);
     features<J>(p, q, k, found, c, z);
     half_activations<S, 2 * J, C>(z, s);
-    const Vec<C> slope0 = load(weight + c) * (C)4, slope1 = load(weight + c + V) * (C)4;
+    const Vec<C> slope0 = load(score_vector + c) * (C)4, slope1 = load(score_vector + c + V) * (C)4;
     Vec<C> q0 = {}, q1 = {}, w0 = {}, w1 = {}, p0 = {}, p1 = {};
     for (int j = 0; j < J; ++j) {
       const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
@@ -296,8 +296,8 @@ void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C
     }
     add(grad_query + c, q0);
     add(grad_query + c + V, q1);
-    add(grad_weight + c, w0);
-    add(grad_weight + c + V, w1);
+    add(grad_score_vector + c, w0);
+    add(grad_score_vector + c + V, w1);
     if constexpr (one) {
       add(grad_projection + c, p0);
       add(grad_projection + c + V, p1);
@@ -381,7 +381,7 @@ void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const
   }
   if (!a.grad_query.data) return;
   T* out = at<T>(a.grad_query, item, t);
-  for (int64_t c = 0; c < a.A; ++c) narrow(4 * p.weight[c] * p.grad_query[c], out[c]);
+  for (int64_t c = 0; c < a.A; ++c) narrow(4 * p.score_vector[c] * p.grad_query[c], out[c]);
 }
 
 template <class C>
@@ -391,7 +391,7 @@ void begin_grad_features(const CoverageBackward& a, const Item& item, BackwardPl
     for (C* x = p.grad_key; x < p.grad_key + p.key_rows * p.A; ++x) *x = 0;
   Scratch<C> kept{a.kept.data ? row_of<C>(a.kept, item) : nullptr};
   if (a.kept.data) return p.take_sums(kept);
-  for (C* x = p.grad_weight; x < p.grad_weight + p.A; ++x) *x = 0;
+  for (C* x = p.grad_score_vector; x < p.grad_score_vector + p.A; ++x) *x = 0;
   for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
   for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
 }
@@ -412,12 +412,13 @@ void put_grad_parameters(const CoverageBackward& a, const Item& item, const Back
     C& out = row_of<C>(v, item)[i];
     out = a.sums ? out + x : x;
   };
-  for (int64_t c = 0; a.grad_weight.data && c < a.A; ++c) put(a.grad_weight, c, -2 * p.grad_weight[c]);
+  for (int64_t c = 0; a.grad_score_vector.data && c < a.A; ++c)
+    put(a.grad_score_vector, c, -2 * p.grad_score_vector[c]);
   for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
     const int64_t taps = p.channels * p.W;
     for (int64_t c = 0; c < taps; ++c) put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
     for (int64_t c = 0; c < a.A; ++c)
-      put(a.grad_projection, c * p.K + k, 4 * p.weight[c] * p.grad_projection[k * p.A + c]);
+      put(a.grad_projection, c * p.K + k, 4 * p.score_vector[c] * p.grad_projection[k * p.A + c]);
   }
 }
 

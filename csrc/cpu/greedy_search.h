@@ -23,7 +23,7 @@ struct SearchRoom {
   int64_t* rows;      // [most + 1]: the number of rows of each step
   // Rows of the attention's arguments, compacted once some have been dropped.
   C *key, *value, *exponentials;
-  int64_t *lengths, *span;
+  int64_t *lengths, *key_bounds;
   bool* mask;
 
   SearchRoom(const GreedySearch& a, Scratch<C>& room) : layer(a.even, room) {
@@ -46,7 +46,7 @@ struct SearchRoom {
     take(value, a.B * of.Tk * of.Dv);
     take(exponentials, of.exponentials.data ? a.B * of.Tk * of.exponentials.row : 0);
     take(lengths, a.B);
-    take(span, of.span.batch ? a.B * a.most * 2 : 0);
+    take(key_bounds, of.key_bounds.batch ? a.B * a.most * 2 : 0);
     take(mask, of.mask.batch ? a.B * of.Tk : 0);
   }
 };
@@ -90,7 +90,7 @@ class Search {
     const View query = of.query;
     of = attention;
     of.query = query;
-    move_on(of.span, t, sizeof(int64_t));
+    move_on(of.key_bounds, t, sizeof(int64_t));
     return step;
   }
 
@@ -249,11 +249,11 @@ class Search {
       if (item == 0) keep(of.key, room.key, n, of.Tk, of.A);
       if (item == 1) keep(of.value, room.value, n, of.Tk, of.Dv);
       if (item == 2) keep(of.exponentials, room.exponentials, n, of.Tk, of.exponentials.row);
-      if (item == 3) keep(of.span, room.span, n, a.most, 2);
+      if (item == 3) keep(of.key_bounds, room.key_bounds, n, a.most, 2);
       if (item == 4) keep(of.mask, room.mask, n, 1, of.Tk);
       if (item == 5) in_place(step.states, step.H), in_place(step.cells, step.H);
       if (item != 6) return;
-      in_place(step.attentional, step.O);
+      in_place(step.attentional, step.output_dim);
       in_place(step.contexts, step.Dv);
       in_place(a.even.input, step.E);
       if (of.lengths) keep(View{(void*)of.lengths, 1}, room.lengths, n, 1, 1);
@@ -265,7 +265,7 @@ class Search {
     put(of.key, room.key, of.Tk, of.A);
     put(of.value, room.value, of.Tk, of.Dv);
     put(of.exponentials, room.exponentials, of.Tk, of.exponentials.row);
-    put(of.span, room.span, a.most, 2);
+    put(of.key_bounds, room.key_bounds, a.most, 2);
     put(of.mask, room.mask, 1, of.Tk);
     if (of.lengths) of.lengths = room.lengths;
     of.B = n;

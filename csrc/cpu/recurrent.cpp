@@ -29,7 +29,8 @@ constexpr int64_t kMostBatch = 32, kLeastBatch = 8;  // sequences of one item
 int64_t threads_for(const Layer& a, int64_t more = 0) {
   const int64_t gates = gates_of(a.cell);
   const int64_t products =
-      a.H * (gates * (a.F + (2 * a.layers - 1) * a.H) + (a.weight_query.data ? a.A : 0)) + a.O * a.Dv;
+      a.H * (gates * (a.F + (2 * a.layers - 1) * a.H) + (a.weight_query.data ? a.A : 0)) +
+      a.output_dim * a.Dv;
   const int64_t work = a.B * (products + a.Tk * (a.A + a.Dv) + more);
   return std::clamp<int64_t>(work / kStepWorthAThread, 1, torch::stable::get_num_threads());
 }
@@ -99,7 +100,7 @@ struct HistorySums {
     h.grad_transition_prob.row = 1;  // [B, T]
     h.sums = true;
     if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
-    for (Tensor x : {parts.weight, parts.filters, parts.projection, parts.penalty, grads.grad_key,
+    for (Tensor x : {parts.score_vector, parts.filters, parts.projection, parts.penalty, grads.grad_key,
                      grads.grad_inverse_fertility})
       if (x.numel()) torch::stable::zero_(x);
   }
@@ -112,7 +113,7 @@ struct HistorySums {
     }
     if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.own);
     if (!fit.K || !given.need_grad_key) return;
-    grads.grad_weight = sum_of_parts(parts.weight, {0, 2}, false, fit.own);
+    grads.grad_score_vector = sum_of_parts(parts.score_vector, {0, 2}, false, fit.own);
     Backward all = static_cast<const Backward&>(a.attention);
     all.Tq = fit.T;
     grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
@@ -199,18 +200,18 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
 // ---- packed weights -----------------------------------------------------------------------------
 
 #define ATTNFAST_PACK(X)                              \
-  X(Tensor, weight_ih, sizes, own, {G * N, E + F})    \
-  X(Tensor, weight_hh, sizes, own, {G * N, N})        \
-  X(Optional, bias_ih, sizes, sums, {G * N})          \
-  X(Optional, bias_hh, sizes, sums, {G * N})          \
-  X(Optional, weight_query, sizes, own, {A, N})       \
-  X(Optional, weight_output, sizes, own, {F, Dv + N}) \
+  X(Tensor, weight_ih, sizes, own, {G * H, E + F})    \
+  X(Tensor, weight_hh, sizes, own, {G * H, H})        \
+  X(Optional, bias_ih, sizes, sums, {G * H})          \
+  X(Optional, bias_hh, sizes, sums, {G * H})          \
+  X(Optional, weight_query, sizes, own, {A, H})       \
+  X(Optional, weight_output, sizes, own, {F, Dv + H}) \
   X(int64_t, feed_size, any)                          \
   X(std::string, mode, any)
 #define ATTNFAST_PACKED(X) X(packed)
 
 struct PackChecker : ArgumentChecker {
-  int64_t E = 0, N = 0, G, F, A = 0, Dv;
+  int64_t E = 0, H = 0, G, F, A = 0, Dv;
 
   template <class Arguments>
   explicit PackChecker(const Arguments& given)
@@ -221,11 +222,11 @@ struct PackChecker : ArgumentChecker {
     check(given.weight_hh.dim() == 2, "weight_hh");
     check(between(F, 0, given.weight_ih.size(1)), "feed_size");
     E = given.weight_ih.size(1) - F;
-    N = A = given.weight_hh.size(1);
+    H = A = given.weight_hh.size(1);
     if (given.weight_query)
       check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
     if (given.weight_output)
-      check(given.weight_output->dim() == 2, "weight_output"), Dv = given.weight_output->size(1) - N;
+      check(given.weight_output->dim() == 2, "weight_output"), Dv = given.weight_output->size(1) - H;
     check(Dv >= 0, "weight_output");
   }
 };
@@ -241,10 +242,10 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   a.cell = cell_of(given.mode);
   a.layers = 1;
   a.E = fit.E;
-  a.H = fit.N;
+  a.H = fit.H;
   a.F = fit.F;
   a.A = fit.A;
-  a.O = given.weight_output ? fit.F : 0;
+  a.output_dim = given.weight_output ? fit.F : 0;
   a.Dv = fit.Dv;
   put_weights(given, a, keep);
   a.bias_ih = kept(given.bias_ih, keep);
@@ -267,12 +268,12 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Tensor, weight_vocab, sizes, of_weights, {V, R})                         \
   X(Tensor, limits, sizes, ScalarType::Long, {B})                            \
   ATTNFAST_LAYER_PARAMETERS(X)                                               \
-  X(Optional, weight_readout, sizes, of_weights, {R, N + Dv + E})            \
+  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E})            \
   X(Optional, bias_readout, sizes, own, {R})                                 \
   X(Optional, bias_vocab, sizes, own, {V})                                   \
   X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                        \
   X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
-  X(Optional, span, spans)                                                   \
+  X(Optional, key_bounds, spans)                                             \
   X(Optional, prepared, exponentials, given.score)                           \
   ATTNFAST_LAYER_OPTIONS(X)                                                  \
   X(double, embedding_scale, any)                                            \
@@ -297,7 +298,7 @@ struct SearchChecker : LayerChecker {
     R = given.weight_vocab.size(1);
     check(given.weight_output || given.weight_readout, "weight_readout");
     check(!given.bias_readout || given.weight_readout, "bias_readout");
-    check(given.weight_readout || R == O, "weight_vocab");
+    check(given.weight_readout || R == output_dim, "weight_vocab");
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
   }
 };
@@ -324,7 +325,7 @@ void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChec
   for (RecurrentForward* step : {&even, &odd}) {
     step->states = room(true, even.H);
     step->cells = room(even.cell == Cell::lstm, even.H);
-    step->attentional = room(given.weight_output.has_value(), even.O);
+    step->attentional = room(given.weight_output.has_value(), even.output_dim);
     if (!given.attends_first && !given.weight_output) step->contexts = room(true, even.Dv);
     step->attention.context = step->contexts;
     step->attention.query = even.queries.data ? even.queries : step->states;

@@ -219,7 +219,7 @@ class BackwardPass {
     step.kept = room.kept;
     const AttentionKernels& passes = VARIANT::attention;
     const auto run = [&](const auto&... each) { run_passes(step, plan.attention, member, own, each...); };
-    if (step.span.data) return run(passes.grad_score_span, passes.grad_inputs);
+    if (step.key_bounds.data) return run(passes.grad_score_span, passes.grad_inputs);
     if (!has_history(step)) return run(passes.grad_weights, passes.grad_score, passes.grad_inputs);
     const auto& rewind = VARIANT::coverage.backward;
     if (step.filters_count) return run(passes.grad_weights, rewind);

@@ -20,8 +20,8 @@ struct Packed {
     if (a.weight_ih_upper.data) above = take_panels(room, a.H, (a.layers - 1) * gates, a.narrow);
     if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A), a.narrow);
     if (a.weight_output.data) {
-      context = take_panels(room, a.Dv, panels<C>(a.O), a.narrow);
-      output = take_panels(room, a.H, panels<C>(a.O), a.narrow);
+      context = take_panels(room, a.Dv, panels<C>(a.output_dim), a.narrow);
+      output = take_panels(room, a.H, panels<C>(a.output_dim), a.narrow);
     }
     bias = room.take(a.layers * kMostGates * units * kPanel<C>);
   }
@@ -50,7 +50,8 @@ struct Packed {
     const Panels<C>* const all[] = {&input, &fed, &hidden, &above, &query, &context, &output};
     const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,    &a.weight_ih_upper,
                                    &a.weight_query, &a.weight_output, &a.weight_output};
-    const int64_t columns[] = {0, a.E, 0, 0, 0, 0, a.Dv}, rows[] = {a.H, a.H, a.H, a.H, a.A, a.O, a.O};
+    const int64_t columns[] = {0, a.E, 0, 0, 0, 0, a.Dv},
+                  rows[] = {a.H, a.H, a.H, a.H, a.A, a.output_dim, a.output_dim};
     int64_t total = 1;  // the biases
     for (const auto* panels : all) total += panels->count;
     member.share(total, [&](int64_t item) {
@@ -159,7 +160,7 @@ class Forwards {
     CoverageForward step = step_of<C>(a, t);
     step.features = features;
     const AttentionKernels& passes = VARIANT::attention;
-    if (step.span.data) return run_passes(step, plan.attention, member, own, passes.span);
+    if (step.key_bounds.data) return run_passes(step, plan.attention, member, own, passes.span);
     cpu::Plan in_place = plan.attention;
     in_place.scores = step.weights;
     const auto run = [&](const auto&... each) { run_passes(step, in_place, member, own, each...); };
@@ -301,7 +302,7 @@ class Forwards {
       multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
       multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
-        for_vectors<C>(a.O - first, [&](int64_t c, int64_t n) {
+        for_vectors<C>(a.output_dim - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * kPanel<C> + c);
           if (a.bias_output.data) sum += load_part(row<C>(a.bias_output, 0) + first + c, n, (C)0);
           sum = tanh_of(sum);
@@ -319,7 +320,7 @@ class Forwards {
         clear(row<C>(a.contexts, b, t), a.Dv);
         clear(row<C>(a.attention.weights, b, t), a.Tk);
         if (a.queries.data) clear(row<C>(a.queries, b, t), a.A);
-        if (a.weight_output.data) clear(row<C>(a.attentional, b, t), a.O);
+        if (a.weight_output.data) clear(row<C>(a.attentional, b, t), a.output_dim);
       }
     });
   }

@@ -104,7 +104,7 @@ void move_on(View& x, int64_t t, int64_t bytes) {
 void move_on(Problem& a, int64_t t, int64_t bytes) {
   move_on(a.query, t, bytes);
   move_on(a.mask, t, 1);
-  move_on(a.span, t, sizeof(int64_t));
+  move_on(a.key_bounds, t, sizeof(int64_t));
 }
 bool has_history(const History& h) { return h.coverage_in.data; }
 

@@ -66,7 +66,7 @@ int64_t padded(int64_t width) {
 // tensor.
 template <class C>
 int64_t scores_scratch(const Problem& a, const Plan& plan) {
-  return plan.scores.data || a.span.data ? 0 : round_up(plan.rows * a.W, 64 / sizeof(C));
+  return plan.scores.data || a.key_bounds.data ? 0 : round_up(plan.rows * a.W, 64 / sizeof(C));
 }
 template <class C>
 Rows<C> scores_of(const Problem& a, const Plan& plan, const Item& item, Scratch<C>& scratch) {

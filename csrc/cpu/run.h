@@ -124,7 +124,7 @@ Plan plan_by_rows(const Problem& a) {
   plan.keys = std::max<int64_t>(a.Tk, 1);
   plan.columns = std::max<int64_t>(a.Dv, 1);
   const int64_t items = std::max<int64_t>(sequences * ((a.Tq + plan.rows - 1) / plan.rows), 1);
-  if (threads == 1 || items >= 2 * threads || a.span.data) return plan;
+  if (threads == 1 || items >= 2 * threads || a.key_bounds.data) return plan;
   const auto part = [&](int64_t n, int64_t multiple) {
     const int64_t size = n * items / (2 * threads);
     return std::max<int64_t>((size + multiple - 1) / multiple, 1) * multiple;
@@ -139,7 +139,7 @@ Plan plan_by_rows(const Problem& a) {
 int64_t columns_of_gradients(const Problem& a) {
   const int64_t widest = std::max<int64_t>({a.A, a.Dv, 1}), items = std::max<int64_t>(a.B * a.H, 1);
   const bool half = a.dtype == Dtype::f16 || a.dtype == Dtype::bf16;  // separate sums
-  const bool rows = a.Tq == 1 || (a.span.data && !half);
+  const bool rows = a.Tq == 1 || (a.key_bounds.data && !half);
   const int64_t most = rows ? widest : half ? kPadding : 4 * kPadding;
   const int64_t slices = (2 * threads_for(a) + items - 1) / items, n = slices * kPadding;
   return std::clamp<int64_t>((widest + n - 1) / n * kPadding, kPadding, std::max(most, kPadding));

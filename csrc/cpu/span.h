@@ -9,7 +9,7 @@ namespace VARIANT {
 namespace {
 
 Seen seen_by(const Problem& a, const Item& item, int64_t row) {
-  return seen_within(a, at<int64_t>(a.span, item, row), item.seen);
+  return seen_within(a, at<int64_t>(a.key_bounds, item, row), item.seen);
 }
 
 // The visible keys of an item's rows, looked up once.
@@ -73,7 +73,7 @@ int64_t band_row(int64_t keys) {
 }
 template <class C>
 int64_t band_scratch(const Problem& a) {
-  return a.span.data ? kMostRows * band_row<C>(band_keys(a)) : 0;
+  return a.key_bounds.data ? kMostRows * band_row<C>(band_keys(a)) : 0;
 }
 
 // The location of a row's visible elements: [from, to) in the matrix, [column, end()) in its

@@ -27,7 +27,7 @@ void run_backward(const Backward& a, const Tensor& like) {
       [&](const Launch& launch) { launch_backward(a, launch); });
 }
 
-int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
+int64_t grad_score_vector_parts(const Problem& a) { return attnfast::grad_score_vector_parts(a); }
 }  // namespace cuda
 
 namespace {

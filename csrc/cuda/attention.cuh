@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) grad_score(const Backward a) {
   const C *weights = at<C>(a.weights, tile, tile.row),
           *given = a.grad_weights.data ? at<C>(a.grad_weights, tile, tile.row) : nullptr;
   C* out = at<C>(a.grad_score, tile, tile.row);
-  const int64_t columns = a.span.data ? a.W : keys_seen(a, tile.b);
+  const int64_t columns = a.key_bounds.data ? a.W : keys_seen(a, tile.b);
   const auto x = [&](int64_t j) { return given ? out[j] + given[j] : out[j]; };
   C product = 0;
 #pragma unroll 4
@@ -256,14 +256,14 @@ __global__ void __launch_bounds__(kThreads) grad_score(const Backward a) {
 //   dot       out_r = scale * sum_c g_rc y_c
 //   tanh      out_r = 4 scale w * sum_c g_rc (1/4 - s^2),  s = 1/(1 + e^{2(x_r + y_c)}) - 1/2
 //   others    out_r = 4 scale w * sum_c g_rc f'(x_r + y_c) / 4,  s = -f(x_r + y_c) / 2
-// and, if queries are the rows, grad_weight = -2 scale * sum_rc g_rc s.
+// and, if queries are the rows, grad_score_vector = -2 scale * sum_rc g_rc s.
 struct Sum {
   View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
   int64_t rows, width;
   double scale;
-  View grad_weight;   // [tiles of rows, width] for each [B, H], or absent
-  View rows_of_keys;  // if keys are the rows and have spans: see find_rows_of_keys
+  View grad_score_vector;  // [tiles of rows, width] for each [B, H], or absent
+  View rows_of_keys;       // if keys are the rows and have spans: see find_rows_of_keys
 };
 
 constexpr int kHeight = 8;                  // rows of a warp
@@ -274,19 +274,19 @@ constexpr int kSlice = 64;                  // features of a block, two for each
 
 template <class C>
 struct StagedSum {
-  alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], weight[kWarps][kSlice];
+  alignas(16) C g[kSumColumns][kSumRows + 4], y[kSumColumns][kSlice], score_vector[kWarps][kSlice];
   C total[kHeight + 1][2][kThreads];  // a thread's totals
 
   // Add the sums of some columns to the totals and reset them to 0: sums of partial sums have
   // smaller errors.
-  __device__ void add(C (&out)[kHeight][2], C (&grad_weight)[2]) {
+  __device__ void add(C (&out)[kHeight][2], C (&grad_score_vector)[2]) {
     for (int half = 0; half < 2; ++half) {
       for (int r = 0; r < kHeight; ++r) {
         total[r][half][threadIdx.x] += out[r][half];
         out[r][half] = 0;
       }
-      total[kHeight][half][threadIdx.x] += grad_weight[half];
-      grad_weight[half] = 0;
+      total[kHeight][half][threadIdx.x] += grad_score_vector[half];
+      grad_score_vector[half] = 0;
     }
   }
 };
@@ -324,7 +324,7 @@ __device__ void drop_unseen(C (&x)[N]) {
 // multiplied by 0. This path is too inaccurate if all tanh are small.
 template <Score S, bool quick, bool weighs, class C>
 __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x)[kHeight][2],
-                            C (&out)[kHeight][2], C (&grad_weight)[2]) {
+                            C (&out)[kHeight][2], C (&grad_score_vector)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll(S == Score::tanh && !quick ? 1 : 2)
   for (int c = 0; c < columns; ++c) {
@@ -349,7 +349,7 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
         for (int half = 0; half < 2; ++half) {
           if constexpr (S == Score::tanh) out[r][half] += g * (C(0.25) - s[half] * s[half]);
           else out[r][half] += times_slope<S, C>(g / 4, -2 * s[half]);
-          if (weighs) grad_weight[half] += g * s[half];
+          if (weighs) grad_score_vector[half] += g * s[half];
         }
       }
     }
@@ -360,7 +360,7 @@ __device__ void sum_columns(const StagedSum<C>& staged, int columns, const C (&x
 template <bool keys_are_rows>
 __device__ Seen columns_of(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t n) {
   if (!keys_are_rows) return seen_by_all(a, tile, rows, n);
-  if (!a.span.data) return {0, tile.row < n ? a.Tq : 0, 0};
+  if (!a.key_bounds.data) return {0, tile.row < n ? a.Tq : 0, 0};
   const int64_t* of = at<int64_t>(sum.rows_of_keys, tile, tile.part);
   return {a.Tq - of[0], of[1], 0};
 }
@@ -379,7 +379,7 @@ __device__ void load_g(const Problem& a, const Sum& sum, const Tile& tile, int r
   for (int m = 0; m < kPart; ++m, of_g += kWarps * sum.g.row) {
     bool exists = lane < of_j && warp + m * kWarps < of_i;
     int64_t origin = 0;
-    if (a.span.data && exists) {
+    if (a.key_bounds.data && exists) {
       const Seen own = seen_by(a, tile, i + m * kWarps, a.Tk);  // g beyond n is 0
       exists = own.from <= j && j < own.to;
       origin = own.origin;
@@ -412,21 +412,21 @@ __device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, 
   for (int half = 0; half < 2; ++half) {
     const int64_t c = lane + 32 * half;
     C factor = sum.scale;
-    if (S != Score::dot && c < width) factor *= 4 * widen(at<T>(a.weight, tile, 0)[slice + c]);
+    if (S != Score::dot && c < width) factor *= 4 * widen(at<T>(a.score_vector, tile, 0)[slice + c]);
     for (int r = 0; sum.out.data && r < kHeight; ++r) {
       const int64_t row = warp + r * kWarps;
       if (row < rows && c < width)
         narrow(factor * staged.total[r][half][threadIdx.x],
                at<T>(sum.out, tile, tile.row + row)[slice + c]);
     }
-    staged.weight[warp][c] = staged.total[kHeight][half][threadIdx.x];
+    staged.score_vector[warp][c] = staged.total[kHeight][half][threadIdx.x];
   }
-  if (S == Score::dot || !weighs || !sum.grad_weight.data) return;
+  if (S == Score::dot || !weighs || !sum.grad_score_vector.data) return;
   __syncthreads();
   for (int c = threadIdx.x; c < up_to(kSlice, width); c += kThreads) {
     C total = 0;
-    for (int from = 0; from < kWarps; ++from) total += staged.weight[from][c];
-    at<C>(sum.grad_weight, tile, tile.part)[slice + c] = -2 * C(sum.scale) * total;
+    for (int from = 0; from < kWarps; ++from) total += staged.score_vector[from][c];
+    at<C>(sum.grad_score_vector, tile, tile.part)[slice + c] = -2 * C(sum.scale) * total;
   }
 }
 
@@ -449,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
   const Seen columns = columns_of<keys_are_rows>(a, sum, tile, rows, keys_seen(a, tile.b));
   const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
 
-  C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_weight[2] = {};
+  C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_score_vector[2] = {};
   for (auto& row : staged.total) row[0][threadIdx.x] = row[1][threadIdx.x] = 0;
   bool far = false, wide = false;
   const auto beyond_small = [](const auto& x) { return beyond(x, kSmallTanhLimit / 2); };
@@ -482,9 +482,9 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
     stage<keys_are_rows, factorable>(y, g, quick, staged);
     __syncthreads();
     constexpr bool has_quick = factorable || S == Score::dot;
-    if (has_quick && quick) sum_columns<S, has_quick, weighs>(staged, count, e, out, grad_weight);
-    else sum_columns<S, false, weighs>(staged, count, x, out, grad_weight);
-    staged.add(out, grad_weight);
+    if (has_quick && quick) sum_columns<S, has_quick, weighs>(staged, count, e, out, grad_score_vector);
+    else sum_columns<S, false, weighs>(staged, count, x, out, grad_score_vector);
+    staged.add(out, grad_score_vector);
   }
   finish_sums<T, S, weighs>(a, sum, tile, rows, slice, staged);
 }
@@ -509,7 +509,7 @@ int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel ker
   return best;
 }
 
-inline int64_t grad_weight_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
+inline int64_t grad_score_vector_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
 
 // `added` is for a single step only; see put_context.
 template <class Launch>
@@ -552,7 +552,7 @@ void launch_sum(const Problem& a, const Sum& sum, const Launch& launch,
 // absent.
 template <class Launch>
 View rows_of_keys(const Backward& a, const Launch& launch) {
-  if (!a.span.data || !(a.grad_key.data || a.grad_value.data)) return {};
+  if (!a.key_bounds.data || !(a.grad_key.data || a.grad_value.data)) return {};
   const int64_t head = 2 * tiles(a.Tk, kSumRows), batch = a.H * head;
   const View rows = {launch.zeros(a.B * batch), batch, head, 2, 1};
   launch(find_rows_of_keys, a.B * a.H * tiles(a.Tq, kThreads), 1, static_cast<const Problem&>(a), rows);
@@ -570,13 +570,15 @@ void launch_grad_value(const Backward& a, const View& rows_of_keys, const Launch
 template <class T, class Launch>
 void launch_grad_inputs(const Backward& a, const Launch& launch) {
   const View of_keys = rows_of_keys(a, launch);
-  const Sum query = {a.grad_score, a.query, a.key, a.grad_query, a.Tq, a.A, a.scale, a.grad_weight, {}};
+  const Sum query = {a.grad_score,        a.query, a.key, a.grad_query, a.Tq, a.A, a.scale,
+                     a.grad_score_vector, {}};
   const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}, of_keys};
   const auto kernel = [&](auto keys) {
     constexpr bool are_rows = decltype(keys)::value;
     return by_score(a.score, [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });
   };
-  if (a.grad_query.data || a.grad_weight.data) launch_sum<T>(a, query, launch, kernel(std::false_type{}));
+  if (a.grad_query.data || a.grad_score_vector.data)
+    launch_sum<T>(a, query, launch, kernel(std::false_type{}));
   if (a.grad_key.data) launch_sum<T>(a, key, launch, kernel(std::true_type{}));
   launch_grad_value<T>(a, of_keys, launch);
 }

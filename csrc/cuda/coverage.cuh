@@ -54,7 +54,7 @@ struct Scan {
   const Call& a;
   const Tile tile;
   const int64_t n, from, to, seen, K, W, taps;
-  const T* const weight;
+  const T* const score_vector;
   const C *const filters, *const projection, *const inverse_fertility;
   const C penalty;
   C* found;  // shared by all blocks: [Tk, K]
@@ -63,8 +63,8 @@ struct Scan {
   __device__ Scan(const Call& a, const View& scratch)
       : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), from(blockIdx.y * share(a, gridDim.y)),
         to(min(from + share(a, gridDim.y), a.Tk)), seen(min(to, n)), K(a.filters_count), W(a.width),
-        taps(a.channels * W), weight(K ? at<T>(a.weight, tile, 0) : nullptr), filters(row(a.filters)),
-        projection(row(a.projection)), inverse_fertility(row(a.inverse_fertility)),
+        taps(a.channels * W), score_vector(K ? at<T>(a.score_vector, tile, 0) : nullptr),
+        filters(row(a.filters)), projection(row(a.projection)), inverse_fertility(row(a.inverse_fertility)),
         penalty(a.penalty.data ? *row(a.penalty) : C(0)), next(row(scratch)) {
     found = take(a.Tk * K);
   }
@@ -125,7 +125,7 @@ struct Scan {
 #pragma unroll
           for (int x = 0; x < kAtOnce; ++x) z[x] += features[x][i] * u;
         }
-        const C qc = widen(q[c]), w = widen(weight[c]);
+        const C qc = widen(q[c]), w = widen(score_vector[c]);
 #pragma unroll
         for (int x = 0; x < kAtOnce; ++x) s[x] += w * activated(a.score, z[x] + widen(k[x][c]) + qc);
       }
@@ -144,7 +144,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   using Base = Scan<T, CoverageBackward>;
   using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::W, Base::taps;
   using Base::row, Base::take;
-  using Base::weight, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
+  using Base::score_vector, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
   // shared by all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]; the log-weights' gradient of a
   // transition follows `past`
   C *coverages, *past, *grad_coverage, *grad_found, *slopes, *grad_keys;
@@ -194,7 +194,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     const T* q = at<T>(a.query, tile, t);
     C* const grad_projection = parts + a.A + K * taps;
     const auto of_feature = [&](int64_t c) {
-      const C qc = widen(q[c]), w = widen(weight[c]), *u = projection + c * K;
+      const C qc = widen(q[c]), w = widen(score_vector[c]), *u = projection + c * K;
       C grad_q = 0, grad_w = 0;
       for (int64_t j = from; j < seen; ++j) {
         C slope = 0;
@@ -304,7 +304,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
 
   // Compute the gradients of keys and parameters, after the rows of all blocks.
   __device__ void end_backward() const {
-    C* const outs[] = {row(a.grad_weight), row(a.grad_filters), row(a.grad_projection)};
+    C* const outs[] = {row(a.grad_score_vector), row(a.grad_filters), row(a.grad_projection)};
     const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size(a);
     const C* part = parts - blockIdx.y * size;
 #pragma unroll

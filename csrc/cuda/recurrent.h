@@ -16,7 +16,7 @@ namespace attnfast {
 namespace cuda {  // attention.cu, whose kernels are compiled once
 void run_forward(const Forward&, const View& added, const Tensor& like);
 void run_backward(const Backward&, const Tensor& like);
-int64_t grad_weight_parts(const Problem&);
+int64_t grad_score_vector_parts(const Problem&);
 }  // namespace cuda
 
 namespace {
@@ -157,7 +157,8 @@ struct Loop {
 // Move the mask and the span of a call for all steps to step t.
 void move_on(Problem& a, int64_t t) {
   if (a.mask.data) a.mask.data = static_cast<char*>(a.mask.data) + t * a.mask.row;
-  if (a.span.data) a.span.data = static_cast<int64_t*>(a.span.data) + t * a.span.row;
+  if (a.key_bounds.data)
+    a.key_bounds.data = static_cast<int64_t*>(a.key_bounds.data) + t * a.key_bounds.row;
 }
 
 // Raise if an argument is given that no kernel here supports.
@@ -487,7 +488,7 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
   if (a.attends && given.need_grad_key) {
     Problem all = attends;
     all.Tq = a.T;
-    add_key_gradients(given, loop.fit, attends, cuda::grad_weight_parts(all), grads,
+    add_key_gradients(given, loop.fit, attends, cuda::grad_score_vector_parts(all), grads,
                       [&](const Backward& x) { cuda::run_backward(x, hidden); });
   }
   return grads;

@@ -76,7 +76,7 @@ __device__ double sum_of_tanh(const T* q, const T* k, const T* w, int64_t width)
 // largest |x| of each row. (Separate views would make the parameters so long that registers spill
 // on sm_100.)
 struct Factored {
-  View query, key, weight;
+  View query, key, score_vector;
 };
 
 // Return the location of the largest |x| of a row, of `count` in a sequence.
@@ -116,7 +116,7 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   for (int64_t first = 0; first < width; first += 128) {
     const int64_t c = first + 4 * lane;
     float w[4], total, x[kRows][4];
-    load(at<T>(a.weight, tile, 0) + c, false, a.A - c, w);
+    load(at<T>(a.score_vector, tile, 0) + c, false, a.A - c, w);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = warp * kRows + r;
@@ -125,11 +125,11 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
     divide_by_second(w, total);
     if (c >= width) break;
     if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
-      float* weights = at<float>(out.weight, tile, 0);
-      float* const near = weights + a.H * out.weight.head;
+      float* weights = at<float>(out.score_vector, tile, 0);
+      float* const near = weights + a.H * out.score_vector.head;
       for (int i = 0; i < 4; ++i) {
         weights[c + i] = w[i];
-        near[c + i] = c + i < a.A ? widen(at<T>(a.weight, tile, 0)[c + i]) : 0;
+        near[c + i] = c + i < a.A ? widen(at<T>(a.score_vector, tile, 0)[c + i]) : 0;
       }
       if (lane % 4 == 0) weights[width + c / kFeatures] = total, near[width + c / kFeatures] = 0;
     }
@@ -298,7 +298,7 @@ __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile
                            Staged<C>& staged) {
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
-  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const T* w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
   const auto again = [&](int row, int key) {
     if (row >= rows || key >= keys) return C(0);
     return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
@@ -313,8 +313,9 @@ __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile
     }
     Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
     Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
-    const C* e_w = at<C>(f.weight, tile, 0);
-    if (small) e_q.data += a.B * f.query.batch, e_k.data += a.B * f.key.batch, e_w += a.H * f.weight.head;
+    const C* e_w = at<C>(f.score_vector, tile, 0);
+    if (small)
+      e_q.data += a.B * f.query.batch, e_k.data += a.B * f.key.batch, e_w += a.H * f.score_vector.head;
     score_tile<S>(e_q, e_k, e_w, f.key.row, staged, again, small);
   } else {
     score_tile<S>(Rows<T>{q, a.query.row, rows}, Rows<T>{k, a.key.row, keys}, w, a.A, staged, again);

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, 1, 1);
   const auto [own, from, keys] = keys_of_block(a, tile);
-  const T* w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const T* w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
   const Rows<T> key = {at<T>(a.key, tile, from), a.key.row, keys};
   score_keys<S, C>(at<T>(a.query, tile, 0), w, key, a.A, [&, own = own, from = from](int j, C s) {
     const int64_t column = from + j - own.origin;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
     if (c + own.origin < own.from || c + own.origin >= own.to) grad_score[c] = 0;
   __syncthreads();
 
-  const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.weight, tile, 0);
+  const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
   const auto gradient = [&, from = from, keys = keys](int64_t c) {
     const C q0 = widen(q[c]);
     const auto term = [&](C g, C k) {
@@ -336,7 +336,7 @@ template <class T, class Launch>
 bool launch_step_backward(const Backward& a, const Launch& launch) {
   const auto kernel =
       by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score>; });
-  const bool others = a.grad_key.data || a.grad_value.data || a.grad_weight.data;
+  const bool others = a.grad_key.data || a.grad_value.data || a.grad_score_vector.data;
   if (a.Tq != 1 || a.grad_score_given || !a.grad_query.data || others) return false;
   const int64_t blocks = key_parts(a);
   if (blocks > 1 && blocks > launch.most_together(kernel)) return false;

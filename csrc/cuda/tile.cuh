@@ -118,13 +118,13 @@ __device__ T* at(const View& v, const Tile& tile, int64_t row) {
 
 // Return the keys that a query row may see, of the n of its sequence.
 __device__ inline Seen seen_by(const Problem& a, const Tile& tile, int64_t row, int64_t n) {
-  if (!a.span.data) return {0, n, 0};
-  return seen_within(a, at<int64_t>(a.span, tile, row), n);
+  if (!a.key_bounds.data) return {0, n, 0};
+  return seen_within(a, at<int64_t>(a.key_bounds, tile, row), n);
 }
 
 // Return the keys that any of up to 32 rows of a tile sees; every lane of a warp takes part.
 __device__ inline Seen seen_by_all(const Problem& a, const Tile& tile, int64_t rows, int64_t n) {
-  if (!a.span.data) return {0, n, 0};
+  if (!a.key_bounds.data) return {0, n, 0};
   const int lane = threadIdx.x % 32;
   Seen all = {n, 0, 0};
   if (lane < rows) {

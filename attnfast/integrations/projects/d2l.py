@@ -25,13 +25,13 @@ def seen(key, valid_lens):
     return torch.arange(key.shape[1], device=key.device) < valid_lens.unsqueeze(-1)
 
 
-def attended(self, query, key, values, valid_lens, weight=None, scale=1.0):
+def attended(self, query, key, values, valid_lens, score_vector=None, scale=1.0):
     """Attend, and keep the weights; where they are dropped the context is of what is left."""
     mask = None if valid_lens is None else seen(key, valid_lens)
     drops = self.dropout.training and self.dropout.p > 0
     value = None if drops else values
     context, self.attention_weights = attend(
-        self, query, key, value, weight, mask=mask, scale=scale
+        self, query, key, value, score_vector, mask=mask, scale=scale
     )
     return torch.bmm(self.dropout(self.attention_weights), values) if drops else context
 
@@ -72,7 +72,7 @@ class Decoder:
         steps = run_decoder(
             layer._replace(weight_ih=layer.weight_ih.roll(-source.shape[2], 1)),  # for [x; c]
             self.embedding(X), state_of(hidden), attention.W_q,
-            Memory(key, source, lengths, weight=weight, score="tanh"),
+            Memory(key, source, lengths, score_vector=weight, score="tanh"),
         )  # fmt: skip
         self._attention_weights = list(steps.weights.split(1, 1))
         attention.attention_weights = self._attention_weights[-1]

@@ -37,7 +37,9 @@ def lengths_of(self):
 def score(self, query, scale, **more):
     """Return context and weights, e = s (g · tanh(W h + b + query + ...) + a)."""
     more = {"value": self.enc_h, "lengths": lengths_of(self), "scale": scale, **more}
-    context, weights = attend(self, query, self.pre_compute_enc_h, weight=self.gvec.weight, **more)
+    context, weights = attend(
+        self, query, self.pre_compute_enc_h, score_vector=self.gvec.weight, **more
+    )
     if context is not None:
         context = keep_in_graph(multiplied(context, weights, self.enc_h), self.gvec.bias)
     return context, weights

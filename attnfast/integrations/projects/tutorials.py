@@ -65,7 +65,7 @@ class TranslationDecoder:
         if self.dropout.training and self.dropout.p > 0:  # the random numbers of its own loop
             embedded = torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)
         key = project(attention, "key", attention.Ua, encoder_outputs)
-        memory = Memory(key, encoder_outputs, weight=attention.Va.weight[0], score="tanh")
+        memory = Memory(key, encoder_outputs, score_vector=attention.Va.weight[0], score="tanh")
         state = RecurrentState(encoder_hidden[0])
         steps = run_decoder(layer, embedded, state, attention.Wa, memory)
         states = keep_in_graph(steps.states, attention.Va.bias)
