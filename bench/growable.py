@@ -16,8 +16,8 @@ ROUNDS = 3
 STEPS = {"decoding": 1000, "reordered": 1000, "training": 200}
 
 
-def growing(query, key, value, weight, order=None):
-    memory, contexts = prepare(key[:, :0], value[:, :0], weight), []
+def growing(query, key, value, score_vector, order=None):
+    memory, contexts = prepare(key[:, :0], value[:, :0], score_vector), []
     for t, q in enumerate(query.split(1, 1)):
         memory = memory.append(key[:, t], value[:, t])
         contexts.append(attend(q, memory).context)
@@ -26,12 +26,12 @@ def growing(query, key, value, weight, order=None):
 
 
 def by_cat(step):
-    def run(query, key, value, weight, order=None):
+    def run(query, key, value, score_vector, order=None):
         keys, values, contexts = key[:, :0], value[:, :0], []
         for t, q in enumerate(query.split(1, 1)):
             keys = torch.cat([keys, key[:, t : t + 1]], 1)
             values = torch.cat([values, value[:, t : t + 1]], 1)
-            contexts.append(step(q, keys, values, weight))
+            contexts.append(step(q, keys, values, score_vector))
             if order is not None:
                 keys, values = (x.index_select(0, order[t]) for x in (keys, values))
         return torch.cat(contexts, 1)
@@ -39,23 +39,23 @@ def by_cat(step):
     return run
 
 
-def anew(query, key, value, weight):
-    return attend(query, prepare(key, value, weight)).context
+def anew(query, key, value, score_vector):
+    return attend(query, prepare(key, value, score_vector)).context
 
 
-def eager(query, key, value, weight):
-    if weight is None:
+def eager(query, key, value, score_vector):
+    if score_vector is None:
         score = query @ key.mT
     else:
-        score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ weight
+        score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ score_vector
     return score.softmax(-1) @ value
 
 
-def at_once(query, key, value, weight, order=None):
+def at_once(query, key, value, score_vector, order=None):
     span = Span(causal=True)
-    if weight is None:
+    if score_vector is None:
         return dot_attention(query, key, value, scale=1.0, span=span).context
-    return additive_attention(query, key, value, weight, span=span).context
+    return additive_attention(query, key, value, score_vector, span=span).context
 
 
 WAYS = {"growing": growing, "anew": by_cat(anew), "eager": by_cat(eager), "at once": at_once}

@@ -203,8 +203,8 @@ def recurrent(step_of):
 
 
 def remembered(backend):
-    def step_of(key, value, weight):
-        memory = prepare(key, value, weight, backend=backend)
+    def step_of(key, value, score_vector):
+        memory = prepare(key, value, score_vector, backend=backend)
         return lambda query: attend_to(query, memory)[0]
 
     return recurrent(step_of)

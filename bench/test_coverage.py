@@ -21,14 +21,14 @@ STEPS = {  # B, Tk, A, Dv, filters, width
 }
 
 
-def loop(query, key, value, weight, penalty=None, coverage_weight=None):
+def loop(query, key, value, score_vector, penalty=None, coverage_weight=None):
     """Attend row after row: context and coverage loss."""
     coverage, contexts, loss = key.new_zeros(key.shape[:2]), [], 0
     for q in query.unbind(1):
         features = q.unsqueeze(1) + key
         if coverage_weight is not None:
             features = features + coverage.unsqueeze(-1) * coverage_weight
-        score = torch.tanh(features) @ weight
+        score = torch.tanh(features) @ score_vector
         if penalty is not None:
             score = score - penalty * coverage
         weights = score.softmax(-1)
@@ -38,22 +38,22 @@ def loop(query, key, value, weight, penalty=None, coverage_weight=None):
     return torch.stack(contexts, 1), loss
 
 
-def whole_target(query, key, value, weight, **options):
-    result = attnfast.coverage_attention(query, key, value, weight, **options)
+def whole_target(query, key, value, score_vector, **options):
+    result = attnfast.coverage_attention(query, key, value, score_vector, **options)
     return result.context, result.loss
 
 
-def location_step(query, key, value, weight, filters, projection, previous):
+def location_step(query, key, value, score_vector, filters, projection, previous):
     """Attend once, location features in the tanh: context and weights."""
     found = F.conv1d(previous.unsqueeze(1), filters, padding=filters.shape[-1] // 2)
     features = query + key + found.transpose(1, 2) @ projection.T
-    weights = (torch.tanh(features) @ weight).softmax(-1)
+    weights = (torch.tanh(features) @ score_vector).softmax(-1)
     return torch.bmm(weights.unsqueeze(1), value), weights
 
 
-def one_step(query, key, value, weight, **options):
+def one_step(query, key, value, score_vector, **options):
     context, weights, _ = attnfast.coverage_attention(
-        query, key, value, weight, need_weights=True, **options
+        query, key, value, score_vector, need_weights=True, **options
     )
     return context, weights.squeeze(1)
 

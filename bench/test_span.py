@@ -40,12 +40,12 @@ def mask_of(T: int, span: Span) -> torch.Tensor:
     return mask
 
 
-def eager(query, key, value, weight, mask):
+def eager(query, key, value, score_vector, mask):
     """Attend as people write it, with a mask."""
-    if weight is None:
+    if score_vector is None:
         score = query @ key.transpose(-1, -2) / A**0.5
     else:
-        score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ weight
+        score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ score_vector
     return score.masked_fill(~mask, -math.inf).softmax(-1) @ value
 
 
@@ -53,10 +53,10 @@ def contenders(score: str, T: int, direction: str) -> dict:
     """Return what runs at this length: name to a function of query, key, value and weight."""
 
     def ours(span):
-        def run(query, key, value, weight):
-            if weight is None:
+        def run(query, key, value, score_vector):
+            if score_vector is None:
                 return attnfast.dot_attention(query, key, value, span=span)[0]
-            return attnfast.additive_attention(query, key, value, weight, span=span)[0]
+            return attnfast.additive_attention(query, key, value, score_vector, span=span)[0]
 
         return run
 

@@ -714,8 +714,8 @@ def test_compile(score):
 
 def test_export():
     class Attend(torch.nn.Module):
-        def forward(self, query, key, value, weight):
-            return attnfast.additive_attention(query, key, value, weight)[0]
+        def forward(self, query, key, value, score_vector):
+            return attnfast.additive_attention(query, key, value, score_vector)[0]
 
     args = [v.detach() for v in inputs(Case("tanh", 2, 3, 5, 8, 8)).values() if v is not None]
     program = torch.export.export(Attend(), tuple(args))

@@ -797,13 +797,13 @@ def test_bad_input_is_one_clear_sentence(change, message):
     assert "\n" not in str(error.value)
 
 
-def forward_attention_in_logarithms(query, key, value, weight, u):
+def forward_attention_in_logarithms(query, key, value, score_vector, u):
     """Zhang et al.'s recursion from the first key on, log α alone: contexts ``[B, Tq, Dv]``."""
     never = query.new_full((key.shape[0], 1), -1e30)  # whose gradient is 0, not NaN
     log_a = torch.cat([torch.zeros_like(never), never.expand(-1, key.shape[1] - 1)], 1)
     contexts = []
     for t in range(query.shape[1]):
-        e = torch.tanh(query[:, t, None] + key) @ weight
+        e = torch.tanh(query[:, t, None] + key) @ score_vector
         before = torch.cat([never, log_a[:, :-1]], 1)
         prior = torch.logaddexp(log_a + math.log(1 - u), before + math.log(u))
         log_a = (prior + e).log_softmax(-1)

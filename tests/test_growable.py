@@ -28,19 +28,19 @@ CASES = [
 ]
 
 
-def whole(query, key, value, weight, activation="tanh", **options):
-    if weight is None:
+def whole(query, key, value, score_vector, activation="tanh", **options):
+    if score_vector is None:
         return dot_attention(query, key, value, scale=1.0, **options)
-    return additive_attention(query, key, value, weight, activation=activation, **options)
+    return additive_attention(query, key, value, score_vector, activation=activation, **options)
 
 
-def start(key, value, weight, rows=0, **options):
-    return prepare(key[..., :rows, :], value[..., :rows, :], weight, **options)
+def start(key, value, score_vector, rows=0, **options):
+    return prepare(key[..., :rows, :], value[..., :rows, :], score_vector, **options)
 
 
-def steps(query, key, value, weight, rows=0, **options):
+def steps(query, key, value, score_vector, rows=0, **options):
     """Attend with a query after each key from ``rows`` on; return contexts and the last memory."""
-    memory, contexts = start(key, value, weight, rows, **options), []
+    memory, contexts = start(key, value, score_vector, rows, **options), []
     for t in range(rows, key.shape[-2]):
         memory = memory.append(key[..., t, :], value[..., t, :])
         contexts.append(attend(query[..., t : t + 1, :], memory).context)

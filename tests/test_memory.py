@@ -52,27 +52,27 @@ CASES = [
 def recurrent(step_of):
     """Return a decoder whose every query depends on the context before it."""
 
-    def run(query, key, value, weight, bias=None, mask=None, lengths=None, **options):
+    def run(query, key, value, score_vector, bias=None, mask=None, lengths=None, **options):
         mask = None if mask is None else mask[..., :1, :]
-        step = step_of(key, value, weight, mask, lengths, **options)
+        step = step_of(key, value, score_vector, mask, lengths, **options)
         contexts, weights, feedback = [], [], 0
         for q in query.split(1, -2):
-            context, weight = step(q + feedback)
+            context, score_vector = step(q + feedback)
             feedback = torch.tanh(context).sum(-1, keepdim=True) / max(1, context.shape[-1])
             contexts.append(context)
-            weights.append(weight)
+            weights.append(score_vector)
         return torch.cat(contexts, -2), torch.cat(weights, -2)
 
     return run
 
 
-def with_memory(key, value, weight, mask, lengths, **options):
-    m = prepare(key, value, weight, mask=mask, lengths=lengths, **options)
+def with_memory(key, value, score_vector, mask, lengths, **options):
+    m = prepare(key, value, score_vector, mask=mask, lengths=lengths, **options)
     return lambda q: attend(q, m, need_weights=True)
 
 
-def plain(key, value, weight, mask, lengths, **options):
-    return lambda q: eager(q, key, value, weight, None, mask, lengths, **options)[:2]
+def plain(key, value, score_vector, mask, lengths, **options):
+    return lambda q: eager(q, key, value, score_vector, None, mask, lengths, **options)[:2]
 
 
 def judge(case, backend):
@@ -526,8 +526,8 @@ def test_log_sum_exp_of_steps(backend):
 def test_keys_out_of_reach_after_a_graph_was_recorded():
     """What a backend prepares depends on numbers, and is no part of a graph or of a mapped call."""
 
-    def steps(query, key, value, weight):
-        m = prepare(key, value, weight, backend="cpu")
+    def steps(query, key, value, score_vector):
+        m = prepare(key, value, score_vector, backend="cpu")
         return torch.cat([attend(q, m).context for q in query.split(1, 1)], 1)
 
     args = inputs(Case("tanh", 2, 2, 9, 8, 5))
