@@ -26,7 +26,11 @@ SMALLEST = 1e-8
 
 
 def alignment_loss(
-    weights: Tensor, alignment: Tensor, *, keys: Tensor | None = None, kind: str = "cross_entropy"
+    weights: Tensor,
+    alignment: Tensor,
+    *,
+    key_indices: Tensor | None = None,
+    kind: str = "cross_entropy",
 ) -> Tensor:
     r"""Compare attention weights with given alignments, row by row.
 
@@ -42,8 +46,8 @@ def alignment_loss(
         weights: α, ``[B, (H,) Tq, Tk]``, or ``[B, (H,) Tq, W]`` in the columns of a span.
         alignment: α̂: the aligned key of every row, int64 ``[B, (H,) Tq]``, −1 for none; or weights
             ``[B, (H,) Tq, Tk]``, dense or ``torch.sparse_coo``. Unless sparse, H may be 1.
-        keys: the key of each column, ``[.., Tq, W]`` from :meth:`attnfast.Span.keys`, if the
-            weights are a span's.
+        key_indices: the key of each column, ``[.., Tq, W]`` from :meth:`attnfast.Span.key_indices`,
+            if the weights are a span's.
         kind: one of the table.
 
     Returns:
@@ -67,8 +71,8 @@ def alignment_loss(
     check_choice("kind", kind, KINDS)
     check_device("alignment", alignment, weights, "weights")
     weights = weights.to(accumulation_dtype(weights.dtype))
-    if keys is not None:
-        keys = check_keys(keys, weights)
+    if key_indices is not None:
+        key_indices = check_key_indices(key_indices, weights)
     whole = alignment.dtype == torch.int64 and not alignment.is_sparse
     rows = list(alignment.shape if whole else alignment.shape[:-1])
     wanted = list(weights.shape[:-1])
@@ -77,7 +81,7 @@ def alignment_loss(
     if (
         not fits
         or not (whole or alignment.is_floating_point())
-        or (not whole and keys is None and alignment.shape[-1] != weights.shape[-1])
+        or (not whole and key_indices is None and alignment.shape[-1] != weights.shape[-1])
     ):
         raise_value_error(
             "alignment",
@@ -85,17 +89,17 @@ def alignment_loss(
             f"{alignment.dtype} {list(alignment.shape)}",
         )
     if whole:
-        most = weights.shape[-1] - 1 if keys is None else MOST
+        most = weights.shape[-1] - 1 if key_indices is None else MOST
         check_range("alignment", alignment, -1, most, "keys of weights, or -1 for none,")
-        return _of_keys(weights, alignment.long(), keys, kind)
+        return _of_keys(weights, alignment.long(), key_indices, kind)
     if alignment.is_sparse:
-        return _of_entries(weights, alignment.coalesce(), keys, kind)
+        return _of_entries(weights, alignment.coalesce(), key_indices, kind)
     alignment = alignment.to(weights.dtype)
-    if keys is None:
+    if key_indices is None:
         return _of_numbers(weights, alignment, kind)
-    index = keys.clamp_min(0).expand(weights.shape)
+    index = key_indices.clamp_min(0).expand(weights.shape)
     aligned = alignment.expand(*weights.shape[:-1], -1)
-    inside = aligned.gather(-1, index).masked_fill(keys < 0, 0)
+    inside = aligned.gather(-1, index).masked_fill(key_indices < 0, 0)
     loss = _of_numbers(weights, inside, kind)
     return loss + _unseen(aligned, inside, kind)
 
@@ -200,21 +204,21 @@ def check_weights(weights: object, columns: str = "Tk") -> None:
     check_array("weights", weights, "real numbers", *shapes)
 
 
-def check_keys(keys: Tensor, weights: Tensor) -> Tensor:
+def check_key_indices(key_indices: Tensor, weights: Tensor) -> Tensor:
     """Return the column keys of ``weights`` with a head axis; raise if they do not fit."""
-    check_tensor("keys", keys)
-    check_device("keys", keys, weights, "weights")
-    if keys.dim() == 3 and weights.dim() == 4:
-        keys = keys.unsqueeze(1)
+    check_tensor("key_indices", key_indices)
+    check_device("key_indices", key_indices, weights, "weights")
+    if key_indices.dim() == 3 and weights.dim() == 4:
+        key_indices = key_indices.unsqueeze(1)
     try:
-        fits = torch.broadcast_shapes(keys.shape, weights.shape) == weights.shape
+        fits = torch.broadcast_shapes(key_indices.shape, weights.shape) == weights.shape
     except RuntimeError:
         fits = False
-    if not fits or keys.dtype != torch.int64 or keys.shape[-1] != weights.shape[-1]:
+    if not fits or key_indices.dtype != torch.int64 or key_indices.shape[-1] != weights.shape[-1]:
         expected = f"int64 {list(weights.shape)}, or 1 instead of B and H, to fit weights"
-        raise_value_error("keys", expected, describe(keys))
-    check_range("keys", keys, -1, MOST, "keys, or -1 for none,")
-    return keys
+        raise_value_error("key_indices", expected, describe(key_indices))
+    check_range("key_indices", key_indices, -1, MOST, "keys, or -1 for none,")
+    return key_indices
 
 
 def _log(weights: Tensor) -> Tensor:
@@ -235,13 +239,13 @@ def _unseen(aligned: Tensor, inside: Tensor, kind: str) -> Tensor:
     return -log * (aligned.sum(-1) - inside.sum(-1))
 
 
-def _of_keys(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: str) -> Tensor:
+def _of_keys(weights: Tensor, alignment: Tensor, key_indices: Tensor | None, kind: str) -> Tensor:
     alignment = alignment.expand(weights.shape[:-1]).unsqueeze(-1)
     exists = (alignment >= 0).squeeze(-1)
-    if keys is None:
+    if key_indices is None:
         aligned = weights.gather(-1, alignment.clamp_min(0)).squeeze(-1)
     else:
-        aligned = weights.masked_fill(keys != alignment, 0).sum(-1)
+        aligned = weights.masked_fill(key_indices != alignment, 0).sum(-1)
     if kind == "squared":
         loss = 0.5 * (weights.square().sum(-1) - 2 * aligned + 1)
     else:
@@ -249,13 +253,15 @@ def _of_keys(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: str)
     return loss.masked_fill(~exists, 0)
 
 
-def _of_entries(weights: Tensor, alignment: Tensor, keys: Tensor | None, kind: str) -> Tensor:
+def _of_entries(
+    weights: Tensor, alignment: Tensor, key_indices: Tensor | None, kind: str
+) -> Tensor:
     *where, key = alignment.indices()
     number = alignment.values().to(weights.dtype)
-    if keys is None:
+    if key_indices is None:
         seen = weights[(*where, key)]
     else:
-        of_row = keys.expand(weights.shape)[tuple(where)]  # [entries, W]
+        of_row = key_indices.expand(weights.shape)[tuple(where)]  # [entries, W]
         seen = weights[tuple(where)].masked_fill(of_row != key.unsqueeze(-1), 0).sum(-1)
     if kind == "squared":
         each, base = number * (number - 2 * seen), weights.square().sum(-1)

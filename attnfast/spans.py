@@ -59,9 +59,9 @@ class Span:
     ``window=r * k, stride=k``.
 
     If the window is bounded on both sides, weights are compact: ``[B, Tq, W]``, where W is the
-    largest number of keys visible to a row (:meth:`keys` returns the key of each column; keys
-    outside the sequence have weight 0). With a stride alone the columns are the keys of the row's
-    progression; otherwise they are all keys.
+    largest number of keys visible to a row (:meth:`key_indices` returns the key of each column;
+    keys outside the sequence have weight 0). With a stride alone the columns are the keys of the
+    row's progression; otherwise they are all keys.
 
     Raises:
         ValueError: a negative window, a stride below 1, or either is 2³¹ or more.
@@ -70,7 +70,7 @@ class Span:
     al., "Generating Long Sequences with Sparse Transformers", arXiv:1904.10509, for strides.
 
     Example:
-        >>> attnfast.Span(window=1).keys(3, 4)  # the keys that each of three rows may see
+        >>> attnfast.Span(window=1).key_indices(3, 4)  # the keys that each of three rows may see
         tensor([[-1,  0,  1],
                 [ 0,  1,  2],
                 [ 1,  2,  3]])
@@ -156,7 +156,7 @@ class Span:
             return torch.minimum(rows.stop, end)
         return rows.stop.clamp(max=end)
 
-    def keys(
+    def key_indices(
         self,
         Tq: int,
         Tk: int,
@@ -327,7 +327,7 @@ def gaussian_bias(
         sigma: σ > 0, in keys; a number or a tensor of the rows' shape, differentiable.
         height: h; a number or a tensor, differentiable.
         position: p: ``"diagonal"`` for i · n / Tq with n the source's length, a tensor
-            ``[.., Tq]``, or any position that :meth:`Span.keys` takes.
+            ``[.., Tq]``, or any position that :meth:`Span.key_indices` takes.
         lengths: ``[B]``, n of each source; None means Tk.
         dtype: dtype of the result: the query's, or float32 with half precision.
         device: device of the result, if no other argument is a tensor.

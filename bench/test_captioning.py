@@ -49,10 +49,10 @@ class Peer(nn.Module):
 
     def __init__(self, model: ShowAttendTell, attend):
         super().__init__()
-        self.model, self.attend, teller = copy.deepcopy(model), attend, model.teller
-        self.cell = nn.LSTMCell(teller.weight_ih_l0.shape[1], teller.hidden_size)
+        self.model, self.attend, decoder = copy.deepcopy(model), attend, model.decoder
+        self.cell = nn.LSTMCell(decoder.weight_ih_l0.shape[1], decoder.hidden_size)
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        self.cell.load_state_dict({x: getattr(teller, f"{x}_l0") for x in names})
+        self.cell.load_state_dict({x: getattr(decoder, f"{x}_l0") for x in names})
 
     def forward(self, images: Tensor, sizes: Tensor, target_in: Tensor) -> CaptionOutput:
         model = self.model
@@ -61,7 +61,7 @@ class Peer(nn.Module):
         mean = masked_mean(states, mask.flatten(1))
         h, c = (layer(mean).tanh() for layer in (model.first_hidden, model.first_cell))
         lengths = torch.full((len(states),), states.shape[1], device=states.device)
-        attend = self.attend(model.teller.attention, states, lengths)
+        attend = self.attend(model.decoder.attention, states, lengths)
         embedded, read = model.embedding(target_in), []
         for word in embedded.unbind(1):
             context = attend(h)

@@ -34,7 +34,7 @@ MOST = {  # the longest sequence that a contender is asked for: 23 GiB of memory
 
 def mask_of(T: int, span: Span) -> torch.Tensor:
     mask = torch.zeros(T, T, dtype=torch.bool, device=DEVICE)
-    keys = span.keys(T, T, device=DEVICE)
+    keys = span.key_indices(T, T, device=DEVICE)
     rows = torch.arange(T, device=DEVICE).unsqueeze(-1).expand_as(keys)[keys >= 0]
     mask[rows, keys[keys >= 0]] = True
     return mask

@@ -1,7 +1,7 @@
 """Times a training step of listen, attend and spell against the same model as people write it.
 
 Its peer has packed ``nn.LSTM`` layers in the pyramid, and a loop of ``nn.LSTMCell`` and eager
-attention in the speller. Beside it what a long recording takes, within a span and over all keys.
+attention in the decoder. Beside it what a long recording takes, within a span and over all keys.
 """
 
 import copy
@@ -58,10 +58,10 @@ class Peer(nn.Module):
 
     def __init__(self, model: ListenAttendSpell, kind: str):
         super().__init__()
-        self.model, self.kind, speller = copy.deepcopy(model), kind, model.speller
-        self.cell = nn.LSTMCell(speller.weight_ih_l0.shape[1], speller.hidden_size)
+        self.model, self.kind, decoder = copy.deepcopy(model), kind, model.decoder
+        self.cell = nn.LSTMCell(decoder.weight_ih_l0.shape[1], decoder.hidden_size)
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        self.cell.load_state_dict({x: getattr(speller, f"{x}_l0") for x in names})
+        self.cell.load_state_dict({x: getattr(decoder, f"{x}_l0") for x in names})
 
     def forward(self, frames: Tensor, lengths: Tensor, target_in: Tensor) -> LASOutput:
         model, x = self.model, frames
@@ -69,7 +69,7 @@ class Peer(nn.Module):
             x, lengths = join_frames(x, lengths)
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             x = pad_packed_sequence(layer.rnn(packed)[0], batch_first=True)[0]
-        attend = EAGER[self.kind](model.speller.attention, x, lengths.to(x.device))
+        attend = EAGER[self.kind](model.decoder.attention, x, lengths.to(x.device))
         h = c = x.new_zeros(len(x), self.cell.hidden_size)
         context, outputs = x.new_zeros(len(x), x.shape[-1]), []
         for letter in model.embedding(target_in).unbind(1):

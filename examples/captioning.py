@@ -6,7 +6,7 @@ Scenes are those of ``scenes.py``, of scikit-learn's handwritten digits: every f
 test. Models learn from scenes of 2 to 4 digits, after easier ones of 1 and 2. The models:
 
     soft                     additive attention
-    no attention             the teller knows the mean of the features alone
+    no attention             the decoder knows the mean of the features alone
     soft, doubly stochastic  learnt with a loss that asks it to look at all of a scene
     hard                     one cell, drawn; learnt by REINFORCE
     soft, shuffled           the first, its weights dealt out anew among the cells at the test
@@ -176,7 +176,7 @@ class Shuffled(nn.Module):
 
 
 def build(row: Row, dim: int) -> ShowAttendTell:
-    """Make a model with ``dim`` features of the teller's states."""
+    """Make a model with ``dim`` features of the decoder's states."""
     encoder = GridEncoder(1, FEATURES, STRIDES, place_scale=5.0)
     attention: nn.Module = MeanContext()
     if row.attention != "no attention":
@@ -294,16 +294,16 @@ class Training(Trial):
     ) -> tuple[list[str], Tensor | None]:
         """Return captions, and the weights ``[B, T, R, C]`` of their words if there are any."""
         images, sizes, *_ = gather(drawn, [x.captions[:1] for x in drawn])
-        teller, own = self.model.teller, self.model.teller.attention
+        decoder, own = self.model.decoder, self.model.decoder.attention
         try:
             if shuffled:
-                teller.attention = Shuffled(own)
+                decoder.attention = Shuffled(own)
                 torch.manual_seed(0)  # all is learnt
             ids = greedy_search(self.model, images, sizes)
             needs = self.row.attention != "no attention"
             told = self.model(images, sizes, pad([[BOS, *x] for x in ids]), need_weights=needs)
         finally:
-            teller.attention = own
+            decoder.attention = own
         weights = told.weights
         if weights is not None:
             weights = weights.unflatten(-1, told.mask.shape[1:])
@@ -420,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--captions", type=count, default=2, help="of each scene of a step")
     parser.add_argument("--scenes", type=count, default=4000, help="of each number to learn from")
     parser.add_argument(
-        "--dim", type=at_least(2), default=128, help="features of the teller's states"
+        "--dim", type=at_least(2), default=128, help="features of the decoder's states"
     )
     parser.add_argument("--test", type=count, default=200, help="scenes of each number to test on")
     return run(parser, argv)

@@ -7,7 +7,7 @@ an archive or as files. Of every digit and speaker indices 0 to 4 are for the te
 settings by; models learn from the others. A string is 1 to 5 recordings of one speaker with random
 gaps, levels and a faint noise, spelled in letters. The models:
 
-    no attention       the speller knows the pyramid's last states alone
+    no attention       the decoder knows the pyramid's last states alone
     dot, additive, location-aware, forward
     forward, ÷ 16      with two layers more, so that a letter takes a state; learnt without CTC
     no CTC             location-aware, learnt without CTC
@@ -15,7 +15,7 @@ gaps, levels and a faint noise, spelled in letters. The models:
     no pyramid         location-aware, over all frames
 
 Of all it tells the word error rate on the test by the number of words, also of strings longer than
-any that were learnt from, with the speller alone, with CTC in the search, and with CTC alone; how
+any that were learnt from, with the decoder alone, with CTC in the search, and with CTC alone; how
 monotonic alignments are and how far from the diagonal; and what a step takes. What is trained is
 kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and pictures of what is
 listened to go to --out.
@@ -109,7 +109,7 @@ ROWS = {
     "forward, ÷ 16, no CTC": Row("forward", ctc_weight=0.0, layers=4),
 }
 SEARCHES: dict[str, dict[str, float]] = {
-    "speller": {},
+    "decoder": {},
     "with CTC": {"scorer_weight": 0.3},
     "CTC alone": {"scorer_weight": 1.0},
 }
@@ -221,7 +221,7 @@ class Ears(nn.Module):
 
 
 def build(row: Row, dim: int) -> ListenAttendSpell:
-    """Make a model: ``dim`` features of each direction, twice as many of the speller's states."""
+    """Make a model: ``dim`` features of each direction, twice as many of the decoder's states."""
     sizes = 2 * dim, 2 * dim
     attention: nn.Module = {
         "no attention": lambda: FixedContext(),
@@ -363,7 +363,7 @@ def table(trained: Sequence[Training]) -> str:
     lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * 3}"]
     for name, models in each.items():
         total = sum(
-            (WordErrors(*x.found[f"speller {n}"]) for x in models for n in LEARNT), WordErrors()
+            (WordErrors(*x.found[f"decoder {n}"]) for x in models for n in LEARNT), WordErrors()
         )
         kinds = ", ".join(f"{100 * x / total.words:.1f}" for x in total[:3])
         attended = [

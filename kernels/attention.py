@@ -157,7 +157,7 @@ def _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
 @triton.jit
 def _exponentials(
     p_x, p_weight, p_lengths, p_e, p_ew, p_range, s_x, s_weight, s_e, H, T, A, AP,
-    CLEAN: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
+    IGNORE_NONFINITE: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
 
@@ -185,7 +185,7 @@ def _exponentials(
         b_w = tl.load(p_weight + i_h * s_weight[0] + o_a * s_weight[1], mask=o_a < A, other=0)
         b_w = b_w.to(tl.float32)
         b_norm += tl.sum(b_w * b_w, 0)
-        b_x = b_number if CLEAN else b_x
+        b_x = b_number if IGNORE_NONFINITE else b_x
         b_e = _exp_twice(tl.where(tl.abs(b_x) > FACTORED_LIMIT, 0, b_x))  # not read beyond it
         if p_ew is not None:
             # [BA / CHUNK, CHUNK]
@@ -266,7 +266,7 @@ def _scores(
 
 @triton.jit
 def _described(
-    b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_drop, b_position, b_mean, b_squares
+    b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_entropy_sum, b_position, b_mean, b_squares
 ):  # fmt: skip
     """Update the sums of a row's statistics by a block of keys.
 
@@ -275,8 +275,8 @@ def _described(
     """
     # infinite if the previous maximum was infinite, or if the previous sum underflows
     b_gap = tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)
-    b_drop = b_rescale * (b_drop + b_l * b_gap)
-    b_drop += tl.sum(b_p * tl.where(b_p > 0, b_s - b_shift[:, None], 0), 1)
+    b_entropy_sum = b_rescale * (b_entropy_sum + b_l * b_gap)
+    b_entropy_sum += tl.sum(b_p * tl.where(b_p > 0, b_s - b_shift[:, None], 0), 1)
     b_highest, b_column = tl.max(b_s, 1, return_indices=True)
     acc: tl.constexpr = b_p.dtype
     b_position = tl.where(b_highest > b_m, (tl.min(o_k, 0) + b_column).to(acc), b_position)
@@ -289,7 +289,7 @@ def _described(
     b_step = b_own - b_mean
     b_squares = b_squares * b_rescale + tl.sum(b_p * b_far * b_far, 1)
     b_squares += b_step * b_step * b_old * b_share
-    return b_drop, b_position, b_mean + b_step * b_share, b_squares
+    return b_entropy_sum, b_position, b_mean + b_step * b_share, b_squares
 
 
 @triton.jit
@@ -308,10 +308,12 @@ def _forward(
     the weights are scores. Statistics are updated online too: see :func:`_described`.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
-    # A visible score of −∞ is replaced by LEAST, which no other score equals. If LEAST is a row's
-    # maximum, the row has diverged; if −∞ is, the row is empty.
-    LEAST: tl.constexpr = -1.7976931348623157e308 if acc == tl.float64 else -3.4028234663852886e38
-    SHORT: tl.constexpr = 1 - 2.0**-52 if acc == tl.float64 else 1 - 2.0**-23
+    # A visible score of −∞ is replaced by MIN_FINITE, which no other score equals. If MIN_FINITE is
+    # a row's maximum, the row has diverged; if −∞ is, the row is empty.
+    MIN_FINITE: tl.constexpr = (
+        -1.7976931348623157e308 if acc == tl.float64 else -3.4028234663852886e38
+    )
+    JUST_BELOW_ONE: tl.constexpr = 1 - 2.0**-52 if acc == tl.float64 else 1 - 2.0**-23
     NQ, NK = tl.cdiv(Tq, BQ), tl.cdiv(Tk, BK)
     i_bh, i_q, i_v = tl.program_id(0) // NQ, tl.program_id(0) % NQ, tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
@@ -335,7 +337,7 @@ def _forward(
     b_m = tl.full([BQ], -float("inf"), acc)
     b_l = tl.zeros([BQ], acc)
     b_c = tl.zeros([BQ, BV], acc)
-    b_drop, b_position = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
+    b_entropy_sum, b_position = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
     b_mean, b_squares = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
     first, stop = 0, n
     if p_span is not None:
@@ -380,7 +382,11 @@ def _forward(
             b_s += b_bias
             m_s = m_s & (b_bias != -float("inf"))  # also if the score is NaN
         if not SCORES:
-            b_s = tl.where(b_s > LEAST, b_s, tl.where(b_s == -float("inf"), LEAST, b_s * SHORT))
+            b_s = tl.where(
+                b_s > MIN_FINITE,
+                b_s,
+                tl.where(b_s == -float("inf"), MIN_FINITE, b_s * JUST_BELOW_ONE),
+            )
         b_s = tl.where(m_s, b_s, -float("inf"))
         if p_weights is not None and i_v == 0:
             tl.store(p_weights + o_row[:, None] * W + o_column, b_s, mask=m_column)
@@ -390,8 +396,18 @@ def _forward(
         b_p = tl.exp(b_s - b_shift[:, None])
         b_rescale = tl.exp(b_m - b_shift)
         if p_statistics is not None:
-            b_drop, b_position, b_mean, b_squares = _described(
-                b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_drop, b_position, b_mean, b_squares
+            b_entropy_sum, b_position, b_mean, b_squares = _described(
+                b_s,
+                b_p,
+                o_k,
+                b_shift,
+                b_m,
+                b_l,
+                b_rescale,
+                b_entropy_sum,
+                b_position,
+                b_mean,
+                b_squares,
             )
         b_l = b_l * b_rescale + tl.sum(b_p, 1)
         b_m = b_max
@@ -407,7 +423,7 @@ def _forward(
 
     m_empty = b_l == 0
     b_shift = tl.where(m_empty, 0, b_m)
-    m_diverged = b_m == LEAST
+    m_diverged = b_m == MIN_FINITE
     b_inverse = tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))
     if p_context is not None:
         p_c = p_context + i_b * s_context[0] + i_h * s_context[1] + o_v[None, :]
@@ -421,7 +437,7 @@ def _forward(
             p_row = p_statistics + o_row * STATISTICS  # the fields of RowStatistics
             b_mass = tl.where(m_empty, 1, b_l)
             b_seen = tl.where(m_empty, 0, 1 + 0 * b_inverse)  # or NaN
-            tl.store(p_row, (tl.log(b_mass) - b_drop / b_mass) * b_seen, mask=m_q)
+            tl.store(p_row, (tl.log(b_mass) - b_entropy_sum / b_mass) * b_seen, mask=m_q)
             tl.store(p_row + 1, b_seen / b_mass, mask=m_q)
             tl.store(p_row + 2, b_position * b_seen, mask=m_q)
             tl.store(p_row + 3, b_mean * b_seen, mask=m_q)
@@ -446,14 +462,14 @@ def _forward(
 @triton.jit
 def _product(
     p_m, p_x, p_lengths, p_span, p_rows, p_out, s_x, s_span, s_out, scale, H, Tk, W, M, K, N,
-    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, CLEAN: tl.constexpr,
+    OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, IGNORE_NONFINITE: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out = scale · m x, for weights or score gradients m ``[Tq, W]``.
 
     The sum runs over the keys, or over the queries if m is transposed. As 0·NaN = NaN, a row of x
-    that is multiplied only by zeros is not loaded; with ``CLEAN`` nonfinite elements of x count as
-    0, because m is already NaN wherever such an element is visible.
+    that is multiplied only by zeros is not loaded; with ``IGNORE_NONFINITE`` nonfinite elements of
+    x count as 0, because m is already NaN wherever such an element is visible.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
     NM = tl.cdiv(M, BM)
@@ -500,10 +516,10 @@ def _product(
                 o_column = o_column - b_origin[None, :]
         # [BM, BK] and [BK, BN]
         b_m = tl.load(p_m + o_column, mask=m_mk, other=0)
-        if not CLEAN:
+        if not IGNORE_NONFINITE:
             m_k = tl.max((b_m != 0).to(tl.int32), 0) > 0
         b_x = tl.load(p_x + o_k[:, None] * s_x[2], mask=m_k[:, None] & m_n[None, :], other=0)
-        if CLEAN:
+        if IGNORE_NONFINITE:
             b_x = _finite(b_x)
         b_out = tl.dot(b_m.to(b_x.dtype), b_x, b_out, input_precision="ieee", out_dtype=acc)
     p_out += i_b * s_out[0] + i_h * s_out[1] + o_m.to(tl.int64)[:, None] * s_out[2] + o_n[None, :]
@@ -749,7 +765,7 @@ def _exponentials_of(x, score_vector, lengths, block: int, *, transposed: bool, 
     _exponentials[(B * H * blocks,)](
         x, score_vector, lengths, e, weights, ranges, x.stride(), score_vector.stride(),
         (2, 2 * block) if transposed else (columns, 2), H, T, A, columns,
-        CLEAN=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH,
+        IGNORE_NONFINITE=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH,
     )  # fmt: skip
     return e, ranges
 
@@ -828,7 +844,16 @@ def _rows_of_keys(bounds, columns: int, B: int, H: int, Tk: int, block: int) -> 
 
 
 def _multiply(
-    m, x, lengths, bounds, columns: int, out, scale: float, *, over_keys: bool, clean: bool
+    m,
+    x,
+    lengths,
+    bounds,
+    columns: int,
+    out,
+    scale: float,
+    *,
+    over_keys: bool,
+    ignore_nonfinite: bool,
 ) -> None:
     """Launch :func:`_product`: ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``."""
     (B, H, K, N), M = x.shape, out.shape[-2]
@@ -838,12 +863,12 @@ def _multiply(
     _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
         m, x, lengths, bounds, rows, out, x.stride(), _strides(bounds), out.stride(),
         _pair(scale), H, Tk, m.shape[-1], M, K, N,
-        OVER_KEYS=over_keys, COMPACT=columns > 0, CLEAN=clean, BM=BM, BK=BK, BN=BN,
-        num_warps=4 if x.dtype in HALF else 8, **LAUNCH,
+        OVER_KEYS=over_keys, COMPACT=columns > 0, IGNORE_NONFINITE=ignore_nonfinite,
+        BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8, **LAUNCH,
     )  # fmt: skip
 
 
-def sweep(
+def launch_forward(
     call: AttentionInputs,
     context: Tensor | None,
     weights: Tensor | None,
@@ -894,7 +919,7 @@ def sweep(
         )  # fmt: skip
         if separate and context is not None:
             seen = (lengths, bounds, columns)
-            _multiply(weights, value, *seen, context, 1.0, over_keys=True, clean=False)
+            _multiply(weights, value, *seen, context, 1.0, over_keys=True, ignore_nonfinite=False)
 
 
 def forward(call: AttentionInputs) -> AttentionOutputs:
@@ -906,7 +931,7 @@ def forward(call: AttentionInputs) -> AttentionOutputs:
     lse = query.new_empty(rows, dtype=acc)
     shape = (*rows, STATISTICS.value) if call.need_statistics else (0,)
     statistics = query.new_empty(shape, dtype=acc)
-    sweep(
+    launch_forward(
         call,
         context,
         weights if call.need_weights else None,
@@ -979,12 +1004,14 @@ def backward(call: AttentionBackward) -> AttentionGradients:
                 BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH,
             )  # fmt: skip
         if need_grad_key:
-            _multiply(weights, grad_context, *seen, dv, 1.0, over_keys=False, clean=False)
+            _multiply(
+                weights, grad_context, *seen, dv, 1.0, over_keys=False, ignore_nonfinite=False
+            )
         if call.score_vector is None:
             if need_grad_query:
-                _multiply(ds, key, *seen, dq, scale, over_keys=True, clean=True)
+                _multiply(ds, key, *seen, dq, scale, over_keys=True, ignore_nonfinite=True)
             if need_grad_key:
-                _multiply(ds, query, *seen, dk, scale, over_keys=False, clean=True)
+                _multiply(ds, query, *seen, dk, scale, over_keys=False, ignore_nonfinite=True)
         elif need_grad_query or need_grad_key:
             parts = _additive_gradients(call, ds, dq, dk)
             if need_grad_key:

@@ -519,7 +519,7 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
     if filters is None:
         lse = weights.new_empty(query.shape[:-1])
         given = {x: getattr(call, x) for x in call._fields if x in AttentionInputs._fields}
-        attention.sweep(AttentionInputs(**given), None, weights, lse)
+        attention.launch_forward(AttentionInputs(**given), None, weights, lse)
     q, k, v, w, lengths, _ = attention._prepare(call)
     bias, mask = call.bias, call.mask
     B, H, Tq, _ = q.shape
@@ -535,7 +535,15 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
                 scale=_pair(scale), **options,
             )  # fmt: skip
             _multiply(
-                weights, v, lengths, None, 0, _heads(context), 1.0, over_keys=True, clean=False
+                weights,
+                v,
+                lengths,
+                None,
+                0,
+                _heads(context),
+                1.0,
+                over_keys=True,
+                ignore_nonfinite=False,
             )
     return CoverageOutputs(context, weights, coverage, loss, log_weights)
 
@@ -562,7 +570,7 @@ def _of_features(call: CoverageBackward, dq, dk, dweight) -> tuple[torch.Tensor,
             _multiply(
                 call.weights.contiguous(), _heads(call.grad_context),
                 None if call.lengths is None else call.lengths.contiguous(), None, 0,
-                _heads(grad_value), 1.0, over_keys=False, clean=False,
+                _heads(grad_value), 1.0, over_keys=False, ignore_nonfinite=False,
             )  # fmt: skip
     grad_query, grad_key = (
         empty_rows(x).copy_(dx) if needed else x.new_empty(0)

@@ -119,7 +119,7 @@ def functions() -> Table:
         ),
         "Span": (Span, {"window": (1, 2), "causal": True, "stride": 2, "fixed": True}),
         "Span.columns": (Span(window=1).columns, {"Tk": TK}),
-        "Span.keys": (
+        "Span.key_indices": (
             Span(window=1).keys,
             {"Tq": TQ, "Tk": TK, "position": "end", "lengths": lengths(), "device": None},
         ),
@@ -141,7 +141,7 @@ def functions() -> Table:
         "alignment_loss": (attnfast.alignment_loss, target | {"keys": None, "kind": "squared"}),
         "alignment_loss, keys": (
             attnfast.alignment_loss,
-            target | {"weights": rows()[..., :3], "keys": Span(window=1).keys(TQ, TK)},
+            target | {"weights": rows()[..., :3], "keys": Span(window=1).key_indices(TQ, TK)},
         ),
         "alignment_loss, numbers": (
             attnfast.alignment_loss, {"weights": rows(B, 2), "alignment": rows(B, 1)},

@@ -111,11 +111,11 @@ def readers() -> Table:
     las = las.eval()
     grid = models.GridEncoder(1, [A], [2])
     attention = modules.BahdanauAttention(A, A + 2, A)
-    teller = models.ShowAttendTell(grid, attention, V, A, A).eval()
+    decoder = models.ShowAttendTell(grid, attention, V, A, A).eval()
     spoken = {"frames": torch.randn(B, TK, A), "lengths": lengths()}
     images = {"images": torch.rand(B, 1, 8, 6), "sizes": torch.tensor([[8, 6], [5, 4]])[:B]}
     heard, spelling = las.encode(**spoken)
-    seen_, telling = teller.encode(**images)
+    seen_, telling = decoder.encode(**images)
     classifier = models.Classifier(models.Encoder(A, A), V, A, 3).eval()
     network = models.MemoryNetwork(V, A, 2)
     both = modules.BidirectionalAttention(2 * A)
@@ -153,12 +153,12 @@ def readers() -> Table:
         "ShowAttendTell": (
             models.ShowAttendTell, {"encoder": grid, "attention": attention, "longest": TK} | sizes,
         ),
-        "ShowAttendTell.output_limit": (teller.output_limit, {"sizes": images["sizes"]}),
-        "ShowAttendTell.encode": (teller.encode, images),
+        "ShowAttendTell.output_limit": (decoder.output_limit, {"sizes": images["sizes"]}),
+        "ShowAttendTell.encode": (decoder.encode, images),
         "ShowAttendTell.decode": (
-            teller.decode, {"words": words(B, TQ), "state": telling, "seen": seen_} | flag,
+            decoder.decode, {"words": words(B, TQ), "state": telling, "seen": seen_} | flag,
         ),
-        "ShowAttendTell.forward": (teller, images | target),
+        "ShowAttendTell.forward": (decoder, images | target),
         "Classifier": (
             models.Classifier,
             {"encoder": classifier.encoder, "vocab_size": V, "embed_dim": A, "classes": 3,
@@ -214,7 +214,7 @@ def judges() -> Table:
         function = getattr(diagnostics, name)
         table[name] = function, call
         spanned: dict[str, Any] = {"weights": call["weights"][..., :3], "fertility": None}
-        spanned["keys"] = Span(window=1).keys(TQ, TK)
+        spanned["keys"] = Span(window=1).key_indices(TQ, TK)
         table[name + ", keys"] = function, call | {x: spanned[x] for x in spanned if x in call}
     found = [{(0, 0), (1, 2)}] * B
     model = models.build(models.Config(V, embed_dim=A, hidden_dim=A)).eval()
@@ -286,7 +286,7 @@ def sounds() -> Table:
 def pictures() -> Table:
     """Return what draws."""
     texts = {"source": list("abcde"), "target": list("xyz"), "titles": ("read", "written")}
-    weights, spanned = rows()[0], Span(window=1).keys(TQ, TK)
+    weights, spanned = rows()[0], Span(window=1).key_indices(TQ, TK)
     cost = [Cost(0.5, 9), Cost(0.75, 10)]
     table: dict[str, Any] = {
         "draw_alignment": (plots.draw_alignment, {"weights": weights, **texts, "keys": None}),

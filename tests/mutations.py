@@ -127,7 +127,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/ops/lowering.py", SPANS): {
         "_every": [("(lengths + (k - 1)).div(k", "lengths.div(k")],
-        "_in_phases": [("weight = weight.repeat_interleave(k, 0)", "weight = weight.repeat(k, 1)")],
+        "_in_phases": [("score_vector = score_vector.repeat_interleave(k, 0)", "weight = weight.repeat(k, 1)")],
         "lower": [
             ("query.shape[-2], Tk) % span.stride", "query.shape[-2], Tk) * 0"),
             ("prior if call.bias is None else call.bias + prior", "prior"),
@@ -325,7 +325,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "_Attention._attend": [
             ("check_temperature(temperature)", ""),
-            ("if (memory.score_vector is None) != (self.weight is None):", "if False:"),
+            ("if (memory.score_vector is None) != (self.score_vector is None):", "if False:"),
         ],
     },
     ("attnfast/decoding/memory.py", "tests/test_local.py -k m-"): {
@@ -469,7 +469,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/losses.py", "tests/test_losses.py"): {
         "alignment_loss": [
             ("return loss + _unseen(aligned, inside, kind)", "return loss"),
-            ("masked_fill(keys < 0, 0)", "masked_fill(keys < 1, 0)"),
+            ("masked_fill(key_indices < 0, 0)", "masked_fill(keys < 1, 0)"),
         ],
         "_of_keys": [
             ("return loss.masked_fill(~exists, 0)", "return loss"),
@@ -800,7 +800,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/multi_hop.py", "tests/test_multi_hop.py -k best"): {
         "_order": [
-            ("weight * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
+            ("score_vector * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
             ("for x in (query, shown))", "for x in (query,))"),
         ],
         "TopKAttention.choose": [("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype")],
@@ -1033,7 +1033,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/integrations/fused_decoders.py", "tests/integrations/test_decoders.py"): {
-        "why_not_one_operator": [
+        "fusion_skip_reason": [
             ("x.training and x.p > 0", "x.training and x.p > 1"),
             ("if not is_plain(attention, type(attention)):", "if False:"),
             ("stack=drops or layers > 1)[1] or None", "stack=drops or layers > 1)[1] and None"),
@@ -1066,30 +1066,32 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "lengths_of.count": [("(place < src_len.view(-1, 1)).sum(1).expand(B)", "src_len.long()")],
     },
     ("attnfast/integrations/probe.py", "tests/test_replace.py -k hooks"): {
-        "why_not_hooked": [("if part is not module and any(hooks):", "if any(hooks):")],
+        "inner_hooks": [("if part is not module and any(hooks):", "if any(hooks):")],
     },
     ("attnfast/integrations/probe.py", "tests/test_replace_probe.py"): {
         "methods_of": [('method = vars(method).get("__wrapped__")', "method = None")],
         "used_by": [("{**function.__globals__, **bound}", "function.__globals__")],
-        "why_not_read_alike": [("if k not in own and", "if not callable(vars(cls)[k]) and")],
+        "unsupported_attributes": [("if k not in own and", "if not callable(vars(cls)[k]) and")],
         "is_ready_made": [
             ("if not isinstance(x, (type, FunctionType, BuiltinFunctionType, ModuleType)):",
              "if not callable(x) and not isinstance(x, ModuleType):"),
         ],
     },
     ("attnfast/integrations/probe.py", "tests/integrations/test_decoders.py -k copies"): {
-        "why_not_read_alike": [("(state | HIDDEN)", "state")],
+        "unsupported_attributes": [("(state | HIDDEN)", "state")],
     },
     ("attnfast/integrations/probe.py", "tests/integrations/test_late.py"): {
-        "ways": [("others=BATCHES, repeats=True, late=True", "repeats=True, late=True")],
+        "probe_configs": [("others=BATCHES, repeats=True, late=True", "repeats=True, late=True")],
         "read_by_name": [("strings if BY_NAME.intersection(code.co_names) else set()", "set()")],
-        "why_not_read_alike": [("{name for name in named if not hasattr(module, name)}", "set()")],
+        "unsupported_attributes": [
+            ("{name for name in named if not hasattr(module, name)}", "set()")
+        ],
         "calls": [("before < draw.marked < draw.marks", "False")],
         "integers": [("elif isinstance(x, (tuple, frozenset)):", "elif False:")],
         "words_to_compare": [
             ("words = max(WORDS, *(1 + x for x in special if x < most))", "words = WORDS"),
         ],
-        "outcome_of": [("None if way.large else words)", "words)")],
+        "outcome_of": [("None if config.large else words)", "words)")],
     },
     ("attnfast/integrations/adapter.py", "tests/integrations/test_late.py"): {
         "ProbeInputs.words": [
@@ -1120,7 +1122,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("m_k = tl.max(m_s.to(tl.int32), 0) > 0", "m_k = o_k < n"),
             ('tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))',
              "1 / tl.where(m_empty, 1, b_l)"),
-            ("LEAST, b_s * SHORT))", "LEAST, b_s))"),
+            ("MIN_FINITE, b_s * JUST_BELOW_ONE))", "MIN_FINITE, b_s))"),
         ],
         "_exponentials": [
             ("tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)",
@@ -1328,7 +1330,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "pack_words": [("{0, H, H + a.even.Dv}, which", "{0, H, H}, which")],
         "step_at": [
             ("step = t % 2 ? a.odd : a.even", "step = a.even"),
-            ("move_on(of.span, t, sizeof(int64_t));", ""),
+            ("move_on(of.key_bounds, t, sizeof(int64_t));", ""),
         ],
         "begin": [("if (!last.attends_first && last.F) put(", "if (false) put(")],
         "embed": [("* (C)a.embedding_scale", "")],
@@ -1359,7 +1361,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): {
         "LayerChecker": [
             ('needs(given.coverage, given.previous, "previous");', ""),
-            ('check(!given.coverage || !given.span, "span");', ""),
+            ('check(!given.coverage || !given.key_bounds, "key_bounds");', ""),
             ('needs(given.dropout_output, given.weight_output, "dropout_output");', ""),
             ('check(layers > 1, "hidden")', "0"),
         ],
@@ -1368,7 +1370,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
         ],
         "ATTNFAST_LAYER_KEYS": [
-            ("X(Optional, dropout, layered, own, {B, N})", "X(Optional, dropout, any)"),
+            ("X(Optional, dropout, layered, own, {B, H})", "X(Optional, dropout, any)"),
         ],
     },
     ("csrc/cpu/team.h", RECURRENT): {
@@ -1409,7 +1411,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("kernels/attention.py", "tests/test_statistics.py -k 'triton and not fuzz'"): {
         "_described": [
-            ("b_rescale * (b_drop + b_l * b_gap)", "b_rescale * b_drop"),
+            ("b_rescale * (b_entropy_sum + b_l * b_gap)", "b_rescale * b_entropy_sum"),
             ("tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)",
              "tl.where(b_l == 0, 0, b_m - b_shift)"),
             ("tl.where(b_highest > b_m,", "tl.where(b_highest >= b_m,"),
@@ -1457,7 +1459,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/launch_coverage.h", CUDA.format("of_no_rows")): {
         "coverage_gradients": [
-            ("if (need_grad_weight) of_weight", "if (need_grad_weight && a.Tq) of_weight"),
+            ("if (need_grad_score_vector) vector_parts", "if (need_grad_weight && a.Tq) of_weight"),
         ],
     },
     ("csrc/cuda/tile.cuh", CUDA.format("diverged")): {

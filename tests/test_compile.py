@@ -104,7 +104,7 @@ def copying(x, number, num_oov=2):
 def aligned(x, number):
     weights = (x["bias"] * number + x["query"].sum(-1, keepdim=True)).softmax(-1)
     B, Tq, Tk = weights.shape
-    keys = Span(window=2).keys(Tq, Tk)
+    keys = Span(window=2).key_indices(Tq, Tk)
     index = torch.arange(Tq).expand(B, Tq)
     return (
         alignment_loss(weights, index),

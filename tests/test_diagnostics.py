@@ -253,7 +253,7 @@ def test_a_span_is_judged_by_its_keys():
     both = [diag.failures(x, LENGTHS, TARGETS, keys=k) for x, k in ways]
     for name in ("concentrated", "skipped"):
         assert torch.equal(*(getattr(x, name) for x in both))
-    keys = Span(window=1).keys(9, 9)
+    keys = Span(window=1).key_indices(9, 9)
     even = (keys >= 0) / (keys >= 0).sum(-1, keepdim=True)
     assert diag.failures(even.unsqueeze(0), keys=keys).diffuse.all()
     assert not diag.failures(diag.to_dense(even.unsqueeze(0), keys, 9)).diffuse.any()

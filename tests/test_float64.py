@@ -155,20 +155,20 @@ def whole_models() -> Cases:
         "few": nn.TopKAttention(nn.LuongAttention(A, grid.output_dim), 3),
         "mean": models.MeanContext(),
     }.items():
-        teller = models.ShowAttendTell(grid, attention, V, A, A, longest=4)
-        table[f"ShowAttendTell, {kind}"] = lambda teller=teller: teller(images, sizes, target)
-        table[f"ShowAttendTell, {kind}, beam_search"] = lambda teller=teller: models.beam_search(
-            teller, images, sizes, 2
+        decoder = models.ShowAttendTell(grid, attention, V, A, A, longest=4)
+        table[f"ShowAttendTell, {kind}"] = lambda decoder=decoder: decoder(images, sizes, target)
+        table[f"ShowAttendTell, {kind}, beam_search"] = lambda decoder=decoder: models.beam_search(
+            decoder, images, sizes, 2
         )
     pyramid = models.PyramidEncoder(3, A, 1)
     location = nn.LocationAwareAttention(A, 2 * A, A, filters=2, width=3)
-    speller = models.ListenAttendSpell(pyramid, location, V, A, A)
+    decoder = models.ListenAttendSpell(pyramid, location, V, A, A)
     scorer = models.CTCPrefixScorer()
     normalised, masked = speech.FeatureNormalizer(3), speech.SpecAugment(frame_width=3)
     table |= {
-        "ListenAttendSpell": lambda: models.hybrid_loss(speller(frames, heard, target), target),
+        "ListenAttendSpell": lambda: models.hybrid_loss(decoder(frames, heard, target), target),
         "ListenAttendSpell, beam_search": lambda: models.beam_search(
-            speller, frames, heard, 2, scorer=scorer
+            decoder, frames, heard, 2, scorer=scorer
         ),
         "FeatureNormalizer": lambda: (normalised.fit(frames), normalised(frames, heard)),
         "SpecAugment": lambda: masked(frames, heard),

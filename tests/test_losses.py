@@ -23,7 +23,7 @@ def given(heads, form):
         attnfast.dot_attention(query, key, value, span=span, lengths=lengths, need_weights=form)[1]
         for form in (True, "dense")
     ]
-    keys = span.keys(TQ, TK, lengths=lengths)
+    keys = span.key_indices(TQ, TK, lengths=lengths)
     keys = keys.unsqueeze(1) if heads else keys
     if form == "keys":
         alignment = torch.randint(-1, TK, (*lead, TQ), generator=g)
@@ -67,7 +67,7 @@ def test_as_many_columns_as_keys():
         for form in (True, "dense")
     )
     target = torch.rand(1, 5, 5)
-    got = alignment_loss(columns, target, keys=span.keys(5, 5), kind="squared")
+    got = alignment_loss(columns, target, keys=span.key_indices(5, 5), kind="squared")
     torch.testing.assert_close(got, alignment_loss(dense, target, kind="squared"))
 
 

@@ -311,7 +311,7 @@ def test_parameters_that_are_not_known_are_named():
 
 def test_strict_changes_nothing_before_it_raises():
     m = nn.ModuleList([Plain(), Plain()])
-    register(why_not=lambda module: "the second" if module is m[1] else None)
+    register(skip_reason=lambda module: "the second" if module is m[1] else None)
     with pytest.raises(RuntimeError, match="1: Plain left alone: the second"):
         attnfast.replace(m, strict=True)
     assert type(m[0]) is Plain
@@ -361,10 +361,10 @@ def test_the_adapter_of_the_docs():
 
     text = (Path(__file__).parent.parent / "docs" / "replace.md").read_text()
     (code,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "example(" in x)
-    Attention.__module__, Attention.__qualname__ = "speller", "Attention"
+    Attention.__module__, Attention.__qualname__ = "decoder", "Attention"
     exec(code, {"attnfast": attnfast})
     report = str(attnfast.replace(Attention(), strict=True))
-    assert report.endswith("as speller; gradient 0 instead of rounding errors: v.bias")
+    assert report.endswith("as decoder; gradient 0 instead of rounding errors: v.bias")
 
 
 def test_parameters_that_an_optimiser_no_longer_moves_are_named():

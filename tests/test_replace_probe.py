@@ -489,7 +489,7 @@ def test_layers_with_hooks_are_left_to_the_project():
 
 
 def test_why_not_and_a_failing_example():
-    register(why_not=lambda module: "it is a Tuesday")
+    register(skip_reason=lambda module: "it is a Tuesday")
     assert "it is a Tuesday" in str(attnfast.replace(model()))
 
     def fails(module, draw):
@@ -600,7 +600,7 @@ def test_sparse_gradients_are_compared(sparse):
 
 
 def test_what_cannot_be_compared_is_left_alone():
-    with mock.patch("attnfast.integrations.probe.why_not_same", side_effect=NotImplementedError):
+    with mock.patch("attnfast.integrations.probe.output_mismatch", side_effect=NotImplementedError):
         assert "the comparison fails on an example" in str(attnfast.replace(Plain()))
 
 

@@ -169,7 +169,7 @@ def test_a_caption_by_hand(kind):
     told, x = model(kind), images()
     got = told(x, SIZES, words()).logits
     grid, inside = told.encoder(x, SIZES)
-    teller, attention = told.teller, told.teller.attention
+    decoder, attention = told.decoder, told.decoder.attention
     for i in range(B):
         cells = grid[i][inside[i]]
         mean = cells.mean(0)
@@ -183,8 +183,8 @@ def test_a_caption_by_hand(kind):
             if kind == "gated":
                 context = torch.sigmoid(attention.gate.weight @ h + attention.gate.bias) * context
             word = told.embedding(words()[i, t])
-            gates = teller.weight_ih_l0 @ torch.cat([word, context]) + teller.bias_ih_l0
-            gates = gates + teller.weight_hh_l0 @ h + teller.bias_hh_l0
+            gates = decoder.weight_ih_l0 @ torch.cat([word, context]) + decoder.bias_ih_l0
+            gates = gates + decoder.weight_hh_l0 @ h + decoder.bias_hh_l0
             a, f, g, o = gates.chunk(4)
             c = f.sigmoid() * c + a.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
@@ -275,7 +275,7 @@ def test_hard_attention_shows_nan(training):
 def test_a_search_shows_nan_of_hard_attention():
     told = model("hard")
     with torch.no_grad():
-        told.teller.attention.attention.score_vector.fill_(torch.nan)
+        told.decoder.attention.attention.score_vector.fill_(torch.nan)
     with pytest.raises(ValueError, match="the model's scores must be finite numbers, got NaN"):
         greedy_search(told, images(), SIZES)
 

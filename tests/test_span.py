@@ -249,7 +249,7 @@ def test_forms_of_the_weights(span, score, backend):
     columns, dense, sparse = (
         weigh(args, span, backend, need_weights=form)[1] for form in (True, "dense", "sparse")
     )
-    keys = span.keys(5, 9, lengths=args["lengths"]).expand(2, 5, -1).unsqueeze(1)
+    keys = span.key_indices(5, 9, lengths=args["lengths"]).expand(2, 5, -1).unsqueeze(1)
     assert columns.shape == (2, 3, 5, span.columns(9))
     assert torch.equal(sparse.to_dense(), dense)
     assert sparse._nnz() == 3 * (keys >= 0).sum()
@@ -393,7 +393,7 @@ def test_window_wider_than_the_keys(backend):
         columns, dense = (
             weigh(args, span, backend, position=1, need_weights=form)[1] for form in (True, "dense")
         )
-        keys = span.keys(5, 4, position=1, lengths=args["lengths"]).expand_as(columns)
+        keys = span.key_indices(5, 4, position=1, lengths=args["lengths"]).expand_as(columns)
         assert columns.shape[-1] == span.columns(4)
         assert torch.equal(columns.masked_fill(keys < 0, 0), columns)
         at = dense.gather(-1, keys.clamp_min(0)).masked_fill(keys < 0, 0)
@@ -749,9 +749,9 @@ def test_a_bump_that_cannot_be(options, words):
 def test_keys_of_positions_by_head_and_of_lengths():
     """The lengths are the batch's, whatever the number of heads."""
     position, lengths = torch.arange(24.0).view(2, 3, 4) % 6, torch.tensor([6, 2])
-    keys = Span(window=1).keys(4, 6, position=position, lengths=lengths)
+    keys = Span(window=1).key_indices(4, 6, position=position, lengths=lengths)
     for h in range(3):
-        alone = Span(window=1).keys(4, 6, position=position[:, h], lengths=lengths)
+        alone = Span(window=1).key_indices(4, 6, position=position[:, h], lengths=lengths)
         assert torch.equal(keys[:, h], alone)
     with pytest.raises(ValueError, match="position must be whole or real numbers"):
-        Span(window=1).keys(4, 6, position=position, lengths=torch.tensor([6, 2, 1]))
+        Span(window=1).key_indices(4, 6, position=position, lengths=torch.tensor([6, 2, 1]))

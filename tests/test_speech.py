@@ -1,4 +1,4 @@
-"""Speech: features against sums by hand, the pyramid and the speller against loops, CTC in the
+"""Speech: features against sums by hand, the pyramid and the decoder against loops, CTC in the
 search against all paths."""
 
 import io
@@ -413,9 +413,9 @@ def test_speller_by_hand(frames):
     words = torch.randint(EOS + 1, VOCAB, (1, 4))
     got = model(frames[:1], LENGTHS[:1], words).logits
     h, _ = model.encoder(frames[:1], LENGTHS[:1])
-    speller, s, c = model.speller, torch.zeros(1, 16), torch.zeros(1, 16)
+    decoder, s, c = model.decoder, torch.zeros(1, 16), torch.zeros(1, 16)
     cell, names = nn.LSTMCell(6 + 16, 16), ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    cell.load_state_dict({x: getattr(speller, f"{x}_l0") for x in names})
+    cell.load_state_dict({x: getattr(decoder, f"{x}_l0") for x in names})
     memory = torch.zeros(1, 16)
     for t, word in enumerate(words.unbind(1)):
         s, memory = cell(torch.cat([model.embedding(word), c], -1), (s, memory))
@@ -473,7 +473,7 @@ def test_scheduled_sampling():
 
 
 def test_hybrid_loss(frames):
-    """Between the speller's loss and that of all paths of CTC, both a letter."""
+    """Between the decoder's loss and that of all paths of CTC, both a letter."""
     model = make()
     words = torch.tensor([[4, 4, 5, EOS], [6, EOS, 0, 0], [7, 8, EOS, 0]])
     spelled = model(frames, LENGTHS, torch.cat([torch.full((3, 1), BOS), words[:, :-1]], 1))
@@ -595,7 +595,7 @@ def test_frames_that_do_not_fit(x, lengths, said):
 
 
 def test_a_window_of_keys(frames):
-    """The speller may attend within a span; its weights are dense."""
+    """The decoder may attend within a span; its weights are dense."""
     torch.manual_seed(0)
     local = LocalAttention(16, 16, window=1, slope=0.5)
     model = ListenAttendSpell(PyramidEncoder(FEATURES, DIM, 2), local, VOCAB, 16, 6)

@@ -162,7 +162,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (".*", "first|seed|radius|null", "zero"),
     ),
     "rows may stand before the first key and after the last": (
-        (".*_attention, span|attend|Span.keys|gaussian.*", "position", "2.*40|negative"),
+        (".*_attention, span|attend|Span.key_indices|gaussian.*", "position", "2.*40|negative"),
     ),
     "-1 is the last key": (("extract_alignment.*", "null", "negative"),),
     "positions are whole numbers or not, and so are widths": (
@@ -219,7 +219,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "only their number counts": (("ShowAttendTell.output_limit", "sizes", "longer.*0|one of .*"),),
     "only padding is apart from other words": (("position_encoding", "words", "one of .*"),),
     "no other argument has this size: batches": (
-        ("(Span.keys|gaussian_bias|.*output_limit)", "lengths", "longer in axis 0"),
+        ("(Span.key_indices|gaussian_bias|.*output_limit)", "lengths", "longer in axis 0"),
         (".*Positions.forward|.*Decoder.initial|.*embed|next_word|position_encoding",
          "x|hidden|words", "longer in axis 0"),
     ),

@@ -6,9 +6,9 @@ Functions take ``weights [B, Tq, Tk]``, or ``[B, H, Tq, Tk]`` with heads, of any
     ``[B]``, the keys of each source; None means Tk.
 ``target_lengths``
     ``[B]``, the rows of each target; None means Tq.
-``keys``
-    key indices of the columns, from :meth:`attnfast.Span.keys`, if the weights are those of a span.
-    Tk is then the largest length; lengths of None end at the last key visible to any row.
+``key_indices``
+    key indices of the columns, from :meth:`attnfast.Span.key_indices`, if the weights are those of
+    a span. Tk is then the largest length; lengths of None end at the last key visible to any row.
 
 In the formulas α are the weights, i is a row of m, j a key of n; :math:`p_{ij} = \alpha_{ij} /
 \sum_j \alpha_{ij}` are normalised weights, which differ from α if rows do not sum to 1, as with a
@@ -40,7 +40,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
-from attnfast.losses import check_keys, check_weights
+from attnfast.losses import check_key_indices, check_weights
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import to_dense
 from attnfast.outputs import RowStatistics
@@ -71,27 +71,29 @@ __all__ = [
 class _Given:
     """Weights whose padding is 0, and masks of the elements that are not padding.
 
-    ``weights``, ``p``, ``seen [B, (H,) Tq, W]``; ``rows [B, (1,) Tq]``; ``keys`` of the columns;
-    ``n`` and ``m [B]``.
+    ``weights``, ``p``, ``seen [B, (H,) Tq, W]``; ``rows [B, (1,) Tq]``; ``key_indices`` of the
+    columns; ``n`` and ``m [B]``.
     """
 
-    def __init__(self, weights: object, lengths: object, target_lengths: object, keys: object):
+    def __init__(
+        self, weights: object, lengths: object, target_lengths: object, key_indices: object
+    ):
         check_weights(weights)
         assert isinstance(weights, Tensor)
         self.heads = weights.dim() - 3
         Tq, W = weights.shape[-2:]
         columns = torch.arange(W, device=weights.device)
-        if keys is None:
-            self.keys, self.Tk = columns, W
+        if key_indices is None:
+            self.key_indices, self.Tk = columns, W
         else:
-            self.keys = check_keys(keys, weights)  # type: ignore[arg-type]
-            self.Tk = int(self.keys.max()) + 1 if self.keys.numel() else 0
-        self.n = self._lengths("lengths", lengths, None if keys is not None else W, weights)
+            self.key_indices = check_key_indices(key_indices, weights)  # type: ignore[arg-type]
+            self.Tk = int(self.key_indices.max()) + 1 if self.key_indices.numel() else 0
+        self.n = self._lengths("lengths", lengths, None if key_indices is not None else W, weights)
         self.m = self._lengths("target_lengths", target_lengths, Tq, weights)
-        if keys is not None and lengths is not None:
+        if key_indices is not None and lengths is not None:
             self.Tk = max(self.n.tolist(), default=0)
         self.rows = torch.arange(Tq, device=weights.device) < self.each(self.m, 1)
-        inside = (self.keys >= 0) & (self.keys < self.each(self.n, 2))
+        inside = (self.key_indices >= 0) & (self.key_indices < self.each(self.n, 2))
         self.seen = (inside & self.rows.unsqueeze(-1)).expand(weights.shape)
         numbers = weights.to(accumulation_dtype(weights.dtype))
         self.weights = numbers.masked_fill(~self.seen, 0)
@@ -134,17 +136,19 @@ class _Given:
             zeros = self.weights.sum(-1)
             return zeros, zeros.long()
         most, column = self.weights.max(-1)
-        key = self.keys.expand(self.weights.shape).gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        key = (
+            self.key_indices.expand(self.weights.shape).gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        )
         return most, key.masked_fill(most == 0, 0)
 
     def coverage(self) -> Tensor:
         """Return Σ_i α of every key, ``[B, (H,) Tk]``."""
-        if self.keys.dim() == 1:
+        if self.key_indices.dim() == 1:
             return self.weights.sum(-2)
         return to_dense(self.weights.flatten(-2), self._all_keys().flatten(-2), self.Tk)
 
     def _all_keys(self) -> Tensor:
-        return self.keys.expand(self.weights.shape)
+        return self.key_indices.expand(self.weights.shape)
 
     def keys_exist(self) -> Tensor:
         """Return the mask ``[B, (1,) Tk]`` of keys that are not padding."""
@@ -170,7 +174,7 @@ def row_statistics(
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
     *,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> RowStatistics:
     r"""Return the entropy, largest weight, mean and variance of each row's weights.
 
@@ -188,9 +192,9 @@ def row_statistics(
         >>> attnfast.analysis.diagnostics.row_statistics(weights).position
         tensor([[0, 1, 2]])
     """
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     largest, position = of.largest()
-    j = of.keys.to(of.weights.dtype)
+    j = of.key_indices.to(of.weights.dtype)
     mean = (of.p * j).sum(-1)
     variance = (of.p * (j - mean.unsqueeze(-1)).square()).sum(-1)
     return RowStatistics(of.entropy(), largest, position, mean, variance)
@@ -201,7 +205,7 @@ def kl_from_uniform(
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
     *,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> Tensor:
     r"""Return :math:`\mathrm{KL}(p_i \,\|\, \text{uniform}) = \ln n_i - H_i`, in nats.
 
@@ -215,7 +219,7 @@ def kl_from_uniform(
         >>> attnfast.analysis.diagnostics.kl_from_uniform(torch.full((1, 2, 4), 0.25))
         tensor([[0., 0.]])
     """
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     seen = of.seen.sum(-1)
     gap = seen.clamp_min(1).to(of.weights.dtype).log() - of.entropy()
     return gap.clamp_min(0).masked_fill(of.weights.sum(-1) == 0, 0)
@@ -236,7 +240,7 @@ def key_coverage(
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
     *,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> KeyCoverage:
     r"""Return the total attention of every key, and the uniformity of these totals.
 
@@ -252,7 +256,7 @@ def key_coverage(
         >>> attnfast.analysis.diagnostics.key_coverage(torch.eye(3).unsqueeze(0)).total
         tensor([[1., 1., 1.]])
     """
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     total = of.coverage()
     p = _shares(total)
     n = of.each(of.n).to(p.dtype)
@@ -275,7 +279,7 @@ def diagonality(
     target_lengths: Tensor | None = None,
     *,
     radius: float = 2.0,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> Diagonality:
     r"""Return the distance of the weights from the diagonal, :math:`d_i = (i + ½) n / m - ½`.
 
@@ -292,8 +296,8 @@ def diagonality(
         tensor([1.])
     """
     check_number("radius", radius, 0)
-    of = _Given(weights, lengths, target_lengths, keys)
-    apart = of.keys - of.diagonal().unsqueeze(-1)
+    of = _Given(weights, lengths, target_lengths, key_indices)
+    apart = of.key_indices - of.diagonal().unsqueeze(-1)
     ways = of.p * (apart.abs() <= radius), of.p * apart, of.p * apart.abs()
     return Diagonality(*(of.mean(x.sum(-1)) for x in ways))
 
@@ -303,7 +307,7 @@ def monotonicity(
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
     *,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> Tensor:
     r"""Return the share of rows whose largest weight is not before that of the previous row.
 
@@ -317,7 +321,7 @@ def monotonicity(
         >>> attnfast.analysis.diagnostics.monotonicity(torch.eye(4).unsqueeze(0))
         tensor([1.])
     """
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     _, position = of.largest()
     back = (position[..., 1:] < position[..., :-1]) & of.rows[..., 1:]
     return 1 - back.sum(-1, dtype=of.weights.dtype) / of.each(of.m - 1).clamp_min(1)
@@ -336,7 +340,7 @@ def over_under_translation(
     target_lengths: Tensor | None = None,
     *,
     fertility: Tensor | None = None,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> OverUnderTranslation:
     r"""Return how much of a source was translated more than once, and how much not at all.
 
@@ -350,7 +354,7 @@ def over_under_translation(
 
     Paper: Tu et al., ACL 2016, arXiv:1601.04811, who count these errors by hand.
     """
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     total = of.coverage()
     n, m = (of.each(x, 1).to(total.dtype) for x in (of.n, of.m))
     asked = m / n.clamp_min(1)
@@ -401,7 +405,7 @@ def extract_alignment(
     *,
     least: float = 0.0,
     null: int | None = None,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> list[LinkSet]:
     """Return every sentence's links ``(source, target)``: each row's largest weight.
 
@@ -420,9 +424,9 @@ def extract_alignment(
     check_number("least", least, 0, 1)
     if null is not None and (not is_int(null) or not -1 <= null <= MOST):
         raise_value_error("null", "None, −1 or the number of a key", describe(null))
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     if of.heads:
-        if keys is not None:
+        if key_indices is not None:
             weights = to_dense(of.weights, of._all_keys(), of.Tk)
         of = _Given(weights.to(of.weights.dtype).mean(1), of.n, of.m, None)
     largest, position = of.largest()
@@ -514,7 +518,7 @@ def head_roles(
     target_lengths: Tensor | None = None,
     *,
     radius: int = 2,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> HeadRoles:
     r"""Return measures of the role of each head of ``weights [B, H, Tq, Tk]``, over all rows.
 
@@ -532,11 +536,11 @@ def head_roles(
     et al., "What Does BERT Look At?", BlackboxNLP 2019, arXiv:1906.04341.
     """
     check_int("radius", radius, 0)
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     if not of.heads:
         raise_value_error("weights", "[B, H, Tq, Tk], with heads", list(weights.shape))
     evenness = of.evenness()
-    if keys is not None:  # two heads may see other keys
+    if key_indices is not None:  # two heads may see other keys
         dense = to_dense(of.weights, of._all_keys(), of.Tk)
         of = _Given(dense, of.n, of.m, None)
     H, live = of.weights.shape[1], of.weights.sum(-1) > 0  # [B, H, Tq]
@@ -556,7 +560,7 @@ def head_roles(
         mean((off == offset).to(entropy.dtype), live) for offset in range(-radius, radius + 1)
     ]
     positional, which = torch.stack(shares).max(0)
-    near = (of.keys - position.unsqueeze(-1)).abs() <= radius
+    near = (of.key_indices - position.unsqueeze(-1)).abs() <= radius
     return HeadRoles(
         torch.stack(distance) if H else entropy.new_zeros(0, 0),
         positional,
@@ -617,7 +621,7 @@ def failures(
     target_lengths: Tensor | None = None,
     *,
     thresholds: Thresholds | None = None,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
 ) -> Failures:
     """Detect known failures of attention.
 
@@ -638,7 +642,7 @@ def failures(
     limit = Thresholds() if thresholds is None else thresholds
     if not isinstance(limit, Thresholds):
         raise_type_error("thresholds", "attnfast.analysis.diagnostics.Thresholds", describe(limit))
-    of = _Given(weights, lengths, target_lengths, keys)
+    of = _Given(weights, lengths, target_lengths, key_indices)
     dtype, live = of.weights.dtype, of.weights.sum(-1) > 0
     n, m = of.each(of.n).to(dtype), of.each(of.m).to(dtype)
     several_seen = of.seen.sum(-1) > 1
@@ -656,7 +660,7 @@ def failures(
     asked = (m / n.clamp_min(1)).unsqueeze(-1)
     skipped = exists & (total < limit.skipped * asked) & (m > 0).unsqueeze(-1)
 
-    j = of.keys.to(dtype)
+    j = of.key_indices.to(dtype)
     apart = ((of.p * j).sum(-1) - of.diagonal()).abs().masked_fill(~live, 0)
     i = torch.arange(apart.shape[-1], device=apart.device)
     third = (of.each(of.m, 1) + 2) // 3

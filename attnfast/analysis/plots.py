@@ -102,7 +102,7 @@ def draw_alignment(
     source: Sequence[str],
     target: Sequence[str],
     *,
-    keys: Tensor | None = None,
+    key_indices: Tensor | None = None,
     titles: tuple[str, str] = ("source: what is read", "target: what is written"),
 ) -> bytes:
     """Draw a heatmap: a row for each target word, a column for each source word.
@@ -114,8 +114,8 @@ def draw_alignment(
     Args:
         weights: ``[T, Tk]``, or ``[H, T, Tk]`` with a map for each head.
         source, target: Tk and T words.
-        keys: key indices of the columns, ``[T, W]`` or ``[H, T, W]`` from
-            :meth:`attnfast.Span.keys`, if the weights are those of a span, ``[.., T, W]``.
+        key_indices: key indices of the columns, ``[T, W]`` or ``[H, T, W]`` from
+            :meth:`attnfast.Span.key_indices`, if the weights are those of a span, ``[.., T, W]``.
         titles: of the columns and of the rows.
 
     Raises:
@@ -126,10 +126,14 @@ def draw_alignment(
         _check_words(name, words)
     if len(titles) != 2:
         raise_value_error("titles", "two, of columns and of rows", len(titles))
-    if keys is not None:
-        check_array("keys", keys, "int64", weights.shape[-2:], weights.shape, of="weights")
-        check_range("keys", keys, -1, len(source) - 1, "words of source, or -1 for none,")
-        weights = to_dense(weights, keys.to(weights.device), len(source))
+    if key_indices is not None:
+        check_array(
+            "key_indices", key_indices, "int64", weights.shape[-2:], weights.shape, of="weights"
+        )
+        check_range(
+            "key_indices", key_indices, -1, len(source) - 1, "words of source, or -1 for none,"
+        )
+        weights = to_dense(weights, key_indices.to(weights.device), len(source))
     weights = weights.detach().float().cpu()
     _check_words("source", source, weights.shape[-1])
     _check_words("target", target, weights.shape[-2])
@@ -190,7 +194,7 @@ def _label(axes, source: Sequence[str], target: Sequence[str], titles: tuple[str
 
 
 def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], hop: float) -> bytes:
-    """Draw a speller's attention: weights below the spectrogram, on the same time axis.
+    """Draw a decoder's attention: weights below the spectrogram, on the same time axis.
 
     Args:
         features: ``[T, M]``, such as log-mel ones.

@@ -94,8 +94,8 @@ class Adapter:
 
     Args:
         name: the name in reports.
-        methods: a class whose methods replace the module's; ``super()`` in them is the module's own
-            class.
+        implementation: a class whose methods replace the module's; ``super()`` in them is the
+            module's own class.
         classes: the names of the module's class, ``package.module.Class``, or ``Class`` alone for
             code that is usually copied.
         parameters: the names of the required parameters; a ``*`` in a name stands for the indices
@@ -105,37 +105,38 @@ class Adapter:
             input, and yields its results; ``draw(*shape)`` makes the input,
             ``draw.sources(...)`` adds a long source and large batches to the lengths, and
             ``draw.steps(...)`` a long target (see :class:`ProbeInputs`).
-        reads: for code that is usually copied, the attributes and globals that the original reads
-            or writes and ``methods`` do not need; a copy that uses any other is skipped.
+        known_attributes: for code that is usually copied, the attributes and globals that the
+            original reads or writes and ``implementation`` do not need; a copy that uses any other
+            is skipped.
         attention: for a whole decoder, the name of its attention, which must be replaced too.
-        larger: the size of parameters drawn for one comparison, times 1/√n for n features, so that
-            scores are large; 1 if a note says that results for large scores differ.
-        why_not: returns the reason for skipping a module, or None.
+        weight_scale: the size of parameters drawn for one comparison, times 1/√n for n features, so
+            that scores are large; 1 if a note says that results for large scores differ.
+        skip_reason: returns the reason for skipping a module, or None.
         note: a difference from the original, if any, for the report.
         dtype: the dtype of the example.
 
     Raises:
-        TypeError: ``methods`` is not a class, or a name is not a string.
+        TypeError: ``implementation`` is not a class, or a name is not a string.
     """
 
     name: str
-    methods: type
+    implementation: type
     classes: Collection[str]
     parameters: Collection[str]
     example: Callable[[Any, ProbeInputs], Iterable[Any]]
     optional: Collection[str] = ()
-    reads: Collection[str] = ()
+    known_attributes: Collection[str] = ()
     attention: str = ""
-    larger: float = 16.0
-    why_not: Callable[[Any], str | None] = lambda module: None
+    weight_scale: float = 16.0
+    skip_reason: Callable[[Any], str | None] = lambda module: None
     note: str = ""
     dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        """Raise unless ``methods`` is a class and the names are lists of strings."""
-        if not isinstance(self.methods, type):
-            raise TypeError(f"methods must be a class, got {self.methods!r}")
-        for field in ("classes", "parameters", "optional", "reads"):
+        """Raise unless ``implementation`` is a class and the names are lists of strings."""
+        if not isinstance(self.implementation, type):
+            raise TypeError(f"implementation must be a class, got {self.implementation!r}")
+        for field in ("classes", "parameters", "optional", "known_attributes"):
             names = getattr(self, field)
             listed = isinstance(names, Collection) and not isinstance(names, str)
             if not listed or not all(isinstance(x, str) for x in names):

@@ -21,24 +21,24 @@ from attnfast.nn.attention import LuongAttention
 
 __all__ = [
     "LOOP",
+    "fusion_skip_reason",
+    "gru_skip_reason",
     "last_states",
     "masks_of",
     "run_decoder",
     "state_of",
-    "why_not_one_gru",
-    "why_not_one_operator",
 ]
 
 LOOP = "its own code runs single steps"
 
 
-def why_not_one_gru(rnn: nn.Module) -> str | None:
+def gru_skip_reason(rnn: nn.Module) -> str | None:
     """Return the reason if this is not PyTorch's GRU in one direction, or None."""
     known = type(rnn) is nn.GRU and not rnn.bidirectional
     return None if known else "its recurrent layer is not an nn.GRU in one direction"
 
 
-def why_not_one_operator(
+def fusion_skip_reason(
     layer: Layer,
     steps: int,
     source: Any,

@@ -174,12 +174,12 @@ def _patched_class(own: type, adapter: Adapter, kinds: frozenset[type] | None) -
     names = {
         "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__,
         "_attnfast_own": own, "_attnfast_adapter": adapter, "_attnfast_kinds": kinds,
-        **dict(_serving(own, adapter.methods)),
+        **dict(_serving(own, adapter.implementation)),
     }  # fmt: skip
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(own, name):
             names[name] = _copying(getattr(own, name))
-    return type(own.__name__, (_Patched, adapter.methods, own), names)
+    return type(own.__name__, (_Patched, adapter.implementation, own), names)
 
 
 def patch(module: nn.Module, adapter: Adapter) -> None:

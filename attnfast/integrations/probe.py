@@ -51,11 +51,11 @@ INTERNAL = {*vars(nn.Module()), PLACE}
 
 def judge(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]:
     """Return why a module of a known class is skipped, or None; see :func:`compare`."""
-    why = why_left_unseen(module, adapter)
+    why = static_skip_reason(module, adapter)
     return (why, []) if why else compare(module, adapter)
 
 
-def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
+def static_skip_reason(module: nn.Module, adapter: Adapter) -> str | None:
     """Return why a module of a known class is skipped without a comparison, or None."""
     if adapter_serving(module) is not None:
         return "it is served already"
@@ -64,17 +64,17 @@ def why_left_unseen(module: nn.Module, adapter: Adapter) -> str | None:
     if any(p.is_meta for p in module.parameters()):
         return "its parameters are on the meta device: replace it when they have values"
     return (
-        why_not_called_alike(module, adapter)
-        or adapter.why_not(module)
-        or why_not_inherited(module, adapter)
-        or why_not_read_alike(module, adapter)
-        or why_not_hooked(module)
+        signature_mismatch(module, adapter)
+        or adapter.skip_reason(module)
+        or overridden_method(module, adapter)
+        or unsupported_attributes(module, adapter)
+        or inner_hooks(module)
     )
 
 
-def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
+def signature_mismatch(module: nn.Module, adapter: Adapter) -> str | None:
     """Return the reason if the module's methods require arguments that replacements lack."""
-    for name, method in inspect.getmembers(adapter.methods, inspect.isfunction):
+    for name, method in inspect.getmembers(adapter.implementation, inspect.isfunction):
         if not hasattr(type(module), name):
             continue
         if not inspect.isfunction(getattr(type(module), name)):
@@ -89,19 +89,19 @@ def why_not_called_alike(module: nn.Module, adapter: Adapter) -> str | None:
     return None
 
 
-def why_not_inherited(module: nn.Module, adapter: Adapter) -> str | None:
+def overridden_method(module: nn.Module, adapter: Adapter) -> str | None:
     """Return the reason if a subclass of the adapter's class overrides a method, or None."""
     for cls in type(module).__mro__:
         if {cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"} & set(adapter.classes):
             return None
         for name in vars(cls):
-            known = hasattr(adapter.methods, name) or hasattr(super(cls, module), name)
+            known = hasattr(adapter.implementation, name) or hasattr(super(cls, module), name)
             if known and (name == "forward" or not hasattr(nn.Module, name)):
                 return f"its class {cls.__name__} has a {name} of its own"
     return None
 
 
-def why_not_hooked(module: nn.Module) -> str | None:
+def inner_hooks(module: nn.Module) -> str | None:
     """Return the reason if an inner layer has hooks, which would not be called, or None."""
     for name, part in module.named_modules():
         hooks = (v for k, v in vars(part).items() if k.endswith("_hooks") and "state_dict" not in k)
@@ -250,7 +250,7 @@ def integers(cls: type) -> list[int]:
     return sorted(found)
 
 
-def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
+def unsupported_attributes(module: nn.Module, adapter: Adapter) -> str | None:
     """Return the reason if a copied class uses attributes that its replacement does not, or None.
 
     The example may not reveal the effect of an attribute, such as a temperature that is still 1.
@@ -258,10 +258,10 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
     if full & set(adapter.classes):
         return None  # not a copy
-    own, ours = methods_of(type(module)), methods_of(adapter.methods)
+    own, ours = methods_of(type(module)), methods_of(adapter.implementation)
     parameters = (*adapter.parameters, *adapter.optional)
-    known = {*(name.partition(".")[0] for name in parameters), *adapter.reads}
-    beside = vars(sys.modules[adapter.methods.__module__]).values()
+    known = {*(name.partition(".")[0] for name in parameters), *adapter.known_attributes}
+    beside = vars(sys.modules[adapter.implementation.__module__]).values()
     helpers = [f for f in beside if isinstance(f, FunctionType)]
     helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
     served = [*chain(*ours.values()), *helpers]
@@ -286,7 +286,9 @@ def why_not_read_alike(module: nn.Module, adapter: Adapter) -> str | None:
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"
     written = set().union(*(of_self(f, WRITES) for f in methods))
-    lost = sorted(written.difference(adapter.reads, *(of_self(f, WRITES) for f in served)))
+    lost = sorted(
+        written.difference(adapter.known_attributes, *(of_self(f, WRITES) for f in served))
+    )
     if lost:
         return f"its own code writes {', '.join(lost)}, which its replacement does not"
     return None
@@ -304,14 +306,14 @@ class ProbeConfig:
     tolerance: float
     training: bool = False
     autocast: bool = False
-    larger: float | None = None  # size of drawn parameters; None: the module's own
+    weight_scale: float | None = None  # size of drawn parameters; None: the module's own
     others: tuple[tuple[int, ...], ...] = ()  # lengths of further sources
     repeats: bool = False  # the input has rows of zeros and repeated rows
     late: bool = False  # one long target, with words that are equal in all rows
     large: bool = False  # the whole vocabulary and gradients of large parameters; one batch
 
 
-def ways(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
+def probe_configs(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
     """Yield the configurations in which a module and its replacement are compared."""
     cpu = torch.device("cpu")
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
@@ -322,7 +324,11 @@ def ways(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
     if parameter.dtype in OWN:
         yield ProbeConfig(parameter.dtype, parameter.device, 1e-4, large=True)
     yield ProbeConfig(
-        adapter.dtype, cpu, 1e-6 if exact else 1e-3, larger=adapter.larger, others=OTHERS
+        adapter.dtype,
+        cpu,
+        1e-6 if exact else 1e-3,
+        weight_scale=adapter.weight_scale,
+        others=OTHERS,
     )
     half = parameter.dtype not in OWN
     yield ProbeConfig(torch.float32, parameter.device, 0.1, autocast=True, large=half)
@@ -354,18 +360,18 @@ def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]
     theirs: set[str] = set()
     ours: set[str] = set()
     words = words_to_compare(module, adapter)
-    for way in ways(module, adapter):
+    for config in probe_configs(module, adapter):
         outcomes = []
         for served in (False, True):
             try:
-                outcomes.append(outcome_of(module, adapter, way, served, words))
+                outcomes.append(outcome_of(module, adapter, config, served, words))
             except Exception as error:
-                if way.autocast and not served:
+                if config.autocast and not served:
                     break  # its own class does not support autocast either
                 return _failure("its replacement" if served else "its own class", error), []
         else:
             try:
-                difference = why_not_same(outcomes[0], outcomes[1], way)
+                difference = output_mismatch(outcomes[0], outcomes[1], config)
                 for moved, (*_, grads) in zip((theirs, ours), outcomes):
                     given = {name: x for name, x in grads.items() if x is not None}
                     moved |= {name for name, x in given.items() if _numbers(x).any()}
@@ -396,43 +402,44 @@ def words_to_compare(module: nn.Module, adapter: Adapter) -> int | None:
     special = [*integers(type(module)), *(x.padding_idx or 0 for x in tables)]
     words = max(WORDS, *(1 + x for x in special if x < most))
     try:
-        outcome_of(module, adapter, next(ways(module, adapter)), False, words)
+        outcome_of(module, adapter, next(probe_configs(module, adapter)), False, words)
     except Exception:
         return None
     return words if words < most else None
 
 
 def outcome_of(
-    module: nn.Module, adapter: Adapter, way: ProbeConfig, served: bool, words: int | None = None
+    module: nn.Module, adapter: Adapter, config: ProbeConfig, served: bool, words: int | None = None
 ) -> tuple[Any, ...]:
     """Run the adapter's example on a copy of the module; return results, state and gradients."""
     with (
         torch.random.fork_rng(),
         torch.enable_grad(),
-        torch.device(way.device),
+        torch.device(config.device),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        twin = _copy(module, None if way.large else words)
-        twin.to(way.device, way.dtype).train(way.training)
+        twin = _copy(module, None if config.large else words)
+        twin.to(config.device, config.dtype).train(config.training)
         compared = _with_vocabulary(twin, words) if words else []  # with fewer words
         for part, _ in compared:
             part.requires_grad_(False)
         for p in twin.parameters():
-            if p.numel() > LARGE and not way.large:
+            if p.numel() > LARGE and not config.large:
                 p.requires_grad_(False)  # each step's gradient is as large as the parameter
-            if p.is_floating_point() and way.larger is not None:
-                size = way.larger * max(p.shape[-1:], default=1) ** -0.5
+            if p.is_floating_point() and config.weight_scale is not None:
+                size = config.weight_scale * max(p.shape[-1:], default=1) ** -0.5
                 p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
         if served:
             patch(twin, adapter)
-        cast = torch.autocast(way.device.type, torch.bfloat16, enabled=way.autocast)
+        cast = torch.autocast(config.device.type, torch.bfloat16, enabled=config.autocast)
         draw = ProbeInputs(
-            way.dtype, way.device, others=way.others, repeats=way.repeats, late=way.late,
-            known=integers(type(module)) if way.late else (), first=way.large,
+            config.dtype, config.device, others=config.others, repeats=config.repeats,
+            late=config.late, known=integers(type(module)) if config.late else (),
+            first=config.large,
         )  # fmt: skip
-        with cast if way.autocast else contextlib.nullcontext():
+        with cast if config.autocast else contextlib.nullcontext():
             return run(twin, adapter.example, draw)
 
 
@@ -532,15 +539,15 @@ def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str
     return [(x, "num_embeddings") for x in tables] + [(x, "out_features") for x in scores]
 
 
-def why_not_same(old: tuple[Any, ...], new: tuple[Any, ...], way: ProbeConfig) -> str | None:
+def output_mismatch(old: tuple[Any, ...], new: tuple[Any, ...], config: ProbeConfig) -> str | None:
     """Return the difference of two outcomes, or None."""
     for what, a, b in zip(("results", "state", "gradients"), old, new):
         # Under autocast some gradients are rounding noise: tolerances are relative to the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
-        sizes = [float(_numbers(x).abs().max()) for x in every if way.autocast and x.numel()]
+        sizes = [float(_numbers(x).abs().max()) for x in every if config.autocast and x.numel()]
         least = max(sizes, default=0.0)
         for name, x in a.items():
-            if name in b and not _close(x, b[name], way.tolerance, least):
+            if name in b and not _close(x, b[name], config.tolerance, least):
                 where = f" in {name}" if what == "state" else ""
                 return f"{what} differ{where} by {_far(x, b[name])}"
         if a.keys() != b.keys():

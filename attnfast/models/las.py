@@ -1,4 +1,4 @@
-"""Listen, attend and spell: a pyramid of BiLSTMs, a speller that attends, a CTC head."""
+"""Listen, attend and spell: a pyramid of BiLSTMs, a decoder that attends, a CTC head."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PyramidEncoder(nn.Module):
 
 
 class EncodedSpeech(NamedTuple):
-    """Encoded recordings: the memory that the speller attends to, and CTC's log-probabilities.
+    """Encoded recordings: the memory that the decoder attends to, and CTC's log-probabilities.
 
     ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half precision;
     ``lengths [B]`` of the states.
@@ -159,17 +159,17 @@ class ListenAttendSpell(nn.Module):
 
     .. math:: P_\mathrm{ctc}(\pi_j) = \mathrm{softmax}(W_c h_j)
 
-    The speller is one :class:`attnfast.nn.AttentionLSTM`, whose initial state is 0. Labels are ids
+    The decoder is one :class:`attnfast.nn.AttentionLSTM`, whose initial state is 0. Labels are ids
     from 4 on, as everywhere; CTC's blank is the id of padding. The model has the methods ``encode``
     and ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and :func:`beam_search` accept
     it.
 
     Args:
         encoder: frames and lengths to states and lengths.
-        attention: of the speller, a module of :mod:`attnfast.nn` with queries of ``hidden_dim``
+        attention: of the decoder, a module of :mod:`attnfast.nn` with queries of ``hidden_dim``
             and keys of the encoder's features, or :class:`FixedContext`.
         vocab_size: V, labels and the four special ids.
-        hidden_dim, embed_dim: features of the speller's states, and of a letter.
+        hidden_dim, embed_dim: features of the decoder's states, and of a letter.
         dropout: on letters and on the input of the output layer.
 
     Papers: Chan et al., ICASSP 2016, arXiv:1508.01211; Watanabe et al., "Hybrid CTC/Attention
@@ -193,7 +193,7 @@ class ListenAttendSpell(nn.Module):
         context_dim = encoder.output_dim
         self.encoder = encoder
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
-        self.speller = AttentionLSTM(
+        self.decoder = AttentionLSTM(
             embed_dim, hidden_dim, context_dim, attention, recurrence="attend_last"
         )
         self.readout = nn.Linear(hidden_dim + context_dim, hidden_dim)
@@ -220,15 +220,15 @@ class ListenAttendSpell(nn.Module):
             lengths: ``[B]``.
 
         Returns:
-            The encoded recordings, and the speller's state before the first letter.
+            The encoded recordings, and the decoder's state before the first letter.
         """
         states, lengths = self.encoder(frames, lengths)
         lengths = lengths.to(states.device)
-        memory = self.speller.attention.prepare(states, lengths)
-        backend = getattr(self.speller.attention, "backend", None)
+        memory = self.decoder.attention.prepare(states, lengths)
+        backend = getattr(self.decoder.attention, "backend", None)
         labels = linear(states, self.ctc.weight, self.ctc.bias, backend)
         labels = labels.log_softmax(-1, dtype=accumulation_dtype(labels.dtype))
-        zeros = states.new_zeros(1, states.shape[0], self.speller.hidden_size)
+        zeros = states.new_zeros(1, states.shape[0], self.decoder.hidden_size)
         return EncodedSpeech(memory, labels, lengths), RecurrentState(zeros, zeros)
 
     def decode(
@@ -245,7 +245,7 @@ class ListenAttendSpell(nn.Module):
         try:
             return self._spell(words, state, heard, need_weights, None)
         except Exception:
-            context_dim, hidden = self.speller.context_size, (1, self.speller.hidden_size)
+            context_dim, hidden = self.decoder.context_size, (1, self.decoder.hidden_size)
             check_step(words, state, heard, "heard", context_dim, hidden, self.output.weight)
             raise
 
@@ -257,11 +257,11 @@ class ListenAttendSpell(nn.Module):
         need_weights: bool,
         lengths: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        result = self.speller(
+        result = self.decoder(
             self.dropout(embed("words", words, self.embedding)), heard.memory, state,
             target_lengths=lengths, need_weights=need_weights,
         )  # fmt: skip
-        backend = getattr(self.speller.attention, "backend", None)
+        backend = getattr(self.decoder.attention, "backend", None)
         read = self.dropout(torch.cat([result.states, result.contexts], -1))
         read = linear(read, self.readout.weight, self.readout.bias, backend).tanh()
         logits = linear(self.dropout(read), self.output.weight, self.output.bias, backend)

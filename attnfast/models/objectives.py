@@ -49,7 +49,7 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
 def hybrid_loss(
     spelled: LASOutput, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
 ) -> Tensor:
-    r"""Return :math:`(1 - \lambda)` times the speller's loss and λ times CTC's, in nats a label.
+    r"""Return :math:`(1 - \lambda)` times the decoder's loss and λ times CTC's, in nats a label.
 
     .. math:: \frac{1}{N} \sum_b -(1 - \lambda) \ln P(y_b \,\mathrm{end}) -
               \lambda \ln P_\mathrm{ctc}(y_b)
@@ -63,7 +63,7 @@ def hybrid_loss(
         spelled: the output of :class:`attnfast.models.ListenAttendSpell`.
         target_out: ``[B, T]``, labels and the end, int64 or int32.
         ctc_weight: λ, from 0 to 1.
-        label_smoothing: of the speller's loss.
+        label_smoothing: of the decoder's loss.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the sentence names it.

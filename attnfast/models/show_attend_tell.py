@@ -297,7 +297,7 @@ class ShowAttendTell(nn.Module):
         context_dim = encoder.output_dim
         self.encoder, self.longest = encoder, longest
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
-        self.teller = AttentionLSTM(embed_dim, hidden_dim, context_dim, attention)
+        self.decoder = AttentionLSTM(embed_dim, hidden_dim, context_dim, attention)
         self.first_hidden = nn.Linear(context_dim, hidden_dim)
         self.first_cell = nn.Linear(context_dim, hidden_dim)
         self.readout = nn.Linear(hidden_dim + context_dim, embed_dim)
@@ -321,7 +321,7 @@ class ShowAttendTell(nn.Module):
         """
         grid, mask = self.encoder(images, sizes)
         states, seen = grid.flatten(1, 2), mask.flatten(1)
-        memory = self.teller.attention.prepare(states, mask=seen)
+        memory = self.decoder.attention.prepare(states, mask=seen)
         mean = masked_mean(states, seen)
         h, c = (layer(mean).tanh().unsqueeze(0) for layer in (self.first_hidden, self.first_cell))
         return EncodedImage(memory, mask), RecurrentState(h, c)
@@ -340,7 +340,7 @@ class ShowAttendTell(nn.Module):
         try:
             return self._tell(words, state, seen, need_weights, None)
         except Exception:
-            context_dim, hidden = self.teller.context_size, (1, self.teller.hidden_size)
+            context_dim, hidden = self.decoder.context_size, (1, self.decoder.hidden_size)
             check_step(words, state, seen, "seen", context_dim, hidden, self.output.weight)
             raise
 
@@ -353,10 +353,10 @@ class ShowAttendTell(nn.Module):
         lengths: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         embedded = self.dropout(embed("words", words, self.embedding))
-        result = self.teller(
+        result = self.decoder(
             embedded, seen.memory, state, target_lengths=lengths, need_weights=need_weights
         )
-        backend = getattr(self.teller.attention, "backend", None)
+        backend = getattr(self.decoder.attention, "backend", None)
         read = self.dropout(torch.cat([result.states, result.contexts], -1))
         read = embedded + linear(read, self.readout.weight, self.readout.bias, backend)
         logits = linear(self.dropout(read), self.output.weight, self.output.bias, backend)

@@ -329,7 +329,7 @@ class HardMonotonicWindowAttention(_SpanAttention):
         context, weight, p = (torch.cat(x, 1) for x in (contexts, weights, keys))
         history = history._replace(key=key)
         if isinstance(need_weights, str):
-            seen = self.span.keys(p.shape[1], Tk, position=p, lengths=memory.lengths)
+            seen = self.span.key_indices(p.shape[1], Tk, position=p, lengths=memory.lengths)
             weight = to_form(need_weights, weight, seen, Tk)
         return context, weight if need_weights else None, history
 
@@ -411,7 +411,7 @@ class LocalPredictiveAttention(LuongAttention):
             self._check_call(state, memory)
             raise
         Tk = memory.key.shape[-2]
-        keys = self.span.keys(rows.shape[1], Tk, position=p.detach(), lengths=memory.lengths)
+        keys = self.span.key_indices(rows.shape[1], Tk, position=p.detach(), lengths=memory.lengths)
         prior = log_prior(keys, p, sigma, p.dtype).masked_fill(keys < 0, 0)
         total = (weights * (-prior).exp()).sum(-1, keepdim=True)
         scale = torch.where(total > 0, 1 / total.where(total > 0, 1), 0).to(context.dtype)

@@ -47,9 +47,9 @@ class LoweredCall(NamedTuple):
     like: Tensor  # the query as it was
     Tk: int
     keys: Any  # key indices of the columns, if they are needed
-    narrow: Tensor | None  # the operator's columns that belong to the span, if not all
+    window_columns: Tensor | None  # the operator's columns that belong to the span, if not all
     span: Span
-    front: int = 0  # rows of the first phase that do not exist
+    pad_rows: int = 0  # rows of the first phase that do not exist
 
     def restore(self, result: AttentionOutput, form: bool | str) -> AttentionOutput:
         """Return the results of the call before it was lowered."""
@@ -57,7 +57,7 @@ class LoweredCall(NamedTuple):
         weights, log_sum_exp, statistics = result.weights, result.log_sum_exp, result._statistics
         if self.span.phases > 1:
             context, weights, statistics, sums = (
-                None if x is None else from_phases(x, self.span.stride, self.front, self.like)
+                None if x is None else from_phases(x, self.span.stride, self.pad_rows, self.like)
                 for x in (context, weights, statistics, log_sum_exp.unsqueeze(-1))
             )
             log_sum_exp = sums.squeeze(-1)  # type: ignore[union-attr]
@@ -65,8 +65,8 @@ class LoweredCall(NamedTuple):
             statistics = self._on_all_keys(statistics)
         if isinstance(form, str):
             weights = to_form(form, weights, self.keys, self.Tk)
-        elif form and self.narrow is not None:
-            weights = to_columns(weights, self.narrow)
+        elif form and self.window_columns is not None:
+            weights = to_columns(weights, self.window_columns)
         return attention_result(context, weights, log_sum_exp, statistics)
 
     def _on_all_keys(self, statistics: Tensor) -> Tensor:
@@ -75,7 +75,9 @@ class LoweredCall(NamedTuple):
         k = self.span.stride
         first: Any = 0
         if self.span.phases > 1:
-            rows = torch.arange(self.front, self.front + entropy.shape[-1], device=entropy.device)
+            rows = torch.arange(
+                self.pad_rows, self.pad_rows + entropy.shape[-1], device=entropy.device
+            )
             first = (rows % k) * (largest != 0)  # 0 for a row without visible keys
         position, mean = k * position + first, k * mean + first
         return torch.stack([entropy, largest, position, mean, k * k * variance], -1)
@@ -93,7 +95,7 @@ def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> Lowe
     terms = bias is not None or call.mask is not None
     spread = isinstance(form, str)
     need_keys = spread or sigma is not None or (some and terms)
-    need_narrow = form and not spread and span.compact and not compact
+    need_window_columns = form and not spread and span.compact and not compact
     if isinstance(position, Tensor) and position.is_floating_point():
         # a row whose position is NaN gets a NaN query, so that its results are NaN
         lost = rows_at(position, query, Tk, lengths).isnan().unsqueeze(-1)
@@ -101,8 +103,8 @@ def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> Lowe
         call = call._replace(query=query)
     need_bounds = span.phases == 1 and span.sides != (None, None)  # phases have their own
     keys: Any = None
-    narrow = None
-    if need_keys or need_bounds or need_narrow:
+    window_columns = None
+    if need_keys or need_bounds or need_window_columns:
         p = rows_at(position, query, Tk, lengths)
         rows = span.locate(p, Tk)
     if need_keys:
@@ -117,14 +119,16 @@ def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> Lowe
         call = call._replace(bias=prior if call.bias is None else call.bias + prior)
     if need_bounds:
         call = call._replace(key_bounds=torch.stack([rows.start, rows.stop], -1))
-    if need_narrow:
-        narrow = rows.start.unsqueeze(-1) + torch.arange(span.columns(Tk), device=query.device)
+    if need_window_columns:
+        window_columns = rows.start.unsqueeze(-1) + torch.arange(
+            span.columns(Tk), device=query.device
+        )
     call = call._replace(columns=span.columns(Tk) if compact else 0)
     if span.phases > 1:
-        front = first_position(position, query.shape[-2], Tk) % span.stride
-        call = _in_phases(call, span, position, front)
-        return LoweredCall(call, query, Tk, keys, narrow, span, front)
-    return LoweredCall(_every(call, span.stride), query, Tk, keys, narrow, span)
+        pad_rows = first_position(position, query.shape[-2], Tk) % span.stride
+        call = _in_phases(call, span, position, pad_rows)
+        return LoweredCall(call, query, Tk, keys, window_columns, span, pad_rows)
+    return LoweredCall(_every(call, span.stride), query, Tk, keys, window_columns, span)
 
 
 def _every(call: AttentionInputs, k: int) -> AttentionInputs:
@@ -138,7 +142,7 @@ def _every(call: AttentionInputs, k: int) -> AttentionInputs:
     return call._replace(key=key, value=value, lengths=lengths)
 
 
-def _in_phases(call: AttentionInputs, span: Span, position: Any, front: int) -> AttentionInputs:
+def _in_phases(call: AttentionInputs, span: Span, position: Any, pad_rows: int) -> AttentionInputs:
     """Return the call with the phases of rows and keys side by side on the head axis."""
     query, k = call.query, span.stride
     Tq, Tk = query.shape[-2], call.key.shape[-2]
@@ -149,11 +153,11 @@ def _in_phases(call: AttentionInputs, span: Span, position: Any, front: int) -> 
         score_vector = score_vector.repeat_interleave(k, 0)
     rows = (*query.shape[1:-1], -1)
     bias, mask = (
-        None if x is None else to_phases(x.expand(-1, *rows), k, front)
+        None if x is None else to_phases(x.expand(-1, *rows), k, pad_rows)
         for x in (call.bias, call.mask)
     )
     return call._replace(
-        query=to_phases(query, k, front),
+        query=to_phases(query, k, pad_rows),
         key=to_phases(call.key, k, 0),
         value=to_phases(call.value, k, 0),
         score_vector=score_vector,

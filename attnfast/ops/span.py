@@ -111,13 +111,13 @@ def bounds_in_phases(
     ``[B, H·k, T / k, 2]``, where B and H·k may be 1; None if all rows see all keys.
     """
     k, (left, right) = span.phases, span.sides
-    front, device = first % k, like.device
-    padded, uneven = some(front) or some(Tq % k), some(Tk % k)
+    pad_rows, device = first % k, like.device
+    padded, uneven = some(pad_rows) or some(Tq % k), some(Tk % k)
     if left is right is None and lengths is None and not padded and not uneven:
         return None
-    place = torch.arange(ceil_div(front + Tq, k), device=device)  # of a row in its phase
+    place = torch.arange(ceil_div(pad_rows + Tq, k), device=device)  # of a row in its phase
     phase = torch.arange(k, device=device).unsqueeze(-1)
-    row = place * k + (phase - front)
+    row = place * k + (phase - pad_rows)
     place = place + first // k
     start = torch.zeros_like(place) if left is None else place - left // k
     stop = torch.full_like(place, ceil_div(Tk, k)) if right is None else place + (right // k + 1)
@@ -131,24 +131,24 @@ def bounds_in_phases(
     return bounds if bounds.shape[1] == 1 else bounds.repeat(1, heads, 1, 1)
 
 
-def to_phases(x: Tensor, k: int, front: int) -> Tensor:
+def to_phases(x: Tensor, k: int, pad_rows: int) -> Tensor:
     """Lay ``[B, (H,) T, C]`` out as ``[B, H·k, T / k, C]``, zeros in front and at the end."""
-    rows = ceil_div(front + x.shape[-2], k)
-    end = rows * k - front - x.shape[-2]
-    if some(front) or some(end):
-        x = torch.nn.functional.pad(x, (0, 0, front, end))
+    rows = ceil_div(pad_rows + x.shape[-2], k)
+    end = rows * k - pad_rows - x.shape[-2]
+    if some(pad_rows) or some(end):
+        x = torch.nn.functional.pad(x, (0, 0, pad_rows, end))
     x = x.view(*x.shape[:-2], rows, k, x.shape[-1]).transpose(-3, -2)
     return x if x.dim() == 4 else x.flatten(1, 2)
 
 
-def from_phases(x: Tensor, k: int, front: int, like: Tensor) -> Tensor:
+def from_phases(x: Tensor, k: int, pad_rows: int, like: Tensor) -> Tensor:
     """Lay ``[B, H·k, T / k, C]`` out in the order of rows ``like [B, (H,) T, ·]``."""
     x = x if like.dim() == 3 else x.view(x.shape[0], x.shape[1] // k, k, *x.shape[2:])
     x = x.transpose(-3, -2).flatten(-3, -2)
     T = like.shape[-2]
     if torch.compiler.is_compiling():  # avoid one graph for each memory layout of a part
-        return x.narrow_copy(-2, front, T)
-    return x if x.shape[-2] == T else x[..., front : front + T, :]
+        return x.narrow_copy(-2, pad_rows, T)
+    return x if x.shape[-2] == T else x[..., pad_rows : pad_rows + T, :]
 
 
 def to_dense(weights: Tensor, keys: Tensor, Tk: int) -> Tensor:

@@ -34,9 +34,9 @@ def example(module, draw):
             yield module(draw(B, module.query.in_features), memory, mask=draw.seen(lengths, Tk))
 
 
-def register(methods=Served, **more):
+def register(implementation=Served, **more):
     terms = {"classes": ["Plain"], "parameters": PARAMETERS, "example": example, "name": "plain"}
-    attnfast.register_adapter(Adapter(methods=methods, **{**terms, **more}))
+    attnfast.register_adapter(Adapter(implementation=implementation, **{**terms, **more}))
 
 
 def model(n=1):

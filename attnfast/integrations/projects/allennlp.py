@@ -29,14 +29,14 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name="AllenNLP's AdditiveAttention",
-        methods=AllenNLP,
+        implementation=AllenNLP,
         classes=["allennlp.modules.attention.additive_attention.AdditiveAttention"],
         parameters=["_w_matrix", "_u_matrix", "_v_vector"],
         example=example,
-        why_not=lambda attention: (
+        skip_reason=lambda attention: (
             None if attention._normalize else "it returns scores without a softmax"
         ),
-        larger=1,
+        weight_scale=1,
         note="scores far below 0 get weights that sum to 1, where AllenNLP's 1e-13 makes them less",
     ),
 ]

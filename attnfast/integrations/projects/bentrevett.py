@@ -37,7 +37,7 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name=f"bentrevett's Attention{edition}",
-        methods=Bentrevett,
+        implementation=Bentrevett,
         classes=["Attention"],
         parameters=[f"{layer}.weight", f"{layer}.bias", v],
         example=example,

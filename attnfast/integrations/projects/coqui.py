@@ -56,7 +56,7 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name="Coqui's OriginalAttention",
-        methods=Original,
+        implementation=Original,
         classes=["OriginalAttention"],
         parameters=[
             *(f"{name}.linear_layer.weight" for name in ("query_layer", "inputs_layer", "v")),
@@ -69,8 +69,8 @@ ADAPTERS = [
         ],
         example=example,
         # of masks, and of the windows that its own code makes
-        reads=["data", "_mask_value", "win_idx", "win_back", "win_front"],
-        why_not=lambda attention: (
+        known_attributes=["data", "_mask_value", "win_idx", "win_back", "win_front"],
+        skip_reason=lambda attention: (
             None if attention.norm == "softmax" else "its weights are normalised sigmoids"
         ),
         note="a source without frames has weights 0 instead of NaN",

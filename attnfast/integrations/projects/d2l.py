@@ -8,11 +8,11 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    fusion_skip_reason,
+    gru_skip_reason,
     last_states,
     run_decoder,
     state_of,
-    why_not_one_gru,
-    why_not_one_operator,
 )
 from attnfast.integrations.helpers import attend, project
 from attnfast.nn._fused_rnn import Layer
@@ -61,7 +61,7 @@ class Decoder:
         parts = [attention.W_q, attention.W_k, attention.w_v, attention.dropout]
         drops = self.rnn.training and self.rnn.dropout > 0 and self.rnn.num_layers > 1
         several = valid_lens is not None and valid_lens.dim() != 1
-        reason = why_not_one_operator(layer, X.shape[1], source, [hidden], attention, *parts)
+        reason = fusion_skip_reason(layer, X.shape[1], source, [hidden], attention, *parts)
         if several or drops:
             reason = "valid_lens are those of each query" if several else "its layers have dropout"
         if reason:
@@ -106,7 +106,7 @@ def translate(decoder, draw):
 ADAPTERS = [
     Adapter(
         name="d2l's AdditiveAttention",
-        methods=Additive,
+        implementation=Additive,
         classes=["AdditiveAttention"],
         parameters=["W_k.weight", "W_q.weight", "w_v.weight"],
         example=lambda attention, draw: example(
@@ -116,7 +116,7 @@ ADAPTERS = [
     ),
     Adapter(
         name="d2l's DotProductAttention",
-        methods=Dot,
+        implementation=Dot,
         classes=["d2l.torch.DotProductAttention"],
         parameters=[],
         example=example,
@@ -124,17 +124,17 @@ ADAPTERS = [
     ),
     Adapter(
         name="d2l's Seq2SeqAttentionDecoder",
-        methods=Decoder,
+        implementation=Decoder,
         classes=["Seq2SeqAttentionDecoder"],
         parameters=[
             *("embedding.weight", "rnn.*", "dense.*"),
             *("attention.W_k.weight", "attention.W_q.weight", "attention.w_v.weight"),
         ],
-        reads=["_attention_weights", "attention_weights"],
+        known_attributes=["_attention_weights", "attention_weights"],
         attention="attention",
         example=translate,
-        larger=4.0,  # a recurrence makes more of rounding
-        why_not=lambda decoder: why_not_one_gru(decoder.rnn),
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        skip_reason=lambda decoder: gru_skip_reason(decoder.rnn),
         note=f"{EMPTY}; {LOOP}, and training with dropout",
     ),
 ]

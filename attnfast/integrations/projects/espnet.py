@@ -84,7 +84,9 @@ def adapter(cls, methods, parameters, **more):
     more = {"example": example, "note": "a source without frames has weights 0, not NaN", **more}
     classes = [f"espnet.nets.pytorch_backend.rnn.attentions.{cls}"]
     name = f"ESPnet's {cls}"
-    return Adapter(name=name, methods=methods, classes=classes, parameters=parameters, **more)
+    return Adapter(
+        name=name, implementation=methods, classes=classes, parameters=parameters, **more
+    )
 
 
 # ---- a memory of the weights: location-aware, recurrent ------------------------------------------
@@ -351,7 +353,7 @@ ADAPTERS = [
         "AttLoc2D",
         Location,
         LOCATED,
-        why_not=lambda attention: "its filters see more rows of weights than the last",
+        skip_reason=lambda attention: "its filters see more rows of weights than the last",
     ),
     adapter("AttCov", Coverage, WEIGHTED, dtype=torch.float32),
     adapter("AttCovLoc", CoverageLocation, LOCATED, dtype=torch.float32),
@@ -360,6 +362,6 @@ ADAPTERS = [
     adapter("GDCAttLoc", Durations, TOKEN, example=TOKEN_EXAMPLE, note=NOTE),
     adapter("AttMultiHeadDot", Heads, DOT),
     adapter("AttMultiHeadAdd", Heads, ADD),
-    adapter("AttMultiHeadLoc", HeadsLocation, LOC, dtype=torch.float32, larger=4),
-    adapter("AttMultiHeadMultiResLoc", Resolutions, LOC, dtype=torch.float32, larger=4),
+    adapter("AttMultiHeadLoc", HeadsLocation, LOC, dtype=torch.float32, weight_scale=4),
+    adapter("AttMultiHeadMultiResLoc", Resolutions, LOC, dtype=torch.float32, weight_scale=4),
 ]

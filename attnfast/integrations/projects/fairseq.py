@@ -33,7 +33,7 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name="fairseq's AttentionLayer",
-        methods=Fairseq,
+        implementation=Fairseq,
         classes=["fairseq.models.lstm.AttentionLayer"],
         parameters=["input_proj.weight", "output_proj.weight"],
         optional=["input_proj.bias", "output_proj.bias"],

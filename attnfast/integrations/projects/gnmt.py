@@ -51,7 +51,7 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name="GNMT's BahdanauAttention",
-        methods=GNMT,
+        implementation=GNMT,
         classes=["BahdanauAttention"],
         parameters=["linear_q.weight", "linear_k.weight", "linear_att"],
         optional=["normalize_scalar", "normalize_bias"],

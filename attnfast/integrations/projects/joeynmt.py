@@ -51,14 +51,14 @@ COMMON: dict[str, Any] = {
 ADAPTERS = [
     Adapter(
         name="joeynmt's BahdanauAttention",
-        methods=Bahdanau,
+        implementation=Bahdanau,
         classes=["joeynmt.attention.BahdanauAttention"],
         parameters=["key_layer.weight", "query_layer.weight", "energy_layer.weight"],
         **COMMON,
     ),
     Adapter(
         name="joeynmt's LuongAttention",
-        methods=Luong,
+        implementation=Luong,
         classes=["joeynmt.attention.LuongAttention"],
         parameters=["key_layer.weight"],
         **COMMON,

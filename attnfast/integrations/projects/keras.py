@@ -75,12 +75,12 @@ LAYERS = {"attention.Attention": Dot, "additive_attention.AdditiveAttention": Ad
 ADAPTERS = [
     Adapter(
         name=f"Keras's {layer.rpartition('.')[2]}",
-        methods=methods,
+        implementation=methods,
         classes=[f"keras.src.layers.attention.{layer}"],
         parameters=[],
         optional=["scale", "concat_score_weight", "seed_generator_state"],
         example=example,
-        why_not=why_not,
+        skip_reason=why_not,
         note="a row without keys has weights 0; a copy of the model has Keras's own again",
         dtype=torch.float32,
     )

@@ -13,11 +13,11 @@ from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    fusion_skip_reason,
     last_states,
     masks_of,
     run_decoder,
     state_of,
-    why_not_one_operator,
 )
 from attnfast.integrations.helpers import attend, is_plain, project, project_joined
 from attnfast.nn._fused_rnn import NAMES, Layer
@@ -78,7 +78,7 @@ class InputFeed:
         )
         if not plain or not all(is_plain(x, nn.Dropout) for x, _ in dropouts):
             raise UnsupportedCall("a cell or dropout has hooks or a forward of its own")
-        if reason := why_not_one_operator(
+        if reason := fusion_skip_reason(
             layer, T, enc_out, hidden, attention, *parts, feed=[feed], drops=drops
         ):
             raise UnsupportedCall(reason)
@@ -153,28 +153,28 @@ COMMON: dict[str, Any] = {
 ADAPTERS = [
     Adapter(
         name="OpenNMT-py's GlobalAttention",
-        methods=OpenNMT,
+        implementation=OpenNMT,
         classes=["onmt.modules.global_attention.GlobalAttention"],
         example=partial(example, seen=lambda draw, lengths, Tk: draw.numbers(*lengths)),
         **COMMON,
     ),
     Adapter(
         name="eole's GlobalAttention",
-        methods=Eole,
+        implementation=Eole,
         classes=["eole.modules.global_attention.GlobalAttention"],
         example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
         **COMMON,
     ),
     Adapter(
         name="OpenNMT-py's InputFeedRNNDecoder",
-        methods=InputFeed,
+        implementation=InputFeed,
         classes=["onmt.decoders.decoder.InputFeedRNNDecoder"],
         parameters=["rnn.layers.*"],
         optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
         attention="attn",
         example=translate,
-        larger=4.0,  # a recurrence makes more of rounding
-        why_not=why_not_input_fed,
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        skip_reason=why_not_input_fed,
         note=f"{COMMON['note']}; {LOOP}",
     ),
 ]

@@ -49,11 +49,11 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name="pointer_summarizer's attention",
-        methods=PointerGenerator,
+        implementation=PointerGenerator,
         classes=["Attention"],
         parameters=["decode_proj.weight", "decode_proj.bias", "v.weight"],
         optional=["W_c.weight"],
-        reads=["config"],
+        known_attributes=["config"],
         example=example,
         note="a source without words has weights 0 instead of NaN",
     ),

@@ -29,7 +29,7 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name="sgrvinod's Attention",
-        methods=Captioning,
+        implementation=Captioning,
         classes=["Attention"],
         parameters=[
             f"{x}_att.{y}" for x in ("encoder", "decoder", "full") for y in ("weight", "bias")

@@ -74,7 +74,7 @@ CONTENT = [*names("mlp_enc", "mlp_dec", "mlp_out"), "mlp_attn.weight"]
 ADAPTERS = [
     Adapter(
         name=f"SpeechBrain's {cls}",
-        methods=methods,
+        implementation=methods,
         classes=[f"speechbrain.nnet.attention.{cls}"],
         parameters=parameters,
         example=example,

@@ -45,7 +45,7 @@ def example(attention, draw):
 ADAPTERS = [
     Adapter(
         name=name,
-        methods=LocationSensitive,
+        implementation=LocationSensitive,
         classes=[cls],
         parameters=[
             *(f"{layer}{linear}.weight" for layer in ("query_layer", "memory_layer", "v")),
@@ -53,7 +53,7 @@ ADAPTERS = [
             f"location_layer.location_dense{linear}.weight",
         ],
         example=example,
-        reads=["data", "score_mask_value"],
+        known_attributes=["data", "score_mask_value"],
         note="a source without frames has weights 0 instead of NaN",
     )
     for name, cls, linear, conv in (

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.fused_decoders import run_decoder, why_not_one_gru, why_not_one_operator
+from attnfast.integrations.fused_decoders import fusion_skip_reason, gru_skip_reason, run_decoder
 from attnfast.integrations.helpers import (
     attend,
     batch_first,
@@ -58,7 +58,7 @@ class TranslationDecoder:
             or not is_plain(self.out)
         ):
             raise UnsupportedCall("its embedding, dropout or output layer is no plain module")
-        if reason := why_not_one_operator(layer, T, encoder_outputs, states, attention, *parts):
+        if reason := fusion_skip_reason(layer, T, encoder_outputs, states, attention, *parts):
             raise UnsupportedCall(reason)
         words = torch.cat([words.new_full((len(words), 1), start), words[:, : T - 1]], 1)
         embedded = self.embedding(words)
@@ -115,7 +115,7 @@ def why_not_translated(decoder):
         return "its file lacks MAX_LENGTH or SOS_token"
     if decoder.gru.num_layers > 1:
         return f"it has {decoder.gru.num_layers} layers"
-    return why_not_one_gru(decoder.gru)
+    return gru_skip_reason(decoder.gru)
 
 
 def chatbot(attention, draw):
@@ -130,29 +130,29 @@ def chatbot(attention, draw):
 ADAPTERS = [
     Adapter(
         name="the translation tutorial's BahdanauAttention",
-        methods=Translation,
+        implementation=Translation,
         classes=["BahdanauAttention"],
         parameters=["Wa.weight", "Wa.bias", "Ua.weight", "Ua.bias", "Va.weight", "Va.bias"],
         example=translation,
     ),
     Adapter(
         name="the translation tutorial's AttnDecoderRNN",
-        methods=TranslationDecoder,
+        implementation=TranslationDecoder,
         classes=["AttnDecoderRNN"],
         parameters=[
             *("embedding.weight", "gru.*", "out.*"),
             *("attention.Wa.*", "attention.Ua.*", "attention.Va.*"),
         ],
-        reads=["MAX_LENGTH", "SOS_token", "detach"],
+        known_attributes=["MAX_LENGTH", "SOS_token", "detach"],
         attention="attention",
         example=translate,
-        larger=2.0,  # a recurrence makes more of rounding
-        why_not=why_not_translated,
+        weight_scale=2.0,  # a recurrence makes more of rounding
+        skip_reason=why_not_translated,
         note="its own code runs without a target",
     ),
     Adapter(
         name="the chatbot tutorial's Attn",
-        methods=Chatbot,
+        implementation=Chatbot,
         classes=["Attn"],
         parameters=[],
         optional=["attn.weight", "attn.bias", "v"],
