@@ -382,11 +382,8 @@ def _forward(
             b_s += b_bias
             m_s = m_s & (b_bias != -float("inf"))  # also if the score is NaN
         if not SCORES:
-            b_s = tl.where(
-                b_s > MIN_FINITE,
-                b_s,
-                tl.where(b_s == -float("inf"), MIN_FINITE, b_s * JUST_BELOW_ONE),
-            )
+            b_low = tl.where(b_s == -float("inf"), MIN_FINITE, b_s * JUST_BELOW_ONE)
+            b_s = tl.where(b_s > MIN_FINITE, b_s, b_low)
         b_s = tl.where(m_s, b_s, -float("inf"))
         if p_weights is not None and i_v == 0:
             tl.store(p_weights + o_row[:, None] * W + o_column, b_s, mask=m_column)

@@ -127,7 +127,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/ops/lowering.py", SPANS): {
         "_every": [("(lengths + (k - 1)).div(k", "lengths.div(k")],
-        "_in_phases": [("score_vector = score_vector.repeat_interleave(k, 0)", "weight = weight.repeat(k, 1)")],
+        "_in_phases": [("score_vector.repeat_interleave(k, 0)", "score_vector.repeat(k, 1)")],
         "lower": [
             ("query.shape[-2], Tk) % span.stride", "query.shape[-2], Tk) * 0"),
             ("prior if call.bias is None else call.bias + prior", "prior"),
@@ -1122,7 +1122,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("m_k = tl.max(m_s.to(tl.int32), 0) > 0", "m_k = o_k < n"),
             ('tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))',
              "1 / tl.where(m_empty, 1, b_l)"),
-            ("MIN_FINITE, b_s * JUST_BELOW_ONE))", "MIN_FINITE, b_s))"),
+            ("MIN_FINITE, b_s * JUST_BELOW_ONE)", "MIN_FINITE, b_s)"),
         ],
         "_exponentials": [
             ("tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)",
@@ -1367,7 +1367,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "ATTNFAST_RECURRENT_BACKWARD": [
             ("X(Optional, grad_loss, after, given.coverage, {B})", "X(Optional, grad_loss, any)"),
-            ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * N)', "X(Tensor, gates, any)"),
+            ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)', "X(Tensor, gates, any)"),
         ],
         "ATTNFAST_LAYER_KEYS": [
             ("X(Optional, dropout, layered, own, {B, H})", "X(Optional, dropout, any)"),
@@ -1459,7 +1459,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/launch_coverage.h", CUDA.format("of_no_rows")): {
         "coverage_gradients": [
-            ("if (need_grad_score_vector) vector_parts", "if (need_grad_weight && a.Tq) of_weight"),
+            ("if (need_grad_score_vector) vector_parts", "if (need_grad_score_vector && a.Tq) vector_parts"),
         ],
     },
     ("csrc/cuda/tile.cuh", CUDA.format("diverged")): {
