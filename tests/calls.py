@@ -120,7 +120,7 @@ def functions() -> Table:
         "Span": (Span, {"window": (1, 2), "causal": True, "stride": 2, "fixed": True}),
         "Span.columns": (Span(window=1).columns, {"Tk": TK}),
         "Span.key_indices": (
-            Span(window=1).keys,
+            Span(window=1).key_indices,
             {"Tq": TQ, "Tk": TK, "position": "end", "lengths": lengths(), "device": None},
         ),
         "gaussian_bias": (
@@ -138,10 +138,10 @@ def functions() -> Table:
             attnfast.register_adapter,
             {"adapter": next(iter(attnfast.integrations.ADAPTERS.values()))},
         ),
-        "alignment_loss": (attnfast.alignment_loss, target | {"keys": None, "kind": "squared"}),
+        "alignment_loss": (attnfast.alignment_loss, target | {"key_indices": None, "kind": "squared"}),
         "alignment_loss, keys": (
             attnfast.alignment_loss,
-            target | {"weights": rows()[..., :3], "keys": Span(window=1).key_indices(TQ, TK)},
+            target | {"weights": rows()[..., :3], "key_indices": Span(window=1).key_indices(TQ, TK)},
         ),
         "alignment_loss, numbers": (
             attnfast.alignment_loss, {"weights": rows(B, 2), "alignment": rows(B, 1)},

@@ -199,7 +199,7 @@ def judges() -> Table:
     """Return diagnostics and explanation."""
     of_weights = {
         "weights": rows(), "lengths": lengths(), "target_lengths": lengths(TQ),
-        "keys": None,
+        "key_indices": None,
     }  # fmt: skip
     table: dict[str, Any] = {}
     more: dict[str, dict[str, Any]] = {
@@ -214,7 +214,7 @@ def judges() -> Table:
         function = getattr(diagnostics, name)
         table[name] = function, call
         spanned: dict[str, Any] = {"weights": call["weights"][..., :3], "fertility": None}
-        spanned["keys"] = Span(window=1).key_indices(TQ, TK)
+        spanned["key_indices"] = Span(window=1).key_indices(TQ, TK)
         table[name + ", keys"] = function, call | {x: spanned[x] for x in spanned if x in call}
     found = [{(0, 0), (1, 2)}] * B
     model = models.build(models.Config(V, embed_dim=A, hidden_dim=A)).eval()
@@ -289,9 +289,9 @@ def pictures() -> Table:
     weights, spanned = rows()[0], Span(window=1).key_indices(TQ, TK)
     cost = [Cost(0.5, 9), Cost(0.75, 10)]
     table: dict[str, Any] = {
-        "draw_alignment": (plots.draw_alignment, {"weights": weights, **texts, "keys": None}),
+        "draw_alignment": (plots.draw_alignment, {"weights": weights, **texts, "key_indices": None}),
         "draw_alignment, keys": (
-            plots.draw_alignment, {"weights": weights[..., :3], **texts, "keys": spanned},
+            plots.draw_alignment, {"weights": weights[..., :3], **texts, "key_indices": spanned},
         ),
         "draw_listening": (
             plots.draw_listening,

@@ -1459,7 +1459,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/launch_coverage.h", CUDA.format("of_no_rows")): {
         "coverage_gradients": [
-            ("if (need_grad_score_vector) vector_parts", "if (need_grad_score_vector && a.Tq) vector_parts"),
+            (
+                "if (need_grad_score_vector) vector_parts",
+                "if (need_grad_score_vector && a.Tq) vector_parts",
+            ),
         ],
     },
     ("csrc/cuda/tile.cuh", CUDA.format("diverged")): {

@@ -109,8 +109,8 @@ def aligned(x, number):
     return (
         alignment_loss(weights, index),
         alignment_loss(weights, weights.detach() / 2, kind="squared"),
-        alignment_loss(weights[..., :5], index, keys=keys),
-        alignment_loss(weights[..., :5], weights.detach(), keys=keys),
+        alignment_loss(weights[..., :5], index, key_indices=keys),
+        alignment_loss(weights[..., :5], weights.detach(), key_indices=keys),
     )
 
 

@@ -22,7 +22,7 @@ def given(heads=0, span=False, seed=0, sharp=2.0):
     weights = attnfast.dot_attention(
         sharp * q, k, v, span=window, lengths=LENGTHS, need_weights=True
     )[1]
-    keys = window.keys(TQ, TK, lengths=LENGTHS) if span else None
+    keys = window.key_indices(TQ, TK, lengths=LENGTHS) if span else None
     dense = weights if keys is None else diag.to_dense(weights, _of(keys, heads), TK)
     return weights, keys, dense
 
@@ -50,8 +50,8 @@ def entropy(row):
 @pytest.mark.parametrize(("heads", "span"), FORMS)
 def test_rows(heads, span):
     weights, keys, dense = given(heads, span)
-    found = diag.row_statistics(weights, LENGTHS, TARGETS, keys=keys)
-    gap = diag.kl_from_uniform(weights, LENGTHS, TARGETS, keys=keys)
+    found = diag.row_statistics(weights, LENGTHS, TARGETS, key_indices=keys)
+    gap = diag.kl_from_uniform(weights, LENGTHS, TARGETS, key_indices=keys)
     rows = 0
     for at, x, n, m in sentences(dense, heads):
         for i, row in enumerate(x):
@@ -74,7 +74,7 @@ def test_rows(heads, span):
 @pytest.mark.parametrize(("heads", "span"), FORMS)
 def test_sentences(heads, span):
     weights, keys, dense = given(heads, span)
-    call = {"lengths": LENGTHS, "target_lengths": TARGETS, "keys": keys}
+    call = {"lengths": LENGTHS, "target_lengths": TARGETS, "key_indices": keys}
     coverage, near = diag.key_coverage(weights, **call), diag.diagonality(weights, **call, radius=1)
     fertility = torch.rand(B, TK, dtype=torch.float64) + 0.5
     plain, fertile = diag.over_under_translation(weights, **call), None
@@ -186,7 +186,10 @@ def test_links():
         heads.mean(1), lengths, targets
     )
     columns, keys, dense = given(2, True)
-    both = (x(columns) for x in (lambda w: diag.extract_alignment(w, LENGTHS, TARGETS, keys=keys),))
+    both = (
+        x(columns)
+        for x in (lambda w: diag.extract_alignment(w, LENGTHS, TARGETS, key_indices=keys),)
+    )
     assert next(both) == diag.extract_alignment(dense, LENGTHS, TARGETS)
 
 
@@ -247,18 +250,18 @@ def _divergence(p, q):
 def test_a_span_is_judged_by_its_keys():
     weights, keys, dense = given(2, True)
     ways = (weights, keys), (dense, None)
-    both = [diag.head_roles(x, LENGTHS, TARGETS, keys=k) for x, k in ways]
+    both = [diag.head_roles(x, LENGTHS, TARGETS, key_indices=k) for x, k in ways]
     for name in ("distance", "positional", "offset", "local"):
         torch.testing.assert_close(*(getattr(x, name) for x in both))
-    both = [diag.failures(x, LENGTHS, TARGETS, keys=k) for x, k in ways]
+    both = [diag.failures(x, LENGTHS, TARGETS, key_indices=k) for x, k in ways]
     for name in ("concentrated", "skipped"):
         assert torch.equal(*(getattr(x, name) for x in both))
     keys = Span(window=1).key_indices(9, 9)
     even = (keys >= 0) / (keys >= 0).sum(-1, keepdim=True)
-    assert diag.failures(even.unsqueeze(0), keys=keys).diffuse.all()
+    assert diag.failures(even.unsqueeze(0), key_indices=keys).diffuse.all()
     assert not diag.failures(diag.to_dense(even.unsqueeze(0), keys, 9)).diffuse.any()
     heads = even.expand(1, 2, 9, 3)
-    assert diag.head_roles(heads, keys=keys).broad.tolist() == pytest.approx([1, 1])
+    assert diag.head_roles(heads, key_indices=keys).broad.tolist() == pytest.approx([1, 1])
 
 
 def test_rows_that_do_not_add_up_to_1_are_judged_by_their_shares():
@@ -267,13 +270,14 @@ def test_rows_that_do_not_add_up_to_1_are_judged_by_their_shares():
     part = torch.linspace(0.3, 0.9, TQ, dtype=torch.float64).unsqueeze(-1)
     call = LENGTHS, TARGETS
     for function in (diag.row_statistics, diag.kl_from_uniform, diag.diagonality, diag.head_roles):
-        whole, less = (function(x, *call, keys=keys) for x in (weights, part * weights))
+        whole, less = (function(x, *call, key_indices=keys) for x in (weights, part * weights))
         if function is diag.row_statistics:
             torch.testing.assert_close(less.largest, whole.largest * part.squeeze(-1))
             whole, less = whole._replace(largest=0), less._replace(largest=0)
         torch.testing.assert_close(less, whole)
     drift = [
-        diag.failures(x, *call, keys=keys).sentences["drifting"] for x in (weights, part * weights)
+        diag.failures(x, *call, key_indices=keys).sentences["drifting"]
+        for x in (weights, part * weights)
     ]
     assert torch.equal(*drift)
 
@@ -346,7 +350,10 @@ W = torch.full((2, 3, 4), 0.25)
         (lambda: diag.row_statistics(W, torch.tensor([5, 1])), "lengths .*between 0 and 4 .*got 5"),
         (lambda: diag.row_statistics(W, torch.tensor([1])), r"lengths .*of shape \[2\]"),
         (lambda: diag.row_statistics(W, None, torch.tensor([-1, 3])), "target_lengths .*got -1"),
-        (lambda: diag.row_statistics(W, keys=torch.zeros(3, 5).long()), "keys must be int64"),
+        (
+            lambda: diag.row_statistics(W, key_indices=torch.zeros(3, 5).long()),
+            "key_indices must be int64",
+        ),
         (lambda: diag.diagonality(W, radius=-1), "radius must be a number of at least 0"),
         (
             lambda: diag.over_under_translation(W, fertility=torch.ones(2, 3)),
@@ -357,8 +364,8 @@ W = torch.full((2, 3, 4), 0.25)
             "fertility must be above 0",
         ),
         (
-            lambda: diag.row_statistics(W, keys=torch.zeros(3, 4, device="meta")),
-            "keys .*on cpu, as wei",
+            lambda: diag.row_statistics(W, key_indices=torch.zeros(3, 4, device="meta")),
+            "key_indices .*on cpu, as wei",
         ),
         (
             lambda: diag.over_under_translation(W, fertility=torch.ones(2, 4, device="meta")),

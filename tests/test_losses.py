@@ -50,7 +50,7 @@ def test_formula(heads, form, kind):
     want = want * exists
     alignment = alignment.to_sparse() if form == "sparse" else alignment
     for weights, of in ((columns, keys), (dense, None)):
-        got = alignment_loss(weights, alignment, keys=of, kind=kind)
+        got = alignment_loss(weights, alignment, key_indices=of, kind=kind)
         torch.testing.assert_close(got, want)
         grad = torch.autograd.grad(got.sum(), query, retain_graph=True)[0]
         torch.testing.assert_close(
@@ -67,13 +67,13 @@ def test_as_many_columns_as_keys():
         for form in (True, "dense")
     )
     target = torch.rand(1, 5, 5)
-    got = alignment_loss(columns, target, keys=span.key_indices(5, 5), kind="squared")
+    got = alignment_loss(columns, target, key_indices=span.key_indices(5, 5), kind="squared")
     torch.testing.assert_close(got, alignment_loss(dense, target, kind="squared"))
 
 
 def test_keys_without_the_axis_of_the_heads():
     _, columns, dense, keys, alignment = given(B, "keys")
-    got = alignment_loss(columns, alignment, keys=keys.squeeze(1))
+    got = alignment_loss(columns, alignment, key_indices=keys.squeeze(1))
     torch.testing.assert_close(got, alignment_loss(dense, alignment))
 
 
@@ -93,8 +93,8 @@ def test_half_types_are_taken_wider():
         ({"weights": torch.zeros(2, 3)}, r"weights must be real numbers \[B, Tq, W\]"),
         ({"alignment": torch.zeros(2, 3)}, r"alignment must be int64 \[2, 6\] or real numbers"),
         ({"alignment": [1]}, "alignment must be a torch.Tensor, got list"),
-        ({"keys": torch.zeros(2, 6, 4)}, r"keys must be int64 \[2, 6, 5\]"),
-        ({"keys": [1]}, "keys must be a torch.Tensor, got list"),
+        ({"key_indices": torch.zeros(2, 6, 4)}, r"key_indices must be int64 \[2, 6, 5\]"),
+        ({"key_indices": [1]}, "key_indices must be a torch.Tensor, got list"),
         (
             {"alignment": torch.full((2, 6), 5)},
             "alignment must be keys of weights.* between -1 and 4, got 5",

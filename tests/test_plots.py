@@ -61,7 +61,7 @@ def test_long_sentences_label_some_words(drawn):
 def test_columns_of_a_span_stand_at_their_keys(drawn):
     keys = Span(window=1).key_indices(4, 5)
     weights = torch.rand(4, 3)
-    (axes,) = drawn(weights, list("abcde"), list("wxyz"), keys=keys)
+    (axes,) = drawn(weights, list("abcde"), list("wxyz"), key_indices=keys)
     assert axes.images[0].get_array().tolist() == to_dense(weights, keys, 5).tolist()
 
 

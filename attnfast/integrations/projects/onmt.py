@@ -146,7 +146,7 @@ COMMON: dict[str, Any] = {
         "linear_in.weight", "linear_context.weight", "linear_query.weight", "linear_query.bias",
         "v.weight", "linear_out.bias", "linear_cover.weight",
     ],
-    "why_not": lambda m: "its weights are a sparsemax" if m.attn_func != "softmax" else None,
+    "skip_reason": lambda m: "its weights are a sparsemax" if m.attn_func != "softmax" else None,
     "note": "a source without words has weights 0 instead of NaN",
 }  # fmt: skip
 
