@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import table
 import torch
 from integrations import doubles
 from torch import nn
@@ -17,7 +18,7 @@ from attnfast.integrations import ADAPTERS
 from attnfast.translate import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -70,7 +71,10 @@ def test_targets_are_known(command):
 
 def test_projects_are_counted_and_named():
     words = {3: "three", 18: "eighteen"}
-    readme, page = PAGES[0].read_text(), (ROOT / "docs" / "replace.md").read_text()
+    readme, page = (
+        " ".join(PAGES[0].read_text().split()),
+        (ROOT / "docs" / "replace.md").read_text(),
+    )
     parts = [name.partition("'s ") for name in ADAPTERS]
     decoders = [x for x in ADAPTERS.values() if x.attention]
     assert f"[{words[len({project for project, *_ in parts})]} projects]" in readme
@@ -110,3 +114,58 @@ def test_headings_are_there(page):
             known = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-")
                      for x in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]  # fmt: skip
             assert heading in known, (target, heading)
+
+
+#: Folders whose paths the pages name; what is built is not among them.
+FOLDERS = ("attnfast", "bench", "csrc", "docs", "examples", "kernels", "tests")
+#: The pages about the source code, whose names in code font are the code's.
+ABOUT_CODE = [
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs" / f"{x}.md" for x in ("architecture", "testing")),
+]
+#: Names in code font that Python and PyTorch define.
+FOREIGN = {"ImportError", "return_aux", "return_lse"}
+
+
+def sources() -> list[Path]:
+    return [ROOT / "setup.py", *(x for folder in FOLDERS for x in (ROOT / folder).rglob("*.*"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_paths_exist(page):
+    """Paths from the root, with patterns; and names of source files, which some folder has."""
+    text = re.sub(r"https?://\S+", "", page.read_text())
+    for path in re.findall(rf"(?<![\w./-])(?:\.\./)*((?:{'|'.join(FOLDERS)})/[\w./*<>-]*)", text):
+        pattern = re.sub(r"<\w+>", "*", path.rstrip("./"))
+        assert any(ROOT.glob(pattern)), path
+    known = "\n".join(f"/{x.relative_to(ROOT)}" for x in sources())
+    for name in re.findall(r"(?<![\w./*<>-])[\w/]+\.(?:py|h|cpp|cuh?|sh)\b", text):
+        assert re.search(rf"/{re.escape(name)}$", known, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
+def test_names_are_defined(page):
+    code = "\n".join(x.read_text() for x in sources() if x.suffix in (".py", ".h", ".cuh", ".cpp"))
+    spans = re.findall(
+        r"`(\w+)(?:\(\))?`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    )
+    for name in {x for x in spans if re.search(r"[A-Z_]", x)} - FOREIGN:
+        defined = rf"(?:class|struct|define|def|\w)\s+{name}\b"
+        value = rf"\b{name}\b(?::[^=\n]+)?\s*=|[\"']{name}[\"']"
+        assert re.search(f"{defined}|{value}", code), name
+
+
+def test_counts_are_those_of_the_code():
+    testing = (ROOT / "docs" / "testing.md").read_text()
+    words = {2: "twice", 4: "four"}
+    orders, sets = len(table.in_orders(None)) - 1, len(list(table.nearby({}, lambda args: {})))
+    assert f"{words[orders]} other summation orders" in testing
+    assert f"on {sets} sets of inputs" in " ".join(testing.split())
+    assert f"at most {words[table.FACTOR]} the error" in " ".join(testing.split())
+    assert f"a floor of {table.FLOOR[torch.float32]:.0e}".replace("e-0", "e-") in testing
+    assert {table.FLOOR_ULPS[x] for x in (torch.float16, torch.bfloat16)} == {1}  # "one unit"
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    steps = re.findall(r"^\d\. `([^`]+)`", contributing, re.MULTILINE)
+    words = {5: "five", 6: "six", 7: "seven"}
+    assert f"changes {words[len(set(steps))]} files" in contributing
+    assert f"| {len(set(steps))} files |" in (ROOT / "docs" / "architecture.md").read_text()

@@ -1,1 +1,1 @@
-"""The operators: one file each, with their arguments, results, checks, shapes and derivatives."""
+"""The operators, one file each, and how calls reach them: backends, dispatch, lowering of spans."""
