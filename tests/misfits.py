@@ -29,7 +29,7 @@ KEYS = {
 LENGTHS = {"lengths": "? int B"}
 TERMS = {"bias": "? ~ q|s B H Tq W", "mask": "? ~ bool B H Tq W", **LENGTHS}
 SPAN = {
-    "span": "? ~ int64 B H =Tq =2", "columns": "", "prepared": "? float32 B H1 Tk A32",
+    "key_bounds": "? ~ int64 B H =Tq =2", "columns": "", "prepared": "? float32 B H1 Tk A32",
 }  # fmt: skip
 HISTORY = {
     "filters": "? own s K C Taps", "projection": "? own s A K", "penalty": "? ~ s H1",
@@ -131,7 +131,7 @@ class Call:
         self.score = "dot" if "score_vector" in missing else draw.choice(("tanh", *SCORES[1:]))
         if self.score != "tanh" or self.dtype == torch.float64:
             missing.add("prepared")
-        if "span" not in missing and draw.random() < 0.5:
+        if "key_bounds" not in missing and draw.random() < 0.5:
             self.columns = draw.randint(0, self.sizes["Tk"])
         own = {p: self.heads and draw.random() < 0.5 for p in ("score_vector", "filters")}
         own["projection"] = own["filters"]
@@ -200,7 +200,7 @@ class Call:
         first = args["logits" if "logits" in args else "query"]
         if first.dtype not in FLOATS or first.dim() not in ((3,) if "logits" in args else (3, 4)):
             return False
-        heads, columns, span = first.dim() == 4, args.get("columns", 0), args.get("span")
+        heads, columns, span = first.dim() == 4, args.get("columns", 0), args.get("key_bounds")
         sizes = {"H": 1, "2": 2, "X": args.get("num_oov", 0)}
         defining = ("logits", "query", "key", "value", "weights")
         for p in sorted(self.patterns, key=lambda p: defining.index(p) if p in defining else 9):

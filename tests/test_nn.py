@@ -49,7 +49,7 @@ def states(module):
     torch.manual_seed(1)
     query_dim = Q if any(True for _ in module.query_proj.parameters()) else K
     if isinstance(module, LuongAttention) and module.score_vector is None:
-        query_dim = module.key_proj.out_features if hasattr(module.key_proj, "score_vector") else K
+        query_dim = module.key_proj.out_features if hasattr(module.key_proj, "weight") else K
     return torch.randn(B, TQ, query_dim), torch.randn(B, TK, K)
 
 

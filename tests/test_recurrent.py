@@ -141,7 +141,7 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
         return RecurrentInputs(**args, **past(case, g, A, device))
     if "span" in terms:
         first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
-        args["span"] = torch.cat([first, first + 4], -1).to(device)
+        args["key_bounds"] = torch.cat([first, first + 4], -1).to(device)
     return RecurrentInputs(**args)
 
 
@@ -567,9 +567,9 @@ def test_misfits(backend):
     assert "packed" in refusal(RECURRENT.forwards[backend], short)
     if backend != "cuda":
         given = call(Case("gru", "attend_first", "tanh", terms=("past",)))
-        given = given._replace(span=torch.zeros(1, 1, 2, dtype=torch.int64).expand(3, 5, 2))
+        given = given._replace(key_bounds=torch.zeros(1, 1, 2, dtype=torch.int64).expand(3, 5, 2))
         for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
-            assert "span" in refusal(function, given)
+            assert "key_bounds" in refusal(function, given)
 
 
 def refusal(function, args) -> str | None:

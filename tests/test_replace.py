@@ -39,7 +39,7 @@ def test_same_numbers_in_place():
     report = attnfast.replace(m)
     assert [x.path for x in report.replaced] == ["a0"] and not report.left
     same(run(m["a0"], *args), run(plain["a0"], *args))
-    assert adapter_serving(m["a0"]).methods is Served
+    assert adapter_serving(m["a0"]).implementation is Served
     assert isinstance(m["a0"], Plain) and repr(m) == repr(plain)
     assert m.state_dict().keys() == plain.state_dict().keys()
     torch.testing.assert_close(m["a0"].last, run(plain["a0"], *args)[0][-1])
@@ -272,7 +272,7 @@ def test_every_adapter_has_a_name_of_its_own():
 
 
 def test_what_is_no_adapter():
-    with pytest.raises(TypeError, match="methods must be a class, got 3"):
+    with pytest.raises(TypeError, match="implementation must be a class, got 3"):
         register(3)
     for names in ("a", 3, [3], iter("a")):
         with pytest.raises(TypeError, match="parameters must be a list of names, got "):
@@ -361,10 +361,10 @@ def test_the_adapter_of_the_docs():
 
     text = (Path(__file__).parent.parent / "docs" / "replace.md").read_text()
     (code,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "example(" in x)
-    Attention.__module__, Attention.__qualname__ = "decoder", "Attention"
+    Attention.__module__, Attention.__qualname__ = "my_project", "Attention"
     exec(code, {"attnfast": attnfast})
     report = str(attnfast.replace(Attention(), strict=True))
-    assert report.endswith("as decoder; gradient 0 instead of rounding errors: v.bias")
+    assert report.endswith("as my_project; gradient 0 instead of rounding errors: v.bias")
 
 
 def test_parameters_that_an_optimiser_no_longer_moves_are_named():

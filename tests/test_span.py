@@ -358,7 +358,7 @@ def test_a_row_ends_with_its_columns(backend):
     def run(device, dtype, name):
         args = inputs(case, device)
         q, k, v = (args[x].to(dtype) for x in ("query", "key", "value"))
-        call = AttentionInputs(q, k, v, span=bounds.to(device), columns=3, need_weights=True)
+        call = AttentionInputs(q, k, v, key_bounds=bounds.to(device), columns=3, need_weights=True)
         return results(case, args, lambda **_: dispatch.run_attention(call, name))
 
     exact = run(CPU, torch.float64, "reference")
@@ -568,7 +568,7 @@ def test_opcheck(score, backend):
     tensors = [args[k] for k in ("query", "key", "value", "score_vector")]
     bias = torch.randn(2, 3, 3, device=DEVICE[backend])
     call = AttentionInputs(
-        *tensors, bias, bias > -1, span=bounds, columns=3, scale=0.5, score=score,
+        *tensors, bias, bias > -1, key_bounds=bounds, columns=3, scale=0.5, score=score,
         need_statistics=True, need_weights=True,
     )  # fmt: skip
     torch.library.opcheck(ops.attention.default, tuple(call))

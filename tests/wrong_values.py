@@ -177,7 +177,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "None means the rows' own numbers": (("gaussian_bias.*", "position", "None"),),
     "axes in front are those of batch and heads": (
         ("gaussian_bias, tensors", "sigma|height|position", "an axis in front"),
-        (f"{DIAGNOSTICS}, key_indices|alignment_loss, key_indices", "key_indices", "an axis in front"),
+        (f"{DIAGNOSTICS}, keys|alignment_loss, keys", "key_indices", "an axis in front"),
         ("position_encoding", "words", "an axis .*"),
     ),
     "real numbers of any dtype, which are taken to that of sums": (
