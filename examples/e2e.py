@@ -120,7 +120,7 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     torch.manual_seed(args.seed)
     tokenizer = WordTokenizer.train((x for pair in train for x in pair), args.vocab_size)
     config = Config(
-        tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, copying=copying,
+        tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, pointer_generator=copying,
         input_feeding=True,
     )  # fmt: skip
     if resumed := last.exists():

@@ -201,7 +201,7 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "links").write_text("\n".join([*lines, ""]) + "\n")
     files = {x: str(tmp_path / x) for x in ("source", "target", "links")}
     page = tmp_path / "page.html"
-    command = ["inspect", str(saved), "--source", files["source"], "--page", str(page)]
+    command = ["inspect", str(saved), "--source", files["source"], "--html", str(page)]
     given = ["--target", files["target"], "--alignments", files["links"]]
     assert main([*command, *given]) == 0
     out, said = capsys.readouterr()
@@ -214,8 +214,8 @@ def test_the_command(tmp_path, capsys):
             ["--alignments", files["links"]],
             "expected the translations that they are of in --target",
         ),
-        (["--most", "0"], "--most must be at least 1, got 0"),
-        (["--page", str(tmp_path)], "it is a folder"),
+        (["--max-sentences", "0"], "--max-sentences must be at least 1, got 0"),
+        (["--html", str(tmp_path)], "it is a folder"),
     ):
         assert main([*command, *more]) == 2
         assert words in capsys.readouterr().err

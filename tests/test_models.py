@@ -319,14 +319,17 @@ def test_search_of_no_sentence():
     [
         ({"attention": "bahdanow"}, "attention must be 'none', 'bahdanau',"),
         ({"cell": "rnn"}, "cell must be 'gru' or 'lstm', got 'rnn'"),
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+        ({"hidden_dim": 0}, "hidden_dim must be an integer of at least 1 and below .*30, got 0"),
+        ({"dropout": 1.0}, "dropout must be a number of at least 0 and below 1, got 1.0"),
         ({"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),
         ({"fixed_stride": True}, "fixed_stride must be False for attention 'bahdanau', got True"),
         ({"sigma": 2.0}, "sigma must be None for attention 'bahdanau', got 2.0"),
-        ({"attention": "local", "height": 2.0}, "height must be None without a sigma, got 2.0"),
-        ({"attention": "local", "sigma": 0.0}, "sigma must be a number, sigma above 0, or None"),
-        ({"attention": "local", "sigma": True}, "sigma must be a number, sigma above 0, or None"),
+        (
+            {"attention": "local", "gaussian_height": 2.0},
+            "gaussian_height must be None without a sigma, got 2.0",
+        ),
+        ({"attention": "local", "sigma": 0.0}, "sigma must be a number above 0, got 0.0"),
+        ({"attention": "local", "sigma": True}, "sigma must be a number above 0, got True"),
     ],
 )
 def test_config_refuses(options, message):
@@ -340,8 +343,8 @@ def test_a_config_reaches_its_attention():
 
     assert attention("strided", stride=3, fixed_stride=True).span.fixed
     assert not attention("strided", stride=3).span.fixed
-    found = attention("local", sigma=2.0, height=3.0)
-    assert (found.sigma, found.height) == (2.0, 3.0)
+    found = attention("local", sigma=2.0, gaussian_height=3.0)
+    assert (found.sigma, found.gaussian_height) == (2.0, 3.0)
     assert attention("local").sigma is None
     assert attention("predictive", window=3).span.window == (3, 3)
 
@@ -358,7 +361,9 @@ def test_importing_attnfast_is_cheap():
 
 def make_pointer(attention="coverage", input_feeding=False):
     torch.manual_seed(0)
-    config = Config(VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, copying=True)
+    config = Config(
+        VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, pointer_generator=True
+    )
     model = build(config, backend="reference").eval()
     source, lengths = make_source()
     source[0], source[2, :2] = VOCAB, torch.tensor([VOCAB, VOCAB + 1])  # their own words
@@ -412,9 +417,11 @@ def test_coverage_loss_passes_over_padding(input_feeding):
     torch.testing.assert_close(padded, short)
 
 
-def test_copying_needs_an_attention():
-    with pytest.raises(InputError, match="copying must be False for attention 'none', got True"):
-        Config(VOCAB, "none", copying=True)
+def test_a_pointer_generator_needs_an_attention():
+    with pytest.raises(
+        InputError, match="pointer_generator must be False for attention 'none', got True"
+    ):
+        Config(VOCAB, "none", pointer_generator=True)
 
 
 def test_export_of_any_batch():
