@@ -981,7 +981,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_check": [
             ("value is None and setting.default is None", "value is None"),
             ('bounds.setdefault("below", 2**31)', "pass"),
-            ("or value == math.inf ==", "or value =="),
+            ("(is_infinite and bounds", "(bounds"),
             ("fits and all(", "all("),
         ],
         "_text": [("number >= 2**30", "False")],

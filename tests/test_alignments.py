@@ -110,7 +110,9 @@ def test_its_weight_falls():
     assert [options.supervision(step, 8) for step in (0, 2, 4, 7)] == [2, 1, 0, 0]
     assert Options(alignment_loss=2.0).supervision(7, 8) == 2
     for wrong in (0, 1.5, math.nan):
-        with pytest.raises(InputError, match="alignment_until must be above 0 and at most 1"):
+        with pytest.raises(
+            InputError, match="alignment_until must be a number above 0 and at most 1"
+        ):
             Options(alignment_until=wrong)
 
 

@@ -168,7 +168,9 @@ def test_e2e_refuses_in_one_sentence(e2e, tmp_path, monkeypatch):
         return said.splitlines()[-1]
 
     monkeypatch.chdir(tmp_path)
-    assert last("--epochs", 0) == "attnfast: --epochs must be at least 1, got 0"
+    assert last("--epochs", 0) == (
+        "attnfast: --epochs must be an integer of at least 1 and below 2**31, got 0"
+    )
     assert "--seed: invalid int value: 'x'" in last("--seed", "x")
     assert e2e()[0] == 0
     assert "attnfast: --vocab-size must be 20, as when the training of" in last("--vocab-size", 19)

@@ -128,7 +128,8 @@ def test_the_page_is_whole_and_asks_nobody():
     for tag, attributes in reader.seen:  # for a screen reader
         assert tag != "th" or "scope" in attributes
         assert tag != "svg" or attributes["aria-label"].startswith("histogram of")
-    assert "2 sentences, 1 on this page." in inspect_report.page([made(), made()], "x", most=1)
+    text = inspect_report.page([made(), made()], "x", max_sentences=1)
+    assert "2 sentences, 1 on this page." in text
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_the_command(tmp_path, capsys):
     for more, words in (
         (
             ["--alignments", files["links"]],
-            "expected the translations that they are of in --target",
+            "expected the aligned translations in --target",
         ),
         (["--max-sentences", "0"], "--max-sentences must be at least 1, got 0"),
         (["--html", str(tmp_path)], "it is a folder"),

@@ -71,7 +71,8 @@ def _check(setting: Field[Any], value: Any) -> None:
             bounds.setdefault("below", 2**31)
         else:
             noun = "a number"
-            fits = is_finite(value) or value == math.inf == bounds.get("at_most")
+            is_infinite = isinstance(value, float) and value == math.inf
+            fits = is_finite(value) or (is_infinite and bounds.get("at_most") == math.inf)
         if not (fits and all(BOUNDS[bound][0](value, x) for bound, x in bounds.items())):
             limits = " and ".join(f"{BOUNDS[bound][1]} {_text(x)}" for bound, x in bounds.items())
             raise_value_error(name, f"{noun} {limits}".strip(), describe(value))
