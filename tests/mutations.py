@@ -901,12 +901,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/models/decoders.py", "tests/test_models.py"): {
         "LuongDecoder._words": [("state._replace(feed=done.attentional[:, -1])", "state")],
         "_Decoder._together": [
-            ("target_mask=target_mask, need_weights", "target_mask=None, need_weights"),
+            ("target_mask=target_mask,", "target_mask=None,"),
+            ("self.training and self.rnn.dropout", "self.rnn.dropout"),
+            ("dropout_between=between,", ""),
         ],
         "_Decoder.initial": [
             ("torch.zeros_like(hidden) if lstm", "torch.ones_like(hidden) if lstm"),
         ],
-        "_Decoder._run": [("hidden=hx[0][0], cell=hx[1][0])", "hidden=hx[0][0])")],
+        "_Decoder._run": [("hidden=hidden, cell=cell)", "hidden=hidden)")],
     },
     ("attnfast/models/seq2seq.py", "tests/test_models.py tests/test_translate.py -k 'not train'"): {
         "Seq2Seq._embed": [

@@ -66,6 +66,7 @@ class Config:
         below=2**30,
     )
     layers: int = setting(1, "encoder layers", at_least=1)
+    decoder_layers: int = setting(1, "decoder layers, of which the last one attends", at_least=1)
     dropout: float = setting(
         0.3, "probability of zeroing a feature during training", at_least=0, below=1
     )
@@ -144,13 +145,14 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
     sizes = (config.embed_dim, key_dim, state_dim)
+    stack = (config.decoder_layers, config.dropout)
     attention: nn.Module
     decoder: BahdanauDecoder | LuongDecoder
     if config.attention == "none":
-        decoder = BahdanauDecoder(*sizes, FixedContext(), config.cell)
+        decoder = BahdanauDecoder(*sizes, FixedContext(), config.cell, *stack)
     elif config.attention == "bahdanau":
         attention = BahdanauAttention(state_dim, key_dim, config.hidden_dim, backend=backend)
-        decoder = BahdanauDecoder(*sizes, attention, config.cell)
+        decoder = BahdanauDecoder(*sizes, attention, config.cell, *stack)
     else:
         if config.attention in HISTORIES:
             kind = HISTORIES[config.attention]
@@ -172,7 +174,7 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
             attention = LuongAttention(
                 state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
             )
-        decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding)
+        decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding, *stack)
     encoder: Encoder | TransformerEncoder
     heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
     if config.encoder == "transformer":
