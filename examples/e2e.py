@@ -155,7 +155,7 @@ def compare(args: argparse.Namespace) -> None:
             try:
                 rows.append((title, learn(args, attention, copying)))
             except Interrupted as stop:
-                again = f"{stop}; the same command goes on from there" if str(stop) else ""
+                again = f"{stop}; the same command continues from there" if str(stop) else ""
                 raise Interrupted(stop.number, again) from None
     print(f"| model | {' | '.join(rows[0][1])} |\n|---|{'--:|' * len(rows[0][1])}")
     for title, scores in rows:

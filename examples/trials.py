@@ -242,7 +242,7 @@ def learn_all(
                     checkpoint.write_atomically(out / f"{one.path.stem}{end}.png", drawn)
         text = "\n".join(filter(None, (text, last(done))))
     except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+        raise Interrupted(stop.number, "stopped; the same command continues from there") from None
     checkpoint.write_atomically(out / "table.md", text.encode())
     print(text, end="")
     log(f"results: {out}")

@@ -382,7 +382,7 @@ def test_signals_end_a_translation_in_one_sentence(files, tmp_path, number, monk
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     said = refused([*arguments, str(tmp_path / "out")], capsys, status=128 + number)
-    assert said == "interrupted; files that were there are whole"
+    assert said == "interrupted; existing files are intact"
     assert [x.name for x in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").read_text() == "before"
     after = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]

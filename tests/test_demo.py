@@ -233,9 +233,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "train", interrupted)
     assert main(["demo", "--output-dir", str(tmp_path)]) == 130
-    assert capsys.readouterr().err.endswith(
-        "attnfast: interrupted; files that were there are whole\n"
-    )
+    assert capsys.readouterr().err.endswith("attnfast: interrupted; existing files are intact\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -132,7 +132,7 @@ def test_a_resumed_training_ends_with_the_same_bits(
     monkeypatch.setattr(trainer, "train_step", interrupted_step)
     parts = command(corpus, tmp_path / "parts", "--attention", attention)
     assert main(parts) == 130
-    assert "after step 5 of epoch 1; the same command with --resume goes on" in sentence(capsys)
+    assert "after step 5 of epoch 1; the same command with --resume continues" in sentence(capsys)
     assert main([*parts, "--resume"]) == 130
     assert "after step 4 of epoch 2" in sentence(capsys)
     assert main([*parts, "--resume"]) == 0
@@ -266,7 +266,7 @@ def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(trainer, "train_step", impatient)
     assert main(command(corpus, tmp_path)) == 130
-    assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
+    assert sentence(capsys) == "attnfast: interrupted; existing files are intact"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -406,7 +406,7 @@ def test_ctrl_c_while_subwords_are_learnt(corpus, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(data, "_normalised", interrupted)
     assert main(command(corpus, tmp_path)) == 130
-    assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
+    assert sentence(capsys) == "attnfast: interrupted; existing files are intact"
 
 
 def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys):
@@ -509,7 +509,7 @@ def test_output_keeps_links_and_devices(trained, tmp_path, capsys):
             "--max-length must be an integer of at least 1 and below .*, got 0",
         ),
         ({"--max-length": "1"}, "expected training and validation pairs, got none"),
-        ({"--device": "meta"}, "--device: .*only cpu and cuda are served"),
+        ({"--device": "meta"}, "--device: .*only cpu and cuda are supported"),
         (
             {"--seed": "99999999999999999999"},
             "attnfast: --seed must be an integer of at least 0 and below 2..63, got 9",

@@ -151,7 +151,7 @@ def test_what_stops_goes_on(run, tmp_path, monkeypatch):
         patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupted)
         status, out, said = call("parts")
     assert (status, out) == (143, "")
-    assert said.endswith("stopped; the same command goes on from there\n")
+    assert said.endswith("stopped; the same command continues from there\n")
     files = {x.name: checkpoint.load(x) for x in (tmp_path / "parts").glob("*.pt")}
     assert sorted(x["step"] for x in files.values()) == [2, 4]
     assert call("parts")[0] == 0

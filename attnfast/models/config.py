@@ -88,14 +88,11 @@ class Config:
     )
     sigma: float | None = setting(
         None,
-        "standard deviation in keys of a Gaussian around local attention's position; flat "
-        "unless given",
+        "standard deviation in keys of a Gaussian in local attention's window; flat unless given",
         above=0,
     )
     gaussian_height: float | None = setting(
-        None,
-        "height of a Gaussian bias added to local attention's scores; unless given, the "
-        "logarithm of a Gaussian is added",
+        None, "height of the Gaussian, added to the scores; its logarithm is added unless given"
     )
     self_attention: bool = setting(
         False, "let encoder states attend to each other with two windowed and two strided heads"

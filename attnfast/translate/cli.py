@@ -41,7 +41,7 @@ def _device(name: str | None, backend: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are served")
+            raise RuntimeError("only cpu and cuda are supported")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         detail = str(error).splitlines()[0][:80]
@@ -173,7 +173,7 @@ def _train(
     try:
         trainer.run(log)
     except Interrupted as stop:
-        again = f"{stop}; the same command with --resume goes on from there"
+        again = f"{stop}; the same command with --resume continues from there"
         raise Interrupted(stop.number, again) from None
     best = max(trainer.history, key=rank)
     log(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
@@ -397,11 +397,9 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(function: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        text = function.__doc__
         sub = commands.add_parser(
-            function.__name__,
-            help=function.__doc__,
-            description=function.__doc__,
-            formatter_class=_Formatter,
+            function.__name__, help=text, description=text, formatter_class=_Formatter
         )
         sub.set_defaults(function=function)
         return sub
@@ -418,11 +416,8 @@ def _parser() -> Parser:
         sub.add_argument("checkpoint", help="best.pt or last.pt of attnfast train")
 
     def add_device(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument(
-            "--backend",
-            choices=list(BACKENDS),
-            help="backend of attention and RNNs; the fastest unless given",
-        )
+        text = "backend that runs the operators; the fastest unless given"
+        sub.add_argument("--backend", choices=list(BACKENDS), help=text)
         sub.add_argument("--device", help="cpu or cuda; unless given, a GPU if there is one")
 
     def add_search(sub: argparse.ArgumentParser) -> None:
@@ -441,22 +436,12 @@ def _parser() -> Parser:
         ("--valid-target", "their reference translations, one per line"),
     ):
         add_file(group, option, text, required=True)
-    add_file(
-        group,
-        "--alignments",
-        "word alignments to supervise attention with, a line such as 0-0 1-2 per pair",
-    )
-    group.add_argument(
-        "--tokenizer",
-        choices=("subword", "word"),
-        default="subword",
-        help="learn subwords of the text, or split it at white space into words",
-    )
-    group.add_argument(
-        "--normalisation",
-        choices=FORMS,
-        help="Unicode form to which text is converted; unchanged unless given",
-    )
+    text = "word alignments to supervise attention with, a line such as 0-0 1-2 per pair"
+    add_file(group, "--alignments", text)
+    text, kinds = "unit of the vocabulary; words end at white space", ("subword", "word")
+    group.add_argument("--tokenizer", choices=kinds, default="subword", help=text)
+    text = "Unicode form to which text is converted; unchanged unless given"
+    group.add_argument("--normalisation", choices=FORMS, help=text)
     _add_settings(sub.add_argument_group("model"), Config, MEASURED)
     group = sub.add_argument_group("training")
     group.add_argument(
@@ -553,7 +538,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
             log(f"cannot write the standard output: {reason(error)}")
             return 2
         except KeyboardInterrupt as stop:
-            log(str(stop) or "interrupted; files that were there are whole")
+            log(str(stop) or "interrupted; existing files are intact")
             return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     return 0
 

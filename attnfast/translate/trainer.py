@@ -39,15 +39,11 @@ class Options:
     batch_size: int = setting(64, "sentence pairs in a batch", at_least=1)
     learning_rate: float = setting(1e-3, "peak of the learning rate", above=0)
     warmup: float = setting(
-        0.05,
-        "share of all steps in which the learning rate rises to its peak",
-        at_least=0,
-        at_most=1,
+        0.05, "share of all steps in which the learning rate rises", at_least=0, at_most=1
     )
     label_smoothing: float = setting(
         0.1,
-        "share of the target distribution spread over the vocabulary; unused with a "
-        "pointer-generator, to which most words are impossible",
+        "probability spread over the vocabulary in the target; unused with a pointer-generator",
         at_least=0,
         at_most=1,
     )
@@ -59,8 +55,7 @@ class Options:
     )
     alignment_until: float | None = setting(
         None,
-        "share of all steps after which the weight of the alignment loss has fallen linearly to "
-        "0; constant unless given",
+        "share of all steps in which alignment_loss falls linearly to 0; constant unless given",
         above=0,
         at_most=1,
     )
