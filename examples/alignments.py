@@ -120,7 +120,7 @@ def compare(args: argparse.Namespace) -> None:
             try:
                 rows.append((decoder, way, learn(args, decoder, way)))
             except Interrupted as stop:
-                again = f"{stop}; the same command goes on from there" if str(stop) else ""
+                again = f"{stop}; the same command continues from there" if str(stop) else ""
                 raise Interrupted(stop.number, again) from None
     print(
         f"| decoder | attention | {' | '.join(rows[0][2])} |\n|---|---|{'--:|' * len(rows[0][2])}"

@@ -120,7 +120,7 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     torch.manual_seed(args.seed)
     tokenizer = WordTokenizer.train((x for pair in train for x in pair), args.vocab_size)
     config = Config(
-        tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, copying=copying,
+        tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, pointer_generator=copying,
         input_feeding=True,
     )  # fmt: skip
     if resumed := last.exists():
@@ -155,7 +155,7 @@ def compare(args: argparse.Namespace) -> None:
             try:
                 rows.append((title, learn(args, attention, copying)))
             except Interrupted as stop:
-                again = f"{stop}; the same command goes on from there" if str(stop) else ""
+                again = f"{stop}; the same command continues from there" if str(stop) else ""
                 raise Interrupted(stop.number, again) from None
     print(f"| model | {' | '.join(rows[0][1])} |\n|---|{'--:|' * len(rows[0][1])}")
     for title, scores in rows:

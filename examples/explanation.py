@@ -390,7 +390,7 @@ def compare(args: argparse.Namespace) -> None:
     try:
         _compare(args)
     except Interrupted as stop:
-        text = "the same command goes on from there"
+        text = "the same command continues from there"
         raise Interrupted(stop.number, f"{stop}; {text}" if str(stop) else text) from None
 
 

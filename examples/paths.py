@@ -3,11 +3,11 @@
     python examples/paths.py none/best.pt general/best.pt --source test.en --target test.de \\
         --alignments test.links
 
-Checkpoints are those of `attnfast train --words`, alignments the true ones. Without attention a
-source word reaches a target word by the encoder's steps from it to the nearer end of the source,
-and the decoder's steps from there: so many is their distance. With attention there is a way of one
-step beside it. The gradient of each target word's own loss has a norm at every source word's
-embedding; the table has the share of the word that it translates, by distance.
+Checkpoints are those of `attnfast train --tokenizer word`, alignments the true ones. Without
+attention a source word reaches a target word by the encoder's steps from it to the nearer end of
+the source, and the decoder's steps from there: so many is their distance. With attention there is a
+way of one step beside it. The gradient of each target word's own loss has a norm at every source
+word's embedding; the table has the share of the word that it translates, by distance.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from attnfast._utils.checks import InputError, describe, first_line
 from attnfast._utils.progress import Progress, log
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.translate import checkpoint
-from attnfast.translate.cli import Parser, whole
+from attnfast.translate.cli import Parser, integer
 from attnfast.translate.trainer import Options
 
 SAVE_EVERY = 60.0  # seconds
@@ -31,12 +31,13 @@ class Once(argparse.Action):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return how an option is read that is a whole number of some size."""
+    """Return a function that reads an integer of at least ``least`` and below 2³¹."""
 
     def read(text: str) -> int:
-        number = whole(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"expected at least {least}, got {number}")
+        number = integer(text)
+        if not least <= number < 2**31:
+            expected = f"expected an integer of at least {least} and below 2**31"
+            raise argparse.ArgumentTypeError(f"{expected}, got {number}")
         return number
 
     return read
@@ -241,7 +242,7 @@ def learn_all(
                     checkpoint.write_atomically(out / f"{one.path.stem}{end}.png", drawn)
         text = "\n".join(filter(None, (text, last(done))))
     except Interrupted as stop:
-        raise Interrupted(stop.number, "stopped; the same command goes on from there") from None
+        raise Interrupted(stop.number, "stopped; the same command continues from there") from None
     checkpoint.write_atomically(out / "table.md", text.encode())
     print(text, end="")
     log(f"results: {out}")

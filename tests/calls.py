@@ -186,7 +186,7 @@ def kinds() -> dict[str, dict[str, Any]]:
         },
         "LocalAttention": {
             "window": 2, "score": "general", "attn_dim": A, "causal": False, "slope": 1.5,
-            "sigma": 2.0, "height": 1.0,
+            "sigma": 2.0, "gaussian_height": 1.0,
         },
         "LocalPredictiveAttention": {"window": 2, "score": "general", "attn_dim": A},
         "StridedAttention": {

@@ -39,9 +39,9 @@ def translators() -> Table:
         "Config": (
             models.Config,
             {"vocab_size": V, "attention": "local", "input_feeding": True, "cell": "gru",
-             "embed_dim": A, "hidden_dim": A, "layers": 1, "dropout": 0.1, "copying": True,
-             "window": 2, "stride": 2, "fixed_stride": False, "sigma": 1.0, "height": 2.0,
-             "self_attention": True, "encoder": "rnn"},
+             "embed_dim": A, "hidden_dim": A, "layers": 1, "decoder_layers": 2, "dropout": 0.1,
+             "pointer_generator": True, "window": 2, "stride": 2, "fixed_stride": False,
+             "sigma": 1.0, "gaussian_height": 2.0, "self_attention": True, "encoder": "rnn"},
         ),
         "build": (models.build, {"config": config, "backend": None}),
         "Encoder": (
@@ -91,6 +91,7 @@ def translators() -> Table:
         sizes |= {"attention": made("BahdanauAttention"), "cell": "gru"}
         decoder: Any = kind(**sizes)
         name = kind.__name__
+        sizes |= {"layers": 2, "dropout": 0.1}
         table[name] = kind, sizes
         if name == "LuongDecoder":
             table[name] = kind, sizes | {"input_feeding": True}

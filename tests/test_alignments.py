@@ -110,7 +110,9 @@ def test_its_weight_falls():
     assert [options.supervision(step, 8) for step in (0, 2, 4, 7)] == [2, 1, 0, 0]
     assert Options(alignment_loss=2.0).supervision(7, 8) == 2
     for wrong in (0, 1.5, math.nan):
-        with pytest.raises(InputError, match="alignment_until must be above 0 and at most 1"):
+        with pytest.raises(
+            InputError, match="alignment_until must be a number above 0 and at most 1"
+        ):
             Options(alignment_until=wrong)
 
 
@@ -142,12 +144,12 @@ def test_supervision_aligns(tmp_path, capsys):
     sizes = {"embed-dim": 24, "hidden-dim": 24, "epochs": 9, "batch-size": 8}
     arguments += [x for name, value in sizes.items() for x in (f"--{name}", str(value))]
     arguments += ["--learning-rate", "0.01"]
-    arguments += ["--words", "--dropout", "0", "--vocab-size", "400"]
+    arguments += ["--tokenizer", "word", "--dropout", "0", "--vocab-size", "400"]
     links = ["--alignments", str(tmp_path / "train.links")]
     errors = []
     for more in ([], [*links, "--alignment-until", "0.9"]):
         out = tmp_path / f"out{len(more)}"
-        assert main(["train", "--out", str(out), *arguments, *more]) == 0
+        assert main(["train", "--model-dir", str(out), *arguments, *more]) == 0
         _, model, tokenizer = checkpoint.restore(checkpoint.load(out / "last.pt"))
         found = []
         for x in sentences[400:]:
@@ -157,7 +159,15 @@ def test_supervision_aligns(tmp_path, capsys):
         errors.append(diag.alignment_score(found, [x.links for x in sentences[400:]]).error_rate)
     assert errors[1] < min(0.2, 0.6 * errors[0])
     assert "alignments of 400 of 400 pairs" in capsys.readouterr().err
-    refused = ["train", "--out", str(tmp_path / "no"), *arguments, *links, "--attention", "none"]
+    refused = [
+        "train",
+        "--model-dir",
+        str(tmp_path / "no"),
+        *arguments,
+        *links,
+        "--attention",
+        "none",
+    ]
     assert main(refused) == 2
     assert "--alignments: expected an attention to supervise, got none" in capsys.readouterr().err
 

@@ -1,5 +1,6 @@
 """The command line apart from what it computes: options, packages, streams and signals."""
 
+import dataclasses
 import errno
 import gzip
 import io
@@ -18,10 +19,11 @@ from attnfast.models import EOS, Config, build
 from attnfast.translate import checkpoint, cli, evaluate
 from attnfast.translate.cli import main
 from attnfast.translate.data import WordTokenizer
+from attnfast.translate.trainer import MEASURED, Options
 
 TRAIN = [
     "train",
-    *(f"--{x}=x" for x in ("source", "target", "valid-source", "valid-target", "out")),
+    *(f"--{x}=x" for x in ("source", "target", "valid-source", "valid-target", "model-dir")),
 ]
 
 
@@ -60,22 +62,41 @@ def test_version(capsys):
         (["train"], "the following arguments are required: --source, .*: attnfast train --help"),
         (["sing"], "command: invalid choice: 'sing'"),
         ([*TRAIN, "--attention=magic"], "--attention: invalid choice: 'magic'"),
-        ([*TRAIN, "--epochs=1.5"], "--epochs: expected a whole number below .*, got '1.5'"),
-        ([*TRAIN, f"--hidden-dim={10**30}"], "--hidden-dim: expected a whole number below"),
+        ([*TRAIN, "--epochs=1.5"], "--epochs: expected an integer, got '1.5'"),
+        (
+            [*TRAIN, f"--hidden-dim={10**9 * 2}"],
+            "--hidden-dim must be an .* below 2..30, got 2000000000",
+        ),
         ([*TRAIN, "--dropout=some"], "--dropout: invalid float value: 'some'"),
-        ([*TRAIN, "--batch-size=0"], "--batch-size must be at least 1, got 0"),
-        ([*TRAIN, "--save-every=nan"], "--save-every must be a number, at least 0, got nan"),
-        ([*TRAIN, "--coverage-loss=-1"], "--coverage-loss must be a number, at least 0, got -1.0"),
+        (
+            [*TRAIN, "--batch-size=0"],
+            "--batch-size must be an integer of at least 1 and below 2..31, ",
+        ),
+        ([*TRAIN, "--save-every=nan"], "--save-every must be a number of at least 0, got nan"),
+        (
+            [*TRAIN, "--coverage-loss=-1"],
+            "--coverage-loss must be a number of at least 0, got -1.0",
+        ),
         ([*TRAIN, "--coverage-loss=0.5"], "--coverage-loss must be 1.0 for attention 'bahdanau', "),
         ([*TRAIN, "--alignment-loss=2"], "--alignment-loss: expected alignments to learn from"),
         ([*TRAIN, "--alignment-until=1"], "--alignment-until: expected alignments to learn from"),
         ([*TRAIN, "--window=5"], "--window must be 10 for attention 'bahdanau', got 5"),
         ([*TRAIN, "--stride=2", "--attention=local"], "--stride must be 4 for attention 'local'"),
         (
-            [*TRAIN, "--words", "--normalisation=NFC"],
-            "--normalisation: expected subwords, got --wo",
+            [*TRAIN, "--tokenizer=word", "--normalisation=NFC"],
+            "--normalisation: expected --tokenizer subword, got word",
         ),
-        ([*TRAIN, "--copying", "--attention=none"], "--copying must be False for attention 'none'"),
+        (
+            [*TRAIN, "--pointer-generator", "--attention=none"],
+            "--pointer-generator must be False for attention 'none'",
+        ),
+        (
+            [*TRAIN, "--pointer-generator", "--label-smoothing=0.2"],
+            "--label-smoothing must be 0.1 with a pointer-generator, got 0.2",
+        ),
+        ([*TRAIN, "--label-smoothing=1.5"], "--label-smoothing must be a number of at least 0 and"),
+        ([*TRAIN, "--clip=0"], "--clip must be a number above 0 and at most inf, got 0.0"),
+        ([*TRAIN, "--cell=rnn"], r"--cell: invalid choice: 'rnn' .*choose from gru, lstm"),
         ([*TRAIN, "--input-feeding"], "--input-feeding must be False for attention 'bahdanau'"),
         ([*TRAIN, "--device=abacus"], "--device: expected a device of this machine, got abacus"),
     ],
@@ -88,6 +109,57 @@ def test_errors_name_what_was_typed(arguments, message, capsys):
 def test_options_of_a_search_are_named_as_they_were_typed(option, files, capsys):
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text")]
     assert refused([*arguments, f"{option}=0"], capsys) == f"{option} must be at least 1, got 0"
+
+
+def options_of(command):
+    """Return the options of a command by the names of their values, without --help."""
+    (commands,) = (x for x in cli._parser()._actions if hasattr(x, "choices") and x.choices)
+    return {x.dest: x for x in commands.choices[command]._actions if x.dest != "help"}
+
+
+@pytest.mark.parametrize("settings", [Config, Options])
+def test_every_setting_is_an_option_with_its_default(settings):
+    options = options_of("train")
+    for field in dataclasses.fields(settings):
+        if field.name in MEASURED:  # a trainer sets them: see test_trainer.py
+            assert field.name not in options
+            continue
+        option = options[field.name]
+        assert option.option_strings == [f"--{field.name.replace('_', '-')}"]
+        assert option.default == field.default and type(option.default) is type(field.default)
+        assert f"\n    {field.name}: {option.help}.\n" in settings.__doc__ + "\n"
+
+
+@pytest.mark.parametrize("settings", [Config, Options])
+def test_every_option_reaches_its_setting(settings, monkeypatch):
+    monkeypatch.setattr(settings, "__post_init__", lambda self: None)  # some need each other
+    options = options_of("train")
+    for field in dataclasses.fields(settings):
+        if field.name not in options:
+            continue
+        if field.type == "bool":
+            value, typed = True, []
+        else:
+            typed = [(options[field.name].choices or ["7"])[-1]]
+            value = {"int": int, "str": str}.get(field.type, float)(typed[0])
+        args = cli._parser().parse_args([*TRAIN, *options[field.name].option_strings, *typed])
+        read = cli._read_settings(settings, args)
+        assert getattr(read, field.name) == value != field.default
+        assert read == dataclasses.replace(settings(), **{field.name: value})
+
+
+@pytest.mark.parametrize("command", ["train", "translate", "score", "inspect", "demo", "info"])
+def test_every_option_has_its_own_help(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "999")
+    options = options_of(command).values()
+    texts = [x.help for x in options]
+    assert all(texts) and len(set(texts)) == len(texts)
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in options:
+        assert not re.search(r"of training|of the model|None|\.$", option.help)
+        default = "" if option.default in (None, False) else f" (default: {option.default})"
+        assert f" {option.help}{default}\n" in shown
 
 
 # Packages
@@ -310,7 +382,7 @@ def test_signals_end_a_translation_in_one_sentence(files, tmp_path, number, monk
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     said = refused([*arguments, str(tmp_path / "out")], capsys, status=128 + number)
-    assert said == "interrupted; files that were there are whole"
+    assert said == "interrupted; existing files are intact"
     assert [x.name for x in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").read_text() == "before"
     after = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]

@@ -232,10 +232,8 @@ def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupted)
-    assert main(["demo", "--out", str(tmp_path)]) == 130
-    assert capsys.readouterr().err.endswith(
-        "attnfast: interrupted; files that were there are whole\n"
-    )
+    assert main(["demo", "--output-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.endswith("attnfast: interrupted; existing files are intact\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,7 +248,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(case, tmp_path, monkey
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
         monkeypatch.setattr(checkpoint.tempfile, "TemporaryFile", refuse)
-    assert main(["demo", "--out", str(out)]) == 2
+    assert main(["demo", "--output-dir", str(out)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"attnfast: cannot write to the folder {out}: ")
     assert len(error.splitlines()) == 1
@@ -258,5 +256,5 @@ def test_a_folder_that_cannot_be_written_is_refused_first(case, tmp_path, monkey
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert main(["demo", "--output-dir", str(tmp_path)]) == 2
     assert "attnfast demo needs the package matplotlib" in capsys.readouterr().err

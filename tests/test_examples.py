@@ -96,7 +96,7 @@ def test_explanation(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module.Reviews, "_loss", interrupted)
         assert module.main(arguments) == 143
-    assert capsys.readouterr().err.endswith("the same command goes on from there\n")
+    assert capsys.readouterr().err.endswith("the same command continues from there\n")
     kept = {x.name: x.stat().st_mtime_ns for x in (tmp_path / "out").glob("*.pt")}
     assert len(kept) == 1
     assert module.main(arguments) == 0
@@ -153,7 +153,7 @@ def test_e2e_stops_and_goes_on(e2e, tmp_path, monkeypatch):
             titles = [x for x in said.splitlines() if x.endswith("copying")]
             assert titles[-1] == f"attnfast: {line}"
             assert said.endswith(
-                "stopped after step 1 of epoch 1; the same command goes on from there\n"
+                "stopped after step 1 of epoch 1; the same command continues from there\n"
             )
     assert e2e(*parts)[:2] == (0, table)
     assert e2e(*parts, "--epochs", 2)[0] == 0
@@ -168,7 +168,9 @@ def test_e2e_refuses_in_one_sentence(e2e, tmp_path, monkeypatch):
         return said.splitlines()[-1]
 
     monkeypatch.chdir(tmp_path)
-    assert last("--epochs", 0) == "attnfast: --epochs must be at least 1, got 0"
+    assert last("--epochs", 0) == (
+        "attnfast: --epochs must be an integer of at least 1 and below 2**31, got 0"
+    )
     assert "--seed: invalid int value: 'x'" in last("--seed", "x")
     assert e2e()[0] == 0
     assert "attnfast: --vocab-size must be 20, as when the training of" in last("--vocab-size", 19)

@@ -405,7 +405,10 @@ def none(embedded, lengths):
         (lambda: ex.next_word(translator("none"), WORDS), "model must .*got FixedContext"),
         (lambda: ex.next_word(translator("coverage"), WORDS), "model must .*got CoverageAttention"),
         (lambda: ex.next_word(translator("local"), WORDS), "model must .*got LocalAttention"),
-        (lambda: ex.next_word(translator(copying=True), WORDS), "got BahdanauAttention, copying"),
+        (
+            lambda: ex.next_word(translator(pointer_generator=True), WORDS),
+            "got BahdanauAttention, copying",
+        ),
         (lambda: ex.next_word(translator(), WORDS[0]), "words must be word ids"),
         (lambda: ex.next_word(translator(), WORDS[:, :0]), "words must be .*at least one"),
         (

@@ -209,7 +209,8 @@ def test_more_sequences_than_a_grid_has_rows(score, backend):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_translator_learns_and_translates(attention):
-    more = {"copying": attention == "coverage", "self_attention": attention in ("coverage", "dot")}
+    more = {"pointer_generator": attention == "coverage"}
+    more["self_attention"] = attention in ("coverage", "dot")
     config = Config(
         30, attention, embed_dim=16, hidden_dim=12, dropout=0.0, window=2, stride=2, **more
     )

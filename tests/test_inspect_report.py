@@ -128,7 +128,8 @@ def test_the_page_is_whole_and_asks_nobody():
     for tag, attributes in reader.seen:  # for a screen reader
         assert tag != "th" or "scope" in attributes
         assert tag != "svg" or attributes["aria-label"].startswith("histogram of")
-    assert "2 sentences, 1 on this page." in inspect_report.page([made(), made()], "x", most=1)
+    text = inspect_report.page([made(), made()], "x", max_sentences=1)
+    assert "2 sentences, 1 on this page." in text
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "links").write_text("\n".join([*lines, ""]) + "\n")
     files = {x: str(tmp_path / x) for x in ("source", "target", "links")}
     page = tmp_path / "page.html"
-    command = ["inspect", str(saved), "--source", files["source"], "--page", str(page)]
+    command = ["inspect", str(saved), "--source", files["source"], "--html", str(page)]
     given = ["--target", files["target"], "--alignments", files["links"]]
     assert main([*command, *given]) == 0
     out, said = capsys.readouterr()
@@ -212,10 +213,10 @@ def test_the_command(tmp_path, capsys):
     for more, words in (
         (
             ["--alignments", files["links"]],
-            "expected the translations that they are of in --target",
+            "expected the aligned translations in --target",
         ),
-        (["--most", "0"], "--most must be at least 1, got 0"),
-        (["--page", str(tmp_path)], "it is a folder"),
+        (["--max-sentences", "0"], "--max-sentences must be at least 1, got 0"),
+        (["--html", str(tmp_path)], "it is a folder"),
     ):
         assert main([*command, *more]) == 2
         assert words in capsys.readouterr().err

@@ -47,7 +47,9 @@ def local(attention, state, source):
     apart = slope * t - j
     if attention.sigma is not None:
         prior = -(apart**2) / (2 * attention.sigma**2)
-        e = e + (prior if attention.height is None else attention.height * prior.exp())
+        e = e + (
+            prior if attention.gaussian_height is None else attention.gaussian_height * prior.exp()
+        )
     weights = softmax(attention, e, apart.abs() <= (2 if attention.span.sides[0] == 2 else TK))
     return weights @ source, weights
 
@@ -84,8 +86,11 @@ KINDS = [
     (lambda **k: LocalAttention(D, D, window=2, slope=1.5, **k), local),
     (lambda **k: LocalAttention(D, D, window=2, slope=None, **k), local),
     (lambda **k: LocalAttention(D, D, window=2, sigma=0.8, **k), local),
-    (lambda **k: LocalAttention(D, D, None, sigma=1.5, height=3.0, **k), local),
-    (lambda **k: LocalAttention(D, D, None, slope=None, sigma=2.0, height=-1.0, **k), local),
+    (lambda **k: LocalAttention(D, D, None, sigma=1.5, gaussian_height=3.0, **k), local),
+    (
+        lambda **k: LocalAttention(D, D, None, slope=None, sigma=2.0, gaussian_height=-1.0, **k),
+        local,
+    ),
     (lambda **k: StridedAttention(D, D, stride=3, **k), strided),
     (lambda **k: StridedAttention(D, D, stride=3, fixed=True, **k), strided),
     (lambda **k: LocalPredictiveAttention(D, D, window=3, **k), predictive),
@@ -221,8 +226,14 @@ def test_progress_is_reordered():
             "sigma must be a positive number or None, got T",
         ),
         (lambda: LocalAttention(D, D, slope=True), "slope must be a number.*got True"),
-        (lambda: LocalAttention(D, D, sigma=1, height=True), "height must be a number.*got True"),
-        (lambda: LocalAttention(D, D, height=1.0), "height must be a number with a sigma, or"),
+        (
+            lambda: LocalAttention(D, D, sigma=1, gaussian_height=True),
+            "gaussian_height must be a number.*got True",
+        ),
+        (
+            lambda: LocalAttention(D, D, gaussian_height=1.0),
+            "gaussian_height must be a number with a sigma, or",
+        ),
         (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
         (
             lambda: HardMonotonicWindowAttention(D, D, ahead=-1),

@@ -319,14 +319,17 @@ def test_search_of_no_sentence():
     [
         ({"attention": "bahdanow"}, "attention must be 'none', 'bahdanau',"),
         ({"cell": "rnn"}, "cell must be 'gru' or 'lstm', got 'rnn'"),
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+        ({"hidden_dim": 0}, "hidden_dim must be an integer of at least 1 and below .*30, got 0"),
+        ({"dropout": 1.0}, "dropout must be a number of at least 0 and below 1, got 1.0"),
         ({"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),
         ({"fixed_stride": True}, "fixed_stride must be False for attention 'bahdanau', got True"),
         ({"sigma": 2.0}, "sigma must be None for attention 'bahdanau', got 2.0"),
-        ({"attention": "local", "height": 2.0}, "height must be None without a sigma, got 2.0"),
-        ({"attention": "local", "sigma": 0.0}, "sigma must be a number, sigma above 0, or None"),
-        ({"attention": "local", "sigma": True}, "sigma must be a number, sigma above 0, or None"),
+        (
+            {"attention": "local", "gaussian_height": 2.0},
+            "gaussian_height must be None without a sigma, got 2.0",
+        ),
+        ({"attention": "local", "sigma": 0.0}, "sigma must be a number above 0, got 0.0"),
+        ({"attention": "local", "sigma": True}, "sigma must be a number above 0, got True"),
     ],
 )
 def test_config_refuses(options, message):
@@ -340,8 +343,8 @@ def test_a_config_reaches_its_attention():
 
     assert attention("strided", stride=3, fixed_stride=True).span.fixed
     assert not attention("strided", stride=3).span.fixed
-    found = attention("local", sigma=2.0, height=3.0)
-    assert (found.sigma, found.height) == (2.0, 3.0)
+    found = attention("local", sigma=2.0, gaussian_height=3.0)
+    assert (found.sigma, found.gaussian_height) == (2.0, 3.0)
     assert attention("local").sigma is None
     assert attention("predictive", window=3).span.window == (3, 3)
 
@@ -358,7 +361,9 @@ def test_importing_attnfast_is_cheap():
 
 def make_pointer(attention="coverage", input_feeding=False):
     torch.manual_seed(0)
-    config = Config(VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, copying=True)
+    config = Config(
+        VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, pointer_generator=True
+    )
     model = build(config, backend="reference").eval()
     source, lengths = make_source()
     source[0], source[2, :2] = VOCAB, torch.tensor([VOCAB, VOCAB + 1])  # their own words
@@ -412,9 +417,11 @@ def test_coverage_loss_passes_over_padding(input_feeding):
     torch.testing.assert_close(padded, short)
 
 
-def test_copying_needs_an_attention():
-    with pytest.raises(InputError, match="copying must be False for attention 'none', got True"):
-        Config(VOCAB, "none", copying=True)
+def test_a_pointer_generator_needs_an_attention():
+    with pytest.raises(
+        InputError, match="pointer_generator must be False for attention 'none', got True"
+    ):
+        Config(VOCAB, "none", pointer_generator=True)
 
 
 def test_export_of_any_batch():
@@ -441,3 +448,115 @@ def test_export_of_any_batch():
     for other in ((3, 5, 4), (2, 9, 4), (2, 5, 7)):
         x = example(*other)
         torch.testing.assert_close(graph(*x), model(*x)[0])
+
+
+# Decoders of several layers
+
+
+def make_stack(attention="bahdanau", input_feeding=False, cell="gru", backend=None, **options):
+    torch.manual_seed(0)
+    config = Config(
+        VOCAB, attention, input_feeding, cell, embed_dim=12, hidden_dim=9, decoder_layers=3,
+        **options,
+    )  # fmt: skip
+    model = build(config, backend).eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(4)
+    source, lengths = make_source()
+    return model, source, lengths, torch.randint(4, VOCAB, (4, 6))
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize(
+    ("attention", "input_feeding"),
+    [("bahdanau", False), ("none", False), ("general", False), ("general", True)],
+)
+def test_a_stack_of_decoder_layers_by_hand(attention, input_feeding, cell, hooks):
+    """Layers read the states of the one below; the state of the last attends and is read out."""
+    model, source, lengths, target = make_stack(attention, input_feeding, cell)
+    decoder, words = model.decoder, model.embed(target)
+    if hooks:  # the module itself runs, step by step
+        decoder.rnn.register_forward_hook(lambda *_: None)
+    encoded, start = model.encode(source, lengths)
+    memory = encoded.memory
+    assert start.hidden.shape == (3, 4, 18)
+    got, state, _ = decoder(words, start, memory)
+    hx = start.hidden if cell == "gru" else (start.hidden, start.cell)
+    feed = torch.zeros(4, 1, 12)
+    for t, word in enumerate(words.split(1, 1)):
+        if attention in ("bahdanau", "none"):
+            query = (hx if cell == "gru" else hx[0])[-1]
+            context = decoder.attention(query, memory)[0].unsqueeze(1)
+            read, hx = decoder.rnn(torch.cat([word, context], -1), hx)
+            expected = torch.cat([read, context, word], -1)
+        else:
+            read, hx = decoder.rnn(torch.cat([word, feed], -1) if input_feeding else word, hx)
+            expected = torch.cat([decoder.attention(read, memory)[0], read], -1)
+        feed = torch.tanh(decoder.readout(expected))
+        torch.testing.assert_close(got[:, t : t + 1], feed)
+    torch.testing.assert_close(state.hidden, hx if cell == "gru" else hx[0])
+    assert (state.cell is None) == (cell == "gru")
+    if state.cell is not None:
+        torch.testing.assert_close(state.cell, hx[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize(
+    ("attention", "input_feeding"), [("bahdanau", False), ("local", True), ("coverage", True)]
+)
+def test_a_stack_of_decoder_layers_steps_and_searches(attention, input_feeding, cell, backend):
+    model, source, lengths, target = make_stack(attention, input_feeding, cell, backend)
+    expected, _ = model(source, lengths, target)
+    memory, state = model.encode(source, lengths)
+    for t, word in enumerate(target.split(1, 1)):
+        logits, state, _ = model.decode(word, state, memory)
+        torch.testing.assert_close(logits[:, 0], expected[:, t])
+    greedy = greedy_search(model, source, lengths)
+    assert greedy == beam_search(model, source, lengths, beam=1, length_bonus=1e-30)
+    together = beam_search(model, source, lengths, beam=3)
+    assert together == [
+        beam_search(model, source[i : i + 1, :n], lengths[i : i + 1], beam=3)[0]
+        for i, n in enumerate(lengths.tolist())
+    ]
+    model.train()
+    logits, loss = model(source, lengths, target)
+    (logits.logsumexp(-1).sum() + (0 if loss is None else loss.sum())).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("attention", "input_feeding"), [("bahdanau", False), ("general", False), ("general", True)]
+)
+def test_states_between_decoder_layers_are_dropped_in_training(attention, input_feeding):
+    """Not those of the last layer: a decoder of one layer drops nothing."""
+    for layers, drops in ((3, True), (1, False)):
+        torch.manual_seed(0)
+        config = Config(
+            VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, dropout=0.5,
+            decoder_layers=layers,
+        )  # fmt: skip
+        model = build(config).eval()
+        encoded, state = model.encode(*make_source())
+        words = torch.randn(4, 6, 12)
+
+        def run(model=model, state=state, memory=encoded.memory, words=words):
+            return model.decoder(words, state, memory)[0]
+
+        plain = run()
+        assert torch.equal(plain, run())
+        model.train()
+        assert torch.equal(run(), plain) is not drops
+        assert torch.equal(run(), run()) is not drops
+
+
+def test_a_state_of_another_number_of_layers_is_refused():
+    model, source, lengths, target = make_stack()
+    memory, state = model.encode(source, lengths)
+    for wrong in (state.hidden[0], state.hidden[:2]):
+        with pytest.raises(ValueError, match=r"state.hidden must be .*\[3, (4|B), 18\]"):
+            model.decode(target, state._replace(hidden=wrong), memory)
+        with pytest.raises(ValueError, match=r"state.hidden must be .*\[3, 4, 18\]"):
+            model.decoder(model.embed(target), state._replace(hidden=wrong), memory.memory)

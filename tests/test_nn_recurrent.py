@@ -153,7 +153,7 @@ def test_a_decoders_mask_of_words_is_padding_to_a_history(attention, monkeypatch
     [
         lambda: attn.LocalAttention(12, 10, window=1),
         lambda: attn.LocalAttention(12, 10, window=1, slope=1.5),
-        lambda: attn.LocalAttention(12, 10, window=2, sigma=1.0, height=0.5),
+        lambda: attn.LocalAttention(12, 10, window=2, sigma=1.0, gaussian_height=0.5),
         lambda: attn.StridedAttention(12, 10, 2, fixed=True),
         lambda: attn.HardMonotonicWindowAttention(12, 10, ahead=2),
         lambda: attn.CoverageAttention(12, 10, 5),

@@ -273,7 +273,7 @@ def test_other_models_search_step_by_step(monkeypatch):
     calls = spied(monkeypatch)
     for attention in ("none", "coverage", "strided"):
         greedy_search(*model_and_sources(attention, False))
-    greedy_search(*model_and_sources("bahdanau", False, copying=True))
+    greedy_search(*model_and_sources("bahdanau", False, pointer_generator=True))
     greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
     made, *sources = model_and_sources("bahdanau", False)
     greedy_search(made.train(), *sources)

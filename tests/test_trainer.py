@@ -70,7 +70,7 @@ def test_a_step_is_adamws_at_the_rate_given():
 def test_what_the_loss_is_of():
     """Coverage counts once for each word; where words are copied nothing is smoothed."""
     for copying in (False, True):
-        model, batch = made("coverage", copying=copying)
+        model, batch = made("coverage", pointer_generator=copying)
         options = Options(coverage_loss=0.5, label_smoothing=0.3)
         logits, coverage = copy.deepcopy(model)(batch.source, batch.lengths, batch.target_in)
         words = (batch.target_out != 0).sum()

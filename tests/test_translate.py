@@ -47,7 +47,7 @@ def corpus(tmp_path_factory):
 def command(corpus, out, *more):
     files = {"source": "train.de", "target": "train.en"}
     files |= {"valid-source": "valid.de", "valid-target": "valid.en"}
-    arguments = ["train", "--out", str(out), "--backend", "reference"]
+    arguments = ["train", "--model-dir", str(out), "--backend", "reference"]
     arguments += [
         part for name, file in files.items() for part in (f"--{name}", str(corpus / file))
     ]
@@ -132,7 +132,7 @@ def test_a_resumed_training_ends_with_the_same_bits(
     monkeypatch.setattr(trainer, "train_step", interrupted_step)
     parts = command(corpus, tmp_path / "parts", "--attention", attention)
     assert main(parts) == 130
-    assert "after step 5 of epoch 1; the same command with --resume goes on" in sentence(capsys)
+    assert "after step 5 of epoch 1; the same command with --resume continues" in sentence(capsys)
     assert main([*parts, "--resume"]) == 130
     assert "after step 4 of epoch 2" in sentence(capsys)
     assert main([*parts, "--resume"]) == 0
@@ -266,7 +266,7 @@ def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(trainer, "train_step", impatient)
     assert main(command(corpus, tmp_path)) == 130
-    assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
+    assert sentence(capsys) == "attnfast: interrupted; existing files are intact"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +292,7 @@ def test_more_epochs_go_on(corpus, tmp_path, capsys):
     assert main([*command(corpus, tmp_path), "--epochs", "1"]) == 0
     first = checkpoint.load(tmp_path / "last.pt")["training"]
     assert main([*arguments, "3"]) == 0
-    assert "going on to epoch 3 in place of 1" in capsys.readouterr().err
+    assert "continuing to epoch 3 instead of 1" in capsys.readouterr().err
     second = checkpoint.load(tmp_path / "last.pt")["training"]
     assert second["epoch"] == 3 and second["history"][0] == first["history"][0]
     rates = [x["optimizer"]["param_groups"][0]["lr"] for x in (first, second)]
@@ -406,7 +406,7 @@ def test_ctrl_c_while_subwords_are_learnt(corpus, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(data, "_normalised", interrupted)
     assert main(command(corpus, tmp_path)) == 130
-    assert sentence(capsys) == "attnfast: interrupted; files that were there are whole"
+    assert sentence(capsys) == "attnfast: interrupted; existing files are intact"
 
 
 def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys):
@@ -419,12 +419,12 @@ def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys
     (said,) = (x for x in capsys.readouterr().err.splitlines() if "vocabulary" in x)
     valid = f"{files / 'valid.de'}, {files / 'valid.en'}"
     assert said == (
-        f"attnfast: {valid}: characters that the vocabulary lacks and cannot write: 40, "
+        f"attnfast: {valid}: characters not in the vocabulary: 40, "
         "2 different, such as '漢', '\\u200c'"
     )
-    assert main(command(files, tmp_path / "b", "--words", "--vocab-size=9")) == 0
+    assert main(command(files, tmp_path / "b", "--tokenizer=word", "--vocab-size=9")) == 0
     said = capsys.readouterr().err
-    assert "train.en: words that the vocabulary lacks and cannot write: " in said
+    assert "train.en: words not in the vocabulary: " in said
     assert ", 5 different, such as" in said
 
 
@@ -473,23 +473,47 @@ def test_output_keeps_links_and_devices(trained, tmp_path, capsys):
     ("change", "message"),
     [
         ({"--source": "missing.de"}, "cannot read missing.de: No such file or directory"),
-        ({"--out": "{corpus}/train.de/out"}, "cannot write to the folder .*: Not a directory"),
-        ({"--hidden-dim": "0"}, "attnfast: --hidden-dim must be at least 1, got 0"),
-        ({"--layers": "0"}, "attnfast: --layers must be at least 1, got 0"),
-        ({"--warmup": "nan"}, "attnfast: --warmup must be a share of the steps, 0 to 1, got nan"),
-        ({"--warmup": "1.5"}, "attnfast: --warmup must be a share of the steps, 0 to 1, got 1.5"),
-        ({"--epochs": "0"}, "attnfast: --epochs must be at least 1, got 0"),
-        ({"--learning-rate": "-1"}, "attnfast: --learning-rate must be a positive number, got -1"),
+        (
+            {"--model-dir": "{corpus}/train.de/out"},
+            "cannot write to the folder .*: Not a directory",
+        ),
+        (
+            {"--hidden-dim": "0"},
+            "attnfast: --hidden-dim must be an integer of at least 1 and below .*, got 0",
+        ),
+        (
+            {"--layers": "0"},
+            "attnfast: --layers must be an integer of at least 1 and below .*, got 0",
+        ),
+        (
+            {"--warmup": "nan"},
+            "attnfast: --warmup must be a number of at least 0 and at most 1, got nan",
+        ),
+        (
+            {"--warmup": "1.5"},
+            "attnfast: --warmup must be a number of at least 0 and at most 1, got 1.5",
+        ),
+        (
+            {"--epochs": "0"},
+            "attnfast: --epochs must be an integer of at least 1 and below .*, got 0",
+        ),
+        ({"--learning-rate": "-1"}, "attnfast: --learning-rate must be a number above 0, got -1.0"),
         ({"--backend": "cuda"}, "--backend cuda cannot run on cpu"),
         ({"--device": "abacus"}, "--device: expected a device of this machine, got abacus"),
         (
             {"--vocab-size": "5"},
             r"--vocab-size must be at least \d+ for subwords of this text, got 5",
         ),
-        ({"--max-length": "0"}, "--max-length must be at least 1, got 0"),
+        (
+            {"--max-length": "0"},
+            "--max-length must be an integer of at least 1 and below .*, got 0",
+        ),
         ({"--max-length": "1"}, "expected training and validation pairs, got none"),
-        ({"--device": "meta"}, "--device: .*only cpu and cuda are served"),
-        ({"--seed": "99999999999999999999"}, "attnfast: --seed must be at least 0 and below"),
+        ({"--device": "meta"}, "--device: .*only cpu and cuda are supported"),
+        (
+            {"--seed": "99999999999999999999"},
+            "attnfast: --seed must be an integer of at least 0 and below 2..63, got 9",
+        ),
         (
             {"--learning-rate": "1e30"},
             "the loss of step . of epoch 1 must be finite, got (nan|inf): a learning rate",
@@ -620,9 +644,10 @@ def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):
     files = [
         f"--{v}{side}={tmp_path / side}" for v in ("", "valid-") for side in ("source", "target")
     ]
-    model = ["--words", "--copying", "--attention=coverage", "--vocab-size=10", "--epochs=12"]
+    model = ["--tokenizer=word", "--pointer-generator", "--attention=coverage"]
+    model += ["--vocab-size=10", "--epochs=12"]
     sizes = ["--embed-dim=16", "--hidden-dim=16", "--batch-size=4", "--learning-rate=0.01"]
-    command = ["train", *files, *model, *sizes, f"--out={tmp_path / 'run'}", "--dropout=0"]
+    command = ["train", *files, *model, *sizes, f"--model-dir={tmp_path / 'run'}", "--dropout=0"]
     assert main(command) == 0
     assert main([*command, "--resume"]) == 0  # nothing is left to do
     capsys.readouterr()
@@ -630,7 +655,7 @@ def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):
     assert main(["translate", str(tmp_path / "run/best.pt"), f"--input={tmp_path / 'new'}",
                  f"--output={out}"]) == 0  # fmt: skip
     assert out.read_text() == "now comes somebody to us\nnow comes anyone to us\n"
-    assert main([*(x for x in command if x != "--words"), "--resume"]) == 2
-    assert "--words must be given, as when the training of" in capsys.readouterr().err
-    assert main([*command, "--vocab-size=4", f"--out={tmp_path / 'small'}"]) == 2
+    assert main([*(x for x in command if x != "--tokenizer=word"), "--resume"]) == 2
+    assert "--tokenizer must be word, as when the training of" in capsys.readouterr().err
+    assert main([*command, "--vocab-size=4", f"--model-dir={tmp_path / 'small'}"]) == 2
     assert "attnfast: --vocab-size must be at least 5 for words, got 4" in capsys.readouterr().err

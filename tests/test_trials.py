@@ -151,7 +151,7 @@ def test_what_stops_goes_on(run, tmp_path, monkeypatch):
         patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupted)
         status, out, said = call("parts")
     assert (status, out) == (143, "")
-    assert said.endswith("stopped; the same command goes on from there\n")
+    assert said.endswith("stopped; the same command continues from there\n")
     files = {x.name: checkpoint.load(x) for x in (tmp_path / "parts").glob("*.pt")}
     assert sorted(x["step"] for x in files.values()) == [2, 4]
     assert call("parts")[0] == 0
@@ -192,12 +192,17 @@ def test_one_sentence(run):
         assert (status, out, said.count("\n")) == (2, "", 1)
         return said
 
-    assert said("--steps", "0") == "attnfast: --steps: expected at least 1, got 0\n"
+    assert said("--steps", "0") == (
+        "attnfast: --steps: expected an integer of at least 1 and below 2**31, got 0\n"
+    )
     least = 1 + (module.__name__ in ("captioning", "speech"))  # a word has half as many features
-    assert said("--dim", str(least - 1)).endswith(f"at least {least}, got {least - 1}\n")
-    for number in ("x", "1.5", "99999999999"):
-        wanted = f"attnfast: --batch-size: expected a whole number below 2**31, got '{number}'\n"
+    assert said("--dim", str(least - 1)).endswith(
+        f"of at least {least} and below 2**31, got {least - 1}\n"
+    )
+    for number in ("x", "1.5"):
+        wanted = f"attnfast: --batch-size: expected an integer, got '{number}'\n"
         assert said("--batch-size", number) == wanted
+    assert said("--batch-size", "99999999999").endswith("and below 2**31, got 99999999999\n")
     for option in ("rows", *["tasks"] * hasattr(module, "TASKS")):
         assert said(f"--{option}", "none").startswith(f"attnfast: --{option}: invalid choice: 'n")
 

@@ -6,17 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attnfast._utils.checks import (
-    InputError,
-    check_choice,
-    check_flag,
-    check_int,
-    describe,
-    is_finite,
-    raise_type_error,
-    raise_value_error,
-)
-from attnfast.models._checks import check_share
+from attnfast._utils.checks import InputError, argument_message, describe, raise_type_error
+from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
 from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.seq2seq import Seq2Seq
@@ -45,98 +36,96 @@ SPANS = ("local", "predictive", "strided", "monotonic")
 ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SPANS)
 
 
+@with_settings
 @dataclass(frozen=True)
 class Config:
     """The shape of a model.
 
-    Args:
-        vocab_size: V, words of source and target together.
-        attention: ``"none"`` and ``"bahdanau"`` make a :class:`BahdanauDecoder`; a score of
-            :class:`attnfast.nn.LuongAttention` makes a :class:`LuongDecoder`, as do
-            ``"coverage"``, ``"location"`` and ``"forward"``, additive attention with a history,
-            and ``"local"``, ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general
-            score within a span.
-        window: how many keys to each side local and predictive attention see.
-        sigma, height: of the Gaussian around local attention's position, in keys: see
-            :class:`attnfast.nn.LocalAttention`.
-        stride: strided attention sees every stride-th key, from a word's own on, or with
-            ``fixed_stride`` from the first.
-        self_attention: let the encoder's states attend to each other with four heads, two within
-            the window and two with the stride; a transformer then uses these heads.
-        input_feeding: of the Luong decoder.
-        encoder: ``"rnn"``, or ``"transformer"`` with four heads in each layer.
-        cell: ``"gru"`` or ``"lstm"``, of the RNNs.
-        embed_dim: E, features of a word.
-        hidden_dim: H, features of each encoder direction and of the attention; the decoder's
-            states have 2H.
-        layers: of the encoder.
-        dropout: in training, the share of features dropped.
-        copying: use a pointer-generator, which chooses between words of the vocabulary and words
-            of the source, including out-of-vocabulary words.
-        length_ratio, longest_target: limits on the length of translations, see :class:`Seq2Seq`.
+    The attentions ``"none"`` and ``"bahdanau"`` make a :class:`BahdanauDecoder`, all others a
+    :class:`LuongDecoder`: the scores of :class:`attnfast.nn.LuongAttention`; ``"coverage"``,
+    ``"location"`` and ``"forward"``, additive attention with a history; and ``"local"``,
+    ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general score within a span.
+
+    Example:
+        >>> from attnfast.models import Config
+        >>> Config(vocab_size=8000, attention="local", sigma=5.0).layers
+        1
     """
 
-    vocab_size: int
-    attention: str = "bahdanau"
-    input_feeding: bool = False
-    cell: str = "gru"
-    embed_dim: int = 256
-    hidden_dim: int = 256
-    layers: int = 1
-    dropout: float = 0.3
-    copying: bool = False
-    window: int = 10
-    stride: int = 4
-    fixed_stride: bool = False
-    sigma: float | None = None
-    height: float | None = None
-    self_attention: bool = False
-    encoder: str = "rnn"
-    length_ratio: float = Seq2Seq.length_ratio
-    longest_target: int = Seq2Seq.longest_target
+    vocab_size: int = setting(4000, "tokens in the joint vocabulary of both languages", at_least=1)
+    attention: str = setting("bahdanau", "attention mechanism of the decoder", ATTENTIONS)
+    input_feeding: bool = setting(
+        False, "feed the attentional vector back into the RNN of a Luong decoder"
+    )
+    cell: str = setting("gru", "recurrent cell of encoder and decoder", tuple(CELLS))
+    embed_dim: int = setting(256, "features of an embedded token", at_least=1)
+    hidden_dim: int = setting(  # an encoder has two of them side by side
+        256,
+        "features of each encoder direction and the attention; decoder states have twice as many",
+        at_least=1,
+        below=2**30,
+    )
+    layers: int = setting(1, "encoder layers", at_least=1)
+    decoder_layers: int = setting(1, "decoder layers, of which the last one attends", at_least=1)
+    dropout: float = setting(
+        0.3, "probability of zeroing a feature during training", at_least=0, below=1
+    )
+    pointer_generator: bool = setting(
+        False, "generate tokens or copy them from the source, out-of-vocabulary words included"
+    )
+    window: int = setting(
+        10,
+        "keys visible to each side in local and predictive attention and windowed encoder heads",
+        at_least=1,
+    )
+    stride: int = setting(
+        4,
+        "distance in keys between visible keys in strided attention and encoder heads",
+        at_least=1,
+    )
+    fixed_stride: bool = setting(
+        False, "count the strides of strided attention from the first key instead of the row's own"
+    )
+    sigma: float | None = setting(
+        None,
+        "standard deviation in keys of a Gaussian in local attention's window; flat unless given",
+        above=0,
+    )
+    gaussian_height: float | None = setting(
+        None, "height of the Gaussian, added to the scores; its logarithm is added unless given"
+    )
+    self_attention: bool = setting(
+        False, "let encoder states attend to each other with two windowed and two strided heads"
+    )
+    encoder: str = setting(
+        "rnn", "bidirectional RNN, or transformer of four heads, that encodes the source", ENCODERS
+    )
+    length_ratio: float = setting(
+        Seq2Seq.length_ratio, "target tokens allowed per source token", at_least=0, below=2**31
+    )
+    longest_target: int = setting(
+        Seq2Seq.longest_target, "target tokens allowed for any source", at_least=0
+    )
 
     def __post_init__(self):
-        try:
-            check_choice("attention", self.attention, ATTENTIONS)
-            check_choice("cell", self.cell, CELLS)
-            check_choice("encoder", self.encoder, ENCODERS)
-            for name in ("vocab_size", "embed_dim", "hidden_dim", "layers", "window", "stride"):
-                check_int(name, getattr(self, name))
-            if self.hidden_dim >= 2**30:  # an encoder has two of them side by side
-                raise_value_error("hidden_dim", "below 2**30", self.hidden_dim)
-            for name in ("input_feeding", "copying", "self_attention", "fixed_stride"):
-                check_flag(name, getattr(self, name))
-            if self.hidden_dim % 2 and (self.self_attention or self.encoder == "transformer"):
-                raise_value_error(
-                    "hidden_dim", "even for an encoder of four heads", self.hidden_dim
-                )
-            check_share("dropout", self.dropout)
-            check_int("longest_target", self.longest_target, 0)
-            if not is_finite(self.length_ratio) or not 0 <= self.length_ratio < 2**31:
-                raise_value_error(
-                    "length_ratio", "a number, at least 0", describe(self.length_ratio)
-                )
-            for name in ("sigma", "height"):
-                x = getattr(self, name)
-                if x is not None and not (is_finite(x) and (x > 0 or name == "height")):
-                    raise_value_error(name, "a number, sigma above 0, or None", describe(x))
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        for name, kind in (("fixed_stride", "strided"), ("sigma", "local"), ("height", "local")):
-            if getattr(self, name) not in (None, False) and self.attention != kind:
-                default = getattr(Config, name)
-                raise InputError(
-                    f"{name} must be {default} for attention {self.attention!r}, "
-                    f"got {getattr(self, name)}"
-                )
-        if self.height is not None and self.sigma is None:
-            raise InputError(f"height must be None without a sigma, got {self.height}")
-        if self.copying and self.attention == "none":
-            raise InputError("copying must be False for attention 'none', got True")
-        if self.input_feeding and self.attention in ("none", "bahdanau"):
-            raise InputError(
-                f"input_feeding must be False for attention {self.attention!r}, got True"
-            )
+        check_settings(self)
+        if self.hidden_dim % 2 and (self.self_attention or self.encoder == "transformer"):
+            expected = "even for an encoder of four heads"
+            raise InputError(argument_message("hidden_dim", expected, self.hidden_dim))
+        for name, attentions in (
+            ("fixed_stride", ("strided",)),
+            ("sigma", ("local",)),
+            ("gaussian_height", ("local",)),
+            ("pointer_generator", ATTENTIONS[1:]),
+            ("input_feeding", ATTENTIONS[2:]),
+        ):
+            value, default = getattr(self, name), getattr(Config, name)
+            if value != default and self.attention not in attentions:
+                expected = f"{default} for attention {self.attention!r}"
+                raise InputError(argument_message(name, expected, value))
+        if self.gaussian_height is not None and self.sigma is None:
+            expected = "None without a sigma"
+            raise InputError(argument_message("gaussian_height", expected, self.gaussian_height))
 
 
 def build(config: Config, backend: str | None = None) -> Seq2Seq:
@@ -153,13 +142,14 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
     sizes = (config.embed_dim, key_dim, state_dim)
+    stack = (config.decoder_layers, config.dropout)
     attention: nn.Module
     decoder: BahdanauDecoder | LuongDecoder
     if config.attention == "none":
-        decoder = BahdanauDecoder(*sizes, FixedContext(), config.cell)
+        decoder = BahdanauDecoder(*sizes, FixedContext(), config.cell, *stack)
     elif config.attention == "bahdanau":
         attention = BahdanauAttention(state_dim, key_dim, config.hidden_dim, backend=backend)
-        decoder = BahdanauDecoder(*sizes, attention, config.cell)
+        decoder = BahdanauDecoder(*sizes, attention, config.cell, *stack)
     else:
         if config.attention in HISTORIES:
             kind = HISTORIES[config.attention]
@@ -167,7 +157,7 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         elif config.attention == "local":
             attention = LocalAttention(
                 state_dim, key_dim, config.window,
-                sigma=config.sigma, height=config.height, backend=backend,
+                sigma=config.sigma, gaussian_height=config.gaussian_height, backend=backend,
             )  # fmt: skip
         elif config.attention == "predictive":
             attention = LocalPredictiveAttention(state_dim, key_dim, config.window, backend=backend)
@@ -181,7 +171,7 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
             attention = LuongAttention(
                 state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
             )
-        decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding)
+        decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding, *stack)
     encoder: Encoder | TransformerEncoder
     heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
     if config.encoder == "transformer":
@@ -196,7 +186,9 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         encoder = Encoder(
             config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse
         )
-    pointer = PointerGenerator(config.embed_dim, backend=backend) if config.copying else None
+    pointer = (
+        PointerGenerator(config.embed_dim, backend=backend) if config.pointer_generator else None
+    )
     model = Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)
     model.length_ratio, model.longest_target = config.length_ratio, config.longest_target
     return model

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnfast._utils.checks import (
     check_array,
@@ -28,6 +29,7 @@ from attnfast._utils.checks import (
 )
 from attnfast._utils.torch_private import is_autocast_on
 from attnfast.decoding import check_memory
+from attnfast.models._checks import check_share
 from attnfast.nn import Memory
 from attnfast.nn._fused_rnn import Layer, LayerOutputs, RecurrentState, run_layer, run_rnn
 from attnfast.nn._linear import project
@@ -36,6 +38,11 @@ from attnfast.ops.backends import check_backend
 from attnfast.ops.span import check_form
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
+
+
+def state_shape(rnn: nn.RNNBase) -> tuple[int, ...]:
+    """Return the shape of a decoder's state without the batch: ``(D,)``, ``(L, D)`` for a stack."""
+    return (*[rnn.num_layers] * (rnn.num_layers > 1), rnn.hidden_size)
 
 
 def summary(states: Tensor, lengths: Tensor) -> Tensor:
@@ -99,8 +106,17 @@ class _Decoder(nn.Module):
     readout: nn.Linear
 
     def __init__(
-        self, attention: nn.Module, cell: str, input_dim: int, context_dim: int, hidden_dim: int
+        self,
+        attention: nn.Module,
+        cell: str,
+        input_dim: int,
+        context_dim: int,
+        hidden_dim: int,
+        layers: int,
+        dropout: float,
     ):
+        check_sizes(context_dim=context_dim, hidden_dim=hidden_dim, layers=layers)
+        check_share("dropout", dropout)
         super().__init__()
         if not isinstance(attention, nn.Module):
             raise_type_error("attention", "a module", describe(attention))
@@ -108,7 +124,10 @@ class _Decoder(nn.Module):
         self.context_dim = context_dim
         self.attention: Any = attention  # it has the two methods of the modules of attnfast.nn
         # PyTorch does not accept NumPy integers
-        self.rnn = CELLS[cell](int(input_dim), int(hidden_dim), batch_first=True)
+        self.rnn = CELLS[cell](
+            int(input_dim), int(hidden_dim), int(layers), batch_first=True,
+            dropout=dropout if layers > 1 else 0.0,
+        )  # fmt: skip
 
     @property
     def backend(self) -> str | None:
@@ -121,15 +140,17 @@ class _Decoder(nn.Module):
 
     def _run(self, inputs: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
-        hx: Any = state.hidden.unsqueeze(0)
+        shape = -1, *state.hidden.shape[-2:]
+        hx: Any = state.hidden.reshape(shape)
         if state.cell is not None:
-            hx = hx, state.cell.unsqueeze(0)
+            hx = hx, state.cell.reshape(shape)
         single = inputs.shape[1] == 1  # for which a step of a loop is as fast
         done = None if single else run_rnn(self.rnn, inputs, hx, None, self.backend)
         states, hx = self.rnn(inputs, hx) if done is None else done
         if state.cell is None:
-            return states, state._replace(hidden=hx[0])
-        return states, state._replace(hidden=hx[0][0], cell=hx[1][0])
+            return states, state._replace(hidden=hx.view_as(state.hidden))
+        hidden, cell = (x.view_as(state.hidden) for x in hx)
+        return states, state._replace(hidden=hidden, cell=cell)
 
     def _together(
         self,
@@ -140,13 +161,18 @@ class _Decoder(nn.Module):
         target_mask: Tensor | None,
     ) -> tuple[LayerOutputs, RecurrentState]:
         """Run RNN and attention step by step, as each depends on the other's last step."""
+        between = None
+        if self.training and self.rnn.dropout:
+            B, T, rnn = *embedded.shape[:2], self.rnn
+            between = embedded.new_ones(rnn.num_layers - 1, B, T, rnn.hidden_size)
+            between = F.dropout(between, rnn.dropout)
         done = run_layer(
             self.parts()[0], embedded, state, self.attention, memory,
-            target_mask=target_mask, need_weights=need_weights,
+            target_mask=target_mask, dropout_between=between, need_weights=need_weights,
         )  # fmt: skip
-        cell = None if done.cells is None else done.cells[:, -1]
+        cell = None if done.cells is None else done.cells[..., -1, :]
         state = state._replace(
-            hidden=done.states[:, -1], cell=cell, history=done.history, packed=done.packed
+            hidden=done.states[..., -1, :], cell=cell, history=done.history, packed=done.packed
         )
         return done, state
 
@@ -210,8 +236,9 @@ class _Decoder(nn.Module):
         if not isinstance(state, RecurrentState):
             raise_type_error("state", "a RecurrentState", describe(state))
         check_memory(memory)
-        B, H = memory.key.shape[0], self.rnn.hidden_size
-        check_array("state.hidden", state.hidden, "real numbers", (B, H), of="memory and decoder")
+        *layers, H = state_shape(self.rnn)
+        B, shape = len(memory.key), (*layers, len(memory.key), H)
+        check_array("state.hidden", state.hidden, "real numbers", shape, of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
             raise_value_error(
                 "embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded)
@@ -231,10 +258,12 @@ class _Decoder(nn.Module):
             )
 
     def initial(self, hidden: Tensor) -> RecurrentState:
-        """Return the state before the first word, given ``hidden [B, D]``."""
+        """Return the state before the first word, given ``hidden [B, D]`` of every layer."""
         check_array("hidden", hidden, "real numbers", ("B", self.rnn.hidden_size))
         check_like("hidden", hidden, next(self.parameters(), hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
+        if self.rnn.num_layers > 1:
+            hidden = torch.stack([hidden] * self.rnn.num_layers)
         return RecurrentState(hidden, torch.zeros_like(hidden) if lstm else None)
 
 
@@ -248,6 +277,8 @@ class BahdanauDecoder(_Decoder):
         embed_dim, context_dim, hidden_dim: features of words and outputs, of contexts, of states.
         attention: a module of :mod:`attnfast.nn`, or :class:`FixedContext`.
         cell: ``"gru"`` or ``"lstm"``.
+        layers: RNN layers; the state of the last one attends and is read out.
+        dropout: on the states that a layer reads from the one below.
 
     Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; tanh replaces maxout.
     """
@@ -259,9 +290,12 @@ class BahdanauDecoder(_Decoder):
         hidden_dim: int,
         attention: nn.Module,
         cell: str = "gru",
+        layers: int = 1,
+        dropout: float = 0.0,
     ):
-        check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
-        super().__init__(attention, cell, embed_dim + context_dim, context_dim, hidden_dim)
+        check_sizes(embed_dim=embed_dim, context_dim=context_dim)
+        input_dim = embed_dim + context_dim
+        super().__init__(attention, cell, input_dim, context_dim, hidden_dim, layers, dropout)
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
@@ -276,7 +310,7 @@ class BahdanauDecoder(_Decoder):
         target_mask: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         done, state = self._together(embedded, state, memory, need_weights, target_mask)
-        joined = torch.cat([done.states, done.contexts, embedded], -1)  # type: ignore[list-item]
+        joined = torch.cat([done.output, done.contexts, embedded], -1)  # type: ignore[list-item]
         return torch.tanh(project(self.readout, joined, self.backend)), state, done.weights
 
 
@@ -295,6 +329,7 @@ class LuongDecoder(_Decoder):
         attention: a module of :mod:`attnfast.nn`, or :class:`FixedContext`.
         cell: ``"gru"`` or ``"lstm"``.
         input_feeding: feed the attentional vector back.
+        layers, dropout: as in :class:`BahdanauDecoder`.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
     """
@@ -307,11 +342,13 @@ class LuongDecoder(_Decoder):
         attention: nn.Module,
         cell: str = "gru",
         input_feeding: bool = False,
+        layers: int = 1,
+        dropout: float = 0.0,
     ):
-        check_sizes(embed_dim=embed_dim, context_dim=context_dim, hidden_dim=hidden_dim)
+        check_sizes(embed_dim=embed_dim)
         check_flag("input_feeding", input_feeding)
         input_dim = embed_dim * (1 + input_feeding)
-        super().__init__(attention, cell, input_dim, context_dim, hidden_dim)
+        super().__init__(attention, cell, input_dim, context_dim, hidden_dim, layers, dropout)
         self.readout = nn.Linear(context_dim + hidden_dim, embed_dim)
         self.input_feeding = input_feeding
 
@@ -322,7 +359,7 @@ class LuongDecoder(_Decoder):
         state = super().initial(hidden)
         if not self.input_feeding:
             return state
-        return state._replace(feed=hidden.new_zeros(hidden.shape[0], self.readout.out_features))
+        return state._replace(feed=hidden.new_zeros(len(hidden), self.readout.out_features))
 
     def _decode(
         self,

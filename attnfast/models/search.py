@@ -126,6 +126,8 @@ def _select_search_backend(
     if model.pointer is not None:
         return None, "the model copies words"
     plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (model.dropout, nn.Dropout)]
+    if decoder.rnn.num_layers > 1:
+        return None, "its decoder has several layers"
     if decoder.parts()[0].rnn is not None or words.max_norm or not all(is_plain(*x) for x in plain):
         return None, "its cell, embedding or readout is no plain module"
     if isinstance(decoder.attention, HistoryAttention):

@@ -27,7 +27,7 @@ from attnfast.models._checks import (
     check_target,
     embed,
 )
-from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, summary
+from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
 from attnfast.nn._fused_rnn import RecurrentState
 from attnfast.nn._linear import linear
@@ -178,7 +178,7 @@ class Seq2Seq(nn.Module):
             return self._decode(words, state, source, need_weights)
         except Exception:
             decoder = self.decoder
-            hidden = [decoder.rnn.hidden_size]
+            hidden = state_shape(decoder.rnn)
             check_step(words, state, source, "source", decoder.context_dim, hidden, self.bias)
             raise
 

@@ -425,8 +425,8 @@ def _run_steps(
 ) -> LayerOutputs:
     """Run the layer step by step, with any attention."""
     h, c, history = state.hidden, state.cell, state.history
-    stacked = layer.weight_ih_upper is not None
-    every = [layer.at(i) for i in range(len(h))] if stacked else [layer]
+    stacked = h.dim() == 3
+    every = [layer.at(i) for i in range(len(h))] if layer.weight_ih_upper is not None else []
     features = layer.feed_size(input.shape[-1])
     f = input.new_zeros(input.shape[0], features) if state.feed is None else state.feed
     has_history = getattr(attention, "has_history", False)
@@ -449,7 +449,7 @@ def _run_steps(
             context, weights, history = attend(h[-1] if stacked else h, t)
             f = context
         x = torch.cat([x, f], -1) if features else x
-        if stacked:
+        if every:
             above = None if dropout_between is None else dropout_between[:, :, t]
             new_h, new_c = _move_all(every, x, h, c, dropout, above)
         else:
@@ -518,10 +518,11 @@ def _move(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next state and cell."""
     if layer.rnn is not None:
+        every = h if h.dim() == 3 else h.unsqueeze(0)
         if c is None:
-            return layer.rnn(x.unsqueeze(1), h.unsqueeze(0))[1][0], None
-        _, (h, c) = layer.rnn(x.unsqueeze(1), (h.unsqueeze(0), c.unsqueeze(0)))
-        return h[0], c[0]  # type: ignore[index]
+            return layer.rnn(x.unsqueeze(1), every)[1].view_as(h), None
+        states = layer.rnn(x.unsqueeze(1), (every, c.view_as(every)))[1]
+        return states[0].view_as(h), states[1].view_as(c)
     weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
     if dropout is not None:
         call = RecurrentInputs(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)

@@ -153,8 +153,8 @@ class LocalAttention(_SpanAttention):
     .. math:: |j - a t| \le D
 
     With ``sigma``, :math:`-(j - a t)^2 / 2 \sigma^2` is added to the scores, which favours near
-    keys. With ``height`` as well, the bump :math:`h \exp(-(j - a t)^2 / 2 \sigma^2)` is added
-    instead, which leaves the scores of far keys unchanged.
+    keys. With ``gaussian_height`` as well, the bump :math:`h \exp(-(j - a t)^2 / 2 \sigma^2)` is
+    added instead, which leaves the scores of far keys unchanged.
 
     Args:
         query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
@@ -163,10 +163,10 @@ class LocalAttention(_SpanAttention):
         slope: a, keys per row: 1 in the paper; None for the sequence's length over the number of
             rows, which needs all rows in one call.
         sigma: σ, in keys; None adds nothing.
-        height: h.
+        gaussian_height: h; None adds no bias.
 
     Raises:
-        ValueError: a negative window, an unknown score, a height without a σ.
+        ValueError: a negative window, an unknown score, a gaussian_height without a σ.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
 
@@ -189,18 +189,19 @@ class LocalAttention(_SpanAttention):
         causal: bool = False,
         slope: float | None = 1.0,
         sigma: float | None = None,
-        height: float | None = None,
+        gaussian_height: float | None = None,
         backend: str | None = None,
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         if sigma is not None and not (is_number(sigma) and sigma > 0):
             raise_value_error("sigma", "a positive number or None", describe(sigma))
-        if height is not None and (sigma is None or not is_number(height)):
-            raise_value_error("height", "a number with a sigma, or None without", describe(height))
+        if gaussian_height is not None and (sigma is None or not is_number(gaussian_height)):
+            expected = "a number with a sigma, or None without"
+            raise_value_error("gaussian_height", expected, describe(gaussian_height))
         if slope is not None and not (is_number(slope) and 0 <= slope < 1e9):
             raise_value_error("slope", "a number of at least 0, or None", describe(slope))
         self.span = Span(window=window, causal=causal)
-        self.slope, self.sigma, self.height = slope, sigma, height
+        self.slope, self.sigma, self.gaussian_height = slope, sigma, gaussian_height
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         if self.slope is None:
@@ -213,10 +214,10 @@ class LocalAttention(_SpanAttention):
         return self.slope * (first + torch.arange(Tq, device=device, dtype=torch.float64))
 
     def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
-        if self.height is None or self.sigma is None:
+        if self.gaussian_height is None or self.sigma is None:
             return {"sigma": self.sigma}
         bump = gaussian_bias(
-            query.shape[1], memory.key.shape[1], self.sigma, height=self.height,
+            query.shape[1], memory.key.shape[1], self.sigma, height=self.gaussian_height,
             position=position, lengths=memory.lengths, device=query.device,
             dtype=accumulation_dtype(query.dtype),
         )  # fmt: skip

@@ -17,13 +17,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
 from attnfast import __version__
-from attnfast._utils.checks import InputError, optional, out_of_memory, reason
+from attnfast._utils.checks import InputError, describe, optional, out_of_memory, reason
 from attnfast._utils.progress import Progress, log
+from attnfast._utils.settings import kind_of
 from attnfast._utils.signals import Interrupted, raise_on_signal
 from attnfast.ops.backends import BACKENDS, unsupported_reason
 
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
     from attnfast.translate.data import Links, Tokenizer
     from attnfast.translate.trainer import Options
 
+T = TypeVar("T")
+
 
 def _device(name: str | None, backend: str | None) -> torch.device:
     """Return the named device, or the best one; raise if the backend cannot run on it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are served")
+            raise RuntimeError("only cpu and cuda are supported")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         detail = str(error).splitlines()[0][:80]
@@ -58,15 +61,13 @@ def train(args: argparse.Namespace) -> None:
     from attnfast.translate.data import read_alignments, read_pairs
     from attnfast.translate.trainer import Options
 
-    for package in ("sacrebleu",) if args.words else ("sentencepiece", "sacrebleu"):
+    is_word = args.tokenizer == "word"
+    for package in ("sacrebleu",) if is_word else ("sentencepiece", "sacrebleu"):
         optional(package, "attnfast train")
-    if args.words and args.normalisation is not None:
-        raise InputError("--normalisation: expected subwords, got --words")
+    if is_word and args.normalisation is not None:
+        raise InputError("--normalisation: expected --tokenizer subword, got word")
     device = _device(args.device, args.backend)
-    shape = {f.name for f in dataclasses.fields(Config)} & set(vars(args))
-    plan = {f.name for f in dataclasses.fields(Options)} & set(vars(args))
-    options = Options(**{name: getattr(args, name) for name in plan})
-    config = Config(**{name: getattr(args, name) for name in shape})
+    options, config = _read_settings(Options, args), _read_settings(Config, args)
     if not args.resume:
         options.check(config)
     for option in ("alignment_loss", "alignment_until"):
@@ -81,20 +82,20 @@ def train(args: argparse.Namespace) -> None:
             raise InputError("--alignments: expected an attention to supervise, got none")
         links = read_alignments(args.alignments, pairs)
 
-    directory = Path(args.out)
+    directory = Path(args.model_dir)
     make_folder(directory)  # fail now instead of an epoch later
     with lock(directory):
         _train(args, config, options, device, pairs, valid_pairs, links)
 
 
-def _say_lacking(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str]]) -> None:
-    """Report the characters or words of the pairs that the vocabulary lacks, if any."""
-    lacking = tokenizer.lacking(text for pair in pairs for text in pair)
-    if lacking:
-        examples = ", ".join(repr(part) for part, _ in lacking.most_common(5))
+def _log_unknown(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """Report the characters or words of the pairs that are not in the vocabulary, if any."""
+    unknown = tokenizer.lacking(text for pair in pairs for text in pair)
+    if unknown:
+        examples = ", ".join(repr(part) for part, _ in unknown.most_common(5))
         log(
-            f"{name}: {tokenizer.parts} that the vocabulary lacks and cannot write: "
-            f"{lacking.total()}, {len(lacking)} different, such as {examples}"
+            f"{name}: {tokenizer.parts} not in the vocabulary: "
+            f"{unknown.total()}, {len(unknown)} different, such as {examples}"
         )
 
 
@@ -107,38 +108,36 @@ def _train(
     valid_pairs: list[tuple[str, str]],
     links: list[Links] | None,
 ) -> None:
-    """Begin or resume a training in the folder ``args.out``."""
+    """Begin or resume a training in the folder ``args.model_dir``."""
     from attnfast.models import build
     from attnfast.translate import checkpoint
     from attnfast.translate.data import SubwordTokenizer, WordTokenizer, encode_pairs
     from attnfast.translate.trainer import Trainer, rank
 
-    directory = Path(args.out)
+    directory = Path(args.model_dir)
     last = directory / "last.pt"
     torch.manual_seed(options.seed)
     tokenizer: Tokenizer
     if args.resume:
         state = checkpoint.load(last)
         saved, model, tokenizer = checkpoint.restore(state, args.backend, last)
-        if args.words != (tokenizer.kind == WordTokenizer.kind):
-            wanted = "left out" if args.words else "given"
-            raise InputError(f"words must be {wanted}, as when the training of {last} began")
-        form = getattr(tokenizer, "form", None)
-        if args.normalisation != form:
-            raise InputError(
-                f"normalisation must be {form}, as when the training of {last} began, "
-                f"got {args.normalisation}"
-            )
-        if args.words:  # as many as there were
+        kind, _, form = tokenizer.kind.partition(" ")
+        for option, value in (("tokenizer", kind), ("normalisation", form or None)):
+            if getattr(args, option) != value:
+                raise InputError(
+                    f"{option} must be {value}, as when the training of {last} began, "
+                    f"got {getattr(args, option)}"
+                )
+        if kind == "word":  # as many as there were
             config = dataclasses.replace(config, vocab_size=saved.vocab_size)
     elif last.exists():
         raise InputError(
-            f"{last} holds an earlier training: add --resume to go on with it, "
-            "or choose another folder with --out"
+            f"{last} holds an earlier training: add --resume to continue it, "
+            "or choose another folder with --model-dir"
         )
     else:
         lines = (line for pair in pairs for line in pair)
-        if args.words:
+        if args.tokenizer == "word":
             tokenizer = WordTokenizer.train(lines, config.vocab_size)
             config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
         else:
@@ -146,15 +145,16 @@ def _train(
             tokenizer = SubwordTokenizer.train(lines, config.vocab_size, form=args.normalisation)
         model = build(config, args.backend)
 
-    if not config.copying:
-        _say_lacking(tokenizer, f"{args.source}, {args.target}", pairs)
-        _say_lacking(tokenizer, f"{args.valid_source}, {args.valid_target}", valid_pairs)
-    examples, left_out = encode_pairs(tokenizer, pairs, options.max_length, config.copying, links)
+    copying, limit = config.pointer_generator, options.max_length
+    if not copying:
+        _log_unknown(tokenizer, f"{args.source}, {args.target}", pairs)
+        _log_unknown(tokenizer, f"{args.valid_source}, {args.valid_target}", valid_pairs)
+    examples, skipped = encode_pairs(tokenizer, pairs, limit, copying, links)
     if links is not None:
         known = sum(x.alignment is not None for x in examples)
         log(f"{args.alignments}: alignments of {known} of {len(examples)} pairs")
-    valid, valid_left_out = encode_pairs(tokenizer, valid_pairs, options.max_length, config.copying)
-    for path, sentence in ((args.source, left_out), (args.valid_source, valid_left_out)):
+    valid, valid_skipped = encode_pairs(tokenizer, valid_pairs, limit, copying)
+    for path, sentence in ((args.source, skipped), (args.valid_source, valid_skipped)):
         if sentence:
             log(f"{path}: {sentence}")
     trainer = Trainer(
@@ -165,15 +165,15 @@ def _train(
         before = state["training"]["options"]["epochs"]
         if options.epochs > before:
             log(
-                f"going on to epoch {options.epochs} in place of {before}, at the learning rates "
-                f"and weights of alignments of a training of {options.epochs}"
+                f"continuing to epoch {options.epochs} instead of {before}, with the learning "
+                f"rates and alignment weights of a training of {options.epochs} epochs"
             )
     size = sum(p.numel() for p in model.parameters())
     log(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
     try:
         trainer.run(log)
     except Interrupted as stop:
-        again = f"{stop}; the same command with --resume goes on from there"
+        again = f"{stop}; the same command with --resume continues from there"
         raise Interrupted(stop.number, again) from None
     best = max(trainer.history, key=rank)
     log(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
@@ -259,7 +259,7 @@ def score(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """Say what attention does, sentence by sentence: a table, and a page to look at."""
+    """Print a table of what attention does; write a page with a map of each sentence."""
     from attnfast.models import FixedContext
     from attnfast.translate import inspect_report
     from attnfast.translate.checkpoint import check_file, write_atomically
@@ -267,12 +267,12 @@ def inspect(args: argparse.Namespace) -> None:
     from attnfast.translate.evaluate import translate as translate_lines
 
     _check_output()
-    check_file(Path(args.page))
-    for option in ("most", "max_length"):
+    check_file(Path(args.html))
+    for option in ("max_sentences", "max_length"):
         if getattr(args, option) < 1:
             raise InputError(f"{option} must be at least 1, got {getattr(args, option)}")
     if args.alignments is not None and args.target is None:
-        raise InputError("--alignments: expected the translations that they are of in --target")
+        raise InputError("--alignments: expected the aligned translations in --target")
     model, tokenizer = _load(args)
     if isinstance(model.decoder.attention, FixedContext):
         raise InputError(f"{args.checkpoint}: expected a model that attends, got one without")
@@ -298,10 +298,10 @@ def inspect(args: argparse.Namespace) -> None:
             f"left out {len(pairs) - len(found)} of {len(pairs)} pairs: empty or longer than "
             f"{args.max_length} tokens"
         )
-    text = inspect_report.page(found, Path(args.checkpoint).name, args.most)
-    write_atomically(Path(args.page), text.encode())
+    text = inspect_report.page(found, Path(args.checkpoint).name, args.max_sentences)
+    write_atomically(Path(args.html), text.encode())
     print(inspect_report.table(found))
-    log(f"a map of each sentence: {args.page}")
+    log(f"a map of each sentence: {args.html}")
 
 
 def info(args: argparse.Namespace) -> None:
@@ -326,156 +326,160 @@ def demo(args: argparse.Namespace) -> None:
     """Train on a made-up language with no, eager and fused attention; print, draw and compare."""
     from attnfast.translate.demo import run
 
-    run(Path(args.out), log)
+    run(Path(args.output_dir), log)
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one sentence and prints the usage only for --help."""
 
     def error(self, message: str) -> NoReturn:
-        what, among, choices = message.removeprefix("argument ").partition(" (choose from ")
-        option = what + among + choices.replace("'", "")
-        more = f": {self.prog} --help says more" if option == message else ""
-        raise InputError(option + more)
+        before, separator, choices = message.removeprefix("argument ").partition(" (choose from ")
+        sentence = before + separator + choices.replace("'", "")
+        more = f": {self.prog} --help says more" if sentence == message else ""
+        raise InputError(sentence + more)
 
 
-def whole(text: str) -> int:
-    """Read an integer within the limits of every part of PyTorch."""
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Show defaults, except None and False, which the help texts describe."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def integer(text: str) -> int:
+    """Read an integer; its range is checked where it is used."""
     try:
-        number = int(text)
+        return int(text)
     except ValueError:
-        number = 2**31
-    if abs(number) >= 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number below 2**31, got {text!r}")
-    return number
+        expected = f"expected an integer, got {describe(text)}"
+        raise argparse.ArgumentTypeError(expected) from None
+
+
+#: How the types of settings are read.
+READERS: dict[str, Callable[[str], Any]] = {"int": integer, "float": float, "str": str}
+
+
+def _add_settings(
+    parser: argparse._ActionsContainer, cls: Any, skipped: Sequence[str] = ()
+) -> None:
+    """Add an option for each field of a dataclass of settings that is not skipped."""
+    for field in dataclasses.fields(cls):
+        if field.name in skipped:
+            continue
+        option, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
+        if kind_of(field) == "bool":
+            parser.add_argument(option, action="store_true", help=text)
+        else:
+            parser.add_argument(
+                option,
+                type=READERS[kind_of(field)],
+                choices=field.metadata["choices"] or None,
+                default=field.default,
+                help=text,
+            )
+
+
+def _read_settings(cls: Callable[..., T], args: argparse.Namespace) -> T:
+    """Make a dataclass of the options that :func:`_add_settings` added."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return cls(**{x.name: getattr(args, x.name) for x in fields if x.name in args})
 
 
 def _parser() -> Parser:
-    from attnfast.models import ATTENTIONS, ENCODERS, Config
+    from attnfast.models import Config
     from attnfast.translate.data import FORMS
-    from attnfast.translate.trainer import Options
+    from attnfast.translate.trainer import MEASURED, Options
 
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = Parser(prog="attnfast", description="Fused attention for RNN seq2seq")
     parser.add_argument("--version", action="version", version=f"attnfast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(function: Callable[[argparse.Namespace], None]):
+    def command(function: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        text = function.__doc__
         sub = commands.add_parser(
-            function.__name__,
-            help=function.__doc__,
-            description=function.__doc__,
-            formatter_class=formatter,
+            function.__name__, help=text, description=text, formatter_class=_Formatter
         )
         sub.set_defaults(function=function)
         return sub
 
-    def placement(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--backend", choices=list(BACKENDS), help="None takes the fastest")
-        sub.add_argument("--device", help="None takes a GPU if there is one")
+    def add_file(sub: argparse._ActionsContainer, option: str, text: str, **more: Any) -> None:
+        sub.add_argument(option, metavar="FILE", help=text, **more)
 
-    def search(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--beam", type=whole, default=5, help="width of the search, 1 is greedy")
-        sub.add_argument(
-            "--max-length", type=whole, help="cut longer sources, tokens; None reads them whole"
-        )
-        sub.add_argument(
-            "--max-output-length",
-            type=whole,
-            help="the most tokens of a translation; None follows the training data",
-        )
+    def add_integer(
+        sub: argparse.ArgumentParser, option: str, text: str, default: int | None = None
+    ) -> None:
+        sub.add_argument(option, type=integer, default=default, help=text)
+
+    def add_checkpoint(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("checkpoint", help="best.pt or last.pt of attnfast train")
+
+    def add_device(sub: argparse.ArgumentParser) -> None:
+        text = "backend that runs the operators; the fastest unless given"
+        sub.add_argument("--backend", choices=list(BACKENDS), help=text)
+        sub.add_argument("--device", help="cpu or cuda; unless given, a GPU if there is one")
+
+    def add_search(sub: argparse.ArgumentParser) -> None:
+        add_integer(sub, "--beam", "hypotheses of the beam search; 1 is greedy", 5)
+        text = "tokens to which longer sources are truncated; unlimited unless given"
+        add_integer(sub, "--max-length", text)
+        text = "tokens allowed in a translation; unless given, training pairs set the limit"
+        add_integer(sub, "--max-output-length", text)
 
     sub = command(train)
-    for side in ("source", "target", "valid-source", "valid-target"):
-        sub.add_argument(f"--{side}", required=True, metavar="FILE", help="one sentence per line")
-    sub.add_argument("--out", required=True, metavar="DIR", help="folder of the checkpoints")
-    sub.add_argument("--resume", action="store_true", help="go on with the training in --out")
-    sub.add_argument("--attention", choices=ATTENTIONS, default=Config.attention, help="mechanism")
-    sub.add_argument("--input-feeding", action="store_true", help="Luong: feed the output back")
-    sub.add_argument("--copying", action="store_true", help="copy words of the source too")
-    sub.add_argument("--window", type=whole, default=Config.window, help="keys to a side, if local")
-    sub.add_argument("--sigma", type=float, help="of a Gaussian around the position, if local")
-    sub.add_argument("--height", type=float, help="of that Gaussian as a bump")
-    sub.add_argument("--stride", type=whole, default=Config.stride, help="of strided attention")
-    sub.add_argument("--fixed-stride", action="store_true", help="count from the first key on")
-    sub.add_argument("--encoder", choices=ENCODERS, default=Config.encoder, help="of the source")
-    sub.add_argument("--layers", type=whole, default=Config.layers, help="of the encoder")
-    sub.add_argument("--self-attention", action="store_true", help="of the encoder, sparse")
-    sub.add_argument("--words", action="store_true", help="split at blanks, not into subwords")
-    sub.add_argument("--vocab-size", type=whole, default=4000, help="of both languages together")
-    sub.add_argument(
-        "--max-length",
-        type=whole,
-        default=Options.max_length,
-        help="leave out longer pairs, tokens",
-    )
-    sub.add_argument(
-        "--normalisation", choices=FORMS, help="Unicode form of all text; None keeps it as it is"
-    )
-    kind: Callable[[str], float]
-    for name, kind in (("embed_dim", whole), ("hidden_dim", whole), ("dropout", float)):
-        default = getattr(Config, name)
-        sub.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=default, help="of the model"
-        )
-    for name, kind in (
-        ("epochs", whole),
-        ("batch_size", whole),
-        ("learning_rate", float),
-        ("warmup", float),
-        ("coverage_loss", float),
-        ("alignment_loss", float),
-        ("attention_lr_scale", float),
-        ("seed", int),
+    group = sub.add_argument_group("data")
+    for option, text in (
+        ("--source", "training sentences of the source language, one per line"),
+        ("--target", "their translations, one per line"),
+        ("--valid-source", "validation sentences of the source language, one per line"),
+        ("--valid-target", "their reference translations, one per line"),
     ):
-        default = getattr(Options, name)
-        sub.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=default, help="of training"
-        )
-    sub.add_argument(
-        "--alignments", metavar="FILE", help="links such as 0-0 1-2, a line a pair, to learn from"
+        add_file(group, option, text, required=True)
+    text = "word alignments to supervise attention with, a line such as 0-0 1-2 per pair"
+    add_file(group, "--alignments", text)
+    text, kinds = "unit of the vocabulary; words end at white space", ("subword", "word")
+    group.add_argument("--tokenizer", choices=kinds, default="subword", help=text)
+    text = "Unicode form to which text is converted; unchanged unless given"
+    group.add_argument("--normalisation", choices=FORMS, help=text)
+    _add_settings(sub.add_argument_group("model"), Config, MEASURED)
+    group = sub.add_argument_group("training")
+    group.add_argument(
+        "--model-dir", required=True, metavar="DIR", help="folder of the checkpoints and log.csv"
     )
-    sub.add_argument(
-        "--alignment-until",
-        type=float,
-        metavar="SHARE",
-        help="of the steps, by which the weight of their loss has fallen to 0; None keeps it",
-    )
-    sub.add_argument(
-        "--save-every",
-        type=float,
-        default=Options.save_every,
-        metavar="MINUTES",
-        help="write last.pt in the middle of an epoch too",
-    )
-    placement(sub)
+    group.add_argument("--resume", action="store_true", help="continue the training in that folder")
+    _add_settings(group, Options)
+    add_device(sub)
 
     sub = command(translate)
-    sub.add_argument("checkpoint")
-    sub.add_argument("--input", metavar="FILE", help="None reads the standard input")
-    sub.add_argument("--output", metavar="FILE", help="None writes the standard output")
-    search(sub)
-    placement(sub)
+    add_checkpoint(sub)
+    add_file(sub, "--input", "sentences, one per line; the standard input unless given")
+    add_file(sub, "--output", "translations, one per line; the standard output unless given")
+    add_search(sub)
+    add_device(sub)
 
     sub = command(score)
-    sub.add_argument("checkpoint")
-    sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
-    sub.add_argument("--target", required=True, metavar="FILE", help="its reference translation")
-    search(sub)
-    placement(sub)
+    add_checkpoint(sub)
+    add_file(sub, "--source", "sentences to translate, one per line", required=True)
+    add_file(sub, "--target", "their reference translations, one per line", required=True)
+    add_search(sub)
+    add_device(sub)
 
     sub = command(inspect)
-    sub.add_argument("checkpoint")
-    sub.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
-    sub.add_argument("--target", metavar="FILE", help="None takes the model's own translations")
-    sub.add_argument("--alignments", metavar="FILE", help="the true ones, such as 0-0 1-2")
-    sub.add_argument("--page", default="attention.html", metavar="FILE", help="where to write it")
-    sub.add_argument("--max-length", type=whole, default=256, help="leave out longer pairs, tokens")
-    sub.add_argument("--most", type=whole, default=200, help="sentences on the page")
-    placement(sub)
+    add_checkpoint(sub)
+    add_file(sub, "--source", "sentences of the source language, one per line", required=True)
+    add_file(sub, "--target", "their translations, one per line; the model's own unless given")
+    add_file(sub, "--alignments", "correct word alignments, a line such as 0-0 1-2 per pair")
+    add_file(sub, "--html", "the page to write", default="attention.html")
+    text = "tokens of the longest side of a pair; longer pairs are skipped"
+    add_integer(sub, "--max-length", text, 256)
+    add_integer(sub, "--max-sentences", "sentences on the page, the most suspicious first", 200)
+    add_device(sub)
 
     sub = command(demo)
-    sub.add_argument("--out", default="demo", metavar="DIR", help="folder of the pictures")
+    sub.add_argument(
+        "--output-dir", default="demo", metavar="DIR", help="folder of the two pictures"
+    )
     command(info)
     return parser
 
@@ -534,7 +538,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
             log(f"cannot write the standard output: {reason(error)}")
             return 2
         except KeyboardInterrupt as stop:
-            log(str(stop) or "interrupted; files that were there are whole")
+            log(str(stop) or "interrupted; existing files are intact")
             return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     return 0
 

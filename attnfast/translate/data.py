@@ -199,7 +199,7 @@ class SubwordTokenizer:
     def __init__(self, proto: bytes, form: str | None = None):
         sentencepiece = optional("sentencepiece", "subword tokenization")
         self._proto, self.form = proto, form
-        self.kind = "sentencepiece" if form is None else f"sentencepiece {form}"
+        self.kind = "subword" if form is None else f"subword {form}"
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
         except RuntimeError as error:
@@ -315,7 +315,7 @@ def _letters(text: str) -> str:
 class WordTokenizer:
     """A list of words split at blanks, for text whose vocabulary is small."""
 
-    kind = "words"
+    kind = "word"
     parts = "words"
 
     def __init__(self, words: Sequence[str]):
@@ -363,7 +363,7 @@ class WordTokenizer:
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
     """Make a tokenizer from the kind and content in a checkpoint."""
     name, _, form = kind.partition(" ")
-    if name == "sentencepiece" and form in ("", *FORMS):
+    if name == "subword" and form in ("", *FORMS):
         return SubwordTokenizer(content, form or None)
     if kind == WordTokenizer.kind:
         return WordTokenizer(content.decode().split("\n"))

@@ -180,14 +180,14 @@ def table(sentences: Sequence[Sentence], most: int = 10) -> str:
     return "\n".join(lines)
 
 
-def page(sentences: Sequence[Sentence], title: str, most: int = 200) -> str:
+def page(sentences: Sequence[Sentence], title: str, max_sentences: int = 200) -> str:
     """Return a self-contained HTML page: the table, and a map of each sentence.
 
     Args:
         title: title of the page.
-        most: the largest number of sentences, the most suspicious ones.
+        max_sentences: the largest number of sentences, the most suspicious first.
     """
-    shown = sentences[:most]
+    shown = sentences[:max_sentences]
     count = f"{len(sentences)} sentences" if len(sentences) != 1 else "one sentence"
     counts = f"{count}." if len(shown) == len(sentences) else f"{count}, {len(shown)} on this page."
     rows = [(x, sum(x in y.failures for y in sentences)) for x in PATTERNS]

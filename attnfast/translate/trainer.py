@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnfast._utils.checks import InputError
+from attnfast._utils.checks import InputError, argument_message
 from attnfast._utils.progress import Progress, log
+from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.losses import alignment_loss
@@ -23,75 +24,75 @@ from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.translate.evaluate import bleu, translate
 
+#: The settings of a model that a trainer sets, to the lengths of its pairs.
+MEASURED = ("length_ratio", "longest_target")
 
+
+@with_settings
 @dataclass(frozen=True)
 class Options:
-    """Options of a training.
+    """Options of a training."""
 
-    Args:
-        epochs: passes over the training pairs; the learning rate reaches 0 at their end.
-        batch_size: sentences in a batch.
-        learning_rate: the highest.
-        warmup: share of all steps in which the learning rate rises to it.
-        label_smoothing: share of the target distribution spread over the whole vocabulary; not used
-            with copying, where most words are impossible.
-        coverage_loss: weight of the coverage loss of attention with coverage.
-        alignment_loss: weight of the loss on attention weights of pairs with alignments.
-        alignment_until: share of all steps after which that weight has fallen to 0, linearly; None
-            keeps it constant.
-        attention_lr_scale: of the learning rate, for attention's parameters.
-        weight_decay: of AdamW.
-        clip: the largest norm of a gradient.
-        seed: of the weights, of the order of the data and of dropout.
-        save_every: minutes, after which ``last.pt`` is written in the middle of an epoch too.
-        max_length: the most tokens of a side; longer pairs are skipped.
-    """
-
-    epochs: int = 6
-    batch_size: int = 64
-    learning_rate: float = 1e-3
-    warmup: float = 0.05
-    label_smoothing: float = 0.1
-    coverage_loss: float = 1.0
-    alignment_loss: float = 1.0
-    alignment_until: float | None = None
-    attention_lr_scale: float = 1.0
-    weight_decay: float = 1e-4
-    clip: float = 1.0
-    seed: int = 1
-    save_every: float = 10.0
-    max_length: int = 100
+    epochs: int = setting(
+        6, "passes over the training pairs; the learning rate reaches 0 at their end", at_least=1
+    )
+    batch_size: int = setting(64, "sentence pairs in a batch", at_least=1)
+    learning_rate: float = setting(1e-3, "peak of the learning rate", above=0)
+    warmup: float = setting(
+        0.05, "share of all steps in which the learning rate rises", at_least=0, at_most=1
+    )
+    label_smoothing: float = setting(
+        0.1,
+        "probability spread over the vocabulary in the target; unused with a pointer-generator",
+        at_least=0,
+        at_most=1,
+    )
+    coverage_loss: float = setting(
+        1.0, "weight of the coverage loss of coverage attention", at_least=0
+    )
+    alignment_loss: float = setting(
+        1.0, "weight of the loss on the attention weights of aligned pairs", at_least=0
+    )
+    alignment_until: float | None = setting(
+        None,
+        "share of all steps in which alignment_loss falls linearly to 0; constant unless given",
+        above=0,
+        at_most=1,
+    )
+    attention_lr_scale: float = setting(
+        1.0, "factor on the learning rate of attention's parameters", at_least=0
+    )
+    weight_decay: float = setting(1e-4, "weight decay of AdamW", at_least=0)
+    clip: float = setting(
+        1.0, "largest norm of the gradient; inf leaves it unclipped", above=0, at_most=math.inf
+    )
+    seed: int = setting(
+        1, "seed of initial parameters, data order and dropout", at_least=0, below=2**63
+    )
+    save_every: float = setting(
+        10.0, "minutes after which last.pt is written within an epoch too", at_least=0
+    )
+    max_length: int = setting(
+        100, "tokens of the longest side of a pair; longer pairs are skipped", at_least=1
+    )
 
     def __post_init__(self):
-        for name in ("epochs", "batch_size", "max_length"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < math.inf:
-            raise InputError(f"learning_rate must be a positive number, got {self.learning_rate}")
-        if not 0 <= self.warmup <= 1:
-            raise InputError(f"warmup must be a share of the steps, 0 to 1, got {self.warmup}")
-        if self.alignment_until is not None and not 0 < self.alignment_until <= 1:
-            raise InputError(
-                f"alignment_until must be above 0 and at most 1, got {self.alignment_until}"
-            )
-        for name in ("coverage_loss", "alignment_loss", "attention_lr_scale", "save_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} must be a number, at least 0, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed must be at least 0 and below 2**63, got {self.seed}")
+        check_settings(self)
 
     def check(self, config: Config) -> None:
         """Raise if an option of these or of the config has no effect on a training."""
         attention, sparse = config.attention, config.self_attention
-        for x, name, has in (
-            (config, "window", sparse or attention in ("local", "predictive")),
-            (config, "stride", sparse or attention == "strided"),
-            (self, "coverage_loss", attention == "coverage"),
-            (self, "attention_lr_scale", attention != "none"),
+        unused = f"for attention {attention!r}"
+        for x, name, is_used, where in (
+            (config, "window", sparse or attention in ("local", "predictive"), unused),
+            (config, "stride", sparse or attention == "strided", unused),
+            (self, "coverage_loss", attention == "coverage", unused),
+            (self, "attention_lr_scale", attention != "none", unused),
+            (self, "label_smoothing", not config.pointer_generator, "with a pointer-generator"),
         ):
-            usual, value = getattr(type(x), name), getattr(x, name)
-            if value != usual and not has:
-                raise InputError(f"{name} must be {usual} for attention {attention!r}, got {value}")
+            default, value = getattr(type(x), name), getattr(x, name)
+            if value != default and not is_used:
+                raise InputError(argument_message(name, f"{default} {where}", value))
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
@@ -303,7 +304,7 @@ class Trainer:
         usual = {x.name: x.default for x in (*fields(self.config), *fields(self.options))}
         usual["max_length"] = self.options.max_length  # which an older version did not save
         for option, value in {**asdict(self.config), **asdict(self.options)}.items():
-            if option in ("length_ratio", "longest_target"):  # follow from the pairs
+            if option in MEASURED:
                 continue
             first = began.get(option, usual[option])  # an older version did not have all of them
             more = option == "epochs" and value > first
