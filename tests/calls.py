@@ -138,10 +138,13 @@ def functions() -> Table:
             attnfast.register_adapter,
             {"adapter": next(iter(attnfast.integrations.ADAPTERS.values()))},
         ),
-        "alignment_loss": (attnfast.alignment_loss, target | {"key_indices": None, "kind": "squared"}),
+        "alignment_loss": (
+            attnfast.alignment_loss, target | {"key_indices": None, "kind": "squared"},
+        ),
         "alignment_loss, keys": (
             attnfast.alignment_loss,
-            target | {"weights": rows()[..., :3], "key_indices": Span(window=1).key_indices(TQ, TK)},
+            target
+            | {"weights": rows()[..., :3], "key_indices": Span(window=1).key_indices(TQ, TK)},
         ),
         "alignment_loss, numbers": (
             attnfast.alignment_loss, {"weights": rows(B, 2), "alignment": rows(B, 1)},

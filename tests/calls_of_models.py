@@ -292,7 +292,8 @@ def pictures() -> Table:
     table: dict[str, Any] = {
         "draw_alignment": (plots.draw_alignment, {"weights": weights, **texts, "key_indices": None}),
         "draw_alignment, keys": (
-            plots.draw_alignment, {"weights": weights[..., :3], **texts, "key_indices": spanned},
+            plots.draw_alignment,
+            {"weights": weights[..., :3], **texts, "key_indices": spanned},
         ),
         "draw_listening": (
             plots.draw_listening,
