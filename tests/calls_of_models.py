@@ -290,7 +290,10 @@ def pictures() -> Table:
     weights, spanned = rows()[0], Span(window=1).key_indices(TQ, TK)
     cost = [Cost(0.5, 9), Cost(0.75, 10)]
     table: dict[str, Any] = {
-        "draw_alignment": (plots.draw_alignment, {"weights": weights, **texts, "key_indices": None}),
+        "draw_alignment": (
+            plots.draw_alignment,
+            {"weights": weights, **texts, "key_indices": None},
+        ),
         "draw_alignment, keys": (
             plots.draw_alignment,
             {"weights": weights[..., :3], **texts, "key_indices": spanned},
