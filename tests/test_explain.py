@@ -55,6 +55,65 @@ def test_a_step_over_a_prepared_memory():
     assert choices(attention, X[:, 0], attention.prepare(X))["attention"] == ("cpu", "")
 
 
+ALL, EACH = "once, after the backward of all steps", "at every step"
+
+
+@pytest.mark.parametrize(
+    ("change", "when", "reason"),
+    [
+        (lambda m: m, ALL, ""),
+        (
+            lambda m: m.index_select(torch.tensor([1, 0])),
+            EACH,
+            "without gradients, appended to, or reord",
+        ),
+        (lambda m: m._replace(key=m.key * 1), EACH, "the memory's tensors were replaced"),
+        (lambda m: m._replace(steps=None), EACH, "in a compiled graph"),
+    ],
+)
+def test_when_the_gradients_of_keys_are_computed(change, when, reason):
+    memory = change(attnfast.prepare(X.clone().requires_grad_(), X))
+    ran, why = choices(attnfast.attend, X[:, :1], memory)["gradients of keys"]
+    assert ran == when and reason in why and bool(reason) == bool(why)
+    zeros = torch.zeros(2, 3)
+    ran = choices(attnfast.decoding.attend_with_history, X[:, :1], memory, coverage=zeros)
+    assert ran["gradients of keys"] == (when, why)
+
+
+def test_gradients_of_keys_at_every_step():
+    X1, keys = X[:, :1], X.clone().requires_grad_()
+    memory = attnfast.prepare(keys, X)
+    strided = {"span": attnfast.Span(stride=2), "position": 0}
+    assert "has a stride" in choices(attnfast.attend, X1, memory, **strided)["gradients of keys"][1]
+    with torch.autograd.graph.save_on_cpu():
+        found = choices(attnfast.attend, X1, memory)
+    assert "saved-tensor hooks" in found["gradients of keys"][1]
+    plain = attnfast.prepare(keys, X, backend="reference")
+    assert "reference" in choices(attnfast.attend, X1, plain)["gradients of keys"][1]
+    # without such gradients there is no decision
+    assert "gradients of keys" not in choices(attnfast.attend, X1, attnfast.prepare(X, X))
+    assert "gradients of keys" not in choices(attnfast.attend, X, memory)
+    with torch.no_grad():
+        assert "gradients of keys" not in choices(attnfast.attend, X1, memory)
+
+
+def test_an_append():
+    memory, row = attnfast.prepare(X, X), X[:, 0]
+    one = memory.append(row, row)
+    two = one.append(row, row)
+    three = two.append(row, row)
+    full = three
+    while full.key.shape[1] < 10:  # the capacity that the second append allocated
+        full = full.append(row, row)
+    for m, reason in (
+        (memory, "no buffer before the first append"), (one, "no spare rows yet"),
+        (two, "not the newest"), (full, "full"),
+    ):  # fmt: skip
+        ran, why = choices(m.append, row, row)["append"]
+        assert ran == "a copy of all keys" and reason in why
+    assert choices(two.append(row, row).append, row, row)["append"] == ("in place", "")
+
+
 def test_what_is_not_called_or_not_recorded():
     with pytest.raises(TypeError, match=r"^function must be callable, got 3$"):
         attnfast.explain(3)

@@ -92,8 +92,9 @@ def test_old_memories_stay_as_they_were(parts, trains):
         other = first.append(key[:, 5], value[:, 5])
         second = first.append(key[:, 3], value[:, 3])  # the room behind is another's by now
         third = second.append(key[:, 4:], value[:, 4:])
-        rows = [[0, 1], [0, 1, 2], [0, 1, 2, 5], [0, 1, 2, 3], range(6)]
-        for memory, of in zip((old, first, other, second, third), rows):
+        fourth = second.append(key[:, 5], value[:, 5])  # third has the buffer's next rows
+        rows = [[0, 1], [0, 1, 2], [0, 1, 2, 5], [0, 1, 2, 3], range(6), [0, 1, 2, 3, 5]]
+        for memory, of in zip((old, first, other, second, third, fourth), rows):
             of = list(of)
             assert torch.equal(memory.key, key[:, of]) and torch.equal(memory.value, value[:, of])
             want = whole(query[:, :1], key[:, of], value[:, of], weight)[0]

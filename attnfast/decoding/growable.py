@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from attnfast.ops.backends import BACKENDS
 
-__all__ = ["GrowableBuffer", "append_rows"]
+__all__ = ["GrowableBuffer", "append_rows", "copy_reason"]
 
 
 class GrowableBuffer:
@@ -37,10 +37,6 @@ class GrowableBuffer:
         shape = (*x.shape[:-2], capacity, x.shape[-1])
         with torch.inference_mode(False):  # so that it can be written in any mode
             return GrowableBuffer(torch.empty(shape, dtype=x.dtype, device=x.device))
-
-    def fits(self, old: Tensor, rows: int) -> bool:
-        """Return whether a tensor can grow in place to ``rows`` rows."""
-        return self.newest() is old and rows <= self.rows.shape[-2]
 
     def write(self, start: int, x: Tensor) -> Tensor:
         """Write rows from ``start`` on; return all rows up to their end."""
@@ -79,6 +75,20 @@ class _Appended(Function):
         return grad[..., : ctx.rows, :], new, None
 
 
+def copy_reason(room: GrowableBuffer | None, old: Tensor, new: Tensor) -> str | None:
+    """Return why appending rows copies all rows, or None if it writes the new ones alone."""
+    if room is None:
+        return "the rows have no buffer before the first append"
+    newest = room.newest()
+    if newest is None:
+        return "the buffer has no spare rows yet"
+    if newest is not old:
+        return "the memory is not the newest of those that share its buffer"
+    if old.shape[-2] + new.shape[-2] > room.rows.shape[-2]:
+        return "the buffer is full, and its capacity doubles"
+    return None
+
+
 def append_rows(
     room: GrowableBuffer | None, old: Tensor, new: Tensor
 ) -> tuple[Tensor, GrowableBuffer]:
@@ -90,9 +100,8 @@ def append_rows(
     if room is None:
         x = torch.cat([old, new], -2)
         return x, GrowableBuffer(x)
-    rows = old.shape[-2] + new.shape[-2]
-    if not room.fits(old, rows):
-        room = GrowableBuffer.like(old, 2 * rows)
+    if copy_reason(room, old, new) is not None:
+        room = GrowableBuffer.like(old, 2 * (old.shape[-2] + new.shape[-2]))
         room.write(0, old)
     recorded = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
     x = _Appended.apply(old, new, room) if recorded else room.write(old.shape[-2], new)

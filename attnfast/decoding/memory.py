@@ -21,10 +21,10 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
-from attnfast._utils.dispatch_log import record
+from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
-from attnfast.decoding.growable import GrowableBuffer, append_rows
+from attnfast.decoding.growable import GrowableBuffer, append_rows, copy_reason
 from attnfast.functional import cover, coverage_call, covered, filters_of
 from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (
@@ -119,6 +119,9 @@ class Memory(NamedTuple):
         if is_tracing() or has_dispatch_mode():
             rows = [(torch.cat(x, -2), None) for x in both]
         else:
+            if is_recording():
+                reason = copy_reason(self.rooms[0], self.key, new[0])
+                record("append", "a copy of all keys" if reason else "in place", reason)
             rows = [append_rows(room, *x) for room, x in zip(self.rooms, both)]
         (key, of_key), (value, of_value) = rows
         grown = self._replace(
@@ -224,6 +227,31 @@ def _usable(steps: SharedKeys | None) -> SharedKeys | None:
         return None
     steps.check_unchanged()
     return steps
+
+
+def _record_deferral(query: Any, memory: Memory, steady: bool = True) -> None:
+    """Record when a step's gradients of keys, values and score vector are computed, and why."""
+    shared = memory.key, memory.value, memory.score_vector
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in shared)
+    if not needed or not isinstance(query, Tensor) or query.shape[-2:-1] != (1,):
+        return
+    steps = memory.steps
+    if steps is None:
+        reason: str | None = "the memory was prepared in a compiled graph"
+    elif steps.backend == "reference":
+        reason = "the reference backend runs the steps"
+    elif steps.token is None:
+        reason = "the memory was prepared without gradients, appended to, or reordered"
+    elif not steps.serve(query, memory._common()):
+        reason = "the query's dtype is not the keys', or the memory's tensors were replaced"
+    elif not steady:
+        reason = "the span has a stride, or there is one for each head"
+    elif has_saved_tensor_hooks():
+        reason = "saved-tensor hooks are active, as in a checkpoint"
+    else:
+        reason = None if steps.defers() else "a backward is running, as in a checkpoint"
+    when = "at every step" if reason else "once, after the backward of all steps"
+    record("gradients of keys", when, reason)
 
 
 def _attend_once(
@@ -369,6 +397,8 @@ def attend(
             check(memory._call(query, scale, bias=bias))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
+        if is_recording():
+            _record_deferral(query, memory, steady)
         if steady and steps is not None and steps.serve(query, memory._common()):
             record("attention", steps.backend)  # chosen when the memory was prepared
             return _attend_once(query, memory, scale, place, need_weights, need_statistics, bias)
@@ -439,6 +469,8 @@ def attend_with_history(
         previous, scale, memory.score,  # type: ignore[arg-type]
     )  # fmt: skip
     steps = _usable(memory.steps)
+    if is_recording():
+        _record_deferral(query, memory)
     if (
         steps is not None
         and steps.defers()
