@@ -15,17 +15,16 @@ from attnfast._utils.checks import (
     describe,
     is_finite,
     is_int,
-    is_one,
     raise_value_error,
 )
 from attnfast.ops import attention, copying, dispatch, lowering
 from attnfast.ops.arguments import (
+    apply_temperature,
     as_returned,
     autocast_call,
     check_activation,
     check_inputs,
     check_scale,
-    check_temperature,
     check_terms,
     filled,
     fold_scale,
@@ -59,16 +58,15 @@ def _attend(
     check_form(need_weights)
     need_weights = need_weights if isinstance(need_weights, str) else bool(need_weights)
     try:
-        check_temperature(temperature)
         if call.scale is None:
             call = call._replace(scale=max(call.query.shape[-1], 1) ** -0.5)
         else:
             check_scale(call.scale, "a finite number or None")
-        if not is_one(temperature):
-            if call.bias is not None and not call.bias.is_floating_point():
-                attention.check(call)  # integers are not accepted, and their quotient is real
-            bias = None if call.bias is None else call.bias / temperature
-            call = call._replace(scale=call.scale / temperature, bias=bias)
+        if call.bias is not None and not call.bias.is_floating_point():
+            attention.check(call)  # integers are not accepted, and their quotient is real
+        scale, bias = apply_temperature(temperature, call.scale, call.bias)
+        if scale is not call.scale:
+            call = call._replace(scale=scale, bias=bias)
         query = call.query
         step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (a constant for torch.compile)
         backend = select_backend(backend, query.device, query.dtype, step=step, score=call.score)
@@ -278,8 +276,7 @@ def coverage_call(
     call = autocast_call(call)
     check_inputs(call)
     check_terms(call, call.key.shape[-2])
-    check_temperature(temperature)
-    query, bias, scale = call.query, call.bias, call.scale
+    query, scale = call.query, call.scale
     if scale is None:
         scale = 1.0 if call.score_vector is not None else max(query.shape[-1], 1) ** -0.5
     check_scale(scale, "a finite number or None")
@@ -329,9 +326,7 @@ def coverage_call(
     if isinstance(inverse, Tensor):
         check_tensor("fertility", inverse)
         inverse = 1 / cast("fertility", inverse)
-    if not is_one(temperature):
-        scale, bias = scale / temperature, None if bias is None else bias / temperature
-        penalty = None if penalty is None else penalty / temperature
+    scale, bias, penalty = apply_temperature(temperature, scale, call.bias, penalty)
     call = call._replace(
         bias=bias,
         filters=filters,

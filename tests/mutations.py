@@ -115,8 +115,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_attend": [
             ("scale=max(call.query.shape[-1], 1) ** -0.5",
              "scale=max(call.query.shape[-1], 1) ** 0.5"),
-            ("bias = None if call.bias is None else call.bias / temperature\n            call",
-             "bias = call.bias\n            call"),
+            ("(temperature, call.scale, call.bias)", "(temperature, call.scale, None)"),
         ],
     },
     ("attnfast/ops/attention.py", CPU): {
@@ -205,7 +204,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/nn/attention.py", "tests/test_nn.py -k 'not compile and not parallel'"): {
-        "_Attention._attend": [("scale = scale / temperature", "scale = scale * temperature")],
+        "_Attention._attend": [("(self.temperature, scale, ", "(1 / self.temperature, scale, ")],
         "LuongAttention.__init__": [('None if score == "scaled_dot" else 1.0', "1.0")],
         "_Attention.__init__": [
             ("bound = weight_shape[-1] ** -0.5", "bound = weight_shape[-1] ** 0.5"),
@@ -300,8 +299,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/attention.py", "tests/test_local.py -k formula"): {
         "_Attention._attend": [
-            ('span["bias"] = span["bias"] / temperature', "pass"),
-            ('span["sigma"] * temperature**0.5', 'span["sigma"]'),
+            ('span.pop("bias", None)', "None"),
+            ('span["sigma"] * self.temperature**0.5', 'span["sigma"]'),
         ],
     },
     ("attnfast/nn/attention.py", "tests/test_nn.py -k missing"): {
@@ -324,8 +323,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("return key, states if values is None else values", "return key, states"),
         ],
         "_Attention._attend": [
-            ("check_temperature(temperature)", ""),
             ("if (memory.score_vector is None) != (self.score_vector is None):", "if False:"),
+        ],
+    },
+    ("attnfast/ops/arguments.py", "tests/test_nn.py -k temperature"): {
+        "apply_temperature": [
+            ("check_temperature(temperature)", ""),
+            ("x / temperature", "x * temperature"),
         ],
     },
     ("attnfast/decoding/memory.py", "tests/test_local.py -k m-"): {

@@ -25,7 +25,7 @@ from attnfast.nn.stateful import (
     last_of,
 )
 from attnfast.ops import dispatch
-from attnfast.ops.arguments import check_temperature
+from attnfast.ops.arguments import apply_temperature
 from attnfast.ops.backends import (
     BACKENDS,
     HALF,
@@ -342,13 +342,13 @@ def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict
     if of_memory is not None:
         of_memory.check_unchanged()
         kept = of_memory.prepared() if prepared and of_memory.backend == backend else None
-    check_temperature(attention.temperature)
     scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
+    (scale,) = apply_temperature(attention.temperature, scale)
     query = attention.query_proj
     return {
         "key": memory.key, "value": memory.value, "score_vector": memory.score_vector,
         "lengths": memory.lengths, "mask": memory.mask, "prepared": kept, "score": memory.score,
-        "scale": scale / attention.temperature,
+        "scale": scale,
         "weight_query": getattr(query, "weight", None), "bias_query": getattr(query, "bias", None),
     }  # fmt: skip
 

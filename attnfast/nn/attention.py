@@ -17,7 +17,6 @@ from attnfast._utils.checks import (
     check_like,
     check_tensor,
     describe,
-    is_one,
     raise_type_error,
     raise_value_error,
     shape_of,
@@ -25,7 +24,7 @@ from attnfast._utils.checks import (
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn._linear import project
 from attnfast.nn.positions import RelativePositions
-from attnfast.ops.arguments import check_activation, check_temperature
+from attnfast.ops.arguments import apply_temperature, check_activation, check_temperature
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
@@ -191,14 +190,9 @@ class _Attention(nn.Module):
         The temperature divides the score, the bias and the prior.
         """
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
-        temperature = self.temperature
-        check_temperature(temperature)
-        if not is_one(temperature):
-            scale = scale / temperature
-            if span.get("bias") is not None:
-                span["bias"] = span["bias"] / temperature
-            if span.get("sigma") is not None:
-                span["sigma"] = span["sigma"] * temperature**0.5
+        scale, bias = apply_temperature(self.temperature, scale, span.pop("bias", None))
+        if span.get("sigma") is not None:
+            span["sigma"] = span["sigma"] * self.temperature**0.5
         check_form(need_weights)
         if (memory.score_vector is None) != (self.score_vector is None):
             kind = "a dot" if self.score_vector is None else "an additive"
@@ -207,8 +201,8 @@ class _Attention(nn.Module):
             )
         need_weights = need_weights if span else bool(need_weights)
         return attend(
-            query, memory, scale=scale, need_weights=need_weights, need_statistics=need_statistics,
-            **span,
+            query, memory, scale=scale, bias=bias, need_weights=need_weights,
+            need_statistics=need_statistics, **span,
         )  # fmt: skip
 
     def forward(

@@ -121,6 +121,14 @@ def check_temperature(temperature: object) -> None:
         raise_value_error("temperature", "a positive number", describe(temperature))
 
 
+def apply_temperature(temperature: Any, *terms: Any) -> tuple[Any, ...]:
+    """Return terms of the scores divided by the temperature; raise unless it is positive."""
+    check_temperature(temperature)
+    if is_one(temperature):
+        return terms
+    return tuple(None if x is None else x / temperature for x in terms)
+
+
 def autocast(*inputs):
     """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
     if not is_autocast_on():
