@@ -293,7 +293,7 @@ class FeatureNormalizer(nn.Module):
                 "speakers", f"{len(recordings)}, one of each of the recordings", len(numbers)
             )
         for x, speaker in zip(recordings, numbers):
-            check_array("recordings", x, "real numbers", ("T", M))
+            check_array("recordings", x, "floating-point", ("T", M))
             if not x.isfinite().all():
                 raise_value_error("recordings", "finite numbers", "NaN or infinity")
             check_int("speakers", speaker, 0)
@@ -312,7 +312,7 @@ class FeatureNormalizer(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor, speaker: Tensor | None = None) -> Tensor:
         """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0."""
-        check_array("features", features, "real numbers", ("B", "T", self.mean.shape[-1]))
+        check_array("features", features, "floating-point", ("B", "T", self.mean.shape[-1]))
         check_device("features", features, self.mean, "the module")
         check_lengths(lengths, features, 0, whose="features")
         number = torch.zeros_like(lengths) if speaker is None else speaker
@@ -363,7 +363,7 @@ class SpecAugment(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked."""
-        check_array("features", features, "real numbers", ("B", "T", "M"))
+        check_array("features", features, "floating-point", ("B", "T", "M"))
         check_lengths(lengths, features, 0, whose="features")
         if not self.training:
             return features

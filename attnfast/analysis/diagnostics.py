@@ -360,7 +360,7 @@ def over_under_translation(
     asked = m / n.clamp_min(1)
     if fertility is not None:
         shape = (total.shape[0], of.Tk)
-        check_array("fertility", fertility, "real numbers", shape, like=total, of="weights")
+        check_array("fertility", fertility, "floating-point", shape, like=total, of="weights")
         if fertility.device.type == "cpu" and not (fertility > 0).all():
             raise_value_error("fertility", "above 0", float(fertility.min()))
         asked = (fertility.unsqueeze(1) if of.heads else fertility).to(total.dtype)

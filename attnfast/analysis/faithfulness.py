@@ -162,7 +162,7 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
         pass  # a callable written in C need not have a signature
     if not fits:
         raise_type_error("reader", "a call with embedded inputs and lengths", describe(reader))
-    check_array("embedded", embedded, "real numbers", ("B", "n", "E"))
+    check_array("embedded", embedded, "floating-point", ("B", "n", "E"))
     assert isinstance(embedded, Tensor)
     if not embedded.shape[1]:
         raise_value_error("embedded", "of one word at least", describe(embedded))
@@ -171,10 +171,10 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
 
 def _check_pair(p: Tensor, q: Tensor) -> None:
     """Raise unless p and q are tensors ``[.., C]`` of one shape."""
-    check_array("p", p, "real numbers")
+    check_array("p", p, "floating-point")
     if not p.dim():
-        raise_value_error("p", "real numbers [.., C]", describe(p))
-    check_array("q", q, "real numbers", p.shape, like=p, of="p")
+        raise_value_error("p", "floating-point [.., C]", describe(p))
+    check_array("q", q, "floating-point", p.shape, like=p, of="p")
 
 
 def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
@@ -245,8 +245,8 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     Paper: Kendall, "The Treatment of Ties in Ranking Problems", Biometrika 33(3), 1945.
     """
-    check_array("a", a, "real numbers", ("B", "n"))
-    check_array("b", b, "real numbers", a.shape, like=a, of="a")
+    check_array("a", a, "floating-point", ("B", "n"))
+    check_array("b", b, "floating-point", a.shape, like=a, of="a")
     exists = torch.ones_like(a, dtype=torch.bool)
     if lengths is not None:
         check_lengths(lengths, a, whose="a")
@@ -475,7 +475,7 @@ def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: 
     """
     _check(reader, embedded, lengths)
     shape = embedded.shape[:2]
-    check_array("ranking", ranking, "real numbers", shape, like=embedded, of="embedded")
+    check_array("ranking", ranking, "floating-point", shape, like=embedded, of="embedded")
     reading = reader(embedded, lengths)
     output, weights = _output(reading, embedded)
     decision, hidden = output.argmax(-1), ~_exist(embedded, lengths)

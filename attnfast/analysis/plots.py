@@ -121,7 +121,7 @@ def draw_alignment(
     Raises:
         ValueError: the numbers of words differ from those of rows and columns.
     """
-    check_array("weights", weights, "real numbers", ("T", "Tk"), ("H", "T", "Tk"))
+    check_array("weights", weights, "floating-point", ("T", "Tk"), ("H", "T", "Tk"))
     for name, words in (("source", source), ("target", target), ("titles", titles)):
         _check_words(name, words)
     if len(titles) != 2:
@@ -202,8 +202,8 @@ def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], ho
         letters: L.
         hop: seconds from a frame to the next.
     """
-    check_array("features", features, "real numbers", ("T", "M"))
-    check_array("weights", weights, "real numbers", ("L", "Tk"))
+    check_array("features", features, "floating-point", ("T", "M"))
+    check_array("weights", weights, "floating-point", ("L", "Tk"))
     _check_words("letters", letters, len(weights))
     check_number("hop", hop, 0)
     seconds = hop * len(features)
@@ -237,7 +237,7 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
     """
     _check_words("sentences", sentences)
     _check_text("question", question)
-    check_array("weights", weights, "real numbers", ("K", len(sentences)), of="sentences")
+    check_array("weights", weights, "floating-point", ("K", len(sentences)), of="sentences")
     hops, longest = len(weights), max(map(len, [*sentences, question]))
     figure = _figure(1.5 + 0.08 * longest + 0.5 * hops, 0.9 + 0.24 * len(sentences))
     axes = figure.subplots()
@@ -261,8 +261,8 @@ def draw_pointing(
         wanted, answer: the corners of both as indices of points, from 0 on.
         weights: ``[T, 1 + N]``, a row for each step: the end, then the points.
     """
-    check_array("points", points, "real numbers", ("N", 2))
-    check_array("weights", weights, "real numbers", ("T", 1 + len(points)), of="points")
+    check_array("points", points, "floating-point", ("N", 2))
+    check_array("weights", weights, "floating-point", ("T", 1 + len(points)), of="points")
     for name, corners in (("wanted", wanted), ("answer", answer)):
         if not isinstance(corners, Sequence) or not all(map(is_int, corners)):
             raise_type_error(name, "numbers of points", describe(corners))
@@ -305,11 +305,11 @@ def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) ->
         x, output: ``[T, ·]``, the inputs and the outputs, from 0 to 1.
         read, written: ``[T, heads, N]``, the weights of heads that read and of those that write.
     """
-    check_array("x", x, "real numbers", ("T", "features"))
+    check_array("x", x, "floating-point", ("T", "features"))
     steps = len(x)
-    check_array("output", output, "real numbers", (steps, "features"), of="x")
-    check_array("read", read, "real numbers", (steps, "heads", "N"), of="x")
-    check_array("written", written, "real numbers", (steps, "heads", "N"), of="x")
+    check_array("output", output, "floating-point", (steps, "features"), of="x")
+    check_array("read", read, "floating-point", (steps, "heads", "N"), of="x")
+    check_array("written", written, "floating-point", (steps, "heads", "N"), of="x")
     parts = {"input": x, "output": output}
     for name, weights in (("written at", written), ("read at", read)):
         for h in range(weights.shape[1]):
@@ -339,8 +339,8 @@ def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
         maps: ``[T, H, W]``, the weights resized to the image.
         words: T.
     """
-    check_array("image", image, "real numbers", ("H", "W"))
-    check_array("maps", maps, "real numbers", ("T", *image.shape), of="image")
+    check_array("image", image, "floating-point", ("H", "W"))
+    check_array("maps", maps, "floating-point", ("T", *image.shape), of="image")
     _check_words("words", words, len(maps), "maps")
     across = 8
     down = -(-(len(words) + 1) // across)
@@ -373,7 +373,7 @@ def draw_speed(
     if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
         raise_type_error("rows", "costs by title and by curve", describe(rows))
     if not isinstance(sizes, Sequence) or not all(map(is_int, sizes)):
-        raise_type_error("sizes", "whole numbers", describe(sizes))
+        raise_type_error("sizes", "integers", describe(sizes))
     _check_text("note", note)
     _check_text("axis", axis)
     for curves in rows.values():

@@ -143,7 +143,7 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
         tensor([[1, 1]])
     """
     for name, x in (("start", start), ("end", end)):
-        check_array(name, x, "real numbers", ("B", "T"))
+        check_array(name, x, "floating-point", ("B", "T"))
         if x.isnan().any():
             raise_value_error(name, "log-probabilities", "NaN")
     if start.shape != end.shape or not start.shape[1]:

@@ -75,7 +75,7 @@ class CTCPrefixScorer:
                 "heard", "of a model with frame_log_probs, as ListenAttendSpell's", got
             )
         log_p = heard.frame_log_probs
-        check_array("heard.frame_log_probs", log_p, "real numbers", ("R", "T", "V"))
+        check_array("heard.frame_log_probs", log_p, "floating-point", ("R", "T", "V"))
         R, T, V = log_p.shape
         log_p = log_p.double()
         check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
@@ -85,7 +85,7 @@ class CTCPrefixScorer:
         if state is not None:
             shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
             for name, shape in shapes.items():
-                kind = "int64" if name == "last" else "real numbers"
+                kind = "int64" if name == "last" else "floating-point"
                 x = getattr(state, name)
                 check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
         if state is None:

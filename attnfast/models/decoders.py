@@ -80,7 +80,7 @@ class FixedContext(nn.Module):
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
         """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source."""
-        check_array("states", states, "real numbers", ("B", "Tk", "2H"))
+        check_array("states", states, "floating-point", ("B", "Tk", "2H"))
         check_numbers("lengths", lengths, states.shape[0], 1, states.shape[1], "states")
         value = summary(states, lengths).unsqueeze(1)
         return Memory(value, value)
@@ -92,7 +92,7 @@ class FixedContext(nn.Module):
         check_memory(memory)
         B, value = memory.value.shape[0], memory.value
         check_array(
-            "state", state, "real numbers", (B, "D"), (B, "Tq", "D"), like=value, of="memory"
+            "state", state, "floating-point", (B, "D"), (B, "Tq", "D"), like=value, of="memory"
         )
         check_form(need_weights)
         if state.dim() == 2:
@@ -238,7 +238,7 @@ class _Decoder(nn.Module):
         check_memory(memory)
         *layers, H = state_shape(self.rnn)
         B, shape = len(memory.key), (*layers, len(memory.key), H)
-        check_array("state.hidden", state.hidden, "real numbers", shape, of="memory and decoder")
+        check_array("state.hidden", state.hidden, "floating-point", shape, of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
             raise_value_error(
                 "embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded)
@@ -259,7 +259,7 @@ class _Decoder(nn.Module):
 
     def initial(self, hidden: Tensor) -> RecurrentState:
         """Return the state before the first word, given ``hidden [B, D]`` of every layer."""
-        check_array("hidden", hidden, "real numbers", ("B", self.rnn.hidden_size))
+        check_array("hidden", hidden, "floating-point", ("B", self.rnn.hidden_size))
         check_like("hidden", hidden, next(self.parameters(), hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
         if self.rnn.num_layers > 1:

@@ -83,7 +83,7 @@ class Encoder(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.rnn.input_size))
+        check_array("embedded", embedded, "floating-point", ("B", "Tk", self.rnn.input_size))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
         length = embedded.shape[1]
@@ -157,7 +157,7 @@ class TransformerEncoder(nn.Module):
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.embed_dim))
+        check_array("embedded", embedded, "floating-point", ("B", "Tk", self.embed_dim))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
         lengths = lengths.to(embedded.device)

@@ -99,7 +99,7 @@ class PyramidEncoder(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
-        check_array("frames", frames, "real numbers", ("B", "T", self.features))
+        check_array("frames", frames, "floating-point", ("B", "T", self.features))
         check_like("frames", frames, next(self.parameters(), frames))
         least = self.join ** len(self.layers)
         if frames.shape[0] and frames.shape[1] < least:
@@ -273,7 +273,7 @@ class ListenAttendSpell(nn.Module):
         """Read the true letters before each, ``target_in [B, T]``, padded with 0."""
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
-        check_array("frames", frames, "real numbers", ("B", "T", "features"))
+        check_array("frames", frames, "floating-point", ("B", "T", "features"))
         if frames.shape[0] != target_in.shape[0]:
             raise_value_error(
                 "target_in", f"of {frames.shape[0]} sequences, as frames", describe(target_in)

@@ -34,7 +34,7 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
         >>> attnfast.models.sequence_loss(logits, target).item() == torch.tensor(4.0).log().item()
         True
     """
-    check_array("logits", logits, "real numbers", ("B", "T", "V"))
+    check_array("logits", logits, "floating-point", ("B", "T", "V"))
     *shape, V = logits.shape
     check_array("target_out", target_out, "int64", shape, like=logits, of="logits")
     check_range("target_out", target_out, 0, V - 1, "word ids")
@@ -74,10 +74,10 @@ def hybrid_loss(
     check_number("label_smoothing", label_smoothing, 0, 1)
     if not isinstance(spelled, LASOutput):
         raise_type_error("spelled", "what a ListenAttendSpell returns", describe(spelled))
-    check_array("spelled.logits", spelled.logits, "real numbers", ("B", "T", "V"))
+    check_array("spelled.logits", spelled.logits, "floating-point", ("B", "T", "V"))
     B, _, V = spelled.logits.shape
     like, log_probs = spelled.logits, spelled.frame_log_probs
-    check_array("spelled.frame_log_probs", log_probs, "real numbers", (B, "Tk", V), like=like)
+    check_array("spelled.frame_log_probs", log_probs, "floating-point", (B, "Tk", V), like=like)
     check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
     check_device("target_out", target_out, like, "spelled.logits")
     check_ids("target_out", target_out, V)
@@ -148,7 +148,7 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
     """
     check_ids("target_in", target_in)
     shape = (*target_in.shape, "V")
-    check_array("logits", logits, "real numbers", shape, like=target_in, of="target_in")
+    check_array("logits", logits, "floating-point", shape, like=target_in, of="target_in")
     check_range("target_in", target_in, 0, logits.shape[-1] - 1, "word ids")
     check_number("share", share, 0, 1)
     if not share or target_in.shape[1] < 2:

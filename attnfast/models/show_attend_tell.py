@@ -90,7 +90,7 @@ class GridEncoder(nn.Module):
         super().__init__()
         for name, x in (("features", features), ("strides", strides)):
             if not isinstance(x, Sequence) or not all(map(is_int, x)):
-                raise_type_error(name, "whole numbers, one a layer", describe(x))
+                raise_type_error(name, "integers, one per layer", describe(x))
         if not len(features) == len(strides) > 0:
             expected = f"{len(features)}, one a layer of features, and a layer at least"
             raise_value_error("strides", expected, len(strides))
@@ -113,7 +113,7 @@ class GridEncoder(nn.Module):
         self.output_dim = before + 2
 
     def _check(self, images: Any, sizes: Any) -> None:
-        check_array("images", images, "real numbers", ("B", self.channels, "H", "W"))
+        check_array("images", images, "floating-point", ("B", self.channels, "H", "W"))
         like: Any = self.layers[0].weight
         check_like("images", images, like)
         B, _, H, W = images.shape
@@ -186,10 +186,10 @@ class MeanContext(FixedContext):
 
         If values are given, it is their mean.
         """
-        check_array("states", states, "real numbers", ("B", "Tk", "F"))
+        check_array("states", states, "floating-point", ("B", "Tk", "F"))
         if values is not None:
             B, Tk, _ = states.shape
-            check_array("values", values, "real numbers", (B, Tk, "Dv"), like=states, of="states")
+            check_array("values", values, "floating-point", (B, Tk, "Dv"), like=states, of="states")
         states = states if values is None else values
         if mask is None:
             mask = states.new_ones(states.shape[:2], dtype=torch.bool)

@@ -301,7 +301,7 @@ class HardMonotonicWindowAttention(_SpanAttention):
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         if ahead is not None and not (is_int(ahead) and 0 <= ahead < 2**31):
-            raise_value_error("ahead", "a whole number of at least 0, or None", describe(ahead))
+            raise_value_error("ahead", "an integer of at least 0, or None", describe(ahead))
         self.span = Span(window=(0, ahead))
 
     def _rows(
@@ -381,7 +381,7 @@ class LocalPredictiveAttention(LuongAttention):
     def positions(self, state: Tensor, memory: Memory) -> Tensor:
         """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``."""
         self._check_call(state, memory)
-        check_array("state", state, "real numbers", ("B", "Tq", "query_dim"))
+        check_array("state", state, "floating-point", ("B", "Tq", "query_dim"))
         return self._positions(state, memory)
 
     def _positions(self, state: Tensor, memory: Memory) -> Tensor:

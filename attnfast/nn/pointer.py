@@ -110,7 +110,7 @@ class PointerNetwork(nn.Module):
             states: ``[B, T, hidden_dim]``, of the decoder.
             memory: from :meth:`encode`.
         """
-        check_array("states", states, "real numbers", ("B", "T", self.encoder.hidden_size))
+        check_array("states", states, "floating-point", ("B", "T", self.encoder.hidden_size))
         check_memory(memory)
         check_like("states", states, self.start)
         if states.shape[0] != memory.key.shape[0]:

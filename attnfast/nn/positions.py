@@ -25,7 +25,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """Return ``x [B, T, D]`` with the positions from ``first`` on added."""
-        check_array("x", x, "real numbers", ("B", "T", "D"))
+        check_array("x", x, "floating-point", ("B", "T", "D"))
         check_int("first", first, 0)
         T, D = x.shape[1:]
         t = torch.arange(first, first + T, device=x.device, dtype=torch.float64).unsqueeze(-1)
@@ -59,7 +59,7 @@ class LearnedPositions(nn.Module):
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """Return ``x [B, T, dim]`` with the positions from ``first`` on added."""
         longest, dim = self.weight.shape
-        check_array("x", x, "real numbers", ("B", "T", dim))
+        check_array("x", x, "floating-point", ("B", "T", dim))
         check_like("x", x, self.weight)
         check_int("first", first, 0)
         if first + x.shape[1] > longest:

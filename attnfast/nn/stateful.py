@@ -173,7 +173,7 @@ class HistoryAttention(_Attention):
                 for name in ("coverage", "previous"):
                     x, shape = getattr(history, name), memory.key.shape[:2]
                     check_array(
-                        f"history.{name}", x, "real numbers", shape, like=state, of="memory"
+                        f"history.{name}", x, "floating-point", shape, like=state, of="memory"
                     )
             raise
         context, weights, coverage = result

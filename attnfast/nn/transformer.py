@@ -63,7 +63,7 @@ class TransformerEncoderLayer(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("states", states, "real numbers", ("B", "T", self.dim))
+        check_array("states", states, "floating-point", ("B", "T", self.dim))
         check_like("states", states, self.norms[0].weight)  # type: ignore[arg-type]
         if lengths is not None:
             check_numbers("lengths", lengths, states.shape[0], 0, states.shape[1], "states")

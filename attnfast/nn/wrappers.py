@@ -207,7 +207,7 @@ class HardAttention(nn.Module):
             raise_type_error("history", "a HardAttentionState or None", describe(history))
         if history is not None and not _fits(history, state):
             for name, x in history._asdict().items():
-                kind = "boolean" if name == "averaged" else "real numbers"
+                kind = "boolean" if name == "averaged" else "floating-point"
                 check_array(f"history.{name}", x, kind, state.shape[:1], like=state, of="state")
         check_form(need_weights)
         check_target_mask(target_mask, state.shape[:-1], state)
