@@ -154,6 +154,15 @@ class Reinforce(nn.Module):
     Papers: Williams, "Simple statistical gradient-following algorithms for connectionist
     reinforcement learning", Machine Learning 8, 1992; Xu et al., "Show, Attend and Tell", ICML
     2015, arXiv:1502.03044, section 4.1.
+
+    Example:
+        >>> attention = attnfast.nn.HardAttention(attnfast.nn.BahdanauAttention(6, 8, 4))
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> context, _, history = attention(torch.randn(2, 3, 6), memory)
+        >>> log_likelihood = -context.square().sum((1, 2))  # of each target
+        >>> reinforce = attnfast.losses.Reinforce(entropy_weight=0.01)
+        >>> reinforce(log_likelihood, history.log_prob, history.entropy).shape
+        torch.Size([])
     """
 
     baseline: Tensor

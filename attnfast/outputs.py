@@ -24,6 +24,12 @@ class RowStatistics(NamedTuple):
     2²⁴ keys; ``mean`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position, in keys. All
     fields except ``position`` are differentiable. If a row sees no key, all fields are 0. If a
     row's weights are NaN, all fields are NaN except ``position``, which is 0.
+
+    Example:
+        >>> key = torch.eye(4).unsqueeze(0)
+        >>> result = attnfast.dot_attention(9 * key, key, key, need_statistics=True)
+        >>> result.statistics.position  # row i attends to key i
+        tensor([[0, 1, 2, 3]])
     """
 
     entropy: Tensor
@@ -53,6 +59,13 @@ class AttentionOutput(_Result):
             a row that sees no key.
         statistics: :class:`RowStatistics` of the weights in log_sum_exp's dtype; None unless
             requested.
+
+    Example:
+        >>> query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+        >>> result = attnfast.dot_attention(query, key, key, need_weights=True)
+        >>> context, weights = result
+        >>> context is result.context, result.log_sum_exp.shape
+        (True, torch.Size([2, 3]))
     """
 
     log_sum_exp: Tensor
@@ -97,6 +110,13 @@ class CoverageOutput(_Result):
         loss: every sequence's coverage loss, Σ_tj min(α_tj, C_tj), ``[B, (H)]``.
         log_weights: with a transition log α ``[B, (H,) Tq, Tk]``, −inf for 0, float32 (float64 for
             float64): the last row is the ``log_previous`` of the next call. Otherwise None.
+
+    Example:
+        >>> query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+        >>> result = attnfast.coverage_attention(query, key, key, torch.randn(8), penalty=1.0)
+        >>> context, weights, coverage = result
+        >>> coverage.shape, result.loss.shape
+        (torch.Size([2, 5]), torch.Size([2]))
     """
 
     loss: Tensor

@@ -65,6 +65,15 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
 
     Raises:
         InputError: it is not such a file, has another rate, or is empty.
+
+    Example:
+        >>> import io, wave
+        >>> content = io.BytesIO()
+        >>> with wave.open(content, "wb") as file:
+        ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
+        ...     file.writeframes(bytes(1600))  # 800 samples of silence
+        >>> attnfast.speech.read_wav(content.getvalue(), rate=8000).shape
+        torch.Size([800])
     """
     try:
         with wave.open(io.BytesIO(content)) as file:
@@ -119,6 +128,16 @@ def read_recordings(folder: str | Path, rate: int) -> dict[str, Tensor]:
     Raises:
         InputError: as :func:`read_wav`; or the folder or an archive cannot be read, it has no
             recordings, or two of one name.
+
+    Example:
+        >>> import tempfile, wave
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with wave.open(f"{folder}/seven.wav", "wb") as file:
+        ...         file.setparams((1, 2, 8000, 0, "NONE", ""))
+        ...         file.writeframes(bytes(1600))
+        ...     recordings = attnfast.speech.read_recordings(folder, rate=8000)
+        >>> recordings["seven"].shape
+        torch.Size([800])
     """
     folder, found, places = Path(folder), dict[str, Tensor](), dict[str, str]()
     try:
@@ -266,6 +285,13 @@ class FeatureNormalizer(nn.Module):
     Args:
         features: M.
         speakers: S; 1 for statistics of all recordings.
+
+    Example:
+        >>> normalizer = attnfast.speech.FeatureNormalizer(features=40)
+        >>> features, lengths = 3 + torch.randn(2, 50, 40), torch.tensor([50, 30])
+        >>> normalizer.fit([x[:n] for x, n in zip(features, lengths)])
+        >>> normalizer(features, lengths)[0].mean().abs().item() < 0.1
+        True
     """
 
     mean: Tensor
@@ -386,7 +412,14 @@ class SpecAugment(nn.Module):
 
 
 class WordErrors(NamedTuple):
-    """Substituted, deleted and inserted words against a reference of ``words`` words."""
+    """Substituted, deleted and inserted words against a reference of ``words`` words.
+
+    Example:
+        >>> from attnfast.speech import word_errors
+        >>> errors = word_errors(["the", "cat"], ["a", "cat"]) + word_errors(["no"], ["oh", "no"])
+        >>> errors.words, round(errors.rate, 2)  # of both sentences
+        (3, 0.67)
+    """
 
     substitutions: int = 0
     deletions: int = 0

@@ -120,6 +120,13 @@ def draw_alignment(
 
     Raises:
         ValueError: the numbers of words differ from those of rows and columns.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_alignment
+        >>> weights = torch.eye(3)
+        >>> png = draw_alignment(weights, "a b c".split(), "x y z".split())
+        >>> png[1:4]
+        b'PNG'
     """
     check_array("weights", weights, "floating-point", ("T", "Tk"), ("H", "T", "Tk"))
     for name, words in (("source", source), ("target", target), ("titles", titles)):
@@ -201,6 +208,13 @@ def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], ho
         weights: ``[L, Tk]``, a row for each letter; the keys divide the time of T frames evenly.
         letters: L.
         hop: seconds from a frame to the next.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_listening
+        >>> features, weights = torch.randn(20, 40), torch.rand(2, 5)
+        >>> png = draw_listening(features, weights, "no", hop=0.01)
+        >>> png[1:4]
+        b'PNG'
     """
     check_array("features", features, "floating-point", ("T", "M"))
     check_array("weights", weights, "floating-point", ("L", "Tk"))
@@ -234,6 +248,13 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
         weights: ``[K, S]``.
         sentences: S.
         question: the question, shown above the columns.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_hops
+        >>> sentences = ["Mary went home.", "John took the milk."]
+        >>> png = draw_hops(torch.rand(3, 2), sentences, "Where is Mary?")
+        >>> png[1:4]
+        b'PNG'
     """
     _check_words("sentences", sentences)
     _check_text("question", question)
@@ -260,6 +281,13 @@ def draw_pointing(
         points: ``[N, 2]``.
         wanted, answer: the corners of both as indices of points, from 0 on.
         weights: ``[T, 1 + N]``, a row for each step: the end, then the points.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_pointing
+        >>> points, weights = torch.rand(4, 2), torch.rand(4, 5)
+        >>> png = draw_pointing(points, [0, 1, 2], [0, 2, 3], weights)
+        >>> png[1:4]
+        b'PNG'
     """
     check_array("points", points, "floating-point", ("N", 2))
     check_array("weights", weights, "floating-point", ("T", 1 + len(points)), of="points")
@@ -304,6 +332,16 @@ def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) ->
     Args:
         x, output: ``[T, ·]``, the inputs and the outputs, from 0 to 1.
         read, written: ``[T, heads, N]``, the weights of heads that read and of those that write.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_addressing
+        >>> machine = attnfast.nn.NeuralTuringMachine(3, 8, num_slots=10, slot_size=4)
+        >>> x = torch.rand(1, 6, 3)
+        >>> output, _, weights = machine(x, need_weights=True)
+        >>> read, written = weights[0, :, :1], weights[0, :, 1:]
+        >>> png = draw_addressing(x[0], output[0].sigmoid(), read, written)
+        >>> png[1:4]
+        b'PNG'
     """
     check_array("x", x, "floating-point", ("T", "features"))
     steps = len(x)
@@ -338,6 +376,13 @@ def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
         image: ``[H, W]``, 0 for paper and 1 for ink.
         maps: ``[T, H, W]``, the weights resized to the image.
         words: T.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_looking
+        >>> image, maps = torch.rand(8, 12), torch.rand(2, 8, 12)
+        >>> png = draw_looking(image, maps, ["a", "cat"])
+        >>> png[1:4]
+        b'PNG'
     """
     check_array("image", image, "floating-point", ("H", "W"))
     check_array("maps", maps, "floating-point", ("T", *image.shape), of="image")
@@ -369,6 +414,14 @@ def draw_speed(
         rows: by title, then by the name of a curve, a cost for each of ``sizes``.
         note: a description of the measurement, shown above all charts.
         axis: the label of the sizes.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_speed
+        >>> from types import SimpleNamespace
+        >>> costs = [SimpleNamespace(seconds=0.1 * n, memory=n * 2**20) for n in (1, 2)]
+        >>> png = draw_speed({"GRU": {"eager": costs}}, sizes=[1, 2], note="one core")
+        >>> png[1:4]
+        b'PNG'
     """
     if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
         raise_type_error("rows", "costs by title and by curve", describe(rows))

@@ -199,7 +199,13 @@ def _restored(has_steps: bool, *fields) -> Memory:
 
 
 def check_memory(memory: object) -> None:
-    """Raise unless ``memory`` was made by :func:`prepare`; users may pass the encoder states."""
+    """Raise unless ``memory`` was made by :func:`prepare`; users may pass the encoder states.
+
+    Example:
+        >>> attnfast.decoding.check_memory(torch.randn(2, 5, 8))  # the encoder states
+        Traceback (most recent call last):
+        TypeError: memory must be what prepare(...) returns, got a Tensor of torch.float32 [2, 5, 8]
+    """
     if (
         not isinstance(memory, Memory)
         or not isinstance(memory.key, Tensor)

@@ -45,6 +45,12 @@ class Classifier(nn.Module):
 
     Paper: Yang et al., "Hierarchical Attention Networks for Document Classification", NAACL 2016,
     whose lower half this is.
+
+    Example:
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(3, 4), vocab_size=50, embed_dim=3, classes=2)
+        >>> model(torch.randint(4, 50, (2, 5)), torch.tensor([5, 3])).shape
+        torch.Size([2, 2])
     """
 
     def __init__(

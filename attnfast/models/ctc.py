@@ -53,6 +53,16 @@ class CTCPrefixScorer:
 
     Papers: Graves, "Supervised Sequence Labelling with Recurrent Neural Networks", 2008, section
     7.5; Watanabe et al., IEEE JSTSP 11(8), 2017, algorithm 2.
+
+    Example:
+        >>> from attnfast.models import CTCPrefixScorer, ListenAttendSpell, PyramidEncoder
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> scorer = CTCPrefixScorer()
+        >>> texts = attnfast.models.beam_search(model, frames, lengths, beam=2, scorer=scorer)
+        >>> len(texts)
+        2
     """
 
     def score(

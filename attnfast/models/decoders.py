@@ -71,6 +71,13 @@ class FixedContext(nn.Module):
 
     Paper: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", EMNLP 2014,
     arXiv:1406.1078.
+
+    Example:
+        >>> attention = attnfast.models.FixedContext()
+        >>> memory = attention.prepare(torch.randn(2, 5, 8), torch.tensor([5, 3]))
+        >>> context, _ = attention(torch.randn(2, 3, 6), memory)
+        >>> torch.equal(context[:, 0], context[:, 2])  # equal for all states
+        True
     """
 
     def __init__(self, backend: str | None = None):
@@ -281,6 +288,15 @@ class BahdanauDecoder(_Decoder):
         dropout: on the states that a layer reads from the one below.
 
     Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; tanh replaces maxout.
+
+    Example:
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> decoder = attnfast.models.BahdanauDecoder(3, 8, 6, attention)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> state = decoder.initial(torch.zeros(2, 6))
+        >>> output, state, _ = decoder(torch.randn(2, 7, 3), state, memory)
+        >>> output.shape, state.hidden.shape
+        (torch.Size([2, 7, 3]), torch.Size([2, 6]))
     """
 
     def __init__(
@@ -332,6 +348,15 @@ class LuongDecoder(_Decoder):
         layers, dropout: as in :class:`BahdanauDecoder`.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+
+    Example:
+        >>> attention = attnfast.nn.LuongAttention(query_dim=6, key_dim=8)
+        >>> decoder = attnfast.models.LuongDecoder(3, 8, 6, attention, input_feeding=True)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> state = decoder.initial(torch.zeros(2, 6))
+        >>> output, state, _ = decoder(torch.randn(2, 7, 3), state, memory)
+        >>> torch.equal(state.feed, output[:, -1])
+        True
     """
 
     def __init__(

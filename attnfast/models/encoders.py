@@ -43,6 +43,12 @@ class Encoder(nn.Module):
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
+
+    Example:
+        >>> encoder = attnfast.models.Encoder(embed_dim=3, hidden_dim=4)
+        >>> states = encoder(torch.randn(2, 5, 3), torch.tensor([5, 3]))
+        >>> states.shape, states[1, 3:].abs().sum().item()
+        (torch.Size([2, 5, 8]), 0.0)
     """
 
     def __init__(
@@ -121,6 +127,12 @@ class TransformerEncoder(nn.Module):
 
     Paper: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; before a
     recurrent decoder, Chen et al., "The Best of Both Worlds", ACL 2018, arXiv:1804.09849.
+
+    Example:
+        >>> heads = [attnfast.Span(window=1), attnfast.Span(stride=2)]
+        >>> encoder = attnfast.models.TransformerEncoder(embed_dim=3, hidden_dim=4, heads=heads)
+        >>> encoder(torch.randn(2, 5, 3), torch.tensor([5, 3])).shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(

@@ -66,6 +66,12 @@ class PyramidEncoder(nn.Module):
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Chan et al., "Listen, Attend and Spell", ICASSP 2016, arXiv:1508.01211.
+
+    Example:
+        >>> encoder = attnfast.models.PyramidEncoder(features=5, hidden_dim=4, layers=2)
+        >>> states, lengths = encoder(torch.randn(2, 9, 5), torch.tensor([9, 6]))
+        >>> states.shape, lengths
+        (torch.Size([2, 3, 8]), tensor([3, 2]))
     """
 
     def __init__(
@@ -126,6 +132,15 @@ class EncodedSpeech(NamedTuple):
 
     ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half precision;
     ``lengths [B]`` of the states.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> heard, state = model.encode(frames, lengths)
+        >>> heard.frame_log_probs.shape, heard.lengths
+        (torch.Size([2, 4, 20]), tensor([4, 3]))
     """
 
     memory: Memory
@@ -142,6 +157,15 @@ class LASOutput(NamedTuple):
 
     ``logits [B, T, V]`` of the letter after each; ``frame_log_probs [B, Tk, V]`` of the label of
     each state; ``lengths [B]`` of the states; ``weights [B, T, Tk]``, None unless requested.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> spelled = model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]]))
+        >>> spelled.logits.shape, spelled.frame_log_probs.shape
+        (torch.Size([2, 3, 20]), torch.Size([2, 4, 20]))
     """
 
     logits: Tensor
@@ -174,6 +198,15 @@ class ListenAttendSpell(nn.Module):
 
     Papers: Chan et al., ICASSP 2016, arXiv:1508.01211; Watanabe et al., "Hybrid CTC/Attention
     Architecture for End-to-End Speech Recognition", IEEE JSTSP 11(8), 2017.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder, greedy_search
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]])).logits.shape
+        torch.Size([2, 3, 20])
+        >>> texts = greedy_search(model, frames, lengths)
     """
 
     def __init__(

@@ -69,6 +69,15 @@ def hybrid_loss(
         ValueError, TypeError: an argument does not fit; the sentence names it.
 
     Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder, hybrid_loss
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> spelled = model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]]))
+        >>> hybrid_loss(spelled, torch.tensor([[7, 5, 3], [9, 3, 0]]), ctc_weight=0.5).shape
+        torch.Size([])
     """
     check_number("ctc_weight", ctc_weight, 0, 1)
     check_number("label_smoothing", label_smoothing, 0, 1)

@@ -48,6 +48,13 @@ class EncodedSource(NamedTuple):
     """Encoded sources: the memory that the decoder attends to, and the words that it may copy.
 
     ``words [B, Tk]``; ids from V on are out-of-vocabulary words, ``num_oov`` in the batch.
+
+    Example:
+        >>> from attnfast.models import Config, build
+        >>> model = build(Config(vocab_size=50, embed_dim=8, hidden_dim=8)).eval()
+        >>> source, state = model.encode(torch.randint(4, 50, (2, 5)), torch.tensor([5, 3]))
+        >>> source.memory.key.shape, source.num_oov
+        (torch.Size([2, 5, 8]), 0)
     """
 
     memory: Memory
@@ -84,6 +91,16 @@ class Seq2Seq(nn.Module):
 
     Paper: Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017,
     arXiv:1608.05859, for the shared embedding.
+
+    Example:
+        >>> from attnfast.models import BahdanauDecoder, Encoder, Seq2Seq
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> decoder = BahdanauDecoder(3, 8, 6, attention)
+        >>> model = Seq2Seq(Encoder(3, 4), decoder, vocab_size=50, embed_dim=3)
+        >>> source, target_in = torch.randint(4, 50, (2, 5)), torch.randint(4, 50, (2, 7))
+        >>> logits, _ = model(source, torch.tensor([5, 3]), target_in)
+        >>> logits.shape
+        torch.Size([2, 7, 50])
     """
 
     length_ratio: float = 2.0

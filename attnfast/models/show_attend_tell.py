@@ -78,6 +78,13 @@ class GridEncoder(nn.Module):
     Papers: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
     network's of 14 × 14 cells; Ioffe and Szegedy, "Batch Normalization", ICML 2015,
     arXiv:1502.03167.
+
+    Example:
+        >>> encoder = attnfast.models.GridEncoder(channels=1, features=[4, 8], strides=[2, 2])
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 5]])
+        >>> grids, mask = encoder(images, sizes)
+        >>> grids.shape, mask.sum((1, 2))
+        (torch.Size([2, 2, 3, 10]), tensor([6, 4]))
     """
 
     def __init__(
@@ -171,6 +178,13 @@ class MeanContext(FixedContext):
     """No attention: all states of a decoder get the same context, the mean of the source's states.
 
     It has the two methods of an attention, so that decoders need no special case.
+
+    Example:
+        >>> attention = attnfast.models.MeanContext()
+        >>> states = torch.randn(2, 5, 8)
+        >>> context, _ = attention(torch.randn(2, 6), attention.prepare(states))
+        >>> torch.allclose(context, states.mean(1))
+        True
     """
 
     has_weights = False
@@ -214,6 +228,15 @@ class EncodedImage(NamedTuple):
     """The encoder's output for a batch of images.
 
     ``mask [B, R, C]``, the cells that exist.
+
+    Example:
+        >>> from attnfast.models import GridEncoder, ShowAttendTell
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
+        >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
+        >>> seen, state = model.encode(images, sizes)
+        >>> seen.memory.key.shape, seen.mask.shape
+        (torch.Size([2, 6, 4]), torch.Size([2, 2, 3]))
     """
 
     memory: Memory
@@ -230,6 +253,15 @@ class CaptionOutput(NamedTuple):
     ``logits [B, T, V]`` of the word after each; ``mask [B, R, C]``, the cells of each grid that
     exist; ``weights [B, T, R · C]``, row after row of the grid, None unless requested; ``history``,
     the state of the attention, such as a :class:`attnfast.nn.HardAttentionState`.
+
+    Example:
+        >>> from attnfast.models import GridEncoder, ShowAttendTell
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
+        >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
+        >>> told = model(images, sizes, torch.tensor([[2, 7, 5], [2, 9, 0]]), need_weights=True)
+        >>> told.weights.shape
+        torch.Size([2, 3, 6])
     """
 
     logits: Tensor
@@ -269,6 +301,15 @@ class ShowAttendTell(nn.Module):
 
     Paper: Xu et al., "Show, Attend and Tell: Neural Image Caption Generation with Visual
     Attention", ICML 2015, arXiv:1502.03044.
+
+    Example:
+        >>> from attnfast.models import GridEncoder, ShowAttendTell
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
+        >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
+        >>> model(images, sizes, torch.tensor([[2, 7, 5], [2, 9, 0]])).logits.shape
+        torch.Size([2, 3, 20])
+        >>> captions = attnfast.models.beam_search(model.eval(), images, sizes, beam=2)
     """
 
     def __init__(

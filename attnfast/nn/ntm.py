@@ -30,6 +30,13 @@ class NTMState(NamedTuple):
 
     ``hidden [B, H]`` and ``cell [B, H]`` of the controller; ``memory [B, N, M]``; ``weights
     [B, R + W, N]`` of the heads, read heads first; ``read [B, R, M]``.
+
+    Example:
+        >>> machine = attnfast.nn.NeuralTuringMachine(3, 8, num_slots=10, slot_size=4)
+        >>> state = machine(torch.randn(2, 6, 3)).state
+        >>> state.memory.shape, state.weights.shape
+        (torch.Size([2, 10, 4]), torch.Size([2, 2, 10]))
+        >>> output = machine(torch.randn(2, 6, 3), state).output  # continue from it
     """
 
     hidden: Tensor

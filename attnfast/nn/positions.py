@@ -81,6 +81,12 @@ class RelativePositions(nn.Module):
 
     Papers: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
     NAACL 2018, arXiv:1803.02155; scalar biases, Raffel et al., JMLR 2020, arXiv:1910.10683.
+
+    Example:
+        >>> positions = attnfast.nn.RelativePositions(num_heads=2, farthest=3)
+        >>> positions(4, 5).shape
+        torch.Size([1, 2, 4, 5])
+        >>> attention = attnfast.nn.MultiHeadAttention(6, 8, 4, num_heads=2, positions=positions)
     """
 
     def __init__(self, num_heads: int, farthest: int):

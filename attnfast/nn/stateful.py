@@ -33,6 +33,14 @@ class CumulativeState(NamedTuple):
     row. ``loss [B]``: the coverage loss so far, or None for 0. ``log_previous [B, Tk]``: for
     forward attention, the logarithms of ``previous``, which do not underflow; if None, they are
     computed from ``previous``.
+
+    Example:
+        >>> attention = attnfast.nn.CoverageAttention(6, 8, 4)
+        >>> history = attention.start(attention.prepare(torch.randn(2, 5, 8)))
+        >>> history.coverage.sum().item()  # no row has attended yet
+        0.0
+        >>> history.index_select(torch.tensor([1, 1, 0])).coverage.shape
+        torch.Size([3, 5])
     """
 
     coverage: Tensor
@@ -92,6 +100,11 @@ class HistoryAttention(_Attention):
     Calls differ from those of the other modules only by the history. All queries in one call, or
     one after the other with the history passed on, give the same results; in half precision, up to
     the rounding of the weights in the history.
+
+    Example:
+        >>> attention = attnfast.nn.CoverageAttention(6, 8, 4)
+        >>> isinstance(attention, attnfast.nn.HistoryAttention), attention.has_history
+        (True, True)
     """
 
     has_history = True

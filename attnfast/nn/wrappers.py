@@ -90,6 +90,13 @@ class HardAttentionState(NamedTuple):
     ``log_prob [B]``: the sum over the rows of ln α of the sampled key. ``entropy [B]``: the sum of
     the rows' entropies, in nats. ``averaged [B]``: True if a sequence uses averages instead of
     samples; its sums are 0.
+
+    Example:
+        >>> attention = attnfast.nn.HardAttention(attnfast.nn.BahdanauAttention(6, 8, 4)).eval()
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> _, _, history = attention(torch.randn(2, 3, 6), memory)
+        >>> history.log_prob.shape, history.averaged
+        (torch.Size([2]), tensor([False, False]))
     """
 
     log_prob: Tensor
