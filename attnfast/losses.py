@@ -1,4 +1,7 @@
-"""Losses on attention weights, and on samples of hard attention."""
+"""Losses on attention weights, and on samples of hard attention.
+
+An argument that does not fit raises ValueError or TypeError, and the message names it.
+"""
 
 from __future__ import annotations
 

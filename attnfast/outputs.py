@@ -73,14 +73,17 @@ class AttentionOutput(_Result):
 
     @property
     def context(self) -> Tensor:
+        """The context vectors, ``[B, (H,) Tq, Dv]``."""
         return self[0]
 
     @property
     def weights(self) -> Any:
+        """The attention weights, ``[B, (H,) Tq, Tk]``, a list for a list of spans, or None."""
         return self[1]
 
     @property
     def statistics(self) -> RowStatistics | None:
+        """The statistics of the weights, or None."""
         if self._statistics is None:
             return None
         entropy, largest, position, mean, variance = self._statistics.unbind(-1)
@@ -124,14 +127,17 @@ class CoverageOutput(_Result):
 
     @property
     def context(self) -> Tensor:
+        """The context vectors, ``[B, (H,) Tq, Dv]``."""
         return self[0]
 
     @property
     def weights(self) -> Tensor | None:
+        """The attention weights, ``[B, (H,) Tq, Tk]``, or None."""
         return self[1]
 
     @property
     def coverage(self) -> Tensor:
+        """The coverage after the last row, ``[B, (H,) Tk]``."""
         return self[2]
 
 
@@ -150,10 +156,12 @@ class RecurrentOutput(_Result):
 
     @property
     def output(self) -> Tensor:
+        """The states of the last layer, or the attentional vectors with input feeding."""
         return self[0]
 
     @property
     def state(self) -> Any:
+        """The state after the last step."""
         return self[1]
 
 

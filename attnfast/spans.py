@@ -116,7 +116,11 @@ class Span:
         return 1 if self.fixed else self.stride
 
     def columns(self, Tk: int) -> int:
-        """Return W, the number of columns of the weights."""
+        """Return W, the number of columns of the weights.
+
+        Raises:
+            ValueError: ``Tk`` is not an integer of at least 0.
+        """
         check_int("Tk", Tk, 0)
         left, right = self.sides
         if left is None or right is None:
@@ -175,6 +179,9 @@ class Span:
 
         Returns:
             ``[Tq, W]``, preceded by the batch and head axes of position and lengths.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_int("Tq", Tq, 0)
         check_int("Tk", Tk, 0)

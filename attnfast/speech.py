@@ -1,7 +1,8 @@
 """Speech: reading recordings, log-mel features, normalisation, masking, and word errors.
 
 Plain PyTorch and the standard library. Samples are numbers from −1 to 1, times are in seconds,
-frequencies in hertz.
+frequencies in hertz. An argument that does not fit raises ValueError or TypeError, and the message
+names it.
 """
 
 from __future__ import annotations
@@ -163,6 +164,10 @@ def mel_filters(mels: int, fft: int, rate: int) -> Tensor:
     .. math:: H_{mk} = \max\left(0, \min\left(\frac{f_k - f_{m-1}}{f_m - f_{m-1}},
               \frac{f_{m+1} - f_k}{f_{m+1} - f_m}\right)\right), \quad f_k = k \cdot rate / fft
 
+    Raises:
+        ValueError: a size is not an integer of at least 1, or a triangle contains no frequency
+            because there are too many.
+
     Example:
         >>> attnfast.speech.mel_filters(mels=8, fft=512, rate=16000).shape
         torch.Size([8, 257])
@@ -309,6 +314,10 @@ class FeatureNormalizer(nn.Module):
 
         Args:
             speakers: the speaker's index of each recording, below S; None means 0.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, an element is not finite, or a speaker
+                has no recording.
         """
         S, M = self.mean.shape
         sums = self.mean.new_zeros(3, S, M, dtype=torch.float64)  # of 1, x and x²
@@ -337,7 +346,11 @@ class FeatureNormalizer(nn.Module):
         self.deviation.copy_((second / count - mean.square()).clamp_min(SMALLEST).sqrt())
 
     def forward(self, features: Tensor, lengths: Tensor, speaker: Tensor | None = None) -> Tensor:
-        """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0."""
+        """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("features", features, "floating-point", ("B", "T", self.mean.shape[-1]))
         check_device("features", features, self.mean, "the module")
         check_lengths(lengths, features, 0, whose="features")
@@ -388,7 +401,11 @@ class SpecAugment(nn.Module):
         self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked."""
+        """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("features", features, "floating-point", ("B", "T", "M"))
         check_lengths(lengths, features, 0, whose="features")
         if not self.training:
@@ -442,6 +459,9 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErro
     """Count the fewest substitutions, deletions and insertions that turn one text into the other.
 
     Among several ways with equally few errors it takes one with the most substitutions.
+
+    Raises:
+        TypeError: a text is not a sequence of strings.
 
     Paper: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals",
     Soviet Physics Doklady 10(8), 1966.

@@ -1,4 +1,8 @@
-"""Plots that are drawn in memory: every function returns the bytes of a PNG file."""
+"""Plots that are drawn in memory: every function returns the bytes of a PNG file.
+
+An argument that does not fit raises ValueError or TypeError, and the message names it. Without
+matplotlib every function raises InputError, a ValueError.
+"""
 
 from __future__ import annotations
 

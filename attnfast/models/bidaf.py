@@ -113,7 +113,7 @@ class BiDAF(nn.Module):
             need_weights: return the attention's weights too.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         read = []
@@ -152,6 +152,9 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
 
     Returns:
         ``[B, 2]``, int64.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or a log-probability is NaN.
 
     Example:
         >>> start, end = torch.tensor([[0.1, 0.9]]).log(), torch.tensor([[0.8, 0.2]]).log()

@@ -78,6 +78,9 @@ class CTCPrefixScorer:
         Returns:
             :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, of the dtype of
             ``frame_log_probs``; and the state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         if not hasattr(heard, "frame_log_probs"):
             got = type(heard).__name__

@@ -86,7 +86,11 @@ class FixedContext(nn.Module):
         self.backend = backend
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
-        """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source."""
+        """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("states", states, "floating-point", ("B", "Tk", "2H"))
         check_numbers("lengths", lengths, states.shape[0], 1, states.shape[1], "states")
         value = summary(states, lengths).unsqueeze(1)
@@ -95,7 +99,11 @@ class FixedContext(nn.Module):
     def forward(
         self, state: Tensor, memory: Memory, need_weights: bool = False
     ) -> tuple[Tensor, None]:
-        """Return that value for any state ``[B, D]`` or ``[B, Tq, D]``; there are no weights."""
+        """Return that value for any state ``[B, D]`` or ``[B, Tq, D]``; there are no weights.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_memory(memory)
         B, value = memory.value.shape[0], memory.value
         check_array(
@@ -214,7 +222,7 @@ class _Decoder(nn.Module):
             ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             check_flag("need_weights", need_weights)
@@ -265,7 +273,11 @@ class _Decoder(nn.Module):
             )
 
     def initial(self, hidden: Tensor) -> RecurrentState:
-        """Return the state before the first word, given ``hidden [B, D]`` of every layer."""
+        """Return the state before the first word, given ``hidden [B, D]`` of every layer.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("hidden", hidden, "floating-point", ("B", self.rnn.hidden_size))
         check_like("hidden", hidden, next(self.parameters(), hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
@@ -315,6 +327,7 @@ class BahdanauDecoder(_Decoder):
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
+        """Return the layer, which attends before its cell, and the readout."""
         return Layer.of(self.rnn), self.readout
 
     def _words(
@@ -378,9 +391,14 @@ class LuongDecoder(_Decoder):
         self.input_feeding = input_feeding
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
+        """Return the layer, which attends after its cell, and None."""
         return Layer.of(self.rnn, output=self.readout, attends_first=False), None
 
     def initial(self, hidden: Tensor) -> RecurrentState:
+        """Return the state before the first word, given ``hidden [B, D]`` of every layer.
+
+        With input feeding the attentional vector before the first word is 0.
+        """
         state = super().initial(hidden)
         if not self.input_feeding:
             return state

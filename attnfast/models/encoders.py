@@ -88,7 +88,11 @@ class Encoder(nn.Module):
         return 2 * self.rnn.hidden_size
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
+        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("embedded", embedded, "floating-point", ("B", "Tk", self.rnn.input_size))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
@@ -168,7 +172,11 @@ class TransformerEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
+        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("embedded", embedded, "floating-point", ("B", "Tk", self.embed_dim))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")

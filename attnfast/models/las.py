@@ -238,6 +238,9 @@ class ListenAttendSpell(nn.Module):
         """Return the most letters, the end included, for recordings of ``lengths [B]`` frames.
 
         They are one per state plus the end, because no label is shorter than a state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("lengths", lengths)
         check_numbers("lengths", lengths, lengths.numel(), 0, MOST)
@@ -254,6 +257,9 @@ class ListenAttendSpell(nn.Module):
 
         Returns:
             The encoded recordings, and the decoder's state before the first letter.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
         states, lengths = self.encoder(frames, lengths)
         lengths = lengths.to(states.device)
@@ -272,6 +278,9 @@ class ListenAttendSpell(nn.Module):
         Returns:
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
             ``weights [B, T, Tk]`` if requested, in the columns of the attention's span, if any.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_source("heard", heard, EncodedSpeech, state)
         check_flag("need_weights", need_weights)
@@ -303,7 +312,11 @@ class ListenAttendSpell(nn.Module):
     def forward(
         self, frames: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> LASOutput:
-        """Read the true letters before each, ``target_in [B, T]``, padded with 0."""
+        """Read the true letters before each, ``target_in [B, T]``, padded with 0.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
         check_array("frames", frames, "floating-point", ("B", "T", "features"))

@@ -50,6 +50,9 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
     Returns:
         ``[.., L, d]``; 0 for padding, whose embedding may be anything.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+
     Example:
         >>> words = torch.tensor([[4, 5, 0], [6, 7, 8]])
         >>> attnfast.models.position_encoding(words, features=4).shape
@@ -145,7 +148,7 @@ class MemoryNetwork(nn.Module):
             need_weights: return the weights of sentences too.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         for name, words, axes in (("stories", stories, 3), ("questions", questions, 2)):

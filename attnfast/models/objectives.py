@@ -29,6 +29,9 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
 
     It is 0 where there are none.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+
     Example:
         >>> logits, target = torch.zeros(1, 2, 4), torch.tensor([[1, 3]])
         >>> attnfast.models.sequence_loss(logits, target).item() == torch.tensor(4.0).log().item()
@@ -66,7 +69,7 @@ def hybrid_loss(
         label_smoothing: of the decoder's loss.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
 
@@ -145,6 +148,9 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
         target_in: ``[B, T]``, ids that begin with the start.
         logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
         share: p, from 0 to 1.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019

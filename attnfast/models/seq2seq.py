@@ -136,11 +136,19 @@ class Seq2Seq(nn.Module):
             self.embedding.weight[PAD] = 0
 
     def output_limit(self, lengths: Tensor) -> Tensor:
-        """Return the most words, the end included, of translations of ``lengths [B]`` words."""
+        """Return the most words, the end included, of translations of ``lengths [B]`` words.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         return output_limit(lengths, self.length_ratio, self.longest_target)
 
     def embed(self, words: Tensor) -> Tensor:
-        """Return the embedded words ``[B, T, E]`` of ``words [B, T]``."""
+        """Return the embedded words ``[B, T, E]`` of ``words [B, T]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         return self._embed("words", words)
 
     def _embed(self, name: str, words: Tensor) -> Tensor:
@@ -160,6 +168,9 @@ class Seq2Seq(nn.Module):
 
         Returns:
             The encoded source, and the decoder's state before the first word.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         embedded = self._embed("source", source)
         check_lengths(lengths, source, whose="source")
@@ -170,7 +181,11 @@ class Seq2Seq(nn.Module):
         return EncodedSource(memory, source, num_oov), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
-        """Encode an embedded source ``[B, Tk, E]``; return its memory and the initial state."""
+        """Encode an embedded source ``[B, Tk, E]``; return its memory and the initial state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
@@ -188,6 +203,9 @@ class Seq2Seq(nn.Module):
         Returns:
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if requested.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         check_source("source", source, EncodedSource, state)
@@ -226,6 +244,9 @@ class Seq2Seq(nn.Module):
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
             :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is that of
             :meth:`decode`.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         V = self.embedding.num_embeddings
         check_target(target_in, self.embedding, V if self.pointer is None else None)

@@ -199,6 +199,9 @@ class MeanContext(FixedContext):
         """Return a memory whose only value ``[B, 1, F]`` is the mean of ``states [B, Tk, F]``.
 
         If values are given, it is their mean.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_array("states", states, "floating-point", ("B", "Tk", "F"))
         if values is not None:
@@ -346,7 +349,11 @@ class ShowAttendTell(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def output_limit(self, sizes: Tensor) -> Tensor:
-        """Return the most words, the end included, of captions of images of ``sizes [B, 2]``."""
+        """Return the most words, the end included, of captions of images of ``sizes [B, 2]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("sizes", sizes, "int64 or int32", ("B", 2))
         return torch.full((len(sizes),), self.longest)
 
@@ -359,6 +366,9 @@ class ShowAttendTell(nn.Module):
 
         Returns:
             The encoded images, and the decoder's state before the first word.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a pixel is not finite.
         """
         grid, mask = self.encoder(images, sizes)
         states, seen = grid.flatten(1, 2), mask.flatten(1)
@@ -375,6 +385,9 @@ class ShowAttendTell(nn.Module):
         Returns:
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if requested.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_source("seen", seen, EncodedImage, state)
         check_flag("need_weights", need_weights)
@@ -410,6 +423,9 @@ class ShowAttendTell(nn.Module):
 
         An image has N consecutive captions and is encoded once. Results have one row for each
         caption.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a pixel is not finite.
         """
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)

@@ -145,7 +145,12 @@ class NeuralTuringMachine(nn.Module):
             raise_value_error("num_slots", f"at least shift, {self.shift}", self.num_slots)
 
     def start(self, batch: int) -> NTMState:
-        """Return the state before the first step of ``batch`` sequences."""
+        """Return the state before the first step of ``batch`` sequences.
+
+        Raises:
+            ValueError: ``batch`` is not an integer of at least 1, or ``num_slots`` is smaller than
+                the shift.
+        """
         check_sizes(batch=batch)
         self._check_slots()
         return self._start(batch)
@@ -265,5 +270,6 @@ class NeuralTuringMachine(nn.Module):
             raise_value_error(name, f"of the module's dtype {self.slot.dtype}", x.dtype)
 
     def extra_repr(self) -> str:
+        """Return the sizes that ``repr`` shows."""
         names = "num_slots", "slot_size", "num_reads", "num_writes", "shift"
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)

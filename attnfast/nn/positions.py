@@ -24,7 +24,11 @@ class SinusoidalPositions(nn.Module):
     """
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """Return ``x [B, T, D]`` with the positions from ``first`` on added."""
+        """Return ``x [B, T, D]`` with the positions from ``first`` on added.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("x", x, "floating-point", ("B", "T", "D"))
         check_int("first", first, 0)
         T, D = x.shape[1:]
@@ -57,7 +61,12 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(longest, dim).normal_(std=0.02))
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """Return ``x [B, T, dim]`` with the positions from ``first`` on added."""
+        """Return ``x [B, T, dim]`` with the positions from ``first`` on added.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or there are more positions than
+                ``longest``.
+        """
         longest, dim = self.weight.shape
         check_array("x", x, "floating-point", ("B", "T", dim))
         check_like("x", x, self.weight)
@@ -97,7 +106,11 @@ class RelativePositions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * farthest + 1))
 
     def forward(self, Tq: int, Tk: int, first: int = 0) -> Tensor:
-        """Return the bias ``[1, H, Tq, Tk]`` for rows from ``first`` on and keys from 0."""
+        """Return the bias ``[1, H, Tq, Tk]`` for rows from ``first`` on and keys from 0.
+
+        Raises:
+            ValueError: a number is not an integer of at least 0.
+        """
         for name, x in (("Tq", Tq), ("Tk", Tk), ("first", first)):
             check_int(name, x, 0)
         rows, keys = (torch.arange(n, device=self.weight.device) for n in (Tq, Tk))

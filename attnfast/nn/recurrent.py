@@ -159,6 +159,7 @@ class AttentionRNN(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
+        """Return the sizes and options that ``repr`` shows."""
         return (
             f"{self.input_size}, {self.hidden_size}, {self.context_size}, "
             f"num_layers={self.num_layers}, recurrence={self.recurrence!r}, "

@@ -125,7 +125,11 @@ class HistoryAttention(_Attention):
         raise NotImplementedError
 
     def start(self, memory: Memory) -> CumulativeState:
-        """Return the history before the first row."""
+        """Return the history before the first row.
+
+        Raises:
+            TypeError: ``memory`` is not from :meth:`prepare`.
+        """
         check_memory(memory)
         zeros = memory.key.new_zeros(memory.key.shape[:-1])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
@@ -153,6 +157,9 @@ class HistoryAttention(_Attention):
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or None,
             and the history after the last of the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             step = state.dim() == 2
@@ -263,6 +270,10 @@ class CoverageAttention(HistoryAttention):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
+        """Project the keys of a source once, and predict their fertility if the module has one.
+
+        The arguments are those of :meth:`BahdanauAttention.prepare`.
+        """
         memory = super().prepare(states, lengths, mask, values)
         if self.fertility_proj is None or self.fertility is None:
             return memory
@@ -393,6 +404,7 @@ class ForwardAttention(LocationAwareAttention):
         return {**super()._terms(memory), "transition_prob": 0.5}
 
     def start(self, memory: Memory) -> CumulativeState:
+        """Return the history before the first row, with all weight on the first key."""
         history = super().start(memory)
         first = torch.zeros_like(history.previous)
         first[:, :1] = 1
@@ -407,6 +419,20 @@ class ForwardAttention(LocationAwareAttention):
         target_mask: Tensor | None = None,
         transition_prob: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, CumulativeState]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state, memory, history, need_weights, target_mask: as in
+                :meth:`HistoryAttention.forward`.
+            transition_prob: u, the probability of moving on by one key: a number from 0 to 1,
+                ``[B]`` for one step or ``[B, Tq]`` for many.
+
+        Returns:
+            Context, weights and history, as :meth:`HistoryAttention.forward` does.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         if transition_prob is None:  # None would mean attention without a transition
             raise_type_error("transition_prob", "a number or a tensor", "None")
         one = isinstance(state, Tensor) and state.dim() == 2

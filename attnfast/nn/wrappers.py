@@ -176,7 +176,11 @@ class HardAttention(nn.Module):
         return self.attention.prepare(states, lengths, mask, values)
 
     def start(self, memory: Memory) -> HardAttentionState:
-        """Return the history before the first row; in training, sample ``averaged``."""
+        """Return the history before the first row; in training, sample ``averaged``.
+
+        Raises:
+            TypeError: ``memory`` is not from :meth:`prepare`.
+        """
         if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
             raise_type_error("memory", "what prepare(...) returns", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
