@@ -5,6 +5,8 @@ Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_at
 :func:`attend`; which keys a row may see: :class:`Span`; given alignments:
 :func:`alignment_loss`; a wish for keys near a position: :func:`gaussian_bias`. Modules:
 :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
+
+An argument that does not fit raises ValueError or TypeError, and the message names it.
 """
 
 from attnfast import nn

@@ -63,7 +63,7 @@ def _attend(
         else:
             check_scale(call.scale, "a finite number or None")
         if call.bias is not None and not call.bias.is_floating_point():
-            attention.check(call)  # integers are not accepted, and their quotient is real
+            attention.check(call)  # integers are not accepted, and division would cast them
         scale, bias = apply_temperature(temperature, call.scale, call.bias)
         if scale is not call.scale:
             call = call._replace(scale=scale, bias=bias)
@@ -285,14 +285,19 @@ def coverage_call(
         A, heads = query.shape[-1], query.shape[1:-2]
         shapes = ([A], [*heads, A]) if heads else ([A],)
         check_array(
-            "coverage_weight", coverage_weight, "real numbers", *shapes, like=query, of="the query"
+            "coverage_weight",
+            coverage_weight,
+            "floating-point",
+            *shapes,
+            like=query,
+            of="the query",
         )
 
     def cast(name: str, x: Any) -> Any:
         """Return x in the accumulation dtype; parameters may have another dtype."""
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
-        check_array(name, x, "real numbers")
+        check_array(name, x, "floating-point")
         return x.to(dtype)
 
     filters, projection = cast("filters", call.filters), cast("projection", call.projection)
@@ -365,7 +370,7 @@ def _previous_of(previous: Any, log_previous: Any, transition: bool) -> Any:
         )
     if previous is None:
         return log_previous
-    check_array("previous", previous, "real numbers")
+    check_array("previous", previous, "floating-point")
     return logarithm(previous)
 
 

@@ -1,4 +1,7 @@
-"""Losses on attention weights, and on samples of hard attention."""
+"""Losses on attention weights, and on samples of hard attention.
+
+An argument that does not fit raises ValueError or TypeError, and the message names it.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def alignment_loss(
     ):
         raise_value_error(
             "alignment",
-            f"int64 {wanted} or real numbers {list(weights.shape)} to fit the weights",
+            f"int64 {wanted} or floating-point {list(weights.shape)} to fit the weights",
             f"{alignment.dtype} {list(alignment.shape)}",
         )
     if whole:
@@ -125,7 +128,7 @@ def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tenso
         >>> attnfast.losses.doubly_stochastic_loss(torch.eye(3).unsqueeze(0)).item()
         0.0
     """
-    check_array("weights", weights, "real numbers", ("B", "Tq", "Tk"))
+    check_array("weights", weights, "floating-point", ("B", "Tq", "Tk"))
     left = (1 - weights.to(accumulation_dtype(weights.dtype)).sum(1)).square()
     if mask is not None:
         check_array("mask", mask, "boolean", left.shape, like=weights, of="weights")
@@ -154,6 +157,15 @@ class Reinforce(nn.Module):
     Papers: Williams, "Simple statistical gradient-following algorithms for connectionist
     reinforcement learning", Machine Learning 8, 1992; Xu et al., "Show, Attend and Tell", ICML
     2015, arXiv:1502.03044, section 4.1.
+
+    Example:
+        >>> attention = attnfast.nn.HardAttention(attnfast.nn.BahdanauAttention(6, 8, 4))
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> context, _, history = attention(torch.randn(2, 3, 6), memory)
+        >>> log_likelihood = -context.square().sum((1, 2))  # of each target
+        >>> reinforce = attnfast.losses.Reinforce(entropy_weight=0.01)
+        >>> reinforce(log_likelihood, history.log_prob, history.entropy).shape
+        torch.Size([])
     """
 
     baseline: Tensor
@@ -178,7 +190,7 @@ class Reinforce(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("log_likelihood", log_likelihood, "real numbers", ("B",))
+        check_array("log_likelihood", log_likelihood, "floating-point", ("B",))
         check_device("log_likelihood", log_likelihood, self.baseline, "the module")
         if not len(log_likelihood):
             raise_value_error(
@@ -186,7 +198,7 @@ class Reinforce(nn.Module):
             )
         of = "log_likelihood"
         for name, x in (("log_prob", log_prob), ("entropy", entropy)):
-            check_array(name, x, "real numbers", log_likelihood.shape, like=log_likelihood, of=of)
+            check_array(name, x, "floating-point", log_likelihood.shape, like=log_likelihood, of=of)
         reward = log_likelihood.detach().double()
         before = torch.where(self.baseline.isnan(), reward.mean(), self.baseline)
         if self.training:
@@ -199,9 +211,9 @@ class Reinforce(nn.Module):
 
 
 def check_weights(weights: object, columns: str = "Tk") -> None:
-    """Raise unless ``weights`` are real numbers ``[B, (H,) Tq, Tk]``."""
+    """Raise unless ``weights`` is a floating-point tensor ``[B, (H,) Tq, Tk]``."""
     shapes = ("B", "Tq", columns), ("B", "H", "Tq", columns)
-    check_array("weights", weights, "real numbers", *shapes)
+    check_array("weights", weights, "floating-point", *shapes)
 
 
 def check_key_indices(key_indices: Tensor, weights: Tensor) -> Tensor:
@@ -289,7 +301,7 @@ def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
         >>> round(attnfast.losses.pointer_loss(log_probs, torch.tensor([[2, 0]])).item(), 4)
         0.6931
     """
-    check_array("log_probs", log_probs, "real numbers", ("B", "T", "1 + N"))
+    check_array("log_probs", log_probs, "floating-point", ("B", "T", "1 + N"))
     check_array("pointers", pointers, "int64", log_probs.shape[:-1], of="log_probs")
     items = log_probs.shape[-1] - 1
     check_range("pointers", pointers, 0, items, "0 for the end, or items of log_probs,")

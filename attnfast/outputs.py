@@ -24,6 +24,12 @@ class RowStatistics(NamedTuple):
     2²⁴ keys; ``mean`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position, in keys. All
     fields except ``position`` are differentiable. If a row sees no key, all fields are 0. If a
     row's weights are NaN, all fields are NaN except ``position``, which is 0.
+
+    Example:
+        >>> key = torch.eye(4).unsqueeze(0)
+        >>> result = attnfast.dot_attention(9 * key, key, key, need_statistics=True)
+        >>> result.statistics.position  # row i attends to key i
+        tensor([[0, 1, 2, 3]])
     """
 
     entropy: Tensor
@@ -53,6 +59,13 @@ class AttentionOutput(_Result):
             a row that sees no key.
         statistics: :class:`RowStatistics` of the weights in log_sum_exp's dtype; None unless
             requested.
+
+    Example:
+        >>> query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+        >>> result = attnfast.dot_attention(query, key, key, need_weights=True)
+        >>> context, weights = result
+        >>> context is result.context, result.log_sum_exp.shape
+        (True, torch.Size([2, 3]))
     """
 
     log_sum_exp: Tensor
@@ -60,14 +73,17 @@ class AttentionOutput(_Result):
 
     @property
     def context(self) -> Tensor:
+        """The context vectors, ``[B, (H,) Tq, Dv]``."""
         return self[0]
 
     @property
     def weights(self) -> Any:
+        """The attention weights, ``[B, (H,) Tq, Tk]``, a list for a list of spans, or None."""
         return self[1]
 
     @property
     def statistics(self) -> RowStatistics | None:
+        """The statistics of the weights, or None."""
         if self._statistics is None:
             return None
         entropy, largest, position, mean, variance = self._statistics.unbind(-1)
@@ -97,6 +113,13 @@ class CoverageOutput(_Result):
         loss: every sequence's coverage loss, Σ_tj min(α_tj, C_tj), ``[B, (H)]``.
         log_weights: with a transition log α ``[B, (H,) Tq, Tk]``, −inf for 0, float32 (float64 for
             float64): the last row is the ``log_previous`` of the next call. Otherwise None.
+
+    Example:
+        >>> query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+        >>> result = attnfast.coverage_attention(query, key, key, torch.randn(8), penalty=1.0)
+        >>> context, weights, coverage = result
+        >>> coverage.shape, result.loss.shape
+        (torch.Size([2, 5]), torch.Size([2]))
     """
 
     loss: Tensor
@@ -104,14 +127,17 @@ class CoverageOutput(_Result):
 
     @property
     def context(self) -> Tensor:
+        """The context vectors, ``[B, (H,) Tq, Dv]``."""
         return self[0]
 
     @property
     def weights(self) -> Tensor | None:
+        """The attention weights, ``[B, (H,) Tq, Tk]``, or None."""
         return self[1]
 
     @property
     def coverage(self) -> Tensor:
+        """The coverage after the last row, ``[B, (H,) Tk]``."""
         return self[2]
 
 
@@ -130,10 +156,12 @@ class RecurrentOutput(_Result):
 
     @property
     def output(self) -> Tensor:
+        """The states of the last layer, or the attentional vectors with input feeding."""
         return self[0]
 
     @property
     def state(self) -> Any:
+        """The state after the last step."""
         return self[1]
 
 

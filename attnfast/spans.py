@@ -92,7 +92,7 @@ class Span:
             )
         if not is_int(self.stride) or not 1 <= self.stride < 2**31:
             raise_value_error(
-                "stride", "a whole number of at least 1, below 2**31", describe(self.stride)
+                "stride", "an integer of at least 1, below 2**31", describe(self.stride)
             )
         check_flag("causal", self.causal)
         check_flag("fixed", self.fixed)
@@ -116,7 +116,11 @@ class Span:
         return 1 if self.fixed else self.stride
 
     def columns(self, Tk: int) -> int:
-        """Return W, the number of columns of the weights."""
+        """Return W, the number of columns of the weights.
+
+        Raises:
+            ValueError: ``Tk`` is not an integer of at least 0.
+        """
         check_int("Tk", Tk, 0)
         left, right = self.sides
         if left is None or right is None:
@@ -175,6 +179,9 @@ class Span:
 
         Returns:
             ``[Tq, W]``, preceded by the batch and head axes of position and lengths.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_int("Tq", Tq, 0)
         check_int("Tk", Tk, 0)
@@ -288,7 +295,7 @@ def _check_rows(
         )
     except RuntimeError:
         shape, fits = rows, False
-    kind = "whole or real numbers" if whole else "real numbers"
+    kind = "int64, int32 or floating-point" if whole else "floating-point"
     if not fits or not KINDS[kind](x.dtype):
         others = "Tq and lengths" if whole else "Tq and position"
         raise_value_error(name, f"{kind} {shape_of('..', rows[-1])} to fit {others}", describe(x))
@@ -347,7 +354,7 @@ def gaussian_bias(
     check_position(position, [])
     _check_place(Tq, Tk, position, lengths, device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise_value_error("dtype", "a torch.dtype of real numbers", describe(dtype))
+        raise_value_error("dtype", "a floating-point torch.dtype", describe(dtype))
     p = positions(position, Tq, Tk, lengths, device)
     rows: Sequence[int] = p.shape
     for name, x in (("sigma", sigma), ("height", height)):

@@ -1,7 +1,8 @@
 """Speech: reading recordings, log-mel features, normalisation, masking, and word errors.
 
 Plain PyTorch and the standard library. Samples are numbers from −1 to 1, times are in seconds,
-frequencies in hertz.
+frequencies in hertz. An argument that does not fit raises ValueError or TypeError, and the message
+names it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,15 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
 
     Raises:
         InputError: it is not such a file, has another rate, or is empty.
+
+    Example:
+        >>> import io, wave
+        >>> content = io.BytesIO()
+        >>> with wave.open(content, "wb") as file:
+        ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
+        ...     file.writeframes(bytes(1600))  # 800 samples of silence
+        >>> attnfast.speech.read_wav(content.getvalue(), rate=8000).shape
+        torch.Size([800])
     """
     try:
         with wave.open(io.BytesIO(content)) as file:
@@ -119,6 +129,16 @@ def read_recordings(folder: str | Path, rate: int) -> dict[str, Tensor]:
     Raises:
         InputError: as :func:`read_wav`; or the folder or an archive cannot be read, it has no
             recordings, or two of one name.
+
+    Example:
+        >>> import tempfile, wave
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with wave.open(f"{folder}/seven.wav", "wb") as file:
+        ...         file.setparams((1, 2, 8000, 0, "NONE", ""))
+        ...         file.writeframes(bytes(1600))
+        ...     recordings = attnfast.speech.read_recordings(folder, rate=8000)
+        >>> recordings["seven"].shape
+        torch.Size([800])
     """
     folder, found, places = Path(folder), dict[str, Tensor](), dict[str, str]()
     try:
@@ -143,6 +163,10 @@ def mel_filters(mels: int, fft: int, rate: int) -> Tensor:
 
     .. math:: H_{mk} = \max\left(0, \min\left(\frac{f_k - f_{m-1}}{f_m - f_{m-1}},
               \frac{f_{m+1} - f_k}{f_{m+1} - f_m}\right)\right), \quad f_k = k \cdot rate / fft
+
+    Raises:
+        ValueError: a size is not an integer of at least 1, or a triangle contains no frequency
+            because there are too many.
 
     Example:
         >>> attnfast.speech.mel_filters(mels=8, fft=512, rate=16000).shape
@@ -266,6 +290,13 @@ class FeatureNormalizer(nn.Module):
     Args:
         features: M.
         speakers: S; 1 for statistics of all recordings.
+
+    Example:
+        >>> normalizer = attnfast.speech.FeatureNormalizer(features=40)
+        >>> features, lengths = 3 + torch.randn(2, 50, 40), torch.tensor([50, 30])
+        >>> normalizer.fit([x[:n] for x, n in zip(features, lengths)])
+        >>> normalizer(features, lengths)[0].mean().abs().item() < 0.1
+        True
     """
 
     mean: Tensor
@@ -283,6 +314,10 @@ class FeatureNormalizer(nn.Module):
 
         Args:
             speakers: the speaker's index of each recording, below S; None means 0.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, an element is not finite, or a speaker
+                has no recording.
         """
         S, M = self.mean.shape
         sums = self.mean.new_zeros(3, S, M, dtype=torch.float64)  # of 1, x and x²
@@ -293,7 +328,7 @@ class FeatureNormalizer(nn.Module):
                 "speakers", f"{len(recordings)}, one of each of the recordings", len(numbers)
             )
         for x, speaker in zip(recordings, numbers):
-            check_array("recordings", x, "real numbers", ("T", M))
+            check_array("recordings", x, "floating-point", ("T", M))
             if not x.isfinite().all():
                 raise_value_error("recordings", "finite numbers", "NaN or infinity")
             check_int("speakers", speaker, 0)
@@ -311,8 +346,12 @@ class FeatureNormalizer(nn.Module):
         self.deviation.copy_((second / count - mean.square()).clamp_min(SMALLEST).sqrt())
 
     def forward(self, features: Tensor, lengths: Tensor, speaker: Tensor | None = None) -> Tensor:
-        """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0."""
-        check_array("features", features, "real numbers", ("B", "T", self.mean.shape[-1]))
+        """Return ``features [B, T, M]`` normalised, 0 in padding; ``speaker [B]``, None for 0.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("features", features, "floating-point", ("B", "T", self.mean.shape[-1]))
         check_device("features", features, self.mean, "the module")
         check_lengths(lengths, features, 0, whose="features")
         number = torch.zeros_like(lengths) if speaker is None else speaker
@@ -362,8 +401,12 @@ class SpecAugment(nn.Module):
         self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked."""
-        check_array("features", features, "real numbers", ("B", "T", "M"))
+        """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("features", features, "floating-point", ("B", "T", "M"))
         check_lengths(lengths, features, 0, whose="features")
         if not self.training:
             return features
@@ -386,7 +429,14 @@ class SpecAugment(nn.Module):
 
 
 class WordErrors(NamedTuple):
-    """Substituted, deleted and inserted words against a reference of ``words`` words."""
+    """Substituted, deleted and inserted words against a reference of ``words`` words.
+
+    Example:
+        >>> from attnfast.speech import word_errors
+        >>> errors = word_errors(["the", "cat"], ["a", "cat"]) + word_errors(["no"], ["oh", "no"])
+        >>> errors.words, round(errors.rate, 2)  # of both sentences
+        (3, 0.67)
+    """
 
     substitutions: int = 0
     deletions: int = 0
@@ -409,6 +459,9 @@ def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErro
     """Count the fewest substitutions, deletions and insertions that turn one text into the other.
 
     Among several ways with equally few errors it takes one with the most substitutions.
+
+    Raises:
+        TypeError: a text is not a sequence of strings.
 
     Paper: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals",
     Soviet Physics Doklady 10(8), 1966.

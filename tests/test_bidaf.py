@@ -164,7 +164,7 @@ def test_the_best_span(longest):
         best_spans(start, end[:, 1:])
     for dtype in (torch.int64, torch.bool):
         with pytest.raises(
-            ValueError, match=r"^end must be real numbers \[B, T\], got a Tensor of"
+            ValueError, match=r"^end must be floating-point \[B, T\], got a Tensor of"
         ):
             best_spans(start, end.to(dtype))
     start[0, 2] = torch.nan

@@ -754,7 +754,7 @@ X = torch.ones(2, 3, 4)
         ({"penalty": torch.ones(3)}, r"penalty must be \[1\].*got \[3\]"),
         (
             {"coverage_weight": torch.ones(5)},
-            r"coverage_weight must be real numbers \[4\] to fit the query",
+            r"coverage_weight must be floating-point \[4\] to fit the query",
         ),
         (
             {"score_vector": None, "coverage_weight": torch.ones(4)},

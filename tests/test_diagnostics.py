@@ -345,7 +345,7 @@ W = torch.full((2, 3, 4), 0.25)
     ("call", "words"),
     [
         (lambda: diag.row_statistics(W.tolist()), "weights must be a torch.Tensor"),
-        (lambda: diag.row_statistics(W.long()), "weights must be real numbers"),
+        (lambda: diag.row_statistics(W.long()), "weights must be floating-point"),
         (lambda: diag.row_statistics(W[0]), r"weights .*got a Tensor of torch.float32 \[3, 4\]"),
         (lambda: diag.row_statistics(W, torch.tensor([5, 1])), "lengths .*between 0 and 4 .*got 5"),
         (lambda: diag.row_statistics(W, torch.tensor([1])), r"lengths .*of shape \[2\]"),

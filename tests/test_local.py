@@ -219,7 +219,7 @@ def test_progress_is_reordered():
     [
         (lambda: LocalAttention(D, D, window=-1), "window must be a number.*got -1"),
         (lambda: LocalAttention(D, D, slope=-1), "slope must be a number of at least 0.*got -1"),
-        (lambda: StridedAttention(D, D, stride=0), "stride must be a whole number.*got 0"),
+        (lambda: StridedAttention(D, D, stride=0), "stride must be an integer.*got 0"),
         (lambda: LocalAttention(D, D, sigma=0.0), "sigma must be a positive number or None, got 0"),
         (
             lambda: LocalAttention(D, D, sigma=True),

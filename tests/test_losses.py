@@ -90,8 +90,8 @@ def test_half_types_are_taken_wider():
     ("change", "message"),
     [
         ({"kind": "mse"}, "kind must be 'cross_entropy' or 'squared', got 'mse'"),
-        ({"weights": torch.zeros(2, 3)}, r"weights must be real numbers \[B, Tq, W\]"),
-        ({"alignment": torch.zeros(2, 3)}, r"alignment must be int64 \[2, 6\] or real numbers"),
+        ({"weights": torch.zeros(2, 3)}, r"weights must be floating-point \[B, Tq, W\]"),
+        ({"alignment": torch.zeros(2, 3)}, r"alignment must be int64 \[2, 6\] or floating-point"),
         ({"alignment": [1]}, "alignment must be a torch.Tensor, got list"),
         ({"key_indices": torch.zeros(2, 6, 4)}, r"key_indices must be int64 \[2, 6, 5\]"),
         ({"key_indices": [1]}, "key_indices must be a torch.Tensor, got list"),
@@ -101,7 +101,7 @@ def test_half_types_are_taken_wider():
         ),
         (
             {"alignment": torch.zeros(2, 6) > 0},
-            r"alignment must be int64 .* or real numbers .*, got torch.bool",
+            r"alignment must be int64 .* or floating-point .*, got torch.bool",
         ),
     ],
 )

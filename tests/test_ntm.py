@@ -289,9 +289,9 @@ def test_picture():
     x, output, weights = torch.rand(6, 3), torch.rand(6, 2), torch.rand(6, 2, 5)
     drawn = plots.draw_addressing(x, output, weights[:, :1], weights)
     assert drawn.startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"read must be real numbers \[6, heads, N\] to fit x"):
+    with pytest.raises(ValueError, match=r"read must be floating-point \[6, heads, N\] to fit x"):
         plots.draw_addressing(x, output, weights[:, 0], weights)
-    with pytest.raises(ValueError, match=r"output must be real numbers \[6, feat"):
+    with pytest.raises(ValueError, match=r"output must be floating-point \[6, feat"):
         plots.draw_addressing(x, output[1:], weights, weights)
 
 

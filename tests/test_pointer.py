@@ -190,7 +190,7 @@ def test_what_the_loss_counts():
     for bad, said in (
         (
             (log_probs[0], POINTERS),
-            r"log_probs must be real numbers \[B, T, 1 \+ N\], got a Tensor of",
+            r"log_probs must be floating-point \[B, T, 1 \+ N\], got a Tensor of",
         ),
         (
             (log_probs, POINTERS[:, 1:]),
@@ -224,7 +224,7 @@ def test_what_the_loss_counts():
         (lambda m, x: m(x, LENGTHS, -POINTERS), "pointers must be from 0, .* items, got -3"),
         (lambda m, x: m.decode(x, LENGTHS, "no"), "distinct must be True or False, got 'no'"),
         (lambda m, x: PointerNetwork(0, 3, 3), "item_dim must be at least 1, got 0"),
-        (lambda m, x: PointerNetwork(3, 3, 2.5), "attn_dim must be a whole number of at least 1"),
+        (lambda m, x: PointerNetwork(3, 3, 2.5), "attn_dim must be an integer of at least 1"),
     ],
 )
 def test_refusals(items, call, said):
@@ -238,9 +238,9 @@ def test_picture():
     points, weights = torch.rand(5, 2), torch.rand(3, 6)
     assert plots.draw_pointing(points, [0, 1, 2], [0, 1], weights).startswith(b"\x89PNG")
     assert plots.draw_pointing(points, [0, 1, 2], [], weights).startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"points must be real numbers \[N, 2\]"):
+    with pytest.raises(ValueError, match=r"points must be floating-point \[N, 2\]"):
         plots.draw_pointing(points[0], [0], [0], weights)
-    with pytest.raises(ValueError, match=r"weights must be real numbers \[T, 6\] to fit points"):
+    with pytest.raises(ValueError, match=r"weights must be floating-point \[T, 6\] to fit points"):
         plots.draw_pointing(points, [0], [0], weights[:, 1:])
 
 

@@ -43,7 +43,7 @@ def test_learned_positions():
     torch.testing.assert_close(positions(x, first=2) - x, positions.weight[2:9].expand(B, T, D))
     with pytest.raises(ValueError, match="x must be of 9 positions at most, got 10"):
         positions(x, first=3)
-    with pytest.raises(ValueError, match=r"x must be real numbers \[B, T, 8\], got a Tensor"):
+    with pytest.raises(ValueError, match=r"x must be floating-point \[B, T, 8\], got a Tensor"):
         positions(x[..., :5])
     with pytest.raises(ValueError, match="first must be at least 0, got -1"):
         SinusoidalPositions()(x, -1)
@@ -197,7 +197,7 @@ def test_a_layer_is_pytorchs():
     with pytest.raises(TypeError, match="attention must be a SparseSelfAttention, got BahdanauAtt"):
         TransformerEncoderLayer(BahdanauAttention(D, D, D), 12)
     with pytest.raises(
-        ValueError, match=r"states must be real numbers \[B, T, 8\], got .* \[2, 7, 5\]"
+        ValueError, match=r"states must be floating-point \[B, T, 8\], got .* \[2, 7, 5\]"
     ):
         layer(x[..., :5])
     with pytest.raises(

@@ -364,8 +364,11 @@ def test_doubly_stochastic():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda m, x: m(x[:, :1], SIZES, words()), "images must be real numbers [B, 2, H, W], got"),
-        (lambda m, x: m(x[0], SIZES, words()), "images must be real numbers [B, 2, H, W], got"),
+        (
+            lambda m, x: m(x[:, :1], SIZES, words()),
+            "images must be floating-point [B, 2, H, W], got",
+        ),
+        (lambda m, x: m(x[0], SIZES, words()), "images must be floating-point [B, 2, H, W], got"),
         (lambda m, x: m(x.float(), SIZES, words()), "images must be of the module's dtype"),
         (lambda m, x: m(x * torch.nan, SIZES, words()), "images must be finite numbers, got NaN"),
         (lambda m, x: m(x, SIZES[:2], words()), "sizes must be int64 or int32 of shape [3, 2]"),
@@ -381,9 +384,9 @@ def test_doubly_stochastic():
         (lambda m, x: m.train()(x[:1, :, :2, :2], SIZES[:1] * 0 + 2, words()[:1]),
          "sizes must be of two cells of 2 × 2 pixels at least in training, got 1"),
         (lambda m, x: ShowAttendTell(m.encoder, MeanContext(), 4, H, E), "vocab_size must be at "),
-        (lambda m, x: GridEncoder(1, 4, (1,)), "features must be whole numbers, one a layer, got"),
-        (lambda m, x: GridEncoder(1, (4,), 2), "strides must be whole numbers, one a layer, got"),
-        (lambda m, x: GridEncoder(1, (4,), None), "strides must be whole numbers, one a layer, "),
+        (lambda m, x: GridEncoder(1, 4, (1,)), "features must be integers, one per layer, got"),
+        (lambda m, x: GridEncoder(1, (4,), 2), "strides must be integers, one per layer, got"),
+        (lambda m, x: GridEncoder(1, (4,), None), "strides must be integers, one per layer, "),
         (lambda m, x: m.decode(words(), None, x), "seen must be what encode(...) returns, got"),
         (lambda m, x: GridEncoder(1, (4,), (1, 2)), "strides must be 1, one a layer"),
         (lambda m, x: GridEncoder(1, (4,), (1,), torch.inf), "place_scale must be a finite number"),
@@ -396,8 +399,8 @@ def test_doubly_stochastic():
         (lambda m, x: HardAttention(MeanContext()), "must be one with weights to draw by, got Mea"),
         (lambda m, x: Reinforce(-1.0), "weight must be a number, at least 0, got"),
         (lambda m, x: Reinforce(decay=1.0), "decay must be at least 0 and below 1, got"),
-        (lambda m, x: Reinforce()(x[:, 0, 0, 0], x, x), "log_prob must be real numbers [3] to"),
-        (lambda m, x: doubly_stochastic_loss(x), "weights must be real numbers [B, Tq, Tk], got"),
+        (lambda m, x: Reinforce()(x[:, 0, 0, 0], x, x), "log_prob must be floating-point [3] to"),
+        (lambda m, x: doubly_stochastic_loss(x), "weights must be floating-point [B, Tq, Tk], got"),
         (lambda m, x: doubly_stochastic_loss(x[0], SIZES), "mask must be boolean of shape [2, 12]"),
     ],
 )  # fmt: skip
@@ -626,7 +629,7 @@ def test_a_picture_of_what_is_looked_at(captioning):
     pixels = importlib.import_module("matplotlib.image").imread(io.BytesIO(drawn))
     assert len({tuple(x) for x in pixels.reshape(-1, pixels.shape[-1])}) > 100
     with pytest.raises(
-        ValueError, match=r"maps must be real numbers \[T, 12, 16\] to fit image, got"
+        ValueError, match=r"maps must be floating-point \[T, 12, 16\] to fit image, got"
     ):
         captioning.draw_looking(image, maps[..., :5], list("abcdefghi"))
     with pytest.raises(ValueError, match="words must be 9 words, as maps have, got 1"):

@@ -579,7 +579,7 @@ def test_frames_that_exist_are_finite(frames):
 @pytest.mark.parametrize(
     ("x", "lengths", "said"),
     [
-        (torch.zeros(1, 8, 4), [8], r"frames must be real numbers \[B, T, 5\]"),
+        (torch.zeros(1, 8, 4), [8], r"frames must be floating-point \[B, T, 5\]"),
         (
             torch.zeros(2, 8, FEATURES),
             [8, 3],

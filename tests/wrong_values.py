@@ -165,7 +165,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (".*_attention, span|attend|Span.key_indices|gaussian.*", "position", "2.*40|negative"),
     ),
     "-1 is the last key": (("extract_alignment.*", "null", "negative"),),
-    "positions are whole numbers or not, and so are widths": (
+    "positions are integers or floating-point, and so are widths": (
         ("dot_attention, span", "position|sigma", "int64"),
         ("gaussian_bias, tensors", "position", "int64"),
     ),
@@ -180,7 +180,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (f"{DIAGNOSTICS}, keys|alignment_loss, keys", "key_indices", "an axis in front"),
         ("position_encoding", "words", "an axis .*"),
     ),
-    "real numbers of any dtype, which are taken to that of sums": (
+    "floating-point of any dtype, which is converted to the accumulation dtype": (
         (".*Attention.forward|CTCPrefixScorer.score", "history|state|heard", "of another dtype"),
         (
             "coverage_attention.*|attend_with_history.*|ForwardAttention.forward",

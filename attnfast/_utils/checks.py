@@ -24,8 +24,8 @@ _short.maxstring = _short.maxother = 60
 MOST = 2**31 - 1
 #: Kinds of elements, by their names in error messages.
 KINDS: dict[str, Callable[[torch.dtype], bool]] = {
-    "real numbers": lambda dtype: dtype.is_floating_point,
-    "whole or real numbers": lambda dtype: (
+    "floating-point": lambda dtype: dtype.is_floating_point,
+    "int64, int32 or floating-point": lambda dtype: (
         dtype.is_floating_point or dtype in (torch.int64, torch.int32)
     ),
     "int64": lambda dtype: dtype == torch.int64,
@@ -98,7 +98,7 @@ def is_int(x: object) -> bool:
 def check_int(argument: str, got: object, least: int = 1) -> None:
     """Raise unless ``got`` is an integer of at least ``least`` and below 2³¹."""
     if not is_int(got):
-        raise_value_error(argument, f"a whole number of at least {least}", describe(got))
+        raise_value_error(argument, f"an integer of at least {least}", describe(got))
     if got < least:  # type: ignore[operator]
         raise_value_error(argument, f"at least {least}", got)
     if got >= 2**31:  # type: ignore[operator]
@@ -137,7 +137,7 @@ def check_array(
     if not fits or not KINDS[kind](x.dtype):
         expected = kind
         if shapes:
-            expected += " " if kind.endswith("real numbers") else " of shape "
+            expected += " " if kind.endswith("floating-point") else " of shape "
             expected += " or ".join([shape_of(*sizes) for sizes in shapes])
         raise_value_error(name, f"{expected} to fit {of}" if of else expected, describe(x))
     check_device(name, x, like, of)

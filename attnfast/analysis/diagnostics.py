@@ -229,7 +229,14 @@ def kl_from_uniform(
 
 
 class KeyCoverage(NamedTuple):
-    """``total [B, (H,) Tk]``, Σ_i α; ``uniformity [B, (H)]``, from 0 to 1."""
+    """``total [B, (H,) Tk]``, Σ_i α; ``uniformity [B, (H)]``, from 0 to 1.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import key_coverage
+        >>> weights = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])  # both rows attend to the first key
+        >>> key_coverage(weights).total
+        tensor([[2., 0.]])
+    """
 
     total: Tensor
     uniformity: Tensor
@@ -266,7 +273,15 @@ def key_coverage(
 
 
 class Diagonality(NamedTuple):
-    """Diagonality of each sentence, ``[B, (H)]``."""
+    """Diagonality of each sentence, ``[B, (H)]``.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import diagonality
+        >>> weights = torch.eye(4).roll(1, -1).unsqueeze(0)  # one key after the diagonal
+        >>> found = diagonality(weights, radius=1)
+        >>> found.share, found.distance
+        (tensor([0.7500]), tensor([1.5000]))
+    """
 
     share: Tensor
     offset: Tensor
@@ -328,7 +343,14 @@ def monotonicity(
 
 
 class OverUnderTranslation(NamedTuple):
-    """Over- and under-translation of each sentence, ``[B, (H)]``, as shares of its keys."""
+    """Over- and under-translation of each sentence, ``[B, (H)]``, as shares of its keys.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import over_under_translation
+        >>> over, under = over_under_translation(torch.eye(3).unsqueeze(0))
+        >>> over, under
+        (tensor([0.]), tensor([0.]))
+    """
 
     over: Tensor
     under: Tensor
@@ -353,6 +375,12 @@ def over_under_translation(
             a difference in length alone does not count.
 
     Paper: Tu et al., ACL 2016, arXiv:1601.04811, who count these errors by hand.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import over_under_translation
+        >>> weights = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])  # no row attends to the second key
+        >>> over_under_translation(weights)
+        OverUnderTranslation(over=tensor([0.5000]), under=tensor([0.5000]))
     """
     of = _Given(weights, lengths, target_lengths, key_indices)
     total = of.coverage()
@@ -360,7 +388,7 @@ def over_under_translation(
     asked = m / n.clamp_min(1)
     if fertility is not None:
         shape = (total.shape[0], of.Tk)
-        check_array("fertility", fertility, "real numbers", shape, like=total, of="weights")
+        check_array("fertility", fertility, "floating-point", shape, like=total, of="weights")
         if fertility.device.type == "cpu" and not (fertility > 0).all():
             raise_value_error("fertility", "above 0", float(fertility.min()))
         asked = (fertility.unsqueeze(1) if of.heads else fertility).to(total.dtype)
@@ -452,7 +480,13 @@ def _link_sets(name: str, x: Any) -> list[LinkSet]:
 
 
 class AlignmentScore(NamedTuple):
-    """Precision, recall and error rate, from 0 to 1; a lower ``error_rate`` is better."""
+    """Precision, recall and error rate, from 0 to 1; a lower ``error_rate`` is better.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import alignment_score
+        >>> alignment_score(found=[{(0, 0), (1, 0)}], sure=[{(0, 0)}], possible=[{(1, 0)}])
+        AlignmentScore(precision=1.0, recall=1.0, f1=1.0, error_rate=0.0)
+    """
 
     precision: float
     recall: float
@@ -503,7 +537,14 @@ def alignment_score(
 
 
 class HeadRoles(NamedTuple):
-    """``distance [H, H]``; the others ``[H]``. All but the offset are from 0 to 1."""
+    """``distance [H, H]``; the others ``[H]``. All but the offset are from 0 to 1.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import head_roles
+        >>> roles = head_roles(torch.eye(4).expand(1, 2, 4, 4))  # two equal heads
+        >>> roles.positional, roles.offset
+        (tensor([1., 1.]), tensor([0, 0]))
+    """
 
     distance: Tensor
     positional: Tensor
@@ -534,6 +575,13 @@ def head_roles(
 
     Papers: Voita et al., "Analyzing Multi-Head Self-Attention", ACL 2019, arXiv:1905.09418; Clark
     et al., "What Does BERT Look At?", BlackboxNLP 2019, arXiv:1906.04341.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import head_roles
+        >>> heads = torch.stack([torch.eye(4), torch.full((4, 4), 0.25)]).unsqueeze(0)
+        >>> roles = head_roles(heads, radius=1)
+        >>> roles.local, roles.broad  # the first is sharp, the second uniform
+        (tensor([1.0000, 0.5000]), tensor([0., 1.]))
     """
     check_int("radius", radius, 0)
     of = _Given(weights, lengths, target_lengths, key_indices)
@@ -585,6 +633,12 @@ class Thresholds:
             first third, over n.
         skipped: a key's coverage, over m / n; below it the key is skipped.
         sentence: the share of diffuse rows, or of skipped keys, from which a sentence is flagged.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import Thresholds, failures
+        >>> weights = torch.eye(4)[[0, 0, 0, 3]].unsqueeze(0)  # three rows attend to the first key
+        >>> [failures(weights, thresholds=Thresholds(stuck=n)).stuck.any().item() for n in (3, 4)]
+        [True, False]
     """
 
     diffuse: float = 0.9
@@ -606,6 +660,14 @@ class Failures(NamedTuple):
     """Flags of failed rows ``[B, (H,) Tq]``, keys ``[B, (H,) Tk]`` and sentences ``[B, (H)]``.
 
     ``sentences`` has ``diffuse``, ``concentrated``, ``stuck``, ``drifting`` and ``skipped``.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import failures
+        >>> found = failures(torch.full((1, 4, 4), 0.25))
+        >>> found.diffuse
+        tensor([[True, True, True, True]])
+        >>> [name for name, flags in found.sentences.items() if flags.any()]
+        ['diffuse']
     """
 
     diffuse: Tensor
@@ -638,6 +700,15 @@ def failures(
 
     A flag is no proof: word order that differs between languages leaves the diagonal, and a word
     with several translations is attended to several times.
+
+    Example:
+        >>> from attnfast.analysis.diagnostics import failures
+        >>> weights = torch.eye(5)[[0, 1, 1, 1, 1]].unsqueeze(0)  # four rows attend to one key
+        >>> found = failures(weights)
+        >>> found.stuck
+        tensor([[False,  True,  True,  True,  True]])
+        >>> found.skipped
+        tensor([[False, False,  True,  True,  True]])
     """
     limit = Thresholds() if thresholds is None else thresholds
     if not isinstance(limit, Thresholds):

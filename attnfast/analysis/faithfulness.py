@@ -66,7 +66,16 @@ __all__ = [
 
 
 class Decision(Protocol):
-    """An encoded input, which can be called several times for a decision."""
+    """An encoded input, which can be called several times for a decision.
+
+    Example:
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> decide = model.read(embedded, lengths)
+        >>> logits, weights = decide()  # with the model's own weights
+        >>> logits, _ = decide(weights.flip(0))  # with other weights
+    """
 
     def __call__(self, weights: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
         """Return logits ``[B, C]`` and the weights ``[B, n]``: the given ones, or its own."""
@@ -74,7 +83,18 @@ class Decision(Protocol):
 
 
 class AttentionModel(Protocol):
-    """A model: everything up to its attention."""
+    """A model: everything up to its attention.
+
+    Example:
+        >>> def reader(embedded, lengths):  # a model without parameters
+        ...     def decide(weights=None):
+        ...         weights = embedded.sum(-1).softmax(-1) if weights is None else weights
+        ...         return (weights.unsqueeze(1) @ embedded).squeeze(1), weights
+        ...     return decide
+        >>> decide = reader(torch.randn(2, 5, 4), torch.tensor([5, 5]))
+        >>> decide()[0].shape
+        torch.Size([2, 4])
+    """
 
     def __call__(self, embedded: Tensor, lengths: Tensor, /) -> Decision:
         """Read ``embedded [B, n, E]``, of which ``lengths [B]`` exist."""
@@ -108,6 +128,15 @@ def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
         model: in evaluation mode; its attention has weights ``[B, Tk]`` and no history, and it
             copies no words.
         words: ids ``[B, T]`` of the previous words, from the start on.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import leave_one_out, next_word
+        >>> from attnfast.models import BOS, Config, build
+        >>> model = build(Config(vocab_size=50, embed_dim=8, hidden_dim=8)).eval()
+        >>> source, lengths = torch.randint(4, 50, (2, 5)), torch.tensor([5, 3])
+        >>> reader = next_word(model, torch.full((2, 1), BOS))  # the first word
+        >>> leave_one_out(reader, model.embed(source), lengths).shape
+        torch.Size([2, 5])
     """
     if not isinstance(model, Seq2Seq):
         raise_type_error("model", "an attnfast.models.Seq2Seq", describe(model))
@@ -162,7 +191,7 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
         pass  # a callable written in C need not have a signature
     if not fits:
         raise_type_error("reader", "a call with embedded inputs and lengths", describe(reader))
-    check_array("embedded", embedded, "real numbers", ("B", "n", "E"))
+    check_array("embedded", embedded, "floating-point", ("B", "n", "E"))
     assert isinstance(embedded, Tensor)
     if not embedded.shape[1]:
         raise_value_error("embedded", "of one word at least", describe(embedded))
@@ -171,10 +200,10 @@ def _check(reader: object, embedded: object, lengths: object) -> None:
 
 def _check_pair(p: Tensor, q: Tensor) -> None:
     """Raise unless p and q are tensors ``[.., C]`` of one shape."""
-    check_array("p", p, "real numbers")
+    check_array("p", p, "floating-point")
     if not p.dim():
-        raise_value_error("p", "real numbers [.., C]", describe(p))
-    check_array("q", q, "real numbers", p.shape, like=p, of="p")
+        raise_value_error("p", "floating-point [.., C]", describe(p))
+    check_array("q", q, "floating-point", p.shape, like=p, of="p")
 
 
 def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
@@ -212,7 +241,13 @@ def _exist(embedded: Tensor, lengths: Tensor) -> Tensor:
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
-    r"""Return :math:`\frac12 \sum_c |p_c - q_c|` of distributions ``[.., C]``, from 0 to 1."""
+    r"""Return :math:`\frac12 \sum_c |p_c - q_c|` of distributions ``[.., C]``, from 0 to 1.
+
+    Example:
+        >>> p, q = torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])
+        >>> attnfast.analysis.faithfulness.total_variation(p, q)
+        tensor(0.5000)
+    """
     _check_pair(p, q)
     return (p - q).abs().sum(-1) / 2
 
@@ -222,6 +257,11 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
 
     .. math:: \frac12 \sum_j p_j \ln \frac{p_j}{m_j} + \frac12 \sum_j q_j \ln \frac{q_j}{m_j},
               \quad m = (p + q) / 2
+
+    Example:
+        >>> p, q = torch.eye(2)  # disjoint distributions
+        >>> attnfast.analysis.faithfulness.jensen_shannon(p, q)
+        tensor(0.6931)
     """
     _check_pair(p, q)
     ways = (p, 0.5), (q, 0.5), ((p + q) / 2, -1.0)
@@ -244,9 +284,14 @@ def kendall_tau(a: Tensor, b: Tensor, lengths: Tensor | None = None) -> Tensor:
         ``[B]``, from −1 to 1; NaN if a row of either has fewer than two different numbers.
 
     Paper: Kendall, "The Treatment of Ties in Ranking Problems", Biometrika 33(3), 1945.
+
+    Example:
+        >>> a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 2.0, 1.0]])
+        >>> attnfast.analysis.faithfulness.kendall_tau(a, b)
+        tensor([-1.])
     """
-    check_array("a", a, "real numbers", ("B", "n"))
-    check_array("b", b, "real numbers", a.shape, like=a, of="a")
+    check_array("a", a, "floating-point", ("B", "n"))
+    check_array("b", b, "floating-point", a.shape, like=a, of="a")
     exists = torch.ones_like(a, dtype=torch.bool)
     if lengths is not None:
         check_lengths(lengths, a, whose="a")
@@ -274,6 +319,14 @@ def gradient_times_input(
     Args:
         fixed: hold the attention weights constant, as Jain and Wallace do; else the gradient
             goes through them too.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import gradient_times_input
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> gradient_times_input(model.read, embedded, lengths).shape
+        torch.Size([2, 5])
     """
     _check(reader, embedded, lengths)
     check_flag("fixed", fixed)
@@ -299,6 +352,14 @@ def leave_one_out(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> 
     .. math:: \ell_j = \frac12 \sum_c |y_c(x) - y_c(x_{-j})|
 
     The inputs after j move up. The result is 0 for a sentence of one input, which would be empty.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import leave_one_out
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> leave_one_out(model.read, embedded, lengths).shape
+        torch.Size([2, 5])
     """
     _check(reader, embedded, lengths)
     whole, _ = _output(reader(embedded, lengths), embedded)
@@ -318,6 +379,14 @@ def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -
 
     Each weight is varied independently, without normalising the others. Multiplied by the weights,
     it is the second gradient ranking of Serrano and Smith.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import weight_gradient
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> weight_gradient(model.read, embedded, lengths).shape
+        torch.Size([2, 5])
     """
     _check(reader, embedded, lengths)
     with torch.no_grad():
@@ -333,7 +402,17 @@ def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -
 
 
 class PermutationOutput(NamedTuple):
-    """Result of :func:`permutation_test`: medians over permutations, largest weight, ``[B]``."""
+    """Result of :func:`permutation_test`: medians over permutations, largest weight, ``[B]``.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import permutation_test
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> result = permutation_test(model.read, embedded, lengths, count=10)
+        >>> result.largest.shape
+        torch.Size([2])
+    """
 
     distance: Tensor
     divergence: Tensor
@@ -352,6 +431,15 @@ def permutation_test(
     Returns:
         ``distance``: the median :func:`total_variation` of the output; ``divergence``: the median
         :func:`jensen_shannon` of the weights; ``largest``: the largest weight.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import permutation_test
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> result = permutation_test(model.read, embedded, lengths, count=10)
+        >>> (result.distance < 0.1).tolist()  # no output depends on its weights
+        [True, True]
     """
     _check(reader, embedded, lengths)
     check_int("count", count)
@@ -376,7 +464,17 @@ def _generator(seed: object) -> torch.Generator:
 
 
 class Adversarial(NamedTuple):
-    """Result of :func:`adversarial`: values for each sentence ``[B]`` and weights ``[B, n]``."""
+    """Result of :func:`adversarial`: values for each sentence ``[B]`` and weights ``[B, n]``.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import adversarial
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> found = adversarial(model.read, embedded, lengths, restarts=1, steps=5)
+        >>> found.weights.shape, (found.divergence <= found.bound).tolist()
+        (torch.Size([2, 5]), [True, True])
+    """
 
     divergence: Tensor
     distance: Tensor
@@ -417,6 +515,15 @@ def adversarial(
         ``divergence``: the :func:`jensen_shannon` of the weights, 0 if none were found;
         ``distance``: the :func:`total_variation` of the output; ``weights``; ``bound``: the largest
         divergence of any weights, reached with all weight on the key that has least.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import adversarial
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> found = adversarial(model.read, embedded, lengths, epsilon=0.05, restarts=1, steps=5)
+        >>> (found.distance <= 0.05).tolist()
+        [True, True]
     """
     _check(reader, embedded, lengths)
     check_number("epsilon", epsilon, 0, 1)
@@ -472,10 +579,19 @@ def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: 
 
     Returns:
         ``[B]``, above 0; 1 if the last key alone still gives the same decision.
+
+    Example:
+        >>> from attnfast.analysis.faithfulness import erasure, weight_gradient
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(4, 4), vocab_size=20, embed_dim=4, classes=3).eval()
+        >>> embedded, lengths = model.embed(torch.randint(4, 20, (2, 5))), torch.tensor([5, 3])
+        >>> ranking = weight_gradient(model.read, embedded, lengths)
+        >>> erasure(model.read, embedded, lengths, ranking).shape
+        torch.Size([2])
     """
     _check(reader, embedded, lengths)
     shape = embedded.shape[:2]
-    check_array("ranking", ranking, "real numbers", shape, like=embedded, of="embedded")
+    check_array("ranking", ranking, "floating-point", shape, like=embedded, of="embedded")
     reading = reader(embedded, lengths)
     output, weights = _output(reading, embedded)
     decision, hidden = output.argmax(-1), ~_exist(embedded, lengths)

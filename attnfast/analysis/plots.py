@@ -1,4 +1,8 @@
-"""Plots that are drawn in memory: every function returns the bytes of a PNG file."""
+"""Plots that are drawn in memory: every function returns the bytes of a PNG file.
+
+An argument that does not fit raises ValueError or TypeError, and the message names it. Without
+matplotlib every function raises InputError, a ValueError.
+"""
 
 from __future__ import annotations
 
@@ -120,8 +124,15 @@ def draw_alignment(
 
     Raises:
         ValueError: the numbers of words differ from those of rows and columns.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_alignment
+        >>> weights = torch.eye(3)
+        >>> png = draw_alignment(weights, "a b c".split(), "x y z".split())
+        >>> png[1:4]
+        b'PNG'
     """
-    check_array("weights", weights, "real numbers", ("T", "Tk"), ("H", "T", "Tk"))
+    check_array("weights", weights, "floating-point", ("T", "Tk"), ("H", "T", "Tk"))
     for name, words in (("source", source), ("target", target), ("titles", titles)):
         _check_words(name, words)
     if len(titles) != 2:
@@ -201,9 +212,16 @@ def draw_listening(features: Tensor, weights: Tensor, letters: Sequence[str], ho
         weights: ``[L, Tk]``, a row for each letter; the keys divide the time of T frames evenly.
         letters: L.
         hop: seconds from a frame to the next.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_listening
+        >>> features, weights = torch.randn(20, 40), torch.rand(2, 5)
+        >>> png = draw_listening(features, weights, "no", hop=0.01)
+        >>> png[1:4]
+        b'PNG'
     """
-    check_array("features", features, "real numbers", ("T", "M"))
-    check_array("weights", weights, "real numbers", ("L", "Tk"))
+    check_array("features", features, "floating-point", ("T", "M"))
+    check_array("weights", weights, "floating-point", ("L", "Tk"))
     _check_words("letters", letters, len(weights))
     check_number("hop", hop, 0)
     seconds = hop * len(features)
@@ -234,10 +252,17 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
         weights: ``[K, S]``.
         sentences: S.
         question: the question, shown above the columns.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_hops
+        >>> sentences = ["Mary went home.", "John took the milk."]
+        >>> png = draw_hops(torch.rand(3, 2), sentences, "Where is Mary?")
+        >>> png[1:4]
+        b'PNG'
     """
     _check_words("sentences", sentences)
     _check_text("question", question)
-    check_array("weights", weights, "real numbers", ("K", len(sentences)), of="sentences")
+    check_array("weights", weights, "floating-point", ("K", len(sentences)), of="sentences")
     hops, longest = len(weights), max(map(len, [*sentences, question]))
     figure = _figure(1.5 + 0.08 * longest + 0.5 * hops, 0.9 + 0.24 * len(sentences))
     axes = figure.subplots()
@@ -260,9 +285,16 @@ def draw_pointing(
         points: ``[N, 2]``.
         wanted, answer: the corners of both as indices of points, from 0 on.
         weights: ``[T, 1 + N]``, a row for each step: the end, then the points.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_pointing
+        >>> points, weights = torch.rand(4, 2), torch.rand(4, 5)
+        >>> png = draw_pointing(points, [0, 1, 2], [0, 2, 3], weights)
+        >>> png[1:4]
+        b'PNG'
     """
-    check_array("points", points, "real numbers", ("N", 2))
-    check_array("weights", weights, "real numbers", ("T", 1 + len(points)), of="points")
+    check_array("points", points, "floating-point", ("N", 2))
+    check_array("weights", weights, "floating-point", ("T", 1 + len(points)), of="points")
     for name, corners in (("wanted", wanted), ("answer", answer)):
         if not isinstance(corners, Sequence) or not all(map(is_int, corners)):
             raise_type_error(name, "numbers of points", describe(corners))
@@ -304,12 +336,22 @@ def draw_addressing(x: Tensor, output: Tensor, read: Tensor, written: Tensor) ->
     Args:
         x, output: ``[T, ·]``, the inputs and the outputs, from 0 to 1.
         read, written: ``[T, heads, N]``, the weights of heads that read and of those that write.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_addressing
+        >>> machine = attnfast.nn.NeuralTuringMachine(3, 8, num_slots=10, slot_size=4)
+        >>> x = torch.rand(1, 6, 3)
+        >>> output, _, weights = machine(x, need_weights=True)
+        >>> read, written = weights[0, :, :1], weights[0, :, 1:]
+        >>> png = draw_addressing(x[0], output[0].sigmoid(), read, written)
+        >>> png[1:4]
+        b'PNG'
     """
-    check_array("x", x, "real numbers", ("T", "features"))
+    check_array("x", x, "floating-point", ("T", "features"))
     steps = len(x)
-    check_array("output", output, "real numbers", (steps, "features"), of="x")
-    check_array("read", read, "real numbers", (steps, "heads", "N"), of="x")
-    check_array("written", written, "real numbers", (steps, "heads", "N"), of="x")
+    check_array("output", output, "floating-point", (steps, "features"), of="x")
+    check_array("read", read, "floating-point", (steps, "heads", "N"), of="x")
+    check_array("written", written, "floating-point", (steps, "heads", "N"), of="x")
     parts = {"input": x, "output": output}
     for name, weights in (("written at", written), ("read at", read)):
         for h in range(weights.shape[1]):
@@ -338,9 +380,16 @@ def draw_looking(image: Tensor, maps: Tensor, words: Sequence[str]) -> bytes:
         image: ``[H, W]``, 0 for paper and 1 for ink.
         maps: ``[T, H, W]``, the weights resized to the image.
         words: T.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_looking
+        >>> image, maps = torch.rand(8, 12), torch.rand(2, 8, 12)
+        >>> png = draw_looking(image, maps, ["a", "cat"])
+        >>> png[1:4]
+        b'PNG'
     """
-    check_array("image", image, "real numbers", ("H", "W"))
-    check_array("maps", maps, "real numbers", ("T", *image.shape), of="image")
+    check_array("image", image, "floating-point", ("H", "W"))
+    check_array("maps", maps, "floating-point", ("T", *image.shape), of="image")
     _check_words("words", words, len(maps), "maps")
     across = 8
     down = -(-(len(words) + 1) // across)
@@ -369,11 +418,19 @@ def draw_speed(
         rows: by title, then by the name of a curve, a cost for each of ``sizes``.
         note: a description of the measurement, shown above all charts.
         axis: the label of the sizes.
+
+    Example:
+        >>> from attnfast.analysis.plots import draw_speed
+        >>> from types import SimpleNamespace
+        >>> costs = [SimpleNamespace(seconds=0.1 * n, memory=n * 2**20) for n in (1, 2)]
+        >>> png = draw_speed({"GRU": {"eager": costs}}, sizes=[1, 2], note="one core")
+        >>> png[1:4]
+        b'PNG'
     """
     if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
         raise_type_error("rows", "costs by title and by curve", describe(rows))
     if not isinstance(sizes, Sequence) or not all(map(is_int, sizes)):
-        raise_type_error("sizes", "whole numbers", describe(sizes))
+        raise_type_error("sizes", "integers", describe(sizes))
     _check_text("note", note)
     _check_text("axis", axis)
     for curves in rows.values():

@@ -202,7 +202,16 @@ def _restored(has_steps: bool, *fields) -> Memory:
 
 
 def check_memory(memory: object) -> None:
-    """Raise unless ``memory`` was made by :func:`prepare`; users may pass the encoder states."""
+    """Raise unless ``memory`` was made by :func:`prepare`; users may pass the encoder states.
+
+    Raises:
+        TypeError: ``memory`` is not a :class:`Memory` of tensors.
+
+    Example:
+        >>> attnfast.decoding.check_memory(torch.randn(2, 5, 8))  # the encoder states
+        Traceback (most recent call last):
+        TypeError: memory must be what prepare(...) returns, got a Tensor of torch.float32 [2, 5, 8]
+    """
     if (
         not isinstance(memory, Memory)
         or not isinstance(memory.key, Tensor)
@@ -377,6 +386,11 @@ def attend(
     With one query the gradients of keys, values and score vector are computed for all such calls at
     once, at the end of a backward; second derivatives and forward mode raise.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: a tensor of the memory was modified in place, or the requested backend cannot
+            run this call.
+
     Example:
         >>> key = torch.randn(2, 5, 8)
         >>> memory = attnfast.prepare(key, key, lengths=torch.tensor([5, 3]))
@@ -449,6 +463,11 @@ def attend_with_history(
         the result of :func:`attnfast.coverage_attention`. With one query the gradients of keys,
         values, score vector, filters and projection are computed for all such calls at once, at the
         end of a backward; second derivatives and forward mode raise.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: a tensor of the memory was modified in place, or the requested backend cannot
+            run this call.
 
     Example:
         >>> key, zeros = torch.randn(2, 5, 8), torch.zeros(2, 5)

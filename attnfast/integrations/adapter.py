@@ -21,7 +21,16 @@ class UnsupportedCall(Exception):
 
 
 class ProbeInputs:
-    """Random input of a probe, determined by its seed."""
+    """Random input of a probe, determined by its seed.
+
+    Example:
+        >>> draw = attnfast.integrations.ProbeInputs(torch.float64, torch.device("cpu"))
+        >>> for lengths in draw.sources([5, 2], [3, 1]):
+        ...     source = draw(len(lengths), max(lengths), 8)
+        ...     print(source.shape, draw.seen(lengths, max(lengths)).sum(-1))
+        torch.Size([2, 5, 8]) tensor([5, 2])
+        torch.Size([2, 3, 8]) tensor([3, 1])
+    """
 
     def __init__(
         self,
@@ -117,6 +126,22 @@ class Adapter:
 
     Raises:
         TypeError: ``implementation`` is not a class, or a name is not a string.
+
+    Example:
+        >>> from attnfast.integrations import Adapter, attend
+        >>> class FusedAttention:  # replaces the methods of ``my_project.Attention``
+        ...     def forward(self, state, source):
+        ...         return attend(self, self.W(state), source, source)
+        >>> def example(module, draw):
+        ...     for lengths in draw.sources([5], [3]):
+        ...         source = draw(len(lengths), max(lengths), module.W.out_features)
+        ...         yield module(draw(len(lengths), module.W.in_features), source)
+        >>> adapter = Adapter(
+        ...     name="my_project", implementation=FusedAttention, classes=["my_project.Attention"],
+        ...     parameters=["W.weight", "W.bias"], example=example,
+        ... )
+        >>> adapter.fits(torch.nn.Linear(8, 8))  # another class
+        False
     """
 
     name: str

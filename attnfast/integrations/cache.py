@@ -190,6 +190,13 @@ def cached_per_source(
     would synchronize on a GPU; a change that leaves these elements as they were is missed. For
     other tensors on a CPU every change is detected, except writes through ``.data`` to the output
     of a graph. ``train()`` and ``eval()`` clear the cache.
+
+    Example:
+        >>> from attnfast.integrations import cached_per_source
+        >>> module, states = torch.nn.Module(), torch.randn(2, 5, 8)
+        >>> largest = [cached_per_source(module, "max", states.amax, states) for step in range(2)]
+        >>> largest[0] is largest[1]  # computed once
+        True
     """
     tensors = [x for x in (*of, source) if isinstance(x, Tensor)]
     way = _way(tensors[0])

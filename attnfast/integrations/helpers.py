@@ -40,7 +40,16 @@ def together(
 
 
 def project(module: nn.Module, name: str, layer: nn.Module, states: Tensor) -> Tensor:
-    """Return ``layer(states)``, cached per source if the layer is a plain ``nn.Linear``."""
+    """Return ``layer(states)``, cached per source if the layer is a plain ``nn.Linear``.
+
+    Example:
+        >>> from attnfast.integrations import project
+        >>> module, states = torch.nn.Module(), torch.randn(2, 5, 8)
+        >>> module.U = torch.nn.Linear(8, 4)
+        >>> key = project(module, "key", module.U, states)
+        >>> key.shape, project(module, "key", module.U, states) is key
+        (torch.Size([2, 5, 4]), True)
+    """
     if type(layer) is not nn.Linear:
         return layer(states)
     return cached_per_source(
@@ -68,7 +77,16 @@ def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple
 def project_both(
     module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the two terms of ``layer([query; states])``; that of the states is cached."""
+    """Return the two terms of ``layer([query; states])``; that of the states is cached.
+
+    Example:
+        >>> module, layer = torch.nn.Module(), torch.nn.Linear(6 + 8, 4)
+        >>> query, states = torch.randn(2, 1, 6), torch.randn(2, 5, 8)
+        >>> of_query, key = attnfast.integrations.project_both(module, layer, query, states)
+        >>> joined = layer(torch.cat([query.expand(2, 5, 6), states], -1))
+        >>> torch.allclose(of_query + key, joined, atol=1e-6)
+        True
+    """
     of_query, of_states = halves(module, layer, query.shape[-1], states)
     key = cached_per_source(
         module, "key", lambda: F.linear(states, of_states), states, layer.weight
@@ -79,7 +97,14 @@ def project_both(
 def project_joined(
     module: nn.Module, layer: nn.Module, context: Tensor, query: Tensor, source: Tensor
 ) -> Tensor:
-    """Return ``layer([context; query])``; for a plain layer autograd saves no concatenated copy."""
+    """Return ``layer([context; query])``; for a plain layer autograd saves no concatenated copy.
+
+    Example:
+        >>> module, layer = torch.nn.Module(), torch.nn.Linear(8 + 6, 4)
+        >>> context, query, source = torch.randn(2, 8), torch.randn(2, 6), torch.randn(2, 5, 8)
+        >>> attnfast.integrations.project_joined(module, layer, context, query, source).shape
+        torch.Size([2, 4])
+    """
     if not is_plain(layer):
         return layer(torch.cat([context, query], -1))
     of_context, of_query = halves(module, layer, context.shape[-1], source)
@@ -88,7 +113,15 @@ def project_joined(
 
 
 def batch_first(module: nn.Module, states: Tensor) -> Tensor:
-    """Return time-first states with the batch first, the same tensor at every step."""
+    """Return time-first states with the batch first, the same tensor at every step.
+
+    Example:
+        >>> from attnfast.integrations import batch_first
+        >>> module, states = torch.nn.Module(), torch.randn(5, 2, 8)
+        >>> first = batch_first(module, states)
+        >>> first.shape, batch_first(module, states) is first
+        (torch.Size([2, 5, 8]), True)
+    """
     return cached_per_source(module, "states", lambda: states.transpose(0, 1), source=states)
 
 
@@ -124,6 +157,12 @@ def attend(
     Raises:
         UnsupportedCall: queries and keys differ in batch size, or a mask has another shape. The
             module's own code then broadcasts these or raises, as the project does.
+
+    Example:
+        >>> module, query, key = torch.nn.Module(), torch.randn(2, 8), torch.randn(2, 5, 8)
+        >>> context, weights = attnfast.integrations.attend(module, query, key, key, torch.randn(8))
+        >>> context.shape, weights.shape
+        (torch.Size([2, 8]), torch.Size([2, 5]))
     """
     step = query.dim() < key.dim()
     query = query.unsqueeze(-2) if step else query
@@ -166,6 +205,11 @@ def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
 
     Under autocast a matrix product and the operators here return the autocast dtype; an elementwise
     product does not.
+
+    Example:
+        >>> context, gate = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 8)
+        >>> attnfast.integrations.multiplied(context, gate).dtype
+        torch.float32
     """
     dtype = x.dtype
     for term in terms:
@@ -175,7 +219,14 @@ def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
 
 
 def keep_in_graph(x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Return x; parameters that cannot affect it (a bias before a softmax) get gradient 0."""
+    """Return x; parameters that cannot affect it (a bias before a softmax) get gradient 0.
+
+    Example:
+        >>> weights, bias = torch.rand(2, 5), torch.zeros(1, requires_grad=True)
+        >>> attnfast.integrations.keep_in_graph(weights, bias).sum().backward()
+        >>> bias.grad
+        tensor([0.])
+    """
     for p in parameters:
         if p is not None and p.requires_grad and torch.is_grad_enabled():
             x = x + p.flatten()[:0].sum()

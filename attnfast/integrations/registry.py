@@ -29,6 +29,14 @@ def register_adapter(adapter: Adapter) -> None:
 
     Raises:
         TypeError: ``adapter`` is not an :class:`Adapter`.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from attnfast.integrations import ADAPTERS, register_adapter
+        >>> known = ADAPTERS["the translation tutorial's BahdanauAttention"]
+        >>> register_adapter(replace(known, name="my copy", classes=["my_model.Attention"]))
+        >>> ADAPTERS.pop("my copy").classes  # unregister it
+        ['my_model.Attention']
     """
     if not isinstance(adapter, Adapter):
         raise_type_error("adapter", "an attnfast.integrations.Adapter", describe(adapter))

@@ -51,7 +51,15 @@ class Found:
 
 @dataclass
 class Report:
-    """Result of :func:`replace`; prints one line for each module."""
+    """Result of :func:`replace`; prints one line for each module.
+
+    Example:
+        >>> class MyAttention(torch.nn.Module):
+        ...     pass
+        >>> report = attnfast.replace(torch.nn.Sequential(MyAttention()))
+        >>> report.replaced, [x.path for x in report.left]
+        ([], ['0'])
+    """
 
     found: list[Found] = field(default_factory=list)
 
@@ -114,6 +122,21 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         TypeError: ``model`` is not a module.
         RuntimeError: with ``strict``, a module was skipped, with the reason, or no attention is
             supported; the model is unchanged.
+
+    Example:
+        >>> class BahdanauAttention(torch.nn.Module):  # a copy of the translation tutorial's
+        ...     def __init__(self, hidden_size):
+        ...         super().__init__()
+        ...         self.Wa = torch.nn.Linear(hidden_size, hidden_size)
+        ...         self.Ua = torch.nn.Linear(hidden_size, hidden_size)
+        ...         self.Va = torch.nn.Linear(hidden_size, 1)
+        ...     def forward(self, query, keys):
+        ...         scores = self.Va(torch.tanh(self.Wa(query) + self.Ua(keys)))
+        ...         weights = scores.squeeze(2).unsqueeze(1).softmax(-1)
+        ...         return torch.bmm(weights, keys), weights
+        >>> report = attnfast.replace(BahdanauAttention(8))
+        >>> len(report.replaced), len(report.left)
+        (1, 0)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -8,6 +8,9 @@
 to a search. :class:`ShowAttendTell`, with a :class:`GridEncoder`, describes images.
 :class:`MemoryNetwork` answers questions about a story, and :class:`BiDAF` finds the span of an
 answer in a text.
+
+An argument that does not fit, of a module or of a call, raises ValueError or TypeError, and the
+message names it.
 """
 
 from attnfast.models._checks import BOS, EOS, PAD, UNK

@@ -91,7 +91,7 @@ def check_step(
             raise_value_error(name, f"of contexts of {context_dim} features", describe(value))
         if value.shape[0] != B:
             raise_value_error("words", f"of {value.shape[0]} sequences, as {name}", describe(words))
-    check_array("state.hidden", state.hidden, "real numbers", (*layers, B, features), of="words")
+    check_array("state.hidden", state.hidden, "floating-point", (*layers, B, features), of="words")
     check_like("state.hidden", state.hidden, like)
 
 

@@ -25,6 +25,14 @@ class SpanPrediction(NamedTuple):
     """Log-probabilities of an answer's first and last word: ``start`` and ``end [B, T]``.
 
     ``weights``: the weights that the attention returned, or None.
+
+    Example:
+        >>> attention = attnfast.nn.BidirectionalAttention(dim=8)
+        >>> model = attnfast.models.BiDAF(attention, 32, vocab_size=50, embed_dim=3, hidden_dim=4)
+        >>> words, lengths = torch.randint(4, 50, (2, 9)), torch.tensor([9, 7])
+        >>> answer = model(words, lengths, words, lengths)
+        >>> torch.allclose(answer.start.exp().sum(-1), torch.ones(2))
+        True
     """
 
     start: Tensor
@@ -53,6 +61,14 @@ class BiDAF(nn.Module):
 
     Paper: Seo et al., "Bidirectional Attention Flow for Machine Comprehension", ICLR 2017,
     arXiv:1611.01603.
+
+    Example:
+        >>> attention = attnfast.nn.BidirectionalAttention(dim=8)
+        >>> model = attnfast.models.BiDAF(attention, 32, vocab_size=50, embed_dim=3, hidden_dim=4)
+        >>> text, question = torch.randint(4, 50, (2, 9)), torch.randint(4, 50, (2, 4))
+        >>> answer = model(text, torch.tensor([9, 7]), question, torch.tensor([4, 3]))
+        >>> attnfast.models.best_spans(answer.start, answer.end).shape
+        torch.Size([2, 2])
     """
 
     def __init__(
@@ -97,7 +113,7 @@ class BiDAF(nn.Module):
             need_weights: return the attention's weights too.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         read = []
@@ -137,13 +153,16 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
     Returns:
         ``[B, 2]``, int64.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit, or a log-probability is NaN.
+
     Example:
         >>> start, end = torch.tensor([[0.1, 0.9]]).log(), torch.tensor([[0.8, 0.2]]).log()
         >>> attnfast.models.best_spans(start, end)  # a start after the end is not allowed
         tensor([[1, 1]])
     """
     for name, x in (("start", start), ("end", end)):
-        check_array(name, x, "real numbers", ("B", "T"))
+        check_array(name, x, "floating-point", ("B", "T"))
         if x.isnan().any():
             raise_value_error(name, "log-probabilities", "NaN")
     if start.shape != end.shape or not start.shape[1]:

@@ -45,6 +45,12 @@ class Classifier(nn.Module):
 
     Paper: Yang et al., "Hierarchical Attention Networks for Document Classification", NAACL 2016,
     whose lower half this is.
+
+    Example:
+        >>> from attnfast.models import Classifier, Encoder
+        >>> model = Classifier(Encoder(3, 4), vocab_size=50, embed_dim=3, classes=2)
+        >>> model(torch.randint(4, 50, (2, 5)), torch.tensor([5, 3])).shape
+        torch.Size([2, 2])
     """
 
     def __init__(
@@ -74,7 +80,11 @@ class Classifier(nn.Module):
             self.query = nn.Parameter(torch.zeros(features).normal_(std=features**-0.5))
 
     def embed(self, words: Tensor) -> Tensor:
-        """Return the embedded words ``[B, n, E]`` of ``words [B, n]``."""
+        """Return the embedded words ``[B, n, E]`` of ``words [B, n]``.
+
+        Raises:
+            ValueError, TypeError: ``words`` are not ids of the vocabulary.
+        """
         return self.dropout(embed("words", words, self.embedding))
 
     def read(
@@ -84,6 +94,10 @@ class Classifier(nn.Module):
 
         Returns a function from weights ``[B, n]``, or None for the model's own, to logits
         ``[B, C]`` and the weights that it pooled with. Max pooling has no weights.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or the model pools by ``"max"``; the
+                returned function raises if its weights do not fit.
         """
         if self.pooling == "max":
             raise_value_error("pooling", "attention or mean, to have weights", repr(self.pooling))
@@ -113,7 +127,11 @@ class Classifier(nn.Module):
         return self.output(self.dropout(context))
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        """Return the logits ``[B, C]`` of ``words [B, n]`` with ``lengths [B]``."""
+        """Return the logits ``[B, C]`` of ``words [B, n]`` with ``lengths [B]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_ids("words", words)
         check_lengths(lengths, words, whose="words")
         if self.pooling != "max":

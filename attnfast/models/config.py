@@ -46,6 +46,9 @@ class Config:
     ``"location"`` and ``"forward"``, additive attention with a history; and ``"local"``,
     ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general score within a span.
 
+    Raises:
+        InputError: a setting is out of range, or does not fit the others; the message names it.
+
     Example:
         >>> from attnfast.models import Config
         >>> Config(vocab_size=8000, attention="local", sigma=5.0).layers
@@ -130,6 +133,9 @@ class Config:
 
 def build(config: Config, backend: str | None = None) -> Seq2Seq:
     """Make the model of a config; ``backend`` is that of :func:`attnfast.additive_attention`.
+
+    Raises:
+        TypeError: ``config`` is not a :class:`Config`.
 
     Example:
         >>> from attnfast.models import Config, build

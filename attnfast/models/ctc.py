@@ -53,6 +53,16 @@ class CTCPrefixScorer:
 
     Papers: Graves, "Supervised Sequence Labelling with Recurrent Neural Networks", 2008, section
     7.5; Watanabe et al., IEEE JSTSP 11(8), 2017, algorithm 2.
+
+    Example:
+        >>> from attnfast.models import CTCPrefixScorer, ListenAttendSpell, PyramidEncoder
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> scorer = CTCPrefixScorer()
+        >>> texts = attnfast.models.beam_search(model, frames, lengths, beam=2, scorer=scorer)
+        >>> len(texts)
+        2
     """
 
     def score(
@@ -68,6 +78,9 @@ class CTCPrefixScorer:
         Returns:
             :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, of the dtype of
             ``frame_log_probs``; and the state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         if not hasattr(heard, "frame_log_probs"):
             got = type(heard).__name__
@@ -75,7 +88,7 @@ class CTCPrefixScorer:
                 "heard", "of a model with frame_log_probs, as ListenAttendSpell's", got
             )
         log_p = heard.frame_log_probs
-        check_array("heard.frame_log_probs", log_p, "real numbers", ("R", "T", "V"))
+        check_array("heard.frame_log_probs", log_p, "floating-point", ("R", "T", "V"))
         R, T, V = log_p.shape
         log_p = log_p.double()
         check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
@@ -85,7 +98,7 @@ class CTCPrefixScorer:
         if state is not None:
             shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
             for name, shape in shapes.items():
-                kind = "int64" if name == "last" else "real numbers"
+                kind = "int64" if name == "last" else "floating-point"
                 x = getattr(state, name)
                 check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
         if state is None:

@@ -71,6 +71,13 @@ class FixedContext(nn.Module):
 
     Paper: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", EMNLP 2014,
     arXiv:1406.1078.
+
+    Example:
+        >>> attention = attnfast.models.FixedContext()
+        >>> memory = attention.prepare(torch.randn(2, 5, 8), torch.tensor([5, 3]))
+        >>> context, _ = attention(torch.randn(2, 3, 6), memory)
+        >>> torch.equal(context[:, 0], context[:, 2])  # equal for all states
+        True
     """
 
     def __init__(self, backend: str | None = None):
@@ -79,8 +86,12 @@ class FixedContext(nn.Module):
         self.backend = backend
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
-        """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source."""
-        check_array("states", states, "real numbers", ("B", "Tk", "2H"))
+        """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("states", states, "floating-point", ("B", "Tk", "2H"))
         check_numbers("lengths", lengths, states.shape[0], 1, states.shape[1], "states")
         value = summary(states, lengths).unsqueeze(1)
         return Memory(value, value)
@@ -88,11 +99,15 @@ class FixedContext(nn.Module):
     def forward(
         self, state: Tensor, memory: Memory, need_weights: bool = False
     ) -> tuple[Tensor, None]:
-        """Return that value for any state ``[B, D]`` or ``[B, Tq, D]``; there are no weights."""
+        """Return that value for any state ``[B, D]`` or ``[B, Tq, D]``; there are no weights.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_memory(memory)
         B, value = memory.value.shape[0], memory.value
         check_array(
-            "state", state, "real numbers", (B, "D"), (B, "Tq", "D"), like=value, of="memory"
+            "state", state, "floating-point", (B, "D"), (B, "Tq", "D"), like=value, of="memory"
         )
         check_form(need_weights)
         if state.dim() == 2:
@@ -207,7 +222,7 @@ class _Decoder(nn.Module):
             ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             check_flag("need_weights", need_weights)
@@ -238,7 +253,7 @@ class _Decoder(nn.Module):
         check_memory(memory)
         *layers, H = state_shape(self.rnn)
         B, shape = len(memory.key), (*layers, len(memory.key), H)
-        check_array("state.hidden", state.hidden, "real numbers", shape, of="memory and decoder")
+        check_array("state.hidden", state.hidden, "floating-point", shape, of="memory and decoder")
         if embedded.dim() != 3 or len(embedded) != B or embedded.shape[-1] != features:
             raise_value_error(
                 "embedded", f"[{B}, T, {features}] to fit decoder and state", describe(embedded)
@@ -258,8 +273,12 @@ class _Decoder(nn.Module):
             )
 
     def initial(self, hidden: Tensor) -> RecurrentState:
-        """Return the state before the first word, given ``hidden [B, D]`` of every layer."""
-        check_array("hidden", hidden, "real numbers", ("B", self.rnn.hidden_size))
+        """Return the state before the first word, given ``hidden [B, D]`` of every layer.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("hidden", hidden, "floating-point", ("B", self.rnn.hidden_size))
         check_like("hidden", hidden, next(self.parameters(), hidden))
         lstm = isinstance(self.rnn, nn.LSTM)
         if self.rnn.num_layers > 1:
@@ -281,6 +300,15 @@ class BahdanauDecoder(_Decoder):
         dropout: on the states that a layer reads from the one below.
 
     Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; tanh replaces maxout.
+
+    Example:
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> decoder = attnfast.models.BahdanauDecoder(3, 8, 6, attention)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> state = decoder.initial(torch.zeros(2, 6))
+        >>> output, state, _ = decoder(torch.randn(2, 7, 3), state, memory)
+        >>> output.shape, state.hidden.shape
+        (torch.Size([2, 7, 3]), torch.Size([2, 6]))
     """
 
     def __init__(
@@ -299,6 +327,7 @@ class BahdanauDecoder(_Decoder):
         self.readout = nn.Linear(hidden_dim + context_dim + embed_dim, embed_dim)
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
+        """Return the layer, which attends before its cell, and the readout."""
         return Layer.of(self.rnn), self.readout
 
     def _words(
@@ -332,6 +361,15 @@ class LuongDecoder(_Decoder):
         layers, dropout: as in :class:`BahdanauDecoder`.
 
     Paper: Luong, Pham and Manning, EMNLP 2015, arXiv:1508.04025.
+
+    Example:
+        >>> attention = attnfast.nn.LuongAttention(query_dim=6, key_dim=8)
+        >>> decoder = attnfast.models.LuongDecoder(3, 8, 6, attention, input_feeding=True)
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> state = decoder.initial(torch.zeros(2, 6))
+        >>> output, state, _ = decoder(torch.randn(2, 7, 3), state, memory)
+        >>> torch.equal(state.feed, output[:, -1])
+        True
     """
 
     def __init__(
@@ -353,9 +391,14 @@ class LuongDecoder(_Decoder):
         self.input_feeding = input_feeding
 
     def parts(self) -> tuple[Layer, nn.Linear | None]:
+        """Return the layer, which attends after its cell, and None."""
         return Layer.of(self.rnn, output=self.readout, attends_first=False), None
 
     def initial(self, hidden: Tensor) -> RecurrentState:
+        """Return the state before the first word, given ``hidden [B, D]`` of every layer.
+
+        With input feeding the attentional vector before the first word is 0.
+        """
         state = super().initial(hidden)
         if not self.input_feeding:
             return state

@@ -43,6 +43,12 @@ class Encoder(nn.Module):
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
+
+    Example:
+        >>> encoder = attnfast.models.Encoder(embed_dim=3, hidden_dim=4)
+        >>> states = encoder(torch.randn(2, 5, 3), torch.tensor([5, 3]))
+        >>> states.shape, states[1, 3:].abs().sum().item()
+        (torch.Size([2, 5, 8]), 0.0)
     """
 
     def __init__(
@@ -82,8 +88,12 @@ class Encoder(nn.Module):
         return 2 * self.rnn.hidden_size
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.rnn.input_size))
+        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("embedded", embedded, "floating-point", ("B", "Tk", self.rnn.input_size))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
         length = embedded.shape[1]
@@ -121,6 +131,12 @@ class TransformerEncoder(nn.Module):
 
     Paper: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; before a
     recurrent decoder, Chen et al., "The Best of Both Worlds", ACL 2018, arXiv:1804.09849.
+
+    Example:
+        >>> heads = [attnfast.Span(window=1), attnfast.Span(stride=2)]
+        >>> encoder = attnfast.models.TransformerEncoder(embed_dim=3, hidden_dim=4, heads=heads)
+        >>> encoder(torch.randn(2, 5, 3), torch.tensor([5, 3])).shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(
@@ -156,8 +172,12 @@ class TransformerEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
-        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``."""
-        check_array("embedded", embedded, "real numbers", ("B", "Tk", self.embed_dim))
+        """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("embedded", embedded, "floating-point", ("B", "Tk", self.embed_dim))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
         lengths = lengths.to(embedded.device)

@@ -66,6 +66,12 @@ class PyramidEncoder(nn.Module):
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Chan et al., "Listen, Attend and Spell", ICASSP 2016, arXiv:1508.01211.
+
+    Example:
+        >>> encoder = attnfast.models.PyramidEncoder(features=5, hidden_dim=4, layers=2)
+        >>> states, lengths = encoder(torch.randn(2, 9, 5), torch.tensor([9, 6]))
+        >>> states.shape, lengths
+        (torch.Size([2, 3, 8]), tensor([3, 2]))
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class PyramidEncoder(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
-        check_array("frames", frames, "real numbers", ("B", "T", self.features))
+        check_array("frames", frames, "floating-point", ("B", "T", self.features))
         check_like("frames", frames, next(self.parameters(), frames))
         least = self.join ** len(self.layers)
         if frames.shape[0] and frames.shape[1] < least:
@@ -126,6 +132,15 @@ class EncodedSpeech(NamedTuple):
 
     ``frame_log_probs [B, Tk, V]``, of the label of each state, float32 for half precision;
     ``lengths [B]`` of the states.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> heard, state = model.encode(frames, lengths)
+        >>> heard.frame_log_probs.shape, heard.lengths
+        (torch.Size([2, 4, 20]), tensor([4, 3]))
     """
 
     memory: Memory
@@ -142,6 +157,15 @@ class LASOutput(NamedTuple):
 
     ``logits [B, T, V]`` of the letter after each; ``frame_log_probs [B, Tk, V]`` of the label of
     each state; ``lengths [B]`` of the states; ``weights [B, T, Tk]``, None unless requested.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> spelled = model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]]))
+        >>> spelled.logits.shape, spelled.frame_log_probs.shape
+        (torch.Size([2, 3, 20]), torch.Size([2, 4, 20]))
     """
 
     logits: Tensor
@@ -174,6 +198,15 @@ class ListenAttendSpell(nn.Module):
 
     Papers: Chan et al., ICASSP 2016, arXiv:1508.01211; Watanabe et al., "Hybrid CTC/Attention
     Architecture for End-to-End Speech Recognition", IEEE JSTSP 11(8), 2017.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder, greedy_search
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]])).logits.shape
+        torch.Size([2, 3, 20])
+        >>> texts = greedy_search(model, frames, lengths)
     """
 
     def __init__(
@@ -205,6 +238,9 @@ class ListenAttendSpell(nn.Module):
         """Return the most letters, the end included, for recordings of ``lengths [B]`` frames.
 
         They are one per state plus the end, because no label is shorter than a state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("lengths", lengths)
         check_numbers("lengths", lengths, lengths.numel(), 0, MOST)
@@ -221,6 +257,9 @@ class ListenAttendSpell(nn.Module):
 
         Returns:
             The encoded recordings, and the decoder's state before the first letter.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
         states, lengths = self.encoder(frames, lengths)
         lengths = lengths.to(states.device)
@@ -239,6 +278,9 @@ class ListenAttendSpell(nn.Module):
         Returns:
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
             ``weights [B, T, Tk]`` if requested, in the columns of the attention's span, if any.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_source("heard", heard, EncodedSpeech, state)
         check_flag("need_weights", need_weights)
@@ -270,10 +312,14 @@ class ListenAttendSpell(nn.Module):
     def forward(
         self, frames: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> LASOutput:
-        """Read the true letters before each, ``target_in [B, T]``, padded with 0."""
+        """Read the true letters before each, ``target_in [B, T]``, padded with 0.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)
-        check_array("frames", frames, "real numbers", ("B", "T", "features"))
+        check_array("frames", frames, "floating-point", ("B", "T", "features"))
         if frames.shape[0] != target_in.shape[0]:
             raise_value_error(
                 "target_in", f"of {frames.shape[0]} sequences, as frames", describe(target_in)

@@ -21,7 +21,14 @@ from attnfast.ops.operators import accumulation_dtype
 
 
 class MemoryNetworkOutput(NamedTuple):
-    """``logits [B, V]`` of the answer, and the weights ``[B, K, S]`` of sentences, or None."""
+    """``logits [B, V]`` of the answer, and the weights ``[B, K, S]`` of sentences, or None.
+
+    Example:
+        >>> model = attnfast.models.MemoryNetwork(vocab_size=50, dim=8, hops=2)
+        >>> answer = model(torch.randint(4, 50, (2, 6, 5)), torch.randint(4, 50, (2, 3)))
+        >>> answer.logits.argmax(-1).shape, answer.weights
+        (torch.Size([2]), None)
+    """
 
     logits: Tensor
     weights: Tensor | None = None
@@ -42,6 +49,9 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
 
     Returns:
         ``[.., L, d]``; 0 for padding, whose embedding may be anything.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Example:
         >>> words = torch.tensor([[4, 5, 0], [6, 7, 8]])
@@ -85,6 +95,13 @@ class MemoryNetwork(nn.Module):
         backend: as in :func:`attnfast.dot_attention`.
 
     Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
+
+    Example:
+        >>> model = attnfast.models.MemoryNetwork(vocab_size=50, dim=8, hops=2)
+        >>> stories, questions = torch.randint(4, 50, (2, 6, 5)), torch.randint(4, 50, (2, 3))
+        >>> logits, weights = model(stories, questions, need_weights=True)
+        >>> logits.shape, weights.shape
+        (torch.Size([2, 50]), torch.Size([2, 2, 6]))
     """
 
     def __init__(
@@ -131,7 +148,7 @@ class MemoryNetwork(nn.Module):
             need_weights: return the weights of sentences too.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the sentence names it.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         for name, words, axes in (("stories", stories, 3), ("questions", questions, 2)):

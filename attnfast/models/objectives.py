@@ -29,12 +29,15 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
 
     It is 0 where there are none.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+
     Example:
         >>> logits, target = torch.zeros(1, 2, 4), torch.tensor([[1, 3]])
         >>> attnfast.models.sequence_loss(logits, target).item() == torch.tensor(4.0).log().item()
         True
     """
-    check_array("logits", logits, "real numbers", ("B", "T", "V"))
+    check_array("logits", logits, "floating-point", ("B", "T", "V"))
     *shape, V = logits.shape
     check_array("target_out", target_out, "int64", shape, like=logits, of="logits")
     check_range("target_out", target_out, 0, V - 1, "word ids")
@@ -66,18 +69,27 @@ def hybrid_loss(
         label_smoothing: of the decoder's loss.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the sentence names it.
+        ValueError, TypeError: an argument does not fit; the message names it.
 
     Paper: Watanabe et al., IEEE JSTSP 11(8), 2017.
+
+    Example:
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder, hybrid_loss
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
+        >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
+        >>> spelled = model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]]))
+        >>> hybrid_loss(spelled, torch.tensor([[7, 5, 3], [9, 3, 0]]), ctc_weight=0.5).shape
+        torch.Size([])
     """
     check_number("ctc_weight", ctc_weight, 0, 1)
     check_number("label_smoothing", label_smoothing, 0, 1)
     if not isinstance(spelled, LASOutput):
         raise_type_error("spelled", "what a ListenAttendSpell returns", describe(spelled))
-    check_array("spelled.logits", spelled.logits, "real numbers", ("B", "T", "V"))
+    check_array("spelled.logits", spelled.logits, "floating-point", ("B", "T", "V"))
     B, _, V = spelled.logits.shape
     like, log_probs = spelled.logits, spelled.frame_log_probs
-    check_array("spelled.frame_log_probs", log_probs, "real numbers", (B, "Tk", V), like=like)
+    check_array("spelled.frame_log_probs", log_probs, "floating-point", (B, "Tk", V), like=like)
     check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
     check_device("target_out", target_out, like, "spelled.logits")
     check_ids("target_out", target_out, V)
@@ -137,6 +149,9 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
         logits: z, ``[B, T, V]``, of the word after each; no gradient goes through them.
         share: p, from 0 to 1.
 
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+
     Papers: Bengio et al., "Scheduled Sampling for Sequence Prediction with Recurrent Neural
     Networks", NeurIPS 2015, arXiv:1506.03099; in two passes, Mihaylova and Martins, ACL 2019
     student workshop, arXiv:1906.07651.
@@ -148,7 +163,7 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
     """
     check_ids("target_in", target_in)
     shape = (*target_in.shape, "V")
-    check_array("logits", logits, "real numbers", shape, like=target_in, of="target_in")
+    check_array("logits", logits, "floating-point", shape, like=target_in, of="target_in")
     check_range("target_in", target_in, 0, logits.shape[-1] - 1, "word ids")
     check_number("share", share, 0, 1)
     if not share or target_in.shape[1] < 2:

@@ -53,7 +53,20 @@ def _check_count(name: str, count: object) -> None:
 
 
 class Scorer(Protocol):
-    """Protocol of a second scorer of hypotheses, such as :class:`CTCPrefixScorer`."""
+    """Protocol of a second scorer of hypotheses, such as :class:`CTCPrefixScorer`.
+
+    Example:
+        >>> from attnfast.models import Config, beam_search, build
+        >>> model = build(Config(vocab_size=50, embed_dim=8, hidden_dim=8)).eval()
+        >>> class Forbid:  # a word
+        ...     def score(self, words, state, memory):
+        ...         log_probs = torch.zeros(len(words), 50)
+        ...         log_probs[:, 7] = -torch.inf
+        ...         return log_probs, state
+        >>> source, lengths = torch.randint(4, 50, (2, 5)), torch.tensor([5, 3])
+        >>> any(7 in words for words in beam_search(model, source, lengths, scorer=Forbid()))
+        False
+    """
 
     def score(self, words: Tensor, state: Any, memory: Any) -> tuple[Tensor, Any]:
         """Return the log-probabilities ``[R, V]`` of the word after each hypothesis, and a state.

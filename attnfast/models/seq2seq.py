@@ -48,6 +48,13 @@ class EncodedSource(NamedTuple):
     """Encoded sources: the memory that the decoder attends to, and the words that it may copy.
 
     ``words [B, Tk]``; ids from V on are out-of-vocabulary words, ``num_oov`` in the batch.
+
+    Example:
+        >>> from attnfast.models import Config, build
+        >>> model = build(Config(vocab_size=50, embed_dim=8, hidden_dim=8)).eval()
+        >>> source, state = model.encode(torch.randint(4, 50, (2, 5)), torch.tensor([5, 3]))
+        >>> source.memory.key.shape, source.num_oov
+        (torch.Size([2, 5, 8]), 0)
     """
 
     memory: Memory
@@ -84,6 +91,16 @@ class Seq2Seq(nn.Module):
 
     Paper: Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017,
     arXiv:1608.05859, for the shared embedding.
+
+    Example:
+        >>> from attnfast.models import BahdanauDecoder, Encoder, Seq2Seq
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> decoder = BahdanauDecoder(3, 8, 6, attention)
+        >>> model = Seq2Seq(Encoder(3, 4), decoder, vocab_size=50, embed_dim=3)
+        >>> source, target_in = torch.randint(4, 50, (2, 5)), torch.randint(4, 50, (2, 7))
+        >>> logits, _ = model(source, torch.tensor([5, 3]), target_in)
+        >>> logits.shape
+        torch.Size([2, 7, 50])
     """
 
     length_ratio: float = 2.0
@@ -119,11 +136,19 @@ class Seq2Seq(nn.Module):
             self.embedding.weight[PAD] = 0
 
     def output_limit(self, lengths: Tensor) -> Tensor:
-        """Return the most words, the end included, of translations of ``lengths [B]`` words."""
+        """Return the most words, the end included, of translations of ``lengths [B]`` words.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         return output_limit(lengths, self.length_ratio, self.longest_target)
 
     def embed(self, words: Tensor) -> Tensor:
-        """Return the embedded words ``[B, T, E]`` of ``words [B, T]``."""
+        """Return the embedded words ``[B, T, E]`` of ``words [B, T]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         return self._embed("words", words)
 
     def _embed(self, name: str, words: Tensor) -> Tensor:
@@ -143,6 +168,9 @@ class Seq2Seq(nn.Module):
 
         Returns:
             The encoded source, and the decoder's state before the first word.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         embedded = self._embed("source", source)
         check_lengths(lengths, source, whose="source")
@@ -153,7 +181,11 @@ class Seq2Seq(nn.Module):
         return EncodedSource(memory, source, num_oov), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
-        """Encode an embedded source ``[B, Tk, E]``; return its memory and the initial state."""
+        """Encode an embedded source ``[B, Tk, E]``; return its memory and the initial state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
@@ -171,6 +203,9 @@ class Seq2Seq(nn.Module):
         Returns:
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
             log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if requested.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         check_source("source", source, EncodedSource, state)
@@ -209,6 +244,9 @@ class Seq2Seq(nn.Module):
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
             :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is that of
             :meth:`decode`.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         V = self.embedding.num_embeddings
         check_target(target_in, self.embedding, V if self.pointer is None else None)

@@ -78,6 +78,13 @@ class GridEncoder(nn.Module):
     Papers: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
     network's of 14 × 14 cells; Ioffe and Szegedy, "Batch Normalization", ICML 2015,
     arXiv:1502.03167.
+
+    Example:
+        >>> encoder = attnfast.models.GridEncoder(channels=1, features=[4, 8], strides=[2, 2])
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 5]])
+        >>> grids, mask = encoder(images, sizes)
+        >>> grids.shape, mask.sum((1, 2))
+        (torch.Size([2, 2, 3, 10]), tensor([6, 4]))
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class GridEncoder(nn.Module):
         super().__init__()
         for name, x in (("features", features), ("strides", strides)):
             if not isinstance(x, Sequence) or not all(map(is_int, x)):
-                raise_type_error(name, "whole numbers, one a layer", describe(x))
+                raise_type_error(name, "integers, one per layer", describe(x))
         if not len(features) == len(strides) > 0:
             expected = f"{len(features)}, one a layer of features, and a layer at least"
             raise_value_error("strides", expected, len(strides))
@@ -113,7 +120,7 @@ class GridEncoder(nn.Module):
         self.output_dim = before + 2
 
     def _check(self, images: Any, sizes: Any) -> None:
-        check_array("images", images, "real numbers", ("B", self.channels, "H", "W"))
+        check_array("images", images, "floating-point", ("B", self.channels, "H", "W"))
         like: Any = self.layers[0].weight
         check_like("images", images, like)
         B, _, H, W = images.shape
@@ -171,6 +178,13 @@ class MeanContext(FixedContext):
     """No attention: all states of a decoder get the same context, the mean of the source's states.
 
     It has the two methods of an attention, so that decoders need no special case.
+
+    Example:
+        >>> attention = attnfast.models.MeanContext()
+        >>> states = torch.randn(2, 5, 8)
+        >>> context, _ = attention(torch.randn(2, 6), attention.prepare(states))
+        >>> torch.allclose(context, states.mean(1))
+        True
     """
 
     has_weights = False
@@ -185,11 +199,14 @@ class MeanContext(FixedContext):
         """Return a memory whose only value ``[B, 1, F]`` is the mean of ``states [B, Tk, F]``.
 
         If values are given, it is their mean.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("states", states, "real numbers", ("B", "Tk", "F"))
+        check_array("states", states, "floating-point", ("B", "Tk", "F"))
         if values is not None:
             B, Tk, _ = states.shape
-            check_array("values", values, "real numbers", (B, Tk, "Dv"), like=states, of="states")
+            check_array("values", values, "floating-point", (B, Tk, "Dv"), like=states, of="states")
         states = states if values is None else values
         if mask is None:
             mask = states.new_ones(states.shape[:2], dtype=torch.bool)
@@ -214,6 +231,15 @@ class EncodedImage(NamedTuple):
     """The encoder's output for a batch of images.
 
     ``mask [B, R, C]``, the cells that exist.
+
+    Example:
+        >>> from attnfast.models import GridEncoder, ShowAttendTell
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
+        >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
+        >>> seen, state = model.encode(images, sizes)
+        >>> seen.memory.key.shape, seen.mask.shape
+        (torch.Size([2, 6, 4]), torch.Size([2, 2, 3]))
     """
 
     memory: Memory
@@ -230,6 +256,15 @@ class CaptionOutput(NamedTuple):
     ``logits [B, T, V]`` of the word after each; ``mask [B, R, C]``, the cells of each grid that
     exist; ``weights [B, T, R · C]``, row after row of the grid, None unless requested; ``history``,
     the state of the attention, such as a :class:`attnfast.nn.HardAttentionState`.
+
+    Example:
+        >>> from attnfast.models import GridEncoder, ShowAttendTell
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
+        >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
+        >>> told = model(images, sizes, torch.tensor([[2, 7, 5], [2, 9, 0]]), need_weights=True)
+        >>> told.weights.shape
+        torch.Size([2, 3, 6])
     """
 
     logits: Tensor
@@ -269,6 +304,15 @@ class ShowAttendTell(nn.Module):
 
     Paper: Xu et al., "Show, Attend and Tell: Neural Image Caption Generation with Visual
     Attention", ICML 2015, arXiv:1502.03044.
+
+    Example:
+        >>> from attnfast.models import GridEncoder, ShowAttendTell
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
+        >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
+        >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
+        >>> model(images, sizes, torch.tensor([[2, 7, 5], [2, 9, 0]])).logits.shape
+        torch.Size([2, 3, 20])
+        >>> captions = attnfast.models.beam_search(model.eval(), images, sizes, beam=2)
     """
 
     def __init__(
@@ -305,7 +349,11 @@ class ShowAttendTell(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def output_limit(self, sizes: Tensor) -> Tensor:
-        """Return the most words, the end included, of captions of images of ``sizes [B, 2]``."""
+        """Return the most words, the end included, of captions of images of ``sizes [B, 2]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         check_array("sizes", sizes, "int64 or int32", ("B", 2))
         return torch.full((len(sizes),), self.longest)
 
@@ -318,6 +366,9 @@ class ShowAttendTell(nn.Module):
 
         Returns:
             The encoded images, and the decoder's state before the first word.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a pixel is not finite.
         """
         grid, mask = self.encoder(images, sizes)
         states, seen = grid.flatten(1, 2), mask.flatten(1)
@@ -334,6 +385,9 @@ class ShowAttendTell(nn.Module):
         Returns:
             ``logits [B, T, V]`` of the word after each, the state after the last, and
             ``weights [B, T, R · C]`` if requested.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_source("seen", seen, EncodedImage, state)
         check_flag("need_weights", need_weights)
@@ -369,6 +423,9 @@ class ShowAttendTell(nn.Module):
 
         An image has N consecutive captions and is encoded once. Results have one row for each
         caption.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or a pixel is not finite.
         """
         check_target(target_in, self.embedding, self.embedding.num_embeddings)
         check_flag("need_weights", need_weights)

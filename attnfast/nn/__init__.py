@@ -29,6 +29,9 @@ over a whole target in one call::
 
 The attribute ``temperature``, 1 by default, divides every module's scores, including the terms that
 are added to them.
+
+An argument that does not fit, of a module or of a call, raises ValueError or TypeError, and the
+message names it.
 """
 
 from attnfast.decoding import Memory

@@ -51,6 +51,14 @@ class RecurrentState(NamedTuple):
     or None. ``feed [B, F]``: the last output of the attention, if it is fed to the next step, or
     None for zeros. ``history``: the attention's history, or None. ``packed``: the packed
     parameters that the steps share.
+
+    Example:
+        >>> attention = attnfast.nn.BahdanauAttention(6, 8, 4)
+        >>> layer = attnfast.nn.AttentionGRU(3, 6, 8, attention)
+        >>> memory = layer.prepare(torch.randn(2, 5, 8))
+        >>> _, state = layer(torch.randn(2, 1, 3), memory)  # one step of a search
+        >>> state.index_select(torch.tensor([1, 1, 0])).hidden.shape
+        torch.Size([1, 3, 6])
     """
 
     hidden: Tensor

@@ -83,6 +83,9 @@ class _Attention(nn.Module):
             mask: boolean ``[B, Tk]``, True where a state may be attended to.
             values: ``[B, Tk, Dv]``, averaged into the contexts, separate from the keys (Miller et
                 al., EMNLP 2016, arXiv:1606.03126); None uses the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             return self._remember(*self._keys(states, values), lengths, mask)
@@ -98,6 +101,9 @@ class _Attention(nn.Module):
             states: ``[B, key_dim]``, or ``[B, n, key_dim]`` for several.
             values: ``[B, (n,) Dv]``, separate from the keys as in :meth:`prepare`; None uses the
                 states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_memory(memory)
         one = isinstance(states, Tensor) and states.dim() == 2
@@ -224,6 +230,9 @@ class _Attention(nn.Module):
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, and ``weights [B, (H,) Tk]`` or
             ``[B, (H,) Tq, Tk]`` or None, an :class:`attnfast.AttentionOutput`.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             step = state.dim() == 2
@@ -431,7 +440,11 @@ class MultiHeadAttention(_Attention):
         need_statistics: bool = False,
         first: int = 0,
     ) -> AttentionOutput:
-        """Attend as in the other modules; ``first`` is the position of the first state."""
+        """Attend as in the other modules; ``first`` is the position of the first state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         terms: dict[str, Any] = {}
         if self.positions is not None:
             self._check_call(state, memory)

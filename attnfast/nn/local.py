@@ -70,7 +70,11 @@ class _SpanAttention(LuongAttention):
         return rows
 
     def start(self, memory: Memory) -> SpanState:
-        """Return the history before the first row."""
+        """Return the history before the first row.
+
+        Raises:
+            TypeError: ``memory`` is not from :meth:`prepare`.
+        """
         check_memory(memory)
         return SpanState()
 
@@ -97,6 +101,9 @@ class _SpanAttention(LuongAttention):
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, the weights or None, and the history after the
             last of the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             step = state.dim() == 2
@@ -204,6 +211,11 @@ class LocalAttention(_SpanAttention):
         self.slope, self.sigma, self.gaussian_height = slope, sigma, gaussian_height
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
+        """Return the positions of Tq rows that follow the first ``rows`` rows: slope · t.
+
+        Raises:
+            ValueError: ``rows`` is not 0, and the slope is None.
+        """
         if self.slope is None:
             if isinstance(rows, Tensor) or rows:
                 raise_value_error("slope", "a number to continue from earlier rows", None)
@@ -214,6 +226,7 @@ class LocalAttention(_SpanAttention):
         return self.slope * (first + torch.arange(Tq, device=device, dtype=torch.float64))
 
     def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
+        """Return ``sigma`` or the Gaussian bias, which is added to the scores."""
         if self.gaussian_height is None or self.sigma is None:
             return {"sigma": self.sigma}
         bump = gaussian_bias(
@@ -263,6 +276,11 @@ class StridedAttention(_SpanAttention):
         self.span = Span(stride=stride, fixed=fixed, causal=causal)
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
+        """Return the positions of Tq rows that follow the first ``rows`` rows.
+
+        Raises:
+            ValueError: ``rows`` is a tensor, and the stride is not fixed.
+        """
         if isinstance(rows, Tensor) and self.span.phases > 1:
             expected = "one number for all sequences, because the stride is not fixed"
             raise_value_error("history.rows", expected, describe(rows))
@@ -301,7 +319,7 @@ class HardMonotonicWindowAttention(_SpanAttention):
     ):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         if ahead is not None and not (is_int(ahead) and 0 <= ahead < 2**31):
-            raise_value_error("ahead", "a whole number of at least 0, or None", describe(ahead))
+            raise_value_error("ahead", "an integer of at least 0, or None", describe(ahead))
         self.span = Span(window=(0, ahead))
 
     def _rows(
@@ -379,9 +397,13 @@ class LocalPredictiveAttention(LuongAttention):
         self.position_weight = nn.Linear(query_dim, 1, bias=False)
 
     def positions(self, state: Tensor, memory: Memory) -> Tensor:
-        """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``."""
+        """Return p ``[B, Tq]`` of the states ``[B, Tq, query_dim]``.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         self._check_call(state, memory)
-        check_array("state", state, "real numbers", ("B", "Tq", "query_dim"))
+        check_array("state", state, "floating-point", ("B", "Tq", "query_dim"))
         return self._positions(state, memory)
 
     def _positions(self, state: Tensor, memory: Memory) -> Tensor:
@@ -394,6 +416,20 @@ class LocalPredictiveAttention(LuongAttention):
     def forward(  # type: ignore[override]
         self, state: Tensor, memory: Memory, need_weights: bool | str = False
     ) -> tuple[Tensor, Tensor | None]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            need_weights: return the weights too, in the columns of the window (see
+                :class:`attnfast.Span`), or ``"dense"`` or ``"sparse"``.
+
+        Returns:
+            ``context [B, Dv]`` or ``[B, Tq, Dv]``, and the weights or None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         try:
             check_form(need_weights)
             step = state.dim() == 2
@@ -486,6 +522,9 @@ class SparseSelfAttention(MultiHeadAttention):
 
         Returns:
             ``[B, T, dim]``, and the weights or None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             query, key, value = (

@@ -314,6 +314,9 @@ class TopKAttention(nn.Module):
         """Return the k keys of the largest scores, ``[B, k]`` or ``[B, Tq, k]``, largest first.
 
         If there are fewer than k keys, k is the number of keys. Hidden keys come last.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         if not isinstance(memory, TopKMemory):
             raise_type_error("memory", "what prepare(...) returns", describe(memory))

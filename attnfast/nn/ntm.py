@@ -30,6 +30,13 @@ class NTMState(NamedTuple):
 
     ``hidden [B, H]`` and ``cell [B, H]`` of the controller; ``memory [B, N, M]``; ``weights
     [B, R + W, N]`` of the heads, read heads first; ``read [B, R, M]``.
+
+    Example:
+        >>> machine = attnfast.nn.NeuralTuringMachine(3, 8, num_slots=10, slot_size=4)
+        >>> state = machine(torch.randn(2, 6, 3)).state
+        >>> state.memory.shape, state.weights.shape
+        (torch.Size([2, 10, 4]), torch.Size([2, 2, 10]))
+        >>> output = machine(torch.randn(2, 6, 3), state).output  # continue from it
     """
 
     hidden: Tensor
@@ -138,7 +145,12 @@ class NeuralTuringMachine(nn.Module):
             raise_value_error("num_slots", f"at least shift, {self.shift}", self.num_slots)
 
     def start(self, batch: int) -> NTMState:
-        """Return the state before the first step of ``batch`` sequences."""
+        """Return the state before the first step of ``batch`` sequences.
+
+        Raises:
+            ValueError: ``batch`` is not an integer of at least 1, or ``num_slots`` is smaller than
+                the shift.
+        """
         check_sizes(batch=batch)
         self._check_slots()
         return self._start(batch)
@@ -258,5 +270,6 @@ class NeuralTuringMachine(nn.Module):
             raise_value_error(name, f"of the module's dtype {self.slot.dtype}", x.dtype)
 
     def extra_repr(self) -> str:
+        """Return the sizes that ``repr`` shows."""
         names = "num_slots", "slot_size", "num_reads", "num_writes", "shift"
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)

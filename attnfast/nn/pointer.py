@@ -109,8 +109,11 @@ class PointerNetwork(nn.Module):
         Args:
             states: ``[B, T, hidden_dim]``, of the decoder.
             memory: from :meth:`encode`.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("states", states, "real numbers", ("B", "T", self.encoder.hidden_size))
+        check_array("states", states, "floating-point", ("B", "T", self.encoder.hidden_size))
         check_memory(memory)
         check_like("states", states, self.start)
         if states.shape[0] != memory.key.shape[0]:
@@ -254,6 +257,9 @@ class PointerGenerator(nn.Module):
             features: ``[B, Tq, ·]``, the features that x is concatenated from.
             num_oov: X, the number of out-of-vocabulary words in the sources of the batch.
             log: return logarithms.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("logits", logits)
         check_tensor("weights", weights)

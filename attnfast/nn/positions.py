@@ -24,8 +24,12 @@ class SinusoidalPositions(nn.Module):
     """
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """Return ``x [B, T, D]`` with the positions from ``first`` on added."""
-        check_array("x", x, "real numbers", ("B", "T", "D"))
+        """Return ``x [B, T, D]`` with the positions from ``first`` on added.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        check_array("x", x, "floating-point", ("B", "T", "D"))
         check_int("first", first, 0)
         T, D = x.shape[1:]
         t = torch.arange(first, first + T, device=x.device, dtype=torch.float64).unsqueeze(-1)
@@ -57,9 +61,14 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(longest, dim).normal_(std=0.02))
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """Return ``x [B, T, dim]`` with the positions from ``first`` on added."""
+        """Return ``x [B, T, dim]`` with the positions from ``first`` on added.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit, or there are more positions than
+                ``longest``.
+        """
         longest, dim = self.weight.shape
-        check_array("x", x, "real numbers", ("B", "T", dim))
+        check_array("x", x, "floating-point", ("B", "T", dim))
         check_like("x", x, self.weight)
         check_int("first", first, 0)
         if first + x.shape[1] > longest:
@@ -81,6 +90,12 @@ class RelativePositions(nn.Module):
 
     Papers: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
     NAACL 2018, arXiv:1803.02155; scalar biases, Raffel et al., JMLR 2020, arXiv:1910.10683.
+
+    Example:
+        >>> positions = attnfast.nn.RelativePositions(num_heads=2, farthest=3)
+        >>> positions(4, 5).shape
+        torch.Size([1, 2, 4, 5])
+        >>> attention = attnfast.nn.MultiHeadAttention(6, 8, 4, num_heads=2, positions=positions)
     """
 
     def __init__(self, num_heads: int, farthest: int):
@@ -91,7 +106,11 @@ class RelativePositions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * farthest + 1))
 
     def forward(self, Tq: int, Tk: int, first: int = 0) -> Tensor:
-        """Return the bias ``[1, H, Tq, Tk]`` for rows from ``first`` on and keys from 0."""
+        """Return the bias ``[1, H, Tq, Tk]`` for rows from ``first`` on and keys from 0.
+
+        Raises:
+            ValueError: a number is not an integer of at least 0.
+        """
         for name, x in (("Tq", Tq), ("Tk", Tk), ("first", first)):
             check_int(name, x, 0)
         rows, keys = (torch.arange(n, device=self.weight.device) for n in (Tq, Tk))

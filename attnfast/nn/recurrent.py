@@ -159,6 +159,7 @@ class AttentionRNN(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
+        """Return the sizes and options that ``repr`` shows."""
         return (
             f"{self.input_size}, {self.hidden_size}, {self.context_size}, "
             f"num_layers={self.num_layers}, recurrence={self.recurrence!r}, "
@@ -345,6 +346,13 @@ class AttentionGRU(AttentionRNN):
     """A gated recurrent layer that attends at every step: see :class:`AttentionRNN`.
 
     Paper: Cho et al., EMNLP 2014, arXiv:1406.1078; the formula is that of ``nn.GRU``.
+
+    Example:
+        >>> attention = attnfast.nn.LuongAttention(query_dim=6, key_dim=8)
+        >>> layer = attnfast.nn.AttentionGRU(3, 6, 8, attention, recurrence="input_feeding")
+        >>> output, state = layer(torch.randn(2, 7, 3), layer.prepare(torch.randn(2, 5, 8)))
+        >>> output.shape, state.feed.shape
+        (torch.Size([2, 7, 6]), torch.Size([2, 6]))
     """
 
     mode = "gru"
@@ -354,6 +362,13 @@ class AttentionLSTM(AttentionRNN):
     """A long short-term memory that attends at every step: see :class:`AttentionRNN`.
 
     Paper: Hochreiter and Schmidhuber, Neural Computation 1997; the formula is that of ``nn.LSTM``.
+
+    Example:
+        >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
+        >>> layer = attnfast.nn.AttentionLSTM(3, 6, 8, attention, num_layers=2)
+        >>> output, state = layer(torch.randn(2, 7, 3), layer.prepare(torch.randn(2, 5, 8)))
+        >>> output.shape, state.cell.shape
+        (torch.Size([2, 7, 6]), torch.Size([2, 2, 6]))
     """
 
     mode = "lstm"

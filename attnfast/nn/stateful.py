@@ -33,6 +33,14 @@ class CumulativeState(NamedTuple):
     row. ``loss [B]``: the coverage loss so far, or None for 0. ``log_previous [B, Tk]``: for
     forward attention, the logarithms of ``previous``, which do not underflow; if None, they are
     computed from ``previous``.
+
+    Example:
+        >>> attention = attnfast.nn.CoverageAttention(6, 8, 4)
+        >>> history = attention.start(attention.prepare(torch.randn(2, 5, 8)))
+        >>> history.coverage.sum().item()  # no row has attended yet
+        0.0
+        >>> history.index_select(torch.tensor([1, 1, 0])).coverage.shape
+        torch.Size([3, 5])
     """
 
     coverage: Tensor
@@ -92,6 +100,11 @@ class HistoryAttention(_Attention):
     Calls differ from those of the other modules only by the history. All queries in one call, or
     one after the other with the history passed on, give the same results; in half precision, up to
     the rounding of the weights in the history.
+
+    Example:
+        >>> attention = attnfast.nn.CoverageAttention(6, 8, 4)
+        >>> isinstance(attention, attnfast.nn.HistoryAttention), attention.has_history
+        (True, True)
     """
 
     has_history = True
@@ -112,7 +125,11 @@ class HistoryAttention(_Attention):
         raise NotImplementedError
 
     def start(self, memory: Memory) -> CumulativeState:
-        """Return the history before the first row."""
+        """Return the history before the first row.
+
+        Raises:
+            TypeError: ``memory`` is not from :meth:`prepare`.
+        """
         check_memory(memory)
         zeros = memory.key.new_zeros(memory.key.shape[:-1])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
@@ -140,6 +157,9 @@ class HistoryAttention(_Attention):
         Returns:
             ``context [B, Dv]`` or ``[B, Tq, Dv]``, ``weights [B, Tk]`` or ``[B, Tq, Tk]`` or None,
             and the history after the last of the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         try:
             step = state.dim() == 2
@@ -173,7 +193,7 @@ class HistoryAttention(_Attention):
                 for name in ("coverage", "previous"):
                     x, shape = getattr(history, name), memory.key.shape[:2]
                     check_array(
-                        f"history.{name}", x, "real numbers", shape, like=state, of="memory"
+                        f"history.{name}", x, "floating-point", shape, like=state, of="memory"
                     )
             raise
         context, weights, coverage = result
@@ -250,6 +270,10 @@ class CoverageAttention(HistoryAttention):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
+        """Project the keys of a source once, and predict their fertility if the module has one.
+
+        The arguments are those of :meth:`BahdanauAttention.prepare`.
+        """
         memory = super().prepare(states, lengths, mask, values)
         if self.fertility_proj is None or self.fertility is None:
             return memory
@@ -380,6 +404,7 @@ class ForwardAttention(LocationAwareAttention):
         return {**super()._terms(memory), "transition_prob": 0.5}
 
     def start(self, memory: Memory) -> CumulativeState:
+        """Return the history before the first row, with all weight on the first key."""
         history = super().start(memory)
         first = torch.zeros_like(history.previous)
         first[:, :1] = 1
@@ -394,6 +419,20 @@ class ForwardAttention(LocationAwareAttention):
         target_mask: Tensor | None = None,
         transition_prob: float | Tensor = 0.5,
     ) -> tuple[Tensor, Tensor | None, CumulativeState]:
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state, memory, history, need_weights, target_mask: as in
+                :meth:`HistoryAttention.forward`.
+            transition_prob: u, the probability of moving on by one key: a number from 0 to 1,
+                ``[B]`` for one step or ``[B, Tq]`` for many.
+
+        Returns:
+            Context, weights and history, as :meth:`HistoryAttention.forward` does.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         if transition_prob is None:  # None would mean attention without a transition
             raise_type_error("transition_prob", "a number or a tensor", "None")
         one = isinstance(state, Tensor) and state.dim() == 2

@@ -34,6 +34,13 @@ class TransformerEncoderLayer(nn.Module):
 
     Papers: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; Xiong et
     al., "On Layer Normalization in the Transformer Architecture", ICML 2020, arXiv:2002.04745.
+
+    Example:
+        >>> heads = [attnfast.Span(window=1), attnfast.Span()]
+        >>> attention = attnfast.nn.SparseSelfAttention(8, heads)
+        >>> layer = attnfast.nn.TransformerEncoderLayer(attention, feedforward_dim=16)
+        >>> layer(torch.randn(2, 5, 8), torch.tensor([5, 3]))[0].shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(self, attention: SparseSelfAttention, feedforward_dim: int, dropout: float = 0.0):
@@ -63,7 +70,7 @@ class TransformerEncoderLayer(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("states", states, "real numbers", ("B", "T", self.dim))
+        check_array("states", states, "floating-point", ("B", "T", self.dim))
         check_like("states", states, self.norms[0].weight)  # type: ignore[arg-type]
         if lengths is not None:
             check_numbers("lengths", lengths, states.shape[0], 0, states.shape[1], "states")

@@ -90,6 +90,13 @@ class HardAttentionState(NamedTuple):
     ``log_prob [B]``: the sum over the rows of ln α of the sampled key. ``entropy [B]``: the sum of
     the rows' entropies, in nats. ``averaged [B]``: True if a sequence uses averages instead of
     samples; its sums are 0.
+
+    Example:
+        >>> attention = attnfast.nn.HardAttention(attnfast.nn.BahdanauAttention(6, 8, 4)).eval()
+        >>> memory = attention.prepare(torch.randn(2, 5, 8))
+        >>> _, _, history = attention(torch.randn(2, 3, 6), memory)
+        >>> history.log_prob.shape, history.averaged
+        (torch.Size([2]), tensor([False, False]))
     """
 
     log_prob: Tensor
@@ -169,7 +176,11 @@ class HardAttention(nn.Module):
         return self.attention.prepare(states, lengths, mask, values)
 
     def start(self, memory: Memory) -> HardAttentionState:
-        """Return the history before the first row; in training, sample ``averaged``."""
+        """Return the history before the first row; in training, sample ``averaged``.
+
+        Raises:
+            TypeError: ``memory`` is not from :meth:`prepare`.
+        """
         if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
             raise_type_error("memory", "what prepare(...) returns", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
@@ -207,7 +218,7 @@ class HardAttention(nn.Module):
             raise_type_error("history", "a HardAttentionState or None", describe(history))
         if history is not None and not _fits(history, state):
             for name, x in history._asdict().items():
-                kind = "boolean" if name == "averaged" else "real numbers"
+                kind = "boolean" if name == "averaged" else "floating-point"
                 check_array(f"history.{name}", x, kind, state.shape[:1], like=state, of="state")
         check_form(need_weights)
         check_target_mask(target_mask, state.shape[:-1], state)

@@ -62,7 +62,7 @@ def check_span(
         if x.device != query.device:
             raise_value_error(name, f"on the query's device {query.device}", x.device)
         if x.dtype not in (torch.int64, torch.int32) and not x.is_floating_point():
-            raise_value_error(name, "of whole or real numbers", x.dtype)
+            raise_value_error(name, "int64, int32 or floating-point", x.dtype)
     check_position(position, spans)
     number = is_finite(sigma) and sigma > 0  # type: ignore[operator]
     if not (number or sigma is None or isinstance(sigma, Tensor)):
