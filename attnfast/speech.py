@@ -429,7 +429,13 @@ class SpecAugment(nn.Module):
 
 
 class WordErrors(NamedTuple):
-    """Substituted, deleted and inserted words against a reference of ``words`` words.
+    """Word errors against a reference; they add up over texts with ``+``.
+
+    Attributes:
+        substitutions: words of the reference replaced by others.
+        deletions: words of the reference that are missing.
+        insertions: words that the reference does not have.
+        words: words of the reference.
 
     Example:
         >>> from attnfast.speech import word_errors

@@ -229,7 +229,11 @@ def kl_from_uniform(
 
 
 class KeyCoverage(NamedTuple):
-    """``total [B, (H,) Tk]``, Σ_i α; ``uniformity [B, (H)]``, from 0 to 1.
+    """Attention that each key receives over the target.
+
+    Attributes:
+        total: Σ_i α of each key, ``[B, (H,) Tk]``.
+        uniformity: the normalised entropy of the totals, ``[B, (H)]``, from 0 to 1.
 
     Example:
         >>> from attnfast.analysis.diagnostics import key_coverage
@@ -274,6 +278,11 @@ def key_coverage(
 
 class Diagonality(NamedTuple):
     """Diagonality of each sentence, ``[B, (H)]``.
+
+    Attributes:
+        share: the mean weight within the radius of the diagonal, from 0 to 1.
+        offset: the mean signed distance from the diagonal in keys, below 0 if rows look back.
+        distance: the mean absolute distance from the diagonal in keys.
 
     Example:
         >>> from attnfast.analysis.diagnostics import diagonality
@@ -344,6 +353,10 @@ def monotonicity(
 
 class OverUnderTranslation(NamedTuple):
     """Over- and under-translation of each sentence, ``[B, (H)]``, as shares of its keys.
+
+    Attributes:
+        over: the mean over the keys of max(0, C / φ − 1), with attention C and φ expected.
+        under: the mean over the keys of max(0, 1 − C / φ), from 0 to 1.
 
     Example:
         >>> from attnfast.analysis.diagnostics import over_under_translation
@@ -480,7 +493,13 @@ def _link_sets(name: str, x: Any) -> list[LinkSet]:
 
 
 class AlignmentScore(NamedTuple):
-    """Precision, recall and error rate, from 0 to 1; a lower ``error_rate`` is better.
+    """Agreement of links with reference links; all fields are from 0 to 1.
+
+    Attributes:
+        precision: the share of the links found that are sure or possible.
+        recall: the share of the sure links that were found.
+        f1: the harmonic mean of both.
+        error_rate: the alignment error rate; lower is better.
 
     Example:
         >>> from attnfast.analysis.diagnostics import alignment_score
@@ -537,7 +556,14 @@ def alignment_score(
 
 
 class HeadRoles(NamedTuple):
-    """``distance [H, H]``; the others ``[H]``. All but the offset are from 0 to 1.
+    """Measures of the role of each head; all but the offset are from 0 to 1.
+
+    Attributes:
+        distance: the mean divergence of the rows of two heads, ``[H, H]``.
+        positional: the share of rows that attend to one offset from the diagonal, ``[H]``.
+        offset: that offset, in keys, ``[H]``, int64.
+        local: the mean weight within the radius of the largest one, ``[H]``.
+        broad: the mean normalised entropy, ``[H]``.
 
     Example:
         >>> from attnfast.analysis.diagnostics import head_roles
@@ -657,9 +683,15 @@ class Thresholds:
 
 
 class Failures(NamedTuple):
-    """Flags of failed rows ``[B, (H,) Tq]``, keys ``[B, (H,) Tk]`` and sentences ``[B, (H)]``.
+    """Boolean flags of failed rows, keys and sentences.
 
-    ``sentences`` has ``diffuse``, ``concentrated``, ``stuck``, ``drifting`` and ``skipped``.
+    Attributes:
+        diffuse: rows with nearly uniform weights, ``[B, (H,) Tq]``.
+        stuck: rows of a run that attends to one key, ``[B, (H,) Tq]``.
+        concentrated: keys with most of a sentence's weight, ``[B, (H,) Tk]``.
+        skipped: keys that no row attends to, ``[B, (H,) Tk]``.
+        sentences: flags ``[B, (H)]`` by name: ``"diffuse"``, ``"concentrated"``, ``"stuck"``,
+            ``"drifting"`` and ``"skipped"``.
 
     Example:
         >>> from attnfast.analysis.diagnostics import failures

@@ -446,7 +446,18 @@ class MultiHeadAttention(_Attention):
         need_statistics: bool = False,
         first: int = 0,
     ) -> AttentionOutput:
-        """Attend as in the other modules; ``first`` is the position of the first state.
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            need_weights: return the weights of all heads too.
+            need_statistics: return the rows' statistics, as :func:`attnfast.additive_attention`.
+            first: the position of the first state, for relative positions.
+
+        Returns:
+            ``context [B, attn_dim]`` or ``[B, Tq, attn_dim]``, and ``weights [B, H, Tk]`` or
+            ``[B, H, Tq, Tk]`` or None, an :class:`attnfast.AttentionOutput`.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
