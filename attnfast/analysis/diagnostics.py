@@ -315,6 +315,9 @@ def diagonality(
         of :math:`\sum_j (j - d_i) p_{ij}`, below 0 if rows look back; ``distance``, that of
         :math:`\sum_j |j - d_i| p_{ij}`.
 
+    Paper: Chen et al., "MultiSpeech: Multi-Speaker Text to Speech with Transformer", Interspeech
+    2020, arXiv:2006.04664, whose diagonal attention rate is such a share.
+
     Example:
         >>> attnfast.analysis.diagnostics.diagonality(torch.eye(4).unsqueeze(0)).share
         tensor([1.])
@@ -340,6 +343,9 @@ def monotonicity(
 
     Returns:
         ``[B, (H)]``, from 0 to 1; 1 for a target of one row.
+
+    Paper: Raffel et al., "Online and Linear-Time Attention by Enforcing Monotonic Alignments", ICML
+    2017, arXiv:1704.00784, whose attention enforces a value of 1.
 
     Example:
         >>> attnfast.analysis.diagnostics.monotonicity(torch.eye(4).unsqueeze(0))
@@ -589,6 +595,15 @@ def head_roles(
 ) -> HeadRoles:
     r"""Return measures of the role of each head of ``weights [B, H, Tq, Tk]``, over all rows.
 
+    .. math:: \text{distance}_{gh} = \frac{1}{\ln 2}\, \overline{\mathrm{JSD}(p^g_i, p^h_i)}, \quad
+              \text{positional}_h = \max_{|o| \le r}\, \overline{[\,\mathrm{round}(a_i - d_i) = o]}
+
+    .. math:: \text{local}_h = \overline{\textstyle\sum_{|j - a_i| \le r} p_{ij}}, \quad
+              \text{broad}_h = \overline{H_i / \ln n_i}, \quad a_i = \arg\max_j \alpha_{ij}
+
+    The bar is the mean over the rows i of all sentences, :math:`d_i` the row's position on the
+    diagonal of :func:`diagonality`, and :math:`H_i` the row's entropy.
+
     Args:
         radius: of a neighbourhood, in keys.
 
@@ -649,7 +664,7 @@ def head_roles(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The thresholds of :func:`failures`.
+    """The thresholds of :func:`failures`; the defaults are this package's, from no paper.
 
     Attributes:
         diffuse: a row's entropy, over ln n, with n visible keys.

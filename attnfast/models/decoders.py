@@ -62,7 +62,9 @@ def summary(states: Tensor, lengths: Tensor) -> Tensor:
 
 
 class FixedContext(nn.Module):
-    """No attention: every decoder state gets the same context, the encoder's last states.
+    r"""No attention: every decoder state gets the same context, the encoder's last states.
+
+    .. math:: c_t = [\overrightarrow h_n; \overleftarrow h_1]
 
     It has the two methods of an attention, so that decoders need no special case.
 

@@ -79,7 +79,14 @@ keep_in_pytrees(Seq2SeqOutput, "weights")
 
 
 class Seq2Seq(nn.Module):
-    """Encoder, decoder, and one embedding for source words, target words and the output layer.
+    r"""Encoder, decoder, and one embedding for source words, target words and the output layer.
+
+    .. math:: h = \mathrm{Encoder}(\sqrt{d}\, E x), \quad
+              s_0 = \tanh(W_b [\overrightarrow h_n; \overleftarrow h_1] + b_b), \quad
+              o_t, s_t = \mathrm{Decoder}(\sqrt{d}\, E y_{t-1}, s_{t-1}, h), \quad
+              P(y_t) = \mathrm{softmax}(E^\top o_t + b)
+
+    with E the embedding of d features.
 
     Args:
         encoder: words ``[B, Tk, E]`` and lengths to states ``[B, Tk, 2H]``, an :class:`Encoder` or

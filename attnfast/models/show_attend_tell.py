@@ -175,7 +175,9 @@ class GridEncoder(nn.Module):
 
 
 class MeanContext(FixedContext):
-    """No attention: all states of a decoder get the same context, the mean of the source's states.
+    r"""No attention: all states of a decoder get the same context, the mean of the source's states.
+
+    .. math:: c_t = \frac1n \sum_j h_j
 
     It has the two methods of an attention, so that decoders need no special case.
 
