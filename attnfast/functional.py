@@ -218,9 +218,19 @@ def dot_attention(
     ``scale=1``.
 
     Args:
+        query, key, value: ``[B, (H,) Tq, A]``, ``[B, (H,) Tk, A]`` and ``[B, (H,) Tk, Dv]``.
         scale: s; None means 1/√A, as in ``scaled_dot_product_attention``.
+        lengths: ``[B]``, the number of keys of each sequence.
+        mask: boolean, True where a key may be attended to.
+        bias: b, added to the score.
+        span, position, sigma: the keys that a row may see, the rows' positions among the keys, and
+            the standard deviation of a Gaussian prior around them.
+        temperature: T > 0.
+        need_weights, need_statistics: return weights, or :class:`attnfast.RowStatistics`.
+        backend: None for the fastest that can run, or its name.
 
-    The other arguments, the results and the errors are those of :func:`additive_attention`.
+    Shapes and dtypes of the arguments, the results and the errors are those of
+    :func:`additive_attention`.
 
     Papers: Luong, Pham and Manning, "Effective Approaches to Attention-based Neural Machine
     Translation", EMNLP 2015, arXiv:1508.04025; Vaswani et al., "Attention Is All You Need",

@@ -291,6 +291,10 @@ class FeatureNormalizer(nn.Module):
         features: M.
         speakers: S; 1 for statistics of all recordings.
 
+    Paper: Viikki and Laurila, "Cepstral domain segmental feature vector normalization for noise
+    robust speech recognition", Speech Communication 25, 1998, of which this is the version for
+    whole recordings, also known as CMVN.
+
     Example:
         >>> normalizer = attnfast.speech.FeatureNormalizer(features=40)
         >>> features, lengths = 3 + torch.randn(2, 50, 40), torch.tensor([50, 30])
@@ -429,7 +433,13 @@ class SpecAugment(nn.Module):
 
 
 class WordErrors(NamedTuple):
-    """Substituted, deleted and inserted words against a reference of ``words`` words.
+    """Word errors against a reference; they add up over texts with ``+``.
+
+    Attributes:
+        substitutions: words of the reference replaced by others.
+        deletions: words of the reference that are missing.
+        insertions: words that the reference does not have.
+        words: words of the reference.
 
     Example:
         >>> from attnfast.speech import word_errors
@@ -456,7 +466,12 @@ class WordErrors(NamedTuple):
 
 
 def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> WordErrors:
-    """Count the fewest substitutions, deletions and insertions that turn one text into the other.
+    r"""Count the fewest substitutions, deletions and insertions that turn one text into the other.
+
+    .. math:: d_{ij} = \min(d_{i-1,j-1} + [r_i \ne h_j],\; d_{i-1,j} + 1,\; d_{i,j-1} + 1), \quad
+              \mathrm{WER} = d_{NM} / N
+
+    with N words r of the reference and M words h of the hypothesis.
 
     Among several ways with equally few errors it takes one with the most substitutions.
 

@@ -229,7 +229,11 @@ def kl_from_uniform(
 
 
 class KeyCoverage(NamedTuple):
-    """``total [B, (H,) Tk]``, Σ_i α; ``uniformity [B, (H)]``, from 0 to 1.
+    """Attention that each key receives over the target.
+
+    Attributes:
+        total: Σ_i α of each key, ``[B, (H,) Tk]``.
+        uniformity: the normalised entropy of the totals, ``[B, (H)]``, from 0 to 1.
 
     Example:
         >>> from attnfast.analysis.diagnostics import key_coverage
@@ -275,6 +279,11 @@ def key_coverage(
 class Diagonality(NamedTuple):
     """Diagonality of each sentence, ``[B, (H)]``.
 
+    Attributes:
+        share: the mean weight within the radius of the diagonal, from 0 to 1.
+        offset: the mean signed distance from the diagonal in keys, below 0 if rows look back.
+        distance: the mean absolute distance from the diagonal in keys.
+
     Example:
         >>> from attnfast.analysis.diagnostics import diagonality
         >>> weights = torch.eye(4).roll(1, -1).unsqueeze(0)  # one key after the diagonal
@@ -306,6 +315,9 @@ def diagonality(
         of :math:`\sum_j (j - d_i) p_{ij}`, below 0 if rows look back; ``distance``, that of
         :math:`\sum_j |j - d_i| p_{ij}`.
 
+    Paper: Chen et al., "MultiSpeech: Multi-Speaker Text to Speech with Transformer", Interspeech
+    2020, arXiv:2006.04664, whose diagonal attention rate is such a share.
+
     Example:
         >>> attnfast.analysis.diagnostics.diagonality(torch.eye(4).unsqueeze(0)).share
         tensor([1.])
@@ -332,6 +344,9 @@ def monotonicity(
     Returns:
         ``[B, (H)]``, from 0 to 1; 1 for a target of one row.
 
+    Paper: Raffel et al., "Online and Linear-Time Attention by Enforcing Monotonic Alignments", ICML
+    2017, arXiv:1704.00784, whose attention enforces a value of 1.
+
     Example:
         >>> attnfast.analysis.diagnostics.monotonicity(torch.eye(4).unsqueeze(0))
         tensor([1.])
@@ -344,6 +359,10 @@ def monotonicity(
 
 class OverUnderTranslation(NamedTuple):
     """Over- and under-translation of each sentence, ``[B, (H)]``, as shares of its keys.
+
+    Attributes:
+        over: the mean over the keys of max(0, C / φ − 1), with attention C and φ expected.
+        under: the mean over the keys of max(0, 1 − C / φ), from 0 to 1.
 
     Example:
         >>> from attnfast.analysis.diagnostics import over_under_translation
@@ -480,7 +499,13 @@ def _link_sets(name: str, x: Any) -> list[LinkSet]:
 
 
 class AlignmentScore(NamedTuple):
-    """Precision, recall and error rate, from 0 to 1; a lower ``error_rate`` is better.
+    """Agreement of links with reference links; all fields are from 0 to 1.
+
+    Attributes:
+        precision: the share of the links found that are sure or possible.
+        recall: the share of the sure links that were found.
+        f1: the harmonic mean of both.
+        error_rate: the alignment error rate; lower is better.
 
     Example:
         >>> from attnfast.analysis.diagnostics import alignment_score
@@ -537,7 +562,14 @@ def alignment_score(
 
 
 class HeadRoles(NamedTuple):
-    """``distance [H, H]``; the others ``[H]``. All but the offset are from 0 to 1.
+    """Measures of the role of each head; all but the offset are from 0 to 1.
+
+    Attributes:
+        distance: the mean divergence of the rows of two heads, ``[H, H]``.
+        positional: the share of rows that attend to one offset from the diagonal, ``[H]``.
+        offset: that offset, in keys, ``[H]``, int64.
+        local: the mean weight within the radius of the largest one, ``[H]``.
+        broad: the mean normalised entropy, ``[H]``.
 
     Example:
         >>> from attnfast.analysis.diagnostics import head_roles
@@ -562,6 +594,15 @@ def head_roles(
     key_indices: Tensor | None = None,
 ) -> HeadRoles:
     r"""Return measures of the role of each head of ``weights [B, H, Tq, Tk]``, over all rows.
+
+    .. math:: \text{distance}_{gh} = \frac{1}{\ln 2}\, \overline{\mathrm{JSD}(p^g_i, p^h_i)}, \quad
+              \text{positional}_h = \max_{|o| \le r}\, \overline{[\,\mathrm{round}(a_i - d_i) = o]}
+
+    .. math:: \text{local}_h = \overline{\textstyle\sum_{|j - a_i| \le r} p_{ij}}, \quad
+              \text{broad}_h = \overline{H_i / \ln n_i}, \quad a_i = \arg\max_j \alpha_{ij}
+
+    The bar is the mean over the rows i of all sentences, :math:`d_i` the row's position on the
+    diagonal of :func:`diagonality`, and :math:`H_i` the row's entropy.
 
     Args:
         radius: of a neighbourhood, in keys.
@@ -623,7 +664,7 @@ def head_roles(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The thresholds of :func:`failures`.
+    """The thresholds of :func:`failures`; the defaults are this package's, from no paper.
 
     Attributes:
         diffuse: a row's entropy, over ln n, with n visible keys.
@@ -657,9 +698,15 @@ class Thresholds:
 
 
 class Failures(NamedTuple):
-    """Flags of failed rows ``[B, (H,) Tq]``, keys ``[B, (H,) Tk]`` and sentences ``[B, (H)]``.
+    """Boolean flags of failed rows, keys and sentences.
 
-    ``sentences`` has ``diffuse``, ``concentrated``, ``stuck``, ``drifting`` and ``skipped``.
+    Attributes:
+        diffuse: rows with nearly uniform weights, ``[B, (H,) Tq]``.
+        stuck: rows of a run that attends to one key, ``[B, (H,) Tq]``.
+        concentrated: keys with most of a sentence's weight, ``[B, (H,) Tk]``.
+        skipped: keys that no row attends to, ``[B, (H,) Tk]``.
+        sentences: flags ``[B, (H)]`` by name: ``"diffuse"``, ``"concentrated"``, ``"stuck"``,
+            ``"drifting"`` and ``"skipped"``.
 
     Example:
         >>> from attnfast.analysis.diagnostics import failures

@@ -16,7 +16,14 @@ In the formulas x are the embedded inputs, α the weights and j a key of n; y = 
 the output, ŷ its largest entry: the decision. Importance and weights ``[B, n]`` are 0 in padding.
 Values for each sentence are ``[B]``. Random numbers come from a CPU generator seeded with ``seed``.
 No parameter gets a gradient. An argument that does not fit raises ValueError or TypeError, and the
-message names it.
+message names it. Most functions take these arguments first:
+
+``reader``
+    the model, an :class:`AttentionModel`.
+``embedded``
+    embedded inputs ``[B, n, E]``.
+``lengths``
+    the number of inputs of each sentence, ``[B]``, each at least 1.
 
 Papers: Jain and Wallace, "Attention is not Explanation", NAACL 2019, arXiv:1902.10186; Wiegreffe
 and Pinter, "Attention is not not Explanation", EMNLP 2019, arXiv:1908.04626; Serrano and Smith, "Is
@@ -66,7 +73,7 @@ __all__ = [
 
 
 class Decision(Protocol):
-    """An encoded input, which can be called several times for a decision.
+    """Protocol of an encoded input, which can be called several times for a decision.
 
     Example:
         >>> from attnfast.models import Classifier, Encoder
@@ -83,7 +90,7 @@ class Decision(Protocol):
 
 
 class AttentionModel(Protocol):
-    """A model: everything up to its attention.
+    """Protocol of a model: it encodes embedded inputs and returns a :class:`Decision`.
 
     Example:
         >>> def reader(embedded, lengths):  # a model without parameters
@@ -402,7 +409,12 @@ def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -
 
 
 class PermutationOutput(NamedTuple):
-    """Result of :func:`permutation_test`: medians over permutations, largest weight, ``[B]``.
+    """Result of :func:`permutation_test`, ``[B]``.
+
+    Attributes:
+        distance: the median total variation of the output over the permutations.
+        divergence: the median Jensen–Shannon divergence of the weights over the permutations.
+        largest: the largest weight before the permutations.
 
     Example:
         >>> from attnfast.analysis.faithfulness import permutation_test
@@ -464,7 +476,13 @@ def _generator(seed: object) -> torch.Generator:
 
 
 class Adversarial(NamedTuple):
-    """Result of :func:`adversarial`: values for each sentence ``[B]`` and weights ``[B, n]``.
+    """Result of :func:`adversarial`.
+
+    Attributes:
+        divergence: the Jensen–Shannon divergence of the weights found, ``[B]``; 0 if none were.
+        distance: the total variation of the output with them, ``[B]``.
+        weights: the weights found, ``[B, n]``, or the model's own.
+        bound: the largest divergence that any weights have, ``[B]``.
 
     Example:
         >>> from attnfast.analysis.faithfulness import adversarial

@@ -58,8 +58,9 @@ class Memory(NamedTuple):
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``score_vector [A]`` or ``[H, A]`` of the additive score, None
     for the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage,
-    or None; ``score``, ``"dot"`` or the additive score's activation; ``rooms``, the buffers of key
-    and value if the memory grows. Attending raises RuntimeError if key, value, lengths,
+    or None; ``score``, ``"dot"`` or the additive score's activation; ``steps``, what decoder steps
+    share to compute the gradients of keys and values at once, or None; ``rooms``, the buffers of
+    key and value if the memory grows. Attending raises RuntimeError if key, value, lengths,
     score_vector or mask was modified in place (detected by version counters; writes through
     ``.data`` are not detected).
 
@@ -456,8 +457,14 @@ def attend_with_history(
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``.
         memory: key, value, score_vector, score, lengths, mask, fertility and backend.
         fertility, mask: used instead of the memory's.
+        penalty, coverage_weight: λ and w, the weights of the coverage in the score and in its tanh.
+        filters, channels, projection: F, its input and U, of location features.
+        transition_prob: u of forward attention.
+        coverage, previous, log_previous: the state after the rows before, from the last result.
+        scale, bias, temperature: of the score.
+        need_weights: return the weights too.
 
-    The other arguments are those of :func:`attnfast.coverage_attention`.
+    Their shapes and dtypes are those of :func:`attnfast.coverage_attention`.
 
     Returns:
         the result of :func:`attnfast.coverage_attention`. With one query the gradients of keys,

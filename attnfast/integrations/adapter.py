@@ -23,6 +23,15 @@ class UnsupportedCall(Exception):
 class ProbeInputs:
     """Random input of a probe, determined by its seed.
 
+    Args:
+        dtype, device: of the tensors.
+        seed: of the random numbers.
+        others: further batches of lengths, which :meth:`sources` adds.
+        repeats: set rows of inputs to 0 or 1, as in padding.
+        late: make the words of targets that may end late, and one long target.
+        known: word ids that occur in the module's own code, used in late targets.
+        first: use only the first batch of lengths that the example gives.
+
     Example:
         >>> draw = attnfast.integrations.ProbeInputs(torch.float64, torch.device("cpu"))
         >>> for lengths in draw.sources([5, 2], [3, 1]):

@@ -53,6 +53,10 @@ class Found:
 class Report:
     """Result of :func:`replace`; prints one line for each module.
 
+    Attributes:
+        found: an entry for each attention module, with its ``path``, ``module``, ``adapter``,
+            ``backend``, and ``left``, the reason for skipping it or "".
+
     Example:
         >>> class MyAttention(torch.nn.Module):
         ...     pass

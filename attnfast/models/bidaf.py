@@ -22,9 +22,12 @@ from attnfast.nn.attention import check_sizes
 
 
 class SpanPrediction(NamedTuple):
-    """Log-probabilities of an answer's first and last word: ``start`` and ``end [B, T]``.
+    """Log-probabilities of an answer's first and last word.
 
-    ``weights``: the weights that the attention returned, or None.
+    Attributes:
+        start: log-probabilities of the first word, ``[B, T]``, −inf for padding.
+        end: log-probabilities of the last word, ``[B, T]``, −inf for padding.
+        weights: the weights that the attention returned, or None.
 
     Example:
         >>> attention = attnfast.nn.BidirectionalAttention(dim=8)

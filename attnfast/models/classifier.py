@@ -90,10 +90,15 @@ class Classifier(nn.Module):
     def read(
         self, embedded: Tensor, lengths: Tensor
     ) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
-        """Read embedded words ``[B, n, E]``: a reader of :mod:`attnfast.analysis.faithfulness`.
+        """Read embedded words: a reader of :mod:`attnfast.analysis.faithfulness`.
 
-        Returns a function from weights ``[B, n]``, or None for the model's own, to logits
-        ``[B, C]`` and the weights that it pooled with. Max pooling has no weights.
+        Args:
+            embedded: ``[B, n, E]``, from :meth:`embed`.
+            lengths: ``[B]``, each at least 1.
+
+        Returns:
+            A function from weights ``[B, n]``, or None for the model's own, to logits ``[B, C]``
+            and the weights that it pooled with. Max pooling has no weights.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or the model pools by ``"max"``; the

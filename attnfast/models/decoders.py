@@ -62,7 +62,9 @@ def summary(states: Tensor, lengths: Tensor) -> Tensor:
 
 
 class FixedContext(nn.Module):
-    """No attention: every decoder state gets the same context, the encoder's last states.
+    r"""No attention: every decoder state gets the same context, the encoder's last states.
+
+    .. math:: c_t = [\overrightarrow h_n; \overleftarrow h_1]
 
     It has the two methods of an attention, so that decoders need no special case.
 
@@ -86,7 +88,11 @@ class FixedContext(nn.Module):
         self.backend = backend
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
-        """Return a memory whose only value ``[B, 1, 2H]`` is the :func:`summary` of the source.
+        """Return a memory with one value, the last states of each direction, ``[B, 1, 2H]``.
+
+        Args:
+            states: ``[B, Tk, 2H]``, of a bidirectional encoder.
+            lengths: ``[B]``, each at least 1.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -99,7 +105,15 @@ class FixedContext(nn.Module):
     def forward(
         self, state: Tensor, memory: Memory, need_weights: bool = False
     ) -> tuple[Tensor, None]:
-        """Return that value for any state ``[B, D]`` or ``[B, Tq, D]``; there are no weights.
+        """Return the memory's value for any state.
+
+        Args:
+            state: ``[B, D]`` for one decoder step or ``[B, Tq, D]`` for many.
+            memory: from :meth:`prepare`.
+            need_weights: has no effect: there are no weights.
+
+        Returns:
+            ``[B, 2H]`` or ``[B, Tq, 2H]``, and None.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -214,9 +228,14 @@ class _Decoder(nn.Module):
         need_weights: bool = False,
         target_mask: Tensor | None = None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        """Decode the words ``embedded [B, T, E]`` of a target.
+        """Decode the words of a target.
 
-        ``target_mask [B, T]`` is False for padding, which attention with a history skips.
+        Args:
+            embedded: ``[B, T, E]``.
+            state: from :meth:`initial`, or from the last call.
+            memory: from the attention's ``prepare``.
+            need_weights: return the attention weights too.
+            target_mask: ``[B, T]``, False for padding, which attention with a history skips.
 
         Returns:
             ``output [B, T, E]``, the state after the last word, ``weights [B, T, Tk]`` or None.

@@ -30,7 +30,13 @@ from attnfast.spans import Span
 
 
 class Encoder(nn.Module):
-    """A bidirectional RNN over the source.
+    r"""A bidirectional RNN over the source.
+
+    .. math:: \overrightarrow h_j = \mathrm{RNN}(\overrightarrow h_{j-1}, x_j), \quad
+              \overleftarrow h_j = \mathrm{RNN}(\overleftarrow h_{j+1}, x_j), \quad
+              h_j = [\overrightarrow h_j; \overleftarrow h_j]
+
+    With self-attention the states are :math:`\mathrm{norm}(h_j + \mathrm{attend}(h)_j)`.
 
     Args:
         embed_dim: E, features of the words.

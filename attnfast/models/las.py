@@ -253,7 +253,7 @@ class ListenAttendSpell(nn.Module):
 
         Args:
             frames: ``[B, T, features]``.
-            lengths: ``[B]``.
+            lengths: ``[B]``, in frames.
 
         Returns:
             The encoded recordings, and the decoder's state before the first letter.
@@ -273,7 +273,13 @@ class ListenAttendSpell(nn.Module):
     def decode(
         self, words: Tensor, state: RecurrentState, heard: EncodedSpeech, need_weights: bool = False
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        """Read the letters ``words [B, T]`` from ``state`` on.
+        """Read letters from ``state`` on.
+
+        Args:
+            words: ids ``[B, T]``.
+            state: from :meth:`encode`, or from the last call.
+            heard: from :meth:`encode`.
+            need_weights: return the attention weights too.
 
         Returns:
             ``logits [B, T, V]`` of the letter after each, the state after the last, and
@@ -312,7 +318,12 @@ class ListenAttendSpell(nn.Module):
     def forward(
         self, frames: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> LASOutput:
-        """Read the true letters before each, ``target_in [B, T]``, padded with 0.
+        """Read recordings and the true letters before each letter.
+
+        Args:
+            frames, lengths: as in :meth:`encode`.
+            target_in: ids ``[B, T]`` that begin with the start, padded with 0.
+            need_weights: return the attention weights too.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.

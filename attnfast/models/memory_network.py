@@ -21,7 +21,11 @@ from attnfast.ops.operators import accumulation_dtype
 
 
 class MemoryNetworkOutput(NamedTuple):
-    """``logits [B, V]`` of the answer, and the weights ``[B, K, S]`` of sentences, or None.
+    """Output of :class:`MemoryNetwork`.
+
+    Attributes:
+        logits: of the answer, ``[B, V]``.
+        weights: attention weights of the sentences at each hop, ``[B, K, S]``, or None.
 
     Example:
         >>> model = attnfast.models.MemoryNetwork(vocab_size=50, dim=8, hops=2)

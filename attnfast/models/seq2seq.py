@@ -47,7 +47,10 @@ def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tenso
 class EncodedSource(NamedTuple):
     """Encoded sources: the memory that the decoder attends to, and the words that it may copy.
 
-    ``words [B, Tk]``; ids from V on are out-of-vocabulary words, ``num_oov`` in the batch.
+    Attributes:
+        memory: of the encoder's states.
+        words: ids of the source words, ``[B, Tk]``; those from V on are out-of-vocabulary words.
+        num_oov: the number of out-of-vocabulary words in the batch.
 
     Example:
         >>> from attnfast.models import Config, build
@@ -76,7 +79,14 @@ keep_in_pytrees(Seq2SeqOutput, "weights")
 
 
 class Seq2Seq(nn.Module):
-    """Encoder, decoder, and one embedding for source words, target words and the output layer.
+    r"""Encoder, decoder, and one embedding for source words, target words and the output layer.
+
+    .. math:: h = \mathrm{Encoder}(\sqrt{d}\, E x), \quad
+              s_0 = \tanh(W_b [\overrightarrow h_n; \overleftarrow h_1] + b_b), \quad
+              o_t, s_t = \mathrm{Decoder}(\sqrt{d}\, E y_{t-1}, s_{t-1}, h), \quad
+              P(y_t) = \mathrm{softmax}(E^\top o_t + b)
+
+    with E the embedding of d features.
 
     Args:
         encoder: words ``[B, Tk, E]`` and lengths to states ``[B, Tk, 2H]``, an :class:`Encoder` or
@@ -181,7 +191,11 @@ class Seq2Seq(nn.Module):
         return EncodedSource(memory, source, num_oov), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
-        """Encode an embedded source ``[B, Tk, E]``; return its memory and the initial state.
+        """Encode an embedded source; return its memory and the initial state.
+
+        Args:
+            embedded: ``[B, Tk, E]``, from :meth:`embed`.
+            lengths: ``[B]``, each at least 1.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -198,7 +212,13 @@ class Seq2Seq(nn.Module):
         source: EncodedSource,
         need_weights: bool = False,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        """Read the target words ``[B, T]`` from ``state`` on.
+        """Read target words from ``state`` on.
+
+        Args:
+            words: ids ``[B, T]``.
+            state: from :meth:`encode`, or from the last call.
+            source: from :meth:`encode`.
+            need_weights: return the attention weights too.
 
         Returns:
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
@@ -238,7 +258,12 @@ class Seq2Seq(nn.Module):
     def forward(
         self, source: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> Seq2SeqOutput:
-        """Read the true previous words ``target_in [B, T]``.
+        """Read a source and the true previous words of its target.
+
+        Args:
+            source, lengths: as in :meth:`encode`.
+            target_in: ids ``[B, T]`` that begin with the start, padded with 0.
+            need_weights: return the attention weights too.
 
         Returns:
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a

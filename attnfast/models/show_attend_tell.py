@@ -175,7 +175,9 @@ class GridEncoder(nn.Module):
 
 
 class MeanContext(FixedContext):
-    """No attention: all states of a decoder get the same context, the mean of the source's states.
+    r"""No attention: all states of a decoder get the same context, the mean of the source's states.
+
+    .. math:: c_t = \frac1n \sum_j h_j
 
     It has the two methods of an attention, so that decoders need no special case.
 
@@ -196,9 +198,13 @@ class MeanContext(FixedContext):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Return a memory whose only value ``[B, 1, F]`` is the mean of ``states [B, Tk, F]``.
+        """Return a memory with one value, the mean of a source's states, ``[B, 1, F]``.
 
-        If values are given, it is their mean.
+        Args:
+            states: ``[B, Tk, F]``.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, Tk]``, True for the states that are averaged.
+            values: ``[B, Tk, Dv]``, averaged instead of the states.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -230,7 +236,9 @@ def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
 class EncodedImage(NamedTuple):
     """The encoder's output for a batch of images.
 
-    ``mask [B, R, C]``, the cells that exist.
+    Attributes:
+        memory: of the cells of the grids, row after row.
+        mask: the cells that exist, boolean ``[B, R, C]``.
 
     Example:
         >>> from attnfast.models import GridEncoder, ShowAttendTell
@@ -362,7 +370,7 @@ class ShowAttendTell(nn.Module):
 
         Args:
             images: ``[B, channels, H, W]``.
-            sizes: ``[B, 2]``.
+            sizes: ``[B, 2]``, height and width of each image.
 
         Returns:
             The encoded images, and the decoder's state before the first word.
@@ -380,7 +388,13 @@ class ShowAttendTell(nn.Module):
     def decode(
         self, words: Tensor, state: RecurrentState, seen: EncodedImage, need_weights: bool = False
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        """Read the words ``words [B, T]`` from ``state`` on.
+        """Read words from ``state`` on.
+
+        Args:
+            words: ids ``[B, T]``.
+            state: from :meth:`encode`, or from the last call.
+            seen: from :meth:`encode`.
+            need_weights: return the attention weights too.
 
         Returns:
             ``logits [B, T, V]`` of the word after each, the state after the last, and
@@ -419,10 +433,15 @@ class ShowAttendTell(nn.Module):
     def forward(
         self, images: Tensor, sizes: Tensor, target_in: Tensor, need_weights: bool = False
     ) -> CaptionOutput:
-        """Read the true words before each, ``target_in [B · N, T]``, padded with 0.
+        """Read images and the true words before each word of their captions.
 
         An image has N consecutive captions and is encoded once. Results have one row for each
         caption.
+
+        Args:
+            images, sizes: as in :meth:`encode`.
+            target_in: ids ``[B · N, T]`` that begin with the start, padded with 0.
+            need_weights: return the attention weights too.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or a pixel is not finite.

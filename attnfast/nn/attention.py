@@ -359,8 +359,14 @@ class LuongAttention(_Attention):
 class MultiHeadAttention(_Attention):
     r"""Attention by several heads at once, with either score.
 
+    .. math:: \alpha^h_{ij} = \mathrm{softmax}_j\left(
+              \mathrm{score}(W^h_q s_i, W^h_k h_j)\right), \quad
+              c_i = W_o [c^1_i; \dots; c^H_i], \quad
+              c^h_i = \sum_j \alpha^h_{ij} W^h_v h_j
+
     Every head compares its own slice of the projected queries and keys and averages its own slice
-    of the projected values; the concatenated contexts pass through an output projection.
+    of the projected values. The dot score of a head is :math:`q \cdot k / \sqrt{A / H}` with A
+    features of all heads, the additive score :math:`w^h \cdot \tanh(q + k)`.
 
     Args:
         query_dim, key_dim: features of the decoder states and of the encoder states.
@@ -440,7 +446,18 @@ class MultiHeadAttention(_Attention):
         need_statistics: bool = False,
         first: int = 0,
     ) -> AttentionOutput:
-        """Attend as in the other modules; ``first`` is the position of the first state.
+        """Attend from decoder states to a prepared memory.
+
+        Args:
+            state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
+            memory: from :meth:`prepare`.
+            need_weights: return the weights of all heads too.
+            need_statistics: return the rows' statistics, as :func:`attnfast.additive_attention`.
+            first: the position of the first state, for relative positions.
+
+        Returns:
+            ``context [B, attn_dim]`` or ``[B, Tq, attn_dim]``, and ``weights [B, H, Tk]`` or
+            ``[B, H, Tq, Tk]`` or None, an :class:`attnfast.AttentionOutput`.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.

@@ -240,6 +240,9 @@ class LocalAttention(_SpanAttention):
 class StridedAttention(_SpanAttention):
     r"""Row t attends to every k-th key: j ≡ t (mod k), or j ≡ 0 (mod k) if fixed.
 
+    .. math:: \alpha_{tj} = \mathrm{softmax}_{j \in S_t}(e_{tj}), \quad
+              S_t = \{j : j \equiv t \bmod k\} \text{ or } \{j : j \equiv 0 \bmod k\}
+
     Args:
         query_dim, key_dim, score, attn_dim, backend: as in :class:`LuongAttention`.
         stride: k.
@@ -300,6 +303,10 @@ class HardMonotonicWindowAttention(_SpanAttention):
 
     Raises:
         ValueError: ``ahead`` below 0, an unknown score.
+
+    Paper: Chorowski et al., "Attention-Based Models for Speech Recognition", NeurIPS 2015,
+    arXiv:1506.07503, whose window follows the median of the last weights, not their argmax. The
+    monotonic attention of Raffel et al., ICML 2017, arXiv:1704.00784, is another: it is stochastic.
 
     Example:
         >>> attention = attnfast.nn.HardMonotonicWindowAttention(6, 8, ahead=2)
@@ -464,8 +471,13 @@ class LocalPredictiveAttention(LuongAttention):
 class SparseSelfAttention(MultiHeadAttention):
     r"""Self-attention of several heads, each with its own span.
 
-    Local and strided heads, in one layer or two, attend to near and far keys at a cost
-    proportional to the number of visible keys::
+    .. math:: y_t = W_o [c^1_t; \dots; c^H_t], \quad
+              c^h_t = \sum_{j \in S^h_t} \mathrm{softmax}_{j \in S^h_t}
+              \left(\mathrm{score}(W^h_q x_t, W^h_k x_j)\right) W^h_v x_j
+
+    :math:`S^h_t` are the keys that the span of head h shows to row t. Local and strided heads, in
+    one layer or two, attend to near and far keys at a cost proportional to the number of visible
+    keys::
 
         SparseSelfAttention(512, [Span(window=5)] * 4 + [Span(stride=8)] * 4)
 

@@ -302,7 +302,17 @@ class TopKAttention(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> TopKMemory:
-        """Make the memory, as the attention's ``prepare`` does."""
+        """Make the memory, as the attention's ``prepare`` does.
+
+        Args:
+            states: encoder states ``[B, Tk, key_dim]``.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, Tk]``, True where a state may be attended to.
+            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         memory = self.attention.prepare(states, lengths, mask, values)
         if memory.score == "dot":
             return TopKMemory(memory, memory.value)

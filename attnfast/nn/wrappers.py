@@ -75,7 +75,17 @@ class GatedAttention(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Make the memory, as the attention's ``prepare`` does."""
+        """Make the memory, as the attention's ``prepare`` does.
+
+        Args:
+            states: encoder states ``[B, Tk, key_dim]``.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, Tk]``, True where a state may be attended to.
+            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         return self.attention.prepare(states, lengths, mask, values)
 
     def forward(self, state: Tensor, memory: Memory, *args: Any, **options: Any) -> Any:
@@ -172,7 +182,17 @@ class HardAttention(nn.Module):
         mask: Tensor | None = None,
         values: Tensor | None = None,
     ) -> Memory:
-        """Make the memory, as the attention's ``prepare`` does."""
+        """Make the memory, as the attention's ``prepare`` does.
+
+        Args:
+            states: encoder states ``[B, Tk, key_dim]``.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, Tk]``, True where a state may be attended to.
+            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
         return self.attention.prepare(states, lengths, mask, values)
 
     def start(self, memory: Memory) -> HardAttentionState:
