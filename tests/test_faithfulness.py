@@ -268,7 +268,7 @@ def test_classifier(pooling):
         else:
             score = model.attention
             keys = score.key_proj(states) + score.query_proj(model.query)
-            pooled = (torch.tanh(keys) @ score.weight).softmax(0) @ states
+            pooled = (torch.tanh(keys) @ score.score_vector).softmax(0) @ states
         wanted = model.output(pooled)
         torch.testing.assert_close(model(WORDS, LENGTHS)[b], wanted, atol=1e-5, rtol=1e-5)
     if pooling == "max":
