@@ -89,7 +89,7 @@ class Row(NamedTuple):
     seeds: int = 1
     ctc_weight: float = 0.3
     layers: int = 2
-    join: int = 2
+    factor: int = 2
     own: float = 0.0  # share of the letters that it has said itself
 
     def searches(self) -> list[str]:
@@ -104,7 +104,7 @@ ROWS = {
     "dot": Row("dot", 3),
     "location-aware, no CTC": Row("location-aware", ctc_weight=0.0),
     "location-aware, own letters": Row("location-aware", own=0.1),
-    "location-aware, no pyramid": Row("location-aware", join=1),
+    "location-aware, no pyramid": Row("location-aware", factor=1),
     "forward": Row("forward"),
     "forward, ÷ 16, no CTC": Row("forward", ctc_weight=0.0, layers=4),
 }
@@ -230,7 +230,7 @@ def build(row: Row, dim: int) -> ListenAttendSpell:
         "location-aware": lambda: LocationAwareAttention(*sizes, dim, filters=10, width=31),
         "forward": lambda: ForwardAttention(*sizes, dim),
     }[row.attention]()
-    encoder = PyramidEncoder(MELS, dim, row.layers, dropout=0.2, join=row.join)
+    encoder = PyramidEncoder(MELS, dim, row.layers, dropout=0.2, factor=row.factor)
     return ListenAttendSpell(encoder, attention, EOS + 1 + len(LETTERS), 2 * dim, dim // 2, 0.2)
 
 
@@ -295,8 +295,8 @@ class Training(Trial):
                 batch = self.ears(strings)
                 for name in self.row.searches():
                     check()
-                    heard = self.search(batch, **SEARCHES[name])
-                    pairs = [(x.text.split(), text.split()) for x, text in zip(strings, heard)]
+                    encoded = self.search(batch, **SEARCHES[name])
+                    pairs = [(x.text.split(), text.split()) for x, text in zip(strings, encoded)]
                     total = sum((word_errors(*pair) for pair in pairs), WordErrors())
                     found[f"{name} {count}"] = list(total)
                 if count == max(LEARNT):
@@ -305,7 +305,7 @@ class Training(Trial):
         return found
 
     def search(self, batch: Batch, **options: float) -> list[str]:
-        """Return what is heard."""
+        """Return what is encoded."""
         scorer = CTCPrefixScorer() if options.get("scorer_weight") else None
         rows = beam_search(
             self.model, batch.frames, batch.lengths, self.args.beam, length_penalty=0.0,

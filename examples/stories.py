@@ -316,7 +316,7 @@ class Training(Trial):
         vocab = 1 + len(WORDS)
         self.model: Any = Reader(vocab, args.dim)
         if self.row.hops:
-            self.model = MemoryNetwork(vocab, args.dim, *self.row, longest=LONGEST)
+            self.model = MemoryNetwork(vocab, args.dim, *self.row, max_sentences=LONGEST)
         names = "dim", "steps", "batch_size", "linear_start", "learning_rate"
         sizes = {x: getattr(args, x) for x in names}
         sizes |= {"stories": len(parts["train"].answers)}

@@ -236,7 +236,7 @@ def attentions() -> Table:
         if name in ("BahdanauAttention", "LuongAttention", "MultiHeadAttention"):
             call["need_statistics"] = True
         if name == "MultiHeadAttention":
-            call["first"] = 1
+            call["offset"] = 1
         if name == "ForwardAttention":
             call["transition_prob"] = torch.rand(B, TQ)
         if name == "TopKAttention":
@@ -327,12 +327,12 @@ def layers() -> Table:
             pointer, items | {"pointers": torch.tensor([1, 2, 0]).expand(B, 3).contiguous()},
         ),
         "PointerNetwork.decode": (pointer.decode, items | {"distinct": True}),
-        "LearnedPositions": (modules.LearnedPositions, {"longest": TK, "dim": A}),
-        "LearnedPositions.forward": (modules.LearnedPositions(9, A), {"x": x, "first": 1}),
-        "SinusoidalPositions.forward": (modules.SinusoidalPositions(), {"x": x, "first": 1}),
-        "RelativePositions": (modules.RelativePositions, {"num_heads": 2, "farthest": 3}),
+        "LearnedPositions": (modules.LearnedPositions, {"max_length": TK, "dim": A}),
+        "LearnedPositions.forward": (modules.LearnedPositions(9, A), {"x": x, "offset": 1}),
+        "SinusoidalPositions.forward": (modules.SinusoidalPositions(), {"x": x, "offset": 1}),
+        "RelativePositions": (modules.RelativePositions, {"num_heads": 2, "max_distance": 3}),
         "RelativePositions.forward": (
-            modules.RelativePositions(2, 3), {"Tq": TQ, "Tk": TK, "first": 1},
+            modules.RelativePositions(2, 3), {"Tq": TQ, "Tk": TK, "offset": 1},
         ),
         "NeuralTuringMachine": (
             modules.NeuralTuringMachine,

@@ -115,7 +115,7 @@ def readers() -> Table:
     decoder = models.ShowAttendTell(grid, attention, V, A, A).eval()
     spoken = {"frames": torch.randn(B, TK, A), "lengths": lengths()}
     images = {"images": torch.rand(B, 1, 8, 6), "sizes": torch.tensor([[8, 6], [5, 4]])[:B]}
-    heard, spelling = las.encode(**spoken)
+    encoded, spelling = las.encode(**spoken)
     seen_, telling = decoder.encode(**images)
     classifier = models.Classifier(models.Encoder(A, A), V, A, 3).eval()
     network = models.MemoryNetwork(V, A, 2)
@@ -127,7 +127,7 @@ def readers() -> Table:
     table: dict[str, Any] = {
         "PyramidEncoder": (
             models.PyramidEncoder,
-            {"features": A, "hidden_dim": A, "layers": 2, "dropout": 0.1, "join": 2,
+            {"features": A, "hidden_dim": A, "layers": 2, "dropout": 0.1, "factor": 2,
              "backend": None},
         ),
         "PyramidEncoder.forward": (pyramid, spoken),
@@ -138,13 +138,13 @@ def readers() -> Table:
         "ListenAttendSpell.output_limit": (las.output_limit, {"lengths": lengths()}),
         "ListenAttendSpell.encode": (las.encode, spoken),
         "ListenAttendSpell.decode": (
-            las.decode, {"words": words(B, TQ), "state": spelling, "heard": heard} | flag,
+            las.decode, {"words": words(B, TQ), "state": spelling, "encoded": encoded} | flag,
         ),
         "ListenAttendSpell.forward": (las, spoken | target),
         "CTCPrefixScorer.score": (
             scorer.score,
-            {"words": words(B, 1), "state": scorer.score(words(B, 1), None, heard)[1],
-             "heard": heard},
+            {"words": words(B, 1), "state": scorer.score(words(B, 1), None, encoded)[1],
+             "encoded": encoded},
         ),
         "GridEncoder": (
             models.GridEncoder,
@@ -152,12 +152,13 @@ def readers() -> Table:
         ),
         "GridEncoder.forward": (grid, images),
         "ShowAttendTell": (
-            models.ShowAttendTell, {"encoder": grid, "attention": attention, "longest": TK} | sizes,
+            models.ShowAttendTell,
+            {"encoder": grid, "attention": attention, "max_length": TK} | sizes,
         ),
         "ShowAttendTell.output_limit": (decoder.output_limit, {"sizes": images["sizes"]}),
         "ShowAttendTell.encode": (decoder.encode, images),
         "ShowAttendTell.decode": (
-            decoder.decode, {"words": words(B, TQ), "state": telling, "seen": seen_} | flag,
+            decoder.decode, {"words": words(B, TQ), "state": telling, "encoded": seen_} | flag,
         ),
         "ShowAttendTell.forward": (decoder, images | target),
         "Classifier": (
@@ -172,7 +173,7 @@ def readers() -> Table:
         "Classifier.forward": (classifier, {"words": words(B, TK), "lengths": lengths()}),
         "MemoryNetwork": (
             models.MemoryNetwork,
-            {"vocab_size": V, "dim": A, "hops": 2, "tying": "adjacent", "longest": TK,
+            {"vocab_size": V, "dim": A, "hops": 2, "tying": "adjacent", "max_sentences": TK,
              "backend": None},
         ),
         "MemoryNetwork.forward": (
@@ -190,7 +191,7 @@ def readers() -> Table:
         ),
         "best_spans": (
             models.best_spans,
-            {x: torch.randn(B, TK).log_softmax(-1) for x in ("start", "end")} | {"longest": 3},
+            {x: torch.randn(B, TK).log_softmax(-1) for x in ("start", "end")} | {"max_length": 3},
         ),
     }  # fmt: skip
     return {name: Call(*of) for name, of in table.items()}
@@ -207,7 +208,7 @@ def judges() -> Table:
         "row_statistics": {}, "kl_from_uniform": {}, "key_coverage": {},
         "diagonality": {"radius": 1.5}, "monotonicity": {},
         "over_under_translation": {"fertility": torch.rand(B, TK) + 1},
-        "extract_alignment": {"least": 0.1, "null": -1},
+        "extract_alignment": {"min_weight": 0.1, "null": -1},
         "head_roles": {"radius": 1}, "failures": {"thresholds": diagnostics.Thresholds()},
     }  # fmt: skip
     for name, own in more.items():
@@ -339,7 +340,7 @@ def teachers() -> Table:
         ),
         "hybrid_loss": (
             models.hybrid_loss,
-            {"spelled": spelled, "target_out": target, "ctc_weight": 0.5, "label_smoothing": 0.1},
+            {"output": spelled, "target_out": target, "ctc_weight": 0.5, "label_smoothing": 0.1},
         ),
         "scheduled_sampling": (
             models.scheduled_sampling, {"target_in": target, "logits": logits, "share": 0.5},

@@ -285,7 +285,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "best_spans": [
             ("if x.isnan().any():", "if False:"),
-            ("else longest - 1)", "else longest)"),
+            ("else max_length - 1)", "else max_length)"),
             ("dtype=torch.bool, device=start.device).triu()",
              "dtype=torch.bool, device=start.device)"),
         ],
@@ -379,11 +379,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("stack([angle.sin(), angle.cos()], -1)", "stack([angle.cos(), angle.sin()], -1)"),
         ],
         "LearnedPositions.forward": [
-            ("self.weight[first : first + x.shape[1]]", "self.weight[: x.shape[1]]"),
-            ("first + x.shape[1] > longest", "x.shape[1] > longest"),
+            ("self.weight[offset : offset + x.shape[1]]", "self.weight[: x.shape[1]]"),
+            ("offset + x.shape[1] > max_length", "x.shape[1] > max_length"),
         ],
         "RelativePositions.forward": [
-            ("(keys - (first + rows).unsqueeze(-1))", "((first + rows).unsqueeze(-1) - keys)"),
+            ("(keys - (offset + rows).unsqueeze(-1))", "((first + rows).unsqueeze(-1) - keys)"),
         ],
     },
     ("attnfast/nn/transformer.py", "tests/test_positions.py"): {
@@ -552,8 +552,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("again = blank[:, :-1] +", "again = both[:, :-1] +"),
             ("blank = _walked(label, log_p[..., BLANK])",
              "blank = _walked(both, log_p[..., BLANK])"),
-            ("(place >= heard.lengths.unsqueeze(-1))", "(place > heard.lengths.unsqueeze(-1))"),
-            ("both.gather(-1, heard.lengths.unsqueeze(-1)).squeeze(-1)", "both[:, -1]"),
+            ("(place >= encoded.lengths.unsqueeze(-1))", "(place > encoded.lengths.unsqueeze(-1))"),
+            ("both.gather(-1, encoded.lengths.unsqueeze(-1)).squeeze(-1)", "both[:, -1]"),
             ("torch.where(total == -torch.inf, total, scores - total)", "scores - total"),
             ("log_p = log_p.double()", ""),
         ],
@@ -728,7 +728,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("read = embedded + linear(", "read = linear("),
         ],
         "ShowAttendTell.output_limit": [
-            ("(len(sizes),), self.longest)", "(len(sizes),), self.longest + 1)"),
+            ("(len(sizes),), self.max_length)", "(len(sizes),), self.max_length + 1)"),
         ],
         "ShowAttendTell.__init__": [
             ("vocab_size, EOS + 2)", "vocab_size, EOS + 1)"),
@@ -824,9 +824,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("F.softplus(strength) *", "strength *"),
             ("* key / norm(key).unsqueeze(-1)", "* key"),
             ("/ norm(memory).unsqueeze(1)", ""),
-            ("dtype = accumulation_dtype(before.dtype)", "dtype = before.dtype"),
-            ("before + gate.sigmoid() * (content - before)",
-             "content + gate.sigmoid() * (before - content)"),
+            ("dtype = accumulation_dtype(previous.dtype)", "dtype = previous.dtype"),
+            ("previous + gate.sigmoid() * (content - previous)",
+             "content + gate.sigmoid() * (previous - content)"),
             ("torch.cat([mixed[..., -S:], mixed, mixed[..., :S]], -1)", "F.pad(mixed, (S, S))"),
             ("shift.softmax(-1).flip(-1)", "shift.softmax(-1)"),
             ("shifted.clamp_min(torch.finfo(dtype).tiny).log()", "shifted.log()"),

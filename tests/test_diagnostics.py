@@ -174,7 +174,7 @@ def test_links():
         {(0, 0), (2, 1), (2, 2)},
         {(1, 0), (0, 1)},
     ]
-    assert diag.extract_alignment(weights, lengths, targets, least=0.6) == [
+    assert diag.extract_alignment(weights, lengths, targets, min_weight=0.6) == [
         {(0, 0), (2, 2)},
         {(1, 0)},
     ]
@@ -374,7 +374,10 @@ W = torch.full((2, 3, 4), 0.25)
         (lambda: diag.repetition(["a"], 0), "size must be at least 1"),
         (lambda: diag.repetition([["a"]]), "words must be a sequence of words"),
         (lambda: diag.repetition(x for x in "ab"), "words must be a sequence of words"),
-        (lambda: diag.extract_alignment(W, least=2), "least must be a number from 0 to 1"),
+        (
+            lambda: diag.extract_alignment(W, min_weight=2),
+            "min_weight must be a number from 0 to 1",
+        ),
         (lambda: diag.extract_alignment(W, null=-2), "null must be None"),
         (
             lambda: diag.alignment_score([set()], []),

@@ -147,7 +147,7 @@ def whole_models() -> Cases:
     table["BiDAF"] = lambda: reader(target, TARGETS, target, TARGETS, True)
     grid = models.GridEncoder(2, (4, 5), (1, 2), place_scale=3.0)
     images, sizes = torch.randn(B, 2, 9, 12), torch.tensor([[9, 12], [7, 5]])
-    frames, heard = torch.randn(B, 12, 3), torch.tensor([12, 7])
+    frames, encoded = torch.randn(B, 12, 3), torch.tensor([12, 7])
     soft = nn.BahdanauAttention(A, grid.output_dim, A)
     for kind, attention in {
         "soft": soft,
@@ -155,7 +155,7 @@ def whole_models() -> Cases:
         "few": nn.TopKAttention(nn.LuongAttention(A, grid.output_dim), 3),
         "mean": models.MeanContext(),
     }.items():
-        decoder = models.ShowAttendTell(grid, attention, V, A, A, longest=4)
+        decoder = models.ShowAttendTell(grid, attention, V, A, A, max_length=4)
         table[f"ShowAttendTell, {kind}"] = lambda decoder=decoder: decoder(images, sizes, target)
         table[f"ShowAttendTell, {kind}, beam_search"] = lambda decoder=decoder: models.beam_search(
             decoder, images, sizes, 2
@@ -166,12 +166,12 @@ def whole_models() -> Cases:
     scorer = models.CTCPrefixScorer()
     normalised, masked = speech.FeatureNormalizer(3), speech.SpecAugment(frame_width=3)
     table |= {
-        "ListenAttendSpell": lambda: models.hybrid_loss(decoder(frames, heard, target), target),
+        "ListenAttendSpell": lambda: models.hybrid_loss(decoder(frames, encoded, target), target),
         "ListenAttendSpell, beam_search": lambda: models.beam_search(
-            decoder, frames, heard, 2, scorer=scorer
+            decoder, frames, encoded, 2, scorer=scorer
         ),
-        "FeatureNormalizer": lambda: (normalised.fit(frames), normalised(frames, heard)),
-        "SpecAugment": lambda: masked(frames, heard),
+        "FeatureNormalizer": lambda: (normalised.fit(frames), normalised(frames, encoded)),
+        "SpecAugment": lambda: masked(frames, encoded),
     }
     for kind in models.ATTENTIONS:
         config = models.Config(

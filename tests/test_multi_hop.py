@@ -225,7 +225,7 @@ def test_attention_that_has_no_k_best():
 def test_a_memory_network(tying):
     """One story, one sentence, one word after the other."""
     torch.manual_seed(0)
-    model = MemoryNetwork(12, D, 2, tying, longest=5).double()
+    model = MemoryNetwork(12, D, 2, tying, max_sentences=5).double()
     with torch.no_grad():
         model.embeddings[-1].weight[0] = 3  # as the output layer, if tied, may make it
     three, one, gap = [[3, 4, 5], [6, 7, 0], [3, 3, 9]], [8, 1, 0], [0, 0, 0]
@@ -270,7 +270,7 @@ def test_a_memory_network(tying):
 
 
 def test_stories_that_cannot_be():
-    model = MemoryNetwork(12, D, 2, longest=2)
+    model = MemoryNetwork(12, D, 2, max_sentences=2)
     stories, questions = torch.ones(2, 3, 4, dtype=torch.int64), torch.ones(2, 3).long()
     with pytest.raises(ValueError, match="stories must be of 2 sentences at most, got 3"):
         model(stories, questions)

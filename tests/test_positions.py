@@ -30,7 +30,7 @@ def states(dim=D):
 @pytest.mark.parametrize("dim", [1, 7, 8])
 def test_sines_and_cosines(dim):
     x = states(dim)
-    got = SinusoidalPositions()(x, first=3) - x
+    got = SinusoidalPositions()(x, offset=3) - x
     for t in range(T):
         for i in range(dim):
             angle = (3 + t) / 10000 ** (2 * (i // 2) / dim)
@@ -40,12 +40,12 @@ def test_sines_and_cosines(dim):
 
 def test_learned_positions():
     x, positions = states(), LearnedPositions(9, D).double()
-    torch.testing.assert_close(positions(x, first=2) - x, positions.weight[2:9].expand(B, T, D))
+    torch.testing.assert_close(positions(x, offset=2) - x, positions.weight[2:9].expand(B, T, D))
     with pytest.raises(ValueError, match="x must be of 9 positions at most, got 10"):
-        positions(x, first=3)
+        positions(x, offset=3)
     with pytest.raises(ValueError, match=r"x must be floating-point \[B, T, 8\], got a Tensor"):
         positions(x[..., :5])
-    with pytest.raises(ValueError, match="first must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="offset must be at least 0, got -1"):
         SinusoidalPositions()(x, -1)
 
 
@@ -57,7 +57,7 @@ def relative():
 
 def test_relative_positions():
     positions = relative()
-    got = positions(3, 5, first=1)
+    got = positions(3, 5, offset=1)
     for h in range(H):
         for t in range(3):
             for j in range(5):
@@ -136,7 +136,7 @@ def test_relative_positions_in_many_heads(temperature):
     want = scores_of(m, x, positions)[0].masked_fill(hidden, -torch.inf).softmax(-1)
     torch.testing.assert_close(weights, want)
     for t in range(T):
-        step = m(x[:, t], memory, first=t)[0]
+        step = m(x[:, t], memory, offset=t)[0]
         torch.testing.assert_close(step, context[:, t])
     with pytest.raises(TypeError, match="positions must be RelativePositions of 4 heads"):
         MultiHeadAttention(D, D, D, 4, positions=positions)

@@ -65,7 +65,7 @@ def model(kind, **options):
         "few": lambda: TopKAttention(LuongAttention(H, F_), 3),
         "coverage": lambda: GatedAttention(CoverageAttention(H, F_, 8), H),
     }[kind]()
-    return ShowAttendTell(grid, attention, V, H, E, longest=7).double().eval()
+    return ShowAttendTell(grid, attention, V, H, E, max_length=7).double().eval()
 
 
 def words():
@@ -203,7 +203,7 @@ def test_a_search_says_what_the_teacher_would(kind):
     logits = told(x, SIZES, said).logits
     logits[..., :EOS] = -torch.inf  # padding, unknown words and the start are never said
     for got, y in zip(logits.argmax(-1), found):
-        assert got[: len(y)].tolist() == y and len(y) < told.longest
+        assert got[: len(y)].tolist() == y and len(y) < told.max_length
 
 
 @pytest.mark.parametrize("history", [False, True])
@@ -387,7 +387,7 @@ def test_doubly_stochastic():
         (lambda m, x: GridEncoder(1, 4, (1,)), "features must be integers, one per layer, got"),
         (lambda m, x: GridEncoder(1, (4,), 2), "strides must be integers, one per layer, got"),
         (lambda m, x: GridEncoder(1, (4,), None), "strides must be integers, one per layer, "),
-        (lambda m, x: m.decode(words(), None, x), "seen must be what encode(...) returns, got"),
+        (lambda m, x: m.decode(words(), None, x), "encoded must be what encode(...) returns, got"),
         (lambda m, x: GridEncoder(1, (4,), (1, 2)), "strides must be 1, one a layer"),
         (lambda m, x: GridEncoder(1, (4,), (1,), torch.inf), "place_scale must be a finite number"),
         (lambda m, x: GatedAttention(nn.Linear(2, 2), H), "attention must be a module of attnfast"),

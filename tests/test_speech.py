@@ -205,7 +205,7 @@ def test_silence_and_padding():
     x, lengths = torch.zeros(3, 1000), torch.tensor([1000, 200, 399])
     x[0] = numbers(1000)
     x[2, :399] = x[0, :399]
-    x[1:, 399:] = 1e3  # padding that would be heard
+    x[1:, 399:] = 1e3  # padding that would be encoded
     got, counts = mel(x, lengths)
     assert counts.tolist() == [11, 1, 3]
     assert got[1, 0].tolist() == pytest.approx([math.log(1e-10)] * 40)
@@ -310,7 +310,7 @@ def test_masks():
 
 
 @pytest.mark.parametrize(
-    ("reference", "heard", "errors"),
+    ("reference", "encoded", "errors"),
     [
         ("one two three", "one two three", (0, 0, 0)),
         ("one two three", "one three", (0, 1, 0)),
@@ -321,9 +321,9 @@ def test_masks():
         ("a b", "b a", (2, 0, 0)),
     ],
 )
-def test_word_errors(reference, heard, errors):
+def test_word_errors(reference, encoded, errors):
     words = reference.split()
-    assert speech.word_errors(words, heard.split()) == (*errors, len(words))
+    assert speech.word_errors(words, encoded.split()) == (*errors, len(words))
 
 
 def test_word_errors_add_up():
@@ -345,9 +345,9 @@ ATTENTIONS = {
 }
 
 
-def make(attention="location", layers=2, join=2, vocab=VOCAB, seed=0, **options):
+def make(attention="location", layers=2, factor=2, vocab=VOCAB, seed=0, **options):
     torch.manual_seed(seed)
-    encoder = PyramidEncoder(FEATURES, DIM, layers, join=join, **options)
+    encoder = PyramidEncoder(FEATURES, DIM, layers, factor=factor, **options)
     model = ListenAttendSpell(encoder, ATTENTIONS[attention](), vocab, 16, 6)
     with torch.no_grad():  # letters far apart
         model.output.weight.mul_(6)
@@ -369,19 +369,19 @@ def test_odd_frames_are_joined_with_zeros():
     assert lengths.tolist() == [3]
 
 
-@pytest.mark.parametrize(("join", "layers"), [(2, 2), (1, 2), (3, 1)])
-def test_pyramid_by_a_loop(frames, join, layers):
+@pytest.mark.parametrize(("factor", "layers"), [(2, 2), (1, 2), (3, 1)])
+def test_pyramid_by_a_loop(frames, factor, layers):
     """Each recording alone, without padding, by PyTorch's own layers."""
     torch.manual_seed(0)
-    pyramid = PyramidEncoder(FEATURES, DIM, layers, join=join)
+    pyramid = PyramidEncoder(FEATURES, DIM, layers, factor=factor)
     got, counts = pyramid(frames, LENGTHS)
     for i, n in enumerate(LENGTHS.tolist()):
         x = frames[i : i + 1, :n]
         for layer in pyramid.layers:
             groups = []
-            for t in range(0, x.shape[1], join):
+            for t in range(0, x.shape[1], factor):
                 group = [x[:, t + j] if t + j < x.shape[1] else torch.zeros_like(x[:, 0])
-                         for j in range(join)]  # fmt: skip
+                         for j in range(factor)]  # fmt: skip
                 groups.append(torch.cat(group, -1))
             x = layer.rnn(torch.stack(groups, 1))[0]
         assert counts[i] == x.shape[1]
@@ -394,10 +394,10 @@ def test_stepping_is_teacher_forcing(frames, attention):
     model = make(attention)
     words = torch.randint(EOS + 1, VOCAB, (3, 6))
     whole = model(frames, LENGTHS, words, need_weights=True)
-    heard, state = model.encode(frames, LENGTHS)
+    encoded, state = model.encode(frames, LENGTHS)
     steps, weights = [], []
     for word in words.split(1, 1):
-        logits, state, step_weights = model.decode(word, state, heard, need_weights=True)
+        logits, state, step_weights = model.decode(word, state, encoded, need_weights=True)
         steps.append(logits)
         weights.append(step_weights)
     torch.testing.assert_close(torch.cat(steps, 1), whole.logits)
@@ -623,7 +623,7 @@ def text_probability(log_p, text, prefix=False):
     return total
 
 
-def heard(log_probs, lengths):
+def encoded(log_probs, lengths):
     return EncodedSpeech(None, log_probs, torch.tensor(lengths))
 
 
@@ -633,7 +633,7 @@ def test_prefix_scores_by_all_paths(text):
     V, T = 6, 4
     logits = 3 * numbers(2, T + 2, V, seed=len(text), dtype=torch.float64)
     log_p = logits.log_softmax(-1)
-    of = heard(log_p, [T, T + 2])
+    of = encoded(log_p, [T, T + 2])
     scorer, state, total = CTCPrefixScorer(), None, torch.zeros(2)
     for word in [BOS, *text]:
         if state is not None:
@@ -667,7 +667,7 @@ def test_prefix_scores_with_masks_by_all_paths(mask, masked):
     for text in ([], [4], [4, 4], [5, 4], [4, 5, 4]):
         scorer, state = CTCPrefixScorer(), None
         for word in [BOS, *text]:
-            gain, state = scorer.score(torch.full((2, 1), word), state, heard(log_p, [T, T]))
+            gain, state = scorer.score(torch.full((2, 1), word), state, encoded(log_p, [T, T]))
         assert not gain.isnan().any()
         for label in (4, 5):
             wanted = probability([*text, label], True)
@@ -680,7 +680,7 @@ def test_prefix_scores_of_long_recordings():
     V, T = 12, 1500
     logits = 5 * numbers(1, T, V, dtype=torch.float64)
     logits[..., EOS] = -1e9  # what the scores of the end stand for
-    of = heard(logits.log_softmax(-1), [T])
+    of = encoded(logits.log_softmax(-1), [T])
     scorer, state, word = CTCPrefixScorer(), None, BOS
     draw = torch.Generator().manual_seed(0)
     for _ in range(40):
@@ -692,7 +692,7 @@ def test_prefix_scores_of_long_recordings():
 
 def test_prefix_scores_are_taken_in_float64():
     log_p, gains = (5 * numbers(1, 300, 8)).log_softmax(-1), []
-    for of in (heard(log_p, [300]), heard(log_p.double(), [300])):
+    for of in (encoded(log_p, [300]), encoded(log_p.double(), [300])):
         scorer, state = CTCPrefixScorer(), None
         for word in (BOS, 4, 5, 5):
             gain, state = scorer.score(torch.full((1, 1), word), state, of)
@@ -702,7 +702,7 @@ def test_prefix_scores_are_taken_in_float64():
 
 
 def test_impossible_hypotheses_stay_so():
-    of = heard(numbers(1, 2, 6).log_softmax(-1), [2])
+    of = encoded(numbers(1, 2, 6).log_softmax(-1), [2])
     scorer, state = CTCPrefixScorer(), None
     for word in (BOS, 4, 4):  # two alike need a blank between them: three states
         gain, state = scorer.score(torch.full((1, 1), word), state, of)
@@ -716,9 +716,9 @@ def every_text(most, letters=(4, 5)):
 
 def exhaustive(model, frames, lengths, i, weight, bonus):
     """Return the best text of all, by the scores' definition."""
-    heard, _ = model.encode(frames, lengths)
-    states = int(heard.lengths[i])
-    log_p = heard.frame_log_probs[i, :states].double()
+    encoded, _ = model.encode(frames, lengths)
+    states = int(encoded.lengths[i])
+    log_p = encoded.frame_log_probs[i, :states].double()
 
     def score(text):
         words = torch.tensor([[BOS, *text]])
@@ -790,7 +790,7 @@ def test_options_of_a_search(frames, options, said):
 def test_a_scorer_of_speech_with_a_translator():
     model = build(Config(12, embed_dim=4, hidden_dim=4)).eval()
     said = (
-        "heard must be of a model with frame_log_probs, as ListenAttendSpell's, got EncodedSource"
+        "encoded must be of a model with frame_log_probs, as ListenAttendSpell's, got EncodedSource"
     )
     with pytest.raises(TypeError, match=said):
         beam_search(model, torch.tensor([[4, 5]]), torch.tensor([2]), scorer=CTCPrefixScorer())

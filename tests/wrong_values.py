@@ -181,7 +181,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("position_encoding", "words", "an axis .*"),
     ),
     "floating-point of any dtype, which is converted to the accumulation dtype": (
-        (".*Attention.forward|CTCPrefixScorer.score", "history|state|heard", "of another dtype"),
+        (".*Attention.forward|CTCPrefixScorer.score", "history|state|encoded", "of another dtype"),
         (
             "coverage_attention.*|attend_with_history.*|ForwardAttention.forward",
             "coverage.*|filters|projection|fertility|transition_prob|.*previous",
@@ -189,7 +189,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
         ("dot_attention, span|gaussian_bias, tensors", "position|sigma|height", "float64|float16"),
         (f"{DIAGNOSTICS}(, keys)?", "weights|fertility", "float64|float16"),
-        ("hybrid_loss|scheduled_sampling", "spelled|logits", "float64|float16|of another dtype"),
+        ("hybrid_loss|scheduled_sampling", "output|logits", "float64|float16|of another dtype"),
         (".*_loss.*|Reinforce.forward|total_.*|jensen_.*|kendall_tau", ".*", "float64|float16"),
         ("best_spans|erasure", "start|end|ranking", "float64|float16"),
     ),
@@ -252,7 +252,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
          "longer in axis 2"),
         ("alignment_loss", "weights", "longer in axis 2"),
         ("sequence_loss|scheduled_sampling", "logits", "longer in axis 2"),
-        ("hybrid_loss", "spelled", "of more features"),
+        ("hybrid_loss", "output", "of more features"),
         ("SinusoidalPositions.forward|SpecAugment.forward|(Fixed|Mean)Context.*",
          "x|features|states|state", "longer in axis 2"),
         ("(Grid|ShowAttend).*", "images", "longer in axis [23]"),

@@ -450,15 +450,15 @@ def extract_alignment(
     lengths: Tensor | None = None,
     target_lengths: Tensor | None = None,
     *,
-    least: float = 0.0,
+    min_weight: float = 0.0,
     null: int | None = None,
     key_indices: Tensor | None = None,
 ) -> list[LinkSet]:
     """Return every sentence's links ``(source, target)``: each row's largest weight.
 
     Args:
-        least: a row whose largest weight is smaller has no link: its word is aligned to NULL; so
-            is a row whose weights are 0.
+        min_weight: a row whose largest weight is smaller has no link: its word is aligned to NULL;
+            so is a row whose weights are 0.
         null: a key that stands for NULL, if there is one, such as the end of the source; −1 is the
             last key of each source.
 
@@ -468,7 +468,7 @@ def extract_alignment(
         >>> attnfast.analysis.diagnostics.extract_alignment(torch.tensor([[[0.0, 1.0]]]))
         [{(1, 0)}]
     """
-    check_number("least", least, 0, 1)
+    check_number("min_weight", min_weight, 0, 1)
     if null is not None and (not is_int(null) or not -1 <= null <= MOST):
         raise_value_error("null", "None, −1 or the number of a key", describe(null))
     of = _Given(weights, lengths, target_lengths, key_indices)
@@ -482,7 +482,7 @@ def extract_alignment(
         {
             (j, i)
             for i, (most, j) in enumerate(zip(values[:m], places[:m]))
-            if most > 0 and most >= least and j != nothing
+            if most > 0 and most >= min_weight and j != nothing
         }
         for values, places, m, nothing in zip(
             largest.tolist(), position.tolist(), of.m.tolist(), nulls

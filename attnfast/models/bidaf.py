@@ -146,12 +146,12 @@ class BiDAF(nn.Module):
         return SpanPrediction(start, end, weights)
 
 
-def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor:
-    r"""Return the most probable first and last word, :math:`s \le e < s + \mathrm{longest}`.
+def best_spans(start: Tensor, end: Tensor, max_length: int | None = None) -> Tensor:
+    r"""Return the most probable first and last word, :math:`s \le e < s + \mathrm{max_length}`.
 
     Args:
         start, end: ``[B, T]``, log-probabilities.
-        longest: most words of an answer; None for no limit.
+        max_length: most words of an answer; None for no limit.
 
     Returns:
         ``[B, 2]``, int64.
@@ -174,10 +174,10 @@ def best_spans(start: Tensor, end: Tensor, longest: int | None = None) -> Tensor
         )
     check_device("end", end, start, "start")
     T = start.shape[1]
-    if longest is not None:
-        check_int("longest", longest)
+    if max_length is not None:
+        check_int("max_length", max_length)
     both = start.unsqueeze(-1) + end.unsqueeze(1)
     allowed = torch.ones(T, T, dtype=torch.bool, device=start.device).triu()
-    allowed = allowed.tril(T if longest is None else longest - 1)
+    allowed = allowed.tril(T if max_length is None else max_length - 1)
     best = both.masked_fill(~allowed, -torch.inf).flatten(1).argmax(-1)
     return torch.stack([best // T, best % T], -1)

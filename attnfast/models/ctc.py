@@ -66,14 +66,14 @@ class CTCPrefixScorer:
     """
 
     def score(
-        self, words: Tensor, state: PrefixState | None, heard: EncodedSpeech
+        self, words: Tensor, state: PrefixState | None, encoded: EncodedSpeech
     ) -> tuple[Tensor, PrefixState]:
         r"""Read the last word of every hypothesis, and score the next one.
 
         Args:
             words: ``[R, 1]``, the words that are new in the hypotheses.
             state: the state that the last call returned, or None if ``words`` are the start.
-            heard: the recordings, one for each hypothesis.
+            encoded: the recordings, one for each hypothesis.
 
         Returns:
             :math:`\ln \Psi(gc) - \ln \Psi(g)`, ``[R, V]``, of the dtype of
@@ -82,16 +82,16 @@ class CTCPrefixScorer:
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        if not hasattr(heard, "frame_log_probs"):
-            got = type(heard).__name__
+        if not hasattr(encoded, "frame_log_probs"):
+            got = type(encoded).__name__
             raise_type_error(
-                "heard", "of a model with frame_log_probs, as ListenAttendSpell's", got
+                "encoded", "of a model with frame_log_probs, as ListenAttendSpell's", got
             )
-        log_p = heard.frame_log_probs
-        check_array("heard.frame_log_probs", log_p, "floating-point", ("R", "T", "V"))
+        log_p = encoded.frame_log_probs
+        check_array("encoded.frame_log_probs", log_p, "floating-point", ("R", "T", "V"))
         R, T, V = log_p.shape
         log_p = log_p.double()
-        check_array("words", words, "int64", (R, 1), like=log_p, of="heard")
+        check_array("words", words, "int64", (R, 1), like=log_p, of="encoded")
         check_ids("words", words, V)
         if not isinstance(state, (PrefixState, type(None))):
             raise_type_error("state", "what score(...) returned, or None", describe(state))
@@ -100,7 +100,7 @@ class CTCPrefixScorer:
             for name, shape in shapes.items():
                 kind = "int64" if name == "last" else "floating-point"
                 x = getattr(state, name)
-                check_array(f"state.{name}", x, kind, shape, like=log_p, of="heard")
+                check_array(f"state.{name}", x, kind, shape, like=log_p, of="encoded")
         if state is None:
             blank = _summed(log_p[..., BLANK])
             label = torch.full_like(blank, -torch.inf)
@@ -114,13 +114,15 @@ class CTCPrefixScorer:
             total = state.scores.gather(-1, words)
         both = torch.logaddexp(blank, label)
         place = torch.arange(log_p.shape[1], device=log_p.device)
-        log_p = log_p.masked_fill((place >= heard.lengths.unsqueeze(-1)).unsqueeze(-1), -torch.inf)
+        log_p = log_p.masked_fill(
+            (place >= encoded.lengths.unsqueeze(-1)).unsqueeze(-1), -torch.inf
+        )
         scores = (both[:, :-1].unsqueeze(-1) + log_p).logsumexp(1)
         again = blank[:, :-1] + _of_label(log_p, last)
         scores = scores.scatter(-1, last, again.logsumexp(1, keepdim=True))
-        scores[:, EOS] = both.gather(-1, heard.lengths.unsqueeze(-1)).squeeze(-1)
+        scores[:, EOS] = both.gather(-1, encoded.lengths.unsqueeze(-1)).squeeze(-1)
         gain = torch.where(total == -torch.inf, total, scores - total)
-        return gain.to(heard.frame_log_probs.dtype), PrefixState(blank, label, scores, last)
+        return gain.to(encoded.frame_log_probs.dtype), PrefixState(blank, label, scores, last)
 
 
 def _of_label(log_p: Tensor, labels: Tensor) -> Tensor:

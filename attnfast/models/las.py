@@ -62,7 +62,7 @@ class PyramidEncoder(nn.Module):
         hidden_dim: H, features of each direction.
         layers: L; the paper has 3 above one that joins nothing.
         dropout: on the input of layers above the first, and on the output.
-        join: number of frames joined to one; 1 for a plain encoder.
+        factor: number of frames joined to one; 1 for a plain encoder.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
     Paper: Chan et al., "Listen, Attend and Spell", ICASSP 2016, arXiv:1508.01211.
@@ -80,17 +80,18 @@ class PyramidEncoder(nn.Module):
         hidden_dim: int,
         layers: int = 3,
         dropout: float = 0.0,
-        join: int = 2,
+        factor: int = 2,
         backend: str | None = None,
     ):
         super().__init__()
-        check_sizes(features=features, hidden_dim=hidden_dim, layers=layers, join=join)
+        check_sizes(features=features, hidden_dim=hidden_dim, layers=layers, factor=factor)
         check_share("dropout", dropout)
-        self.features, self.output_dim, self.join = features, 2 * hidden_dim, join
+        self.features, self.output_dim, self.factor = features, 2 * hidden_dim, factor
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             Encoder(
-                join * (2 * hidden_dim if number else features), hidden_dim, "lstm", backend=backend
+                factor * (2 * hidden_dim if number else features), hidden_dim, "lstm",
+                backend=backend,
             )
             for number in range(layers)
         )  # fmt: skip
@@ -100,14 +101,14 @@ class PyramidEncoder(nn.Module):
 
         Args:
             frames: ``[B, T, features]``.
-            lengths: ``[B]``, each at least ``join ** layers``; frames beyond are ignored.
+            lengths: ``[B]``, each at least ``factor ** layers``; frames beyond are ignored.
 
         Raises:
             ValueError, TypeError: an argument does not fit, or a frame is not finite.
         """
         check_array("frames", frames, "floating-point", ("B", "T", self.features))
         check_like("frames", frames, next(self.parameters(), frames))
-        least = self.join ** len(self.layers)
+        least = self.factor ** len(self.layers)
         if frames.shape[0] and frames.shape[1] < least:
             expected = f"at least {least} a recording, which the pyramid joins into one state"
             raise_value_error("frames", expected, frames.shape[1])
@@ -122,7 +123,7 @@ class PyramidEncoder(nn.Module):
             raise_value_error("frames", "finite numbers", "NaN or infinity")
         for number, layer in enumerate(self.layers):
             states = self.dropout(states) if number else states
-            states, lengths = join_frames(states, lengths, self.join)
+            states, lengths = join_frames(states, lengths, self.factor)
             states = layer(states, lengths)
         return self.dropout(states), lengths
 
@@ -138,8 +139,8 @@ class EncodedSpeech(NamedTuple):
         >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
         >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
         >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
-        >>> heard, state = model.encode(frames, lengths)
-        >>> heard.frame_log_probs.shape, heard.lengths
+        >>> encoded, state = model.encode(frames, lengths)
+        >>> encoded.frame_log_probs.shape, encoded.lengths
         (torch.Size([2, 4, 20]), tensor([4, 3]))
     """
 
@@ -245,7 +246,7 @@ class ListenAttendSpell(nn.Module):
         check_tensor("lengths", lengths)
         check_numbers("lengths", lengths, lengths.numel(), 0, MOST)
         for _ in self.encoder.layers:
-            lengths = (lengths + self.encoder.join - 1) // self.encoder.join
+            lengths = (lengths + self.encoder.factor - 1) // self.encoder.factor
         return lengths.cpu() + 1
 
     def encode(self, frames: Tensor, lengths: Tensor) -> tuple[EncodedSpeech, RecurrentState]:
@@ -271,14 +272,18 @@ class ListenAttendSpell(nn.Module):
         return EncodedSpeech(memory, labels, lengths), RecurrentState(zeros, zeros)
 
     def decode(
-        self, words: Tensor, state: RecurrentState, heard: EncodedSpeech, need_weights: bool = False
+        self,
+        words: Tensor,
+        state: RecurrentState,
+        encoded: EncodedSpeech,
+        need_weights: bool = False,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Read letters from ``state`` on.
 
         Args:
             words: ids ``[B, T]``.
             state: from :meth:`encode`, or from the last call.
-            heard: from :meth:`encode`.
+            encoded: from :meth:`encode`.
             need_weights: return the attention weights too.
 
         Returns:
@@ -288,25 +293,25 @@ class ListenAttendSpell(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_source("heard", heard, EncodedSpeech, state)
+        check_source("encoded", encoded, EncodedSpeech, state)
         check_flag("need_weights", need_weights)
         try:
-            return self._spell(words, state, heard, need_weights, None)
+            return self._spell(words, state, encoded, need_weights, None)
         except Exception:
             context_dim, hidden = self.decoder.context_size, (1, self.decoder.hidden_size)
-            check_step(words, state, heard, "heard", context_dim, hidden, self.output.weight)
+            check_step(words, state, encoded, "encoded", context_dim, hidden, self.output.weight)
             raise
 
     def _spell(
         self,
         words: Tensor,
         state: Any,
-        heard: EncodedSpeech,
+        encoded: EncodedSpeech,
         need_weights: bool,
         lengths: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         result = self.decoder(
-            self.dropout(embed("words", words, self.embedding)), heard.memory, state,
+            self.dropout(embed("words", words, self.embedding)), encoded.memory, state,
             target_lengths=lengths, need_weights=need_weights,
         )  # fmt: skip
         backend = getattr(self.decoder.attention, "backend", None)
@@ -335,7 +340,7 @@ class ListenAttendSpell(nn.Module):
             raise_value_error(
                 "target_in", f"of {frames.shape[0]} sequences, as frames", describe(target_in)
             )
-        heard, state = self.encode(frames, lengths)
+        encoded, state = self.encode(frames, lengths)
         counts = (target_in != PAD).sum(-1)
-        logits, _, weights = self._spell(target_in, state, heard, need_weights, counts)
-        return LASOutput(logits, heard.frame_log_probs, heard.lengths, weights)
+        logits, _, weights = self._spell(target_in, state, encoded, need_weights, counts)
+        return LASOutput(logits, encoded.frame_log_probs, encoded.lengths, weights)

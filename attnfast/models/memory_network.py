@@ -95,7 +95,7 @@ class MemoryNetwork(nn.Module):
         dim: features d.
         hops: K.
         tying: ``"adjacent"`` or ``"layer-wise"``.
-        longest: most sentences of a story.
+        max_sentences: most sentences of a story.
         backend: as in :func:`attnfast.dot_attention`.
 
     Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
@@ -114,18 +114,18 @@ class MemoryNetwork(nn.Module):
         dim: int = 32,
         hops: int = 3,
         tying: str = "adjacent",
-        longest: int = 50,
+        max_sentences: int = 50,
         backend: str | None = None,
     ):
         super().__init__()
-        check_sizes(vocab_size=vocab_size, longest=longest)
+        check_sizes(vocab_size=vocab_size, max_sentences=max_sentences)
         self.attention = MultiHopAttention(dim, hops, tying, backend)
         many = hops + 1 if tying == "adjacent" else 2
-        self.dim, self.longest = dim, longest
+        self.dim, self.max_sentences = dim, max_sentences
         self.embeddings = nn.ModuleList(
             nn.Embedding(vocab_size, dim, padding_idx=PAD) for _ in range(many)
         )
-        self.places = nn.Parameter(torch.empty(many, longest, dim).normal_(std=0.1))
+        self.places = nn.Parameter(torch.empty(many, max_sentences, dim).normal_(std=0.1))
         self.question: Any = self.embeddings[0]
         if tying == "layer-wise":
             self.question = nn.Embedding(vocab_size, dim, padding_idx=PAD)
@@ -168,8 +168,10 @@ class MemoryNetwork(nn.Module):
         order = torch.arange(1, stories.shape[1] + 1, device=stories.device)
         last = (stories != PAD).any(-1) * order
         lengths = nn.functional.pad(last, (1, 0)).amax(-1)
-        if stories.shape[1] > self.longest:
-            raise_value_error("stories", f"of {self.longest} sentences at most", stories.shape[1])
+        if stories.shape[1] > self.max_sentences:
+            raise_value_error(
+                "stories", f"of {self.max_sentences} sentences at most", stories.shape[1]
+            )
         place = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)
         order = position_encoding(stories, self.dim, self.places.dtype)
         sources = [

@@ -50,7 +50,7 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
 
 
 def hybrid_loss(
-    spelled: LASOutput, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
+    output: LASOutput, target_out: Tensor, ctc_weight: float = 0.3, label_smoothing: float = 0.0
 ) -> Tensor:
     r"""Return :math:`(1 - \lambda)` times the decoder's loss and λ times CTC's, in nats a label.
 
@@ -63,7 +63,7 @@ def hybrid_loss(
     with a warning.
 
     Args:
-        spelled: the output of :class:`attnfast.models.ListenAttendSpell`.
+        output: the output of :class:`attnfast.models.ListenAttendSpell`.
         target_out: ``[B, T]``, labels and the end, int64 or int32.
         ctc_weight: λ, from 0 to 1.
         label_smoothing: of the decoder's loss.
@@ -78,43 +78,43 @@ def hybrid_loss(
         >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
         >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
         >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
-        >>> spelled = model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]]))
-        >>> hybrid_loss(spelled, torch.tensor([[7, 5, 3], [9, 3, 0]]), ctc_weight=0.5).shape
+        >>> output = model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]]))
+        >>> hybrid_loss(output, torch.tensor([[7, 5, 3], [9, 3, 0]]), ctc_weight=0.5).shape
         torch.Size([])
     """
     check_number("ctc_weight", ctc_weight, 0, 1)
     check_number("label_smoothing", label_smoothing, 0, 1)
-    if not isinstance(spelled, LASOutput):
-        raise_type_error("spelled", "what a ListenAttendSpell returns", describe(spelled))
-    check_array("spelled.logits", spelled.logits, "floating-point", ("B", "T", "V"))
-    B, _, V = spelled.logits.shape
-    like, log_probs = spelled.logits, spelled.frame_log_probs
-    check_array("spelled.frame_log_probs", log_probs, "floating-point", (B, "Tk", V), like=like)
-    check_numbers("spelled.lengths", spelled.lengths, B, 0, log_probs.shape[1])
-    check_device("target_out", target_out, like, "spelled.logits")
+    if not isinstance(output, LASOutput):
+        raise_type_error("output", "what a ListenAttendSpell returns", describe(output))
+    check_array("output.logits", output.logits, "floating-point", ("B", "T", "V"))
+    B, _, V = output.logits.shape
+    like, log_probs = output.logits, output.frame_log_probs
+    check_array("output.frame_log_probs", log_probs, "floating-point", (B, "Tk", V), like=like)
+    check_numbers("output.lengths", output.lengths, B, 0, log_probs.shape[1])
+    check_device("target_out", target_out, like, "output.logits")
     check_ids("target_out", target_out, V)
-    for name, x in (("spelled.logits", like), ("spelled.frame_log_probs", log_probs)):
+    for name, x in (("output.logits", like), ("output.frame_log_probs", log_probs)):
         if 0 in x.shape:
             raise_value_error(name, "of one text and one step at least", describe(x))
     shape = list(like.shape[:2])
     if list(target_out.shape) != shape:
         raise_value_error(
-            "target_out", f"word ids {shape}, as the logits of spelled", describe(target_out)
+            "target_out", f"word ids {shape}, as the logits of output", describe(target_out)
         )
     target_out = target_out.long()
-    loss = spelled.logits.new_zeros(())
+    loss = output.logits.new_zeros(())
     if ctc_weight < 1:
-        own = sequence_loss(spelled.logits, target_out, label_smoothing)
+        own = sequence_loss(output.logits, target_out, label_smoothing)
         loss = loss + (1 - ctc_weight) * own
     if ctc_weight:
         counts = (target_out > EOS).sum(-1)
         first = (target_out <= EOS).int().sort(stable=True).indices  # labels before all else
         labels = target_out.gather(1, first)
-        _warn_of_long_texts(labels, counts, spelled.lengths)
-        log_probs = spelled.frame_log_probs.transpose(0, 1)
+        _warn_of_long_texts(labels, counts, output.lengths)
+        log_probs = output.frame_log_probs.transpose(0, 1)
         paths = nn.functional.ctc_loss(
             log_probs.to(accumulation_dtype(log_probs.dtype)), labels,
-            spelled.lengths, counts, blank=PAD, reduction="sum", zero_infinity=True,
+            output.lengths, counts, blank=PAD, reduction="sum", zero_infinity=True,
         )  # fmt: skip
         loss = loss + ctc_weight * paths / counts.sum().clamp_min(1)
     return loss

@@ -245,8 +245,8 @@ class EncodedImage(NamedTuple):
         >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8 + 2, attn_dim=4)
         >>> model = ShowAttendTell(GridEncoder(1, [4, 8], [2, 2]), attention, 20, 6, 3)
         >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
-        >>> seen, state = model.encode(images, sizes)
-        >>> seen.memory.key.shape, seen.mask.shape
+        >>> encoded, state = model.encode(images, sizes)
+        >>> encoded.memory.key.shape, encoded.mask.shape
         (torch.Size([2, 6, 4]), torch.Size([2, 2, 3]))
     """
 
@@ -308,7 +308,7 @@ class ShowAttendTell(nn.Module):
         vocab_size: V, the four special ids and a word at least.
         hidden_dim, embed_dim: features of the decoder's states, and of a word.
         dropout: on words and on the input of the output layer.
-        longest: most words of a caption that a search finds, the end included.
+        max_length: most words of a caption that a search finds, the end included.
 
     Paper: Xu et al., "Show, Attend and Tell: Neural Image Caption Generation with Visual
     Attention", ICML 2015, arXiv:1502.03044.
@@ -331,13 +331,13 @@ class ShowAttendTell(nn.Module):
         hidden_dim: int,
         embed_dim: int,
         dropout: float = 0.0,
-        longest: int = 50,
+        max_length: int = 50,
     ):
         super().__init__()
         if not isinstance(encoder, nn.Module) or not hasattr(encoder, "output_dim"):
             raise_type_error("encoder", "a GridEncoder", describe(encoder))
         check_int("vocab_size", vocab_size, EOS + 2)
-        check_sizes(hidden_dim=hidden_dim, embed_dim=embed_dim, longest=longest)
+        check_sizes(hidden_dim=hidden_dim, embed_dim=embed_dim, max_length=max_length)
         check_share("dropout", dropout)
         inner = attention
         while isinstance(inner, (GatedAttention, HardAttention)):
@@ -347,7 +347,7 @@ class ShowAttendTell(nn.Module):
             expected = "one that knows no order of keys and has no heads, as BahdanauAttention"
             raise_type_error("attention", expected, type(inner).__name__)
         context_dim = encoder.output_dim
-        self.encoder, self.longest = encoder, longest
+        self.encoder, self.max_length = encoder, max_length
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
         self.decoder = AttentionLSTM(embed_dim, hidden_dim, context_dim, attention)
         self.first_hidden = nn.Linear(context_dim, hidden_dim)
@@ -363,7 +363,7 @@ class ShowAttendTell(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_array("sizes", sizes, "int64 or int32", ("B", 2))
-        return torch.full((len(sizes),), self.longest)
+        return torch.full((len(sizes),), self.max_length)
 
     def encode(self, images: Tensor, sizes: Tensor) -> tuple[EncodedImage, RecurrentState]:
         """Encode images and project their keys, once.
@@ -386,14 +386,18 @@ class ShowAttendTell(nn.Module):
         return EncodedImage(memory, mask), RecurrentState(h, c)
 
     def decode(
-        self, words: Tensor, state: RecurrentState, seen: EncodedImage, need_weights: bool = False
+        self,
+        words: Tensor,
+        state: RecurrentState,
+        encoded: EncodedImage,
+        need_weights: bool = False,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         """Read words from ``state`` on.
 
         Args:
             words: ids ``[B, T]``.
             state: from :meth:`encode`, or from the last call.
-            seen: from :meth:`encode`.
+            encoded: from :meth:`encode`.
             need_weights: return the attention weights too.
 
         Returns:
@@ -403,26 +407,26 @@ class ShowAttendTell(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_source("seen", seen, EncodedImage, state)
+        check_source("encoded", encoded, EncodedImage, state)
         check_flag("need_weights", need_weights)
         try:
-            return self._tell(words, state, seen, need_weights, None)
+            return self._tell(words, state, encoded, need_weights, None)
         except Exception:
             context_dim, hidden = self.decoder.context_size, (1, self.decoder.hidden_size)
-            check_step(words, state, seen, "seen", context_dim, hidden, self.output.weight)
+            check_step(words, state, encoded, "encoded", context_dim, hidden, self.output.weight)
             raise
 
     def _tell(
         self,
         words: Tensor,
         state: Any,
-        seen: EncodedImage,
+        encoded: EncodedImage,
         need_weights: bool,
         lengths: Tensor | None,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
         embedded = self.dropout(embed("words", words, self.embedding))
         result = self.decoder(
-            embedded, seen.memory, state, target_lengths=lengths, need_weights=need_weights
+            embedded, encoded.memory, state, target_lengths=lengths, need_weights=need_weights
         )
         backend = getattr(self.decoder.attention, "backend", None)
         read = self.dropout(torch.cat([result.states, result.contexts], -1))
@@ -456,10 +460,10 @@ class ShowAttendTell(nn.Module):
             raise_value_error(
                 "target_in", f"as many captions of each of {B} images", target_in.shape[0]
             )
-        seen, state = self.encode(images, sizes)
+        encoded, state = self.encode(images, sizes)
         if count != 1:
             index = torch.arange(B, device=images.device).repeat_interleave(count)
-            seen, state = seen.index_select(index), state.index_select(index)
+            encoded, state = encoded.index_select(index), state.index_select(index)
         counts = (target_in != PAD).sum(-1)
-        logits, state, weights = self._tell(target_in, state, seen, need_weights, counts)
-        return CaptionOutput(logits, seen.mask, weights, state.history)
+        logits, state, weights = self._tell(target_in, state, encoded, need_weights, counts)
+        return CaptionOutput(logits, encoded.mask, weights, state.history)

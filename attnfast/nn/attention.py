@@ -444,7 +444,7 @@ class MultiHeadAttention(_Attention):
         memory: Memory,
         need_weights: bool | str = False,
         need_statistics: bool = False,
-        first: int = 0,
+        offset: int = 0,
     ) -> AttentionOutput:
         """Attend from decoder states to a prepared memory.
 
@@ -453,7 +453,7 @@ class MultiHeadAttention(_Attention):
             memory: from :meth:`prepare`.
             need_weights: return the weights of all heads too.
             need_statistics: return the rows' statistics, as :func:`attnfast.additive_attention`.
-            first: the position of the first state, for relative positions.
+            offset: the position of the first state, for relative positions.
 
         Returns:
             ``context [B, attn_dim]`` or ``[B, Tq, attn_dim]``, and ``weights [B, H, Tk]`` or
@@ -466,7 +466,7 @@ class MultiHeadAttention(_Attention):
         if self.positions is not None:
             self._check_call(state, memory)
             rows = state.shape[1] if state.dim() == 3 else 1
-            terms["bias"] = self.positions(rows, memory.key.shape[-2], first)
+            terms["bias"] = self.positions(rows, memory.key.shape[-2], offset)
         return super().forward(state, memory, need_weights, need_statistics, **terms)
 
     def _attend(self, query: Tensor, *arguments: Any, **span: Any) -> AttentionOutput:

@@ -164,34 +164,34 @@ class NeuralTuringMachine(nn.Module):
         read = slot.new_zeros(batch, self.num_reads, self.slot_size)
         return NTMState(hidden, cell, memory, weights, read)
 
-    def address(self, parameters: Tensor, memory: Tensor, before: Tensor) -> Tensor:
-        """Return the weights ``[B, heads, N]`` of heads whose previous weights are ``before``."""
-        dtype = accumulation_dtype(before.dtype)
+    def address(self, parameters: Tensor, memory: Tensor, previous: Tensor) -> Tensor:
+        """Return the weights ``[B, heads, N]`` of heads whose previous weights are ``previous``."""
+        dtype = accumulation_dtype(previous.dtype)
         parameters, memory = parameters.to(dtype), memory.to(dtype)
         key, strength, gate, sharpness, shift = parameters.split(self.parts, -1)
         query = F.softplus(strength) * key / norm(key).unsqueeze(-1)
         content = (query @ memory.transpose(1, 2) / norm(memory).unsqueeze(1)).softmax(-1)
-        mixed = before + gate.sigmoid() * (content - before)
+        mixed = previous + gate.sigmoid() * (content - previous)
         S = self.shift
         around = torch.cat([mixed[..., -S:], mixed, mixed[..., :S]], -1).unfold(-1, 2 * S + 1, 1)
         shifted = (around @ shift.softmax(-1).flip(-1).unsqueeze(-1)).squeeze(-1)
         # γ log w: powers of small weights would underflow in float32, and so would their sum
         log = shifted.clamp_min(torch.finfo(dtype).tiny).log()
-        return ((1 + F.softplus(sharpness)) * log).softmax(-1).to(before.dtype)
+        return ((1 + F.softplus(sharpness)) * log).softmax(-1).to(previous.dtype)
 
     def step(self, x: Tensor, state: NTMState) -> tuple[Tensor, NTMState]:
         """Take one step: ``x [B, input_size]``; return ``[B, output_size]`` and the next state.
 
         Arguments are not checked here, but in :meth:`forward`.
         """
-        hidden, cell, memory, before, read = state
+        hidden, cell, memory, previous, read = state
         B, R, dtype = x.shape[0], self.num_reads, memory.dtype
         hidden, cell = self.controller(torch.cat([x, read.flatten(1)], -1), (hidden, cell))
         addresses = self.heads(hidden).view(B, -1, sum(self.parts)).to(dtype)
         erase, add = self.writes(hidden).view(B, -1, 2 * self.slot_size).to(dtype).chunk(2, -1)
         off = torch.autocast(x.device.type, enabled=False) if is_autocast_on() else nullcontext()
         with off:
-            weights = self.address(addresses, memory, before)
+            weights = self.address(addresses, memory, previous)
             read = weights[:, :R] @ memory
             erase, writing = erase.sigmoid(), weights[:, R:].transpose(1, 2)  # [B, N, W]
             for h in range(self.num_writes):
