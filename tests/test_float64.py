@@ -175,7 +175,7 @@ def whole_models() -> Cases:
     }
     for kind in models.ATTENTIONS:
         config = models.Config(
-            V, attention=kind, embed_dim=A, hidden_dim=A, copying=kind == "bahdanau"
+            V, attention=kind, embed_dim=A, hidden_dim=A, pointer_generator=kind == "bahdanau"
         )
         model = models.build(config)
         table[kind] = lambda model=model: model(words(B, TK), LENGTHS, target)
