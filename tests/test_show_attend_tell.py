@@ -198,6 +198,9 @@ def test_a_search_says_what_the_teacher_would(kind):
     found = greedy_search(told, x, SIZES)
     options = {"length_penalty": 0.0, "length_bonus": 1e-30}  # a beam's own steps
     assert beam_search(told, x, SIZES, beam=1, **options) == found
+    for beam in (1, 2):
+        short = beam_search(told, x, SIZES, beam, max_output_length=1)
+        assert all(len(y) <= 1 for y in short)
     longest = max(map(len, found))
     said = torch.tensor([[BOS, *y, *[0] * (longest - len(y))] for y in found])
     logits = told(x, SIZES, said).logits
