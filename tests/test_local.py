@@ -206,34 +206,6 @@ def test_progress_is_reordered():
     assert again.rows == TQ
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LocalAttention(D, D, window=-1), "window must be a number.*got -1"),
-        (lambda: LocalAttention(D, D, slope=-1), "slope must be a number of at least 0.*got -1"),
-        (lambda: StridedAttention(D, D, stride=0), "stride must be a whole number.*got 0"),
-        (lambda: LocalAttention(D, D, sigma=0.0), "sigma must be a positive number or None, got 0"),
-        (
-            lambda: LocalAttention(D, D, sigma=True),
-            "sigma must be a positive number or None, got T",
-        ),
-        (lambda: LocalAttention(D, D, slope=True), "slope must be a number.*got True"),
-        (lambda: LocalAttention(D, D, sigma=1, height=True), "height must be a number.*got True"),
-        (lambda: LocalAttention(D, D, height=1.0), "height must be a number with a sigma, or"),
-        (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
-        (
-            lambda: HardMonotonicWindowAttention(D, D, ahead=-1),
-            "ahead must be .*at least 0, or None, got -1",
-        ),
-        (lambda: SparseSelfAttention(D, []), r"heads must be a Span for each head.*got \[\]"),
-        (lambda: SparseSelfAttention(D, [Span()] * 3), "num_heads must divide attn_dim 8, got 3"),
-    ],
-)
-def test_bad_sizes(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_modules_compile():
     attention = nn.ModuleList([LocalAttention(D, D, 2), LocalPredictiveAttention(D, D, 2)])
 

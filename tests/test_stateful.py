@@ -234,52 +234,6 @@ def test_pointer_generator(log):
     torch.testing.assert_close(step, out[:, 1])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LocationAwareAttention(Q, K, A, width=4), "width must be odd and at least 1, got"),
-        (
-            lambda: LocationAwareAttention(Q, K, A, -1),
-            "filters must be at least 0, got -1",
-        ),
-        (
-            lambda: LocationAwareAttention(Q, K, A, channels="all"),
-            "channels must be 'previous', 'cumul",
-        ),
-        (lambda: CoverageAttention(Q, K, A, fertility=0.0), "fertility must be a positive number"),
-        (
-            lambda: CoverageAttention(Q, K, A, penalty=torch.ones(1)),
-            "penalty must be a finite number, a",
-        ),
-        (
-            lambda: CoverageAttention(Q, K, 0),
-            "attn_dim must be at least 1, got 0",
-        ),
-    ],
-)
-def test_bad_modules(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_bad_arguments():
-    module = CoverageAttention(Q, K, A)
-    memory = module.prepare(torch.randn(B, TK, K), LENGTHS)
-    with pytest.raises(TypeError, match=r"history must be a CumulativeState or None, got \(1, 2\)"):
-        module(torch.randn(B, Q), memory, (1, 2))
-    with pytest.raises(TypeError, match=r"target_mask must be a torch.Tensor, got list"):
-        module(torch.randn(B, Q), memory, target_mask=[True])
-    with pytest.raises(ValueError, match="feature_dims must be one size or more"):
-        PointerGenerator()
-    x = torch.ones(1, 3)
-    with pytest.raises(ValueError, match=r"features must be 4 in all to fit the module, got \[3\]"):
-        PointerGenerator(4)(x, x, torch.ones(1, 3).long(), x)
-    with pytest.raises(
-        ValueError, match=r"target_mask must be boolean of shape \[3\] to fit state, got"
-    ):
-        module(torch.randn(B, Q), memory, target_mask=torch.ones(B))
-
-
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", [LocationAwareAttention, ForwardAttention])
@@ -296,3 +250,8 @@ def test_quantised(kind):
     with torch.no_grad():
         context = quantised(query, quantised.prepare(source, LENGTHS))[0]
     assert 0 < (context - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_a_pointer_generator_of_no_features():
+    with pytest.raises(ValueError, match="feature_dims must be one size or more"):
+        PointerGenerator()
