@@ -13,6 +13,7 @@ HISTORY = f"tests/test_coverage.py -k '{OURS}'"
 SPANS = f"tests/test_span.py -k '{OURS}'"
 TRITON = "tests/test_attention.py -k 'triton and not fuzz and not check and not compile'"
 TRITON_HISTORY = "tests/test_coverage.py -k 'triton and not fuzz and not check and not compile'"
+CONTRACTS = "tests/test_model_contracts.py -k '{}'"
 MESSAGES = "tests/test_error_messages.py tests/test_arguments.py -k '{}'"
 RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bits)'"
 CUDA = "tests/test_cuda.py -k '{}'"
@@ -51,7 +52,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/deferred.py", HISTORY): {
         "HistoryStep.backward": [("gradients.grad_score * of.scale", "gradients.grad_score")],
     },
-    ("attnfast/decoding/memory.py", "tests/test_stateful.py -k reorder"): {
+    ("attnfast/decoding/memory.py", CONTRACTS.format("reorder and fertility")): {
         "Memory.index_select": [
             ('names = ("key", "value", "lengths", "mask", "fertility")',
              'names = ("key", "value", "lengths", "mask")'),
@@ -60,6 +61,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/memory.py", f"tests/test_local.py {STEPS}"): {
         "attend": [
             ("is sigma is None and not isinstance(need_weights, str)", "is sigma is None"),
+        ],
+    },
+    ("attnfast/decoding/memory.py", CONTRACTS.format("strided")): {
+        "attend": [
             ("isinstance(place.span, Span) and place.span.stride == 1",
              "isinstance(place.span, Span)"),
         ],

@@ -87,18 +87,6 @@ def test_states_in_the_place_of_a_memory(name):
         )
 
 
-@pytest.mark.parametrize("name", [x for x in kinds() if x != "LocalPredictiveAttention"])
-def test_a_mask_of_keys_says_the_same_as_lengths(name):
-    module, states, lengths = made(name), torch.randn(B, TK, A), torch.tensor([4, 2])
-    mask = torch.arange(TK) < lengths[:, None]
-    for state in (torch.randn(B, A), torch.randn(B, TQ, A)):
-        outputs = [
-            module(state, module.prepare(states, **seen), need_weights=True)
-            for seen in ({"lengths": lengths}, {"mask": mask})
-        ]
-        torch.testing.assert_close(outputs[0][:2], outputs[1][:2])
-
-
 def test_descriptions_are_short():
     assert describe(torch.ones(2, 3)) == "a Tensor of torch.float32 [2, 3]"
     assert describe(np.ones(4)) == "an ndarray of float64 [4]"

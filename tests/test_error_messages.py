@@ -14,6 +14,10 @@ CALLS = calls()
 HEADS = {"query": zeros(2, 2, 3, 4), "key": zeros(2, 2, 5, 4), "value": zeros(2, 2, 5, 4)}
 CONTENT = {"attention": "bahdanau", "input_feeding": False, "sigma": None, "height": None}
 STATE = modules.RecurrentState(zeros(1, 2, 4))
+ORDERED = (
+    "LocalAttention", "StridedAttention", "HardMonotonicWindowAttention",
+    "LocalPredictiveAttention", "LocationAwareAttention", "ForwardAttention", "MultiHeadAttention",
+)  # fmt: skip
 #: By call of tests/calls*.py: changed arguments, and parts of the message. A function is given the
 #: argument that fits.
 MESSAGES = {
@@ -244,7 +248,11 @@ MESSAGES = {
         ({"questions": full((2, 5), -1)}, "questions must be word ids between 0 and 8, got -1"),
         ({"questions": ones(1, 5).long()},
          "questions must be 2, one of each of the stories, got 1")],
-    "ShowAttendTell": [({"vocab_size": 4}, "vocab_size must be at")],
+    "ShowAttendTell": [
+        ({"vocab_size": 4}, "vocab_size must be at"),
+        *(({"attention": x}, f"attention must be one that knows no order of keys and … got {name}")
+          for name in ORDERED
+          for x in (made(name), modules.GatedAttention(made(name), 4)))],
     "ShowAttendTell.forward": [
         ({"images": full((2, 1, 8, 6), nan)}, "images must be finite numbers, got NaN"),
         ({"sizes": zeros(2, 2).long()}, "heights from 2, a cell, to 8, got 0"),
@@ -283,8 +291,10 @@ MESSAGES = {
     "scheduled_sampling": [({"share": 2}, "share must be a number from 0 to 1, got 2")],
     "hybrid_loss": [
         ({"ctc_weight": 2}, "ctc_weight must be … from 0 to 1, got 2"),
-        ({"target_out": full((2, 3), 9)}, "target_out must be word ids between 0 and 8, got 9"),
-        ({"target_out": full((2, 3), -1)}, "target_out must be word ids between 0 and 8, got -1"),
+        ({"ctc_weight": 1.0, "target_out": full((2, 3), 9)},
+         "target_out must be word ids between 0 and 8, got 9"),
+        ({"ctc_weight": 1.0, "target_out": full((2, 3), -1)},
+         "target_out must be word ids between 0 and 8, got -1"),
         ({"target_out": full((2, 4), 4)},
          "target_out must be word ids [2, 3], as the logits of spelled, got")],
     "ListenAttendSpell.encode": [

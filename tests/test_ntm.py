@@ -111,24 +111,6 @@ def test_weights_are_returned_on_request(x):
     torch.testing.assert_close(got.state.weights.sum(-1), x.new_ones(B, 2))
 
 
-def test_going_on(x):
-    """Two calls are one, and states are reordered."""
-    made = machine(2, 2)
-    whole = made(x, need_weights=True)
-    first = made(x[:, :2])
-    rest = made(x[:, 2:], first.state, need_weights=True)
-    torch.testing.assert_close(rest.output, whole.output[:, 2:])
-    torch.testing.assert_close(rest.weights, whole.weights[:, 2:])
-    for a, b in zip(rest.state, whole.state):
-        torch.testing.assert_close(a, b)
-    index = torch.tensor([2, 0, 0])
-    chosen = made(x[index, 2:], first.state.index_select(index))
-    torch.testing.assert_close(chosen.output, whole.output[index, 2:])
-    output, state = made.step(x[:, 2], first.state)
-    torch.testing.assert_close(output, whole.output[:, 2])
-    assert isinstance(state, NTMState)
-
-
 def test_other_slots(x):
     """The number of slots is no size of a parameter; a state keeps its own."""
     made, larger = machine(), machine(num_slots=9)

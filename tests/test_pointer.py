@@ -119,20 +119,6 @@ def test_probabilities(items):
         assert row[:, n + 1 :].eq(-math.inf).all() and row[:, : n + 1].isfinite().all()
 
 
-def test_padding_does_not_count(items):
-    network, other = model(), items.clone()
-    for x, n in zip(other, LENGTHS):
-        x[n:] = 1e30
-    results = []
-    for x in (items, other):
-        log_probs = network(x, LENGTHS, POINTERS)
-        gained = gradients(pointer_loss(log_probs, POINTERS), network)
-        results.append([log_probs, network.decode(x, LENGTHS), *gained])
-    assert all(x.equal(y) for x, y in zip(*results))
-    longer = network(nn.functional.pad(items, (0, 0, 0, 3)), LENGTHS.int(), POINTERS)
-    torch.testing.assert_close(longer[..., : N + 1], network(items, LENGTHS, POINTERS))
-
-
 def answered(network, items, distinct):
     """Return the greedy answer to one set, its end among it."""
     answer = []
