@@ -39,9 +39,9 @@ def translators() -> Table:
         "Config": (
             models.Config,
             {"vocab_size": V, "attention": "local", "input_feeding": True, "cell": "gru",
-             "embed_dim": A, "hidden_dim": A, "layers": 1, "decoder_layers": 2, "dropout": 0.1,
-             "pointer_generator": True, "window": 2, "stride": 2, "fixed_stride": False,
-             "sigma": 1.0, "gaussian_height": 2.0, "self_attention": True, "encoder": "rnn"},
+             "embed_dim": A, "hidden_dim": A, "layers": 1, "dropout": 0.1, "copying": True,
+             "window": 2, "stride": 2, "fixed_stride": False, "sigma": 1.0, "height": 2.0,
+             "self_attention": True, "encoder": "rnn", "length_ratio": 2.0, "longest_target": 3},
         ),
         "build": (models.build, {"config": config, "backend": None}),
         "Encoder": (
@@ -72,11 +72,13 @@ def translators() -> Table:
             {"words": words(B, TQ), "state": state, "source": source, "need_weights": True},
         ),
         "Seq2Seq.forward": (model, pair | {"target_in": words(B, TQ), "need_weights": True}),
-        "greedy_search": (models.greedy_search, {"model": model} | pair),
+        "greedy_search": (
+            models.greedy_search, pair | {"model": model, "max_output_length": 3},
+        ),
         "beam_search": (
             models.beam_search,
             pair | {"model": model, "beam": 2, "length_penalty": 1.0, "scorer": None,
-                    "scorer_weight": 0.5, "length_bonus": 0.5},
+                    "scorer_weight": 0.5, "length_bonus": 0.5, "max_output_length": 3},
         ),
     }  # fmt: skip
     for name in ("FixedContext", "MeanContext"):

@@ -361,34 +361,3 @@ def test_memory_is_that_of_the_result(log):
     skip_unless("cpu")
     step()
     assert peak_memory(step, CPU) < 3.3 * 4 * case.B * case.Tq * (case.V + case.X)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": 1.0}, "logits must be a torch.Tensor, got float"),
-        ({"logits": torch.ones(2, 4)}, r"logits must be \[B, Tq, V\], got \[2, 4\]"),
-        ({"logits": torch.ones(2, 3, 4, dtype=torch.long)}, "logits must be|weights must be of"),
-        ({"weights": torch.ones(2, 2, 5)}, r"weights must be \[2, 3, Tk\] to fit"),
-        ({"weights": torch.ones(2, 3, 5).double()}, "weights must be of the logits' dtype"),
-        ({"gate": torch.ones(2, 3, 1)}, r"gate must be \[2, 3\] to fit the logits, got \[2, 3, 1"),
-        ({"gate": None}, "gate must be a torch.Tensor, got NoneType"),
-        ({"source": torch.ones(2, 5)}, "source must be int64 or int32 of shape"),
-        ({"source": torch.ones(2, 4).long()}, r"source must be int64 .* of shape \[2, 5\]"),
-        ({"source": torch.full((2, 5), 4)}, "source must be between 0 and 3, a word, got 4"),
-        ({"source": torch.full((2, 5), -1)}, "source must be between 0 and 3, a word, got -1"),
-        ({"num_oov": -1}, "num_oov must be an integer, at least 0, got -1"),
-        ({"num_oov": 0.5}, "num_oov must be an integer, at least 0, got 0.5"),
-        ({"backend": "cudnn"}, "backend must be None or one of"),
-    ],
-)
-def test_bad_input_is_one_clear_sentence(change, message):
-    args = {
-        "logits": torch.ones(2, 3, 4),
-        "weights": torch.ones(2, 3, 5),
-        "source": torch.ones(2, 5).long(),
-        "gate": torch.ones(2, 3),
-    }
-    with pytest.raises((ValueError, TypeError), match=message) as error:
-        attnfast.copy_distribution(**{**args, **change})
-    assert "\n" not in str(error.value)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from calls import TK, TQ, A, B, V, functions_and_modules, words
+from model_registry import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnfast import Span, losses, models, nn, speech
+from attnfast import losses, models, nn, speech
 from attnfast.analysis import diagnostics, faithfulness
 from attnfast.translate import data
 
@@ -108,80 +109,43 @@ def explanations() -> Cases:
 
 
 def layers() -> Cases:
+    """Return layers with a history, and what functions() leaves out."""
     table: Cases = {}
-    x, states, points = torch.randn(B, TQ, A), torch.randn(B, TK, A), torch.rand(B, TK, 2)
+    x, states, pointer = torch.randn(B, TQ, A), torch.randn(B, TK, A), nn.PointerGenerator(A)
+    logits, source, aligned = torch.randn(B, TQ, V), words(B, TK), alphas(B, TQ, TK)
     for kind in (nn.AttentionGRU, nn.AttentionLSTM, nn.AttentionRNN):
-        for attention in (nn.BahdanauAttention(A, A, A), nn.CoverageAttention(A, A, A)):
-            layer = kind(A, A, A, attention)
-            table[f"{kind.__name__}, {type(attention).__name__}"] = lambda layer=layer: layer(
-                x, layer.prepare(states, LENGTHS)
-            )
-    hops, both = nn.MultiHopAttention(A, 2), nn.BidirectionalAttention(A)
-    machine, network = nn.NeuralTuringMachine(A, A, 6, 4), nn.PointerNetwork(2, A, A)
-    encoder = nn.TransformerEncoderLayer(nn.SparseSelfAttention(A, [Span(window=1)] * 2), 2 * A)
-    learned, relative = nn.LearnedPositions(9, A), nn.RelativePositions(2, 3)
-    pointer, aligned = nn.PointerGenerator(A), alphas(B, TQ, TK)
-    logits, source = torch.randn(B, TQ, V), words(B, TK)
-    return table | {
-        "MultiHopAttention": lambda: hops(x[:, 0], hops.prepare([states] * 3, LENGTHS)),
-        "BidirectionalAttention": lambda: both(states, x, LENGTHS, TARGETS),
-        "NeuralTuringMachine": lambda: machine(x),
-        "PointerNetwork": lambda: network(points, LENGTHS, words(B, TQ) % 2),
-        "PointerGenerator": lambda: pointer(logits, aligned, source, x),
-        "TransformerEncoderLayer": lambda: encoder(states, LENGTHS),
-        "SinusoidalPositions": lambda: nn.SinusoidalPositions()(x),
-        "LearnedPositions": lambda: learned(x),
-        "RelativePositions": lambda: relative(TQ, TK),
-    }
+        layer = kind(A, A, A, nn.CoverageAttention(A, A, A))
+        table[kind.__name__] = lambda layer=layer: layer(x, layer.prepare(states, LENGTHS))
+    return table | {"PointerGenerator": lambda: pointer(logits, aligned, source, x)}
 
 
 def whole_models() -> Cases:
-    """Return the models, and searches of those that say something."""
+    """Return the models, their losses, and searches of those that say something."""
     table: Cases = {}
-    stories, target = words(B, 4, TK), words(B, TQ)
-    stories[:, 1:, 2:], target[1, 1:] = 0, 0
-    for tying in ("adjacent", "layer-wise"):
-        memory = models.MemoryNetwork(V, A, 2, tying)
-        table[f"MemoryNetwork, {tying}"] = lambda memory=memory: memory(stories, target, True)
-    reader = models.BiDAF(nn.BidirectionalAttention(2 * A), 8 * A, V, 3, A)
-    table["BiDAF"] = lambda: reader(target, TARGETS, target, TARGETS, True)
-    grid = models.GridEncoder(2, (4, 5), (1, 2), place_scale=3.0)
-    images, sizes = torch.randn(B, 2, 9, 12), torch.tensor([[9, 12], [7, 5]])
-    frames, encoded = torch.randn(B, 12, 3), torch.tensor([12, 7])
-    soft = nn.BahdanauAttention(A, grid.output_dim, A)
-    for kind, attention in {
-        "soft": soft,
-        "hard": nn.GatedAttention(nn.HardAttention(soft), A),
-        "few": nn.TopKAttention(nn.LuongAttention(A, grid.output_dim), 3),
-        "mean": models.MeanContext(),
-    }.items():
-        decoder = models.ShowAttendTell(grid, attention, V, A, A, max_length=4)
-        table[f"ShowAttendTell, {kind}"] = lambda decoder=decoder: decoder(images, sizes, target)
-        table[f"ShowAttendTell, {kind}, beam_search"] = lambda decoder=decoder: models.beam_search(
-            decoder, images, sizes, 2
-        )
-    pyramid = models.PyramidEncoder(3, A, 1)
-    location = nn.LocationAwareAttention(A, 2 * A, A, filters=2, width=3)
-    decoder = models.ListenAttendSpell(pyramid, location, V, A, A)
-    scorer = models.CTCPrefixScorer()
+    for name, case in MODELS.items():
+        model, inputs = case.make().double().eval(), case.inputs()
+        table[name] = lambda case=case, model=model, x=inputs: case.run(model, x)
+        if case.sought and not case.alike:
+            source = [inputs[x] for x in case.sought]
+            scorer = models.CTCPrefixScorer() if "speech" in name else None
+            table[f"{name}, search"] = lambda model=model, x=source, scorer=scorer: (
+                models.greedy_search(model, *x, max_output_length=2),
+                models.beam_search(model, *x, 2, scorer=scorer, max_output_length=2),
+            )
+    frames, lengths = torch.randn(B, 12, 3), torch.tensor([12, 7])
     normalised, masked = speech.FeatureNormalizer(3), speech.SpecAugment(frame_width=3)
+    said = models.LASOutput(torch.randn(B, TQ, V), alphas(B, 9, V).log(), torch.tensor([9, 5]))
     table |= {
-        "ListenAttendSpell": lambda: models.hybrid_loss(decoder(frames, encoded, target), target),
-        "ListenAttendSpell, beam_search": lambda: models.beam_search(
-            decoder, frames, encoded, 2, scorer=scorer
-        ),
-        "FeatureNormalizer": lambda: (normalised.fit(frames), normalised(frames, encoded)),
-        "SpecAugment": lambda: masked(frames, encoded),
+        "hybrid_loss": lambda: models.hybrid_loss(said, words(B, TQ)),
+        "FeatureNormalizer": lambda: (normalised.fit(frames), normalised(frames, lengths)),
+        "SpecAugment": lambda: masked(frames, lengths),
     }
     for kind in models.ATTENTIONS:
         config = models.Config(
             V, attention=kind, embed_dim=A, hidden_dim=A, pointer_generator=kind == "bahdanau"
         )
         model = models.build(config)
-        table[kind] = lambda model=model: model(words(B, TK), LENGTHS, target)
-        table[f"{kind}, greedy_search"] = lambda model=model: models.greedy_search(
-            model.eval(), words(B, TK), LENGTHS
-        )
+        table[kind] = lambda model=model: model(words(B, TK), LENGTHS, words(B, TQ))
     return table
 
 

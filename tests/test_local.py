@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from attnfast import Span
 from attnfast.nn import (
@@ -134,35 +133,6 @@ def test_formula(make, formula, score, temperature):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("score", ["general", "concat"])
-@pytest.mark.parametrize(("make", "_"), KINDS, ids=IDS)
-def test_steps_are_the_whole(make, _, score):
-    """One row after the other, as a decoder does, with the same gradients."""
-    torch.manual_seed(0)
-    attention = make(score=score).double()
-    state, source = states(1)
-    memory = attention.prepare(source, LENGTHS)
-    whole = attention(state, memory, need_weights="dense")[:2]
-    if attention.has_history and getattr(attention, "slope", 1) is None:
-        history = attention(state[:, 0], memory)[2]
-        with pytest.raises(ValueError, match="slope must be a number"):
-            attention(state[:, 1], memory, history)
-        return
-    memory, history, steps = attention.prepare(source, LENGTHS), None, []
-    for row in state.unbind(1):
-        if attention.has_history:
-            context, weights, history = attention(row, memory, history, need_weights="dense")
-        else:
-            context, weights = attention(row, memory, need_weights="dense")
-        steps.append((context, weights))
-    steps = [torch.stack(x, 1) for x in zip(*steps)]
-    for got, want in zip(steps, whole):
-        torch.testing.assert_close(got, want)
-    got = grads(steps, attention, state, source)
-    for a, b in zip(got, grads(whole, attention, state, source)):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("score", ["dot", "additive"])
 def test_heads_of_self_attention(score):
     """Every head is a MultiHeadAttention's with the mask of its span."""
@@ -204,62 +174,6 @@ def test_heads_of_self_attention(score):
         torch.testing.assert_close(a, b)
 
 
-def test_progress_is_reordered():
-    attention = HardMonotonicWindowAttention(D, D).double()
-    state, source = states()
-    memory = attention.prepare(source, LENGTHS)
-    history = attention(state, memory)[2]
-    again = history.index_select(torch.tensor([1, 0, 1]))
-    assert torch.equal(again.key, history.key[[1, 0, 1]])
-    assert again.rows == TQ
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LocalAttention(D, D, window=-1), "window must be a number.*got -1"),
-        (lambda: LocalAttention(D, D, slope=-1), "slope must be a number of at least 0.*got -1"),
-        (lambda: StridedAttention(D, D, stride=0), "stride must be an integer.*got 0"),
-        (lambda: LocalAttention(D, D, sigma=0.0), "sigma must be a positive number or None, got 0"),
-        (
-            lambda: LocalAttention(D, D, sigma=True),
-            "sigma must be a positive number or None, got T",
-        ),
-        (lambda: LocalAttention(D, D, slope=True), "slope must be a number.*got True"),
-        (
-            lambda: LocalAttention(D, D, sigma=1, gaussian_height=True),
-            "gaussian_height must be a number.*got True",
-        ),
-        (
-            lambda: LocalAttention(D, D, gaussian_height=1.0),
-            "gaussian_height must be a number with a sigma, or",
-        ),
-        (lambda: LocalPredictiveAttention(D, D, window=0), "window must be.*at least 1, got 0"),
-        (
-            lambda: HardMonotonicWindowAttention(D, D, ahead=-1),
-            "ahead must be .*at least 0, or None, got -1",
-        ),
-        (lambda: SparseSelfAttention(D, []), r"heads must be a Span for each head.*got \[\]"),
-        (lambda: SparseSelfAttention(D, [Span()] * 3), "num_heads must divide attn_dim 8, got 3"),
-    ],
-)
-def test_bad_sizes(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_modules_compile():
-    attention = nn.ModuleList([LocalAttention(D, D, 2), LocalPredictiveAttention(D, D, 2)])
-
-    def both(state, source):
-        contexts = [a(state, a.prepare(source))[0] for a in attention]
-        return sum(contexts)
-
-    state, source = (x.detach().float() for x in states())
-    compiled = torch.compile(both, fullgraph=True)
-    torch.testing.assert_close(compiled(state, source), both(state, source))
-
-
 @pytest.mark.parametrize("form", [False, True, "dense"])
 @pytest.mark.parametrize("ahead", [None, 2])
 def test_no_rows_leave_a_monotonic_position_where_it_was(ahead, form):
@@ -271,29 +185,3 @@ def test_no_rows_leave_a_monotonic_position_where_it_was(ahead, form):
     columns = 5 if ahead is None or form == "dense" else 3
     assert weights is None if not form else weights.shape == (2, 0, columns)
     assert after.rows == 3 and after.key.equal(before.key)
-
-
-@pytest.mark.parametrize("in_steps", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LocalAttention(4, 5, window=1),
-        lambda: LocalAttention(4, 5, window=1, slope=1.5),
-        lambda: HardMonotonicWindowAttention(4, 5, ahead=2),
-    ],
-)
-def test_a_history_does_not_count_padding(make, in_steps):
-    attention = make().double()
-    states, more, source = (torch.randn(2, n, m).double() for n, m in ((4, 4), (2, 4), (9, 5)))
-    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    memory, history = attention.prepare(source), None
-    if in_steps:
-        for t in range(4):
-            history = attention(states[:, t], memory, history, target_mask=mask[:, t])[2]
-    else:
-        history = attention(states, memory, target_mask=mask)[2]
-    context = attention(more, memory, history)[0]
-    for b, n in enumerate(mask.sum(-1).tolist()):
-        alone = attention.prepare(source[b : b + 1])
-        history = attention(states[b : b + 1, :n], alone)[2]
-        torch.testing.assert_close(context[b], attention(more[b : b + 1], alone, history)[0][0])

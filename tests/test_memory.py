@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from attnfast import Span, additive_attention, dot_attention
-from attnfast.decoding import attend, attend_with_history, memory, prepare
+from attnfast.decoding import attend, attend_with_history, prepare
 from attnfast.ops.attention import ATTENTION
 
 CASES = [
@@ -474,30 +474,6 @@ def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     far = prepare(args["key"] + 11, args["value"], args["score_vector"])
     assert far.steps.prepared() is None
     assert prepare(args["key"], args["value"]).steps.prepared() is None  # dot
-
-
-def test_bad_arguments():
-    x = torch.zeros(2, 3, 4)
-    with pytest.raises(ValueError, match=r"value must be \[2, 3, Dv\] to fit the key"):
-        prepare(x, x[:1])
-    with pytest.raises(ValueError, match=r"mask must be \[2, 1, 3\]"):
-        prepare(x, x, mask=torch.ones(2, 3, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="lengths must be between 0 and 3"):
-        prepare(x, x, lengths=torch.tensor([1, 4]))
-    with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, got list"):
-        prepare([1.0], x)
-    with pytest.raises(ValueError, match=r"mask must be \[2, 1, 3\]"):
-        prepare(x, x, mask=torch.ones(2, 0, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"key must be float32.*, got torch\.int64"):
-        prepare(x.long(), x)
-    with pytest.raises(ValueError, match=r"query must be \[2, 'Tq', 4\] to fit the memory, got"):
-        attend(torch.zeros(2, 1, 5), prepare(x, x))
-    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, got list"):
-        attend([0.0], prepare(x, x))
-    for scale in (float("nan"), "2", torch.ones(())):
-        with pytest.raises(ValueError, match="scale must be a finite number, got "):
-            attend(x, prepare(x, x), scale=scale)
-    assert set(memory.__all__) == {"Memory", "attend", "attend_with_history", "prepare"}
 
 
 def test_log_sum_exp_of_steps(backend):

@@ -1,12 +1,9 @@
 """The modules: their formulas, one step against many, and what models do to modules."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
-from torch import nn
 
 import attnfast
 from attnfast.nn import (
@@ -15,7 +12,6 @@ from attnfast.nn import (
     CoverageAttention,
     LocationAwareAttention,
     LuongAttention,
-    Memory,
     MultiHeadAttention,
 )
 
@@ -111,14 +107,18 @@ def test_initial_parameters():
     assert [BahdanauAttention(Q, K, A, bias=x).query_proj.bias is None for x in (0, 1)] == [1, 0]
 
 
-def test_formula(module):
+def test_formula_and_gradients(module):
     query, source = states(module)
+    source.requires_grad_()
     memory = module.prepare(source, LENGTHS)
     context, weights = module(query, memory, need_weights=True)
     expected = by_hand(module, query, source)
     torch.testing.assert_close(context, expected[0])
     torch.testing.assert_close(weights, expected[1])
     assert module(query, memory)[1] is None
+    leaves, noise = [source, *module.parameters()], torch.randn_like(context)
+    got, want = (torch.autograd.grad((x * noise).sum(), leaves) for x in (context, expected[0]))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -149,10 +149,6 @@ def test_values_apart_from_keys(module):
         memory = layer.prepare(source, LENGTHS, values=values)
         result = layer(torch.randn(B, TQ, 4), memory, need_weights=True)
         torch.testing.assert_close(result.contexts, result.weights @ values)
-    with pytest.raises(ValueError, match=r"values must be \[3, 7, (Dv|12)\] to fit the states"):
-        module.prepare(source, values=values[:, 1:])
-    with pytest.raises(TypeError, match=r"values must be a torch.Tensor, got str"):
-        module.prepare(source, values="none")
 
 
 @pytest.mark.parametrize("heads", [False, True])
@@ -170,8 +166,6 @@ def test_values_of_other_features_for_heads():
     attention, source = MultiHeadAttention(Q, K, A, H, value_dim=5), torch.randn(B, TK, K)
     memory = attention.prepare(source, values=torch.randn(B, TK, 5))
     assert attention(torch.randn(B, Q), memory)[0].shape == (B, A)
-    with pytest.raises(ValueError, match=r"values must be \[3, 7, 5\] to fit the states"):
-        attention.prepare(source, values=source)
 
 
 @pytest.mark.parametrize("kind", [CoverageAttention, LocationAwareAttention])
@@ -200,29 +194,6 @@ def test_keys_and_values_of_ones_own():
         torch.testing.assert_close(got[:2], want[:2])
 
 
-def test_gradients_reach_every_parameter(module):
-    query, source = states(module)
-    source.requires_grad_()
-    leaves = [source, *module.parameters()]
-    noise = torch.randn(module(query, module.prepare(source, LENGTHS))[0].shape)
-    got = torch.autograd.grad(
-        (module(query, module.prepare(source, LENGTHS))[0] * noise).sum(), leaves
-    )
-    want = torch.autograd.grad((by_hand(module, query, source)[0] * noise).sum(), leaves)
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
-def test_a_step_is_a_row(module):
-    query, source = states(module)
-    memory = module.prepare(source, LENGTHS)
-    context, weights = module(query, memory, need_weights=True)
-    for t in range(TQ):
-        step = module(query[:, t], memory, need_weights=True)
-        torch.testing.assert_close(step[0], context[:, t])
-        torch.testing.assert_close(step[1], weights[..., t, :])
-
-
 def test_temperature(module):
     """It divides the scores: weights become their roots, put to a sum of 1 again."""
     query, source = states(module)
@@ -242,77 +213,6 @@ def test_a_temperature_is_a_number(module):
         module.temperature = torch.tensor(value, requires_grad=True)
         with pytest.raises(ValueError, match="temperature must be a positive number"):
             module(query, memory)
-
-
-def test_a_memory_of_another_score_is_refused():
-    dot, additive = LuongAttention(4, 5), BahdanauAttention(4, 5, 4)
-    state, source = torch.randn(2, 4), torch.randn(2, 7, 5)
-    with pytest.raises(
-        ValueError, match=r"memory must be prepared for an additive score, .* one for dot"
-    ):
-        additive(state, dot.prepare(source))
-    with pytest.raises(
-        ValueError, match=r"memory must be prepared for a dot score, .* one for tanh"
-    ):
-        dot(state, additive.prepare(source))
-
-
-def test_a_mask_says_the_same_as_lengths(module):
-    query, source = states(module)
-    mask = torch.arange(TK) < LENGTHS[:, None]
-    a = module(query, module.prepare(source, LENGTHS))[0]
-    b = module(query, module.prepare(source, mask=mask))[0]
-    torch.testing.assert_close(a, b)
-
-
-def test_memory_follows_a_reordered_batch(module):
-    query, source = states(module)
-    order = torch.tensor([2, 0, 0, 1])
-    memory = module.prepare(source, LENGTHS, torch.arange(TK) < LENGTHS[:, None])
-    assert isinstance(memory, Memory)
-    a = module(query[order], memory.index_select(order))[0]
-    torch.testing.assert_close(a, module(query, memory)[0][order])
-
-
-def test_pickle_deepcopy_and_plain_state_dict(module):
-    query, source = states(module)
-    want = module(query, module.prepare(source))[0]
-    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
-        assert torch.equal(other(query, other.prepare(source))[0], want)
-    assert not any(name.startswith("_") for name in module.state_dict())
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    fresh = copy.deepcopy(module)
-    for p in fresh.parameters():
-        nn.init.zeros_(p)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(fresh(query, fresh.prepare(source))[0], want)
-
-
-def test_autocast(module):
-    query, source = states(module)
-    want = module(query, module.prepare(source, LENGTHS))[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        got, weights = module(query, module.prepare(source, LENGTHS), need_weights=True)
-    assert got.dtype == weights.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.05)
-    if module.score_vector is not None:
-        got.float().sum().backward()
-        assert module.score_vector.grad.dtype == torch.float32
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"score must be 'dot', .*got 'sine'"):
-        LuongAttention(4, 4, "sine")
-    with pytest.raises(
-        ValueError, match="query_dim must equal key_dim for score 'dot', got 4 and 5"
-    ):
-        LuongAttention(4, 5, "dot")
-    with pytest.raises(ValueError, match="num_heads must divide attn_dim 8, got 3"):
-        MultiHeadAttention(4, 4, 8, 3)
-    with pytest.raises(ValueError, match="score must be 'dot' or 'additive', got 'general'"):
-        MultiHeadAttention(4, 4, 8, 2, "general")
 
 
 def test_distributed_data_parallel():

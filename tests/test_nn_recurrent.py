@@ -496,57 +496,6 @@ def test_memory_changed_in_place_is_refused():
         layer(x, memory)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"input_size": 0}, "input_size must be at least 1, got 0"),
-        ({"recurrence": "luong"}, "recurrence must be 'attend_first', "),
-        ({"num_layers": 2, "recurrence": "input_feeding"}, "query_layer must be 'last' with input"),
-        ({"query_layer": "top"}, "query_layer must be 'first' or 'last', got 'top'"),
-        ({"output_size": 3}, "output_size must be None without input feeding, got 3"),
-        ({"dropout": 1.0}, "dropout must be a probability below 1, got 1.0"),
-        ({"attention": nn.Linear(2, 2)}, "attention must be a module of attnfast.nn, got 'Linear'"),
-        ({"attention": "bahdanau"}, "attention must be a module of attnfast.nn, got 'bahdanau'"),
-    ],
-)
-def test_a_layer_that_cannot_be(options, words):
-    sizes = {"input_size": 6, "hidden_size": 12, "context_size": 10}
-    attention = {"attention": ATTENTIONS["general"]()}
-    with pytest.raises((ValueError, TypeError), match=words):
-        attn.AttentionGRU(**{**sizes, **attention, **options})
-
-
-def state(a, **more):
-    return attn.RecurrentState(a["input"].new_zeros(1, 3, 12), **more)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda a: {**a, "input": a["input"][0]}, r"input must be \[B, T, 6\], got \[7, 6\]"),
-        (lambda a: {**a, "input": a["input"].float()}, "input must be of the module's dtype"),
-        (lambda a: {**a, "input": a["input"][:2]}, "memory must be of 2 sources"),
-        (lambda a: {**a, "memory": a["input"]}, "memory must be what prepare"),
-        (lambda a: {**a, "hx": torch.zeros(3, 12)}, r"hx.hidden must be \[1, 3, 12\]"),
-        (lambda a: {**a, "input": a["input"].to("meta")}, "input must be on the module's device"),
-        (lambda a: {**a, "hx": "none"}, "hx must be a tensor"),
-        (lambda a: {**a, "hx": (None, None)}, "hx.hidden must be a torch.Tensor, got None"),
-        (lambda a: {**a, "hx": state(a, feed=a["input"])}, "hx.feed must be None where attention"),
-        (lambda a: {**a, "hx": state(a, history=1)}, "hx.history must be None for attention"),
-        (lambda a: {**a, "hx": torch.zeros(1, 3, 12)}, "hx.hidden must be torch.float64 on cpu"),
-        (lambda a: {**a, "hx": (a["input"].new_zeros(1, 3, 12),) * 2}, "hx.cell must be None"),
-        (lambda a: {**a, "target_lengths": torch.tensor([8, 1, 1])}, "target_lengths must be betw"),
-        (lambda a: {**a, "target_lengths": torch.zeros(3)}, "target_lengths must be int64"),
-        (lambda a: {**a, "need_weights": "all"}, "need_weights must be True or False"),
-    ],
-)
-def test_a_call_that_cannot_be(change, words):
-    layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "bahdanau")
-    arguments = {"input": x, "memory": layer.prepare(source, lengths)}
-    with pytest.raises((ValueError, TypeError), match=words):
-        layer(**change(arguments))
-
-
 @pytest.mark.parametrize("attention", ["location", "heads"])
 def test_what_no_attention_takes(attention):
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, attention)

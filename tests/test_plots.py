@@ -89,16 +89,3 @@ def test_a_letter_of_another_font():
     found = plots._fonts_for([f"a{letter}"])
     assert len(found) == 2
     assert plots._fonts_for(["a"]) == found[:1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((torch.eye(3), ["a", "b"], ["x", "y", "z"]), "source must be 3 words"),
-        ((torch.eye(3), ["a", "b", "c"], ["x"]), "target must be 3 words"),
-        ((torch.ones(3), ["a", "b", "c"], []), "weights must be"),
-    ],
-)
-def test_words_that_do_not_fit(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        plots.draw_alignment(*arguments)

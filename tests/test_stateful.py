@@ -1,7 +1,6 @@
 """Modules with a history and the pointer-generator: formulas, steps, masks, searches, dtypes."""
 
 import copy
-import io
 import math
 from unittest import mock
 
@@ -103,19 +102,6 @@ def test_formula_and_gradients(module):
         torch.testing.assert_close(a, b)
 
 
-def test_steps_are_the_whole(module):
-    query, source = states()
-    memory = module.prepare(source, LENGTHS)
-    context, weights, whole = module(query, memory, need_weights=True)
-    history = None
-    for t in range(TQ):
-        *step, history = module(query[:, t], memory, history, need_weights=True)
-        torch.testing.assert_close(step[0], context[:, t])
-        torch.testing.assert_close(step[1], weights[:, t])
-    for a, b in zip(history, whole):
-        torch.testing.assert_close(a, b)
-
-
 def test_steps_share_their_gradients(module):
     """All steps take one token of the memory, or of the filters, and are the whole's in the end."""
     query, source = states()
@@ -140,35 +126,6 @@ def test_steps_share_their_gradients(module):
         torch.testing.assert_close(got, want)
 
 
-def test_a_search_may_reorder(module):
-    query, source = states()
-    order = torch.tensor([2, 0, 0, 1])
-    memory = module.prepare(source, LENGTHS, torch.arange(TK) < LENGTHS[:, None])
-    _, _, history = module(query[:, 0], memory)
-    context, _, after = module(query[:, 1], memory, history)
-    again = module(query[order, 1], memory.index_select(order), history.index_select(order))
-    torch.testing.assert_close(again[0], context[order])
-    for a, b in zip(again[2], after.index_select(order)):
-        torch.testing.assert_close(a, b)
-
-
-def test_padding_of_the_target_counts_for_nothing(module):
-    query, source = states()
-    memory = module.prepare(source, mask=torch.arange(TK) < LENGTHS[:, None])
-    counts = torch.tensor([4, 2, 0])
-    words = torch.arange(TQ) < counts[:, None]
-    _, _, padded = module(query, memory, target_mask=words)
-    history = None
-    for t in range(TQ):
-        _, _, history = module(query[:, t], memory, history, target_mask=words[:, t])
-    for i, count in enumerate(counts):
-        own = module.prepare(source[i : i + 1], LENGTHS[i : i + 1])
-        alone = module(query[i : i + 1, :count], own)[2]
-        for of_all in (padded, history):
-            for got, want in zip(of_all.index_select(torch.tensor([i])), alone):
-                torch.testing.assert_close(got, want)
-
-
 def test_temperature(module):
     query, source = states()
     warm = copy.deepcopy(module)
@@ -184,22 +141,6 @@ def test_temperature(module):
         halved = module.prepare(source, LENGTHS)
         warmed = warm(query, warm.prepare(source, LENGTHS))[0]
         torch.testing.assert_close(warmed, module(query, halved)[0])
-
-
-def test_a_module_is_one_like_others(module):
-    """It is saved, copied, and cast to half types."""
-    query, source = states()
-    other = copy.deepcopy(module)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file))
-    want = module(query, module.prepare(source, LENGTHS))[0]
-    torch.testing.assert_close(other(query, other.prepare(source, LENGTHS))[0], want)
-    other.to(torch.bfloat16)
-    half = other(query.bfloat16(), other.prepare(source.bfloat16(), LENGTHS))[0]
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.double(), want, atol=0.05, rtol=0.05)
 
 
 def test_a_transition_agent():
@@ -234,52 +175,6 @@ def test_pointer_generator(log):
     torch.testing.assert_close(step, out[:, 1])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LocationAwareAttention(Q, K, A, width=4), "width must be odd and at least 1, got"),
-        (
-            lambda: LocationAwareAttention(Q, K, A, -1),
-            "filters must be at least 0, got -1",
-        ),
-        (
-            lambda: LocationAwareAttention(Q, K, A, channels="all"),
-            "channels must be 'previous', 'cumul",
-        ),
-        (lambda: CoverageAttention(Q, K, A, fertility=0.0), "fertility must be a positive number"),
-        (
-            lambda: CoverageAttention(Q, K, A, penalty=torch.ones(1)),
-            "penalty must be a finite number, a",
-        ),
-        (
-            lambda: CoverageAttention(Q, K, 0),
-            "attn_dim must be at least 1, got 0",
-        ),
-    ],
-)
-def test_bad_modules(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_bad_arguments():
-    module = CoverageAttention(Q, K, A)
-    memory = module.prepare(torch.randn(B, TK, K), LENGTHS)
-    with pytest.raises(TypeError, match=r"history must be a CumulativeState or None, got \(1, 2\)"):
-        module(torch.randn(B, Q), memory, (1, 2))
-    with pytest.raises(TypeError, match=r"target_mask must be a torch.Tensor, got list"):
-        module(torch.randn(B, Q), memory, target_mask=[True])
-    with pytest.raises(ValueError, match="feature_dims must be one size or more"):
-        PointerGenerator()
-    x = torch.ones(1, 3)
-    with pytest.raises(ValueError, match=r"features must be 4 in all to fit the module, got \[3\]"):
-        PointerGenerator(4)(x, x, torch.ones(1, 3).long(), x)
-    with pytest.raises(
-        ValueError, match=r"target_mask must be boolean of shape \[3\] to fit state, got"
-    ):
-        module(torch.randn(B, Q), memory, target_mask=torch.ones(B))
-
-
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", [LocationAwareAttention, ForwardAttention])
@@ -296,3 +191,8 @@ def test_quantised(kind):
     with torch.no_grad():
         context = quantised(query, quantised.prepare(source, LENGTHS))[0]
     assert 0 < (context - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_a_pointer_generator_of_no_features():
+    with pytest.raises(ValueError, match="feature_dims must be one size or more"):
+        PointerGenerator()

@@ -334,11 +334,3 @@ def test_a_compiled_graph():
         torch.autograd.grad(compiled(args), leaves), torch.autograd.grad(loss(args), leaves)
     ):
         torch.testing.assert_close(a, b)
-
-
-def test_what_is_no_flag_is_refused():
-    x = torch.randn(1, 2, 4)
-    with pytest.raises((TypeError, ValueError), match="need_statistics must be True or False"):
-        attnfast.dot_attention(x, x, x, need_statistics="yes")
-    with pytest.raises((TypeError, ValueError), match="need_statistics must be True or False"):
-        attend_to(x[:, :1], prepare(x, x), need_statistics=2)

@@ -429,6 +429,8 @@ def draw_speed(
     """
     if not isinstance(rows, Mapping) or not all(isinstance(x, Mapping) for x in rows.values()):
         raise_type_error("rows", "costs by title and by curve", describe(rows))
+    if not rows:
+        raise_value_error("rows", "costs of at least one title", describe(rows))
     if not isinstance(sizes, Sequence) or not all(map(is_int, sizes)):
         raise_type_error("sizes", "integers", describe(sizes))
     _check_text("note", note)

@@ -39,10 +39,11 @@ def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = N
         model: its ``output_limit(lengths)`` is called, or :func:`output_limit` if it has none.
         max_output_length: the most words, the end not counted; None leaves it to the model.
     """
+    limits = getattr(model, "output_limit", output_limit)(lengths)
     if max_output_length is None:
-        return getattr(model, "output_limit", output_limit)(lengths)
+        return limits
     _check_count("max_output_length", max_output_length)
-    return torch.full_like(lengths, max_output_length + 1, device="cpu")
+    return torch.full_like(limits, max_output_length + 1, device="cpu")
 
 
 def _check_count(name: str, count: object) -> None:
