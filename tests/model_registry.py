@@ -275,7 +275,7 @@ def others() -> dict[str, Model]:
         },
         **{
             f"MemoryNetwork, {tying}": Model(
-                partial(models.MemoryNetwork, 12, 6, 2, tying, longest=4),
+                partial(models.MemoryNetwork, 12, 6, 2, tying, max_sentences=4),
                 lambda: {"stories": stories, "questions": words["question"]},
                 lambda m, x: ([], tensors(*m(**x, need_weights=True))),
             )

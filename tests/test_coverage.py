@@ -743,7 +743,7 @@ def test_memory_is_linear(terms):
     assert peak_memory(step, CPU) < 8 * 4 * numbers
 
 
-def forward_attention_in_logarithms(query, key, value, weight, u):
+def forward_attention_in_logarithms(query, key, value, score_vector, u):
     """Zhang et al.'s recursion from the first key on, log α alone: contexts ``[B, Tq, Dv]``."""
     never = query.new_full((key.shape[0], 1), -1e30)  # whose gradient is 0, not NaN
     log_a = torch.cat([torch.zeros_like(never), never.expand(-1, key.shape[1] - 1)], 1)

@@ -12,7 +12,7 @@ from attnfast import nn as modules
 
 CALLS = calls()
 HEADS = {"query": zeros(2, 2, 3, 4), "key": zeros(2, 2, 5, 4), "value": zeros(2, 2, 5, 4)}
-CONTENT = {"attention": "bahdanau", "input_feeding": False, "sigma": None, "height": None}
+CONTENT = {"attention": "bahdanau", "input_feeding": False, "sigma": None, "gaussian_height": None}
 STATE = modules.RecurrentState(zeros(1, 2, 4))
 ORDERED = (
     "LocalAttention", "StridedAttention", "HardMonotonicWindowAttention",
@@ -25,7 +25,7 @@ MESSAGES = {
         ({"query": zeros(3, 8)}, "query must be [B, Tq, A] or [B, H, Tq, A], got [3, 8]"),
         ({"key": zeros(2, 5, 9)}, "key must be [2, Tk, 4] … got [2, 5, 9]"),
         ({"value": zeros(2, 6, 7)}, "value must be [2, 5, Dv] … got [2, 6, 7]"),
-        ({"weight": zeros(7)}, "weight must be [4] to fit the query and key, got [7]"),
+        ({"score_vector": zeros(7)}, "score_vector must be [4] to fit the query and key, got [7]"),
         ({"mask": ones(2, 5) > 0}, "mask must be [2, 3, 5] … got [2, 5]"),
         ({"bias": zeros(2, 3, 4)}, "bias must be [2, 3, 5]"),
         ({"lengths": tensor([5])}, "lengths must be int64 or int32 of shape [2]"),
@@ -47,12 +47,12 @@ MESSAGES = {
         ({"window": (1, -2)}, "window must be … got (1, -2)"),
         ({"window": (1, 2, 3)}, "window must be"),
         ({"window": 2**31}, "window must be … below … got 2147483648")],
-    "Span.keys": [
+    "Span.key_indices": [
         ({"position": zeros(2, 3, 3), "lengths": tensor([5, 2, 1])},
-         "position must be whole or real numbers")],
+         "position must be int64, int32 or floating-point")],
     "gaussian_bias": [
         ({"sigma": 0}, "sigma must be a positive number"),
-        ({"position": zeros(4)}, "position must be whole or real numbers [.., 3]")],
+        ({"position": zeros(4)}, "position must be int64, int32 or floating-point [.., 3]")],
     "copy_distribution": [
         ({"logits": ones(2, 4)}, "logits must be [B, Tq, V], got [2, 4]"),
         ({"weights": ones(2, 2, 5)}, "weights must be [2, 3, Tk] to fit"),
@@ -64,8 +64,9 @@ MESSAGES = {
     "coverage_attention": [
         ({"key": ones(2, 3, 5)}, "key must be [2, Tk, 4]"),
         ({"penalty": ones(3)}, "penalty must be [1] … got [3]"),
-        ({"coverage_weight": ones(5)}, "coverage_weight must be real numbers [4] to fit the query"),
-        ({"weight": None}, "weight must be given with filters or coverage_weight"),
+        ({"coverage_weight": ones(5)},
+         "coverage_weight must be floating-point [4] to fit the query"),
+        ({"score_vector": None}, "score_vector must be given with filters or coverage_weight"),
         ({"projection": None}, "projection must be given: filters and projection"),
         ({"filters": None}, "filters must be given: filters and projection"),
         ({"filters": ones(2, 1, 4)}, "filters must be … with an odd width W"),
@@ -93,16 +94,16 @@ MESSAGES = {
          "states must be of 2 sequences, as the memory, got 1"),
         ({"values": zeros(2, 3, 4)}, "values must be [2, 2, Dv] to fit the states")],
     "alignment_loss": [
-        ({"weights": zeros(2, 3)}, "weights must be real numbers [B, Tq, W]"),
-        ({"alignment": zeros(2, 3)}, "alignment must be int64 [2, 3] or real numbers"),
+        ({"weights": zeros(2, 3)}, "weights must be floating-point [B, Tq, W]"),
+        ({"alignment": zeros(2, 3)}, "alignment must be int64 [2, 3] or floating-point"),
         ({"alignment": full((2, 3), 5)},
          "alignment must be keys of weights … between -1 and 4, got 5"),
-        ({"keys": zeros(2, 3, 4)}, "keys must be int64 [2, 3, 5]")],
+        ({"key_indices": zeros(2, 3, 4)}, "key_indices must be int64 [2, 3, 5]")],
     "row_statistics": [
         ({"lengths": tensor([6, 1])}, "lengths … between 0 and 5 … got 6"),
         ({"lengths": tensor([1])}, "lengths … of shape [2]"),
         ({"target_lengths": tensor([-1, 3])}, "target_lengths … got -1"),
-        ({"keys": zeros(3, 6).long()}, "keys must be int64")],
+        ({"key_indices": zeros(3, 6).long()}, "key_indices must be int64")],
     "diagonality": [({"radius": -1}, "radius must be a number of at least 0")],
     "over_under_translation": [
         ({"fertility": ones(2, 3)}, "fertility … [2, 5]"),
@@ -111,7 +112,7 @@ MESSAGES = {
         ({"words": [["a"]]}, "words must be a sequence of words"),
         ({"words": iter("ab")}, "words must be a sequence of words")],
     "extract_alignment": [
-        ({"least": 2}, "least must be a number from 0 to 1"),
+        ({"min_weight": 2}, "min_weight must be a number from 0 to 1"),
         ({"null": -2}, "null must be None")],
     "alignment_score": [
         ({"found": [set()], "sure": []}, "found must be of as many sentences as sure, 0"),
@@ -176,7 +177,7 @@ MESSAGES = {
          "state.weights must be [2, 2, 4] to fit … , got [2, 2, 5]"),
         ({"state": lambda s: s._replace(read=None)}, "state.read must be a torch.Tensor, got None"),
         ({"state": lambda s: s._replace(cell=s.cell.double())}, "state.cell must be")],
-    "LearnedPositions.forward": [({"first": 7}, "x must be of 9 positions at most, got 10")],
+    "LearnedPositions.forward": [({"offset": 7}, "x must be of 9 positions at most, got 10")],
     "MultiHeadAttention": [
         ({"num_heads": 3}, "num_heads must divide attn_dim 4, got 3"),
         ({"score": "general"}, "score must be 'dot' or 'additive', got 'general'"),
@@ -218,14 +219,15 @@ MESSAGES = {
         ({"hidden_dim": 3}, "hidden_dim must be even for … of four heads, got 3"),
         ({"hidden_dim": 3, "encoder": "transformer", "self_attention": False},
          "hidden_dim must be even for … of four heads, got 3"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+        ({"dropout": 1.0}, "dropout must be … of at least 0 and below 1, got 1.0"),
         (CONTENT | {"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),
         (CONTENT | {"sigma": 2.0}, "sigma must be None for attention 'bahdanau', got 2.0"),
         (CONTENT | {"fixed_stride": True},
          "fixed_stride must be False for attention 'bahdanau', got True"),
-        (CONTENT | {"attention": "none"}, "copying must be False for attention 'none', got True"),
-        ({"sigma": None}, "height must be None without a sigma, got 2.0"),
-        ({"sigma": 0.0}, "sigma must be a number, sigma above 0, or None"),
+        (CONTENT | {"attention": "none"},
+         "pointer_generator must be False for attention 'none', got True"),
+        ({"sigma": None}, "gaussian_height must be None without a sigma, got 2.0"),
+        ({"sigma": 0.0}, "sigma must be a number above 0, got 0"),
         ({"length_ratio": -1.0}, "length_ratio must be")],
     "GatedAttention": [({"attention": nn.Linear(2, 2)}, "attention must be a module of attnfast")],
     "HardAttention": [
@@ -296,7 +298,7 @@ MESSAGES = {
         ({"ctc_weight": 1.0, "target_out": full((2, 3), -1)},
          "target_out must be word ids between 0 and 8, got -1"),
         ({"target_out": full((2, 4), 4)},
-         "target_out must be word ids [2, 3], as the logits of spelled, got")],
+         "target_out must be word ids [2, 3], as the logits of output, got")],
     "ListenAttendSpell.encode": [
         ({"frames": full((2, 5, 4), inf)}, "frames must be finite numbers, got NaN or infinity"),
         ({"frames": zeros(2, 0, 4), "lengths": zeros(2).long()},
@@ -311,7 +313,7 @@ MESSAGES = {
         ({"scorer": models.CTCPrefixScorer},
          "scorer must be an object with score(...), or None, got"),
         ({"scorer": models.CTCPrefixScorer()},
-         "heard must be of a model with frame_log_probs, as ListenAttendSpell's, got EncodedSour")],
+         "encoded must be of a model with frame_log_probs, as ListenAttendSpell's, got Encoded")],
     "AttentionGRU": [
         ({"query_layer": "first"}, "query_layer must be 'last' with input"),
         ({"recurrence": "attend_first"}, "output_size must be None without input feeding, got 4"),

@@ -159,7 +159,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("copy_distribution|PointerGenerator.forward", "num_oov", "zero"),
         ("Span.*|gaussian_bias.*|RelativePositions.forward", "Tq|Tk", "zero"),
         (".*Attention|SpecAugment", "filters|window|ahead|.*masks|.*width", "zero"),
-        (".*", "first|seed|radius|null|longest_target", "zero"),
+        (".*", "offset|first|seed|radius|null|longest_target", "zero"),
     ),
     "rows may stand before the first key and after the last": (
         (".*_attention, span|attend|Span.key_indices|gaussian.*", "position", "2.*40|negative"),

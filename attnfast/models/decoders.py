@@ -246,8 +246,9 @@ class _Decoder(nn.Module):
         try:
             check_flag("need_weights", need_weights)
             check_target_mask(target_mask, embedded.shape[:2], embedded, "embedded")
-            if embedded.dtype != state.hidden.dtype and not is_autocast_on():
-                self._check_call(embedded, state, memory)  # PyTorch would promote one of them
+            promoted = embedded.dtype != state.hidden.dtype and not is_autocast_on()
+            if promoted or state.hidden.dim() != 2 + (self.rnn.num_layers > 1):
+                self._check_call(embedded, state, memory)  # PyTorch would promote or broadcast
             return self._words(embedded, state, memory, need_weights, target_mask)
         except Exception:
             self._check_call(embedded, state, memory)
