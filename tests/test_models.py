@@ -43,10 +43,12 @@ def test_keys_are_projected_once_per_sentence(attention):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("encoder", ["rnn", "transformer"])
 @pytest.mark.parametrize("self_attention", [False, True])
-def test_padding_has_no_state_and_no_word(self_attention):
+def test_padding_has_no_state_and_no_word(self_attention, encoder):
     torch.manual_seed(0)
-    config = Config(VOCAB, embed_dim=12, hidden_dim=8, self_attention=self_attention)
+    config = Config(VOCAB, embed_dim=12, hidden_dim=8, self_attention=self_attention,
+                    encoder=encoder)  # fmt: skip
     model = build(config, backend="reference").eval()
     source, lengths = make_source()
     states = model.encoder(model.embed(source), lengths)
