@@ -1388,7 +1388,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("X(Optional, grad_loss, after, given.coverage, {B})", "X(Optional, grad_loss, any)"),
             ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)', "X(Tensor, gates, any)"),
         ],
-        "ATTNFAST_LAYER_KEYS": [
+        "ATTNFAST_LAYER_TERMS": [
             ("X(Optional, dropout, layered, own, {B, H})", "X(Optional, dropout, any)"),
         ],
     },
