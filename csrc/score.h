@@ -1,5 +1,5 @@
-// The scores, and their code shared by CPU and CUDA. To add one, add its name to the list, f and
-// f'.
+// The scores, and their code shared by CPU and CUDA. To add one, add it to the enum and its name to
+// the list, then f and f'.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -11,12 +11,12 @@
 namespace attnfast {
 
 // q . k, and sum_a w_a f(q_a + k_a) under the name of f, as in attnfast/ops/arguments.py.
-#define ATTNFAST_ACTIVATIONS(X) X(relu) X(leaky_relu)  // all except tanh
-#define ATTNFAST_NAME(name) name,
-enum class Score { dot, tanh, ATTNFAST_ACTIVATIONS(ATTNFAST_NAME) };
-#undef ATTNFAST_NAME
+enum class Score { dot, tanh, relu, leaky_relu };
 
 namespace {
+
+constexpr const char* kScoreNames[] = {"dot", "tanh", "relu", "leaky_relu"};
+constexpr int kScores = sizeof kScoreNames / sizeof *kScoreNames;
 
 // A score as a compile-time constant.
 template <Score S>
@@ -24,20 +24,22 @@ struct Known {
   static constexpr Score score = S;
 };
 
-// Call f with an additive score, or with any score, as a compile-time constant.
-template <class F>
-inline auto by_activation(Score score, const F& f) {
-  switch (score) {
-#define ATTNFAST_CASE(name) \
-  case Score::name: return f(Known<Score::name>{});
-    ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
-#undef ATTNFAST_CASE
-    default: return f(Known<Score::tanh>{});
-  }
+// Call f with a score, which is First or a later one, as a compile-time constant.
+template <Score First, class F>
+inline auto by_score_from(Score score, const F& f) {
+  constexpr int next = static_cast<int>(First) + 1;
+  if constexpr (next < kScores)
+    if (score != First) return by_score_from<Score{next}>(score, f);
+  return f(Known<First>{});
 }
+// Call f with any score, or with an additive score.
 template <class F>
 inline auto by_score(Score score, const F& f) {
-  return score == Score::dot ? f(Known<Score::dot>{}) : by_activation(score, f);
+  return by_score_from<Score::dot>(score, f);
+}
+template <class F>
+inline auto by_activation(Score score, const F& f) {
+  return by_score_from<Score::tanh>(score, f);
 }
 
 // Return f(z) for every activation except tanh, which each backend computes differently. V is a
