@@ -12,7 +12,7 @@ namespace attnfast {
 namespace {
 
 const AttentionKernels& kernels() {
-  static const AttentionKernels& chosen = ATTNFAST_CHOOSE(attention);
+  static const AttentionKernels& chosen = choose<portable::attention, avx2::attention, avx512::attention>();
   return chosen;
 }
 

@@ -8,7 +8,7 @@ namespace attnfast {
 namespace {
 
 const LinearKernels& kernels() {
-  static const LinearKernels& chosen = ATTNFAST_CHOOSE(linear);
+  static const LinearKernels& chosen = choose<portable::linear, avx2::linear, avx512::linear>();
   return chosen;
 }
 

@@ -13,7 +13,7 @@ using cpu::LayerPlan;
 using cpu::Team;
 
 const RecurrentKernels& kernels() {
-  static const RecurrentKernels& chosen = ATTNFAST_CHOOSE(recurrent);
+  static const RecurrentKernels& chosen = choose<portable::recurrent, avx2::recurrent, avx512::recurrent>();
   return chosen;
 }
 
