@@ -1525,22 +1525,23 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/recurrent.h", CUDA.format("recurrent")): {
-        "run_recurrent_backward": [
-            ("asks_last || t + 1 < a.T) take(t + 1)", "t + 1 < a.T) take(t + 1)"),
-            ("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}"),
-            ("loop.clear(a, input);", ";"),
-            ("if (!given.grad_contexts) projected =", "projected ="),
+        "BackwardLoop": [
+            ("asks_last || t + 1 < a.T) multiply_gradients(t + 1)",
+             "t + 1 < a.T) multiply_gradients(t + 1)"),
+            ("projected(given.grad_contexts ? Optional() :", "projected(false ? Optional() :"),
             ("if (projected && given.need_grad_key)", "if (false)"),
         ],
+        "write_initial_grads": [("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}")],
+        "multiply_inputs": [("loop.clear(a, input);", ";")],
         "OfState": [
             ("given.weight_hh, given.bias_hh, gates, masked(a))",
              "given.weight_hh, given.bias_hh, gates, 0)"),
         ],
-        "run_recurrent": [
+        "copy_queries": [
             ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
              "0, a.T, 0, a.A), made.queries"),
-            ("cuda::run_backward(sum, hidden);", ""),
         ],
+        "multiply_weights": [("cuda::run_backward(sum, hidden);", "")],
     },
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): {
         "__launch_bounds__": [("all += of_blocks<Add>(plus, turn);", "")],
