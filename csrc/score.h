@@ -15,6 +15,11 @@ enum class Score { dot, tanh, relu, leaky_relu };
 
 namespace {
 
+// The constants of scores. tests/test_constants.py compares those of kernels/attention.py with them.
+// Bound of max|q| + max|k| for the factored tanh: up to it, d = 1 + e^{2(q + k)} stays below 2^63.
+constexpr double kFactoredSumLimit = 21.8;
+constexpr double kLeakySlope = 0.2;
+
 constexpr const char* kScoreNames[] = {"dot", "tanh", "relu", "leaky_relu"};
 constexpr int kScores = sizeof kScoreNames / sizeof *kScoreNames;
 
@@ -46,14 +51,14 @@ inline auto by_activation(Score score, const F& f) {
 // scalar C or a vector of C.
 template <Score S, class C, class V>
 ATTNFAST_DEVICE inline V activation(V z) {
-  if constexpr (S == Score::leaky_relu) return z < V{} ? z * C(0.2) : z;
+  if constexpr (S == Score::leaky_relu) return z < V{} ? z * C(kLeakySlope) : z;
   else return z < V{} ? V{} : z;  // NaN stays NaN
 }
 
 // Return g f'(z), given g and f(z).
 template <Score S, class C, class V>
 ATTNFAST_DEVICE inline V times_slope(V g, V f) {
-  if constexpr (S == Score::leaky_relu) return f > V{} ? g : g * C(0.2);
+  if constexpr (S == Score::leaky_relu) return f > V{} ? g : g * C(kLeakySlope);
   else return f > V{} ? g : V{};
 }
 

@@ -1155,7 +1155,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("m_1 = o_x < tl.where(y + 1 < end, Tx, 0)", "m_1 = m_x"),
         ],
         "_seen_keys": [("tl.load(p_lengths + i_b), 0), Tk)", "tl.load(p_lengths), 0), Tk)")],
-        "_activation": [("0.25 * b_ones, 0.05 * b_ones)", "0.25 * b_ones, 0.25 * b_ones)")],
+        "_activation": [("0.25 * LEAKY_SLOPE * b_ones)", "0.25 * b_ones)")],
     },
     ("kernels/coverage.py", TRITON_HISTORY): {
         "_scan_gradient": [
@@ -1176,8 +1176,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_word": [("b_u = _exp(b_d)", "b_u = tl.exp(b_d)")],
     },
     ("csrc/score.h", CPU): {
-        "activation": [("return z < V{} ? z * C(0.2) : z;", "return z < V{} ? z * C(0.21) : z;")],
-        "times_slope": [("return f > V{} ? g : g * C(0.2);", "return f > V{} ? g : g;")],
+        "activation": [("z < V{} ? z * C(kLeakySlope) : z;", "z < V{} ? z * C(0.21) : z;")],
+        "times_slope": [("f > V{} ? g : g * C(kLeakySlope);", "f > V{} ? g : g;")],
     },
     ("csrc/arguments.h", "tests/test_schemas.py"): {
         "pop_string": [("TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));", "")],
