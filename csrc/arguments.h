@@ -1,7 +1,7 @@
 // The arguments and results of an operator, each a struct generated from one list of its fields. A
 // list of arguments, X(type, name, rule, arguments of the rule), generates the unpacking from the
 // dispatcher's stack, the only code in which a field has a position, and the checks that raise with
-// an argument's name.
+// an argument's name. Results are tensors: their list is their names.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -44,23 +44,15 @@ class Stack {
   explicit Stack(StableIValue* next) : next(next) {}
 };
 
-// The names of types as PyTorch's schemas print them.
-template <class T>
-constexpr const char* kTypeName = "Tensor";
-template <>
-constexpr const char* kTypeName<Optional> = "Optional[Tensor]";
-template <>
-constexpr const char* kTypeName<int64_t> = "int";
-template <>
-constexpr const char* kTypeName<double> = "float";
-template <>
-constexpr const char* kTypeName<bool> = "bool";
-template <>
-constexpr const char* kTypeName<std::string> = "str";
+// Return the number of fields of a list, each of which ends in a comma.
+consteval uint64_t count_fields(const char* fields) {
+  uint64_t count = 0;
+  for (; *fields; ++fields) count += *fields == ',';
+  return count;
+}
 
-#define ATTNFAST_COUNTED(...) +1
 #define ATTNFAST_ARGUMENT(type, name, ...) type name = pop<type>();
-#define ATTNFAST_LISTED(type, name, ...) +kTypeName<type> + " " #name ", "
+#define ATTNFAST_LISTED(type, name, ...) #type " " #name ", "
 #define ATTNFAST_RULE(type, name, rule, ...) \
   this->check(this->rule(given.name __VA_OPT__(, ) __VA_ARGS__), #name);
 
@@ -69,8 +61,7 @@ constexpr const char* kTypeName<std::string> = "str";
 #define ATTNFAST_ARGUMENTS(Name, operator_name, LIST, Sizes)                             \
   struct Name : Stack {                                                                  \
     static constexpr const char* kOperator = operator_name;                              \
-    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                         \
-    static std::string listed() { return std::string() LIST(ATTNFAST_LISTED); }          \
+    static constexpr const char* kFields = LIST(ATTNFAST_LISTED);                        \
     using Stack::Stack;                                                                  \
     LIST(ATTNFAST_ARGUMENT)                                                              \
     struct ArgumentChecker : Sizes {                                                     \
@@ -78,16 +69,16 @@ constexpr const char* kTypeName<std::string> = "str";
     };                                                                                   \
   };
 
-#define ATTNFAST_RESULT(name) Tensor name;
-#define ATTNFAST_BOXED(name) *stack++ = torch::stable::detail::from(name);
-#define ATTNFAST_RESULT_LISTED(name) +"Tensor " #name ", "
+template <class... Tensors>
+void box_all(StableIValue* stack, const Tensors&... tensors) {
+  ((*stack++ = torch::stable::detail::from(tensors)), ...);
+}
 
-#define ATTNFAST_RESULTS(Name, LIST)                                                   \
-  struct Name {                                                                        \
-    static constexpr uint64_t kCount = 0 LIST(ATTNFAST_COUNTED);                       \
-    static std::string listed() { return std::string() LIST(ATTNFAST_RESULT_LISTED); } \
-    LIST(ATTNFAST_RESULT)                                                              \
-    void box(StableIValue* stack) const { LIST(ATTNFAST_BOXED) }                       \
+#define ATTNFAST_RESULTS(Name, ...)                                      \
+  struct Name {                                                          \
+    static constexpr const char* kFields = #__VA_ARGS__ ",";             \
+    Tensor __VA_ARGS__;                                                  \
+    void box(StableIValue* stack) const { box_all(stack, __VA_ARGS__); } \
   };
 
 // Functions that take arguments and return results, wrapped for the dispatcher.
@@ -96,7 +87,7 @@ class Operators {
   template <auto function, class Arguments, class Results>
   struct Operator {
     static void call(StableIValue* stack, uint64_t given, uint64_t expected) {
-      if (given != Arguments::kCount || expected != Results::kCount)
+      if (given != count_fields(Arguments::kFields) || expected != count_fields(Results::kFields))
         throw std::runtime_error(std::string(Arguments::kOperator) +
                                  ": this library was built for another version of attnfast");
       function(Arguments(stack)).box(stack);
@@ -105,7 +96,7 @@ class Operators {
       library.impl(Arguments::kOperator, &call);
     }
     static std::string listed() {
-      return std::string(Arguments::kOperator) + "(" + Arguments::listed() + ") -> " + Results::listed() +
+      return std::string(Arguments::kOperator) + "(" + Arguments::kFields + ") -> " + Results::kFields +
              "\n";
     }
   };

@@ -214,12 +214,8 @@ Tensor gradient_of_rows(bool wanted, const Tensor& x, View& out) {
 }
 
 Score score_of(const std::string& name) {
-#define ATTNFAST_CASE(score) \
-  if (name == #score) return Score::score;
-  ATTNFAST_CASE(dot)
-  ATTNFAST_CASE(tanh)
-  ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
-#undef ATTNFAST_CASE
+  for (int i = 0; i < kScores; ++i)
+    if (name == kScoreNames[i]) return Score{i};
   throw std::runtime_error("score must be one that csrc/score.h lists, got " + name);
 }
 

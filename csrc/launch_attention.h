@@ -39,15 +39,11 @@ void run_backward(const Backward&, const Tensor& query);
   X(bool, need_grad_key, any)                     \
   X(bool, need_grad_score, any)
 
-#define ATTNFAST_ATTENTION_OUTPUTS(X) X(context) X(weights) X(log_sum_exp) X(statistics)
-#define ATTNFAST_ATTENTION_GRADIENTS(X) \
-  X(grad_query) X(grad_key) X(grad_value) X(grad_score_vector) X(grad_score)
-
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionChecker)
 ATTNFAST_ARGUMENTS(AttentionBackwardArguments, "attention_backward", ATTNFAST_ATTENTION_BACKWARD,
                    AttentionChecker)
-ATTNFAST_RESULTS(AttentionOutputs, ATTNFAST_ATTENTION_OUTPUTS)
-ATTNFAST_RESULTS(AttentionGradients, ATTNFAST_ATTENTION_GRADIENTS)
+ATTNFAST_RESULTS(AttentionOutputs, context, weights, log_sum_exp, statistics)
+ATTNFAST_RESULTS(AttentionGradients, grad_query, grad_key, grad_value, grad_score_vector, grad_score)
 
 AttentionOutputs attention(const AttentionArguments& given) {
   const AttentionArguments::ArgumentChecker fit(given);

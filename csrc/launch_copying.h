@@ -16,19 +16,18 @@ void run_backward(const CopyBackward&, const Tensor& logits);
   X(Tensor, weights, rows, own, {Tq, Tk})                                 \
   X(Tensor, source, rows, Types(ScalarType::Long, ScalarType::Int), {Tk}) \
   X(Tensor, gate, rows, own, {Tq})
-#define ATTNFAST_COPY_WORDS(X)                                         \
+
+#define ATTNFAST_COPY(X)                                               \
+  ATTNFAST_COPY_ROWS(X)                                                \
   X(int64_t, num_oov, between, 0, std::numeric_limits<int64_t>::max()) \
   X(bool, log, any)
 
-#define ATTNFAST_COPY(X) ATTNFAST_COPY_ROWS(X) ATTNFAST_COPY_WORDS(X)
-#define ATTNFAST_COPY_BACKWARD(X)                                  \
-  X(Tensor, grad_distribution, rows, own, {Tq, V + given.num_oov}) \
-  ATTNFAST_COPY_ROWS(X)                                            \
-  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})           \
-  ATTNFAST_COPY_WORDS(X)
-
-#define ATTNFAST_COPY_OUTPUTS(X) X(distribution) X(log_sum_exp)
-#define ATTNFAST_COPY_GRADIENTS(X) X(grad_logits) X(grad_weights) X(grad_gate)
+#define ATTNFAST_COPY_BACKWARD(X)                                      \
+  X(Tensor, grad_distribution, rows, own, {Tq, V + given.num_oov})     \
+  ATTNFAST_COPY_ROWS(X)                                                \
+  X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})               \
+  X(int64_t, num_oov, between, 0, std::numeric_limits<int64_t>::max()) \
+  X(bool, log, any)
 
 // The sizes of logits and weights, which have no heads.
 struct CopyChecker : ArgumentChecker {
@@ -46,8 +45,8 @@ struct CopyChecker : ArgumentChecker {
 
 ATTNFAST_ARGUMENTS(CopyArguments, "copy_distribution", ATTNFAST_COPY, CopyChecker)
 ATTNFAST_ARGUMENTS(CopyBackwardArguments, "copy_distribution_backward", ATTNFAST_COPY_BACKWARD, CopyChecker)
-ATTNFAST_RESULTS(CopyOutputs, ATTNFAST_COPY_OUTPUTS)
-ATTNFAST_RESULTS(CopyGradients, ATTNFAST_COPY_GRADIENTS)
+ATTNFAST_RESULTS(CopyOutputs, distribution, log_sum_exp)
+ATTNFAST_RESULTS(CopyGradients, grad_logits, grad_weights, grad_gate)
 
 template <class Arguments>
 void put_copying(const Arguments& given, const CopyChecker& fit, Copying& a, KeepAlive& keep) {

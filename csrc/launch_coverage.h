@@ -57,14 +57,6 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   X(bool, need_grad_query, any)                            \
   X(bool, need_grad_score, any)
 
-#define ATTNFAST_COVERAGE_OUTPUTS(X) X(context) X(weights) X(coverage) X(loss) X(log_weights)
-// clang-format off
-#define ATTNFAST_COVERAGE_GRADIENTS(X)                                                     \
-  X(grad_query) X(grad_key) X(grad_value) X(grad_score_vector) X(grad_score) X(grad_filters)     \
-  X(grad_projection) X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob)     \
-  X(grad_coverage) X(grad_previous)
-// clang-format on
-
 // The sizes of attention and those of the filters.
 struct CoverageChecker : AttentionChecker, FilterSizes {
   template <class Arguments>
@@ -95,8 +87,10 @@ ATTNFAST_ARGUMENTS(CoverageBackwardArguments, "coverage_attention_backward", ATT
                    CoverageChecker)
 ATTNFAST_ARGUMENTS(CoverageBackwardIntoArguments, "coverage_attention_backward_into",
                    ATTNFAST_COVERAGE_BACKWARD_INTO, CoverageChecker)
-ATTNFAST_RESULTS(CoverageOutputs, ATTNFAST_COVERAGE_OUTPUTS)
-ATTNFAST_RESULTS(CoverageGradients, ATTNFAST_COVERAGE_GRADIENTS)
+ATTNFAST_RESULTS(CoverageOutputs, context, weights, coverage, loss, log_weights)
+ATTNFAST_RESULTS(CoverageGradients, grad_query, grad_key, grad_value, grad_score_vector, grad_score,
+                 grad_filters, grad_projection, grad_penalty, grad_inverse_fertility, grad_transition_prob,
+                 grad_coverage, grad_previous)
 
 CoverageOutputs coverage_attention(const CoverageArguments& given) {
   const CoverageArguments::ArgumentChecker fit(given);

@@ -28,23 +28,20 @@ bool multiplies_narrow();
   X(Optional, bias_query, sizes, own, {A})                            \
   X(Optional, weight_output, sizes, of_weights, {output_dim, Dv + H}) \
   X(Optional, bias_output, sizes, own, {output_dim})
-#define ATTNFAST_LAYER(X) X(Tensor, input, sizes, own, {B, T, E}) ATTNFAST_LAYER_PARAMETERS(X)
-#define ATTNFAST_LAYER_KEYS(X)                                               \
-  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
-  X(Optional, key_bounds, spans)                                             \
-  X(Optional, target_lengths, sizes, ScalarType::Long, {B})                  \
-  X(Optional, dropout, layered, own, {B, H})
-#define ATTNFAST_LAYER_STACK(X)                                           \
+#define ATTNFAST_LAYER_TERMS(X)                                           \
+  ATTNFAST_LENGTHS(X)                                                     \
+  X(Optional, key_bounds, spans)                                          \
+  X(Optional, target_lengths, sizes, ScalarType::Long, {B})               \
+  X(Optional, dropout, layered, own, {B, H})                              \
   X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
   X(Optional, dropout_between, sizes, own, {layers - 1, B, T, H})         \
-  X(Optional, dropout_output, sizes, own, {B, T, output_dim})
-#define ATTNFAST_LAYER_HISTORY(X)                       \
-  X(Optional, filters, sizes, own, {K, channels, taps}) \
-  X(Optional, projection, sizes, own, {A, K})           \
-  X(Optional, penalty, sizes, own, {1})                 \
-  X(Optional, inverse_fertility, sizes, own, {B, Tk})   \
-  X(Optional, transition_prob, sizes, own, {B, T})      \
-  X(Optional, coverage, sizes, own, {B, Tk})            \
+  X(Optional, dropout_output, sizes, own, {B, T, output_dim})             \
+  X(Optional, filters, sizes, own, {K, channels, taps})                   \
+  X(Optional, projection, sizes, own, {A, K})                             \
+  X(Optional, penalty, sizes, own, {1})                                   \
+  X(Optional, inverse_fertility, sizes, own, {B, Tk})                     \
+  X(Optional, transition_prob, sizes, own, {B, T})                        \
+  X(Optional, coverage, sizes, own, {B, Tk})                              \
   X(Optional, previous, sizes, own, {B, Tk})
 #define ATTNFAST_LAYER_OPTIONS(X) \
   X(std::string, mode, any)       \
@@ -53,19 +50,13 @@ bool multiplies_narrow();
   X(std::string, score, goes_with, given.key, given.score_vector)
 
 #define ATTNFAST_RECURRENT(X)                         \
-  ATTNFAST_LAYER(X)                                   \
+  X(Tensor, input, sizes, own, {B, T, E})             \
+  ATTNFAST_LAYER_PARAMETERS(X)                        \
   X(Optional, mask, terms, ScalarType::Bool, {T, Tk}) \
-  ATTNFAST_LAYER_KEYS(X)                              \
-  ATTNFAST_LAYER_STACK(X)                             \
-  ATTNFAST_LAYER_HISTORY(X)                           \
+  ATTNFAST_LAYER_TERMS(X)                             \
   X(Optional, prepared, exponentials, given.score)    \
   X(Optional, packed, bytes)                          \
   ATTNFAST_LAYER_OPTIONS(X)
-// clang-format off
-#define ATTNFAST_RECURRENT_OUTPUTS(X)                                                           \
-  X(states) X(cells) X(contexts) X(weights) X(attentional) X(coverage) X(loss) X(queries) \
-  X(gates) X(log_weights)
-// clang-format on
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
   X(Tensor, grad_states, layered, own, {B, T, H})                                       \
@@ -76,10 +67,9 @@ bool multiplies_narrow();
   X(Optional, grad_coverage, after, given.coverage, {B, Tk})                            \
   X(Optional, grad_loss, after, given.coverage, {B})                                    \
   X(Optional, grad_log_weights, result, given.transition_prob, Tk)                      \
-  ATTNFAST_LAYER(X)                                                                     \
-  ATTNFAST_LAYER_KEYS(X)                                                                \
-  ATTNFAST_LAYER_STACK(X)                                                               \
-  ATTNFAST_LAYER_HISTORY(X)                                                             \
+  X(Tensor, input, sizes, own, {B, T, E})                                               \
+  ATTNFAST_LAYER_PARAMETERS(X)                                                          \
+  ATTNFAST_LAYER_TERMS(X)                                                               \
   X(Tensor, states, layered, own, {B, T, H})                                            \
   X(Tensor, cells, of_layers, given.cell.has_value(), H)                                \
   X(Tensor, contexts, result, given.key, Dv)                                            \
@@ -92,14 +82,6 @@ bool multiplies_narrow();
   X(bool, need_grad_input, any)                                                         \
   X(bool, need_grad_parameters, any)                                                    \
   X(bool, need_grad_key, any)
-// clang-format off
-#define ATTNFAST_RECURRENT_GRADIENTS(X)                                            \
-  X(grad_input) X(grad_hidden) X(grad_cell) X(grad_feed)                           \
-  X(grad_weight_ih) X(grad_weight_hh) X(grad_bias_ih) X(grad_bias_hh)              \
-  X(grad_key) X(grad_value) X(grad_score_vector) X(grad_weight_query) X(grad_bias_query) \
-  X(grad_weight_output) X(grad_bias_output) X(grad_weight_ih_upper) X(grad_filters) X(grad_projection) \
-  X(grad_penalty) X(grad_inverse_fertility) X(grad_transition_prob) X(grad_coverage) X(grad_previous)
-// clang-format on
 
 Cell cell_of(const std::string& mode) {
   if (mode == "gru") return Cell::gru;
@@ -213,10 +195,15 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
 };
 
 ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerChecker)
-ATTNFAST_RESULTS(RecurrentOutputs, ATTNFAST_RECURRENT_OUTPUTS)
+ATTNFAST_RESULTS(RecurrentOutputs, states, cells, contexts, weights, attentional, coverage, loss, queries,
+                 gates, log_weights)
 ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD,
                    LayerChecker)
-ATTNFAST_RESULTS(RecurrentGradients, ATTNFAST_RECURRENT_GRADIENTS)
+ATTNFAST_RESULTS(RecurrentGradients, grad_input, grad_hidden, grad_cell, grad_feed, grad_weight_ih,
+                 grad_weight_hh, grad_bias_ih, grad_bias_hh, grad_key, grad_value, grad_score_vector,
+                 grad_weight_query, grad_bias_query, grad_weight_output, grad_bias_output,
+                 grad_weight_ih_upper, grad_filters, grad_projection, grad_penalty, grad_inverse_fertility,
+                 grad_transition_prob, grad_coverage, grad_previous)
 
 // Return a view of evenly strided rows [B, T, n], of a matrix, or of a vector. With several layers,
 // the layer is the head axis.

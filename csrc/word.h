@@ -7,8 +7,9 @@
 namespace attnfast {
 namespace {
 
-constexpr double kLowest = -87.336544750553102;  // the logarithm of the smallest normal float
-constexpr double kLimit = 80;  // e^80 is the largest gradient; a mass below e^-80 counts as 0
+constexpr double kLowest = -87.336544750553102;     // the logarithm of the smallest normal float
+constexpr double kLimit = 80;                       // e^80 is the largest gradient
+constexpr double kSlight = 1.8048513878454153e-35;  // e^-80; a smaller mass counts as 0
 
 ATTNFAST_DEVICE inline double exp_of(double x) { return ::exp(x > kLimit ? kLimit : x); }
 
@@ -32,7 +33,7 @@ struct Word {
   // log_generated = log(p S), copied = C
   ATTNFAST_DEVICE Word(double log_generated, double copied, double log_q) {
     const double d = log_generated - log_q, u = exp_of(d);
-    slight = copied < 1.8048513878454153e-35;
+    slight = copied < kSlight;
     if (slight) {
       const bool never = log_generated == -__builtin_huge_val();
       log_p = never ? kLowest : log_generated;

@@ -40,6 +40,7 @@ from attnfast.outputs import RowStatistics
 NVIDIA = tl.constexpr(torch.version.hip is None and not triton_interpreted())
 FACTORED_LIMIT = tl.constexpr(21.8)  # 1 + e^{2·21.8} < 2^63
 SMALL_LIMIT = tl.constexpr(0.8)
+LEAKY_SLOPE = tl.constexpr(0.2)
 # r is accurate to a few ulp of 1 where tanh saturates exactly: beyond this norm of w, which no
 # trained model approaches, the direct path keeps scores as accurate as eager code does.
 WEIGHT_LIMIT = tl.constexpr(16.0)
@@ -112,7 +113,8 @@ def _activation(b_z, SCORE: tl.constexpr):
         return tl.where(b_z < 0, 0, b_z), tl.where(b_z > 0, tl.full(b_z.shape, 0.25, b_z.dtype), 0)
     elif SCORE == "leaky_relu":
         b_ones = tl.full(b_z.shape, 1, b_z.dtype)
-        return tl.where(b_z < 0, 0.2 * b_z, b_z), tl.where(b_z > 0, 0.25 * b_ones, 0.05 * b_ones)
+        b_slope = tl.where(b_z > 0, 0.25 * b_ones, 0.25 * LEAKY_SLOPE * b_ones)
+        return tl.where(b_z < 0, LEAKY_SLOPE * b_z, b_z), b_slope
     else:
         return _tanh(b_z)
 

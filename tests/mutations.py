@@ -1217,7 +1217,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("m_1 = o_x < tl.where(y + 1 < end, Tx, 0)", "m_1 = m_x"),
         ],
         "_seen_keys": [("tl.load(p_lengths + i_b), 0), Tk)", "tl.load(p_lengths), 0), Tk)")],
-        "_activation": [("0.25 * b_ones, 0.05 * b_ones)", "0.25 * b_ones, 0.25 * b_ones)")],
+        "_activation": [("0.25 * LEAKY_SLOPE * b_ones)", "0.25 * b_ones)")],
     },
     ("kernels/coverage.py", TRITON_HISTORY): {
         "_scan_gradient": [
@@ -1238,8 +1238,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_word": [("b_u = _exp(b_d)", "b_u = tl.exp(b_d)")],
     },
     ("csrc/score.h", CPU): {
-        "activation": [("return z < V{} ? z * C(0.2) : z;", "return z < V{} ? z * C(0.21) : z;")],
-        "times_slope": [("return f > V{} ? g : g * C(0.2);", "return f > V{} ? g : g;")],
+        "activation": [("z < V{} ? z * C(kLeakySlope) : z;", "z < V{} ? z * C(0.21) : z;")],
+        "times_slope": [("f > V{} ? g : g * C(kLeakySlope);", "f > V{} ? g : g;")],
     },
     ("csrc/arguments.h", "tests/test_schemas.py"): {
         "pop_string": [("TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));", "")],
@@ -1450,7 +1450,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("X(Optional, grad_loss, after, given.coverage, {B})", "X(Optional, grad_loss, any)"),
             ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)', "X(Tensor, gates, any)"),
         ],
-        "ATTNFAST_LAYER_KEYS": [
+        "ATTNFAST_LAYER_TERMS": [
             ("X(Optional, dropout, layered, own, {B, H})", "X(Optional, dropout, any)"),
         ],
     },
@@ -1587,22 +1587,23 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/recurrent.h", CUDA.format("recurrent")): {
-        "run_recurrent_backward": [
-            ("asks_last || t + 1 < a.T) take(t + 1)", "t + 1 < a.T) take(t + 1)"),
-            ("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}"),
-            ("loop.clear(a, input);", ";"),
-            ("if (!given.grad_contexts) projected =", "projected ="),
+        "BackwardLoop": [
+            ("asks_last || t + 1 < a.T) multiply_gradients(t + 1)",
+             "t + 1 < a.T) multiply_gradients(t + 1)"),
+            ("projected(given.grad_contexts ? Optional() :", "projected(false ? Optional() :"),
             ("if (projected && given.need_grad_key)", "if (false)"),
         ],
+        "write_initial_grads": [("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}")],
+        "multiply_inputs": [("loop.clear(a, input);", ";")],
         "OfState": [
             ("given.weight_hh, given.bias_hh, gates, masked(a))",
              "given.weight_hh, given.bias_hh, gates, 0)"),
         ],
-        "run_recurrent": [
+        "copy_queries": [
             ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
              "0, a.T, 0, a.A), made.queries"),
-            ("cuda::run_backward(sum, hidden);", ""),
         ],
+        "multiply_weights": [("cuda::run_backward(sum, hidden);", "")],
     },
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): {
         "__launch_bounds__": [("all += of_blocks<Add>(plus, turn);", "")],

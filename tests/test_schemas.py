@@ -17,11 +17,17 @@ FAMILIES = {
 }
 
 
+#: The types of schemas in C++.
+TYPES = {"Optional[Tensor]": "Optional", "int": "int64_t", "float": "double", "str": "std::string"}
+
+
 def listed(backend: str, name: str) -> str:
-    """Return an operator's fields as the libraries list them."""
+    """Return an operator's fields as the libraries list them; all results are tensors."""
     schema = getattr(getattr(torch.ops, f"attnfast_{backend}"), name).default._schema
-    arguments = "".join(f"{x.type} {x.name}, " for x in schema.arguments)
-    return f"{name}({arguments}) -> " + "".join(f"{x.type} {x.name}, " for x in schema.returns)
+    types = [str(x.type) for x in schema.arguments]
+    arguments = [f"{TYPES.get(t, t)} {x.name}, " for t, x in zip(types, schema.arguments)]
+    assert {str(x.type) for x in schema.returns} == {"Tensor"}
+    return f"{name}({''.join(arguments)}) -> {', '.join(x.name for x in schema.returns)},"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import warnings
@@ -87,9 +88,9 @@ def architectures() -> list[tuple[int, int]]:
     It has machine code for each, and PTX for the last.
     """
     library = _library("_C_cuda")
-    library.attnfast_cuda_architectures.restype = ctypes.c_char_p
-    values = library.attnfast_cuda_architectures().decode().split(",")
-    return [divmod(int(value) // 10, 10) for value in values]
+    library.attnfast_cuda_architectures.restype = ctypes.POINTER(ctypes.c_int)
+    values = itertools.takewhile(bool, library.attnfast_cuda_architectures())
+    return [divmod(value // 10, 10) for value in values]
 
 
 def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | None:

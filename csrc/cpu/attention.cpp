@@ -12,7 +12,7 @@ namespace attnfast {
 namespace {
 
 const AttentionKernels& kernels() {
-  static const AttentionKernels& chosen = ATTNFAST_CHOOSE(attention);
+  static const AttentionKernels& chosen = choose<portable::attention, avx2::attention, avx512::attention>();
   return chosen;
 }
 
@@ -199,11 +199,10 @@ void run_backward(const Backward& a, const Tensor&) {
 
 // ---- prepare ------------------------------------------------------------------------------------
 
-#define ATTNFAST_PREPARE(X)                                                  \
-  X(Tensor, key, rows, own, {Tk, A})                                         \
-  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
+#define ATTNFAST_PREPARE(X)          \
+  X(Tensor, key, rows, own, {Tk, A}) \
+  ATTNFAST_LENGTHS(X)                \
   X(std::string, score, any)
-#define ATTNFAST_PREPARED(X) X(exponentials)
 
 // The key is its own query and value.
 struct PrepareChecker : AttentionChecker {
@@ -217,7 +216,7 @@ struct PrepareChecker : AttentionChecker {
 };
 
 ATTNFAST_ARGUMENTS(PrepareArguments, "prepare", ATTNFAST_PREPARE, PrepareChecker)
-ATTNFAST_RESULTS(Prepared, ATTNFAST_PREPARED)
+ATTNFAST_RESULTS(Prepared, exponentials)
 
 Prepared prepare(const PrepareArguments& given) {
   const PrepareArguments::ArgumentChecker fit(given);

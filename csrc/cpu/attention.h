@@ -7,9 +7,6 @@
 
 namespace attnfast {
 
-// Bound of max|q| + max|k| for the factored additive score: up to it, (1 + e^{2(q + k)})^2 stays
-// below 2^126.
-constexpr double kFactoredSumLimit = 21.8;
 constexpr double kSmallSumLimit = 1;                      // up to this, tanh needs a relative error
 constexpr double kPreparedLimit = kFactoredSumLimit / 2;  // for keys whose exponentials are cached
 constexpr int64_t kKeyBlock = 64;                         // keys scored at a time

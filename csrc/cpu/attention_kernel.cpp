@@ -711,31 +711,31 @@ int64_t key_items(const Problem& a, const Plan& plan) {
 extern const AttentionKernels attention = {
     .forward_scratch = forward_scratch,
     .scores = {[](const Forward& a, const Plan& plan) { return key_items(a, plan); },
-               ATTNFAST_BY_DTYPE(Forward, scores)},
+               ATTNFAST_BY_DTYPE(scores)},
     .softmax = {[](const Forward& a, const Plan& plan) { return row_items(a, plan); },
-                ATTNFAST_BY_DTYPE(Forward, weights)},
+                ATTNFAST_BY_DTYPE(weights)},
     .context = {[](const Forward& a, const Plan& plan) {
                   return row_items(a, plan) * parts(a.Dv, plan.columns);
                 },
-                ATTNFAST_BY_DTYPE(Forward, context)},
+                ATTNFAST_BY_DTYPE(context)},
     .span = {[](const Forward& a, const Plan& plan) { return row_items(a, plan); },
-             ATTNFAST_BY_DTYPE(Forward, forward_span)},
+             ATTNFAST_BY_DTYPE(forward_span)},
     .backward_scratch = backward_scratch,
     .grad_weights = {[](const Backward& a, const Plan& plan) { return key_items(a, plan); },
-                     ATTNFAST_BY_DTYPE(Backward, grad_weights)},
+                     ATTNFAST_BY_DTYPE(grad_weights)},
     .grad_score = {[](const Backward& a, const Plan& plan) { return row_items(a, plan); },
-                   ATTNFAST_BY_DTYPE(Backward, grad_score)},
+                   ATTNFAST_BY_DTYPE(grad_score)},
     .grad_score_span = {[](const Backward& a, const Plan& plan) { return row_items(a, plan); },
-                        ATTNFAST_BY_DTYPE(Backward, grad_score_span)},
+                        ATTNFAST_BY_DTYPE(grad_score_span)},
     .grad_inputs = {[](const Backward& a, const Plan& plan) {
                       return a.B * a.H * (feature_slices(a, plan) + value_slices(a, plan));
                     },
-                    ATTNFAST_BY_DTYPE(Backward, grad_inputs)},
+                    ATTNFAST_BY_DTYPE(grad_inputs)},
     .grad_value = {[](const Backward& a, const Plan& plan) { return a.B * a.H * value_slices(a, plan); },
-                   ATTNFAST_BY_DTYPE(Backward, grad_value)},
+                   ATTNFAST_BY_DTYPE(grad_value)},
     .prepare_scratch = prepare_scratch,
     .prepare = {[](const cpu::Preparation& a, const Plan&) { return a.B * a.H * parts(a.Tk, kKeyBlock); },
-                ATTNFAST_BY_DTYPE(cpu::Preparation, prepare)},
+                ATTNFAST_BY_DTYPE(prepare)},
 };
 
 }  // namespace VARIANT

@@ -8,7 +8,7 @@ namespace attnfast {
 namespace {
 
 const CopyingKernels& kernels() {
-  static const CopyingKernels& chosen = ATTNFAST_CHOOSE(copying);
+  static const CopyingKernels& chosen = choose<portable::copying, avx2::copying, avx512::copying>();
   return chosen;
 }
 

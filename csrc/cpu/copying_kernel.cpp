@@ -246,22 +246,12 @@ size_t scratch(const Copying& a) {
   return (numbers * (a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float)) + 63) / 64 * 64;
 }
 
-#define ATTNFAST_BY_DTYPE(Call, function)                         \
-  [](const Call& a, int64_t row, void* scratch) {                 \
-    switch (a.dtype) {                                            \
-      case Dtype::f32: return function<float>(a, row, scratch);   \
-      case Dtype::f64: return function<double>(a, row, scratch);  \
-      case Dtype::f16: return function<Half>(a, row, scratch);    \
-      case Dtype::bf16: return function<BFloat>(a, row, scratch); \
-    }                                                             \
-  }
-
 }  // namespace
 
 extern const CopyingKernels copying = {
     .scratch = scratch,
-    .forward = ATTNFAST_BY_DTYPE(CopyForward, forward),
-    .backward = ATTNFAST_BY_DTYPE(CopyBackward, backward),
+    .forward = ATTNFAST_BY_DTYPE(forward),
+    .backward = ATTNFAST_BY_DTYPE(backward),
 };
 
 }  // namespace VARIANT

@@ -8,12 +8,12 @@ namespace attnfast {
 namespace {
 
 const AttentionKernels& rows() {
-  static const AttentionKernels& chosen = ATTNFAST_CHOOSE(attention);
+  static const AttentionKernels& chosen = choose<portable::attention, avx2::attention, avx512::attention>();
   return chosen;
 }
 
 const CoverageKernels& kernels() {
-  static const CoverageKernels& chosen = ATTNFAST_CHOOSE(coverage);
+  static const CoverageKernels& chosen = choose<portable::coverage, avx2::coverage, avx512::coverage>();
   return chosen;
 }
 

@@ -287,10 +287,10 @@ size_t backward_scratch(const CoverageBackward& a) {
 extern const CoverageKernels coverage = {
     .forward_scratch = forward_scratch,
     .forward = {[](const CoverageForward& a, const Plan&) { return a.B * a.H; },
-                ATTNFAST_BY_DTYPE(CoverageForward, forward)},
+                ATTNFAST_BY_DTYPE(forward)},
     .backward_scratch = backward_scratch,
     .backward = {[](const CoverageBackward& a, const Plan&) { return a.B * a.H; },
-                 ATTNFAST_BY_DTYPE(CoverageBackward, backward)},
+                 ATTNFAST_BY_DTYPE(backward)},
     .features =
         [](const Problem& a, const History& h, bool back) {
           const bool wide = a.dtype == Dtype::f64;
@@ -305,7 +305,7 @@ extern const CoverageKernels coverage = {
           a.dtype == Dtype::f64 ? prepare<double>(a, h, back) : prepare<float>(a, h, back);
         },
     .finish = {[](const CoverageBackward& a, const Plan&) { return a.filters_count ? a.B * a.H : 0; },
-               ATTNFAST_BY_DTYPE(CoverageBackward, finish)},
+               ATTNFAST_BY_DTYPE(finish)},
 };
 
 }  // namespace VARIANT

@@ -8,21 +8,20 @@ namespace attnfast {
 namespace {
 
 const LinearKernels& kernels() {
-  static const LinearKernels& chosen = ATTNFAST_CHOOSE(linear);
+  static const LinearKernels& chosen = choose<portable::linear, avx2::linear, avx512::linear>();
   return chosen;
 }
 
-#define ATTNFAST_LINEAR_PARAMETERS(X)  \
-  X(Tensor, input, sizes, own, {M, K}) \
-  X(Tensor, weight, sizes, own, {N, K})
-#define ATTNFAST_LINEAR(X) ATTNFAST_LINEAR_PARAMETERS(X) X(Optional, bias, sizes, own, {N})
+#define ATTNFAST_LINEAR(X)              \
+  X(Tensor, input, sizes, own, {M, K})  \
+  X(Tensor, weight, sizes, own, {N, K}) \
+  X(Optional, bias, sizes, own, {N})
 #define ATTNFAST_LINEAR_BACKWARD(X)          \
   X(Tensor, grad_output, sizes, own, {M, N}) \
-  ATTNFAST_LINEAR_PARAMETERS(X)              \
+  X(Tensor, input, sizes, own, {M, K})       \
+  X(Tensor, weight, sizes, own, {N, K})      \
   X(bool, need_grad_input, any)              \
   X(bool, need_grad_parameters, any)
-#define ATTNFAST_LINEAR_RESULT(X) X(output)
-#define ATTNFAST_LINEAR_GRADIENTS(X) X(grad_input) X(grad_weight) X(grad_bias)
 
 struct LinearChecker : ArgumentChecker {
   int64_t M, K, N;
@@ -40,8 +39,8 @@ struct LinearChecker : ArgumentChecker {
 
 ATTNFAST_ARGUMENTS(LinearArguments, "linear", ATTNFAST_LINEAR, LinearChecker)
 ATTNFAST_ARGUMENTS(LinearBackwardArguments, "linear_backward", ATTNFAST_LINEAR_BACKWARD, LinearChecker)
-ATTNFAST_RESULTS(LinearOutputs, ATTNFAST_LINEAR_RESULT)
-ATTNFAST_RESULTS(LinearGradients, ATTNFAST_LINEAR_GRADIENTS)
+ATTNFAST_RESULTS(LinearOutputs, output)
+ATTNFAST_RESULTS(LinearGradients, grad_input, grad_weight, grad_bias)
 
 constexpr int64_t kWorkOfAThread = 1 << 16;  // multiply-adds that repay another thread
 constexpr int64_t kItemsOfAThread = 16;      // so that all threads end at the same time

@@ -13,7 +13,7 @@ using cpu::LayerPlan;
 using cpu::Team;
 
 const RecurrentKernels& kernels() {
-  static const RecurrentKernels& chosen = ATTNFAST_CHOOSE(recurrent);
+  static const RecurrentKernels& chosen = choose<portable::recurrent, avx2::recurrent, avx512::recurrent>();
   return chosen;
 }
 
@@ -208,7 +208,6 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   X(Optional, weight_output, sizes, own, {F, Dv + H}) \
   X(int64_t, feed_size, any)                          \
   X(std::string, mode, any)
-#define ATTNFAST_PACKED(X) X(packed)
 
 struct PackChecker : ArgumentChecker {
   int64_t E = 0, H = 0, G, F, A = 0, Dv;
@@ -232,7 +231,7 @@ struct PackChecker : ArgumentChecker {
 };
 
 ATTNFAST_ARGUMENTS(PackArguments, "pack_recurrent", ATTNFAST_PACK, PackChecker)
-ATTNFAST_RESULTS(PackedWeights, ATTNFAST_PACKED)
+ATTNFAST_RESULTS(PackedWeights, packed)
 
 PackedWeights pack_recurrent(const PackArguments& given) {
   const PackArguments::ArgumentChecker fit(given);
@@ -263,24 +262,23 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 
 // ---- greedy search ------------------------------------------------------------------------------
 
-#define ATTNFAST_SEARCH(X)                                                   \
-  X(Tensor, embedding, sizes, own, {V, E})                                   \
-  X(Tensor, weight_vocab, sizes, of_weights, {V, R})                         \
-  X(Tensor, limits, sizes, ScalarType::Long, {B})                            \
-  ATTNFAST_LAYER_PARAMETERS(X)                                               \
-  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E})            \
-  X(Optional, bias_readout, sizes, own, {R})                                 \
-  X(Optional, bias_vocab, sizes, own, {V})                                   \
-  X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                        \
-  X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B}) \
-  X(Optional, key_bounds, spans)                                             \
-  X(Optional, prepared, exponentials, given.score)                           \
-  ATTNFAST_LAYER_OPTIONS(X)                                                  \
-  X(double, embedding_scale, any)                                            \
-  X(int64_t, begin, between, 0, V - 1)                                       \
-  X(int64_t, end, between, 0, V - 1)                                         \
+#define ATTNFAST_SEARCH(X)                                        \
+  X(Tensor, embedding, sizes, own, {V, E})                        \
+  X(Tensor, weight_vocab, sizes, of_weights, {V, R})              \
+  X(Tensor, limits, sizes, ScalarType::Long, {B})                 \
+  ATTNFAST_LAYER_PARAMETERS(X)                                    \
+  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E}) \
+  X(Optional, bias_readout, sizes, own, {R})                      \
+  X(Optional, bias_vocab, sizes, own, {V})                        \
+  X(Optional, mask, terms, ScalarType::Bool, {1, Tk})             \
+  ATTNFAST_LENGTHS(X)                                             \
+  X(Optional, key_bounds, spans)                                  \
+  X(Optional, prepared, exponentials, given.score)                \
+  ATTNFAST_LAYER_OPTIONS(X)                                       \
+  X(double, embedding_scale, any)                                 \
+  X(int64_t, begin, between, 0, V - 1)                            \
+  X(int64_t, end, between, 0, V - 1)                              \
   X(int64_t, most, between, 0, INT32_MAX)
-#define ATTNFAST_SEARCH_OUTPUTS(X) X(words)
 
 struct SearchChecker : LayerChecker {
   int64_t V = 0, R = 0;
@@ -304,7 +302,7 @@ struct SearchChecker : LayerChecker {
 };
 
 ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchChecker)
-ATTNFAST_RESULTS(GreedySearchOutputs, ATTNFAST_SEARCH_OUTPUTS)
+ATTNFAST_RESULTS(GreedySearchOutputs, words)
 
 // Allocate the buffers for a step's results, and for the data that both kinds of step share.
 void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, GreedySearch& a,

@@ -289,17 +289,6 @@ void finish_row(const Forward& a, const Item& item, int64_t i, const Row<C>& s, 
   for (int x = 0; x < kStatistics; ++x) statistics[x] = diverged ? __builtin_nan("") : 0;
 }
 
-// Select the instance of a pass's function by the dtype of the call.
-#define ATTNFAST_BY_DTYPE(Call, function)                                \
-  [](const Call& a, const Plan& plan, int64_t item, void* scratch) {     \
-    switch (a.dtype) {                                                   \
-      case Dtype::f32: return function<float>(a, plan, item, scratch);   \
-      case Dtype::f64: return function<double>(a, plan, item, scratch);  \
-      case Dtype::f16: return function<Half>(a, plan, item, scratch);    \
-      case Dtype::bf16: return function<BFloat>(a, plan, item, scratch); \
-    }                                                                    \
-  }
-
 // Compute the coverage after a row of weights; `rate` is an inverse fertility, or null.
 template <class C>
 void cover(const C* before, const C* weights, const C* rate, int64_t n, C* now) {

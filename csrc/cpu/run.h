@@ -30,9 +30,10 @@ bool bias_may_be_of_sums() { return true; }
 
 const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 
-// Return the table of kernels for this processor, or for the instruction set that is requested.
-template <class Kernels>
-const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
+// Return the table of kernels for this processor, or for the instruction set that is requested. Only
+// `portable` is defined on other processors than x86.
+template <auto& portable, auto& avx2, auto& avx512>
+const auto& choose() {
   const char* forced = std::getenv("ATTNFAST_CPU_ISA");
   const std::string name = forced ? forced : "";
 #if defined(__x86_64__)
@@ -49,11 +50,6 @@ const Kernels& choose(const Kernels& portable, const Kernels& avx2, const Kernel
       "processor has, got " +
       name);
 }
-#if defined(__x86_64__)
-#define ATTNFAST_CHOOSE(table) choose(portable::table, avx2::table, avx512::table)
-#else
-#define ATTNFAST_CHOOSE(table) choose(portable::table, portable::table, portable::table)
-#endif
 
 // Below this number of score elements a second thread costs more than it gains.
 constexpr int64_t kWorthAThread = 1 << 15;

@@ -327,6 +327,17 @@ static inline void narrow(float x, Half& out) {
   out.bits = (uint16_t)(half | (bits >> 16 & 0x8000));
 }
 
+// A table's function that selects the instance of a template by the dtype of its call.
+#define ATTNFAST_BY_DTYPE(function)                          \
+  [](const auto& a, auto... more) {                          \
+    switch (a.dtype) {                                       \
+      case Dtype::f32: return function<float>(a, more...);   \
+      case Dtype::f64: return function<double>(a, more...);  \
+      case Dtype::f16: return function<Half>(a, more...);    \
+      case Dtype::bf16: return function<BFloat>(a, more...); \
+    }                                                        \
+  }
+
 template <class T>
 struct Accumulate {
   typedef float type;

@@ -1,8 +1,6 @@
 // The architectures of this build, for attnfast/ops/backends.py: the values of __CUDA_ARCH__,
-// ascending.
-#define TEXT(...) #__VA_ARGS__
-#define TEXT_OF(...) TEXT(__VA_ARGS__)
-
-extern "C" __attribute__((visibility("default"))) const char* attnfast_cuda_architectures() {
-  return TEXT_OF(__CUDA_ARCH_LIST__);
+// ascending, then 0.
+extern "C" __attribute__((visibility("default"))) const int* attnfast_cuda_architectures() {
+  static constexpr int architectures[] = {__CUDA_ARCH_LIST__, 0};
+  return architectures;
 }

@@ -14,25 +14,15 @@ namespace attnfast {
 namespace {
 
 // Return an activation, and g times its slope at x, for a score that is known only at run time.
-template <class C>
+template <class C, int S = kScores - 1>
 __device__ C activated(Score score, C z) {
-  switch (score) {
-#define ATTNFAST_CASE(name) \
-  case Score::name: return activation<Score::name, C>(z);
-    ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
-#undef ATTNFAST_CASE
-    default: return tanh(z);
-  }
+  if constexpr (Score{S} == Score::tanh) return tanh(z);
+  else return score == Score{S} ? activation<Score{S}, C>(z) : activated<C, S - 1>(score, z);
 }
-template <class C>
+template <class C, int S = kScores - 1>
 __device__ C times_slope(Score score, C g, C x) {
-  switch (score) {
-#define ATTNFAST_CASE(name) \
-  case Score::name: return times_slope<Score::name, C>(g, x);
-    ATTNFAST_ACTIVATIONS(ATTNFAST_CASE)
-#undef ATTNFAST_CASE
-    default: return g * (1 - x * x);
-  }
+  if constexpr (Score{S} == Score::tanh) return g * (1 - x * x);
+  else return score == Score{S} ? times_slope<Score{S}, C>(g, x) : times_slope<C, S - 1>(score, g, x);
 }
 
 // A signal over the keys, 0 beyond both ends; null is 0 everywhere. x may hold its logarithms.

@@ -102,6 +102,15 @@ struct OfState {
 
 // ---- what both ways share -----------------------------------------------------------------------
 
+// Raise if an argument is given that no kernel here supports.
+template <class Arguments>
+void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
+  if constexpr (requires { given.packed; }) fit.check(!given.packed, "packed");
+  fit.check(!given.coverage, "coverage");
+  fit.check(!given.weight_ih_upper, "weight_ih_upper");
+  fit.check(!given.dropout_output, "dropout_output");
+}
+
 // Conversions of tensors to kernel arguments, and launches for a layer's dtype.
 template <class Arguments, class Launch>
 struct Loop {
@@ -111,7 +120,9 @@ struct Loop {
   KeepAlive keep;
 
   Loop(const Arguments& given, const Launch& launch)
-      : launch(launch), fit(given), size(fit.own == ScalarType::Double ? 8 : 4) {}
+      : launch(launch), fit(given), size(fit.own == ScalarType::Double ? 8 : 4) {
+    refuse_unknown(given, fit);
+  }
 
   char* place(const Tensor& x, int64_t number) const {
     return static_cast<char*>(data_or_sentinel(x)) + (x.numel() ? number * size : 0);
@@ -154,19 +165,18 @@ struct Loop {
   }
 };
 
+template <class Call, class Loop, class Arguments>
+Call layer_of(const Arguments& given, Loop& loop) {
+  Call a{};
+  put_layer(given, loop.fit, a, loop.keep);
+  return a;
+}
+
 // Move the mask and the span of a call for all steps to step t.
 void move_on(Problem& a, int64_t t) {
   if (a.mask.data) a.mask.data = static_cast<char*>(a.mask.data) + t * a.mask.row;
   if (a.key_bounds.data)
     a.key_bounds.data = static_cast<int64_t*>(a.key_bounds.data) + t * a.key_bounds.row;
-}
-
-// Raise if an argument is given that no kernel here supports.
-template <class Arguments>
-void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
-  fit.check(!given.coverage, "coverage");
-  fit.check(!given.weight_ih_upper, "weight_ih_upper");
-  fit.check(!given.dropout_output, "dropout_output");
 }
 
 // Return the columns of W_o for the context, for input feeding.
@@ -187,46 +197,73 @@ Optional project_values(const Loop& loop, const Layer& a, const Optional& value,
 
 // ---- forward ------------------------------------------------------------------------------------
 
+// The buffers of a forward, and the phases of a step.
 template <class Launch>
-RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& launch) {
-  Loop<RecurrentArguments, Launch> loop(given, launch);
-  loop.fit.check(!given.packed, "packed");
-  refuse_unknown(given, loop.fit);
-  RecurrentForward a{};
-  put_layer(given, loop.fit, a, loop.keep);
-  const RecurrentOutputs made = results_of(given, loop.fit, a);
-  const OfState of(given, a);
-  const int64_t H = a.H, gates = gates_of(a.cell) * H;
-  const Tensor hidden = packed(given.hidden), weight_ih = packed(given.weight_ih);
-  const Optional cell = loop.side_by_side(given.cell), mask = loop.side_by_side(given.dropout),
-                 of_context = context_columns(given.weight_output, a),
-                 projected = project_values(loop, a, given.value, of_context);
-
-  // The inputs' contribution at all steps, stored where the gates or states will be.
-  const Tensor& sums = kept_of(a.cell) ? made.gates : made.states;
-  multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
-           turned(block(weight_ih, 0, gates, 0, a.E)), false);
-  const Tensor of_fed = turned(block(weight_ih, 0, gates, a.E, a.F)), of_state = turned(of.weight);
-
-  const Tensor of_states = loop.room({a.T + 1, of.all});
-  copy(of.bias, of_states);
+class ForwardLoop {
+  const RecurrentArguments& given;
+  Loop<RecurrentArguments, Launch> loop;
+  RecurrentForward a;
+  const RecurrentOutputs made;
+  const OfState of;
+  const int64_t H, gates;
+  const Tensor hidden, weight_ih;
+  const Optional cell, mask, of_context, projected;
+  const Tensor& sums;  // the inputs' contributions, stored where the gates or states will be
+  const Tensor of_fed, of_state, of_states, log_sum_exp;
   Optional seen;  // the state and the state times the mask
-  if (mask) {
-    seen = loop.room({2 * H});
-    copy(hidden, block(*seen, 0, a.B, 0, H));
-    copy(hidden, block(*seen, 0, a.B, H, H));
-    scale(block(*seen, 0, a.B, H, H), *mask);
+  Forward attends{};
+
+ public:
+  ForwardLoop(const RecurrentArguments& given, const Launch& launch)
+      : given(given), loop(given, launch), a(layer_of<RecurrentForward>(given, loop)),
+        made(results_of(given, loop.fit, a)), of(given, a), H(a.H), gates(gates_of(a.cell) * H),
+        hidden(packed(given.hidden)), weight_ih(packed(given.weight_ih)),
+        cell(loop.side_by_side(given.cell)), mask(loop.side_by_side(given.dropout)),
+        of_context(context_columns(given.weight_output, a)),
+        projected(project_values(loop, a, given.value, of_context)),
+        sums(kept_of(a.cell) ? made.gates : made.states),
+        of_fed(turned(block(weight_ih, 0, gates, a.E, a.F))), of_state(turned(of.weight)),
+        of_states(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})) {
+    multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
+             turned(block(weight_ih, 0, gates, 0, a.E)), false);
+    copy(of.bias, of_states);
+    if (mask) {
+      seen = loop.room({2 * H});
+      copy(hidden, block(*seen, 0, a.B, 0, H));
+      copy(hidden, block(*seen, 0, a.B, H, H));
+      scale(block(*seen, 0, a.B, H, H), *mask);
+    }
+    if (a.attends) put_attention(given, loop.fit, a, attends, loop.keep);
   }
-  const auto give = [&](int64_t t) {
+
+  RecurrentOutputs run() {
+    const bool asks_last = a.attends && !a.attends_first;
+    if (a.T) multiply_state(0);
+    for (int64_t t = 0; t < a.T; ++t) {
+      if (a.attends && a.attends_first) attend(t, t);
+      const Tensor& all_fed = of_context ? made.attentional : made.contexts;
+      Optional fed = given.feed;
+      if (a.attends && (a.attends_first || t)) fed = step(all_fed, a.attends_first ? t : t - 1, 0, a.F);
+      if (fed) multiply(step(sums, t, 0, gates), *fed, of_fed, true);
+      run_cell(t);
+      if (asks_last || t + 1 < a.T) multiply_state(t + 1);
+      if (asks_last) attend(t, t + 1);
+    }
+    if (projected) multiply_weights();
+    if (a.queries.data) copy_queries();
+    for (const Tensor& x : {made.contexts, made.weights, made.queries, made.attentional}) loop.clear(a, x);
+    return made;
+  }
+
+ private:
+  // Fill row t of `of_states`.
+  void multiply_state(int64_t t) {
     const Tensor state = seen ? *seen : t ? step(made.states, t - 1, 0, H) : hidden;
     multiply(step(of_states, t, 0, of.all), state, of_state, true);
-  };
+  }
 
-  Forward attends{};
-  const Tensor log_sum_exp = loop.room({a.T, 1});
-  if (a.attends) put_attention(given, loop.fit, a, attends, loop.keep);
   // Run attention at step t with row `from` of `of_states`.
-  const auto attend = [&](int64_t t, int64_t from) {
+  void attend(int64_t t, int64_t from) {
     Forward now = attends;
     move_on(now, t);
     if (given.weight_query) now.query = loop.view_at(of_states, from);
@@ -252,8 +289,9 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
                        .attentional = loop.at(made.attentional, t)};
     const auto kernels = [](auto zero) { return feed<decltype(zero)>; };
     loop.run_blocks(tiles(a.B, kQueries) * tiles(a.F, kKeys), kernels, call);
-  };
-  const auto move = [&](int64_t t) {
+  }
+
+  void run_cell(int64_t t) {
     const Move call = {.B = a.B,
                        .H = H,
                        .t = t,
@@ -272,21 +310,11 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
       const auto kernels = [](auto zero) { return move_states<decltype(zero), decltype(known)::cell>; };
       loop.run(H, kernels, call);
     });
-  };
-
-  const bool asks_last = a.attends && !a.attends_first;
-  if (a.T) give(0);
-  for (int64_t t = 0; t < a.T; ++t) {
-    if (a.attends && a.attends_first) attend(t, t);
-    const Tensor& all_fed = of_context ? made.attentional : made.contexts;
-    Optional fed = given.feed;
-    if (a.attends && (a.attends_first || t)) fed = step(all_fed, a.attends_first ? t : t - 1, 0, a.F);
-    if (fed) multiply(step(sums, t, 0, gates), *fed, of_fed, true);
-    move(t);
-    if (asks_last || t + 1 < a.T) give(t + 1);
-    if (asks_last) attend(t, t + 1);
   }
-  if (projected) {  // a context is a dot score's grad_query with weights as grad_score
+
+  // Compute the contexts of all steps, if the loop read projected values: a context is a dot score's
+  // grad_query with weights as grad_score.
+  void multiply_weights() {
     Backward sum = {attends};
     sum.score = Score::dot;
     sum.scale = 1;
@@ -298,14 +326,20 @@ RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& la
     sum.grad_query = view(made.contexts);
     cuda::run_backward(sum, hidden);
   }
-  if (a.queries.data && given.weight_query) {
-    copy(steps(of_states, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
-  } else if (a.queries.data && a.T) {
-    copy(hidden, step(made.queries, 0, 0, H));
-    copy(steps(made.states, 0, a.T - 1, 0, H), steps(made.queries, 1, a.T - 1, 0, H));
+
+  void copy_queries() {
+    if (given.weight_query) {
+      copy(steps(of_states, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
+    } else if (a.T) {
+      copy(hidden, step(made.queries, 0, 0, H));
+      copy(steps(made.states, 0, a.T - 1, 0, H), steps(made.queries, 1, a.T - 1, 0, H));
+    }
   }
-  for (const Tensor& x : {made.contexts, made.weights, made.queries, made.attentional}) loop.clear(a, x);
-  return made;
+};
+
+template <class Launch>
+RecurrentOutputs run_recurrent(const RecurrentArguments& given, const Launch& launch) {
+  return ForwardLoop<Launch>(given, launch).run();
 }
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -322,47 +356,48 @@ Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
   return out;
 }
 
+// The buffers of a backward, and the phases of a step.
 template <class Launch>
-RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& given, const Launch& launch) {
-  Loop<RecurrentBackwardArguments, Launch> loop(given, launch);
-  refuse_unknown(given, loop.fit);
-  RecurrentBackward a{};
-  put_layer(given, loop.fit, a, loop.keep);
-  RecurrentGradients grads = gradients_of(given, loop.fit, a, loop.keep);
-  const OfState of(given, a);
-  const int64_t H = a.H, gates = gates_of(a.cell) * H;
-  const bool lstm = a.cell == Cell::lstm;
-  const Tensor hidden = packed(given.hidden), states = packed(given.states), cells = packed(given.cells),
-               kept_gates = packed(given.gates), attentional = packed(given.attentional),
-               queries = packed(given.queries.dim() == 3 ? given.queries : given.states),
-               weights = packed(given.weights), weight_ih = packed(given.weight_ih),
-               grad_states = packed(given.grad_states);
-  const Optional cell = loop.side_by_side(given.cell), mask = loop.side_by_side(given.dropout),
-                 grad_cells = loop.side_by_side(given.grad_cells),
-                 grad_weights = loop.side_by_side(given.grad_weights),
-                 of_context = context_columns(given.weight_output, a);
-  Optional projected;  // if present, a step reads no gradient of a context
-  if (!given.grad_contexts) projected = project_values(loop, a, given.value, of_context);
-
-  const Tensor of_inputs = loop.room({a.T, gates}), of_states = loop.room({a.T + 1, of.all}),
-               carried = mask ? loop.room({2 * H}) : grads.grad_hidden, asked = loop.room({1, H});
-  for (const Tensor& x : {of_states, carried, asked, grads.grad_cell}) zero(x);
-  // The gradients of the contexts and attentional vectors, to which the loop adds.
-  const auto returned = [&](const Optional& grad, bool wanted, int64_t columns) {
-    const Tensor out = loop.room({wanted ? a.T : 0, columns});
-    if (grad && wanted) copy(*grad, out);
-    else zero(out);
-    if (wanted) loop.clear(a, out);
-    return out;
-  };
-  const Tensor grad_contexts = returned(given.grad_contexts, a.attends, a.Dv),
-               grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
-  const Tensor& grad_fed = of_context ? grad_attentional : grad_contexts;
-  const Tensor of_fed = block(weight_ih, 0, gates, a.E, a.F);
-
-  const Tensor grad_score = loop.room({a.T, a.Tk});
+class BackwardLoop {
+  const RecurrentBackwardArguments& given;
+  Loop<RecurrentBackwardArguments, Launch> loop;
+  RecurrentBackward a;
+  RecurrentGradients grads;
+  const OfState of;
+  const int64_t H, gates;
+  const bool lstm;
+  const Tensor hidden, states, cells, kept_gates, attentional, queries, weights, weight_ih, grad_states;
+  const Optional cell, mask, grad_cells, grad_weights, of_context;
+  const Optional projected;  // if present, a step reads no gradient of a context
+  const Tensor of_inputs, of_states, carried, asked, of_fed, grad_score;
+  // The gradients of the contexts and attentional vectors, to which the loop adds, and those of the two
+  // that is fed.
+  Tensor grad_contexts, grad_attentional;
+  const Tensor& grad_fed;
   Backward attends{};
-  if (a.attends) {
+
+ public:
+  BackwardLoop(const RecurrentBackwardArguments& given, const Launch& launch)
+      : given(given), loop(given, launch), a(layer_of<RecurrentBackward>(given, loop)),
+        grads(gradients_of(given, loop.fit, a, loop.keep)), of(given, a), H(a.H),
+        gates(gates_of(a.cell) * H), lstm(a.cell == Cell::lstm), hidden(packed(given.hidden)),
+        states(packed(given.states)), cells(packed(given.cells)), kept_gates(packed(given.gates)),
+        attentional(packed(given.attentional)),
+        queries(packed(given.queries.dim() == 3 ? given.queries : given.states)),
+        weights(packed(given.weights)), weight_ih(packed(given.weight_ih)),
+        grad_states(packed(given.grad_states)), cell(loop.side_by_side(given.cell)),
+        mask(loop.side_by_side(given.dropout)), grad_cells(loop.side_by_side(given.grad_cells)),
+        grad_weights(loop.side_by_side(given.grad_weights)),
+        of_context(context_columns(given.weight_output, a)),
+        projected(given.grad_contexts ? Optional() : project_values(loop, a, given.value, of_context)),
+        of_inputs(loop.room({a.T, gates})), of_states(loop.room({a.T + 1, of.all})),
+        carried(mask ? loop.room({2 * H}) : grads.grad_hidden), asked(loop.room({1, H})),
+        of_fed(block(weight_ih, 0, gates, a.E, a.F)), grad_score(loop.room({a.T, a.Tk})),
+        grad_fed(of_context ? grad_attentional : grad_contexts) {
+    for (const Tensor& x : {of_states, carried, asked, grads.grad_cell}) zero(x);
+    grad_contexts = returned(given.grad_contexts, a.attends, a.Dv);
+    grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
+    if (!a.attends) return;
     put_attention(given, loop.fit, a, attends, loop.keep);
     attends.query = loop.view_at(queries, 0);
     attends.weights = loop.view_at(weights, 0);
@@ -370,8 +405,68 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     attends.grad_score = loop.view_at(grad_score, 0);
     attends.grad_score_returned = true;
   }
+
+  RecurrentGradients run() {
+    const bool asks_last = a.attends && !a.attends_first;
+    for (int64_t t = a.T - 1; t >= 0; --t) {
+      if (of_context) feed_backward(t);
+      if (asks_last) attend_backward(t, t + 1);
+      if (asks_last || t + 1 < a.T) multiply_gradients(t + 1);
+      run_cell_backward(t);
+      const Tensor from = step(of_inputs, t, 0, gates);
+      const int64_t to = a.attends_first ? t : t - 1;
+      if (a.attends && to >= 0) multiply(step(grad_fed, to, 0, a.F), from, of_fed, true);
+      else if (given.feed) multiply(grads.grad_feed, from, of_fed, false);
+      if (a.attends && a.attends_first) attend_backward(t, t);
+    }
+    if (a.T) multiply_gradients(0);
+    write_initial_grads();
+    Optional of_output;  // gradients of the sums of attentional vectors
+    if (of_context) {
+      of_output = loop.room({a.T, a.F});
+      copy(steps(of_states, 1, a.T, of.output, a.F), *of_output);
+      if (projected && given.need_grad_key)
+        multiply(matrix(grad_contexts), matrix(*of_output), *of_context, false);
+    }
+    if (given.need_grad_input)
+      multiply(matrix(grads.grad_input), matrix(of_inputs), block(weight_ih, 0, gates, 0, a.E), false);
+    if (given.need_grad_parameters) {
+      multiply_inputs();
+      multiply_states(of_output);
+      if (grads.grad_bias_ih.numel()) copy(sum_of_rows(of_inputs), grads.grad_bias_ih);
+    }
+    if (a.attends && given.need_grad_key) {
+      Problem all = attends;
+      all.Tq = a.T;
+      add_key_gradients(given, loop.fit, attends, cuda::grad_score_vector_parts(all), grads,
+                        [&](const Backward& x) { cuda::run_backward(x, hidden); });
+    }
+    return grads;
+  }
+
+ private:
+  Tensor returned(const Optional& grad, bool wanted, int64_t columns) const {
+    const Tensor out = loop.room({wanted ? a.T : 0, columns});
+    if (grad && wanted) copy(*grad, out);
+    else zero(out);
+    if (wanted) loop.clear(a, out);
+    return out;
+  }
+  static Tensor sum_of_rows(const Tensor& x) {
+    return torch::stable::sum(matrix(x), std::vector<int64_t>{0}, false);
+  }
+
+  // Run the backward of the attentional vector of step t.
+  void feed_backward(int64_t t) {
+    const auto kernels = [](auto zero) { return feed_back<decltype(zero)>; };
+    loop.run(a.F, kernels, a.F, loop.at(attentional, t), loop.at(grad_attentional, t),
+             loop.at(of_states, t + 1, of.output));
+    if (!projected)
+      multiply(step(grad_contexts, t, 0, a.Dv), step(of_states, t + 1, of.output, a.F), *of_context, true);
+  }
+
   // Run attention's backward at step t and store into row `to` of `of_states`.
-  const auto attend_back = [&](int64_t t, int64_t to) {
+  void attend_backward(int64_t t, int64_t to) {
     Backward now = attends;
     move_on(now, t);
     now.query = loop.view_at(queries, t);
@@ -386,9 +481,12 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     if (grad_weights) now.grad_weights = loop.view_at(*grad_weights, t);
     now.grad_query = given.weight_query ? loop.view_at(of_states, to) : loop.view_at(asked, 0);
     cuda::run_backward(now, hidden);
-  };
-  const auto take = [&](int64_t t) { multiply(carried, step(of_states, t, 0, of.all), of.weight, true); };
-  const auto move_back = [&](int64_t t) {
+  }
+
+  // Map row t of `of_states` to the gradient of the state.
+  void multiply_gradients(int64_t t) { multiply(carried, step(of_states, t, 0, of.all), of.weight, true); }
+
+  void run_cell_backward(int64_t t) {
     const MoveBack call = {
         .B = a.B,
         .H = H,
@@ -411,45 +509,19 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
       };
       loop.run(H, kernels, call);
     });
-  };
-
-  const bool asks_last = a.attends && !a.attends_first;
-  for (int64_t t = a.T - 1; t >= 0; --t) {
-    if (of_context) {
-      const auto kernels = [](auto zero) { return feed_back<decltype(zero)>; };
-      loop.run(a.F, kernels, a.F, loop.at(attentional, t), loop.at(grad_attentional, t),
-               loop.at(of_states, t + 1, of.output));
-      if (!projected)
-        multiply(step(grad_contexts, t, 0, a.Dv), step(of_states, t + 1, of.output, a.F), *of_context,
-                 true);
-    }
-    if (asks_last) attend_back(t, t + 1);
-    if (asks_last || t + 1 < a.T) take(t + 1);
-    move_back(t);
-    const Tensor from = step(of_inputs, t, 0, gates);
-    const int64_t to = a.attends_first ? t : t - 1;
-    if (a.attends && to >= 0) multiply(step(grad_fed, to, 0, a.F), from, of_fed, true);
-    else if (given.feed) multiply(grads.grad_feed, from, of_fed, false);
-    if (a.attends && a.attends_first) attend_back(t, t);
   }
-  if (a.T) take(0);
-  if (given.feed && !a.T) zero(grads.grad_feed);
-  const bool asks_first = a.attends && a.attends_first && !given.weight_query;
-  loop.run(
-      H, [](auto zero) { return reach_first<decltype(zero)>; }, H,
-      Reaching{matrix_rows(carried), loop.at(mask), asks_first ? loop.at(asked, 0) : Rows2{}},
-      matrix_rows(grads.grad_hidden));
 
-  Optional of_output;  // gradients of the sums of attentional vectors
-  if (of_context) {
-    of_output = loop.room({a.T, a.F});
-    copy(steps(of_states, 1, a.T, of.output, a.F), *of_output);
-    if (projected && given.need_grad_key)
-      multiply(matrix(grad_contexts), matrix(*of_output), *of_context, false);
+  void write_initial_grads() {
+    if (given.feed && !a.T) zero(grads.grad_feed);
+    const bool asks_first = a.attends && a.attends_first && !given.weight_query;
+    loop.run(
+        H, [](auto zero) { return reach_first<decltype(zero)>; }, H,
+        Reaching{matrix_rows(carried), loop.at(mask), asks_first ? loop.at(asked, 0) : Rows2{}},
+        matrix_rows(grads.grad_hidden));
   }
-  if (given.need_grad_input)
-    multiply(matrix(grads.grad_input), matrix(of_inputs), block(weight_ih, 0, gates, 0, a.E), false);
-  if (given.need_grad_parameters) {
+
+  // Compute the gradient of weight_ih, which multiplies the inputs and what is fed.
+  void multiply_inputs() {
     const Tensor through = turned(matrix(of_inputs));
     Tensor input = packed(given.input);
     if (a.target_lengths) {
@@ -457,11 +529,15 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
       loop.clear(a, input);
     }
     multiply(block(grads.grad_weight_ih, 0, gates, 0, a.E), through, matrix(input), false);
-    if (a.attends) {
-      const Tensor made = packed(of_context ? attentional : given.contexts);
-      const Tensor fed = a.attends_first ? made : shifted(loop, made, given.feed);
-      multiply(block(grads.grad_weight_ih, 0, gates, a.E, a.F), through, matrix(fed), false);
-    }
+    if (!a.attends) return;
+    const Tensor made = packed(of_context ? attentional : given.contexts);
+    const Tensor fed = a.attends_first ? made : shifted(loop, made, given.feed);
+    multiply(block(grads.grad_weight_ih, 0, gates, a.E, a.F), through, matrix(fed), false);
+  }
+
+  // Compute the gradients of the parameters that multiply a state, and of the columns of W_o for the
+  // context.
+  void multiply_states(const Optional& of_output) {
     const Tensor seen = loop.room({a.T + 1, of.copies * H});
     for (int64_t n = 0; n < of.copies; ++n) {
       copy(hidden, step(seen, 0, n * H, H));
@@ -470,28 +546,23 @@ RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& give
     if (mask) scale(steps(seen, 0, a.T + 1, H, H), strided(*mask, {a.B, 1, H}, {H, H, 1}, 0));
     const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.own);
     multiply(all, turned(matrix(of_states)), matrix(seen), false);
-    const Tensor sums = torch::stable::sum(matrix(of_states), std::vector<int64_t>{0}, false);
+    const Tensor sums = sum_of_rows(of_states);
     const auto put = [&](int64_t first, int64_t column, const Tensor& weight, const Tensor& bias) {
       copy(block(all, first, weight.size(0), column, H), weight);
       if (bias.numel()) copy(strided(sums, {bias.size(0)}, {1}, first), bias);
     };
     put(of.gates, of.masked(a), grads.grad_weight_hh, grads.grad_bias_hh);
     if (given.weight_query) put(0, 0, grads.grad_weight_query, grads.grad_bias_query);
-    if (of_output) {
-      put(of.output, 0, block(grads.grad_weight_output, 0, a.F, a.Dv, H), grads.grad_bias_output);
-      multiply(block(grads.grad_weight_output, 0, a.F, 0, a.Dv), turned(matrix(*of_output)),
-               matrix(packed(given.contexts)), false);
-    }
-    if (grads.grad_bias_ih.numel())
-      copy(torch::stable::sum(matrix(of_inputs), std::vector<int64_t>{0}, false), grads.grad_bias_ih);
+    if (!of_output) return;
+    put(of.output, 0, block(grads.grad_weight_output, 0, a.F, a.Dv, H), grads.grad_bias_output);
+    multiply(block(grads.grad_weight_output, 0, a.F, 0, a.Dv), turned(matrix(*of_output)),
+             matrix(packed(given.contexts)), false);
   }
-  if (a.attends && given.need_grad_key) {
-    Problem all = attends;
-    all.Tq = a.T;
-    add_key_gradients(given, loop.fit, attends, cuda::grad_score_vector_parts(all), grads,
-                      [&](const Backward& x) { cuda::run_backward(x, hidden); });
-  }
-  return grads;
+};
+
+template <class Launch>
+RecurrentGradients run_recurrent_backward(const RecurrentBackwardArguments& given, const Launch& launch) {
+  return BackwardLoop<Launch>(given, launch).run();
 }
 
 }  // namespace

@@ -16,9 +16,9 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 constexpr int kMostBlocks = 8;         // of a cluster
-// Bound of each |q| and |k| whose e^{2x} are multiplied: d = 1 + Eq Ek <= 1 + e^{4 * 10.9} < 2^63;
-// of weights, too, because they magnify the 3 ulp that the factored path loses.
-constexpr float kFactoredEachLimit = 10.9f;
+// Bound of each |q| and |k| whose e^{2x} are multiplied; of weights, too, because they magnify the 3
+// ulp that the factored path loses.
+constexpr float kFactoredEachLimit = kFactoredSumLimit / 2;
 // Bound of |q| + |k|: up to it, tanh is so small that its error must be relative, and small_tanh is
 // valid.
 constexpr float kSmallTanhLimit = 0.8f;

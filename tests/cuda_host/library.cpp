@@ -62,7 +62,7 @@ void run_forward(const Forward& a, const View& added, const Tensor&) {
   launch_forward(a, LaunchOnHost<kThreads>{}, added);
 }
 void run_backward(const Backward& a, const Tensor&) { attnfast::run_backward(a); }
-int64_t grad_weight_parts(const Problem& a) { return attnfast::grad_weight_parts(a); }
+int64_t grad_score_vector_parts(const Problem& a) { return attnfast::grad_score_vector_parts(a); }
 }  // namespace cuda
 namespace {
 RecurrentOutputs recurrent(const RecurrentArguments& given) {

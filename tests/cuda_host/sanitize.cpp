@@ -35,7 +35,7 @@ Problem problem(const Problem& sizes, const Sizes& make, bool additive) {
   a.query = make.tensor(a.Tq, a.A);
   a.key = make.tensor(a.Tk, a.A);
   a.value = make.tensor(a.Tk, a.Dv);
-  if (additive) a.weight = make.tensor(1, a.A);
+  if (additive) a.score_vector = make.tensor(1, a.A);
   a.bias = make.tensor(a.Tq, a.W);
   return a;
 }
@@ -59,7 +59,7 @@ Backward backward_of(const Forward& forward, const Sizes& make) {
   a.grad_query = make.tensor(a.Tq, a.A);
   a.grad_key = make.tensor(a.Tk, a.A);
   a.grad_value = make.tensor(a.Tk, a.Dv);
-  a.grad_weight = make.tensor(grad_weight_parts(a), a.A);
+  a.grad_score_vector = make.tensor(grad_score_vector_parts(a), a.A);
   return a;
 }
 
@@ -81,7 +81,7 @@ void run_attention(const Forward& forward, const Backward& backward) {
   launch_backward(backward, launch);
   if (backward.Tq != 1) return;
   Backward only = backward;  // a step over a prepared memory
-  only.grad_key = only.grad_value = only.grad_weight = {};
+  only.grad_key = only.grad_value = only.grad_score_vector = {};
   launch_backward(only, launch);
   const View& added = backward.grad_context;  // to a step of input feeding
   launch_forward(forward, launch, added);
@@ -102,7 +102,7 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
     *x = make.tensor(1, b.Tk);
   b.grad_transition_prob = make.tensor(1, b.Tq);
   for (View* x : {&b.grad_loss, &b.grad_penalty}) *x = make.tensor(1, 1);
-  b.grad_weight = make.tensor(additive ? 1 : grad_weight_parts(b), b.A);
+  b.grad_score_vector = make.tensor(additive ? 1 : grad_score_vector_parts(b), b.A);
   launch_backward(b, launch);
   if (!additive) return;
   b.sums = true;  // a step of many
@@ -158,7 +158,7 @@ int main(int, char** argv) {
   a.W = a.compact ? columns : a.Tk;
   std::vector<int64_t> span, lengths(a.B, a.Tk);
   for (int64_t i = 0; i < a.Tq; ++i) span.insert(span.end(), {i - 2, i - 2 + columns});
-  if (a.compact) a.span = {span.data(), 0, 0, 2, 1};
+  if (a.compact) a.key_bounds = {span.data(), 0, 0, 2, 1};
   if (a.B) lengths[0] = a.Tk - a.Tk / 3;
   a.lengths = lengths.data();
   for (const bool additive : {false, true}) {

@@ -1,0 +1,61 @@
+"""The constants that C++, CUDA and Triton share are equal."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from attnfast.ops import copying
+
+ROOT = Path(__file__).parent.parent
+
+
+def constant(file: str, name: str) -> float:
+    """Return a constant of a header."""
+    [value] = re.findall(rf"\b{name}(?:<\w+>)? = ([^;]+);", (ROOT / "csrc" / file).read_text())
+    number = value.removesuffix("f")
+    return float.fromhex(number) if number.startswith("0x") else float(number)
+
+
+def coefficients(file: str, name: str, end: str) -> list[float]:
+    """Return the decimal fractions of a function, in their order."""
+    text = (ROOT / file).read_text()
+    return [float(x) for x in re.findall(r"\d+\.\d+", text.split(f" {name}(")[1].split(end)[0])]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "module", "triton_name"),
+    [
+        ("score.h", "kFactoredSumLimit", "attention", "FACTORED_LIMIT"),
+        ("score.h", "kLeakySlope", "attention", "LEAKY_SLOPE"),
+        ("cuda/tile.cuh", "kSmallTanhLimit", "attention", "SMALL_LIMIT"),
+        ("cuda/score.cuh", "kLeastWeight", "attention", "LEAST_WEIGHT"),
+        ("word.h", "kLowest", "copying", "LOWEST"),
+        ("word.h", "kLimit", "copying", "LIMIT"),
+        ("word.h", "kSlight", "copying", "SLIGHT"),
+    ],
+)
+def test_triton_has_the_constants_of_csrc(file, name, module, triton_name):
+    pytest.importorskip("triton")
+    kernels = pytest.importorskip(f"attnfast.kernels.{module}")
+    assert constant(file, name) == getattr(kernels, triton_name).value
+
+
+def test_triton_has_the_polynomial_of_csrc():
+    of_cuda = coefficients("csrc/cuda/tile.cuh", "small_tanh", "\n}")
+    assert len(of_cuda) == 6
+    assert of_cuda == coefficients("kernels/attention.py", "_small_tanh", "@triton.jit")
+
+
+def test_copying_has_the_constants_of_csrc():
+    assert constant("word.h", "kLowest") == copying.LOWEST
+    assert constant("word.h", "kLimit") == copying.LIMIT
+    assert constant("word.h", "kSlight") == math.exp(-copying.LIMIT)
+
+
+def test_exponents_of_a_transition_have_one_limit():
+    coverage = pytest.importorskip("attnfast.kernels.coverage")
+    text = (ROOT / "csrc" / "coverage.h").read_text()
+    [limit] = re.findall(r"kLeastLogarithm = .*: C\((-\d+)\);", text)
+    assert coverage.LIMIT.value == -float(limit)
