@@ -19,23 +19,23 @@ __all__ = ["AttentionOutput", "CoverageOutput", "RecurrentOutput", "RowStatistic
 class RowStatistics(NamedTuple):
     """Statistics of each row's attention weights, ``[B, (H,) Tq]``.
 
-    ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n for n equal weights; ``largest`` weight
-    and its ``position``, int64, the key of the largest score, the first of equal ones, exact up to
-    2²⁴ keys; ``mean`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position, in keys. All
-    fields except ``position`` are differentiable. If a row sees no key, all fields are 0. If a
-    row's weights are NaN, all fields are NaN except ``position``, which is 0.
+    ``entropy`` −Σ_j α ln α in nats, 0 for one key and ln n for n equal weights; ``max_weight``
+    and its key ``argmax``, int64, the key of the largest score, the first of equal ones, exact up
+    to 2²⁴ keys; ``expected_position`` μ = Σ_j j α and ``variance`` Σ_j (j − μ)² α of the position,
+    in keys. All fields except ``argmax`` are differentiable. If a row sees no key, all fields are
+    0. If a row's weights are NaN, all fields are NaN except ``argmax``, which is 0.
 
     Example:
         >>> key = torch.eye(4).unsqueeze(0)
         >>> result = attnfast.dot_attention(9 * key, key, key, need_statistics=True)
-        >>> result.statistics.position  # row i attends to key i
+        >>> result.statistics.argmax  # row i attends to key i
         tensor([[0, 1, 2, 3]])
     """
 
     entropy: Tensor
-    largest: Tensor
-    position: Tensor
-    mean: Tensor
+    max_weight: Tensor
+    argmax: Tensor
+    expected_position: Tensor
     variance: Tensor
 
 

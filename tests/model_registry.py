@@ -97,7 +97,7 @@ def attention(make: Callable[[], nn.Module], states: Callable, lengths: Tensor) 
 
     takes_steps = getattr(make(), "slope", 1) is not None
     # NaN in padding reaches the gradient of the projection of keys
-    padded = {"source": (1, "lengths", 100.0)}
+    padded = {"source": (1, "lengths", 1e4)}
     steps = attend_in_steps if takes_steps else None
     phases = getattr(getattr(make(), "span", None), "phases", 1) > 1
     return Model(make, inputs, attend, steps, padded, phases=phases)

@@ -274,7 +274,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/bidirectional.py", "tests/test_bidaf.py"): {
         "BidirectionalAttention.forward": [
-            ("+ statistics.largest.log()", ""),
+            ("+ statistics.max_weight.log()", ""),
             ("+ self.text_proj(text).squeeze(-1)", ""),
             ("bias=self.question_proj(question).mT,", ""),
             ("lengths=question_lengths,", ""),
@@ -424,7 +424,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "ForwardAttention.start": [("first[:, :1] = 1", "first[:, -1:] = 1")],
         "HistoryAttention.__init__": [("self.activation = activation", "pass")],
-        "CoverageAttention.prepare": [("fertility=self.fertility * asked", "fertility=asked")],
+        "CoverageAttention.prepare": [
+            ("fertility=self.fertility * logits.sigmoid()", "fertility=logits.sigmoid()"),
+            ("logits.masked_fill(~seen", "logits.masked_fill(seen & ~seen"),
+        ],
         "LocationAwareAttention._terms": [
             ('"coverage" if self.channels == "cumulative" else "previous"', '"previous"'),
         ],

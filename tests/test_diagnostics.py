@@ -121,7 +121,7 @@ def test_limits():
         one[..., n - 1] = 1
         at_one, at_all = diag.row_statistics(one), diag.row_statistics(even)
         assert (float(at_one.entropy), float(at_one.variance)) == (0, 0)
-        assert float(at_one.mean) == int(at_one.position) == n - 1
+        assert float(at_one.expected_position) == int(at_one.argmax) == n - 1
         assert float(at_all.entropy) == pytest.approx(math.log(n), abs=1e-6)
         assert float(at_all.variance) == pytest.approx((n * n - 1) / 12, abs=1e-6)
         assert float(diag.kl_from_uniform(even)) == pytest.approx(0, abs=1e-6)
@@ -134,7 +134,7 @@ def test_gradients_reach_the_weights():
     def of(scores):
         weights = scores.masked_fill(torch.arange(5) > 3, -math.inf).softmax(-1)
         found = diag.row_statistics(weights, torch.tensor([5, 2]))
-        return found.entropy, found.largest, found.mean, found.variance
+        return found.entropy, found.max_weight, found.expected_position, found.variance
 
     assert torch.autograd.gradcheck(of, scores)
 
@@ -272,7 +272,7 @@ def test_rows_that_do_not_add_up_to_1_are_judged_by_their_shares():
     for function in (diag.row_statistics, diag.kl_from_uniform, diag.diagonality, diag.head_roles):
         whole, less = (function(x, *call, key_indices=keys) for x in (weights, part * weights))
         if function is diag.row_statistics:
-            torch.testing.assert_close(less.largest, whole.largest * part.squeeze(-1))
+            torch.testing.assert_close(less.max_weight, whole.max_weight * part.squeeze(-1))
             whole, less = whole._replace(largest=0), less._replace(largest=0)
         torch.testing.assert_close(less, whole)
     drift = [

@@ -189,10 +189,10 @@ def test_the_position_is_the_first_of_the_largest(backend):
     scores[0, 0, [7, 23, 50, 55, 89]] = 9.0  # of a vector's lane, and of others
     for options in ({}, {"need_weights": True}, {"span": Span(causal=True), "position": 90}):
         rows = attended(scores, backend, **options).statistics
-        assert rows.position.dtype == torch.int64 and not rows.position.requires_grad
-        assert torch.equal(rows.position.cpu(), want)
+        assert rows.argmax.dtype == torch.int64 and not rows.argmax.requires_grad
+        assert torch.equal(rows.argmax.cpu(), want)
     rows = attended(scores[:, :1], backend).statistics
-    assert torch.equal(rows.position.cpu(), want[:, :1])
+    assert torch.equal(rows.argmax.cpu(), want[:, :1])
 
 
 @pytest.mark.parametrize("Tq", [1, 3])
@@ -213,7 +213,7 @@ def test_a_sharp_row_far_from_the_first_key_keeps_its_variance(Tq, backend):
     _, _, mean, variance = as_written(scores.double().softmax(-1))
     rows = attended(scores, backend).statistics
     torch.testing.assert_close(rows.variance.double().cpu(), variance, rtol=1e-5, atol=0)
-    torch.testing.assert_close(rows.mean.double().cpu(), mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rows.expected_position.double().cpu(), mean, rtol=1e-6, atol=0)
 
 
 LOW = float(torch.finfo(torch.float32).min)
@@ -289,7 +289,7 @@ def test_the_same_as_from_weights(backend):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     leaves, both = [args[x] for x in ("query", "key")], []
     for rows in (result.statistics, wanted):  # gradients of weights and statistics at once
-        loss = result.weights.square().sum() + rows.entropy.sum() + rows.mean.sum()
+        loss = result.weights.square().sum() + rows.entropy.sum() + rows.expected_position.sum()
         both.append(torch.autograd.grad(loss, leaves, retain_graph=True))
     for a, b in zip(*both):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -301,7 +301,7 @@ def test_half_types_are_summed_in_float32(backend):
         if runnable(backend, case):
             args = inputs(case, DEVICE[backend])
             rows = attend(args, need_statistics=True, backend=backend).statistics
-            assert rows.mean.dtype == torch.float32
+            assert rows.expected_position.dtype == torch.float32
 
 
 @pytest.mark.parametrize("cls", [attnfast.nn.BahdanauAttention, attnfast.nn.LuongAttention])
@@ -327,7 +327,7 @@ def test_a_compiled_graph():
 
     def loss(args):
         rows = attend(args, need_statistics=True, span=Span(stride=2)).statistics
-        return rows.entropy.sum() + rows.variance.square().sum() + rows.largest.sum()
+        return rows.entropy.sum() + rows.variance.square().sum() + rows.max_weight.sum()
 
     compiled = torch.compile(loss, fullgraph=True)
     for a, b in zip(

@@ -182,14 +182,14 @@ def row_statistics(
               \sigma^2_i = \sum_j (j - \mu_i)^2 p_{ij}
 
     Returns:
-        ``entropy`` H, 0 for one key and ln n for uniform weights; ``largest`` weight α and its
-        ``position``, int64, the first of equal ones; ``mean`` position μ and its ``variance`` σ²,
-        in keys. All but the position are differentiable. The module's docstring describes the
+        ``entropy`` H, 0 for one key and ln n for uniform weights; ``max_weight`` α and its
+        key ``argmax``, int64, the first of equal ones; ``expected_position`` μ and its ``variance``
+        σ², in keys. All but ``argmax`` are differentiable. The module's docstring describes the
         arguments.
 
     Example:
         >>> weights = torch.eye(3).unsqueeze(0)
-        >>> attnfast.analysis.diagnostics.row_statistics(weights).position
+        >>> attnfast.analysis.diagnostics.row_statistics(weights).argmax
         tensor([[0, 1, 2]])
     """
     of = _Given(weights, lengths, target_lengths, key_indices)

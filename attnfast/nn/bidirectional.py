@@ -108,7 +108,7 @@ class BidirectionalAttention(nn.Module):
         )  # fmt: skip
         statistics: Any = result.statistics
         found: Tensor = result.context
-        largest = result.log_sum_exp + statistics.largest.log()
+        largest = result.log_sum_exp + statistics.max_weight.log()
         largest = largest.to(found.dtype) + self.text_proj(text).squeeze(-1)
         if "text" in beyond:
             largest = largest.masked_fill(beyond["text"], -torch.inf)

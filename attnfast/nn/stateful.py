@@ -277,8 +277,11 @@ class CoverageAttention(HistoryAttention):
         memory = super().prepare(states, lengths, mask, values)
         if self.fertility_proj is None or self.fertility is None:
             return memory
-        asked = self.fertility_proj(states).squeeze(-1).sigmoid()
-        return memory._replace(fertility=self.fertility * asked)
+        logits = self.fertility_proj(states).squeeze(-1)
+        seen = memory._whole_mask()
+        if seen is not None:  # a sigmoid that underflows in the padding has no reciprocal
+            logits = logits.masked_fill(~seen.reshape(-1, logits.shape[-1]), 0)
+        return memory._replace(fertility=self.fertility * logits.sigmoid())
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
         return {

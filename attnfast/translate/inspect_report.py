@@ -120,7 +120,7 @@ def _sentences(
         n, m = len(example.source), len(example.target)
         numbers = {
             "entropy": float(rows.entropy[b, :m].mean()),
-            "largest": float(rows.largest[b, :m].mean()),
+            "largest": float(rows.max_weight[b, :m].mean()),
             "diagonality": float(near[b]),
             "over": float(lacks.over[b]),
             "under": float(lacks.under[b]),

@@ -174,7 +174,7 @@ class AttentionLog:
         heads = weights.shape[1] if weights.dim() == 4 else 1
         counts = targets.view(-1, *[1] * (weights.dim() - 3))
         for name, x in (
-            ("entropy", rows.entropy), ("largest", rows.largest), ("diagonality", near * counts),
+            ("entropy", rows.entropy), ("largest", rows.max_weight), ("diagonality", near * counts),
         ):  # fmt: skip
             self.sums[name] = self.sums.get(name, 0.0) + x.sum().item() / heads
         self.rows += int(targets.sum())
