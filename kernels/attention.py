@@ -441,7 +441,8 @@ def _forward(
     The weights need the last m and l. So the sweep stores the scores in the weights' memory, and a
     second sweep turns them into e^{s − m} / l: one read and one write per element, negligible
     compared with the features that the score reads. With ``SCORES`` there is no second sweep, and
-    the weights are scores. Statistics are updated online too: see :func:`_described`.
+    the weights are scores. Statistics are updated online too: see :func:`_described`. The sweep is
+    one long function, because every part of it would take and return the same dozen values.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     # A visible score of −∞ is replaced by MIN_FINITE, which no other score equals. If MIN_FINITE is

@@ -199,13 +199,11 @@ def _distribution_gradient(
     total = tl.sum(b_sum, 0).to(tl.float64)
 
     every = total  # Σ G of the possible words
-    b_minus = tl.zeros([BI], tl.float64)
-    b_plus = tl.zeros([BI], tl.float64)
+    b_minus, b_plus = tl.zeros([BI], tl.float64), tl.zeros([BI], tl.float64)
     for i in range(0, Tk, BI):
         o_i = i + tl.arange(0, BI)
         m_i = o_i < Tk
-        p_a = p_weights + o_i.to(tl.int64) * s_weights
-        b_a = tl.load(p_a, mask=m_i, other=0).to(tl.float64)
+        b_a = tl.load(p_weights + o_i.to(tl.int64) * s_weights, mask=m_i, other=0).to(tl.float64)
         if LOG:
             b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI)
             m_w = (b_w >= 0) & (b_w < V + X)

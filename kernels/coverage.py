@@ -457,6 +457,8 @@ def _scan_gradient(
 ):  # fmt: skip
     """Turn g = dc vᵀ + dP, stored in ds, into ds and the gradients through the history.
 
+    It is long because it unpacks the tuples, once, for the four steps of every row.
+
     Every tuple ends with the memory of its gradients. That of ``previous`` is the gradient of the
     weights as the next row's past, that of ``coverage`` after a row, then before it; the latter has
     a buffer for the coverage before every row, and ``gradients`` begin with one for those of the
@@ -584,7 +586,7 @@ def _previous_of(call) -> tuple:
 
 def forward(call: CoverageInputs) -> CoverageOutputs:
     """Run the operator ``coverage_attention``."""
-    query, transition = call.query, call.transition_prob
+    query, transition_prob = call.query, call.transition_prob
     acc, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], call.key.shape[-2])
     context, keys = empty_rows(query, call.value.shape[-1]), call.key.shape[:-1]
     weights = query.new_empty(shape, dtype=acc)
@@ -593,9 +595,10 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
         coverage.copy_(call.coverage)
     previous, log_previous = _previous_of(call)
     loss = weights.new_zeros(keys[:-1])
-    log_weights = weights.new_empty((0,) if transition is None else shape)
-    if transition is not None:
-        transition = (transition.contiguous(), log_previous, log_weights)
+    log_weights = weights.new_empty((0,) if transition_prob is None else shape)
+    transition = None
+    if transition_prob is not None:
+        transition = (transition_prob.contiguous(), log_previous, log_weights)
     rate = None if call.inverse_fertility is None else call.inverse_fertility.contiguous()
     q, k, v, w, lengths, _ = attention._prepare(call)
     features, penalty, options = _arguments(call, q, k, w)
@@ -659,8 +662,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     query, key, value, penalty = call.query, call.key, call.value, call.penalty
     rate, transition_prob, coverage = call.inverse_fertility, call.transition_prob, call.coverage
     grad_context, grad_coverage = call.grad_context, call.grad_coverage
-    weights, Tq = call.weights, query.shape[-2]
-    keys, heads = key.shape[:-1], key.shape[:-2]
+    weights, keys, heads = call.weights, key.shape[:-1], key.shape[:-2]
 
     def zeros(*shape: int, needed: bool = True) -> torch.Tensor:
         return weights.new_zeros(shape if needed else (0,))
@@ -691,10 +693,10 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             transition_prob.contiguous(), log_previous, call.log_weights.contiguous(),
             packed(call.grad_log_weights), dpast, dtransition,
         )  # fmt: skip
-    B, H = q.shape[:2]
+    programs = q.shape[0] * q.shape[1]
     with torch.cuda.device_of(query):
-        if B * H * Tq:
-            _scan_gradient[(B * H,)](
+        if programs * q.shape[2]:
+            _scan_gradient[(programs,)](
                 features, gradients, lengths, penalty_arguments,
                 None if rate is None else (rate.contiguous(), drate), transition,
                 (previous, dlast), weights.contiguous(), (first, torch.empty_like(ds), dcoverage),
