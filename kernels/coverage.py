@@ -693,10 +693,9 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             transition_prob.contiguous(), log_previous, call.log_weights.contiguous(),
             packed(call.grad_log_weights), dpast, dtransition,
         )  # fmt: skip
-    programs = q.shape[0] * q.shape[1]
     with torch.cuda.device_of(query):
-        if programs * q.shape[2]:
-            _scan_gradient[(programs,)](
+        if q.shape[:3].numel():
+            _scan_gradient[(q.shape[:2].numel(),)](
                 features, gradients, lengths, penalty_arguments,
                 None if rate is None else (rate.contiguous(), drate), transition,
                 (previous, dlast), weights.contiguous(), (first, torch.empty_like(ds), dcoverage),
@@ -710,7 +709,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         dlast = dpast + torch.where(previous == 0, 0, previous * dlast)
     if gradients is not None:
         _, dq, dk, dweight, dfilters, dprojection = gradients
-        of_inputs = _of_features(call, dq, dk, dweight)
+        grad_query, grad_key, grad_value, grad_score_vector = _of_features(call, dq, dk, dweight)
     else:
         of_scores = AttentionBackward(
             grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
@@ -720,7 +719,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             need_grad_query=call.need_grad_query, need_grad_key=call.need_grad_key,
             need_grad_score=False,
         )  # fmt: skip
-        of_inputs = attention.backward(of_scores)[:4]
+        grad_query, grad_key, grad_value, grad_score_vector, _ = attention.backward(of_scores)
     grad_filters, grad_projection = none(), none()
     if call.need_grad_filters and call.filters is not None and call.projection is not None:
         grad_filters = torch.zeros_like(call.filters)  # if there are none of them
@@ -729,7 +728,6 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             axes = dfilters.dim() - call.filters.dim()
             grad_filters = _added(dfilters, call.filters, axes)
             grad_projection = _added(dprojection, call.projection, axes)
-    grad_query, grad_key, grad_value, grad_score_vector = of_inputs
     own = 1 if penalty is not None and penalty.shape[0] > 1 else len(heads)
     return CoverageGradients(
         grad_query, grad_key, grad_value, grad_score_vector,
