@@ -13,6 +13,8 @@ exponential per element, correct for every finite input. Other activations use n
 
 Names: ``p_`` a pointer, ``b_`` a block in registers, ``m_`` a mask, ``o_`` offsets, ``s_`` strides,
 ``i_`` a program's or block's index, ``B.`` a block's size. ``acc`` is the accumulation dtype.
+Arguments that belong together are a tuple, or None without them: a tensor is its pointer and its
+strides.
 """
 
 from __future__ import annotations
@@ -131,6 +133,20 @@ def _scalar(pair, dtype: tl.constexpr):
 
 
 @triton.jit
+def _head(x, i_b, i_h):
+    """Return the pointer to a sequence and head of a tensor ``(pointer, strides)``."""
+    return x[0] + tl.cast(i_b, tl.int64) * x[1][0] + tl.cast(i_h, tl.int64) * x[1][1]
+
+
+@triton.jit
+def _indices(i, H, T, BT: tl.constexpr):
+    """Return a program's block of BT rows, and its row of B·H, sequence and head as int64."""
+    NT = tl.cdiv(T, BT)
+    i_bh = i // NT
+    return i % NT, i_bh.to(tl.int64), (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+
+
+@triton.jit
 def _seen_keys(p_lengths, i_b, Tk):
     """The number of keys visible to the rows of sequence ``i_b``."""
     if p_lengths is None:
@@ -141,9 +157,9 @@ def _seen_keys(p_lengths, i_b, Tk):
 
 
 @triton.jit
-def _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
+def _rows_seen(span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
     """The first visible key of rows with spans, the one after the last, and the key of column 0."""
-    p_span += i_b * s_span[0] + i_h * s_span[1] + tl.cast(o_q, tl.int64) * s_span[2]
+    p_span = _head(span, i_b, i_h) + tl.cast(o_q, tl.int64) * span[1][2]
     b_start = tl.load(p_span, mask=m_q, other=0)
     b_stop = tl.minimum(tl.load(p_span + 1, mask=m_q, other=0), n)
     if COMPACT:
@@ -157,8 +173,32 @@ def _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
 
 
 @triton.jit
+def _key_range(span, i_b, i_h, o_q, m_q, n, W, COMPACT: tl.constexpr):
+    """Return the first key that a block's rows see, the one after the last, and those of each row.
+
+    The last are the three results of :func:`_rows_seen`, unused without spans.
+    """
+    if span is None:
+        b_none = tl.zeros_like(o_q)
+        return tl.cast(0, tl.int32), tl.cast(n, tl.int32), (b_none, b_none, b_none)
+    else:
+        rows = _rows_seen(span, i_b, i_h, o_q, m_q, n, W, COMPACT)
+        return tl.min(rows[0], 0), tl.max(rows[1], 0), rows
+
+
+@triton.jit
+def _visible(span, rows, o_k, m_q, m_k):
+    """Return the mask ``[rows, keys]`` of keys visible to rows, and the columns of the keys."""
+    if span is None:
+        return m_q[:, None] & m_k[None, :], o_k[None, :]
+    else:
+        m_s = (o_k[None, :] >= rows[0][:, None]) & (o_k[None, :] < rows[1][:, None])
+        return m_s, o_k[None, :] - rows[2][:, None]
+
+
+@triton.jit
 def _exponentials(
-    p_x, p_weight, p_lengths, p_e, p_ew, p_range, s_x, s_weight, s_e, H, T, A, AP,
+    x, weight, p_lengths, e, p_ew, p_range, sizes,
     IGNORE_NONFINITE: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
@@ -166,26 +206,25 @@ def _exponentials(
     With ``p_ew [H, AP + AP / CHUNK]`` weights are stored there in the forward's layout: −2w of the
     first feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then the chunks' Σ w.
     """
-    NT = tl.cdiv(T, BT)
-    i_bh, i_t = tl.program_id(0) // NT, tl.program_id(0) % NT
-    i_b, i_h = i_bh // H, i_bh % H
+    H, T, A, AP = sizes
+    i_t, _, i_b, i_h = _indices(tl.program_id(0), H, T, BT)
     n = _seen_keys(p_lengths, i_b, T)
     o_t = i_t * BT + tl.arange(0, BT)
-    p_x += i_b.to(tl.int64) * s_x[0] + i_h.to(tl.int64) * s_x[1]
-    p_x += o_t.to(tl.int64)[:, None] * s_x[2]
+    p_x = _head(x, i_b, i_h) + o_t.to(tl.int64)[:, None] * x[1][2]
+    p_e, s_e = e
     p_e += tl.program_id(0).to(tl.int64) * BT * AP + tl.arange(0, BT)[:, None] * s_e[0]
+    p_weight = weight[0] + i_h * weight[1][0]
     b_range = tl.zeros([BT], tl.float32)
     b_norm = 0.0
     for a in range(0, A, BA):
         o_a = a + tl.arange(0, BA)
         # [BT, BA]
         m_x = (o_t < n)[:, None] & (o_a < A)[None, :]
-        b_x = tl.load(p_x + o_a.to(tl.int64)[None, :] * s_x[3], mask=m_x, other=0).to(tl.float32)
+        b_x = tl.load(p_x + o_a.to(tl.int64)[None, :] * x[1][3], mask=m_x, other=0).to(tl.float32)
         b_number = tl.where(tl.abs(b_x) >= 0, b_x, 0)  # a NaN may belong to a key that no row sees
         b_range = tl.maximum(b_range, tl.max(tl.abs(b_number), 1))
         # [BA]
-        b_w = tl.load(p_weight + i_h * s_weight[0] + o_a * s_weight[1], mask=o_a < A, other=0)
-        b_w = b_w.to(tl.float32)
+        b_w = tl.load(p_weight + o_a * weight[1][1], mask=o_a < A, other=0).to(tl.float32)
         b_norm += tl.sum(b_w * b_w, 0)
         b_x = b_number if IGNORE_NONFINITE else b_x
         b_e = _exp_twice(tl.where(tl.abs(b_x) > FACTORED_LIMIT, 0, b_x))  # not read beyond it
@@ -211,70 +250,135 @@ def _exponentials(
 
 
 @triton.jit
-def _scores(
-    p_q, p_k, p_weight, p_eq, p_ek, p_ew, s_qa, s_ka, s_wa, near, small, m_q, m_k, A, AP,
-    SCORE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr,
-    acc: tl.constexpr,
+def _dot_scores(
+    query, key, A, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, acc: tl.constexpr
 ):  # fmt: skip
-    """The scores of one tile, without scale. ``p_q [BQ]`` and ``p_k [BK]`` point to rows.
+    """The dot scores of one tile."""
+    p_q, s_q, m_q = query
+    p_k, s_k, m_k = key
+    b_s = tl.zeros([BQ, BK], acc)
+    for a in range(0, A, BA):
+        o_a = a + tl.arange(0, BA)
+        m_a = o_a < A
+        # [BQ, BA]
+        p_qa = p_q[:, None] + o_a.to(tl.int64)[None, :] * s_q
+        b_q = tl.load(p_qa, mask=m_q[:, None] & m_a[None, :], other=0)
+        # [BA, BK]
+        p_ka = p_k[None, :] + o_a.to(tl.int64)[:, None] * s_k
+        b_k = tl.load(p_ka, mask=m_a[:, None] & m_k[None, :], other=0)
+        b_s = tl.dot(b_q, b_k, b_s, input_precision="ieee", out_dtype=acc)
+    return b_s
+
+
+@triton.jit
+def _factored_scores(
+    p_eq, p_ek, p_ew, A, AP, BQ: tl.constexpr, BK: tl.constexpr, acc: tl.constexpr
+):  # fmt: skip
+    """Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)) of one tile, two features at a time.
 
     ``p_eq [BQ, 2]`` and ``p_ek [BK, 2]`` point into panels, ``[AP / 2, BQ, 2]`` and
     ``[AP / 2, BK, 2]``, and ``p_ew`` to the weights as :func:`_exponentials` stores them.
     """
     b_s = tl.zeros([BQ, BK], acc)
-    if SCORE == "dot":
-        for a in range(0, A, BA):
-            o_a = a + tl.arange(0, BA)
-            m_a = o_a < A
-            # [BQ, BA]
-            p_qa = p_q[:, None] + o_a.to(tl.int64)[None, :] * s_qa
-            b_q = tl.load(p_qa, mask=m_q[:, None] & m_a[None, :], other=0)
-            # [BA, BK]
-            p_ka = p_k[None, :] + o_a.to(tl.int64)[:, None] * s_ka
-            b_k = tl.load(p_ka, mask=m_a[:, None] & m_k[None, :], other=0)
-            b_s = tl.dot(b_q, b_k, b_s, input_precision="ieee", out_dtype=acc)
-    elif near:
-        # Σ w tanh(q + k) = Σ w − 2 Σ w / (1 + E(q)·E(k)), two features at a time
-        for chunk in range(0, A, CHUNK):
-            # start at Σ w and subtract: this loses less to rounding than adding Σ w at the end
-            b_part = tl.zeros([BQ, BK], acc) + tl.load(p_ew + AP + chunk // CHUNK)
-            for i in tl.static_range(0, CHUNK, 2):
-                b_w0, b_w1 = tl.load(p_ew + chunk + i), tl.load(p_ew + chunk + i + 1)
-                # [BQ] and [BK]
-                b_eq0, b_eq1 = tl.split(tl.load(p_eq + i * BQ))
-                b_ek0, b_ek1 = tl.split(tl.load(p_ek + i * BK))
-                b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
-                b_d1 = b_w1 + b_eq1[:, None] * b_ek1[None, :]
-                b_part += (b_w0 * b_d1 + b_d0) * _reciprocal(b_d0 * b_d1)
-            b_s += b_part
-            p_eq += CHUNK * BQ
-            p_ek += CHUNK * BK
-    else:
-        for chunk in range(0, A, CHUNK):
-            b_part = tl.zeros([BQ, BK], acc)
-            for a in range(chunk, tl.minimum(chunk + CHUNK, A)):
-                b_w = tl.load(p_weight + a * s_wa).to(acc)
-                b_q = tl.load(p_q + tl.cast(a, tl.int64) * s_qa, mask=m_q, other=0).to(acc)
-                b_k = tl.load(p_k + tl.cast(a, tl.int64) * s_ka, mask=m_k, other=0).to(acc)
-                b_x = b_q[:, None] + b_k[None, :]
-                if small:
-                    b_part += b_w * _small_tanh(b_x)
-                else:
-                    b_f, _ = _activation(b_x, SCORE)
-                    b_part += b_w * b_f
-            b_s += b_part
+    for chunk in range(0, A, CHUNK):
+        # start at Σ w and subtract: this loses less to rounding than adding Σ w at the end
+        b_part = tl.zeros([BQ, BK], acc) + tl.load(p_ew + AP + chunk // CHUNK)
+        for i in tl.static_range(0, CHUNK, 2):
+            b_w0, b_w1 = tl.load(p_ew + chunk + i), tl.load(p_ew + chunk + i + 1)
+            # [BQ] and [BK]
+            b_eq0, b_eq1 = tl.split(tl.load(p_eq + i * BQ))
+            b_ek0, b_ek1 = tl.split(tl.load(p_ek + i * BK))
+            b_d0 = 1 + b_eq0[:, None] * b_ek0[None, :]
+            b_d1 = b_w1 + b_eq1[:, None] * b_ek1[None, :]
+            b_part += (b_w0 * b_d1 + b_d0) * _reciprocal(b_d0 * b_d1)
+        b_s += b_part
+        p_eq += CHUNK * BQ
+        p_ek += CHUNK * BK
     return b_s
 
 
 @triton.jit
-def _described(
-    b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale, b_entropy_sum, b_position, b_mean, b_squares
+def _direct_scores(
+    query, key, weight, small, A,
+    SCORE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
+    """The additive scores of one tile, of any activation and any finite input."""
+    p_q, s_q, m_q = query
+    p_k, s_k, m_k = key
+    p_weight, s_weight = weight
+    b_s = tl.zeros([BQ, BK], acc)
+    for chunk in range(0, A, CHUNK):
+        b_part = tl.zeros([BQ, BK], acc)
+        for a in range(chunk, tl.minimum(chunk + CHUNK, A)):
+            b_w = tl.load(p_weight + a * s_weight).to(acc)
+            b_q = tl.load(p_q + tl.cast(a, tl.int64) * s_q, mask=m_q, other=0).to(acc)
+            b_k = tl.load(p_k + tl.cast(a, tl.int64) * s_k, mask=m_k, other=0).to(acc)
+            b_x = b_q[:, None] + b_k[None, :]
+            if small:
+                b_part += b_w * _small_tanh(b_x)
+            else:
+                b_f, _ = _activation(b_x, SCORE)
+                b_part += b_w * b_f
+        b_s += b_part
+    return b_s
+
+
+@triton.jit
+def _reach(p_range_x, p_range_y, i_x, i_y):
+    """Return whether a tile's max|x| + max|y| fits the polynomial, and the factored path."""
+    reach = tl.load(p_range_x + i_x) + tl.load(p_range_y + i_y)
+    return reach <= SMALL_LIMIT, (reach > SMALL_LIMIT) & (reach <= FACTORED_LIMIT)
+
+
+@triton.jit
+def _scores(
+    query, key, weight, factors, i_q, i_k, A, SCORE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, acc: tl.constexpr,
+):  # fmt: skip
+    """The scores of one tile, without scale; ``i_q`` and ``i_k`` count blocks of all heads.
+
+    ``query`` and ``key`` are pointers to rows, the stride of features, and the mask of rows.
+    """
+    if SCORE == "dot":
+        return _dot_scores(query, key, A, BQ, BK, BA, acc)
+    elif factors is None:
+        return _direct_scores(query, key, weight, False, A, SCORE, BQ, BK, acc)
+    else:
+        p_eq, p_ek, p_ew, p_range_q, p_range_k, AP = factors
+        small, near = _reach(p_range_q, p_range_k, i_q, i_k)
+        if near:
+            o_pair = tl.arange(0, 2)[None, :]
+            p_eq_tile = p_eq + i_q * AP * BQ + tl.arange(0, BQ)[:, None] * 2 + o_pair
+            p_ek_tile = p_ek + i_k * AP * BK + tl.arange(0, BK)[:, None] * 2 + o_pair
+            b_s = _factored_scores(p_eq_tile, p_ek_tile, p_ew, A, AP, BQ, BK, acc)
+        else:
+            b_s = _direct_scores(query, key, weight, small, A, SCORE, BQ, BK, acc)
+        return b_s
+
+
+@triton.jit
+def _masked(b_s, m_s, bias, mask, i_b, i_h, o_q, o_column):
+    """Add a tile's bias to its scores; return them and the mask of visible keys."""
+    o_q, o_column = o_q.to(tl.int64)[:, None], o_column.to(tl.int64)
+    if mask is not None:
+        p_m = _head(mask, i_b, i_h) + o_q * mask[1][2] + o_column * mask[1][3]
+        m_s = m_s & (tl.load(p_m, mask=m_s, other=0) != 0)
+    if bias is not None:
+        p_b = _head(bias, i_b, i_h) + o_q * bias[1][2] + o_column * bias[1][3]
+        b_bias = tl.load(p_b, mask=m_s, other=0).to(b_s.dtype)
+        b_s += b_bias
+        m_s = m_s & (b_bias != -float("inf"))  # also if the score is NaN
+    return b_s, m_s
+
+
+@triton.jit
+def _described(statistics, b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale):
     """Update the sums of a row's statistics by a block of keys.
 
     With p = e^{s − m}: Σ p (s − m), the key of the largest score, μ = Σ p j / l and Σ p (j − μ)².
     Blocks are combined by the formula of Chan, Golub and LeVeque, which avoids cancellation.
     """
+    b_entropy_sum, b_position, b_mean, b_squares = statistics
     # infinite if the previous maximum was infinite, or if the previous sum underflows
     b_gap = tl.where((b_l == 0) | (b_rescale == 0), 0, b_m - b_shift)
     b_entropy_sum = b_rescale * (b_entropy_sum + b_l * b_gap)
@@ -295,11 +399,43 @@ def _described(
 
 
 @triton.jit
+def _store_statistics(p_row, statistics, b_l, b_inverse, m_q):
+    """Store the fields of RowStatistics: 0 of an empty row, NaN of a diverged one."""
+    b_entropy_sum, b_position, b_mean, b_squares = statistics
+    m_empty = b_l == 0
+    b_mass = tl.where(m_empty, 1, b_l)
+    b_seen = tl.where(m_empty, 0, 1 + 0 * b_inverse)  # or NaN
+    tl.store(p_row, (tl.log(b_mass) - b_entropy_sum / b_mass) * b_seen, mask=m_q)
+    tl.store(p_row + 1, b_seen / b_mass, mask=m_q)
+    tl.store(p_row + 2, b_position * b_seen, mask=m_q)
+    tl.store(p_row + 3, b_mean * b_seen, mask=m_q)
+    tl.store(p_row + 4, b_squares / b_mass * b_seen, mask=m_q)
+
+
+@triton.jit
+def _normalise(p_weights, span, rows, b_shift, b_inverse, m_q, n, W, BK: tl.constexpr):
+    """Turn the scores of rows into e^{s − m} / l."""
+    tl.debug_barrier()  # another thread may read the scores than stored them
+    for column in range(0, W, BK):
+        o_column = column + tl.arange(0, BK)
+        p_s = p_weights[:, None] + o_column[None, :]
+        if span is None:
+            m_s = m_q[:, None] & (o_column < n)[None, :]
+        else:
+            b_key = o_column[None, :] + rows[2][:, None]
+            m_s = (b_key >= rows[0][:, None]) & (b_key < rows[1][:, None])
+            m_s = m_s & (o_column < W)[None, :]
+        b_s = tl.load(p_s, mask=m_s, other=-float("inf"))
+        b_p = tl.exp(b_s - b_shift[:, None]) * b_inverse[:, None]
+        b_p = tl.where(b_s == -float("inf"), 0, b_p)
+        tl.store(p_s, b_p, mask=m_q[:, None] & (o_column < W)[None, :])
+
+
+@triton.jit
 def _forward(
-    p_q, p_k, p_v, p_weight, p_eq, p_ek, p_ew, p_range_q, p_range_k, p_bias, p_mask, p_lengths,
-    p_span, p_context, p_weights, p_lse, p_statistics, s_q, s_k, s_v, s_weight, s_bias, s_mask,
-    s_span, s_context, scale, H, Tq, Tk, W, A, AP, Dv, SCORE: tl.constexpr, COMPACT: tl.constexpr,
-    SCORES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
+    query, key, value, weight, factors, bias, mask, p_lengths, span, context, p_weights, p_lse,
+    p_statistics, scale, sizes, SCORE: tl.constexpr, COMPACT: tl.constexpr, SCORES: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys with online softmax.
 
@@ -307,7 +443,8 @@ def _forward(
     The weights need the last m and l. So the sweep stores the scores in the weights' memory, and a
     second sweep turns them into e^{s − m} / l: one read and one write per element, negligible
     compared with the features that the score reads. With ``SCORES`` there is no second sweep, and
-    the weights are scores. Statistics are updated online too: see :func:`_described`.
+    the weights are scores. Statistics are updated online too: see :func:`_described`. The sweep is
+    one long function, because every part of it would take and return the same dozen values.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     # A visible score of −∞ is replaced by MIN_FINITE, which no other score equals. If MIN_FINITE is
@@ -316,73 +453,41 @@ def _forward(
         -1.7976931348623157e308 if acc == tl.float64 else -3.4028234663852886e38
     )
     JUST_BELOW_ONE: tl.constexpr = 1 - 2.0**-52 if acc == tl.float64 else 1 - 2.0**-23
-    NQ, NK = tl.cdiv(Tq, BQ), tl.cdiv(Tk, BK)
-    i_bh, i_q, i_v = tl.program_id(0) // NQ, tl.program_id(0) % NQ, tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    i_bh = i_bh.to(tl.int64)
+    H, Tq, Tk, W, A, Dv = sizes
+    i_q, i_bh, i_b, i_h = _indices(tl.program_id(0), H, Tq, BQ)
+    i_v = tl.program_id(1)
     scale = _scalar(scale, acc)
     n = _seen_keys(p_lengths, i_b, Tk)
     o_q = i_q * BQ + tl.arange(0, BQ)
     o_v = i_v * BV + tl.arange(0, BV)
     m_q, m_v = o_q < Tq, o_v < Dv
     o_row = i_bh * Tq + o_q
-    p_q += i_b * s_q[0] + i_h * s_q[1] + o_q.to(tl.int64) * s_q[2]
-    p_k += i_b * s_k[0] + i_h * s_k[1]
-    p_v += i_b * s_v[0] + i_h * s_v[1] + o_v.to(tl.int64)[None, :] * s_v[3]
-    s_wa = 0
-    if p_weight is not None:
-        p_weight += i_h * s_weight[0]
-        s_wa = s_weight[1]
-    if p_ew is not None:
-        p_ew += i_h * (AP + AP // CHUNK)
+    p_q = _head(query, i_b, i_h) + o_q.to(tl.int64) * query[1][2]
+    p_k, p_v = _head(key, i_b, i_h), _head(value, i_b, i_h)
+    p_v += o_v.to(tl.int64)[None, :] * value[1][3]
+    if weight is not None:
+        weight = (weight[0] + i_h * weight[1][0], weight[1][1])
+    if factors is not None:
+        p_eq, p_ek, p_ew, p_range_q, p_range_k, AP = factors
+        factors = (p_eq, p_ek, p_ew + i_h * (AP + AP // CHUNK), p_range_q, p_range_k, AP)
 
     b_m = tl.full([BQ], -float("inf"), acc)
     b_l = tl.zeros([BQ], acc)
     b_c = tl.zeros([BQ, BV], acc)
-    b_entropy_sum, b_position = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
-    b_mean, b_squares = tl.zeros([BQ], acc), tl.zeros([BQ], acc)
-    first, stop = 0, n
-    if p_span is not None:
-        b_first, b_stop, b_origin = _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT)
-        first, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
+    statistics = (b_l, b_l, b_l, b_l)
+    first, stop, rows = _key_range(span, i_b, i_h, o_q, m_q, n, W, COMPACT)
     for i_k in range(first // BK, tl.cdiv(stop, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < n
-        m_s = m_q[:, None] & m_k[None, :]
-        o_column = o_k[None, :]
-        if p_span is not None:
-            m_s = (o_k[None, :] >= b_first[:, None]) & (o_k[None, :] < b_stop[:, None])
-            o_column = o_column - b_origin[:, None]
+        m_s, o_column = _visible(span, rows, o_k, m_q, m_k)
         # [BQ, BK]
-        if p_eq is not None:
-            i_eq, i_ek = i_bh * NQ + i_q, i_bh * NK + i_k
-            reach = tl.load(p_range_q + i_eq) + tl.load(p_range_k + i_ek)
-            small = reach <= SMALL_LIMIT
-            near = (reach > SMALL_LIMIT) & (reach <= FACTORED_LIMIT)
-            o_pair = tl.arange(0, 2)[None, :]
-            p_eq_tile = p_eq + i_eq * AP * BQ + tl.arange(0, BQ)[:, None] * 2 + o_pair
-            p_ek_tile = p_ek + i_ek * AP * BK + tl.arange(0, BK)[:, None] * 2 + o_pair
-        else:
-            near: tl.constexpr = False  # type: ignore[no-redef]
-            small: tl.constexpr = False  # type: ignore[no-redef]
-            p_eq_tile, p_ek_tile = p_eq, p_ek
         b_s = scale * _scores(
-            p_q, p_k + o_k.to(tl.int64) * s_k[2], p_weight, p_eq_tile, p_ek_tile, p_ew,
-            s_q[3], s_k[3], s_wa, near, small, m_q, m_k, A, AP,
+            (p_q, query[1][3], m_q), (p_k + o_k.to(tl.int64) * key[1][2], key[1][3], m_k), weight,
+            factors, i_bh * tl.cdiv(Tq, BQ) + i_q, i_bh * tl.cdiv(Tk, BK) + i_k, A,
             SCORE, BQ, BK, BA, acc,
         )  # fmt: skip
-        m_column = m_q[:, None] & (o_k < Tk)[None, :] if p_span is None else m_s
-        o_s = o_q.to(tl.int64)[:, None], o_column.to(tl.int64)
-        if p_mask is not None:
-            p_m = p_mask + i_b * s_mask[0] + i_h * s_mask[1]
-            p_m += o_s[0] * s_mask[2] + o_s[1] * s_mask[3]
-            m_s = m_s & (tl.load(p_m, mask=m_s, other=0) != 0)
-        if p_bias is not None:
-            p_b = p_bias + i_b * s_bias[0] + i_h * s_bias[1]
-            p_b += o_s[0] * s_bias[2] + o_s[1] * s_bias[3]
-            b_bias = tl.load(p_b, mask=m_s, other=0).to(acc)
-            b_s += b_bias
-            m_s = m_s & (b_bias != -float("inf"))  # also if the score is NaN
+        m_column = m_q[:, None] & (o_k < Tk)[None, :] if span is None else m_s
+        b_s, m_s = _masked(b_s, m_s, bias, mask, i_b, i_h, o_q, o_column)
         if not SCORES:
             b_low = tl.where(b_s == -float("inf"), MIN_FINITE, b_s * JUST_BELOW_ONE)
             b_s = tl.where(b_s > MIN_FINITE, b_s, b_low)
@@ -395,28 +500,16 @@ def _forward(
         b_p = tl.exp(b_s - b_shift[:, None])
         b_rescale = tl.exp(b_m - b_shift)
         if p_statistics is not None:
-            b_entropy_sum, b_position, b_mean, b_squares = _described(
-                b_s,
-                b_p,
-                o_k,
-                b_shift,
-                b_m,
-                b_l,
-                b_rescale,
-                b_entropy_sum,
-                b_position,
-                b_mean,
-                b_squares,
-            )
+            statistics = _described(statistics, b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale)
         b_l = b_l * b_rescale + tl.sum(b_p, 1)
         b_m = b_max
-        if p_context is not None:
+        if context is not None:
             b_c = b_c * b_rescale[:, None]
-            if p_mask is not None or p_bias is not None or p_span is not None:
+            if mask is not None or bias is not None or span is not None:
                 # mask values that no row here sees, because 0·NaN = NaN
                 m_k = tl.max(m_s.to(tl.int32), 0) > 0
             # [BK, BV]
-            p_vk = p_v + o_k.to(tl.int64)[:, None] * s_v[2]
+            p_vk = p_v + o_k.to(tl.int64)[:, None] * value[1][2]
             b_v = tl.load(p_vk, mask=m_k[:, None] & m_v[None, :], other=0)
             b_c = tl.dot(b_p.to(b_v.dtype), b_v, b_c, input_precision="ieee", out_dtype=acc)
 
@@ -424,43 +517,42 @@ def _forward(
     b_shift = tl.where(m_empty, 0, b_m)
     m_diverged = b_m == MIN_FINITE
     b_inverse = tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))
-    if p_context is not None:
-        p_c = p_context + i_b * s_context[0] + i_h * s_context[1] + o_v[None, :]
-        p_c += o_q.to(tl.int64)[:, None] * s_context[2]
+    if context is not None:
+        p_c = _head(context, i_b, i_h) + o_v[None, :] + o_q.to(tl.int64)[:, None] * context[1][2]
         tl.store(p_c, b_c * b_inverse[:, None], mask=m_q[:, None] & m_v[None, :])
     if i_v == 0:
         b_lse = b_shift + tl.log(tl.where(m_empty, 1, b_l))
         b_lse = tl.where(m_empty | m_diverged, -float("inf"), b_lse)
         tl.store(p_lse + o_row, b_lse, mask=m_q)
         if p_statistics is not None:
-            p_row = p_statistics + o_row * STATISTICS  # the fields of RowStatistics
-            b_mass = tl.where(m_empty, 1, b_l)
-            b_seen = tl.where(m_empty, 0, 1 + 0 * b_inverse)  # or NaN
-            tl.store(p_row, (tl.log(b_mass) - b_entropy_sum / b_mass) * b_seen, mask=m_q)
-            tl.store(p_row + 1, b_seen / b_mass, mask=m_q)
-            tl.store(p_row + 2, b_position * b_seen, mask=m_q)
-            tl.store(p_row + 3, b_mean * b_seen, mask=m_q)
-            tl.store(p_row + 4, b_squares / b_mass * b_seen, mask=m_q)
+            _store_statistics(p_statistics + o_row * STATISTICS, statistics, b_l, b_inverse, m_q)
         if p_weights is not None and not SCORES:
-            tl.debug_barrier()  # another thread may read the scores than stored them
-            for column in range(0, W, BK):
-                o_column = column + tl.arange(0, BK)
-                p_s = p_weights + o_row[:, None] * W + o_column[None, :]
-                if p_span is None:
-                    m_s = m_q[:, None] & (o_column < n)[None, :]
-                else:
-                    b_key = o_column[None, :] + b_origin[:, None]
-                    m_s = (b_key >= b_first[:, None]) & (b_key < b_stop[:, None])
-                    m_s = m_s & (o_column < W)[None, :]
-                b_s = tl.load(p_s, mask=m_s, other=-float("inf"))
-                b_p = tl.exp(b_s - b_shift[:, None]) * b_inverse[:, None]
-                b_p = tl.where(b_s == -float("inf"), 0, b_p)
-                tl.store(p_s, b_p, mask=m_q[:, None] & (o_column < W)[None, :])
+            _normalise(p_weights + o_row * W, span, rows, b_shift, b_inverse, m_q, n, W, BK)
+
+
+@triton.jit
+def _sum_range(
+    span, p_rows, i, i_b, i_h, o, m, n, size, W, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the range of a sum over the keys that a block's rows see, as :func:`_key_range` does.
+
+    Unless ``OVER_KEYS`` it is that of the rows that see a block of keys.
+    """
+    if OVER_KEYS:
+        return _key_range(span, i_b, i_h, o, m, n, W, COMPACT)
+    else:
+        b_none = tl.zeros_like(o)
+        start, stop = 0, tl.where(i * BLOCK < n, size, 0)
+        if span is not None:  # as _rows_of_keys stores it
+            p_rows += tl.program_id(0).to(tl.int64) * 2
+            start, stop = tl.load(p_rows).to(tl.int32), tl.load(p_rows + 1).to(tl.int32)
+        return start, stop, (b_none, b_none, b_none)
 
 
 @triton.jit
 def _product(
-    p_m, p_x, p_lengths, p_span, p_rows, p_out, s_x, s_span, s_out, scale, H, Tk, W, M, K, N,
+    p_m, x, p_lengths, span, p_rows, out, scale, sizes,
     OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, IGNORE_NONFINITE: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -471,114 +563,83 @@ def _product(
     x count as 0, because m is already NaN wherever such an element is visible.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
-    NM = tl.cdiv(M, BM)
-    i_bh, i_m = tl.program_id(0) // NM, tl.program_id(0) % NM
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    i_bh = i_bh.to(tl.int64)
+    H, Tk, W, M, K, N = sizes
+    i_m, i_bh, i_b, i_h = _indices(tl.program_id(0), H, M, BM)
     n = _seen_keys(p_lengths, i_b, Tk)
     o_m = i_m * BM + tl.arange(0, BM)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     m_m, m_n = o_m < M, o_n < N
-    start = 0
-    if OVER_KEYS:
-        stop = n
-        if p_span is not None:
-            b_first, b_stop, b_origin = _rows_seen(
-                p_span, s_span, i_b, i_h, o_m, m_m, n, W, COMPACT
-            )
-            start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
-        p_m += i_bh * M * W + o_m.to(tl.int64)[:, None] * W
-    else:
-        stop = tl.where(i_m * BM < n, K, 0)
-        if p_span is not None:  # the rows that see any key of this block
-            start = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2).to(tl.int32)
-            stop = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2 + 1).to(tl.int32)
-        p_m += i_bh * K * W + o_m.to(tl.int64)[:, None]
-    p_x += i_b * s_x[0] + i_h * s_x[1] + o_n.to(tl.int64)[None, :] * s_x[3]
+    start, stop, rows = _sum_range(
+        span, p_rows, i_m, i_b, i_h, o_m, m_m, n, K, W, OVER_KEYS, COMPACT, BM
+    )
+    p_m += i_bh * (M if OVER_KEYS else K) * W + o_m.to(tl.int64)[:, None] * (W if OVER_KEYS else 1)
+    p_x = _head(x, i_b, i_h) + o_n.to(tl.int64)[None, :] * x[1][3]
     b_out = tl.zeros([BM, BN], acc)
     for k in range(start, stop, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
         m_k = o_k < stop
-        m_mk = m_m[:, None] & m_k[None, :]
         if OVER_KEYS:
-            o_column = o_k[None, :]
-            if p_span is not None:
-                m_mk = (o_k[None, :] >= b_first[:, None]) & (o_k[None, :] < b_stop[:, None])
-                o_column = o_column - b_origin[:, None]
+            m_mk, o_column = _visible(span, rows, o_k, m_m, m_k)
         else:
-            o_column = o_k[None, :] * W
-            if p_span is not None:
-                b_first, b_stop, b_origin = _rows_seen(
-                    p_span, s_span, i_b, i_h, o_k, m_k, n, W, COMPACT
-                )
+            m_mk, o_column = m_m[:, None] & m_k[None, :], o_k[None, :] * W
+            if span is not None:
+                b_first, b_stop, b_origin = _rows_seen(span, i_b, i_h, o_k, m_k, n, W, COMPACT)
                 m_mk = (o_m[:, None] >= b_first[None, :]) & (o_m[:, None] < b_stop[None, :])
                 o_column = o_column - b_origin[None, :]
         # [BM, BK] and [BK, BN]
         b_m = tl.load(p_m + o_column, mask=m_mk, other=0)
         if not IGNORE_NONFINITE:
             m_k = tl.max((b_m != 0).to(tl.int32), 0) > 0
-        b_x = tl.load(p_x + o_k[:, None] * s_x[2], mask=m_k[:, None] & m_n[None, :], other=0)
+        b_x = tl.load(p_x + o_k[:, None] * x[1][2], mask=m_k[:, None] & m_n[None, :], other=0)
         if IGNORE_NONFINITE:
             b_x = _finite(b_x)
         b_out = tl.dot(b_m.to(b_x.dtype), b_x, b_out, input_precision="ieee", out_dtype=acc)
-    p_out += i_b * s_out[0] + i_h * s_out[1] + o_m.to(tl.int64)[:, None] * s_out[2] + o_n[None, :]
+    p_out = _head(out, i_b, i_h) + o_m.to(tl.int64)[:, None] * out[1][2] + o_n[None, :]
     tl.store(p_out, b_out * _scalar(scale, acc), mask=m_m[:, None] & m_n[None, :])
 
 
 @triton.jit
 def _score_gradient(
-    p_grad_context, p_grad_weights, p_grad_lse, p_v, p_weights, p_lengths, p_span, p_ds,
-    s_grad_context, s_grad_weights, s_v, s_span, H, Tq, Tk, W, Dv, COMPACT: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    grad_context, grad_weights, p_grad_lse, value, p_weights, p_lengths, span, p_ds, sizes,
+    COMPACT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """ds = P (g − Σ P g + dlse) with g = dc vᵀ + dP, of BQ rows; exactly 0 where P is 0.
 
     The first sweep stores g in the memory of ds, and the second turns it into ds.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
-    NQ = tl.cdiv(Tq, BQ)
-    i_bh, i_q = tl.program_id(0) // NQ, tl.program_id(0) % NQ
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    H, Tq, Tk, W, Dv = sizes
+    i_q, i_bh, i_b, i_h = _indices(tl.program_id(0), H, Tq, BQ)
     n = _seen_keys(p_lengths, i_b, Tk)
     o_q = i_q * BQ + tl.arange(0, BQ)
     m_q = o_q < Tq
-    o_row = i_bh.to(tl.int64) * Tq + o_q
-    p_v += i_b * s_v[0] + i_h * s_v[1]
-    p_grad_context += i_b * s_grad_context[0] + i_h * s_grad_context[1]
-    p_grad_context += o_q.to(tl.int64)[:, None] * s_grad_context[2]
-    if p_grad_weights is not None:
-        p_grad_weights += i_b * s_grad_weights[0] + i_h * s_grad_weights[1]
-        p_grad_weights += o_q.to(tl.int64)[:, None] * s_grad_weights[2]
+    o_row = i_bh * Tq + o_q
+    p_v, s_v, s_dc = _head(value, i_b, i_h), value[1], grad_context[1]
+    p_dc = _head(grad_context, i_b, i_h) + o_q.to(tl.int64)[:, None] * s_dc[2]
+    if grad_weights is not None:
+        p_dp = _head(grad_weights, i_b, i_h) + o_q.to(tl.int64)[:, None] * grad_weights[1][2]
     b_delta = tl.zeros([BQ], acc)
     b_dlse = tl.zeros([BQ], acc)  # kept separate from delta, because g − delta is often exactly 0
     if p_grad_lse is not None:
         b_dlse = tl.load(p_grad_lse + o_row, mask=m_q, other=0)
-    start, stop = 0, n
-    if p_span is not None:
-        b_first, b_stop, b_origin = _rows_seen(p_span, s_span, i_b, i_h, o_q, m_q, n, W, COMPACT)
-        start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
+    start, stop, rows = _key_range(span, i_b, i_h, o_q, m_q, n, W, COMPACT)
     for k in range(start, stop, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
         m_k = o_k < stop
-        m_s = m_q[:, None] & m_k[None, :]
-        o_column = o_k[None, :]
-        if p_span is not None:
-            m_s = (o_k[None, :] >= b_first[:, None]) & (o_k[None, :] < b_stop[:, None])
-            o_column = o_column - b_origin[:, None]
+        m_s, o_column = _visible(span, rows, o_k, m_q, m_k)
         b_g = tl.zeros([BQ, BK], acc)
         for v in range(0, Dv, BV):
             o_v = (v + tl.arange(0, BV)).to(tl.int64)
             m_v = o_v < Dv
             # [BQ, BV]
-            p_dc = p_grad_context + o_v[None, :] * s_grad_context[3]
-            b_dc = tl.load(p_dc, mask=m_q[:, None] & m_v[None, :], other=0)
+            b_dc = tl.load(p_dc + o_v[None, :] * s_dc[3], mask=m_q[:, None] & m_v[None, :], other=0)
             # [BV, BK]
             p_vk = p_v + o_v[:, None] * s_v[3] + o_k[None, :] * s_v[2]
             b_v = tl.load(p_vk, mask=m_v[:, None] & m_k[None, :], other=0)
             b_g = tl.dot(b_dc, b_v, b_g, input_precision="ieee", out_dtype=acc)
         # [BQ, BK]
-        if p_grad_weights is not None:
-            b_g += tl.load(p_grad_weights + o_column * s_grad_weights[3], mask=m_s, other=0)
+        if grad_weights is not None:
+            b_g += tl.load(p_dp + o_column * grad_weights[1][3], mask=m_s, other=0)
         o_s = o_row[:, None] * W + o_column
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
         b_g = tl.where(b_p != 0, b_g, 0)
@@ -588,7 +649,7 @@ def _score_gradient(
     for column in range(0, W, BK):
         o_column = column + tl.arange(0, BK)
         m_w = m_q[:, None] & (o_column < W)[None, :]
-        m_s = m_q[:, None] & (o_column < n)[None, :] if p_span is None else m_w
+        m_s = m_q[:, None] & (o_column < n)[None, :] if span is None else m_w
         o_s = o_row[:, None] * W + o_column[None, :]
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
         b_g = tl.load(p_ds + o_s, mask=m_s & (b_p != 0), other=0)
@@ -597,19 +658,54 @@ def _score_gradient(
 
 
 @triton.jit
-def _column_of(
-    p_ds, p_span, s_span, i_b, i_h, y, exists, o_x, n, W, COMPACT: tl.constexpr
-):  # fmt: skip
-    """ds of row ``y`` at keys ``o_x``; ``p_ds`` points to them in row 0; 0 if not visible."""
-    first, stop, origin = _rows_seen(p_span, s_span, i_b, i_h, y, exists, n, W, COMPACT)
-    p_ds += tl.cast(y, tl.int64) * W - origin
-    return tl.load(p_ds, mask=(o_x >= first) & (o_x < stop), other=0)
+def _column_of(ds, y, exists, m_x, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr):
+    """ds of a block's rows at key ``y`` or, unless ``OVER_KEYS``, of row ``y`` at the block's keys.
+
+    ``ds`` has the pointer to the rows' key 0, or to the keys in row 0. 0 if not visible.
+    """
+    p_ds, span, rows, i_b, i_h, o_x, n, W = ds
+    if span is None:
+        return tl.load(p_ds + tl.cast(y, tl.int64) * (1 if OVER_KEYS else W), mask=m_x, other=0)
+    elif OVER_KEYS:
+        return tl.load(p_ds + y, mask=(y >= rows[0]) & (y < rows[1]), other=0)
+    else:
+        first, stop, origin = _rows_seen(span, i_b, i_h, y, exists, n, W, COMPACT)
+        p_ds += tl.cast(y, tl.int64) * W - origin
+        return tl.load(p_ds, mask=(o_x >= first) & (o_x < stop), other=0)
+
+
+@triton.jit
+def _factored_terms(b_dx, b_dw, b_ex, b_ds0, b_ds1, p_ey, m_a, A, WEIGHTS: tl.constexpr):
+    """Add the terms of two rows of y, whose E(y) are at ``p_ey``, to Σ ds f'/4 and Σ ds (−f/2)."""
+    b_d0 = 1 + b_ex * tl.load(p_ey, mask=m_a, other=0)[None, :]
+    b_d1 = 1 + b_ex * tl.load(p_ey + A, mask=m_a, other=0)[None, :]
+    b_inverse = _reciprocal(b_d0 * b_d1)
+    b_s0, b_s1 = b_d1 * b_inverse - 0.5, b_d0 * b_inverse - 0.5
+    b_dx += b_ds0[:, None] * (0.25 - b_s0 * b_s0)
+    b_dx += b_ds1[:, None] * (0.25 - b_s1 * b_s1)
+    if WEIGHTS:
+        b_dw += b_ds0[:, None] * b_s0
+        b_dw += b_ds1[:, None] * b_s1
+    return b_dx, b_dw
+
+
+@triton.jit
+def _direct_terms(b_dx, b_dw, b_z, b_ds, small, SCORE: tl.constexpr, WEIGHTS: tl.constexpr):
+    """Add the terms of one row of y, z = x + y, to Σ ds f'/4 and Σ ds (−f/2)."""
+    if small:
+        b_f = _small_tanh(b_z)
+        b_slope = 0.25 - 0.25 * b_f * b_f
+    else:
+        b_f, b_slope = _activation(b_z, SCORE)
+    b_dx += b_ds[:, None] * b_slope
+    if WEIGHTS:
+        b_dw += b_ds[:, None] * (-0.5 * b_f)
+    return b_dx, b_dw
 
 
 @triton.jit
 def _additive_gradient(
-    p_x, p_y, p_weight, p_ex, p_ey, p_range_x, p_range_y, p_ds, p_lengths, p_span, p_rows,
-    p_dx, p_dw, s_x, s_y, s_weight, s_span, s_dx, scale, H, Tk, W, Tx, Ty, A,
+    x, y, weight, factors, p_ds, p_lengths, span, p_rows, dx, p_dw, scale, sizes,
     SCORE: tl.constexpr, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
@@ -620,106 +716,59 @@ def _additive_gradient(
     over y, so threads reduce their sums only at the end.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
+    WEIGHTS: tl.constexpr = p_dw is not None
+    H, Tk, W, Tx, Ty, A = sizes
     NX, NY = tl.cdiv(Tx, BX), tl.cdiv(Ty, BY)
-    i_bh, i_x = tl.program_id(0) // NX, tl.program_id(0) % NX
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    i_bh = i_bh.to(tl.int64)
+    i_x, i_bh, i_b, i_h = _indices(tl.program_id(0), H, Tx, BX)
     n = _seen_keys(p_lengths, i_b, Tk)
     o_x = (i_x * BX + tl.arange(0, BX)).to(tl.int64)
     o_a = (tl.program_id(1) * BA + tl.arange(0, BA)).to(tl.int64)
     m_x, m_a = o_x < Tx, o_a < A
     m_xa = m_x[:, None] & m_a[None, :]
-    start = 0
-    if OVER_KEYS:
-        stop = n
-        p_ds += i_bh * Tx * W + o_x * W
-        if p_span is not None:
-            b_first, b_stop, b_origin = _rows_seen(
-                p_span, s_span, i_b, i_h, o_x, m_x, n, W, COMPACT
-            )
-            start, stop = tl.min(b_first, 0), tl.max(b_stop, 0)
-            p_ds -= b_origin
-    else:
-        stop = tl.where(i_x * BX < n, Ty, 0)
-        p_ds += i_bh * Ty * W + o_x
-        if p_span is not None:  # the rows that see any key of this block
-            start = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2).to(tl.int32)
-            stop = tl.load(p_rows + tl.program_id(0).to(tl.int64) * 2 + 1).to(tl.int32)
-    p_x += i_b * s_x[0] + i_h * s_x[1] + o_x[:, None] * s_x[2] + o_a[None, :] * s_x[3]
-    p_y += i_b * s_y[0] + i_h * s_y[1] + o_a * s_y[3]
+    start, stop, rows = _sum_range(
+        span, p_rows, i_x, i_b, i_h, o_x, m_x, n, Ty, W, OVER_KEYS, COMPACT, BX
+    )
+    p_ds += i_bh * (Tx if OVER_KEYS else Ty) * W + o_x * (W if OVER_KEYS else 1)
+    if OVER_KEYS and span is not None:
+        p_ds -= rows[2]
+    ds = (p_ds, span, rows, i_b, i_h, o_x, n, W)
+    p_x = _head(x, i_b, i_h) + o_x[:, None] * x[1][2] + o_a[None, :] * x[1][3]
+    p_y = _head(y, i_b, i_h) + o_a * y[1][3]
     # [BX, BA]: Σ_y ds f'/4 and Σ_y ds (−f/2)
     b_dx = tl.zeros([BX, BA], acc)
     b_dw = tl.zeros([BX, BA], acc)
     for i_y in range(start // BY, tl.cdiv(stop, BY)):
         end = tl.minimum(stop, i_y * BY + BY)
-        if p_ex is not None:
-            reach = tl.load(p_range_x + i_bh * NX + i_x) + tl.load(p_range_y + i_bh * NY + i_y)
-            small = reach <= SMALL_LIMIT
-            near = (reach > SMALL_LIMIT) & (reach <= FACTORED_LIMIT)
+        if factors is not None:
+            p_ex, p_ey, p_range_x, p_range_y = factors
+            small, near = _reach(p_range_x, p_range_y, i_bh * NX + i_x, i_bh * NY + i_y)
         else:
             near: tl.constexpr = False  # type: ignore[no-redef]
             small: tl.constexpr = False  # type: ignore[no-redef]
         if near:
             p_tile = p_ex + (i_bh * NX * BX + o_x)[:, None] * A + o_a[None, :]
             b_ex = tl.load(p_tile, mask=m_xa, other=0)
-            for y in range(i_y * BY, end, 2):
+            for k in range(i_y * BY, end, 2):
                 # [BX] and [BA]; a row of y beyond the end is 1 and is multiplied by ds = 0
-                if p_span is None:
-                    p_dsy = p_ds + tl.cast(y, tl.int64) * (1 if OVER_KEYS else W)
-                    m_1 = o_x < tl.where(y + 1 < end, Tx, 0)
-                    b_ds0 = tl.load(p_dsy, mask=m_x, other=0)
-                    b_ds1 = tl.load(p_dsy + (1 if OVER_KEYS else W), mask=m_1, other=0)
-                elif OVER_KEYS:
-                    m_0 = (y >= b_first) & (y < b_stop)
-                    m_1 = (y + 1 >= b_first) & (y + 1 < b_stop)
-                    b_ds0 = tl.load(p_ds + y, mask=m_0, other=0)
-                    b_ds1 = tl.load(p_ds + (y + 1), mask=m_1, other=0)
-                else:
-                    b_ds0 = _column_of(
-                        p_ds, p_span, s_span, i_b, i_h, y, y < end, o_x, n, W, COMPACT
-                    )
-                    b_ds1 = _column_of(
-                        p_ds, p_span, s_span, i_b, i_h, y + 1, y + 1 < end, o_x, n, W, COMPACT
-                    )
-                p_eyy = p_ey + (i_bh * NY * BY + y) * A + o_a
-                b_d0 = 1 + b_ex * tl.load(p_eyy, mask=m_a, other=0)[None, :]
-                b_d1 = 1 + b_ex * tl.load(p_eyy + A, mask=m_a, other=0)[None, :]
-                b_inverse = _reciprocal(b_d0 * b_d1)
-                b_s0, b_s1 = b_d1 * b_inverse - 0.5, b_d0 * b_inverse - 0.5
-                b_dx += b_ds0[:, None] * (0.25 - b_s0 * b_s0)
-                b_dx += b_ds1[:, None] * (0.25 - b_s1 * b_s1)
-                if p_dw is not None:
-                    b_dw += b_ds0[:, None] * b_s0
-                    b_dw += b_ds1[:, None] * b_s1
+                m_1 = o_x < tl.where(k + 1 < end, Tx, 0)
+                b_ds0 = _column_of(ds, k, k < end, m_x, OVER_KEYS, COMPACT)
+                b_ds1 = _column_of(ds, k + 1, k + 1 < end, m_1, OVER_KEYS, COMPACT)
+                p_eyy = p_ey + (i_bh * NY * BY + k) * A + o_a
+                b_dx, b_dw = _factored_terms(b_dx, b_dw, b_ex, b_ds0, b_ds1, p_eyy, m_a, A, WEIGHTS)
         else:
             b_x = _finite(tl.load(p_x, mask=m_xa, other=0).to(acc))
-            for y in range(i_y * BY, end):
-                if p_span is None:
-                    p_dsy = p_ds + tl.cast(y, tl.int64) * (1 if OVER_KEYS else W)
-                    b_ds = tl.load(p_dsy, mask=m_x, other=0)
-                elif OVER_KEYS:
-                    b_ds = tl.load(p_ds + y, mask=(y >= b_first) & (y < b_stop), other=0)
-                else:
-                    b_ds = _column_of(
-                        p_ds, p_span, s_span, i_b, i_h, y, y < end, o_x, n, W, COMPACT
-                    )
-                b_y = tl.load(p_y + tl.cast(y, tl.int64) * s_y[2], mask=m_a, other=0).to(acc)
+            for k in range(i_y * BY, end):
+                b_ds = _column_of(ds, k, k < end, m_x, OVER_KEYS, COMPACT)
+                b_y = tl.load(p_y + tl.cast(k, tl.int64) * y[1][2], mask=m_a, other=0).to(acc)
                 b_z = b_x + _finite(b_y)[None, :]
-                if small:
-                    b_f = _small_tanh(b_z)
-                    b_slope = 0.25 - 0.25 * b_f * b_f
-                else:
-                    b_f, b_slope = _activation(b_z, SCORE)
-                b_dx += b_ds[:, None] * b_slope
-                if p_dw is not None:
-                    b_dw += b_ds[:, None] * (-0.5 * b_f)
+                b_dx, b_dw = _direct_terms(b_dx, b_dw, b_z, b_ds, small, SCORE, WEIGHTS)
     # [BA]
     scale = _scalar(scale, acc)
-    p_weight += i_h * s_weight[0] + o_a * s_weight[1]
+    p_weight = weight[0] + i_h * weight[1][0] + o_a * weight[1][1]
     b_weight = tl.load(p_weight, mask=m_a, other=0).to(acc)
-    if p_dx is not None:
+    if dx is not None:
         b_dx *= (4 * scale * b_weight)[None, :]
-        p_dx += i_b * s_dx[0] + i_h * s_dx[1] + o_x[:, None] * s_dx[2] + o_a[None, :]
+        p_dx = _head(dx, i_b, i_h) + o_x[:, None] * dx[1][2] + o_a[None, :]
         tl.store(p_dx, b_dx, mask=m_xa)
     if p_dw is not None:
         b_dw = -2 * scale * tl.sum(b_dw, 0)
@@ -731,8 +780,9 @@ def _heads(x: Any) -> Any:
     return x.unsqueeze(1) if x is not None and x.dim() == 3 else x
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return (0,) * 4 if x is None else x.stride()
+def _strided(x: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Return a tensor and its strides, which are one argument of a kernel."""
+    return None if x is None else (x, x.stride())
 
 
 def _pair(scale: float) -> tuple[float, float]:
@@ -762,8 +812,8 @@ def _exponentials_of(x, score_vector, lengths, block: int, *, transposed: bool, 
     e = x.new_empty(B * H * blocks * block * columns, dtype=torch.float32)
     ranges = x.new_empty(B * H * blocks, dtype=torch.float32)
     _exponentials[(B * H * blocks,)](
-        x, score_vector, lengths, e, weights, ranges, x.stride(), score_vector.stride(),
-        (2, 2 * block) if transposed else (columns, 2), H, T, A, columns,
+        _strided(x), _strided(score_vector), lengths,
+        (e, (2, 2 * block) if transposed else (columns, 2)), weights, ranges, (H, T, A, columns),
         IGNORE_NONFINITE=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH,
     )  # fmt: skip
     return e, ranges
@@ -776,23 +826,15 @@ def _whole_chunks(features: int) -> int:
 def _prepare(call: Any) -> tuple[Any, ...]:
     """Normalise the inputs: add a head axis, and a row of ``score_vector`` for each head."""
     query, key, value = _heads(call.query), _heads(call.key), _heads(call.value)
-    score_vector, lengths, bounds = (
-        call.score_vector,
-        call.lengths,
-        _heads(getattr(call, "key_bounds", None)),
-    )
+    score_vector, lengths = call.score_vector, call.lengths
+    bounds = _heads(getattr(call, "key_bounds", None))
     if score_vector is not None:
         score_vector = score_vector.expand(query.shape[1], query.shape[3])
+    if lengths is not None:
+        lengths = lengths.contiguous()
     if bounds is not None:  # the two bounds of a row must be adjacent in memory
         bounds = bounds.contiguous().expand(*query.shape[:2], -1, -1)
-    return (
-        query,
-        key,
-        value,
-        score_vector,
-        None if lengths is None else lengths.contiguous(),
-        bounds,
-    )
+    return query, key, value, score_vector, lengths, bounds
 
 
 def _tile(size: int, bounds: Tensor | None, columns: int) -> int:
@@ -843,37 +885,26 @@ def _rows_of_keys(bounds, columns: int, B: int, H: int, Tk: int, block: int) -> 
 
 
 def _multiply(
-    m,
-    x,
-    lengths,
-    bounds,
-    columns: int,
-    out,
-    scale: float,
-    *,
-    over_keys: bool,
-    ignore_nonfinite: bool,
-) -> None:
+    m, x, lengths, bounds, columns: int, out, scale: float, *,
+    over_keys: bool, ignore_nonfinite: bool,
+) -> None:  # fmt: skip
     """Launch :func:`_product`: ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``."""
     (B, H, K, N), M = x.shape, out.shape[-2]
     Tk = K if over_keys else M
     BM, BK, BN = _block(M, _tile(64, bounds, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
     rows = None if over_keys else _rows_of_keys(bounds, columns, B, H, Tk, BM)
     _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
-        m, x, lengths, bounds, rows, out, x.stride(), _strides(bounds), out.stride(),
-        _pair(scale), H, Tk, m.shape[-1], M, K, N,
+        m, _strided(x), lengths, _strided(bounds), rows, _strided(out), _pair(scale),
+        (H, Tk, m.shape[-1], M, K, N),
         OVER_KEYS=over_keys, COMPACT=columns > 0, IGNORE_NONFINITE=ignore_nonfinite,
         BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8, **LAUNCH,
     )  # fmt: skip
 
 
 def launch_forward(
-    call: AttentionInputs,
-    context: Tensor | None,
-    weights: Tensor | None,
-    lse: Tensor,
+    call: AttentionInputs, context: Tensor | None, weights: Tensor | None, lse: Tensor,
     statistics: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Launch :func:`_forward` for context, weights, log-sum-exp and statistics.
 
     Outputs that are None are not computed; without context the weights are scores: −inf for keys
@@ -885,6 +916,7 @@ def launch_forward(
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
+    features = _whole_chunks(A)
     BA = _block(A, _depth(query.dtype))
     factored = score == "tanh" and acc == torch.float32
     plain = score not in ("dot", "tanh")
@@ -899,20 +931,19 @@ def launch_forward(
     BQ = _block(Tq, min(_tile(64, bounds, columns), most // BV), 1)
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)
-    e_q = e_k = e_w = range_q = range_k = None
+    factors = None
     with torch.cuda.device_of(query):
         if factored:
-            e_w = query.new_empty(H, _whole_chunks(A) * (CHUNK.value + 1) // CHUNK.value, dtype=acc)
+            e_w = query.new_empty(H, features + features // CHUNK.value, dtype=acc)
             e_q, range_q = _exponentials_of(
                 query, score_vector, None, BQ, transposed=True, weights=e_w
             )
             e_k, range_k = _exponentials_of(key, score_vector, lengths, BK, transposed=True)
+            factors = (e_q, e_k, e_w, range_q, range_k, features)
         _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
-            query, key, value, score_vector, e_q, e_k, e_w, range_q, range_k, bias, mask, lengths,
-            bounds, within, weights, lse, statistics, query.stride(), key.stride(), value.stride(),
-            (0, 0) if score_vector is None else score_vector.stride(), _strides(bias),
-            _strides(mask), _strides(bounds), _strides(within), _pair(scale),
-            H, Tq, Tk, W, A, _whole_chunks(A), Dv, SCORE=score, COMPACT=columns > 0,
+            *map(_strided, (query, key, value, score_vector)), factors, _strided(bias),
+            _strided(mask), lengths, _strided(bounds), _strided(within), weights, lse, statistics,
+            _pair(scale), (H, Tq, Tk, W, A, Dv), SCORE=score, COMPACT=columns > 0,
             SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
             num_warps=8, **LAUNCH,
         )  # fmt: skip
@@ -931,12 +962,9 @@ def forward(call: AttentionInputs) -> AttentionOutputs:
     shape = (*rows, STATISTICS.value) if call.need_statistics else (0,)
     statistics = query.new_empty(shape, dtype=acc)
     launch_forward(
-        call,
-        context,
-        weights if call.need_weights else None,
-        lse,
+        call, context, weights if call.need_weights else None, lse,
         statistics if call.need_statistics else None,
-    )
+    )  # fmt: skip
     return AttentionOutputs(context, weights, lse, statistics)
 
 
@@ -949,26 +977,24 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], call.weights.shape[-1]
     factored = call.score == "tanh" and ds.dtype == torch.float32
     BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
-    e_q = e_k = range_q = range_k = None
+    of_queries = of_keys = None
     if factored:
         e_q, range_q = _exponentials_of(query, score_vector, None, BQ, transposed=False)
         e_k, range_k = _exponentials_of(key, score_vector, lengths, BK, transposed=False)
+        of_queries, of_keys = (e_q, e_k, range_q, range_k), (e_k, e_q, range_k, range_q)
     parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
     options = {"SCORE": call.score, "COMPACT": call.columns > 0, "BA": BA, "num_warps": 4, **LAUNCH}
-    scale, to = _pair(call.scale), dq if call.need_grad_query else None
+    q, k, w, span, scale = *map(_strided, (query, key, score_vector, bounds)), _pair(call.scale)
     _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
-        query, key, score_vector, e_q, e_k, range_q, range_k, ds, lengths, bounds, None,
-        to, parts if call.need_grad_key else None, query.stride(), key.stride(),
-        score_vector.stride(), _strides(bounds), _strides(to), scale, H, Tk, W, Tq, Tk, A,
-        OVER_KEYS=True, BX=BQ, BY=BK, **options,
+        q, k, w, of_queries, ds, lengths, span, None,
+        _strided(dq if call.need_grad_query else None), parts if call.need_grad_key else None,
+        scale, (H, Tk, W, Tq, Tk, A), OVER_KEYS=True, BX=BQ, BY=BK, **options,
     )  # fmt: skip
     if call.need_grad_key:
         rows = _rows_of_keys(bounds, call.columns, B, H, Tk, BK)
         _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
-            key, query, score_vector, e_k, e_q, range_k, range_q, ds, lengths, bounds, rows,
-            dk, None, key.stride(), query.stride(), score_vector.stride(), _strides(bounds),
-            dk.stride(), scale, H, Tk, W, Tk, Tq, A,
-            OVER_KEYS=False, BX=BK, BY=BQ, **options,
+            k, q, w, of_keys, ds, lengths, span, rows, _strided(dk), None, scale,
+            (H, Tk, W, Tk, Tq, A), OVER_KEYS=False, BX=BK, BY=BQ, **options,
         )  # fmt: skip
     return parts
 
@@ -996,10 +1022,10 @@ def backward(call: AttentionBackward) -> AttentionGradients:
     with torch.cuda.device_of(query):
         if grad_score is None:
             _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
-                grad_context, grad_weights,
+                _strided(grad_context), _strided(grad_weights),
                 None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
-                value, weights, lengths, bounds, ds, grad_context.stride(), _strides(grad_weights),
-                value.stride(), _strides(bounds), H, Tq, Tk, W, Dv, COMPACT=columns > 0,
+                _strided(value), weights, lengths, _strided(bounds), ds, (H, Tq, Tk, W, Dv),
+                COMPACT=columns > 0,
                 BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH,
             )  # fmt: skip
         if need_grad_key:

@@ -18,7 +18,7 @@ import math
 import torch
 import triton
 import triton.language as tl
-from attnfast.kernels.attention import LAUNCH
+from attnfast.kernels.attention import LAUNCH, _strided
 
 from attnfast.ops.copying import LIMIT as _LIMIT
 from attnfast.ops.copying import LOWEST as _LOWEST
@@ -90,31 +90,44 @@ def _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V):
 
 
 @triton.jit
-def _distribution(
-    p_x, p_weights, p_source, p_gate, p_out, p_lse, s_x, s_weights, s_gate, Tq, Tk, V, X,
-    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr,
-):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    i_b, i_t = i_row // Tq, i_row % Tq
-    p_x += i_b * s_x[0] + i_t * s_x[1]
-    p_weights += i_b * s_weights[0] + i_t * s_weights[1]
-    p_source += i_b * Tk
-    p_out += i_row * (V + X)
-    p, q, log_p, log_q = _gate(p_gate + i_b * s_gate[0] + i_t * s_gate[1])
+def _row(x, i_b, i_t):
+    """Return the pointer to a row of a tensor ``(pointer, strides)``."""
+    return x[0] + i_b * x[1][0] + i_t * x[1][1]
 
+
+@triton.jit
+def _log_sum_exp(p_x, s_x, V, BV: tl.constexpr, acc: tl.constexpr):
+    """Return the largest logit of a row, 0 if none is finite, and Σ e^{x − largest}."""
     b_m = tl.full([BV], -float("inf"), acc)
     b_l = tl.zeros([BV], acc)
     for v in range(0, V, BV):
         o_v = v + tl.arange(0, BV)
-        p_v = p_x + o_v.to(tl.int64) * s_x[2]
-        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
+        b_x = tl.load(p_x + o_v.to(tl.int64) * s_x, mask=o_v < V, other=-float("inf")).to(acc)
         b_max = tl.maximum(b_m, b_x)
         b_shift = tl.where(b_max == -float("inf"), 0, b_max)
         b_l = b_l * tl.exp(b_m - b_shift) + tl.exp(b_x - b_shift)
         b_m = b_max
     top = tl.max(b_m, 0)
     shift = tl.where(top == -float("inf"), 0, top)
-    total = tl.sum(b_l * tl.exp(b_m - shift), 0)
+    return shift, tl.sum(b_l * tl.exp(b_m - shift), 0)
+
+
+@triton.jit
+def _distribution(
+    logits, weights, p_source, gate, p_out, p_lse, sizes,
+    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr,
+):  # fmt: skip
+    """The distribution of a row, and the log-sum-exp of its logits."""
+    Tq, Tk, V, X = sizes
+    i_row = tl.program_id(0).to(tl.int64)
+    i_b, i_t = i_row // Tq, i_row % Tq
+    p_x, s_x = _row(logits, i_b, i_t), logits[1][2]
+    p_weights, s_weights = _row(weights, i_b, i_t), weights[1][2]
+    p_source += i_b * Tk
+    p_out += i_row * (V + X)
+    p, q, log_p, log_q = _gate(_row(gate, i_b, i_t))
+
+    shift, total = _log_sum_exp(p_x, s_x, V, BV, acc)
     none = total == 0
     log_total = tl.log(tl.where(none, 1, total).to(tl.float64))
     lse = tl.where(none, -float("inf"), shift.to(tl.float64) + log_total)
@@ -124,8 +137,7 @@ def _distribution(
     factor = tl.where(none, 0.0, p / tl.where(none, 1, total)).to(acc)
     for v in range(0, V + X, BV):
         o_v = v + tl.arange(0, BV)
-        p_v = p_x + o_v.to(tl.int64) * s_x[2]
-        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
+        b_x = tl.load(p_x + o_v.to(tl.int64) * s_x, mask=o_v < V, other=-float("inf")).to(acc)
         if LOG:
             b_out = tl.where(b_x == -float("inf"), LOWEST, b_x - shift + low)
         else:
@@ -134,33 +146,42 @@ def _distribution(
     tl.debug_barrier()  # the following stores overwrite values stored by other threads
     for i in range(0, Tk, BI):
         o_i = i + tl.arange(0, BI)
-        b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
+        b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, o_i < Tk, Tk, BI)
         m_w = (b_w >= 0) & (b_w < V + X)
         if LOG:
-            b_out, _, _, _, _ = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            b_out, _, _, _, _ = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
         else:
-            p_w = p_x + b_w * s_x[2]
+            p_w = p_x + b_w * s_x
             b_x = tl.load(p_w, mask=m_w & (b_w < V), other=-float("inf")).to(acc)
             b_out = (tl.exp(b_x - shift) * factor).to(tl.float64) + q * b_mass
         tl.store(p_out + b_w, b_out.to(acc), mask=m_w)
 
 
 @triton.jit
+def _vocabulary_terms(p_grad, s_grad, p_x, s_x, v, V, BV: tl.constexpr, acc: tl.constexpr):
+    """Load G and the logits of BV words of the vocabulary."""
+    o_v = v + tl.arange(0, BV)
+    b_x = tl.load(p_x + o_v.to(tl.int64) * s_x, mask=o_v < V, other=-float("inf")).to(acc)
+    b_g = tl.load(p_grad + o_v.to(tl.int64) * s_grad, mask=o_v < V, other=0).to(acc)
+    return o_v, b_x, b_g
+
+
+@triton.jit
 def _distribution_gradient(
-    p_grad, p_x, p_weights, p_source, p_gate, p_lse, p_dx, p_dweights, p_dgate,
-    s_grad, s_x, s_weights, s_gate, Tq, Tk, V, X,
+    grad, logits, weights, p_source, gate, p_lse, p_dx, p_dweights, p_dgate, sizes,
     LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a row, G that of its result; csrc/cpu/copying_kernel.cpp has the formulas."""
+    Tq, Tk, V, X = sizes
     i_row = tl.program_id(0).to(tl.int64)
     i_b, i_t = i_row // Tq, i_row % Tq
-    p_grad += i_b * s_grad[0] + i_t * s_grad[1]
-    p_x += i_b * s_x[0] + i_t * s_x[1]
-    p_weights += i_b * s_weights[0] + i_t * s_weights[1]
+    p_grad, s_grad = _row(grad, i_b, i_t), grad[1][2]
+    p_x, s_x = _row(logits, i_b, i_t), logits[1][2]
+    p_weights, s_weights = _row(weights, i_b, i_t), weights[1][2]
     p_source += i_b * Tk
     p_dx += i_row * V
     p_dweights += i_row * Tk
-    p, q, log_p, log_q = _gate(p_gate + i_b * s_gate[0] + i_t * s_gate[1])
+    p, q, log_p, log_q = _gate(_row(gate, i_b, i_t))
     lse = tl.load(p_lse + i_row)
     none = lse == -float("inf")
     high = tl.where(none, 0.0, lse).to(acc)
@@ -169,10 +190,7 @@ def _distribution_gradient(
     # Σ S G, or Σ G, of the words that can be generated
     b_sum = tl.zeros([BV], acc)
     for v in range(0, V, BV):
-        o_v = v + tl.arange(0, BV)
-        p_v = p_x + o_v.to(tl.int64) * s_x[2]
-        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
-        b_g = tl.load(p_grad + o_v.to(tl.int64) * s_grad[2], mask=o_v < V, other=0).to(acc)
+        o_v, b_x, b_g = _vocabulary_terms(p_grad, s_grad, p_x, s_x, v, V, BV, acc)
         m_x = b_x != -float("inf")
         if LOG:
             b_sum += tl.where(m_x, b_g, 0)
@@ -181,24 +199,22 @@ def _distribution_gradient(
     total = tl.sum(b_sum, 0).to(tl.float64)
 
     every = total  # Σ G of the possible words
-    b_minus = tl.zeros([BI], tl.float64)
-    b_plus = tl.zeros([BI], tl.float64)
+    b_minus, b_plus = tl.zeros([BI], tl.float64), tl.zeros([BI], tl.float64)
     for i in range(0, Tk, BI):
         o_i = i + tl.arange(0, BI)
         m_i = o_i < Tk
-        p_a = p_weights + o_i.to(tl.int64) * s_weights[2]
-        b_a = tl.load(p_a, mask=m_i, other=0).to(tl.float64)
+        b_a = tl.load(p_weights + o_i.to(tl.int64) * s_weights, mask=m_i, other=0).to(tl.float64)
         if LOG:
-            b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, m_i, Tk, BI)
+            b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI)
             m_w = (b_w >= 0) & (b_w < V + X)
-            _, _, b_ratio, b_x, m_copied = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            _, _, b_ratio, b_x, m_copied = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
         else:
             b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
             m_w = (b_w >= 0) & (b_w < V + X)
             b_ratio = q
             b_x = tl.zeros([BI], tl.float64)
             m_copied = m_w
-        b_g = tl.load(p_grad + b_w * s_grad[2], mask=m_w, other=0).to(tl.float64)
+        b_g = tl.load(p_grad + b_w * s_grad, mask=m_w, other=0).to(tl.float64)
         b_da = b_g * b_ratio
         b_held = tl.where(b_da > HIGHEST, HIGHEST, tl.where(b_da < -HIGHEST, -HIGHEST, b_da))
         tl.store(p_dweights + o_i, b_held.to(acc), mask=m_i)
@@ -215,10 +231,7 @@ def _distribution_gradient(
     tl.store(p_dgate + i_row, dgate.to(acc))
 
     for v in range(0, V, BV):
-        o_v = v + tl.arange(0, BV)
-        p_v = p_x + o_v.to(tl.int64) * s_x[2]
-        b_x = tl.load(p_v, mask=o_v < V, other=-float("inf")).to(acc)
-        b_g = tl.load(p_grad + o_v.to(tl.int64) * s_grad[2], mask=o_v < V, other=0).to(acc)
+        o_v, b_x, b_g = _vocabulary_terms(p_grad, s_grad, p_x, s_x, v, V, BV, acc)
         b_s = tl.exp(b_x - high - low)
         b_dx = b_g - b_s * total.to(acc) if LOG else b_s * p.to(acc) * (b_g - total.to(acc))
         tl.store(p_dx + o_v, tl.where(b_x == -float("inf"), 0, b_dx), mask=o_v < V)
@@ -226,10 +239,10 @@ def _distribution_gradient(
         tl.debug_barrier()
         for i in range(0, Tk, BI):
             o_i = i + tl.arange(0, BI)
-            b_w, b_mass = _mass(p_source, p_weights, s_weights[2], o_i, o_i < Tk, Tk, BI)
-            _, b_part, _, b_x, _ = _word(p_x, s_x[2], b_w, b_mass, lse, log_p, log_q, V)
+            b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, o_i < Tk, Tk, BI)
+            _, b_part, _, b_x, _ = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
             m_w = b_x != -float("inf")
-            b_g = tl.load(p_grad + b_w * s_grad[2], mask=m_w, other=0).to(tl.float64)
+            b_g = tl.load(p_grad + b_w * s_grad, mask=m_w, other=0).to(tl.float64)
             b_s = tl.exp(tl.where(m_w, b_x, 0.0) - tl.where(none, 0.0, lse))
             b_dx = tl.where(m_w, b_g * b_part - b_s * total, 0.0)
             tl.store(p_dx + b_w, b_dx.to(acc), mask=m_w)
@@ -249,9 +262,8 @@ def forward(call: CopyInputs) -> CopyOutputs:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution[(B * Tq,)](
-                logits, weights, source.contiguous(), gate, out, lse,
-                logits.stride(), weights.stride(), gate.stride(), Tq, Tk, V, num_oov,
-                LOG=log, **_options(logits),
+                _strided(logits), _strided(weights), source.contiguous(), _strided(gate), out, lse,
+                (Tq, Tk, V, num_oov), LOG=log, **_options(logits),
             )  # fmt: skip
     return CopyOutputs(out, lse)
 
@@ -265,9 +277,8 @@ def backward(call: CopyBackward) -> CopyGradients:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution_gradient[(B * Tq,)](
-                grad, logits, weights, source.contiguous(), gate, lse.contiguous(), *grads,
-                grad.stride(), logits.stride(), weights.stride(), gate.stride(),
-                Tq, Tk, V, num_oov,
+                *map(_strided, (grad, logits, weights)), source.contiguous(), _strided(gate),
+                lse.contiguous(), *grads, (Tq, Tk, V, num_oov),
                 LOG=log, HIGHEST=65504.0 if half else float("inf"), **_options(logits),
             )  # fmt: skip
     return grads

@@ -1199,8 +1199,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "keep_in_graph": [("x = x + p.flatten()[:0].sum()", "pass")],
     },
     ("kernels/attention.py", TRITON): {
+        "_masked": [('m_s = m_s & (b_bias != -float("inf"))  # also', "m_s = m_s  # also")],
         "_forward": [
-            ('m_s = m_s & (b_bias != -float("inf"))  # also', "m_s = m_s  # also"),
             ('b_shift = tl.where(b_max == -float("inf"), 0, b_max)', "b_shift = b_max"),
             ("b_l = b_l * b_rescale + tl.sum(b_p, 1)", "b_l = b_l + tl.sum(b_p, 1)"),
             ("m_k = tl.max(m_s.to(tl.int32), 0) > 0", "m_k = o_k < n"),
@@ -1217,21 +1217,23 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_score_gradient": [("b_g - b_delta[:, None] + b_dlse[:, None]", "b_g - b_delta[:, None]")],
         "_additive_gradient": [
             ("b_dw = -2 * scale * tl.sum(b_dw, 0)", "b_dw = -2 * tl.sum(b_dw, 0)"),
-            ("m_1 = o_x < tl.where(y + 1 < end, Tx, 0)", "m_1 = m_x"),
+            ("m_1 = o_x < tl.where(k + 1 < end, Tx, 0)", "m_1 = m_x"),
         ],
         "_seen_keys": [("tl.load(p_lengths + i_b), 0), Tk)", "tl.load(p_lengths), 0), Tk)")],
         "_activation": [("0.25 * LEAKY_SLOPE * b_ones)", "0.25 * b_ones)")],
     },
     ("kernels/coverage.py", TRITON_HISTORY): {
-        "_scan_gradient": [
+        "_weight_gradient": [
             ("b_g += tl.where(b_p <= b_c, grad_loss, 0)",
              "b_g += tl.where(b_p < b_c, grad_loss, 0)"),
+        ],
+        "_softmax_gradient": [
             ("b_dpenalty -= b_ds * b_c", "b_dpenalty += b_ds * b_c"),
-            ("+ u * b_this * (b_next / b_sum)", ""),
-            ("m_k = b_ds != 0  #", "m_k = o_k < n  #"),
             ("- b_p * total", ""),
         ],
-        "_scan": [("b_c + b_rate * b_p", "b_c + b_p")],
+        "_history_gradient": [("+ u * b_this * (b_next / b_sum)", "")],
+        "_features_gradient": [("m_k = b_ds != 0  #", "m_k = o_k < n  #")],
+        "_softmax": [("b_c + b_rate * b_p", "b_c + b_p")],
     },
     ("kernels/copying.py", "tests/test_copying.py -k 'triton and not check and not compile'"): {
         "_distribution_gradient": [
