@@ -15,6 +15,15 @@ if reason := not_installed():
 torch.backends.cudnn.allow_tf32 = False  # eager code is what kernels are measured by
 
 
+HAS_CPU_LIBRARY = unsupported_reason("cpu", torch.device("cpu"), torch.float32) is None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let calls run on the reference, without a warning that is an error, without a compiler."""
+    if not HAS_CPU_LIBRARY:
+        config.addinivalue_line("filterwarnings", "ignore:attnfast runs on its reference")
+
+
 #: Files of whose tables Triton's interpreter is asked half; `make test` asks the oldest Triton all.
 TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
@@ -38,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("cpu_library") and not HAS_CPU_LIBRARY:
+        pytest.skip("needs the CPU library")
 
 
 @pytest.fixture(params=[name for name in BACKENDS])

@@ -1261,7 +1261,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "multiply": [("x = x == x ? x : again[r * width + c];", "x = x;")],
         "pack_slice": [("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v")],
-        "weights": [("multiply_by((C)a.scale, item.seen, row(i));", ";")],
+        "softmax": [("multiply_by((C)a.scale, item.seen, row(i));", ";")],
     },
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): {
         "softmax_backward": [("x += part(past) - w * total;", "x += part(past);")],

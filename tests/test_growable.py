@@ -254,6 +254,7 @@ def test_copies_are_amortised(parts, trains):
     assert len(places) <= 8
 
 
+@pytest.mark.cpu_library
 def test_keys_are_prepared_once(monkeypatch):
     args = inputs(Case("tanh", 2, 1, 8, 32, 8))
     query, key, value, weight = (

@@ -220,6 +220,7 @@ def test_checkpointed_steps_over_projected_keys(history, backend):
     same(checkpointed, run(lambda function, query: function(query)))
 
 
+@pytest.mark.cpu_library
 @pytest.mark.parametrize("projected", [False, True])
 def test_reentrant_checkpoint_over_a_memory_made_outside(parts, projected):
     """It runs a backward of its own for every step."""
@@ -275,6 +276,7 @@ def test_steps_serve_their_own_activation():
     same(got, want)
 
 
+@pytest.mark.cpu_library
 def test_second_derivative_raises(parts):
     leaves, (first, *_) = parts
     grads = gradients([first, *leaves], steps_of(leaves)(first), create_graph=True)
@@ -283,6 +285,7 @@ def test_second_derivative_raises(parts):
             grad.sum().backward(retain_graph=True)
 
 
+@pytest.mark.cpu_library
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_second_derivative_by_any_input_raises(parts, need_weights):
     """None would be a wrong one: all depends on all."""
@@ -374,6 +377,7 @@ def test_a_backward_leaves_nothing(parts, fails):
     assert alive() is None
 
 
+@pytest.mark.cpu_library
 def test_gradients_of_many_steps_are_taken_at_once(parts, monkeypatch):
     leaves, (first, second, _) = parts
     late = []
@@ -456,6 +460,7 @@ def test_what_no_step_may_see_changes_nothing(score, dtype):
         assert torch.equal(clean, poisoned)
 
 
+@pytest.mark.cpu_library
 def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     args = inputs(Case("tanh", 2, 1, 70, 40, 8))
     m = prepare(args["key"], args["value"], args["score_vector"])
@@ -499,6 +504,7 @@ def test_log_sum_exp_of_steps(backend):
         torch.testing.assert_close(steps, whole)
 
 
+@pytest.mark.cpu_library
 def test_keys_out_of_reach_after_a_graph_was_recorded():
     """What a backend prepares depends on numbers, and is no part of a graph or of a mapped call."""
 

@@ -115,6 +115,7 @@ def in_one_call_in_parts_and_in_steps(kind, attention, monkeypatch, **options):
     torch.testing.assert_close(served_so, run())
 
 
+@pytest.mark.cpu_library
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_which_attentions_are_one_operator(attention, monkeypatch):
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, attention)
@@ -185,6 +186,7 @@ def test_a_stride_cannot_go_on_from_steps_of_several_phases():
         layer(x, memory, state)
 
 
+@pytest.mark.cpu_library
 def test_a_history_that_does_not_fit():
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, "location")
     memory = layer.prepare(source, lengths)
@@ -281,6 +283,7 @@ def test_a_stack_is_pytorchs_in_a_loop(recurrence, kind, of_torch):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.cpu_library
 def test_dropout_within_a_stack(monkeypatch):
     layer, x, source, lengths = layer_and_inputs(
         attn.AttentionGRU, "bahdanau", num_layers=2, query_layer="last", dropout=0.5,
@@ -466,6 +469,7 @@ def test_compile(recurrence, attention):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.cpu_library
 @torch.no_grad()
 @pytest.mark.parametrize("twice", [False, True])
 def test_export(twice):

@@ -102,6 +102,7 @@ def test_formula_and_gradients(module):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.cpu_library
 def test_steps_share_their_gradients(module):
     """All steps take one token of the memory, or of the filters, and are the whole's in the end."""
     query, source = states()

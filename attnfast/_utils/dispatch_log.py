@@ -46,7 +46,8 @@ class Explanation:
         counts = collections.Counter(self.choices)
         times = {x: f" ({n} times)" if n > 1 else "" for x, n in counts.items()}
         lines = [str(x._replace(ran=x.ran + more)) for x, more in times.items()]
-        return "\n".join(lines) or "no operation of attnfast ran outside a compiled graph"
+        none = "attnfast was not called, or only in a compiled graph; torch.nn never calls it"
+        return "\n".join(lines) or none
 
 
 class _Recorder(threading.local):

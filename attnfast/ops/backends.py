@@ -292,17 +292,27 @@ def _best(backend: str | None, *asked) -> str | None:
     return next(able, None)
 
 
+_has_warned = False
+
+
+def _warn_of_reference(reasons: str) -> None:
+    """Warn once in a process that calls run on the reference implementation."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"attnfast runs on its reference implementation, correct but slow ({reasons})",
+            stacklevel=6,
+        )
+
+
 @functools.cache
 def _choose(backend: str | None, *asked) -> str:
     if backend is None:
         order = ranked_backends(DispatchKey(*asked))
         chosen = next(name for name in order if unsupported_reason(name, *asked) is None)
         if chosen == "reference":
-            reasons = "; ".join(reasons_against(chosen, *asked))
-            warnings.warn(
-                f"attnfast runs on its reference implementation, correct but slow ({reasons})",
-                stacklevel=5,
-            )
+            _warn_of_reference("; ".join(reasons_against(chosen, *asked)))
         return chosen
     reason = unsupported_reason(backend, *asked)
     if reason is not None:

@@ -142,7 +142,7 @@ void scores(const Forward& a, const Plan& plan, int64_t index, void* memory) {
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void weights(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+void softmax(const Forward& a, const Plan& plan, int64_t index, void* memory) {
   const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(memory)};
   const Rows<C> s = scores_of(a, plan, item, scratch);
@@ -713,7 +713,7 @@ extern const AttentionKernels attention = {
     .scores = {[](const Forward& a, const Plan& plan) { return key_items(a, plan); },
                ATTNFAST_BY_DTYPE(scores)},
     .softmax = {[](const Forward& a, const Plan& plan) { return row_items(a, plan); },
-                ATTNFAST_BY_DTYPE(weights)},
+                ATTNFAST_BY_DTYPE(softmax)},
     .context = {[](const Forward& a, const Plan& plan) {
                   return row_items(a, plan) * parts(a.Dv, plan.columns);
                 },

@@ -59,7 +59,7 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
       transition_softmax(u, n, a.Tk, past, row_of<C>(a.log_weights, item, t), row);
     } else {
       Flags<C> zeros = {};
-      softmax(row, n, zeros);
+      softmax_of_row(row, n, zeros);
     }
     Vec<C> lost = {};
     for (int64_t j = 0; j < n; j += V) {

@@ -221,7 +221,7 @@ C normalise(const Row<C>& s, C mass, Flags<C>& zeros) {
 }
 
 template <class C>
-void softmax(C* s, int64_t n, Flags<C>& zeros) {
+void softmax_of_row(C* s, int64_t n, Flags<C>& zeros) {
   const Exactly<C> row = {s, n};
   normalise(row, exponentiate(row, largest(row)), zeros);
 }
