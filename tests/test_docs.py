@@ -165,7 +165,9 @@ def test_counts_are_those_of_the_code():
     assert f"a floor of {table.FLOOR[torch.float32]:.0e}".replace("e-0", "e-") in testing
     assert {table.FLOOR_ULPS[x] for x in (torch.float16, torch.bfloat16)} == {1}  # "one unit"
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    steps = re.findall(r"^\d\. `([^`]+)`", contributing.split("## Adding an argument")[0], re.MULTILINE)
+    steps = re.findall(
+        r"^\d\. `([^`]+)`", contributing.split("## Adding an argument")[0], re.MULTILINE
+    )
     words = {5: "five", 6: "six", 7: "seven"}
     assert f"changes {words[len(set(steps))]} files" in contributing
     assert f"| {len(set(steps))} files |" in (ROOT / "docs" / "architecture.md").read_text()
