@@ -1,14 +1,17 @@
 """The compiled libraries list each operator's fields once, as the schemas of Python have them."""
 
 import contextlib
+import copy
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import attnfast
 from attnfast.ops.backends import load_library
+from attnfast.ops.linear import LINEAR
 from attnfast.ops.operators import ARGUMENTS
 
 FAMILIES = {
@@ -28,6 +31,21 @@ def listed(backend: str, name: str) -> str:
     arguments = [f"{TYPES.get(t, t)} {x.name}, " for t, x in zip(types, schema.arguments)]
     assert {str(x.type) for x in schema.returns} == {"Tensor"}
     return f"{name}({''.join(arguments)}) -> {', '.join(x.name for x in schema.returns)},"
+
+
+def test_a_misspelt_field_of_a_backward_raises():
+    """Without an error it would be None in every call."""
+    fields = [(x, torch.Tensor) for x in ("grad_output", "input", "weight", "baised")]
+    for change in (
+        {"Backward": NamedTuple("Backward", fields)},
+        {"Gradients": NamedTuple("Gradients", [("grad_inputs", torch.Tensor)])},
+    ):
+        wrong = copy.copy(LINEAR)
+        vars(wrong).update(change)
+        with pytest.raises(
+            TypeError, match=r"no input or output has the fields ..(baised|grad_inp)"
+        ):
+            wrong._plan({})
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])

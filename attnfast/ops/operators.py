@@ -230,6 +230,10 @@ class Operator(ForwardOperator):
         grads = [f"grad_{x}" for x in found]
         pool = [*grads, *tensors, *numbers, *needs]
         wanted = [x if x in pool else "none" for x in self.Backward._fields]
+        known = {*pool, *(f"grad_{x}" for x in given), "grad_score"}  # a step's, else None
+        unknown = {*self.Backward._fields, *self.Gradients._fields} - known
+        if unknown:  # such a field would be None in every call
+            raise TypeError(f"{self.name}: no input or output has the fields {sorted(unknown)}")
         self._arranged = _getter(wanted, [*pool, "none"])
         gradients = list(self.Gradients._fields)
         of_score = "bias" in given and "grad_score" in gradients
